@@ -1,0 +1,1 @@
+"""Many engines, sans-IO: which one takes a request."""

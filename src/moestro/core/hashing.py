@@ -1,0 +1,59 @@
+"""Names of KV blocks: one keyed hash chain, the same in engine, router index and traces.
+
+A block's hash covers its tokens and, through its parent, everything before it; the key separates models, adapters and
+salts, so that a tenant with a salt of its own can neither hit nor probe another's blocks.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+HASH_BYTES = 16
+ROOT = bytes(HASH_BYTES)  # the parent of a first block
+
+
+def hash_key(model: str, adapter: str | None = None, salt: str | None = None) -> bytes:
+    """The key under which a request's blocks are hashed.
+
+    Args:
+        model: the served model's name; two models never share blocks.
+        adapter: a LoRA adapter's name, if any.
+        salt: the request's `cache_salt`, if any.
+
+    Returns:
+        HASH_BYTES bytes.
+    """
+    digest = blake2b(digest_size=HASH_BYTES)
+    for part in (model, adapter, salt):
+        # Length first, and None unlike "": no two triples are spelt alike.
+        encoded = b"" if part is None else part.encode()
+        digest.update(f"{-1 if part is None else len(encoded)}:".encode() + encoded)
+    return digest.digest()
+
+
+def block_hash(key: bytes, parent: bytes, token_ids: NDArray[np.int32]) -> bytes:
+    """The hash of one full block: HASH_BYTES bytes.
+
+    Args:
+        key: from `hash_key`.
+        parent: the hash of the block before it, or `ROOT`.
+        token_ids: int32[block_size].
+    """
+    return blake2b(parent + token_ids.astype("<i4", copy=False).tobytes(), digest_size=HASH_BYTES, key=key).digest()
+
+
+def hash_blocks(key: bytes, token_ids: NDArray[np.int32], block_size: int) -> bytes:
+    """Hashes of the *full* blocks of `token_ids`, packed, HASH_BYTES each; a partial last block has none."""
+    hashes, parent = [], ROOT
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = block_hash(key, parent, token_ids[start : start + block_size])
+        hashes.append(parent)
+    return b"".join(hashes)
+
+
+def split_hashes(packed: bytes) -> list[bytes]:
+    """The packed form, one `bytes` per block."""
+    return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]

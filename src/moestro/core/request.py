@@ -1,0 +1,94 @@
+"""What a client asked for and what it gets: frozen values that travel between processes."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.hashing import HASH_BYTES
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # a stop token, or (in the front door) a stop string
+    LENGTH = "length"  # max_tokens reached
+    ABORT = "abort"  # the client left
+    ERROR = "error"  # the rank failed
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is chosen. Names and meanings are vLLM's."""
+
+    max_tokens: int = 16
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    seed: int = 0  # 0 .. 2**64 - 1; the front door draws one when the client gave none
+    stop_token_ids: tuple[int, ...] = ()  # the model's end tokens among them, unless the client ignores these
+    logprobs: int | None = None  # alternatives reported beside each sampled token; None: no logprobs
+    prompt_logprobs: int | None = None  # the same for each prompt token but the first
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be in 0 .. 2**64 - 1, got {self.seed}")
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation job. Its progress lives in an engine's `Sequence`, never here.
+
+    `token_ids` is packed int32, or None when a hashed trace is replayed; `block_hashes` holds HASH_BYTES for each
+    *full* block of the prompt, made once where the request enters, under `hash_key` (model, adapter, salt).
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    arrival_ns: int
+    token_ids: bytes | None = None
+    block_hashes: bytes = b""
+    hash_key: bytes = b""
+    priority: int = 0  # lower is earlier
+
+    def __post_init__(self) -> None:
+        if self.num_prompt_tokens < 1:
+            raise ValueError(f"request {self.request_id!r}: empty prompt")
+        if self.token_ids is not None and len(self.token_ids) != 4 * self.num_prompt_tokens:
+            raise ValueError(f"request {self.request_id!r}: token_ids holds {len(self.token_ids)} bytes")
+        if len(self.block_hashes) % HASH_BYTES:
+            raise ValueError(f"request {self.request_id!r}: block_hashes holds {len(self.block_hashes)} bytes")
+
+    @property
+    def num_total_tokens(self) -> int:
+        """Prompt and the most that may be generated."""
+        return self.num_prompt_tokens + self.sampling.max_tokens
+
+    def token_array(self) -> NDArray[np.int32]:
+        """int32[num_prompt_tokens]; only for a request that carries its token ids."""
+        assert self.token_ids is not None, f"request {self.request_id!r} carries no token ids"
+        return np.frombuffer(self.token_ids, np.int32)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log probabilities at one position, of the raw distribution (before temperature)."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: the most likely token
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request gained in one step; the last one carries `finish_reason`."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # once, with the first token
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache when it was first admitted

@@ -1,0 +1,78 @@
+"""What policies look at: frozen tables, one NumPy column per figure. A view never changes while a policy holds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineTable:
+    """Engines as a router knows them, one row each.
+
+    Attributes:
+        routable: bool[n], ready and not draining.
+        num_in_flight: int32[n], requests sent and not ended: the router's own count, exact, age zero.
+    """
+
+    routable: NDArray[np.bool_]
+    num_in_flight: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WaitingView:
+    """Requests waiting in one engine, one row each, in order of arrival in its queue.
+
+    Attributes:
+        arrival_ns: int64[n].
+        num_prompt_tokens: int32[n].
+        priority: int32[n], lower is earlier.
+        serial: int64[n], unique, in order of `Rank.add`: the last key of a total order.
+    """
+
+    arrival_ns: NDArray[np.int64]
+    num_prompt_tokens: NDArray[np.int32]
+    priority: NDArray[np.int32]
+    serial: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchView:
+    """Sequences that may enter the next plan: the running ones in order of admission, then the next to be admitted.
+
+    Attributes:
+        num_left: int32[n], tokens to compute before the next token is sampled (decode: 1).
+        is_decode: bool[n], the prompt is behind it.
+        is_waiting: bool[n], not admitted yet.
+    """
+
+    num_left: NDArray[np.int32]
+    is_decode: NDArray[np.bool_]
+    is_waiting: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """Bounds of one plan: tokens in all, and tokens of one prefill chunk."""
+
+    token_budget: int
+    max_chunk: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EvictView:
+    """Running sequences whose KV could be freed now (none has a unit in flight), one row each.
+
+    Attributes:
+        arrival_ns: int64[n].
+        num_computed_tokens: int32[n], what recomputing would cost.
+        priority: int32[n].
+        serial: int64[n].
+    """
+
+    arrival_ns: NDArray[np.int64]
+    num_computed_tokens: NDArray[np.int32]
+    priority: NDArray[np.int32]
+    serial: NDArray[np.int64]

@@ -1,0 +1,140 @@
+"""What a scheduler hands to an executor, an executor to a device, and what comes back: struct-of-arrays, no torch.
+
+A *unit* is the atom of work: consecutive tokens of one sequence in one pass (decode: one token; prefill: a chunk).
+A *device* does work; an *executor* decides in which pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.request import TokenLogprobs
+
+Int32s = NDArray[np.int32]
+
+# Which logits of a unit are wanted, a sum of flags. LAST: those of the last token, to sample the next one.
+# PROMPT: those of every token, to report the log probability of the prompt token after it.
+LOGITS_NONE, LOGITS_LAST, LOGITS_PROMPT = 0, 1, 2
+
+# One sequence's sampling parameters as a row; -1 in a logprobs column: none wanted.
+SAMPLING_ROW = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("top_k", np.int32),
+        ("num_logprobs", np.int32),
+        ("num_prompt_logprobs", np.int32),
+        ("seed", np.uint64),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Units:
+    """n units, in the order in which a device lays them end to end.
+
+    Attributes:
+        slot: int32[n], the sequence's row in its scheduler; names the unit until its result is taken.
+        start: int32[n], position of the first token.
+        num_tokens: int32[n], at least 1.
+        write_start: int32[n], the first position whose K and V are written. Larger than `start` only where a full
+            prefix hit computes its last token again: its block is shared, and a shared block is never written.
+        logits: uint8[n], a sum of LOGITS_LAST and LOGITS_PROMPT, or LOGITS_NONE.
+        block_tables: int32[n, width], block ids; columns past a sequence's last block are arbitrary valid ids.
+        sampling: SAMPLING_ROW[n].
+        token_ids: int32[sum of num_tokens], or None when a hashed trace is replayed.
+        next_token_ids: int32, the token after each token of the LOGITS_PROMPT units, end to end (0 after the last known
+            one, whose entry the scheduler drops); None where no unit asks.
+    """
+
+    slot: Int32s
+    start: Int32s
+    num_tokens: Int32s
+    write_start: Int32s
+    logits: NDArray[np.uint8]
+    block_tables: Int32s
+    sampling: NDArray[np.void]
+    token_ids: Int32s | None
+    next_token_ids: Int32s | None = None
+
+    def __len__(self) -> int:
+        return len(self.slot)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What one step computes. `step` counts the plans of one scheduler."""
+
+    step: int
+    units: Units
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all units."""
+        return int(self.units.num_tokens.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What became of some units (those of one plan, or fewer when others were preempted on the way).
+
+    Attributes:
+        slot: int32[n], which units.
+        token_ids: int32[n], the sampled token (-1 without LOGITS_LAST), or None from a priced device.
+        finished: bool[n], sequences whose script ends here, or None from a device that cannot know.
+        logprobs: by index into `slot`, the sampled token's.
+        prompt_logprobs: by index into `slot`, one entry per token of a LOGITS_PROMPT unit: that of the token after it.
+        block_hashes: by index into `slot`, HASH_BYTES for each block of *generated* tokens completed (hashed traces).
+        expert_counts: int64[num_layers, num_experts] tokens each logical expert computed, or None (dense models).
+    """
+
+    slot: Int32s
+    token_ids: Int32s | None = None
+    finished: NDArray[np.bool_] | None = None
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    block_hashes: dict[int, bytes] = field(default_factory=dict)
+    expert_counts: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forward:
+    """A work item: the whole network over these units, and the sampler."""
+
+    units: Units
+
+
+class Device(Protocol):
+    """Does work items in the order in which they are launched."""
+
+    def launch(self, item: Forward, now_ns: int) -> None:
+        """Start `item`; may return before it is done."""
+        ...
+
+    def poll(self, now_ns: int) -> list[StepResult]:
+        """Results that are ready, each exactly once, in launch order; never blocks when `ready_at_ns` is known."""
+        ...
+
+    def ready_at_ns(self) -> int | None:
+        """When the oldest unfinished item will be ready; None: nothing is running, or only the hardware knows."""
+        ...
+
+
+class Executor(Protocol):
+    """Turns plans into work items and their results into step results."""
+
+    def submit(self, plan: Plan, now_ns: int) -> None:
+        """Start a plan."""
+        ...
+
+    def poll(self, now_ns: int) -> StepResult | None:
+        """Units that are done, or None; every submitted unit comes back exactly once."""
+        ...
+
+    def ready_at_ns(self) -> int | None:
+        """As `Device.ready_at_ns`."""
+        ...

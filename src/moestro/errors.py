@@ -1,0 +1,94 @@
+"""Every exception Moestro raises on purpose.
+
+MoestroError
+├── ConfigError                 the operator asked for something impossible; the text says what to do
+│   └── UnsupportedModelError   this checkpoint cannot run here, and why
+├── RequestError                one request is refused; the others go on
+│   ├── PromptTooLongError
+│   ├── QueueFullError
+│   └── NoEngineError
+├── EngineDiedError             a rank process ended; its requests end with an error
+└── InvariantError              a bug of ours: stop the rank, keep the report
+
+A `RequestError` is what a client sees: `http_status`, OpenAI's `type` and `code`, and the `param` at fault.
+"""
+
+from __future__ import annotations
+
+
+class MoestroError(Exception):
+    """Base class. Catch it at a process boundary, nowhere else."""
+
+
+class ConfigError(MoestroError):
+    """The configuration cannot be honoured: raised before anything is served."""
+
+
+class UnsupportedModelError(ConfigError):
+    """The checkpoint's architecture or weight format cannot run here: raised at load with the reason."""
+
+
+class RequestError(MoestroError):
+    """One request is refused.
+
+    Args:
+        message: what was given, what is allowed, what to do. The client reads it.
+        param: the request's field at fault.
+        code: a stable word that programs compare.
+    """
+
+    http_status = 400
+    error_type = "invalid_request_error"
+    retry_after_s: int | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class PromptTooLongError(RequestError):
+    """The prompt and the tokens asked for can never fit; the words are those that client libraries look for."""
+
+    def __init__(self, num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains"
+            f" {num_prompt_tokens} input tokens and {max_tokens} output tokens were asked for."
+            " Shorten the prompt or lower max_tokens.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+
+class QueueFullError(RequestError):
+    """The engine's waiting queue is at its bound; later is better than longer."""
+
+    http_status = 503
+    error_type = "service_unavailable"
+    retry_after_s = 1
+
+    def __init__(self, num_waiting: int) -> None:
+        super().__init__(
+            f"The request queue is full ({num_waiting} waiting). Retry later, or raise --max-num-queued-reqs.",
+            code="queue_full",
+        )
+
+
+class NoEngineError(RequestError):
+    """No engine can take a request now."""
+
+    http_status = 503
+    error_type = "service_unavailable"
+    retry_after_s = 1
+
+    def __init__(self) -> None:
+        super().__init__("No engine is ready to take requests. Retry later.", code="no_engine")
+
+
+class EngineDiedError(MoestroError):
+    """A rank process ended while requests were on it, or before it was ready; the text carries its cause."""
+
+
+class InvariantError(MoestroError):
+    """Something that cannot happen, happened. Never caught to go on."""

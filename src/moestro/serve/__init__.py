@@ -1,0 +1,1 @@
+"""The only room with sockets, processes and the wall clock."""
