@@ -100,6 +100,19 @@ class StepResult:
     block_hashes: dict[int, bytes] = field(default_factory=dict)
     expert_counts: NDArray[np.int64] | None = None
 
+    def select(self, rows: NDArray[np.int64]) -> StepResult:
+        """The result of these rows alone; `expert_counts`, which belong to the step, stay whole."""
+        row_of = {old: new for new, old in enumerate(rows.tolist())}
+        return StepResult(
+            slot=self.slot[rows],
+            token_ids=None if self.token_ids is None else self.token_ids[rows],
+            finished=None if self.finished is None else self.finished[rows],
+            logprobs={row_of[i]: v for i, v in self.logprobs.items() if i in row_of},
+            prompt_logprobs={row_of[i]: v for i, v in self.prompt_logprobs.items() if i in row_of},
+            block_hashes={row_of[i]: v for i, v in self.block_hashes.items() if i in row_of},
+            expert_counts=self.expert_counts,
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forward:

@@ -1,0 +1,127 @@
+"""KV block bookkeeping: which block is whose, and which still holds a prefix worth keeping. Integers only.
+
+A block is in one of three states:
+
+    blank      free, holds nothing of use
+    cached     free, but holds a full block of KV under its hash: given out last, oldest first
+    held       referenced by `ref_count` >= 1 sequences; may carry a hash too, and is then shared, never written
+
+Invariant (`check`): blank + cached + held == num_blocks, and the hash map names exactly the blocks that carry one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from moestro.errors import InvariantError
+
+
+class BlockPool:
+    """Hands out blocks, counts their holders, remembers full ones by hash.
+
+    Args:
+        num_blocks: blocks in the pool.
+        enable_prefix_caching: False: no hash is ever remembered.
+    """
+
+    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self._enabled = enable_prefix_caching
+        self._blank = list(range(num_blocks - 1, -1, -1))  # pop() gives the lowest id first
+        # An OrderedDict as the LRU list, since a hit takes a block out of its middle: O(1) for all three operations.
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._ref_count = [0] * num_blocks
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be given out: blank and cached."""
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that carry a hash, held ones among them."""
+        return len(self._hash_of)
+
+    def find_prefix(self, hashes: list[bytes]) -> list[int]:
+        """Blocks of the longest cached prefix of `hashes`; changes nothing."""
+        found = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_free_after(self, shared: list[int]) -> int:
+        """Free blocks that would remain if `shared` (from `find_prefix`) were taken."""
+        return self.num_free - sum(1 for block in shared if self._ref_count[block] == 0)
+
+    def share(self, blocks: list[int]) -> None:
+        """Add one holder to each of `blocks`, which are cached or held."""
+        for block in blocks:
+            if self._ref_count[block] == 0:
+                del self._cached[block]
+            self._ref_count[block] += 1
+
+    def allocate(self) -> int:
+        """A block of one's own: a blank one, else the cached one unused the longest, whose prefix is forgotten.
+
+        The caller looks at `num_free` first: an empty pool is a bug here.
+        """
+        if self._blank:
+            block = self._blank.pop()
+        elif self._cached:
+            block, _ = self._cached.popitem(last=False)
+            del self._block_of[self._hash_of.pop(block)]
+        else:
+            raise InvariantError("allocate() on an empty pool")
+        self._ref_count[block] = 1
+        return block
+
+    def release(self, blocks: list[int]) -> None:
+        """Take one holder from each of a sequence's `blocks`, given in the order of its tokens.
+
+        The last ones become free first, so that a long prefix is forgotten from its end.
+        """
+        for block in reversed(blocks):
+            if self._ref_count[block] < 1:
+                raise InvariantError(f"release of block {block}, which nobody holds")
+            self._ref_count[block] -= 1
+            if self._ref_count[block] == 0:
+                if block in self._hash_of:
+                    self._cached[block] = None
+                else:
+                    self._blank.append(block)
+
+    def remember(self, block: int, block_hash: bytes) -> None:
+        """`block`, held and now full, holds the KV that `block_hash` names. The first block of a hash keeps it."""
+        if self._enabled and block_hash not in self._block_of and block not in self._hash_of:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def forget_all(self) -> None:
+        """Drop every remembered prefix; blocks that are held stay held."""
+        self._blank.extend(self._cached)
+        self._cached.clear()
+        self._hash_of.clear()
+        self._block_of.clear()
+
+    def check(self, held: list[list[int]]) -> None:
+        """Recount everything against the block lists that sequences hold.
+
+        Raises:
+            InvariantError: a block is lost, held twice, or remembered wrongly.
+        """
+        counts = [0] * self.num_blocks
+        for blocks in held:
+            for block in blocks:
+                counts[block] += 1
+        if counts != self._ref_count:
+            raise InvariantError("reference counts differ from the blocks that sequences hold")
+        free = sorted([*self._blank, *self._cached])
+        if free != [block for block, count in enumerate(counts) if count == 0]:
+            raise InvariantError("free blocks and held blocks do not add up to the pool")
+        if {h: b for b, h in self._hash_of.items()} != self._block_of or not set(self._cached) <= set(self._hash_of):
+            raise InvariantError("hashes and blocks do not name each other")

@@ -1,0 +1,112 @@
+"""One rank: a scheduler and an executor, and the one loop step that joins them. Its driver owns time and transport."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moestro.core.request import Output, Request, TokenLogprobs
+from moestro.core.work import Device, Executor
+from moestro.engine.fused import FusedExecutor
+from moestro.engine.scheduler import Emitted, Scheduler
+from moestro.engine.settings import SchedulerSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStats:
+    """How full a rank is, and its totals since the start."""
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float  # fraction of blocks held by sequences, 0 .. 1
+    num_preemptions: int
+    num_queried_tokens: int
+    num_hit_tokens: int
+
+
+class Rank:
+    """Serves requests: take results, schedule, submit; again and again.
+
+    Args:
+        scheduler: decides and keeps books.
+        executor: does the work. One plan is in flight at a time.
+
+    Attributes:
+        expert_counts: int64[num_layers, num_experts], tokens each logical expert computed so far; None: dense.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.expert_counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None = None
+        self._is_busy = False
+
+    def add(self, request: Request, now_ns: int) -> None:
+        """Put a request in the waiting queue.
+
+        Raises:
+            RequestError: it is refused; nothing has changed.
+        """
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str, now_ns: int) -> None:
+        """Drop a request within one step; unknown ids are ignored. No output follows."""
+        self.scheduler.abort(request_id)
+
+    def step(self, now_ns: int) -> list[Output]:
+        """Take what is ready and, when nothing is in flight, submit the next plan. Returns what requests gained."""
+        outputs: list[Output] = []
+        result = self.executor.poll(now_ns)
+        if result is not None:
+            self._is_busy = False
+            if result.expert_counts is not None:
+                counts = self.expert_counts
+                self.expert_counts = result.expert_counts.copy() if counts is None else counts + result.expert_counts
+            outputs = outputs_of(self.scheduler.update(result, now_ns))
+        if not self._is_busy:
+            plan = self.scheduler.schedule(now_ns)
+            if plan is not None:
+                self.executor.submit(plan, now_ns)
+                self._is_busy = True
+        return outputs
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self._is_busy or self.scheduler.has_work
+
+    def stats(self) -> RankStats:
+        """Figures for routers, metrics and log lines."""
+        scheduler, counts = self.scheduler, self.scheduler.counts
+        return RankStats(
+            num_running=len(scheduler.table.running),
+            num_waiting=len(scheduler.waiting),
+            kv_usage=1 - scheduler.pool.num_free / scheduler.pool.num_blocks,
+            num_preemptions=counts.num_preemptions,
+            num_queried_tokens=counts.num_queried_tokens,
+            num_hit_tokens=counts.num_hit_tokens,
+        )
+
+
+def build_rank(settings: SchedulerSettings, device: Device) -> Rank:
+    """A rank in `fused` mode on `device`."""
+    return Rank(Scheduler(settings), FusedExecutor(device))
+
+
+def outputs_of(emitted: Emitted) -> list[Output]:
+    """One message per sequence that gained a token."""
+    outputs = []
+    for row, sequence in enumerate(emitted.sequences):
+        logprobs: tuple[TokenLogprobs, ...] = (emitted.logprobs[row],) if row in emitted.logprobs else ()
+        outputs.append(
+            Output(
+                request_id=sequence.request.request_id,
+                token_ids=(emitted.token_ids[row],),
+                finish_reason=emitted.finish_reasons[row],
+                logprobs=logprobs,
+                prompt_logprobs=emitted.prompt_logprobs.get(row),
+                num_cached_tokens=sequence.num_cached_tokens or 0,
+            )
+        )
+    return outputs

@@ -1,0 +1,44 @@
+"""Arithmetic of many decode rounds at once: when blocks are taken and filled while sequences grow by one a round."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moestro.core.work import Int32s
+
+TAKE, FILL = 0, 1  # within a round: schedule takes blocks, then update remembers the full ones
+
+
+def rounds_that_fit(num_computed: Int32s, num_blocks: Int32s, block_size: int, num_free: int, at_most: int) -> int:
+    """The most rounds, up to `at_most`, whose new blocks fit into `num_free`.
+
+    Args:
+        num_computed, num_blocks: int32[n], tokens with KV and blocks held, of each running sequence.
+    """
+
+    def num_needed(rounds: int) -> int:
+        return int(np.maximum(-(-(num_computed + rounds) // block_size) - num_blocks, 0).sum())
+
+    if num_needed(at_most) <= num_free:
+        return at_most
+    low, high = 0, at_most  # `low` rounds fit, `high` do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if num_needed(middle) <= num_free else (low, middle)
+    return low
+
+
+def block_events(
+    num_computed: Int32s, num_blocks: Int32s, block_size: int, num_rounds: int
+) -> list[tuple[int, int, int]]:
+    """(round, TAKE or FILL, row) of each block taken or filled in `num_rounds` rounds, in the order of single rounds.
+
+    Sequence i computes position `num_computed[i] + r` in round r = 0, 1, ...
+    """
+    events = []
+    for row, (computed, held) in enumerate(zip(num_computed.tolist(), num_blocks.tolist(), strict=True)):
+        end = computed + num_rounds
+        events += [(position - computed, TAKE, row) for position in range(held * block_size, end, block_size)]
+        first_filled = -(-(computed + 1) // block_size) * block_size
+        events += [(border - 1 - computed, FILL, row) for border in range(first_filled, end + 1, block_size)]
+    return sorted(events)

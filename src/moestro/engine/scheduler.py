@@ -1,0 +1,457 @@
+"""One rank's scheduler: which tokens of which sequences are computed next, and what becomes of the results.
+
+There is no prefill phase and no decode phase: a sequence has `num_tokens` known tokens, of which `num_computed` have
+their KV in the pool, and a step closes some of the gap. When the gap is closed a token is sampled, and the gap is one
+again. Chunked prefill, prefix hits and recomputing after a preemption are all this one rule.
+
+The scheduler decides and keeps books. It neither computes, nor sleeps, nor reads a clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.request import FinishReason, Request, TokenLogprobs
+from moestro.core.views import BatchLimits, BatchView, EvictView
+from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, Int32s, Plan, StepResult, Units
+from moestro.engine.block_pool import BlockPool
+from moestro.engine.rounds import TAKE, block_events, rounds_that_fit
+from moestro.engine.sequences import Sequence, SequenceTable
+from moestro.engine.settings import SchedulerSettings
+from moestro.engine.waiting import WaitingQueue
+from moestro.errors import InvariantError
+from moestro.policy.admission import AdmitLimits, admit
+from moestro.policy.batching import BATCHING
+from moestro.policy.eviction import EVICTION
+from moestro.policy.ordering import ORDERING
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Emitted:
+    """Tokens sampled in one step, one row per sequence that gained one.
+
+    Attributes:
+        sequences: who.
+        token_ids: what (-1 when a hashed trace is replayed).
+        finish_reasons: None while it goes on.
+        logprobs: by row.
+        prompt_logprobs: by row, all of the prompt's, with the first token.
+    """
+
+    sequences: list[Sequence] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reasons: list[FinishReason | None] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """Totals since the start."""
+
+    num_preemptions: int = 0
+    num_queried_tokens: int = 0  # prompt tokens of admitted sequences
+    num_hit_tokens: int = 0  # of these, taken from the prefix cache
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, paged KV, a prefix cache and preemption by recomputing.
+
+    Args:
+        settings: bounds and policies.
+
+    Invariants: a sequence with a unit in flight is neither scheduled nor evicted; a shared block is never written;
+    blocks are conserved (`check`).
+    """
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.settings = settings
+        self.pool = BlockPool(settings.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
+        self.table = SequenceTable(settings.max_num_seqs, settings.max_model_len, settings.block_size)
+        self.waiting = WaitingQueue()
+        self.counts = SchedulerCounts()
+        self.num_steps = 0
+        self.by_id: dict[str, Sequence] = {}
+        self.batch = BATCHING[settings.batch]
+        self.limits = BatchLimits(
+            token_budget=settings.max_num_batched_tokens,
+            max_chunk=settings.max_chunk or settings.max_num_batched_tokens,
+        )
+        self._order = ORDERING[settings.order]
+        self._evict = EVICTION[settings.evict]
+        self._num_added = 0
+        self._num_aborted_in_flight = 0
+
+    # --- requests come and go ---------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Put `request` in the waiting queue.
+
+        Raises:
+            RequestError: it can never fit, or the queue is at its bound; nothing has changed.
+        """
+        settings = self.settings
+        limits = AdmitLimits(max_model_len=settings.max_model_len, max_num_queued_reqs=settings.max_num_queued_reqs)
+        admit(request, len(self.waiting), limits)
+        if request.request_id in self.by_id:
+            raise InvariantError(f"request id {request.request_id!r} is in use")
+        sequence = Sequence(request, self._num_added)
+        self._num_added += 1
+        self.by_id[request.request_id] = sequence
+        self.waiting.add(sequence)
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request; an unknown id is ignored, for it may just have ended. Returns whether it was known.
+
+        A unit in flight is let finish, since it may write to the sequence's blocks; its result is dropped.
+        """
+        sequence = self.by_id.pop(request_id, None)
+        if sequence is None:
+            return False
+        if sequence.slot is None:
+            self.waiting.remove(sequence)
+        elif self.table.num_in_flight[sequence.slot]:
+            sequence.is_aborted = True
+            self._num_aborted_in_flight += 1
+        else:
+            self._free(sequence.slot)
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return bool(len(self.waiting) or len(self.table.running))
+
+    # --- schedule ---------------------------------------------------------------------------------------------------
+
+    def schedule(self, now_ns: int) -> Plan | None:
+        """The next plan, or None when nothing can be computed now. May be called with units in flight."""
+        table = self.table
+        running = table.running
+        idle = running[table.num_in_flight[running] == 0]
+        view = self._running_view(idle)
+        num_wanted = int(np.minimum(view.num_left, self.limits.max_chunk).sum())
+        candidates = self._candidates(self.limits.token_budget - num_wanted, now_ns) if len(self.waiting) else []
+        if candidates:
+            view = _with_candidates(view, candidates)
+        chunk = self.batch(view, self.limits)
+        num_free = self.pool.num_free
+        slots, num_tokens, evicted = self._make_room(idle, chunk[: len(idle)])
+        if candidates and not evicted:
+            kept_back = len(running) - (num_free - self.pool.num_free)  # some have just taken theirs
+            new_slots, new_tokens = self._admit(candidates, chunk[len(idle) :], kept_back)
+            slots, num_tokens = np.append(slots, new_slots), np.append(num_tokens, new_tokens)
+        if len(slots) == 0:
+            return None
+        self.num_steps += 1
+        return Plan(self.num_steps, self._units(slots, num_tokens))
+
+    def _running_view(self, idle: Int32s) -> BatchView:
+        table = self.table
+        num_left = table.num_tokens[idle] - table.num_computed[idle]
+        is_decode = (num_left == 1) & (table.num_computed[idle] >= table.num_prompt[idle])
+        return BatchView(num_left, is_decode, np.zeros(len(idle), np.bool_))
+
+    def _candidates(self, budget: int, now_ns: int) -> list[tuple[Sequence, int]]:
+        """Waiting sequences that could enter now, in order, with the tokens each has left to compute.
+
+        The first that does not fit stops the search: nobody overtakes it for being smaller. A block is kept back for
+        each running sequence, or the newcomer would be evicted again for the next one that grows.
+        """
+        found: list[tuple[Sequence, int]] = []
+        if budget <= 0 or self.table.num_free_slots == 0:
+            return found
+        num_free = self.pool.num_free - len(self.table.running)
+        for sequence in self.waiting.in_order(self._order, now_ns)[: self.table.num_free_slots]:
+            shared, num_needed, num_cached = self._prefix(sequence)
+            num_free -= num_needed + self.pool.num_free - self.pool.num_free_after(shared)
+            if num_free < 0:
+                break
+            found.append((sequence, sequence.num_tokens - num_cached))
+            budget -= found[-1][1]
+            if budget <= 0:
+                break
+        return found
+
+    def _prefix(self, sequence: Sequence) -> tuple[list[int], int, int]:
+        """(cached blocks it would share, blocks it would need besides, tokens it need not compute)."""
+        block_size, num_tokens = self.settings.block_size, sequence.num_tokens
+        shared = self.pool.find_prefix(sequence.readable_hashes()[: num_tokens // block_size])
+        # The last token is computed even on a full hit: its logits are wanted.
+        return shared, -(-num_tokens // block_size) - len(shared), min(len(shared) * block_size, num_tokens - 1)
+
+    def _admit(self, candidates: list[tuple[Sequence, int]], chunk: Int32s, kept_back: int) -> tuple[Int32s, Int32s]:
+        """Give slots, and blocks for all their known tokens, to candidates while `kept_back` blocks stay free.
+
+        Returns:
+            Their slots, and their tokens in the plan.
+        """
+        new_slots: list[int] = []
+        new_tokens: list[int] = []
+        for (sequence, _), tokens in zip(candidates, chunk.tolist(), strict=True):
+            # Looked up again: a decode of this very plan may have taken a cached block.
+            shared, num_needed, num_cached = self._prefix(sequence)
+            if tokens == 0 or num_needed > self.pool.num_free_after(shared) - kept_back:
+                break
+            self.waiting.remove(sequence)
+            self.pool.share(shared)
+            sequence.blocks = shared + [self.pool.allocate() for _ in range(num_needed)]
+            if sequence.num_cached_tokens is None:
+                sequence.num_cached_tokens = num_cached
+                self.counts.num_queried_tokens += sequence.num_tokens
+                self.counts.num_hit_tokens += num_cached
+            new_slots.append(self.table.insert(sequence, num_cached, len(shared)))
+            new_tokens.append(min(tokens, sequence.num_tokens - num_cached))
+        return np.array(new_slots, np.int32), np.array(new_tokens, np.int32)
+
+    def _make_room(self, idle: Int32s, chunk: Int32s) -> tuple[Int32s, Int32s, bool]:
+        """Blocks for the planned tokens of running sequences, evicting where the pool is empty.
+
+        Only a decode ever lacks one, and one at most: admission gives blocks for all known tokens.
+
+        Returns:
+            The slots and tokens that are still to be planned, and whether any was given up.
+        """
+        table, block_size = self.table, self.settings.block_size
+        chosen = chunk > 0
+        slots, num_tokens = (idle, chunk) if chosen.all() else (idle[chosen], chunk[chosen])
+        missing = table.num_computed[slots] + num_tokens > table.num_blocks[slots] * block_size
+        if not missing.any():
+            return slots, num_tokens, False
+        lost: set[int] = set()
+        for slot in slots[missing].tolist():
+            while slot not in lost and self.pool.num_free == 0:
+                victim = self._victim()
+                lost.add(victim)
+                # Rather than give itself up, it waits for the blocks that a unit in flight may soon return.
+                if victim != slot or not table.num_in_flight[table.running].any():
+                    self._preempt(victim)
+            if slot not in lost:
+                table.add_block(slot, self.pool.allocate())
+        kept = np.array([slot not in lost for slot in slots.tolist()], np.bool_)
+        return slots[kept], num_tokens[kept], bool(lost)
+
+    def _victim(self) -> int:
+        """The slot that the evict policy gives up, among those without a unit in flight."""
+        table = self.table
+        slots = table.running[table.num_in_flight[table.running] == 0]
+        sequences = [table.at(slot) for slot in slots.tolist()]
+        view = EvictView(
+            np.array([s.request.arrival_ns for s in sequences], np.int64),
+            table.num_computed[slots],
+            np.array([s.request.priority for s in sequences], np.int32),
+            np.array([s.serial for s in sequences], np.int64),
+        )
+        return int(slots[self._evict(view)])
+
+    def _preempt(self, slot: int) -> None:
+        """Free the sequence's KV and let it wait again; it keeps its tokens, its arrival and its hashes."""
+        sequence = self._free(slot)
+        sequence.num_preemptions += 1
+        self.counts.num_preemptions += 1
+        if sequence.prompt_logprobs is not None:
+            sequence.prompt_logprobs = []  # they start again with the prompt
+        self.waiting.add(sequence)
+
+    def _units(self, slots: Int32s, num_tokens: Int32s) -> Units:
+        """The plan's units, and their tokens marked as in flight."""
+        table = self.table
+        start = table.num_computed[slots]
+        end = start + num_tokens
+        logits = np.where(end == table.num_tokens[slots], LOGITS_LAST, 0).astype(np.uint8)
+        asks = table.wants_prompt_logprobs[slots]
+        following = None
+        if asks.any():
+            logits[asks] |= LOGITS_PROMPT
+            following = self._token_ids(slots[asks], start[asks] + 1, num_tokens[asks])
+        table.num_in_flight[slots] = num_tokens
+        width = int(table.num_blocks[slots].max())
+        return Units(
+            slot=slots,
+            start=start,
+            num_tokens=num_tokens,
+            write_start=np.maximum(start, table.write_start[slots]),
+            logits=logits,
+            block_tables=table.block_table[slots, :width],
+            sampling=table.sampling[slots],
+            token_ids=self._token_ids(slots, start, num_tokens),
+            next_token_ids=following,
+        )
+
+    def _token_ids(self, slots: Int32s, start: Int32s, num_tokens: Int32s) -> Int32s | None:
+        """The units' tokens end to end; None if any belongs to a hashed trace."""
+        table = self.table
+        if not table.has_token_ids[slots].all():
+            return None
+        total = int(num_tokens.sum())
+        if total == len(slots):
+            return table.token_ids[slots, start]
+        row = np.repeat(slots, num_tokens)
+        first = np.repeat(start - (np.cumsum(num_tokens) - num_tokens), num_tokens)
+        return table.token_ids[row, first + np.arange(total, dtype=np.int32)]
+
+    # --- update -----------------------------------------------------------------------------------------------------
+
+    def update(self, result: StepResult, now_ns: int) -> Emitted:
+        """Take the results of units in flight: tokens appended, full blocks remembered, ended sequences freed."""
+        table = self.table
+        if not table.num_in_flight[result.slot].all():
+            raise InvariantError("a result for a unit that is not in flight")
+        result = self._without_aborted(result)
+        slots = result.slot
+        table.num_computed[slots] += table.num_in_flight[slots]
+        table.num_in_flight[slots] = 0
+        for index, entries in result.prompt_logprobs.items():
+            collected = table.at(int(slots[index])).prompt_logprobs
+            assert collected is not None
+            collected.extend(entries)
+        sampled = np.flatnonzero(table.num_computed[slots] == table.num_tokens[slots])
+        grown = slots[sampled]
+        if result.token_ids is not None:
+            table.token_ids[grown, table.num_tokens[grown]] = result.token_ids[sampled]
+        table.num_tokens[grown] += 1
+        self._remember_blocks(slots, result.block_hashes)
+        return self._emit(result, sampled, grown)
+
+    def _without_aborted(self, result: StepResult) -> StepResult:
+        """The result without sequences that were aborted while their unit was in flight; these leave now."""
+        if self._num_aborted_in_flight == 0:
+            return result
+        stays = np.array([not self.table.at(slot).is_aborted for slot in result.slot.tolist()], np.bool_)
+        for slot in result.slot[~stays].tolist():
+            self._num_aborted_in_flight -= 1
+            self._free(slot)
+        return result.select(np.flatnonzero(stays))
+
+    def _remember_blocks(self, slots: Int32s, block_hashes: dict[int, bytes]) -> None:
+        """Tell the pool of the blocks that this step filled."""
+        for index, packed in block_hashes.items():
+            self.table.at(int(slots[index])).learn_hashes(packed)
+        num_full = self.table.num_computed[slots] // self.settings.block_size
+        filled = np.flatnonzero(num_full > self.table.num_remembered[slots])
+        for slot, full in zip(slots[filled].tolist(), num_full[filled].tolist(), strict=True):
+            self._remember(slot, full)
+
+    def _remember(self, slot: int, num_full: int) -> None:
+        """Tell the pool that the first `num_full` blocks of the sequence in `slot` are full."""
+        table = self.table
+        sequence = table.at(slot)
+        if table.has_token_ids[slot]:
+            sequence.extend_hashes(num_full, self.settings.block_size, table.token_ids[slot])
+        for i in range(int(table.num_remembered[slot]), min(num_full, len(sequence.hashes))):
+            self.pool.remember(sequence.blocks[i], sequence.hashes[i])
+        table.num_remembered[slot] = num_full
+
+    def _emit(self, result: StepResult, sampled: NDArray[np.int64], grown: Int32s) -> Emitted:
+        """Rows for the sequences that gained a token; those that ended leave."""
+        table = self.table
+        is_long = table.num_tokens[grown] >= table.last_num_tokens[grown]
+        is_done = np.zeros(len(grown), np.bool_) if result.finished is None else result.finished[sampled]
+        tokens = [-1] * len(grown) if result.token_ids is None else result.token_ids[sampled].tolist()
+        sequences = [table.at(slot) for slot in grown.tolist()]
+        reasons: list[FinishReason | None] = [None] * len(grown)
+        for row, sequence in enumerate(sequences):
+            if tokens[row] in sequence.stop_token_ids or is_done[row]:
+                reasons[row] = FinishReason.STOP
+            elif is_long[row]:
+                reasons[row] = FinishReason.LENGTH
+        emitted = Emitted(sequences, tokens, reasons)
+        if result.logprobs:
+            row_of = {index: row for row, index in enumerate(sampled.tolist())}
+            emitted.logprobs.update({row_of[index]: entry for index, entry in result.logprobs.items()})
+        for row in np.flatnonzero(table.wants_prompt_logprobs[grown]).tolist():
+            emitted.prompt_logprobs[row] = self._take_prompt_logprobs(sequences[row])
+        for sequence, reason in zip(sequences, reasons, strict=True):
+            if reason is not None:
+                self._end(sequence)
+        return emitted
+
+    def _take_prompt_logprobs(self, sequence: Sequence) -> tuple[TokenLogprobs, ...]:
+        """All of the prompt's, once; the entry after its last token is the answer's and is dropped."""
+        assert sequence.prompt_logprobs is not None
+        assert sequence.slot is not None
+        entries = tuple(sequence.prompt_logprobs[: sequence.request.num_prompt_tokens - 1])
+        sequence.prompt_logprobs = None
+        self.table.wants_prompt_logprobs[sequence.slot] = False
+        return entries
+
+    def _end(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        del self.by_id[sequence.request.request_id]
+        self._free(sequence.slot)
+
+    def _free(self, slot: int) -> Sequence:
+        """Take the sequence out of its slot and give its blocks back."""
+        sequence = self.table.remove(slot)
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        return sequence
+
+    # --- many rounds at once ----------------------------------------------------------------------------------------
+
+    def horizon(self, now_ns: int) -> int:
+        """An upper bound on the coming rounds in which every running sequence decodes one token and nothing is decided.
+
+        From what the scheduler may know: blocks, max_tokens, the batch policy, and waiting requests that could enter.
+        0: the next round must be scheduled. A stop token or the end of a script ends rounds earlier: the caller asks
+        the device for that.
+        """
+        table, running = self.table, self.table.running
+        if len(running) == 0 or table.num_in_flight[running].any():
+            return 0
+        view = self._running_view(running)
+        if not view.is_decode.all() or not (self.batch(view, self.limits) == 1).all():
+            return 0
+        computed, held, block_size = table.num_computed[running], table.num_blocks[running], self.settings.block_size
+        most = int((table.last_num_tokens[running] - table.num_tokens[running]).min()) - 1  # then one ends
+        if len(self.waiting) and table.num_free_slots:
+            if self._candidates(self.limits.token_budget - len(running), now_ns):
+                return 0
+            # A block that becomes full may be the prefix for want of which the next request does not fit.
+            most = min(most, int((block_size - computed % block_size).min()))
+        return rounds_that_fit(computed, held, block_size, self.pool.num_free, most)
+
+    def advance(self, num_rounds: int, block_hashes: dict[int, bytes] | None = None) -> None:
+        """The effect of `num_rounds` <= `horizon` rounds of schedule and update, for sequences without token ids.
+
+        Args:
+            block_hashes: by slot, the hashes of the blocks of generated tokens that these rounds complete, packed.
+        """
+        table, running = self.table, self.table.running
+        for slot, packed in (block_hashes or {}).items():
+            table.at(slot).learn_hashes(packed)
+        computed, held = table.num_computed[running], table.num_blocks[running]
+        for rounds, kind, row in block_events(computed, held, self.settings.block_size, num_rounds):
+            slot = int(running[row])
+            if kind == TAKE:
+                table.add_block(slot, self.pool.allocate())
+            else:
+                self._remember(slot, (int(computed[row]) + rounds + 1) // self.settings.block_size)
+        table.num_computed[running] += num_rounds
+        table.num_tokens[running] += num_rounds
+        self.num_steps += num_rounds
+
+    def check(self) -> None:
+        """Recount blocks and slots from scratch.
+
+        Raises:
+            InvariantError: something was lost or counted twice.
+        """
+        running = [s for s in self.table.sequences if s is not None]
+        if sorted(s.slot for s in running if s.slot is not None) != sorted(self.table.running.tolist()):
+            raise InvariantError("slots in use and running sequences differ")
+        self.pool.check([sequence.blocks for sequence in running])
+
+
+def _with_candidates(view: BatchView, candidates: list[tuple[Sequence, int]]) -> BatchView:
+    """`view` with a row for each candidate behind the running ones."""
+    num_left = np.array([tokens for _, tokens in candidates], np.int32)
+    is_new = np.ones(len(candidates), np.bool_)
+    return BatchView(
+        np.concatenate([view.num_left, num_left]),
+        np.concatenate([view.is_decode, ~is_new]),
+        np.concatenate([view.is_waiting, is_new]),
+    )

@@ -1,0 +1,197 @@
+"""The progress of requests in one engine: a small object each, and one table row for each that is running.
+
+What the scheduler touches at every step lies in the table's columns (struct-of-arrays); what it touches when a sequence
+comes, goes or fills a block lies in the object. A sequence's tokens are in the table while it runs, in the object while
+it waits after a preemption.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.hashing import HASH_BYTES, ROOT, block_hash, split_hashes
+from moestro.core.request import Request, TokenLogprobs
+from moestro.core.work import SAMPLING_ROW
+
+
+class Sequence:
+    """One request's progress; survives preemption.
+
+    Attributes:
+        request: what was asked.
+        serial: order of arrival at this engine, unique.
+        slot: the row in the table while running, else None.
+        blocks: block ids held, in the order of the tokens.
+        hashes: hashes of its full blocks known so far, by position.
+        generated: int32, tokens sampled before it was last preempted (zeros when a hashed trace is replayed).
+        num_cached_tokens: prompt tokens taken from the prefix cache at first admission; None before it.
+        prompt_logprobs: collected so far; None once delivered, or when none are wanted.
+        is_aborted: to be dropped when its unit in flight returns.
+    """
+
+    __slots__ = (
+        "blocks", "generated", "hashes", "is_aborted", "num_cached_tokens", "num_preemptions",
+        "prompt_logprobs", "request", "sampling_row", "serial", "slot", "stop_token_ids",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, serial: int) -> None:
+        self.request = request
+        self.serial = serial
+        self.slot: int | None = None
+        self.blocks: list[int] = []
+        self.hashes = split_hashes(request.block_hashes)
+        self.generated: NDArray[np.int32] = np.empty(0, np.int32)
+        self.num_cached_tokens: int | None = None
+        self.num_preemptions = 0
+        self.is_aborted = False
+        self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
+        wanted = request.sampling.prompt_logprobs is not None
+        self.prompt_logprobs: list[TokenLogprobs] | None = [] if wanted else None
+        self.sampling_row = sampling_row(request)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known while it waits: the prompt and what was generated before a preemption."""
+        return self.request.num_prompt_tokens + len(self.generated)
+
+    def readable_hashes(self) -> list[bytes]:
+        """Hashes under which it may read cached blocks: none while prompt logprobs are to be computed."""
+        return [] if self.prompt_logprobs is not None else self.hashes
+
+    def extend_hashes(self, num_blocks: int, block_size: int, token_row: NDArray[np.int32] | None) -> None:
+        """Make the hashes of the first `num_blocks` full blocks known, as far as the tokens are.
+
+        Args:
+            token_row: int32, the sequence's tokens by position; None: only given hashes are known.
+        """
+        while token_row is not None and len(self.hashes) < num_blocks:
+            start = len(self.hashes) * block_size
+            parent = self.hashes[-1] if self.hashes else ROOT
+            tokens = token_row[start : start + block_size]
+            self.hashes.append(block_hash(self.request.hash_key, parent, tokens))
+
+    def learn_hashes(self, packed: bytes) -> None:
+        """Append hashes that a priced device knows from the sequence's script."""
+        if len(packed) % HASH_BYTES:
+            raise ValueError(f"packed hashes hold {len(packed)} bytes, not a multiple of {HASH_BYTES}")
+        self.hashes.extend(split_hashes(packed))
+
+
+def sampling_row(request: Request) -> NDArray[np.void]:
+    """SAMPLING_ROW of a request; shape ()."""
+    sampling = request.sampling
+    num_logprobs = -1 if sampling.logprobs is None else sampling.logprobs
+    num_prompt_logprobs = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
+    row = (
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        num_logprobs,
+        num_prompt_logprobs,
+        sampling.seed,
+    )
+    return np.array(row, SAMPLING_ROW)
+
+
+class SequenceTable:
+    """Columns of the running sequences; a row is a *slot*.
+
+    Attributes:
+        running: int32, slots in order of admission.
+        num_tokens: int32[slots], tokens known.
+        num_computed: int32[slots], tokens whose KV is in the pool (or on its way, while in flight).
+        num_prompt: int32[slots].
+        last_num_tokens: int32[slots], `num_tokens` at which max_tokens ends it.
+        num_blocks: int32[slots], blocks held.
+        write_start: int32[slots], positions below it lie in shared blocks and are never written.
+        num_remembered: int32[slots], first full blocks that the pool has been told of.
+        num_in_flight: int32[slots], tokens of its unit in flight; 0: idle.
+        has_token_ids: bool[slots], False: a hashed trace.
+        wants_prompt_logprobs: bool[slots].
+        block_table: int32[slots, max blocks].
+        token_ids: int32[slots, max_model_len].
+        sampling: SAMPLING_ROW[slots].
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+        def column(*shape: int) -> NDArray[np.int32]:
+            return np.zeros((num_slots, *shape), np.int32)
+
+        self._block_size = block_size
+        self.running: NDArray[np.int32] = np.empty(0, np.int32)
+        self.num_tokens = column()
+        self.num_computed = column()
+        self.num_prompt = column()
+        self.last_num_tokens = column()
+        self.num_blocks = column()
+        self.write_start = column()
+        self.num_remembered = column()
+        self.num_in_flight = column()
+        self.has_token_ids = np.zeros(num_slots, np.bool_)
+        self.wants_prompt_logprobs = np.zeros(num_slots, np.bool_)
+        self.block_table = column(-(-max_model_len // block_size))
+        self.token_ids = column(max_model_len + 1)  # pages are touched only where tokens are written
+        self.sampling = np.zeros(num_slots, SAMPLING_ROW)
+        self.sequences: list[Sequence | None] = [None] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free_slots(self) -> int:
+        """Sequences that could still be admitted."""
+        return len(self._free)
+
+    def at(self, slot: int) -> Sequence:
+        """The sequence in a slot that is in use."""
+        sequence = self.sequences[slot]
+        assert sequence is not None, f"slot {slot} is empty"
+        return sequence
+
+    def insert(self, sequence: Sequence, num_computed: int, num_shared: int) -> int:
+        """Give `sequence`, whose blocks are set, a slot at the end of `running`.
+
+        Args:
+            num_computed: tokens whose KV is there already.
+            num_shared: its first blocks that come from the prefix cache.
+
+        Returns:
+            The slot.
+        """
+        slot = self._free.pop()
+        request, num_tokens, num_blocks = sequence.request, sequence.num_tokens, len(sequence.blocks)
+        sequence.slot = slot
+        self.sequences[slot] = sequence
+        self.num_tokens[slot] = num_tokens
+        self.num_computed[slot] = num_computed
+        self.num_prompt[slot] = request.num_prompt_tokens
+        self.last_num_tokens[slot] = request.num_total_tokens
+        self.num_blocks[slot] = num_blocks
+        self.num_remembered[slot] = num_shared
+        self.write_start[slot] = num_shared * self._block_size
+        self.has_token_ids[slot] = request.token_ids is not None
+        self.num_in_flight[slot] = 0
+        self.wants_prompt_logprobs[slot] = sequence.prompt_logprobs is not None
+        self.block_table[slot, :num_blocks] = sequence.blocks
+        self.sampling[slot] = sequence.sampling_row
+        if request.token_ids is not None:
+            self.token_ids[slot, : request.num_prompt_tokens] = request.token_array()
+        self.token_ids[slot, request.num_prompt_tokens : num_tokens] = sequence.generated
+        self.running = np.append(self.running, np.int32(slot))
+        return slot
+
+    def remove(self, slot: int) -> Sequence:
+        """Take the sequence and its tokens out of its slot; its blocks are the caller's to release."""
+        sequence = self.at(slot)
+        generated = self.token_ids[slot, sequence.request.num_prompt_tokens : self.num_tokens[slot]]
+        sequence.generated = generated.copy()
+        sequence.slot = None
+        self.sequences[slot] = None
+        self.running = self.running[self.running != slot]
+        self._free.append(slot)
+        return sequence
+
+    def add_block(self, slot: int, block: int) -> None:
+        """Append `block` to the sequence's blocks, in the object and in the row."""
+        self.at(slot).blocks.append(block)
+        self.block_table[slot, self.num_blocks[slot]] = block
+        self.num_blocks[slot] += 1

@@ -1,0 +1,60 @@
+"""The settings of one rank's scheduler: frozen, checked when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moestro.errors import ConfigError
+from moestro.policy.batching import BATCHING
+from moestro.policy.eviction import EVICTION
+from moestro.policy.ordering import ORDERING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """What one rank may hold and do at once. Names are vLLM's where the meaning is.
+
+    Attributes:
+        num_blocks, block_size: the KV pool: blocks, and tokens a block.
+        max_model_len: tokens of one sequence, prompt and output; at most `num_blocks * block_size`.
+        max_num_seqs: sequences that hold KV at once.
+        max_num_batched_tokens: the token budget of one step.
+        max_chunk: tokens of one prefill chunk; None: the whole budget.
+        max_num_queued_reqs: requests waiting; one more is refused.
+        enable_prefix_caching: keep the KV of full blocks for prompts that begin alike.
+        order, batch, evict: policies by name.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_chunk: int | None = None
+    max_num_queued_reqs: int = 1024
+    enable_prefix_caching: bool = True
+    order: str = "fcfs"
+    batch: str = "decode_first"
+    evict: str = "latest_arrival"
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_num_queued_reqs < 0:
+            raise ConfigError(f"max_num_queued_reqs must not be negative, got {self.max_num_queued_reqs}")
+        if self.max_chunk is not None and self.max_chunk < 1:
+            raise ConfigError(f"max_chunk must be at least 1, got {self.max_chunk}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"
+                f" ({self.max_num_seqs}), or not every running sequence could decode in one step"
+            )
+        if self.max_model_len > self.num_blocks * self.block_size:
+            raise ConfigError(
+                f"max_model_len {self.max_model_len} does not fit in the KV cache of {self.num_blocks} blocks of"
+                f" {self.block_size} tokens: lower --max-model-len or raise --kv-cache-memory-bytes"
+            )
+        for kind, known in (("order", ORDERING), ("batch", BATCHING), ("evict", EVICTION)):
+            if getattr(self, kind) not in known:
+                raise ConfigError(f"unknown {kind} policy {getattr(self, kind)!r}; known: {', '.join(known)}")

@@ -1,0 +1,205 @@
+"""Law: arrivals, lengths, pool sizes, chunks, delays, evictions and aborts never change a token nor lose a block."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fake_device import (
+    VOCAB_SIZE,
+    KvDevice,
+    expected_prompt_logprobs,
+    expected_tokens,
+    make_request,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moestro.engine.rank import build_rank
+from moestro.engine.settings import SchedulerSettings
+from moestro.errors import RequestError
+
+BLOCK_SIZE = 4
+
+
+def random_requests(rng: np.random.Generator, num: int, longest: int) -> list:
+    """Prompts that share prefixes and are often exact multiples of a block, some seeded, some with prompt logprobs."""
+    stems = [rng.integers(0, VOCAB_SIZE, longest) for _ in range(3)]
+    requests = []
+    for i in range(num):
+        max_tokens = int(rng.integers(1, 14))
+        length = int(rng.integers(1, longest - max_tokens))
+        if rng.random() < 0.4:
+            length = max(BLOCK_SIZE, length // BLOCK_SIZE * BLOCK_SIZE)
+        tokens = stems[rng.integers(3)][:length].copy()
+        if rng.random() < 0.3:
+            tokens[length // 2 :] = rng.integers(0, VOCAB_SIZE, length - length // 2)
+        requests.append(
+            make_request(
+                f"r{i}",
+                tokens,
+                block_size=BLOCK_SIZE,
+                salt="tenant" if rng.random() < 0.2 else None,
+                arrival_ns=i,
+                max_tokens=max_tokens,
+                temperature=float(rng.choice([0.0, 1.0])),
+                seed=int(rng.integers(2**63)),
+                stop_token_ids=tuple(rng.integers(0, VOCAB_SIZE, 2).tolist()),
+                prompt_logprobs=0 if rng.random() < 0.25 else None,
+                logprobs=1 if rng.random() < 0.25 else None,
+            )
+        )
+    return requests
+
+
+def serve(rank, requests, rng, *, abort_share: float = 0.0):
+    """Run everything to its end. Returns {id: tokens}, {id: prompt logprobs}, {id: reason} and the aborted ids."""
+    waiting, tokens, prompts, reasons, aborted = list(requests), {}, {}, {}, set()
+    for now_ns in range(20_000):
+        while waiting and rng.random() < 0.5:
+            rank.add(waiting.pop(0), now_ns)
+        for output in rank.step(now_ns):
+            assert output.request_id not in aborted, "an aborted request answered"
+            assert output.request_id not in reasons, "a request answered after its end"
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.prompt_logprobs is not None:
+                assert output.request_id not in prompts, "prompt logprobs delivered twice"
+                prompts[output.request_id] = [(e.token_id, e.logprob) for e in output.prompt_logprobs]
+            if output.finish_reason is not None:
+                reasons[output.request_id] = output.finish_reason
+        if rng.random() < abort_share:
+            victim = requests[rng.integers(len(requests))].request_id
+            if victim in rank.scheduler.by_id:
+                rank.abort(victim, now_ns)
+                aborted.add(victim)
+        rank.scheduler.check()
+        if not waiting and not rank.has_work:
+            return tokens, prompts, reasons, aborted
+    raise AssertionError("requests were left over")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(8, 40),
+    max_num_seqs=st.integers(1, 8),
+    budget=st.integers(8, 40),
+    max_chunk=st.one_of(st.none(), st.integers(1, 9)),
+    delay=st.integers(0, 2),
+    caching=st.booleans(),
+    abort_share=st.sampled_from([0.0, 0.15]),
+)
+def test_every_history_gives_the_oracles_tokens(
+    seed, num_blocks, max_num_seqs, budget, max_chunk, delay, caching, abort_share
+):
+    rng = np.random.default_rng(seed)
+    rank = build_rank(
+        SchedulerSettings(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_model_len=32,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_chunk=max_chunk,
+            enable_prefix_caching=caching,
+        ),
+        KvDevice(num_blocks, BLOCK_SIZE, delay),
+    )
+    requests = random_requests(rng, 14, 32)
+    tokens, prompts, reasons, aborted = serve(rank, requests, rng, abort_share=abort_share)
+    for request in requests:
+        if request.request_id in aborted:
+            continue
+        assert tokens[request.request_id] == expected_tokens(request)
+        stopped = tokens[request.request_id][-1] in request.sampling.stop_token_ids
+        assert reasons[request.request_id] == ("stop" if stopped else "length")
+        if request.sampling.prompt_logprobs is not None:
+            assert prompts[request.request_id] == expected_prompt_logprobs(request)
+    assert rank.scheduler.pool.num_free == num_blocks, "a block leaked"
+
+
+def test_the_law_can_fail_a_device_that_writes_one_block_wrong_is_caught():
+    class Forgetful(KvDevice):
+        def _write(self, units, i, tokens):
+            if units.start[i] != 8:
+                super()._write(units, i, tokens)
+
+    rank = build_rank(SchedulerSettings(num_blocks=8, block_size=4, max_model_len=32), Forgetful(8, 4))
+    request = make_request("r", range(6), max_tokens=8)
+    tokens, *_ = serve(rank, [request], np.random.default_rng(0))
+    assert tokens["r"] != expected_tokens(request)
+
+
+def test_a_full_prefix_hit_computes_one_token_and_writes_no_shared_block():
+    device = KvDevice(16, BLOCK_SIZE)
+    rank = build_rank(SchedulerSettings(num_blocks=16, block_size=BLOCK_SIZE, max_model_len=32), device)
+    rng = np.random.default_rng(0)
+    first = make_request("first", range(8), max_tokens=1)
+    serve(rank, [first], rng)
+    before, computed = device.kv.copy(), device.num_launched_tokens
+    second = make_request("second", range(8), max_tokens=1)
+    tokens, *_ = serve(rank, [second], rng)
+    assert tokens["second"] == expected_tokens(second)
+    assert device.num_launched_tokens == computed + 1
+    assert (device.kv == before).all()
+
+
+@pytest.mark.parametrize(("salt", "num_cached"), [(None, 8), ("other tenant", 0)])
+def test_a_salt_of_ones_own_hits_nothing_of_anybody_else(salt, num_cached):
+    rank = build_rank(SchedulerSettings(num_blocks=16, block_size=4, max_model_len=32), KvDevice(16, 4))
+    rng = np.random.default_rng(0)
+    serve(rank, [make_request("first", range(10), max_tokens=2)], rng)
+    rank.add(make_request("second", range(10), max_tokens=2, salt=salt), 0)
+    outputs = [output for now_ns in range(9) for output in rank.step(now_ns)]
+    assert outputs[0].num_cached_tokens == num_cached
+
+
+def test_an_abort_frees_every_block_within_one_step_even_with_a_unit_in_flight():
+    rank = build_rank(SchedulerSettings(num_blocks=16, block_size=4, max_model_len=32), KvDevice(16, 4, delay=1))
+    rank.add(make_request("r", range(10), max_tokens=9), 0)
+    rank.step(0)
+    rank.abort("r", 1)
+    assert rank.scheduler.pool.num_free < 16, "its blocks may still be written to"
+    while rank.has_work:
+        assert rank.step(2) == []
+    assert rank.scheduler.pool.num_free == 16
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once():
+    rank = build_rank(SchedulerSettings(num_blocks=8, block_size=4, max_model_len=32), KvDevice(8, 4))
+    with pytest.raises(RequestError, match=r"maximum context length is 32 tokens.*30 input.*3 output") as refused:
+        rank.add(make_request("r", range(30), max_tokens=3), 0)
+    assert refused.value.code == "context_length_exceeded"
+    rank.add(make_request("r", range(30), max_tokens=2), 0)
+
+
+def test_a_full_queue_refuses_with_retry_after():
+    rank = build_rank(
+        SchedulerSettings(num_blocks=8, block_size=4, max_model_len=32, max_num_queued_reqs=1), KvDevice(8, 4)
+    )
+    rank.add(make_request("a", range(3)), 0)
+    with pytest.raises(RequestError, match="queue is full") as refused:
+        rank.add(make_request("b", range(3)), 0)
+    assert (refused.value.http_status, refused.value.retry_after_s) == (503, 1)
+
+
+def test_when_blocks_run_out_the_latest_is_evicted_and_recomputed():
+    rank = build_rank(SchedulerSettings(num_blocks=8, block_size=4, max_model_len=32), KvDevice(8, 4))
+    requests = [make_request(f"r{i}", range(i, i + 6), max_tokens=20, arrival_ns=i) for i in range(2)]
+    tokens, *_ = serve(rank, requests, np.random.default_rng(0))
+    assert rank.stats().num_preemptions > 0
+    assert all(tokens[r.request_id] == expected_tokens(r) for r in requests)
+
+
+def test_a_step_never_exceeds_the_token_budget_and_decodes_are_never_held_up():
+    device = KvDevice(32, 4)
+    rank = build_rank(
+        SchedulerSettings(num_blocks=32, block_size=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8),
+        device,
+    )
+    rank.add(make_request("talker", range(3), max_tokens=20), 0)
+    rank.step(0)
+    rank.step(1)
+    rank.add(make_request("long", range(40), max_tokens=2), 2)
+    steps = [[o.request_id for o in rank.step(now_ns)] for now_ns in range(2, 10)]
+    assert all("talker" in ids for ids in steps)
+    assert device.largest_step == 8
