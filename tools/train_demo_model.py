@@ -16,12 +16,12 @@ import argparse
 import ast
 import hashlib
 import json
-import math
 import platform
 import sys
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -197,9 +197,10 @@ def learning_rate_factor(step: int, num_steps: int) -> float:
 
 
 def batch_at(stream: np.ndarray, step: int, args: argparse.Namespace) -> torch.Tensor:
-    """int64[windows, length + 1], `args.batch_tokens` tokens, at offsets that depend on the step alone (a resumed run agrees).
+    """int64[windows, length + 1], `args.batch_tokens` tokens, at offsets that depend on the step alone.
 
-    The first 80 % of the steps take short windows, where attention is cheap, the rest the full CONTEXT.
+    So a resumed run sees what an unbroken one does. The first 80 % of the steps take short windows, where attention is
+    cheap, the rest the full CONTEXT.
     """
     length = SHORT_CONTEXT if step < 0.8 * args.steps else CONTEXT
     starts = np.random.default_rng(step).integers(0, len(stream) - length - 1, args.batch_tokens // length)
@@ -358,40 +359,29 @@ def export(
         chat_template=CHAT_TEMPLATE,
         model_max_length=model.config.max_position_embeddings,
     ).save_pretrained(args.export)
+    # The class name that every version of transformers and every other engine knows.
+    tokenizer_config = args.export / "tokenizer_config.json"
+    settings = json.loads(tokenizer_config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    tokenizer_config.write_text(json.dumps(settings, indent=2) + "\n")
     generation = {"eos_token_id": [0, 2], "pad_token_id": 0}
     (args.export / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     (args.export / "training.json").write_text(json.dumps(report, indent=1) + "\n")
     (args.export / "README.md").write_text(card(model, report))
 
 
-def card(model: Qwen3MoeForCausalLM, report: dict[str, object]) -> str:
-    config, millions = model.config, sum(p.numel() for p in model.parameters()) / 1e6
-    ratios = ", ".join(f"{ratio:.2f}" for ratio in report["expert_max_over_mean"])  # type: ignore[attr-defined]
-    return f"""---
-license: psf-2.0
-library_name: transformers
-tags: [moe, qwen3_moe, code]
----
-# moestro-demo
-
-A {millions:.1f}M-parameter Mixture-of-Experts language model ({config.num_hidden_layers} layers, hidden {config.hidden_size},
-{config.num_experts} experts of width {config.moe_intermediate_size}, top-{config.num_experts_per_tok}), really trained, so that Moestro serves
-something real out of the box. It continues Python code recognisably. It knows nothing else and is no assistant.
-
-* **Architecture**: Qwen3-MoE, bfloat16, head size {config.head_dim}, vocabulary {config.vocab_size} (byte-level BPE), tied embeddings.
-* **Data**: the standard library of Python {report["python"]} without its tests (PSF licence), {report["train_tokens"]:,} tokens, among them
-  chats made from documented functions (docstring asks, source answers). {HELD_OUT_SHARE:.0%} of the files, chosen by a hash of their path, held out.
-* **Training**: `tools/train_demo_model.py`, {report["steps"]} steps, {report["tokens_seen"]:,} tokens in windows of {SHORT_CONTEXT}, the last
-  fifth in windows of {CONTEXT}; Muon and AdamW, peak learning rate {report["peak_lr"]}, {report["seconds"] / 60:.0f} minutes on {report["device"]}.  Positions past {CONTEXT} were never trained.
-
-| nats per held-out token ({report["held_out_tokens"]:,} tokens) | |
-|---|---|
-| this model (bfloat16 weights) | {report["held_out_loss"]:.3f} |
-| bigram, absolute discounting 0.75 | {report["bigram_loss"]:.3f} |
-| unigram, add-one | {report["unigram_loss"]:.3f} |
-
-Expert use on held-out text, busiest over mean, layer by layer: {ratios}; unused experts: {sum(report["unused_experts"])}.
-"""  # type: ignore[operator,call-overload]
+def card(model: Qwen3MoeForCausalLM, report: dict[str, Any]) -> str:
+    template = (Path(__file__).parent / "demo_model_card.md").read_text()
+    return template.format(
+        **model.config.to_dict() | {"num_experts": model.config.num_experts},
+        **report,
+        millions=sum(p.numel() for p in model.parameters()) / 1e6,
+        held_out_share=HELD_OUT_SHARE,
+        short_context=SHORT_CONTEXT,
+        context=CONTEXT,
+        minutes=report["seconds"] / 60,
+        ratios=", ".join(f"{ratio:.2f}" for ratio in report["expert_max_over_mean"]),
+        num_unused=sum(report["unused_experts"]),
+    )
 
 
 def main() -> None:

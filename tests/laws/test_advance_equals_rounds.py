@@ -98,11 +98,11 @@ class Scripts:
 def snapshot(scheduler: Scheduler) -> dict:
     """Everything that a later decision could depend on."""
     table, pool, running = scheduler.table, scheduler.pool, scheduler.table.running
-    columns = ("num_tokens", "num_computed", "num_blocks", "num_remembered", "write_start", "num_in_flight")
+    columns = ("num_tokens", "num_computed", "capacity", "next_full_at", "write_start", "num_in_flight")
     return {
         "running": running.tolist(),
         **{name: getattr(table, name)[running].tolist() for name in columns},
-        "tables": [table.block_table[s, : table.num_blocks[s]].tolist() for s in running],
+        "tables": [table.block_table[s, : len(table.at(s).blocks)].tolist() for s in running],
         "sequences": [(table.at(s).blocks, table.at(s).hashes) for s in running.tolist()],
         "blank": list(pool._blank),
         "cached": list(pool._cached),

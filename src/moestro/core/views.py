@@ -44,7 +44,7 @@ class BatchView:
 
     Attributes:
         num_left: int32[n], tokens to compute before the next token is sampled (decode: 1).
-        is_decode: bool[n], the prompt is behind it and one token is left.
+        is_decode: bool[n], one token is left (a prompt's last token on its own counts too: it costs the same).
         is_waiting: bool[n], not admitted yet.
     """
 

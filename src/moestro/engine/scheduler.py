@@ -10,13 +10,14 @@ The scheduler decides and keeps books. It neither computes, nor sleeps, nor read
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.request import FinishReason, Request, TokenLogprobs
 from moestro.core.views import BatchLimits, BatchView, EvictView
-from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, Int32s, Plan, StepResult, Units
+from moestro.core.work import LOGITS_PROMPT, Int32s, Plan, StepResult, Units
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.rounds import TAKE, block_events, rounds_that_fit
 from moestro.engine.sequences import Sequence, SequenceTable
@@ -82,6 +83,7 @@ class Scheduler:
         )
         self._order = ORDERING[settings.order]
         self._evict = EVICTION[settings.evict]
+        self._nobody_waits = np.zeros(settings.max_num_seqs, np.bool_)
         self._num_added = 0
         self._num_aborted_in_flight = 0
 
@@ -129,19 +131,16 @@ class Scheduler:
 
     def schedule(self, now_ns: int) -> Plan | None:
         """The next plan, or None when nothing can be computed now. May be called with units in flight."""
-        table = self.table
-        running = table.running
-        idle = running[table.num_in_flight[running] == 0]
+        idle = self.table.idle()
         view = self._running_view(idle)
-        num_wanted = int(np.minimum(view.num_left, self.limits.max_chunk).sum())
-        candidates = self._candidates(self.limits.token_budget - num_wanted, now_ns) if len(self.waiting) else []
+        candidates = self._candidates(view, now_ns) if len(self.waiting) else []
         if candidates:
             view = _with_candidates(view, candidates)
         chunk = self.batch(view, self.limits)
-        num_free = self.pool.num_free
+        num_free, num_running = self.pool.num_free, len(self.table.running)
         slots, num_tokens, evicted = self._make_room(idle, chunk[: len(idle)])
         if candidates and not evicted:
-            kept_back = len(running) - (num_free - self.pool.num_free)  # some have just taken theirs
+            kept_back = num_running - (num_free - self.pool.num_free)  # some have just taken theirs
             new_slots, new_tokens = self._admit(candidates, chunk[len(idle) :], kept_back)
             slots, num_tokens = np.append(slots, new_slots), np.append(num_tokens, new_tokens)
         if len(slots) == 0:
@@ -149,23 +148,22 @@ class Scheduler:
         self.num_steps += 1
         return Plan(self.num_steps, self._units(slots, num_tokens))
 
-    def _running_view(self, idle: Int32s) -> BatchView:
-        table = self.table
-        num_left = table.num_tokens[idle] - table.num_computed[idle]
-        is_decode = (num_left == 1) & (table.num_computed[idle] >= table.num_prompt[idle])
-        return BatchView(num_left, is_decode, np.zeros(len(idle), np.bool_))
+    def _running_view(self, slots: Int32s) -> BatchView:
+        num_left = self.table.num_tokens[slots] - self.table.num_computed[slots]
+        return BatchView(num_left, num_left == 1, self._nobody_waits[: len(slots)])
 
-    def _candidates(self, budget: int, now_ns: int) -> list[tuple[Sequence, int]]:
-        """Waiting sequences that could enter now, in order, with the tokens each has left to compute.
+    def _candidates(self, running: BatchView, now_ns: int) -> list[tuple[Sequence, int]]:
+        """Waiting sequences that could enter beside the running ones, in order, with the tokens each has to compute.
 
         The first that does not fit stops the search: nobody overtakes it for being smaller. A block is kept back for
         each running sequence, or the newcomer would be evicted again for the next one that grows.
         """
         found: list[tuple[Sequence, int]] = []
+        budget = self.limits.token_budget - int(np.minimum(running.num_left, self.limits.max_chunk).sum())
         if budget <= 0 or self.table.num_free_slots == 0:
             return found
         num_free = self.pool.num_free - len(self.table.running)
-        for sequence in self.waiting.in_order(self._order, now_ns)[: self.table.num_free_slots]:
+        for sequence in islice(self.waiting.in_order(self._order, now_ns), self.table.num_free_slots):
             shared, num_needed, num_cached = self._prefix(sequence)
             num_free -= num_needed + self.pool.num_free - self.pool.num_free_after(shared)
             if num_free < 0:
@@ -215,10 +213,10 @@ class Scheduler:
         Returns:
             The slots and tokens that are still to be planned, and whether any was given up.
         """
-        table, block_size = self.table, self.settings.block_size
+        table = self.table
         chosen = chunk > 0
         slots, num_tokens = (idle, chunk) if chosen.all() else (idle[chosen], chunk[chosen])
-        missing = table.num_computed[slots] + num_tokens > table.num_blocks[slots] * block_size
+        missing = table.num_computed[slots] + num_tokens > table.capacity[slots]
         if not missing.any():
             return slots, num_tokens, False
         lost: set[int] = set()
@@ -227,7 +225,7 @@ class Scheduler:
                 victim = self._victim()
                 lost.add(victim)
                 # Rather than give itself up, it waits for the blocks that a unit in flight may soon return.
-                if victim != slot or not table.num_in_flight[table.running].any():
+                if victim != slot or table.num_units_in_flight == 0:
                     self._preempt(victim)
             if slot not in lost:
                 table.add_block(slot, self.pool.allocate())
@@ -237,7 +235,7 @@ class Scheduler:
     def _victim(self) -> int:
         """The slot that the evict policy gives up, among those without a unit in flight."""
         table = self.table
-        slots = table.running[table.num_in_flight[table.running] == 0]
+        slots = table.idle()
         sequences = [table.at(slot) for slot in slots.tolist()]
         view = EvictView(
             np.array([s.request.arrival_ns for s in sequences], np.int64),
@@ -260,15 +258,16 @@ class Scheduler:
         """The plan's units, and their tokens marked as in flight."""
         table = self.table
         start = table.num_computed[slots]
-        end = start + num_tokens
-        logits = np.where(end == table.num_tokens[slots], LOGITS_LAST, 0).astype(np.uint8)
-        asks = table.wants_prompt_logprobs[slots]
+        # LOGITS_LAST is 1: a comparison is the column.
+        logits = (start + num_tokens == table.num_tokens[slots]).view(np.uint8)
         following = None
-        if asks.any():
+        if table.num_wanting_prompt_logprobs:
+            asks = table.wants_prompt_logprobs[slots]
             logits[asks] |= LOGITS_PROMPT
             following = self._token_ids(slots[asks], start[asks] + 1, num_tokens[asks])
         table.num_in_flight[slots] = num_tokens
-        width = int(table.num_blocks[slots].max())
+        table.num_units_in_flight += len(slots)
+        width = int(table.capacity[slots].max()) // self.settings.block_size
         return Units(
             slot=slots,
             start=start,
@@ -282,9 +281,9 @@ class Scheduler:
         )
 
     def _token_ids(self, slots: Int32s, start: Int32s, num_tokens: Int32s) -> Int32s | None:
-        """The units' tokens end to end; None if any belongs to a hashed trace."""
+        """The units' tokens end to end; None where hashed traces are replayed."""
         table = self.table
-        if not table.has_token_ids[slots].all():
+        if table.num_hashed:
             return None
         total = int(num_tokens.sum())
         if total == len(slots):
@@ -298,85 +297,83 @@ class Scheduler:
     def update(self, result: StepResult, now_ns: int) -> Emitted:
         """Take the results of units in flight: tokens appended, full blocks remembered, ended sequences freed."""
         table = self.table
-        if not table.num_in_flight[result.slot].all():
+        num_done = table.num_in_flight[result.slot]
+        if not num_done.all():
             raise InvariantError("a result for a unit that is not in flight")
-        result = self._without_aborted(result)
+        table.num_units_in_flight -= len(num_done)
+        if self._num_aborted_in_flight:
+            result = self._without_aborted(result)
+            num_done = table.num_in_flight[result.slot]
         slots = result.slot
-        table.num_computed[slots] += table.num_in_flight[slots]
+        computed = table.num_computed[slots] + num_done
+        table.num_computed[slots] = computed
         table.num_in_flight[slots] = 0
         for index, entries in result.prompt_logprobs.items():
             collected = table.at(int(slots[index])).prompt_logprobs
             assert collected is not None
             collected.extend(entries)
-        sampled = np.flatnonzero(table.num_computed[slots] == table.num_tokens[slots])
-        grown = slots[sampled]
-        if result.token_ids is not None:
-            table.token_ids[grown, table.num_tokens[grown]] = result.token_ids[sampled]
-        table.num_tokens[grown] += 1
-        self._remember_blocks(slots, result.block_hashes)
-        return self._emit(result, sampled, grown)
+        for index, packed in result.block_hashes.items():
+            table.at(int(slots[index])).learn_hashes(packed)
+        self._remember_full_blocks(slots, computed)
+        return self._emit(result, np.flatnonzero(computed == table.num_tokens[slots]))
 
     def _without_aborted(self, result: StepResult) -> StepResult:
         """The result without sequences that were aborted while their unit was in flight; these leave now."""
-        if self._num_aborted_in_flight == 0:
-            return result
         stays = np.array([not self.table.at(slot).is_aborted for slot in result.slot.tolist()], np.bool_)
         for slot in result.slot[~stays].tolist():
             self._num_aborted_in_flight -= 1
             self._free(slot)
         return result.select(np.flatnonzero(stays))
 
-    def _remember_blocks(self, slots: Int32s, block_hashes: dict[int, bytes]) -> None:
-        """Tell the pool of the blocks that this step filled."""
-        for index, packed in block_hashes.items():
-            self.table.at(int(slots[index])).learn_hashes(packed)
-        num_full = self.table.num_computed[slots] // self.settings.block_size
-        filled = np.flatnonzero(num_full > self.table.num_remembered[slots])
-        for slot, full in zip(slots[filled].tolist(), num_full[filled].tolist(), strict=True):
-            self._remember(slot, full)
+    def _remember_full_blocks(self, slots: Int32s, computed: Int32s) -> None:
+        """Tell the pool of the blocks that are full now that `computed` tokens of each slot have KV."""
+        filled = computed >= self.table.next_full_at[slots]
+        if filled.any():
+            num_full = computed[filled] // self.settings.block_size
+            for slot, full in zip(slots[filled].tolist(), num_full.tolist(), strict=True):
+                self._remember(slot, full)
 
     def _remember(self, slot: int, num_full: int) -> None:
         """Tell the pool that the first `num_full` blocks of the sequence in `slot` are full."""
-        table = self.table
+        table, block_size = self.table, self.settings.block_size
         sequence = table.at(slot)
-        if table.has_token_ids[slot]:
-            sequence.extend_hashes(num_full, self.settings.block_size, table.token_ids[slot])
-        for i in range(int(table.num_remembered[slot]), min(num_full, len(sequence.hashes))):
+        if sequence.request.token_ids is not None:
+            sequence.extend_hashes(num_full, block_size, table.token_ids[slot])
+        for i in range(int(table.next_full_at[slot]) // block_size - 1, min(num_full, len(sequence.hashes))):
             self.pool.remember(sequence.blocks[i], sequence.hashes[i])
-        table.num_remembered[slot] = num_full
+        table.next_full_at[slot] = (num_full + 1) * block_size
 
-    def _emit(self, result: StepResult, sampled: NDArray[np.int64], grown: Int32s) -> Emitted:
-        """Rows for the sequences that gained a token; those that ended leave."""
+    def _emit(self, result: StepResult, sampled: NDArray[np.int64]) -> Emitted:
+        """Append the tokens of the units in rows `sampled` of the result; sequences that ended leave."""
         table = self.table
-        is_long = table.num_tokens[grown] >= table.last_num_tokens[grown]
-        is_done = np.zeros(len(grown), np.bool_) if result.finished is None else result.finished[sampled]
-        tokens = [-1] * len(grown) if result.token_ids is None else result.token_ids[sampled].tolist()
-        sequences = [table.at(slot) for slot in grown.tolist()]
-        reasons: list[FinishReason | None] = [None] * len(grown)
-        for row, sequence in enumerate(sequences):
-            if tokens[row] in sequence.stop_token_ids or is_done[row]:
-                reasons[row] = FinishReason.STOP
-            elif is_long[row]:
-                reasons[row] = FinishReason.LENGTH
+        is_all = len(sampled) == len(result.slot)
+        slots = result.slot if is_all else result.slot[sampled]
+        num_tokens = table.num_tokens[slots]
+        tokens = [-1] * len(slots)
+        if result.token_ids is not None:
+            new = result.token_ids if is_all else result.token_ids[sampled]
+            table.token_ids[slots, num_tokens] = new
+            tokens = new.tolist()
+        table.num_tokens[slots] = num_tokens + 1
+        sequences = [table.at(slot) for slot in slots.tolist()]
+        reasons: list[FinishReason | None] = [None] * len(slots)
+        for row in np.flatnonzero(num_tokens + 1 >= table.last_num_tokens[slots]).tolist():
+            reasons[row] = FinishReason.LENGTH
+        scripted = () if result.finished is None else np.flatnonzero(result.finished[sampled]).tolist()
+        stopped = [row for row, sequence in enumerate(sequences) if tokens[row] in sequence.stop_token_ids]
+        for row in (*scripted, *stopped):
+            reasons[row] = FinishReason.STOP
         emitted = Emitted(sequences, tokens, reasons)
         if result.logprobs:
             row_of = {index: row for row, index in enumerate(sampled.tolist())}
             emitted.logprobs.update({row_of[index]: entry for index, entry in result.logprobs.items()})
-        for row in np.flatnonzero(table.wants_prompt_logprobs[grown]).tolist():
-            emitted.prompt_logprobs[row] = self._take_prompt_logprobs(sequences[row])
+        if table.num_wanting_prompt_logprobs:
+            for row in np.flatnonzero(table.wants_prompt_logprobs[slots]).tolist():
+                emitted.prompt_logprobs[row] = table.take_prompt_logprobs(int(slots[row]))
         for sequence, reason in zip(sequences, reasons, strict=True):
             if reason is not None:
                 self._end(sequence)
         return emitted
-
-    def _take_prompt_logprobs(self, sequence: Sequence) -> tuple[TokenLogprobs, ...]:
-        """All of the prompt's, once; the entry after its last token is the answer's and is dropped."""
-        assert sequence.prompt_logprobs is not None
-        assert sequence.slot is not None
-        entries = tuple(sequence.prompt_logprobs[: sequence.request.num_prompt_tokens - 1])
-        sequence.prompt_logprobs = None
-        self.table.wants_prompt_logprobs[sequence.slot] = False
-        return entries
 
     def _end(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
@@ -400,19 +397,19 @@ class Scheduler:
         the device for that.
         """
         table, running = self.table, self.table.running
-        if len(running) == 0 or table.num_in_flight[running].any():
+        if len(running) == 0 or table.num_units_in_flight:
             return 0
         view = self._running_view(running)
         if not view.is_decode.all() or not (self.batch(view, self.limits) == 1).all():
             return 0
-        computed, held, block_size = table.num_computed[running], table.num_blocks[running], self.settings.block_size
+        computed, capacity, block_size = table.num_computed[running], table.capacity[running], self.settings.block_size
         most = int((table.last_num_tokens[running] - table.num_tokens[running]).min()) - 1  # then one ends
         if len(self.waiting) and table.num_free_slots:
-            if self._candidates(self.limits.token_budget - len(running), now_ns):
+            if self._candidates(view, now_ns):
                 return 0
             # A block that becomes full may be the prefix for want of which the next request does not fit.
             most = min(most, int((block_size - computed % block_size).min()))
-        return rounds_that_fit(computed, held, block_size, self.pool.num_free, most)
+        return rounds_that_fit(computed, capacity // block_size, block_size, self.pool.num_free, most)
 
     def advance(self, num_rounds: int, block_hashes: dict[int, bytes] | None = None) -> None:
         """The effect of `num_rounds` <= `horizon` rounds of schedule and update, for sequences without token ids.
@@ -423,7 +420,7 @@ class Scheduler:
         table, running = self.table, self.table.running
         for slot, packed in (block_hashes or {}).items():
             table.at(slot).learn_hashes(packed)
-        computed, held = table.num_computed[running], table.num_blocks[running]
+        computed, held = table.num_computed[running], table.capacity[running] // self.settings.block_size
         for rounds, kind, row in block_events(computed, held, self.settings.block_size, num_rounds):
             slot = int(running[row])
             if kind == TAKE:

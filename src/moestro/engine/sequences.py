@@ -103,15 +103,16 @@ class SequenceTable:
         num_computed: int32[slots], tokens whose KV is in the pool (or on its way, while in flight).
         num_prompt: int32[slots].
         last_num_tokens: int32[slots], `num_tokens` at which max_tokens ends it.
-        num_blocks: int32[slots], blocks held.
+        capacity: int32[slots], tokens for which it holds blocks.
         write_start: int32[slots], positions below it lie in shared blocks and are never written.
-        num_remembered: int32[slots], first full blocks that the pool has been told of.
+        next_full_at: int32[slots], tokens with KV at which its next block is full and the pool is told.
         num_in_flight: int32[slots], tokens of its unit in flight; 0: idle.
-        has_token_ids: bool[slots], False: a hashed trace.
         wants_prompt_logprobs: bool[slots].
         block_table: int32[slots, max blocks].
         token_ids: int32[slots, max_model_len].
         sampling: SAMPLING_ROW[slots].
+        num_units_in_flight, num_hashed, num_wanting_prompt_logprobs: rows for which that is so. Counted, so that the
+            usual step, in which nobody does, does not look.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
@@ -124,15 +125,17 @@ class SequenceTable:
         self.num_computed = column()
         self.num_prompt = column()
         self.last_num_tokens = column()
-        self.num_blocks = column()
+        self.capacity = column()
         self.write_start = column()
-        self.num_remembered = column()
+        self.next_full_at = column()
         self.num_in_flight = column()
-        self.has_token_ids = np.zeros(num_slots, np.bool_)
         self.wants_prompt_logprobs = np.zeros(num_slots, np.bool_)
         self.block_table = column(-(-max_model_len // block_size))
         self.token_ids = column(max_model_len + 1)  # pages are touched only where tokens are written
         self.sampling = np.zeros(num_slots, SAMPLING_ROW)
+        self.num_units_in_flight = 0
+        self.num_hashed = 0
+        self.num_wanting_prompt_logprobs = 0
         self.sequences: list[Sequence | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -165,14 +168,15 @@ class SequenceTable:
         self.num_computed[slot] = num_computed
         self.num_prompt[slot] = request.num_prompt_tokens
         self.last_num_tokens[slot] = request.num_total_tokens
-        self.num_blocks[slot] = num_blocks
-        self.num_remembered[slot] = num_shared
+        self.capacity[slot] = num_blocks * self._block_size
+        self.next_full_at[slot] = (num_shared + 1) * self._block_size
         self.write_start[slot] = num_shared * self._block_size
-        self.has_token_ids[slot] = request.token_ids is not None
         self.num_in_flight[slot] = 0
         self.wants_prompt_logprobs[slot] = sequence.prompt_logprobs is not None
         self.block_table[slot, :num_blocks] = sequence.blocks
         self.sampling[slot] = sequence.sampling_row
+        self.num_hashed += request.token_ids is None
+        self.num_wanting_prompt_logprobs += sequence.prompt_logprobs is not None
         if request.token_ids is not None:
             self.token_ids[slot, : request.num_prompt_tokens] = request.token_array()
         self.token_ids[slot, request.num_prompt_tokens : num_tokens] = sequence.generated
@@ -186,12 +190,30 @@ class SequenceTable:
         sequence.generated = generated.copy()
         sequence.slot = None
         self.sequences[slot] = None
+        self.num_hashed -= sequence.request.token_ids is None
+        self.num_wanting_prompt_logprobs -= bool(self.wants_prompt_logprobs[slot])
         self.running = self.running[self.running != slot]
         self._free.append(slot)
         return sequence
 
     def add_block(self, slot: int, block: int) -> None:
         """Append `block` to the sequence's blocks, in the object and in the row."""
-        self.at(slot).blocks.append(block)
-        self.block_table[slot, self.num_blocks[slot]] = block
-        self.num_blocks[slot] += 1
+        blocks = self.at(slot).blocks
+        self.block_table[slot, len(blocks)] = block
+        blocks.append(block)
+        self.capacity[slot] += self._block_size
+
+    def take_prompt_logprobs(self, slot: int) -> tuple[TokenLogprobs, ...]:
+        """All of the prompt's, once; the entry after its last token is the answer's and is dropped."""
+        sequence = self.at(slot)
+        assert sequence.prompt_logprobs is not None, f"slot {slot} wants no prompt logprobs"
+        entries = tuple(sequence.prompt_logprobs[: sequence.request.num_prompt_tokens - 1])
+        sequence.prompt_logprobs = None
+        self.wants_prompt_logprobs[slot] = False
+        self.num_wanting_prompt_logprobs -= 1
+        return entries
+
+    def idle(self) -> NDArray[np.int32]:
+        """Slots without a unit in flight, in order of admission."""
+        running = self.running
+        return running[self.num_in_flight[running] == 0] if self.num_units_in_flight else running

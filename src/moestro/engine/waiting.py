@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from moestro.core.views import WaitingView
@@ -47,13 +49,15 @@ class WaitingQueue:
         self._live[row] = False
         self._sequences[row] = None
 
-    def in_order(self, policy: OrderPolicy, now_ns: int) -> list[Sequence]:
-        """All sequences, the first to be admitted first."""
+    def in_order(self, policy: OrderPolicy, now_ns: int) -> Iterator[Sequence]:
+        """The sequences, the first to be admitted first; the queue must not change while they are drawn."""
         rows = np.flatnonzero(self._live)
         columns = self._rows[rows]
         view = WaitingView(columns["arrival_ns"], columns["num_prompt_tokens"], columns["priority"], columns["serial"])
-        chosen = [self._sequences[row] for row in rows[policy(view, now_ns)].tolist()]
-        return [sequence for sequence in chosen if sequence is not None]
+        for row in rows[policy(view, now_ns)]:
+            sequence = self._sequences[row]
+            assert sequence is not None, f"row {row} is dead"
+            yield sequence
 
     def _compact(self) -> None:
         """Drop dead rows; double the space when more than half are alive."""

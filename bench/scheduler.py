@@ -1,0 +1,133 @@
+"""What one step of the scheduler costs: schedule and update, microseconds, all sequences in decode.
+
+    python bench/scheduler.py [--json bench/results/scheduler.json]
+
+Budgets (docs/architecture.md): 25 at 12 running sequences, 60 at 64. Beside each figure: the same step done by a plain
+twin, one Python object per sequence, which decides nothing and only keeps the same books.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+
+from moestro.core.hashing import hash_blocks, hash_key
+from moestro.core.request import Request, SamplingParams
+from moestro.core.work import StepResult
+from moestro.engine.scheduler import Scheduler
+from moestro.engine.settings import SchedulerSettings
+
+BLOCK_SIZE, PROMPT, STEPS, REPEATS = 16, 256, 1000, 7
+
+
+def make_request(i: int) -> Request:
+    ids, key = np.arange(PROMPT, dtype=np.int32), hash_key("bench", None, str(i))
+    return Request(
+        request_id=f"r{i}",
+        num_prompt_tokens=PROMPT,
+        sampling=SamplingParams(max_tokens=STEPS + 100, stop_token_ids=(0,)),
+        arrival_ns=i,
+        token_ids=ids.tobytes(),
+        block_hashes=hash_blocks(key, ids, BLOCK_SIZE),
+        hash_key=key,
+    )
+
+
+def scheduler_step_us(num_sequences: int) -> tuple[float, float]:
+    """Mean microseconds of (schedule, update) over STEPS decode steps, block borders and hashes among them."""
+    blocks = num_sequences * (-(-(PROMPT + STEPS + 200) // BLOCK_SIZE))
+    scheduler = Scheduler(
+        SchedulerSettings(
+            num_blocks=blocks,
+            block_size=BLOCK_SIZE,
+            max_model_len=PROMPT + STEPS + 100,
+            max_num_seqs=num_sequences,
+            max_num_batched_tokens=num_sequences * PROMPT,
+        )
+    )
+    for i in range(num_sequences):
+        scheduler.add(make_request(i))
+    spent = [0, 0]
+    for step in range(-10, STEPS):
+        started = time.perf_counter_ns()
+        plan = scheduler.schedule(0)
+        scheduled = time.perf_counter_ns()
+        assert plan is not None
+        result = StepResult(plan.units.slot, np.ones(len(plan.units), np.int32))
+        computed = time.perf_counter_ns()
+        scheduler.update(result, 0)
+        if step >= 0:
+            spent[0] += scheduled - started
+            spent[1] += time.perf_counter_ns() - computed
+    return spent[0] / STEPS / 1e3, spent[1] / STEPS / 1e3
+
+
+class PlainSequence:
+    """The twin's books: attributes instead of columns."""
+
+    def __init__(self, i: int) -> None:
+        self.slot, self.num_computed, self.num_tokens, self.last = i, PROMPT, PROMPT + 1, PROMPT + STEPS + 100
+        self.tokens, self.table, self.stop = list(range(PROMPT + 1)), list(range(PROMPT // BLOCK_SIZE)), {0}
+
+
+def plain_step_us(num_sequences: int) -> float:
+    """The same decode step with a Python object per sequence, tensors of the plan included, no hashing, no eviction."""
+    sequences = [PlainSequence(i) for i in range(num_sequences)]
+    started = time.perf_counter_ns()
+    for _ in range(STEPS):
+        for s in sequences:
+            if s.num_computed + 1 > len(s.table) * BLOCK_SIZE:
+                s.table.append(len(s.table))
+        width = max(len(s.table) for s in sequences)
+        np.array([s.table + [0] * (width - len(s.table)) for s in sequences], np.int32)
+        np.array([[s.slot, s.num_computed, 1, s.tokens[s.num_computed]] for s in sequences], np.int32)
+        for s in sequences:
+            s.num_computed += 1
+            s.tokens.append(1)
+            s.num_tokens += 1
+            _ = 1 in s.stop or s.num_tokens >= s.last
+    return (time.perf_counter_ns() - started) / STEPS / 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="store the result here")
+    args = parser.parse_args()
+    rows = []
+    for num_sequences, budget in ((12, 25), (64, 60)):
+        pairs = [(scheduler_step_us(num_sequences), plain_step_us(num_sequences)) for _ in range(REPEATS)]
+        totals = sorted(schedule + update for (schedule, update), _ in pairs)
+        ratios = sorted((schedule + update) / plain for (schedule, update), plain in pairs)
+        rows.append(
+            {
+                "running": num_sequences,
+                "budget_us": budget,
+                "step_us": {"min": totals[0], "median": totals[REPEATS // 2], "max": totals[-1]},
+                "schedule_us_median": sorted(s for (s, _), _ in pairs)[REPEATS // 2],
+                "over_plain_twin": {"min": ratios[0], "median": ratios[REPEATS // 2], "max": ratios[-1]},
+            }
+        )
+        print(json.dumps(rows[-1]))
+    if args.json:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        machine = (
+            f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, NumPy {np.__version__}"
+        )
+        result = {
+            "kind": "measured",
+            "commit": commit.stdout.strip(),
+            "machine": machine,
+            "repeats": REPEATS,
+            "rows": rows,
+        }
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
