@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+OLDEST := $(VENV)/transformers-5.17.0
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: install serve test lint clean
@@ -25,8 +26,14 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+# The oldest transformers that pyproject.toml allows, beside the one installed; the tests of the model room run on both.
+$(OLDEST): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --target $@ transformers==$(lastword $(subst -, ,$@))
+	@touch $@
+
+test: lint $(OLDEST)
 	$(BIN)/pytest
+	PYTHONPATH=$(OLDEST) $(BIN)/pytest tests/parity tests/model
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

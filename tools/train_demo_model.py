@@ -34,6 +34,9 @@ VOCAB_SIZE = 4096
 CONTEXT = 1024
 SHORT_CONTEXT = 256
 HELD_OUT_SHARE = 0.05
+# Weight of the gate's balance loss, from a step onwards: little at first, so that experts come to differ, then enough
+# to bring the busiest one to two or three times the mean, as in published models.
+BALANCE_FROM_STEP = {0: 0.003, 1000: 0.02}
 END, USER_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "turtledemo"}
 # The pre-tokenizer of the Qwen family: single digits, runs of spaces kept together, newlines with their indentation.
@@ -295,7 +298,8 @@ def train_step(
         logits = model.lm_head(out.last_hidden_state)
     loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
     balance = gate_balance_loss(out.router_logits, model.config.num_experts_per_tok)
-    (loss + args.balance * balance).backward()
+    coefficient = max((start, weight) for start, weight in BALANCE_FROM_STEP.items() if start <= step)[1]
+    (loss + coefficient * balance).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     factor = learning_rate_factor(step, args.steps)
     for optimizer in optimizers:
@@ -344,7 +348,7 @@ def export(
         "tokens_seen": int(spent["steps"]) * args.batch_tokens,
         **spent,
         "peak_lr": args.peak_lr,
-        "balance_coefficient": args.balance,
+        "balance_from_step": BALANCE_FROM_STEP,
         "device": args.device,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -395,7 +399,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2600)
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens a step")
     parser.add_argument("--peak-lr", type=float, default=0.02, help="Muon's; AdamW's is a tenth of it")
-    parser.add_argument("--balance", type=float, default=0.003, help="weight of the gate's balance loss")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ GOOD = {"num_blocks": 8, "block_size": 4, "max_model_len": 32}
         ({"max_chunk": 0}, "max_chunk must be at least 1"),
         ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "at least max_num_seqs"),
         ({"max_model_len": 33}, r"max_model_len 33 does not fit.*--kv-cache-memory-bytes"),
-        ({"order": "sjf"}, "unknown order policy 'sjf'; known: fcfs, priority"),
+        ({"scheduling_policy": "sjf"}, "unknown scheduling_policy 'sjf'; known: fcfs, priority"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_with_what_is_allowed(wrong, message):

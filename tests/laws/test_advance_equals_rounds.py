@@ -130,7 +130,7 @@ def test_advance_equals_rounds(seed, num_blocks, max_num_seqs, order, caching):
         max_model_len=56,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=16,
-        order=order,
+        scheduling_policy=order,
         enable_prefix_caching=caching,
     )
     stepwise, jumping = Scheduler(bounds), Scheduler(bounds)

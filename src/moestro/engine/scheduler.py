@@ -81,7 +81,7 @@ class Scheduler:
             token_budget=settings.max_num_batched_tokens,
             max_chunk=settings.max_chunk or settings.max_num_batched_tokens,
         )
-        self._order = ORDERING[settings.order]
+        self._order = ORDERING[settings.scheduling_policy]
         self._evict = EVICTION[settings.evict]
         self._nobody_waits = np.zeros(settings.max_num_seqs, np.bool_)
         self._num_added = 0

@@ -22,7 +22,7 @@ class SchedulerSettings:
         max_chunk: tokens of one prefill chunk; None: the whole budget.
         max_num_queued_reqs: requests waiting; one more is refused.
         enable_prefix_caching: keep the KV of full blocks for prompts that begin alike.
-        order, batch, evict: policies by name.
+        scheduling_policy, batch, evict: policies by name (the first orders the waiting queue).
     """
 
     num_blocks: int
@@ -33,7 +33,7 @@ class SchedulerSettings:
     max_chunk: int | None = None
     max_num_queued_reqs: int = 1024
     enable_prefix_caching: bool = True
-    order: str = "fcfs"
+    scheduling_policy: str = "fcfs"
     batch: str = "decode_first"
     evict: str = "latest_arrival"
 
@@ -55,6 +55,6 @@ class SchedulerSettings:
                 f"max_model_len {self.max_model_len} does not fit in the KV cache of {self.num_blocks} blocks of"
                 f" {self.block_size} tokens: lower --max-model-len or raise --kv-cache-memory-bytes"
             )
-        for kind, known in (("order", ORDERING), ("batch", BATCHING), ("evict", EVICTION)):
+        for kind, known in (("scheduling_policy", ORDERING), ("batch", BATCHING), ("evict", EVICTION)):
             if getattr(self, kind) not in known:
-                raise ConfigError(f"unknown {kind} policy {getattr(self, kind)!r}; known: {', '.join(known)}")
+                raise ConfigError(f"unknown {kind} {getattr(self, kind)!r}; known: {', '.join(known)}")

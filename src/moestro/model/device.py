@@ -1,0 +1,105 @@
+"""The torch device: runs whole forward passes and samples."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from moestro.core.work import Forward, StepResult
+from moestro.model.check import check_network
+from moestro.model.gate_override import make_override
+from moestro.model.info import LoadedInfo
+from moestro.model.load import load_network, read_config, read_eos_token_ids
+from moestro.model.network import Network
+from moestro.model.pools import KVPools, choose_max_model_len, choose_num_blocks, fit_max_model_len
+from moestro.model.refuse import TESTED_FAMILIES
+from moestro.model.results import PendingResult, compute_result
+from moestro.model.settings import ModelSettings
+from moestro.model.step import PagedStep
+
+
+class TorchDevice:
+    """Computes `Forward` items. On a CPU `launch` does the work; on an accelerator it only queues it.
+
+    Args:
+        network: the loaded network.
+        pools: its KV cache.
+    """
+
+    def __init__(self, network: Network, pools: KVPools) -> None:
+        self.network = network
+        self.pools = pools
+        self._running: deque[PendingResult] = deque()
+
+    @torch.inference_mode()
+    def launch(self, item: Forward, now_ns: int) -> None:
+        """Start `item`. Items that touch the same blocks run in launch order."""
+        step = PagedStep(item.units, self.pools, self.network.device)
+        logits = self.network.logits(step)
+        counts = None if self.network.routing is None else self.network.routing.counts
+        self._running.append(compute_result(step, logits, counts))
+
+    def poll(self, now_ns: int) -> list[StepResult]:
+        """Results that are ready, in launch order; never blocks."""
+        ready = []
+        while self._running and self._running[0].ready:
+            ready.append(self._running.popleft().read())
+        return ready
+
+    def ready_at_ns(self) -> int | None:
+        """None: only the hardware knows."""
+        return None
+
+
+def open_device(
+    settings: ModelSettings, on_phase: Callable[[str], None] = lambda _: None
+) -> tuple[TorchDevice, LoadedInfo]:
+    """Load a network and give it all of its KV cache.
+
+    Args:
+        on_phase: called with a phase's name when the phase begins, and with `ready` at the end.
+
+    Raises:
+        ConfigError: the settings ask for something impossible; the text says what to do.
+        UnsupportedModelError: this checkpoint cannot run here, and why.
+    """
+    on_phase("read config")
+    config = read_config(settings)
+    wanted_len = choose_max_model_len(settings, getattr(config.get_text_config(), "max_position_embeddings", None))
+    eos_token_ids = read_eos_token_ids(Path(settings.model), config)
+    on_phase("load weights")
+    network, notes = load_network(settings, config)
+    on_phase("check")
+    probe, num_chosen = check_network(network, wanted_len, settings.block_size)
+    if settings.gate_override is not None:
+        network.override = make_override(settings.gate_override, network.gate_shape(num_chosen), settings.seed)
+    on_phase("allocate KV cache")
+    num_blocks = choose_num_blocks(settings, probe.bytes_per_block)
+    max_model_len = fit_max_model_len(settings, wanted_len, num_blocks, probe.bytes_per_block)
+    if max_model_len < wanted_len:
+        notes += (f"max_model_len is lowered from {wanted_len} to the {max_model_len} tokens that the KV cache holds.",)
+    if config.model_type not in TESTED_FAMILIES:
+        notes += (
+            f"model_type {config.model_type!r} is not a tested family; it passed a comparison with transformers.",
+        )
+    device = TorchDevice(network, probe.allocate(num_blocks))
+    on_phase("ready")
+    return device, LoadedInfo(
+        model_type=config.model_type,
+        dtype=str(network.dtype).removeprefix("torch."),
+        device=network.device.type,
+        max_model_len=max_model_len,
+        vocab_size=network.config.vocab_size,
+        eos_token_ids=eos_token_ids,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        kv_bytes_per_block=probe.bytes_per_block,
+        num_layers=network.num_layers,
+        num_experts=network.num_experts,
+        num_experts_per_token=num_chosen,
+        num_parameters=network.num_parameters,
+        notes=notes,
+    )

@@ -1,0 +1,210 @@
+"""Routed experts of a layer, registered with transformers' experts interface.
+
+Each (token, chosen expert) is computed once. A token's contributions are added in ascending expert id and in at least
+float32, whatever order the gate named them in: the same sum, bit for bit, wherever each expert is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.integrations.moe import ExpertsInterface
+
+EXPERTS = "moestro"  # the name in the registry
+_TAG = "moestro_layer"
+
+
+class PackedExperts(Protocol):
+    """What transformers' experts modules have in common.
+
+    Weights are `gate_up_proj` or `up_proj` [experts, inner, hidden] and `down_proj` [experts, hidden, inner], the last
+    two dimensions swapped where `is_transposed`; with `has_bias`, each has a `*_bias`.
+    """
+
+    num_experts: int
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+    down_proj: Tensor
+
+    def act_fn(self, rows: Tensor) -> Tensor:
+        """The activation of ungated experts."""
+        ...
+
+    def _apply_gate(self, rows: Tensor) -> Tensor:
+        """The gated activation: half as many columns."""
+        ...
+
+
+class Routing:
+    """What the experts of one network share in a step: where tokens are counted, and who overrides the gate.
+
+    Args:
+        num_layers: of the network, dense ones included.
+        num_experts: of the layer that has most.
+        device: of the counts.
+
+    Attributes:
+        counts: int64[num_layers, num_experts], tokens that each expert computed since `begin`.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
+        self._shape, self._device = (num_layers, num_experts), device
+        self.begin(None)
+
+    def begin(self, chosen: Tensor | None) -> None:
+        """A step starts: count from zero.
+
+        Args:
+            chosen: int64[layers with experts, tokens, k], experts to visit in place of the gate's choice, or None.
+        """
+        self.counts = torch.zeros(self._shape, dtype=torch.int64, device=self._device)
+        self.chosen = chosen
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertLayer:
+    """What an experts module of transformers does not know of itself.
+
+    Attributes:
+        layer: its layer in the network.
+        place: its place among the layers with experts.
+        routing: shared by the network's experts.
+    """
+
+    layer: int
+    place: int
+    routing: Routing
+
+
+def tag_experts(modules: list[tuple[int, nn.Module]], routing: Routing) -> None:
+    """Tell each experts module its layer. `modules`: (layer, experts module), ascending."""
+    for place, (layer, module) in enumerate(modules):
+        setattr(module, _TAG, ExpertLayer(layer, place, routing))
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether transformers routes `module` through its experts interface."""
+    return hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
+
+
+def routed_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The weighted sum of each token's experts; counts the tokens of each.
+
+    Args:
+        module: an experts module that `tag_experts` has seen.
+        hidden: [tokens, hidden size].
+        top_k_index: int64[tokens, k], distinct in a row, in any order.
+        top_k_weights: [tokens, k].
+
+    Returns:
+        [tokens, hidden size], of the dtype of `hidden`.
+    """
+    tag = getattr(module, _TAG)
+    assert isinstance(tag, ExpertLayer)
+    if tag.routing.chosen is not None:
+        top_k_index = tag.routing.chosen[tag.place]
+    experts = cast(PackedExperts, module)
+    flat = top_k_index.reshape(-1)
+    by_expert = flat.argsort(stable=True)
+    rows = hidden.index_select(0, by_expert // top_k_index.shape[1])
+    counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=hidden.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    tag.routing.counts[tag.layer, : experts.num_experts] += counts
+    run = run_grouped if hidden.is_cuda and _can_group(experts, hidden) else run_each
+    return _combine(run(experts, rows, counts), by_expert, top_k_weights).to(hidden.dtype)
+
+
+def run_each(experts: PackedExperts, rows: Tensor, counts: Tensor) -> Tensor:
+    """[rows, hidden size], one expert after the other: the plain twin, and the fast path on a CPU.
+
+    Args:
+        rows: [rows, hidden size], those of expert 0 first.
+        counts: int64[experts], rows of each.
+    """
+    multiply = torch.matmul if experts.is_transposed else functional.linear
+    out, start = torch.empty_like(rows), 0
+    up, up_bias, down, down_bias = _weights(experts)
+    for expert, count in enumerate(counts.tolist()):
+        if not count:
+            continue
+        inner = multiply(rows[start : start + count], up[expert])
+        if up_bias is not None:
+            inner += up_bias[expert]
+        outer = multiply(_activate(experts, inner), down[expert])
+        if down_bias is not None:
+            outer += down_bias[expert]
+        out[start : start + count] = _normalize(experts, outer)
+        start += count
+    return out
+
+
+def run_grouped(experts: PackedExperts, rows: Tensor, counts: Tensor) -> Tensor:
+    """What `run_each` computes in two grouped products; the host learns no count, so an accelerator never waits."""
+    ends = counts.cumsum(0).to(torch.int32)
+    of_row = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device, dtype=torch.int32), right=True)
+    up, up_bias, down, down_bias = _weights(experts)
+    if not experts.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    inner = functional.grouped_mm(rows, up, offs=ends)
+    if up_bias is not None:
+        inner = inner + up_bias[of_row]
+    outer = functional.grouped_mm(_activate(experts, inner), down, offs=ends)
+    if down_bias is not None:
+        outer = outer + down_bias[of_row]
+    return _normalize(experts, outer)
+
+
+def register_experts() -> None:
+    """Make the function known to transformers; again does no harm."""
+    ExpertsInterface.register(EXPERTS, routed_experts)
+
+
+def _combine(rows: Tensor, by_expert: Tensor, weights: Tensor) -> Tensor:
+    """[tokens, hidden size] in at least float32.
+
+    Args:
+        rows: [tokens * k, hidden size], in ascending expert id.
+        by_expert: int64[tokens * k], which (token, choice) each row is, as token * k + choice.
+        weights: [tokens, k].
+    """
+    precision = torch.promote_types(rows.dtype, torch.float32)
+    place = torch.empty_like(by_expert)
+    place[by_expert] = torch.arange(len(by_expert), device=rows.device)
+    # Rows stand in order of expert id, so a token's places in ascending order are its experts in ascending order.
+    place, choice = place.view(weights.shape).sort(dim=1)
+    weights = weights.gather(1, choice).to(precision)
+    total = rows.index_select(0, place[:, 0]).to(precision) * weights[:, :1]
+    for k in range(1, weights.shape[1]):
+        total += rows.index_select(0, place[:, k]).to(precision) * weights[:, k : k + 1]
+    return total
+
+
+def _weights(experts: PackedExperts) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """(up, its bias, down, its bias) of all experts."""
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    up: Tensor = getattr(experts, name)
+    if not experts.has_bias:
+        return up, None, experts.down_proj, None
+    return up, getattr(experts, f"{name}_bias"), experts.down_proj, cast(Any, experts).down_proj_bias
+
+
+def _activate(experts: PackedExperts, inner: Tensor) -> Tensor:
+    return experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+
+
+def _normalize(experts: PackedExperts, outer: Tensor) -> Tensor:
+    # transformers 5.17 does not know the attribute.
+    if getattr(experts, "has_post_expert_norm", False):
+        outer = cast(Any, experts).post_expert_norm(outer)
+    return outer
+
+
+def _can_group(experts: PackedExperts, rows: Tensor) -> bool:
+    """Whether this torch has the grouped kernels; they want bfloat16 and rows of whole 16-byte words."""
+    sizes = (*_weights(experts)[0].shape[1:], *experts.down_proj.shape[1:])
+    return hasattr(functional, "grouped_mm") and rows.dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes)

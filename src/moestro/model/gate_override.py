@@ -1,0 +1,179 @@
+"""Expert choices that replace the gate's, to study skewed loads on any checkpoint. NumPy only.
+
+A choice is a function of (seed, layer, position, token id): never of the batch, the schedule or a restart. So every
+mode that runs the same tokens with the same override visits the same experts, and their outputs compare.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.rng import mix64, uniform
+from moestro.errors import ConfigError
+
+_FORMS = "uniform, exponential:LAMBDA (LAMBDA >= 0) or trace:FILE.npy"
+_RANKS, _DRAWS, _ROWS = (np.uint64(n) for n in range(3))  # keep the keys of different uses apart
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateShape:
+    """The gates of one network.
+
+    Attributes:
+        layers: indices of the layers that have experts, ascending.
+        num_experts: of each of them.
+        num_chosen: experts that a token visits in a layer.
+    """
+
+    layers: tuple[int, ...]
+    num_experts: int
+    num_chosen: int
+
+
+class GateOverride(Protocol):
+    """Chooses experts in place of the gates."""
+
+    def choose(self, positions: NDArray[np.int64], token_ids: NDArray[np.int32]) -> NDArray[np.int64]:
+        """int64[layers with experts, tokens, chosen]: distinct expert ids for each of the tokens given."""
+        ...
+
+
+class ExponentialGate:
+    """Draws distinct experts with weights exp(-decay * rank), where a layer's ranks are a keyed shuffle of its experts.
+
+    With decay 0 the draw is uniform. A draw without replacement is an exponential race: expert e finishes after a time
+    drawn with rate weight(e), and the first `num_chosen` to finish are chosen, in that order. Times are compared by
+    their logarithms, so that no weight underflows.
+
+    Args:
+        decay: LAMBDA of `exponential:LAMBDA`, >= 0.
+        shape: the network's gates.
+        seed: of ranks and draws.
+    """
+
+    def __init__(self, decay: float, shape: GateShape, seed: int) -> None:
+        self._shape = shape
+        self._layer_seeds = _layer_keys(seed, shape.layers, _DRAWS)
+        self.ranks = _shuffled_ranks(seed, shape)
+        self._log_weights = -decay * self.ranks
+
+    def choose(self, positions: NDArray[np.int64], token_ids: NDArray[np.int32]) -> NDArray[np.int64]:
+        """See `GateOverride`."""
+        tokens = _token_keys(positions, token_ids)
+        experts = np.arange(self._shape.num_experts, dtype=np.uint64)
+        chosen = np.empty((len(self._shape.layers), len(tokens), self._shape.num_chosen), np.int64)
+        for at, (seed, log_weights) in enumerate(zip(self._layer_seeds, self._log_weights, strict=True)):
+            draws = uniform(mix64(tokens ^ seed)[:, None], experts).clip(2.0**-54)  # 0 has no logarithm
+            chosen[at] = _smallest(np.log(-np.log1p(-draws)) - log_weights, self._shape.num_chosen)
+        return chosen
+
+
+class TraceGate:
+    """Replays recorded expert choices: each token takes a whole recorded row, drawn by its position and id.
+
+    Args:
+        path: a `.npy` file of integers, [recorded tokens, layers with experts, chosen].
+        shape: the network's gates, which the recording must match.
+        seed: of the draw.
+
+    Raises:
+        ConfigError: the file cannot be read or does not fit the network.
+    """
+
+    def __init__(self, path: Path, shape: GateShape, seed: int) -> None:
+        self._rows = _read_trace(path, shape)
+        self._seed = _layer_keys(seed, (0,), _ROWS)
+
+    def choose(self, positions: NDArray[np.int64], token_ids: NDArray[np.int32]) -> NDArray[np.int64]:
+        """See `GateOverride`."""
+        draws = uniform(self._seed, _token_keys(positions, token_ids))
+        return self._rows[(draws * len(self._rows)).astype(np.int64)].transpose(1, 0, 2).astype(np.int64)
+
+
+def check_spec(spec: str) -> None:
+    """Nothing, if `spec` is well formed; files are read when the model is loaded.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    kind, _, value = spec.partition(":")
+    if spec == "uniform" or (kind == "exponential" and _is_decay(value)):
+        return
+    if kind == "trace" and value.endswith(".npy"):
+        return
+    hint = " Unpack it first (zstd -d)." if kind == "trace" and value.endswith(".zst") else ""
+    raise ConfigError(f"--gate-override {spec!r} is not understood: give {_FORMS}.{hint}")
+
+
+def make_override(spec: str, shape: GateShape, seed: int) -> GateOverride:
+    """The override that `spec` names, for a network with these gates.
+
+    Raises:
+        ConfigError: `spec` is malformed, the network has no experts, or a trace does not fit it.
+    """
+    check_spec(spec)
+    if not shape.layers:
+        raise ConfigError(f"--gate-override {spec}: this model has no experts to choose. Drop the flag.")
+    kind, _, value = spec.partition(":")
+    if kind == "trace":
+        return TraceGate(Path(value), shape, seed)
+    return ExponentialGate(float(value or 0), shape, seed)
+
+
+def _is_decay(text: str) -> bool:
+    try:
+        return 0 <= float(text) < float("inf")
+    except ValueError:
+        return False
+
+
+def _layer_keys(seed: int, layers: tuple[int, ...], use: np.uint64) -> NDArray[np.uint64]:
+    base = mix64(np.array([seed], np.uint64))
+    return mix64(base ^ (np.array(layers, np.uint64) << np.uint64(2) | use))
+
+
+def _token_keys(positions: NDArray[np.int64], token_ids: NDArray[np.int32]) -> NDArray[np.uint64]:
+    """uint64[tokens], one-to-one with (position, token id): both are below 2**32."""
+    return positions.astype(np.uint64) << np.uint64(32) | token_ids.astype(np.uint64)
+
+
+def _shuffled_ranks(seed: int, shape: GateShape) -> NDArray[np.int64]:
+    """int64[layers, experts]: each row a permutation, so that hot experts differ from layer to layer."""
+    keys = _layer_keys(seed, shape.layers, _RANKS)
+    draws = uniform(keys[:, None], np.arange(shape.num_experts, dtype=np.uint64))
+    return draws.argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
+
+
+def _smallest(times: NDArray[np.float64], count: int) -> NDArray[np.int64]:
+    """int64[tokens, count]: columns of each row's smallest entries, ascending by entry."""
+    if count < times.shape[1]:
+        first = np.argpartition(times, count - 1, axis=1)[:, :count]
+    else:
+        first = np.broadcast_to(np.arange(count), times.shape)
+    return np.take_along_axis(first, np.take_along_axis(times, first, 1).argsort(axis=1, kind="stable"), 1)
+
+
+def _read_trace(path: Path, shape: GateShape) -> NDArray[np.integer]:
+    try:
+        rows = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--gate-override trace:{path} cannot be read as a .npy array: {error}") from error
+    wanted = (len(shape.layers), shape.num_chosen)
+    if rows.ndim != 3 or rows.shape[1:] != wanted or not len(rows) or rows.dtype.kind not in "iu":
+        raise ConfigError(
+            f"--gate-override trace:{path} holds {rows.dtype}{list(rows.shape)}, but this model needs integers"
+            f" [tokens >= 1, {wanted[0]} layers with experts, {wanted[1]} experts a token]."
+        )
+    if rows.min() < 0 or rows.max() >= shape.num_experts:
+        raise ConfigError(
+            f"--gate-override trace:{path} names experts {rows.min()} .. {rows.max()}, but this model has"
+            f" 0 .. {shape.num_experts - 1}."
+        )
+    if (np.diff(np.sort(rows, axis=2), axis=2) == 0).any():
+        raise ConfigError(f"--gate-override trace:{path}: some token names one expert twice in a layer.")
+    return np.asarray(rows)

@@ -1,0 +1,162 @@
+"""From a checkpoint directory to a network: config, refusals, weights, in that order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as hf_logging
+
+from moestro.errors import ConfigError, UnsupportedModelError
+from moestro.model.attention import PAGED, register_attention
+from moestro.model.experts import EXPERTS, register_experts
+from moestro.model.network import Network
+from moestro.model.pools import choose_max_model_len
+from moestro.model.refuse import read_config_file, refuse_config, refuse_config_file, refuse_skeleton, refuse_weights
+from moestro.model.settings import ModelSettings
+
+
+def read_config(settings: ModelSettings) -> Any:
+    """transformers' config of the checkpoint, after everything that can be refused without its weights.
+
+    Raises:
+        UnsupportedModelError: this checkpoint cannot run here, and why.
+        ConfigError: `--max-model-len` exceeds what the network was made for.
+    """
+    directory = Path(settings.model)
+    refuse_config_file(read_config_file(directory))
+    if settings.load_format != "dummy":
+        refuse_weights(directory)
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers' validators raise kinds of their own
+        raise UnsupportedModelError(f"config.json is not understood by transformers: {error}") from error
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    refuse_config(config, choose_max_model_len(settings, limit))
+    _build_skeleton(config)
+    return config
+
+
+def load_network(settings: ModelSettings, config: Any) -> tuple[Network, tuple[str, ...]]:
+    """The network on its device, and notes for the operator.
+
+    Args:
+        config: from `read_config`.
+
+    Raises:
+        UnsupportedModelError: weights are missing, torn or of other shapes than the config's.
+        ConfigError: the device is not there.
+    """
+    register_attention()
+    register_experts()
+    hf_logging.disable_progress_bar()
+    device = choose_device(settings)
+    for part in (config, config.get_text_config()):
+        part.output_router_logits = False  # a loss for training; it would be computed in every step
+    if settings.load_format == "dummy":
+        model, note = _draw_weights(settings, config), "Weights are random (--load-format dummy)."
+    else:
+        model, note = _read_weights(settings, config)
+    return Network(model.to(device).eval()), (note,) if note else ()
+
+
+def choose_device(settings: ModelSettings) -> torch.device:
+    """The device that the settings name.
+
+    Raises:
+        ConfigError: `cuda` without one.
+    """
+    present = torch.cuda.is_available()
+    if settings.device == "cuda" and not present:
+        raise ConfigError("--device cuda: torch sees no CUDA device here. Give --device cpu, or install a CUDA torch.")
+    return torch.device("cuda" if present and settings.device != "cpu" else "cpu")
+
+
+def read_eos_token_ids(directory: Path, config: Any) -> tuple[int, ...]:
+    """Ids that end a sequence: those of `generation_config.json` and of the config, ascending."""
+    path = directory / "generation_config.json"
+    try:
+        named = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+    except (ValueError, AttributeError) as error:
+        raise UnsupportedModelError(f"{path} is malformed: {error}.") from error
+    ids: set[int] = set()
+    for given in (named, config.eos_token_id, config.get_text_config().eos_token_id):
+        ids.update(given if isinstance(given, list | tuple) else [] if given is None else [given])
+    return tuple(sorted(ids))
+
+
+def _build_skeleton(config: Any) -> None:
+    """Refuse by the network's modules, built without memory for weights."""
+    try:
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # whatever an inconsistent config makes a constructor raise
+        raise UnsupportedModelError(f"transformers cannot build this config's network: {error}") from error
+    refuse_skeleton(skeleton)
+
+
+def _read_weights(settings: ModelSettings, config: Any) -> tuple[Any, str]:
+    quantization = getattr(config, "quantization_config", None)
+    dtype: torch.dtype | None = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    if quantization is not None:
+        config.quantization_config = {**quantization, "dequantize": True}
+        dtype = dtype or config.get_text_config().dtype or torch.bfloat16
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            settings.model,
+            config=config,
+            dtype=dtype or "auto",
+            attn_implementation=PAGED,
+            experts_implementation=EXPERTS,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:  # torn files, other shapes: each layer below raises its own kind
+        raise UnsupportedModelError(f"The weights in {settings.model} cannot be loaded: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        # transformers would go on with random numbers in their place.
+        raise UnsupportedModelError(
+            f"{settings.model} lacks {len(missing)} of the config's tensors, first {missing[0]}."
+        )
+    if quantization is not None and dtype is not None:
+        _finish_dequantizing(model, dtype)
+    unused = sorted(report["unexpected_keys"])
+    return model, f"{len(unused)} tensors of the checkpoint are not used, first {unused[0]}." if unused else ""
+
+
+def _finish_dequantizing(model: Any, dtype: torch.dtype) -> None:
+    """Bring what dequantizing left in the dtype of its scales, or in bfloat16, to the model's own.
+
+    Not what the family keeps in float32 on purpose, and no buffers: rotary frequencies must not be rounded.
+    """
+    kept = (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != dtype and not any(part in name for part in kept):
+            parameter.data = parameter.data.to(dtype)
+
+
+def _draw_weights(settings: ModelSettings, config: Any) -> Any:
+    """Random weights of the config's shapes, keyed by the seed, of a size that keeps activations near 1.
+
+    transformers' own 0.02 is no use here: in a small network it makes logits that hardly depend on the input.
+    """
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    given = config.get_text_config().dtype or torch.float32
+    model = AutoModelForCausalLM.from_config(
+        config,
+        dtype=given if settings.dtype == "auto" else getattr(torch, settings.dtype),
+        attn_implementation=PAGED,
+        experts_implementation=EXPERTS,
+        trust_remote_code=False,
+    )
+    generator = torch.Generator().manual_seed(settings.seed)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+    return model

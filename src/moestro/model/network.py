@@ -1,0 +1,123 @@
+"""A loaded network that runs steps: transformers' own definition with our attention and experts inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Units
+from moestro.errors import UnsupportedModelError
+from moestro.model.attention import STEP_ARGUMENT
+from moestro.model.experts import Routing, is_experts, tag_experts
+from moestro.model.gate_override import GateOverride, GateShape
+from moestro.model.pools import KVPools
+from moestro.model.step import PagedStep
+
+
+class Network:
+    """Runs steps on a transformers model.
+
+    Args:
+        model: loaded, in evaluation mode, with the attention and experts functions of this room.
+
+    Attributes:
+        config: the text part of the model's config.
+        device, dtype: of its weights.
+        routing: what its experts share; None: a dense model.
+        override: replaces its gates' choices; None: it does not.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.num_layers: int = self.config.num_hidden_layers
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.override: GateOverride | None = None
+        self._experts = _find_experts(model, self.num_layers)
+        self.num_experts = max((int(module.num_experts) for _, module in self._experts), default=0)
+        self.routing = Routing(self.num_layers, self.num_experts, self.device) if self._experts else None
+        if self.routing is not None:
+            tag_experts(self._experts, self.routing)
+
+    @property
+    def num_parameters(self) -> int:
+        """In all; tied ones once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @torch.inference_mode()
+    def logits(self, step: PagedStep) -> Tensor:
+        """Run one step: writes its K and V, counts its experts' tokens, answers the logits that it wants.
+
+        Returns:
+            [rows wanted, vocabulary], in the order of `step.logit_rows`, in at least float32.
+
+        Raises:
+            UnsupportedModelError: the network does something that a paged step cannot.
+        """
+        if self.routing is not None:
+            self.routing.begin(self._choose_experts(step))
+        answer = self.model(
+            input_ids=step.input_ids,
+            position_ids=step.position_ids,
+            use_cache=False,
+            logits_to_keep=step.upload(step.logit_rows),
+            **{STEP_ARGUMENT: step},
+        )
+        logits: Tensor = answer.logits[0]
+        if len(logits) != len(step.logit_rows):
+            raise UnsupportedModelError(f"{type(self.model).__name__} cannot compute logits of chosen tokens alone.")
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def probe(self, block_size: int) -> tuple[KVPools, int]:
+        """Run one token, to learn the shapes of K and V and how many experts a token visits (0: a dense model).
+
+        Raises:
+            UnsupportedModelError: some layer keeps no K and V.
+        """
+        pools = KVPools(1, block_size)
+        self.logits(PagedStep(_one_token(), pools, self.device))
+        if pools.layers != list(range(self.num_layers)):
+            silent = sorted(set(range(self.num_layers)) - set(pools.layers))
+            raise UnsupportedModelError(f"{type(self.model).__name__}: layers {silent} write no K and V of their own.")
+        if self.routing is None:
+            return pools, 0
+        return pools, int(self.routing.counts.sum(1).max())
+
+    def gate_shape(self, num_chosen: int) -> GateShape:
+        """The gates, for an override."""
+        layers = tuple(layer for layer, _ in self._experts)
+        return GateShape(layers=layers, num_experts=self.num_experts, num_chosen=num_chosen)
+
+    def _choose_experts(self, step: PagedStep) -> Tensor | None:
+        if self.override is None:
+            return None
+        return step.upload(self.override.choose(step.positions, step.token_ids))
+
+
+def _find_experts(model: nn.Module, num_layers: int) -> list[tuple[int, Any]]:
+    """(layer, experts module), ascending; the layer is the first number in the module's name."""
+    found = []
+    for name, module in model.named_modules():
+        if is_experts(module):
+            layer = next(int(part) for part in name.split(".") if part.isdigit())
+            found.append((layer, module))
+    # Behind the layers that run may stand others that do not: heads for multi-token prediction.
+    return sorted((pair for pair in found if pair[0] < num_layers), key=lambda pair: pair[0])
+
+
+def _one_token() -> Units:
+    one = np.ones(1, np.int32)
+    return Units(
+        slot=0 * one,
+        start=0 * one,
+        num_tokens=one,
+        write_start=0 * one,
+        logits=np.full(1, LOGITS_LAST, np.uint8),
+        block_tables=np.zeros((1, 1), np.int32),
+        sampling=np.zeros(1, SAMPLING_ROW),
+        token_ids=0 * one,
+    )

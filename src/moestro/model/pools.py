@@ -1,0 +1,133 @@
+"""Paged K and V: one pool of slots per layer and kind, in whatever shape the layer's attention writes.
+
+Slot `block * block_size + i` holds the i-th token of a block. Behind the blocks come two slots that no block owns: one
+takes what must not be kept, one stays zero for ever (see `step`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moestro.errors import ConfigError, UnsupportedModelError
+from moestro.model.settings import ModelSettings
+
+NUM_EXTRA_SLOTS = 2
+
+
+class KVPools:
+    """K and V of all layers. A layer's pool is made at its first write, so any number of heads and head size works.
+
+    Pools start at zero: attention multiplies what it must not see by zero, and zero times an old NaN is NaN.
+
+    Args:
+        num_blocks, block_size: slots of each pool, besides the extra ones.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._by_layer: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def scratch_slot(self) -> int:
+        """Takes K and V that must not be kept; never read."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def zero_slot(self) -> int:
+        """Never written: K and V of a sink."""
+        return self.scratch_slot + 1
+
+    @property
+    def layers(self) -> list[int]:
+        """Layers that have written, ascending."""
+        return sorted(self._by_layer)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """K and V of one block in all layers that have written."""
+        pools = [pool for pair in self._by_layer.values() for pool in pair]
+        return sum(pool[: self.block_size].numel() * pool.element_size() for pool in pools)
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store one step's K and V and answer the layer's pools.
+
+        Args:
+            slots: int64[tokens].
+            key, value: [tokens, heads, head size]; the sizes of K and V may differ.
+
+        Returns:
+            K and V, each [slots, heads, head size].
+        """
+        if layer not in self._by_layer:
+            self._by_layer[layer] = (self._empty(key), self._empty(value))
+        keys, values = self._by_layer[layer]
+        keys.index_copy_(0, slots, key)
+        values.index_copy_(0, slots, value)
+        return keys, values
+
+    def allocate(self, num_blocks: int) -> KVPools:
+        """New zeroed pools with the shapes of these.
+
+        Raises:
+            ConfigError: there is not so much memory.
+        """
+        larger = KVPools(num_blocks, self.block_size)
+        try:
+            larger._by_layer = {i: (larger._empty(k), larger._empty(v)) for i, (k, v) in self._by_layer.items()}
+        except RuntimeError as error:  # torch's word for it, on either kind of device
+            raise ConfigError(
+                f"A KV cache of {num_blocks} blocks ({num_blocks * self.bytes_per_block} bytes) cannot be allocated:"
+                f" lower --kv-cache-memory-bytes. ({error})"
+            ) from error
+        return larger
+
+    def _empty(self, like: Tensor) -> Tensor:
+        return torch.zeros(self.zero_slot + 1, *like.shape[1:], dtype=like.dtype, device=like.device)
+
+
+def choose_num_blocks(settings: ModelSettings, bytes_per_block: int) -> int:
+    """Blocks that the settings' memory holds, or what the operator overrides it with."""
+    return settings.num_gpu_blocks_override or settings.kv_cache_memory_bytes // bytes_per_block
+
+
+def choose_max_model_len(settings: ModelSettings, config_len: int | None) -> int:
+    """Tokens of the longest sequence, before the KV cache is known: the operator's choice or the network's own limit.
+
+    Args:
+        config_len: the positions that the network was made for; None where its config names none.
+
+    Raises:
+        ConfigError: more is asked for than the network was made for, or nobody names a limit.
+    """
+    asked = settings.max_model_len
+    if config_len is None and asked is None:
+        raise UnsupportedModelError("config.json names no max_position_embeddings: set --max-model-len.")
+    if config_len is not None and asked is not None and asked > config_len:
+        raise ConfigError(
+            f"--max-model-len {asked} exceeds this model's max_position_embeddings of {config_len}:"
+            f" beyond it the network was never trained. Give at most {config_len}."
+        )
+    chosen = asked or config_len
+    assert chosen is not None
+    return chosen
+
+
+def fit_max_model_len(settings: ModelSettings, wanted: int, num_blocks: int, bytes_per_block: int) -> int:
+    """`wanted`, or the tokens that the KV cache holds where that is less and the operator named no length.
+
+    Raises:
+        ConfigError: the cache holds no block, or less than the length that the operator named.
+    """
+    size = settings.block_size
+    if num_blocks * size >= wanted:
+        return wanted
+    if num_blocks and settings.max_model_len is None:
+        return num_blocks * size
+    needed = -(-wanted // size) if settings.max_model_len is not None else 1
+    raise ConfigError(
+        f"The KV cache holds {num_blocks} blocks of {size} tokens ({bytes_per_block} bytes a block), but {needed} are"
+        f" needed for {min(wanted, needed * size)} tokens: set --kv-cache-memory-bytes to at least"
+        f" {needed * bytes_per_block}, or lower --max-model-len."
+    )

@@ -1,0 +1,204 @@
+"""What cannot be served is refused before its weights are read, with the reason: nothing is served wrong silently.
+
+Three nets follow one another: the files, the config, the network's skeleton without weights. What passes them and is
+not of a tested family still has to pass `check` once it is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from moestro.errors import UnsupportedModelError
+
+# Families whose logits the parity tests hold to transformers' own.
+TESTED_FAMILIES = frozenset(
+    {
+        "deepseek_v2",
+        "deepseek_v3",
+        "ernie4_5_moe",
+        "glm4_moe",
+        "gpt_oss",
+        "granitemoe",
+        "llama",
+        "minimax_m2",
+        "mixtral",
+        "olmoe",
+        "phimoe",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3_moe",
+    }
+)
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_DEQUANTIZED = ("fp8", "mxfp4")
+
+
+def read_config_file(directory: Path) -> dict[str, Any]:
+    """`config.json` as it stands.
+
+    Raises:
+        UnsupportedModelError: there is no checkpoint here, or its config is no JSON object.
+    """
+    if not directory.is_dir():
+        raise UnsupportedModelError(f"{directory} is no directory: give a checkpoint directory with a config.json.")
+    names = sorted(path.name for path in directory.iterdir())
+    if "config.json" not in names:
+        raise UnsupportedModelError(f"{directory} holds no config.json{_what_it_is(names)}")
+    try:
+        raw = json.loads((directory / "config.json").read_text())
+    except ValueError as error:
+        raise UnsupportedModelError(f"{directory / 'config.json'} is malformed: {error}.") from error
+    if not isinstance(raw, dict):
+        raise UnsupportedModelError(f"{directory / 'config.json'} is malformed: it must hold one JSON object.")
+    return raw
+
+
+def refuse_config_file(raw: dict[str, Any]) -> None:
+    """Nothing, if `config.json` describes a decoder that transformers can build and weights that we can read.
+
+    Raises:
+        UnsupportedModelError: it does not.
+    """
+    family = raw.get("model_type")
+    if not isinstance(family, str):
+        raise UnsupportedModelError("config.json names no model_type.")
+    if family not in CONFIG_MAPPING:
+        remote = " needs code from its own repository (auto_map, trust_remote_code), and" if raw.get("auto_map") else ""
+        raise UnsupportedModelError(
+            f"model_type {family!r}{remote} is unknown to the installed transformers: Moestro runs only its networks."
+        )
+    if raw.get("is_encoder_decoder"):
+        raise UnsupportedModelError(f"model_type {family!r} is an encoder-decoder: only decoders are served.")
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UnsupportedModelError(f"model_type {family!r} has no causal language model: it cannot generate text.")
+    _refuse_heads(raw)
+    _refuse_quantization(raw.get("quantization_config"))
+
+
+def refuse_weights(directory: Path) -> None:
+    """Nothing, if the directory holds all safetensors files that it names.
+
+    Raises:
+        UnsupportedModelError: it does not.
+    """
+    names = {path.name for path in directory.iterdir()}
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            needed = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UnsupportedModelError(f"{index} is malformed: {error!r}.") from error
+        if missing := sorted(needed - names):
+            raise UnsupportedModelError(f"{directory} lacks {len(missing)} weight files, first {missing[0]}.")
+    elif not any(name.endswith(".safetensors") for name in names):
+        raise UnsupportedModelError(f"{directory} holds no .safetensors weights{_what_it_is(sorted(names))}")
+
+
+def refuse_config(config: Any, max_model_len: int) -> None:
+    """Nothing, if every layer attends in a way that a paged step can compute.
+
+    Args:
+        config: transformers' config of the whole model.
+        max_model_len: tokens of the longest sequence that will be served.
+
+    Raises:
+        UnsupportedModelError: hybrids, softcapped scores, frequencies that depend on the batch.
+    """
+    if getattr(config, "vision_config", None) is not None or getattr(config, "audio_config", None) is not None:
+        raise UnsupportedModelError(f"model_type {config.model_type!r} takes more than text: only text is served.")
+    text = config.get_text_config()
+    strange = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_LAYERS)
+    if strange:
+        raise UnsupportedModelError(
+            f"model_type {config.model_type!r} has layers of type {', '.join(strange)}: only full and sliding attention"
+            " keep their state in KV blocks."
+        )
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        raise UnsupportedModelError(f"model_type {config.model_type!r} softcaps its attention scores: not built.")
+    rope = getattr(text, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):  # one for all layers, or one per kind of layer
+        if isinstance(parameters, dict):
+            _refuse_rope(text, parameters, max_model_len)
+
+
+def refuse_skeleton(network: nn.Module) -> None:
+    """Nothing, if the network (without weights, say) attends through transformers' interface and keeps no other state.
+
+    Raises:
+        UnsupportedModelError: it does not.
+    """
+    if not getattr(network, "_supports_attention_backend", False):
+        raise UnsupportedModelError(f"{type(network).__name__} does not use transformers' attention interface.")
+    for name, module in network.named_modules():
+        if getattr(module, "is_causal", True) is False:
+            raise UnsupportedModelError(
+                f"{type(network).__name__} attends to later tokens too ({name}): not a decoder."
+            )
+        if isinstance(module, nn.Conv1d):
+            raise UnsupportedModelError(
+                f"{type(network).__name__} mixes tokens by a convolution ({name}), whose state no KV block keeps:"
+                " hybrids (Mamba, linear attention) are not built."
+            )
+
+
+def _what_it_is(names: list[str]) -> str:
+    """The end of a sentence: what a directory without the wanted file looks like."""
+    endings = {
+        ".gguf": "GGUF files are not read: give the checkpoint that they were made from.",
+        "adapter_config.json": "it is a LoRA adapter, not a model: merge it into its base model first.",
+        ".bin": "pickled .bin weights run code when they are read: convert them to safetensors.",
+        ".pt": "pickled .pt weights run code when they are read: convert them to safetensors.",
+        ".pth": "pickled .pth weights run code when they are read: convert them to safetensors.",
+    }
+    for ending, reason in endings.items():
+        if any(name.endswith(ending) for name in names):
+            return f"; {reason}"
+    return ": it is empty." if not names else ": give a checkpoint directory as transformers saves it."
+
+
+def _refuse_heads(raw: dict[str, Any]) -> None:
+    heads: set[str] = set()
+    for entry in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        heads.update([entry] if isinstance(entry, str) else entry)
+    given = raw.get("architectures") or []
+    if given and not heads.intersection(given):
+        raise UnsupportedModelError(f"architectures {given} holds no causal language model: it cannot generate text.")
+
+
+def _refuse_quantization(quantization: Any) -> None:
+    if quantization is None:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if method not in _DEQUANTIZED:
+        raise UnsupportedModelError(
+            f"Weights quantized by {method!r} are not read: only {' and '.join(_DEQUANTIZED)} are, dequantized at load."
+            " Give an unquantized checkpoint."
+        )
+    if method == "fp8" and find_spec("accelerate") is None:
+        raise UnsupportedModelError("transformers reads fp8 weights only where accelerate is installed: install it.")
+
+
+def _refuse_rope(text: Any, parameters: dict[str, Any], max_model_len: int) -> None:
+    kind = parameters.get("rope_type") or "default"
+    if "dynamic" in kind:
+        raise UnsupportedModelError(
+            f"rope_type {kind!r} changes every sequence's frequencies with the longest one of the batch: not served."
+        )
+    if kind != "longrope":
+        return
+    original = parameters.get("original_max_position_embeddings") or text.max_position_embeddings
+    if max_model_len <= original:
+        return  # the short factors, always
+    if text.model_type == "phimoe" and parameters.get("short_mscale") == parameters.get("long_mscale"):
+        return  # in this family the frequencies stay, only the factor of cos and sin switches
+    raise UnsupportedModelError(
+        f"rope_type 'longrope' changes every sequence's frequencies once any of the batch passes {original} tokens:"
+        f" set --max-model-len {original} or less (it is {max_model_len})."
+    )

@@ -1,0 +1,138 @@
+"""From a step's logits to its result, in two halves: what the device computes, and what the host reads afterwards.
+
+The first half never waits for an accelerator; the second runs once the step's event has passed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moestro.core.request import TokenLogprobs
+from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, StepResult, Units
+from moestro.model.sampler import LogprobTensors, measure_logprobs, sample
+from moestro.model.step import Int64s, PagedStep
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measured:
+    """Log probabilities of some rows.
+
+    Attributes:
+        units: int64[n], the step's unit that each row belongs to.
+        num_top: int32[n], alternatives that it reports.
+        tensors: the rows.
+    """
+
+    units: Int64s
+    num_top: NDArray[np.int32]
+    tensors: LogprobTensors
+
+    def entries(self) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """The rows of each unit, in order."""
+        found: dict[int, list[TokenLogprobs]] = {}
+        for unit, entry in zip(self.units.tolist(), self.tensors.rows(self.num_top), strict=True):
+            found.setdefault(unit, []).append(entry)
+        return {unit: tuple(entries) for unit, entries in found.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingResult:
+    """A launched step's answers, on their way to the host.
+
+    Attributes:
+        units: the step's.
+        sampled_units: int64[n], those that want a token.
+        tokens: int64[n], theirs.
+        sampled, prompt: log probabilities of sampled and of prompt tokens, where some unit wants them.
+        expert_counts: int64[layers, experts]; None: a dense model.
+        done: passes when all of it is on the host; None: it is.
+    """
+
+    units: Units
+    sampled_units: Int64s
+    tokens: Tensor
+    sampled: Measured | None
+    prompt: Measured | None
+    expert_counts: Tensor | None
+    done: Any = None  # torch.cuda.Event, whose methods torch leaves untyped
+
+    @property
+    def ready(self) -> bool:
+        """Whether `read` may be called."""
+        return self.done is None or bool(self.done.query())
+
+    def read(self) -> StepResult:
+        """The result, as the host's words."""
+        token_ids = np.full(len(self.units), -1, np.int32)
+        token_ids[self.sampled_units] = self.tokens.numpy()
+        sampled = {} if self.sampled is None else self.sampled.entries()
+        return StepResult(
+            slot=self.units.slot,
+            token_ids=token_ids,
+            logprobs={unit: entries[0] for unit, entries in sampled.items()},
+            prompt_logprobs={} if self.prompt is None else self.prompt.entries(),
+            expert_counts=None if self.expert_counts is None else self.expert_counts.numpy(),
+        )
+
+
+def compute_result(step: PagedStep, logits: Tensor, expert_counts: Tensor | None) -> PendingResult:
+    """Sample, measure log probabilities, and start everything on its way to the host.
+
+    Args:
+        logits: [rows wanted, vocabulary], in the order of `step.logit_rows`.
+        expert_counts: int64[layers, experts], or None.
+    """
+    units = step.units
+    sampled_units = np.flatnonzero(units.logits & LOGITS_LAST)
+    rows = np.searchsorted(step.logit_rows, step.end_row_of[sampled_units] - 1)
+    last = logits if len(rows) == len(logits) else logits[step.upload(rows)]
+    tokens = sample(last, units.sampling[sampled_units], step.length_of[sampled_units])
+    sampled = _measure_sampled(step, sampled_units, last, tokens)
+    prompt = _measure_prompts(step, logits)
+    if logits.device.type == "cpu":
+        return PendingResult(units, sampled_units, tokens, sampled, prompt, expert_counts)
+    tokens, sampled, prompt = _to_host(tokens), _measured_to_host(sampled), _measured_to_host(prompt)
+    expert_counts = None if expert_counts is None else _to_host(expert_counts)
+    done = cast(Any, torch.cuda.Event)()
+    done.record()
+    return PendingResult(units, sampled_units, tokens, sampled, prompt, expert_counts, done)
+
+
+def _measure_sampled(step: PagedStep, sampled_units: Int64s, last: Tensor, tokens: Tensor) -> Measured | None:
+    num_top: NDArray[np.int32] = step.units.sampling["num_logprobs"][sampled_units]
+    rows = np.flatnonzero(num_top >= 0)
+    if not len(rows):
+        return None
+    at = step.upload(rows)
+    tensors = measure_logprobs(last[at], tokens[at], int(num_top.max()))
+    return Measured(sampled_units[rows], num_top[rows], tensors)
+
+
+def _measure_prompts(step: PagedStep, logits: Tensor) -> Measured | None:
+    units = step.units
+    asks = units.logits & LOGITS_PROMPT != 0
+    if not asks.any():
+        return None
+    assert units.next_token_ids is not None, "a unit asks for prompt logprobs without the tokens that follow"
+    unit_of_row = np.repeat(np.arange(len(units)), step.num_tokens_of)
+    token_rows = np.flatnonzero(asks[unit_of_row])
+    of_unit = unit_of_row[token_rows]
+    num_top: NDArray[np.int32] = units.sampling["num_prompt_logprobs"][of_unit].clip(0)
+    rows = step.upload(np.searchsorted(step.logit_rows, token_rows))
+    next_ids = step.upload(units.next_token_ids.astype(np.int64))
+    return Measured(of_unit, num_top, measure_logprobs(logits[rows], next_ids, int(num_top.max())))
+
+
+def _measured_to_host(measured: Measured | None) -> Measured | None:
+    return measured and Measured(measured.units, measured.num_top, measured.tensors.map(_to_host))
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy that the host may read once the step's event has passed."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,0 +1,133 @@
+"""From logits to tokens and log probabilities, all units of a step at once.
+
+A random token is drawn by inverting the distribution's cumulative sum at a noise that depends on (seed, position)
+alone: no other unit of the batch, no chunking and no restart changes it. For the same reason filters cut by value and
+keep all tokens that tie with the last one kept; an order among equals would depend on the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moestro.core.request import TokenLogprobs
+from moestro.core.rng import uniform
+
+
+def sample(logits: Tensor, sampling: NDArray[np.void], positions: NDArray[np.int64]) -> Tensor:
+    """One token per row; never waits for an accelerator.
+
+    Greedy where the temperature is 0 (the lowest of equal ids), else: divide by the temperature, keep the top_k
+    largest, of these the largest until their probability reaches top_p (at least one), and draw among them.
+
+    Args:
+        logits: float32 or float64 [n, vocabulary].
+        sampling: SAMPLING_ROW[n].
+        positions: int64[n], of the new tokens.
+
+    Returns:
+        int64[n].
+    """
+    tokens = logits.argmax(-1)
+    drawn = np.flatnonzero(sampling["temperature"] > 0)
+    if len(drawn):
+        noise = uniform(sampling["seed"][drawn], positions[drawn].astype(np.uint64))
+        rows = _upload(drawn, logits)
+        tokens[rows] = _draw(_filter(_scale(logits[rows], sampling[drawn]), sampling[drawn]), noise)
+    return tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogprobTensors:
+    """Log probabilities of the raw distribution, one row per token.
+
+    Attributes:
+        token_ids, logprobs, ranks: [n], the token at hand; rank 1 is the most likely.
+        top_ids, top_logprobs: [n, most alternatives of any row], most likely first.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> LogprobTensors:
+        """Each tensor changed, as by a copy to the host."""
+        return LogprobTensors(*(change(getattr(self, field.name)) for field in fields(self)))
+
+    def rows(self, num_top: NDArray[np.int32]) -> list[TokenLogprobs]:
+        """As the host's words. `num_top`: int32[n], alternatives that each row reports."""
+        columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
+        return [
+            TokenLogprobs(token, logprob, rank, tuple(zip(ids[:count], values[:count], strict=True)))
+            for token, logprob, rank, ids, values, count in zip(
+                *(column.tolist() for column in columns), num_top.tolist(), strict=True
+            )
+        ]
+
+
+def measure_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTensors:
+    """Log probability and rank of one token per row, and the `num_top` most likely ones.
+
+    Args:
+        logits: [n, vocabulary].
+        token_ids: int64[n].
+        num_top: at most the vocabulary is reported.
+    """
+    logprobs = logits.log_softmax(-1)
+    own = logprobs.gather(1, token_ids[:, None])
+    ranks = (logprobs > own).sum(-1) + 1
+    top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
+    return LogprobTensors(token_ids, own[:, 0], ranks, top.indices, top.values)
+
+
+def _scale(logits: Tensor, sampling: NDArray[np.void]) -> Tensor:
+    """Logits over temperature, each row's largest at 0: the smallest temperature overflows to -inf, never to NaN."""
+    temperature = _upload(sampling["temperature"], logits).to(logits.dtype)
+    return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+
+
+def _filter(scaled: Tensor, sampling: NDArray[np.void]) -> Tensor:
+    """`scaled` with -inf for tokens outside top_k and top_p; rows that want neither are not sorted."""
+    vocabulary = scaled.shape[1]
+    top_k = np.where(sampling["top_k"] > 0, np.minimum(sampling["top_k"], vocabulary), vocabulary)
+    narrow = top_k < vocabulary
+    for rows in (np.flatnonzero(narrow), np.flatnonzero(~narrow & (sampling["top_p"] < 1))):
+        if len(rows):
+            at = _upload(rows, scaled)
+            kept = scaled[at]
+            least = _least_kept(kept, top_k[rows], sampling["top_p"][rows])
+            scaled[at] = kept.masked_fill(kept < least, float("-inf"))
+    return scaled
+
+
+def _least_kept(scaled: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> Tensor:
+    """[n, 1], the smallest value of each row that both filters keep."""
+    largest = scaled.topk(int(top_k.max()), dim=-1).values
+    outside = torch.arange(largest.shape[1], device=scaled.device) >= _upload(top_k, scaled)[:, None]
+    largest = largest.masked_fill(outside, float("-inf"))
+    reached = largest.softmax(-1, dtype=torch.float64).cumsum(-1)
+    # A token stays while those before it have not reached top_p, so the first one always does.
+    before = torch.cat([torch.zeros_like(reached[:, :1]), reached[:, :-1]], dim=-1)
+    count = ((before < _upload(top_p, scaled).to(torch.float64)[:, None]) & ~outside).sum(-1).clamp(min=1)
+    return largest.gather(1, count[:, None] - 1)
+
+
+def _draw(scaled: Tensor, noise: NDArray[np.float64]) -> Tensor:
+    """int64[n]: the first token, by id, at which the cumulative probability exceeds the noise."""
+    reached = scaled.softmax(-1, dtype=torch.float64).cumsum(-1)
+    # The largest noise is 1 - 2**-53, so its product with the total stays below the total after rounding too: what is
+    # found always has a probability.
+    target = _upload(noise, scaled)[:, None] * reached[:, -1:]
+    return torch.searchsorted(reached, target, right=True)[:, 0]
+
+
+def _upload(array: NDArray[np.generic], like: Tensor) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if like.device.type == "cpu" else tensor.pin_memory().to(like.device, non_blocking=True)

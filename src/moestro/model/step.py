@@ -1,0 +1,198 @@
+"""One step's units as the tensors that all layers share. Everything is built with NumPy, no Python object per token.
+
+Units lie end to end in one row of tokens. Where each token's K and V go, and which slots each query reads, depends on
+the block tables alone: it is worked out once a step (and once per window, where layers differ) and used by all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, Units
+from moestro.model.pools import KVPools
+
+Int64s = NDArray[np.int64]
+_T = TypeVar("_T", bound=np.generic)
+
+# A long chunk is attended in pieces of so many queries, and of so many query-key pairs: masks stay small, and keys that
+# lie behind a whole piece are not touched.
+_MAX_PIECE_QUERIES, _MIN_PIECE_QUERIES, _MAX_PIECE_PAIRS = 512, 16, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What a layer's queries see besides themselves.
+
+    Attributes:
+        window: tokens, the query's own included; None: everything before it.
+        has_sink: one key more, of zeros, behind the others.
+    """
+
+    window: int | None
+    has_sink: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeView:
+    """What the one-token units of a step read, padded to the longest.
+
+    Attributes:
+        rows: int64[units], their rows in the step, or None where they are all of it.
+        slots: int64[units, width], padding repeats a slot of the same sequence; with a sink, the last column is its.
+        allowed: bool[units, 1, 1, width], keys that the query may see.
+    """
+
+    rows: Tensor | None
+    slots: Tensor
+    allowed: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PieceView:
+    """What consecutive queries of one longer unit read.
+
+    Attributes:
+        first_row, end_row: their rows in the step.
+        slots: int64[width]; with a sink, the last one is its.
+        allowed: bool[1, 1, queries, width].
+    """
+
+    first_row: int
+    end_row: int
+    slots: Tensor
+    allowed: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepView:
+    """All reads of a step under one reach."""
+
+    decode: DecodeView | None
+    pieces: tuple[PieceView, ...]
+
+
+class PagedStep:
+    """One step over some units.
+
+    Args:
+        units: with token ids; `block_tables` must cover every position that they read or write.
+        pools: the KV cache that they live in.
+        device: where the tensors go.
+
+    Attributes:
+        input_ids, position_ids: int64[1, tokens].
+        write_slots: int64[tokens], where each token's K and V go.
+        positions: int64[tokens], as `position_ids`, on the host.
+        token_ids: int32[tokens], as `input_ids`, on the host.
+    """
+
+    def __init__(self, units: Units, pools: KVPools, device: torch.device) -> None:
+        assert units.token_ids is not None, "a network cannot run a trace that carries no token ids"
+        self.units = units
+        self.pools = pools
+        self._device = device
+        self.num_tokens_of = units.num_tokens.astype(np.int64)
+        self.end_row_of = self.num_tokens_of.cumsum()
+        self.first_row_of = self.end_row_of - self.num_tokens_of
+        self.length_of = units.start + self.num_tokens_of
+        self.positions = np.arange(self.end_row_of[-1]) + np.repeat(units.start - self.first_row_of, self.num_tokens_of)
+        self.token_ids = units.token_ids
+        self.position_ids = self.upload(self.positions)[None]
+        self.input_ids = self.upload(self.token_ids.astype(np.int64))[None]
+        self.write_slots = self.upload(self._slots_to_write())
+        self._views: dict[Reach, StepView] = {}
+
+    @cached_property
+    def logit_rows(self) -> Int64s:
+        """Rows whose logits some unit wants, ascending."""
+        wanted = np.repeat(self.units.logits & LOGITS_PROMPT != 0, self.num_tokens_of)
+        wanted[self.end_row_of[self.units.logits & LOGITS_LAST != 0] - 1] = True
+        return np.flatnonzero(wanted)
+
+    @property
+    def windows(self) -> set[int | None]:
+        """Windows that some layer has asked for."""
+        return {reach.window for reach in self._views}
+
+    def view(self, reach: Reach) -> StepView:
+        """What each query reads."""
+        if reach not in self._views:
+            self._views[reach] = StepView(self._decode_view(reach), tuple(self._piece_views(reach)))
+        return self._views[reach]
+
+    def upload(self, array: NDArray[np.generic]) -> Tensor:
+        """`array` on the step's device; the host does not wait for the copy."""
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def _slots_to_write(self) -> Int64s:
+        unit = np.repeat(np.arange(len(self.units)), self.num_tokens_of)
+        block, offset = np.divmod(self.positions, self.pools.block_size)
+        slots: Int64s = self.units.block_tables[unit, block].astype(np.int64) * self.pools.block_size + offset
+        slots[self.positions < self.units.write_start[unit]] = self.pools.scratch_slot
+        return slots
+
+    def _decode_view(self, reach: Reach) -> DecodeView | None:
+        units = np.flatnonzero(self.num_tokens_of == 1)
+        if not len(units):
+            return None
+        end = self.length_of[units]
+        begin = np.maximum(end - (reach.window or end), 0)
+        positions, slots = self._slots_to_read(units, begin, end)
+        allowed = (positions >= begin[:, None]) & (positions < end[:, None])
+        # Padding reads the unit's own newest slot: whatever another sequence left behind (a NaN, say) stays its own.
+        newest = slots[np.arange(len(units)), end - 1 - positions[:, 0]]
+        slots = np.where(allowed, slots, newest[:, None])
+        rows = None if len(units) == len(self.units) else self.upload(self.first_row_of[units])
+        slots, allowed = self._add_sink(reach, slots, allowed)
+        return DecodeView(rows, self.upload(slots), self.upload(allowed)[:, None, None])
+
+    def _piece_views(self, reach: Reach) -> Iterator[PieceView]:
+        for unit in np.flatnonzero(self.num_tokens_of > 1).tolist():
+            end = int(self.length_of[unit])
+            num_queries = min(max(_MAX_PIECE_PAIRS // end, _MIN_PIECE_QUERIES), _MAX_PIECE_QUERIES)
+            for begin in range(int(self.units.start[unit]), end, num_queries):
+                yield self._piece_view(reach, unit, np.arange(begin, min(begin + num_queries, end)))
+
+    def _piece_view(self, reach: Reach, unit: int, queries: Int64s) -> PieceView:
+        end = int(queries[-1]) + 1
+        begin = max(int(queries[0]) + 1 - (reach.window or end), 0)
+        positions, slots = self._slots_to_read(np.array([unit]), np.array([begin]), np.array([end]))
+        inside = (positions[0] >= begin) & (positions[0] < end)
+        keys, slots = positions[0, inside], slots[0, inside]
+        allowed = (keys <= queries[:, None]) & (keys > queries[:, None] - (reach.window or end))
+        slots, allowed = self._add_sink(reach, slots, allowed)
+        first_row = int(self.first_row_of[unit] + queries[0] - self.units.start[unit])
+        return PieceView(first_row, first_row + len(queries), self.upload(slots), self.upload(allowed)[None, None])
+
+    def _add_sink(self, reach: Reach, slots: Int64s, allowed: NDArray[np.bool_]) -> tuple[Int64s, NDArray[np.bool_]]:
+        if not reach.has_sink:
+            return slots, allowed
+        return _append(slots, self.pools.zero_slot), _append(allowed, fill=True)
+
+    def _slots_to_read(self, units: Int64s, begin: Int64s, end: Int64s) -> tuple[Int64s, Int64s]:
+        """Positions and slots, int64[units, width], of the whole blocks that cover begin .. end - 1 of each unit."""
+        size = self.pools.block_size
+        first_block = begin // size
+        blocks = first_block[:, None] + np.arange((-(-end // size) - first_block).max())
+        # Past its last block a shorter unit's columns are not looked at; they only must exist.
+        known = self.units.block_tables
+        tables = known[units[:, None], np.minimum(blocks, known.shape[1] - 1)].astype(np.int64)
+        within = np.arange(size)
+        positions = (blocks[:, :, None] * size + within).reshape(len(units), -1)
+        return positions, (tables[:, :, None] * size + within).reshape(len(units), -1)
+
+
+def _append(array: NDArray[_T], fill: int) -> NDArray[_T]:
+    """`array` with one more column."""
+    return np.concatenate([array, np.full((*array.shape[:-1], 1), fill, array.dtype)], axis=-1)

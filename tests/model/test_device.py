@@ -1,0 +1,178 @@
+"""The torch device as an engine sees it: opened from settings, launched, polled."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from parity import drive, tiny
+
+from moestro.core.work import LOGITS_LAST, LOGITS_NONE, Forward
+from moestro.errors import ConfigError
+from moestro.model.device import open_device
+from moestro.model.sampler import sample
+
+PARTS = [(0, [5, 6, 7, 8, 9]), (0, [10, 11, 12])]
+TABLES = [[0, 1], [2, 3]]
+
+
+@pytest.fixture
+def device(checkpoint):
+    return open_device(tiny.settings_of(checkpoint("qwen3_moe")))[0]
+
+
+def test_opening_says_what_it_does_and_what_it_found(checkpoint):
+    phases: list[str] = []
+    device, info = open_device(tiny.settings_of(checkpoint("deepseek_v3")), phases.append)
+    assert phases == ["read config", "load weights", "check", "allocate KV cache", "ready"]
+    assert (info.model_type, info.dtype, info.device) == ("deepseek_v3", "float32", "cpu")
+    assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (256, tiny.VOCAB, (2,))
+    assert (info.num_layers, info.num_experts, info.num_experts_per_token) == (3, 8, 3)
+    assert (info.num_blocks, info.block_size) == (96, 4)
+    # MLA, expanded: 4 heads of 24 for K and 12 for V, 3 layers, float32.
+    assert info.kv_bytes_per_block == 4 * 4 * (24 + 12) * 3 * 4
+    assert info.num_parameters == sum(p.numel() for p in device.network.model.parameters())
+    assert info.notes == ()
+
+
+def test_every_unit_comes_back_once_and_in_launch_order(device):
+    device.launch(Forward(drive.make_units(PARTS, TABLES, slot=np.array([4, 2], np.int32))), 0)
+    device.launch(Forward(drive.make_units([(5, [3])], TABLES[:1], slot=np.array([4], np.int32))), 0)
+    first, second = device.poll(0)
+    assert (first.slot.tolist(), second.slot.tolist()) == ([4, 2], [4])
+    assert device.poll(0) == []
+    assert device.ready_at_ns() is None
+
+
+def test_a_unit_without_wanted_logits_gets_no_token(device):
+    result = drive.run(device, drive.make_units(PARTS, TABLES, logits=np.array([LOGITS_NONE, LOGITS_LAST], np.uint8)))
+    assert result.token_ids[0] == -1
+    assert 0 <= result.token_ids[1] < tiny.VOCAB
+    nothing = drive.run(device, drive.make_units(PARTS, TABLES, logits=np.zeros(2, np.uint8)))
+    assert nothing.token_ids.tolist() == [-1, -1]
+
+
+def test_counts_are_of_this_step_alone(device):
+    for parts in (PARTS, PARTS[:1]):
+        counts = drive.run(device, drive.make_units(parts, TABLES[: len(parts)])).expert_counts
+        assert counts.dtype == np.int64
+        assert counts.shape == (3, 8)
+        assert counts.sum(axis=1).tolist() == [3 * sum(len(tokens) for _, tokens in parts)] * 3
+
+
+def test_a_dense_model_counts_nothing(checkpoint):
+    device, info = open_device(tiny.settings_of(checkpoint("llama")))
+    assert info.num_experts == 0
+    assert drive.run(device, drive.make_units(PARTS, TABLES)).expert_counts is None
+
+
+def test_logprobs_come_back_for_the_units_that_want_them(device):
+    rows = drive.greedy(2)
+    rows["num_logprobs"][1] = 3
+    result = drive.run(device, drive.make_units(PARTS, TABLES, sampling=rows))
+    assert set(result.logprobs) == {1}
+    entry = result.logprobs[1]
+    assert (entry.token_id, entry.rank, len(entry.top)) == (int(result.token_ids[1]), 1, 3)
+    assert entry.top[0] == (entry.token_id, entry.logprob)
+    assert math.exp(entry.logprob) <= 1
+    assert result.prompt_logprobs == {}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_seeded_random_sequence_is_the_same_alone_in_a_batch_and_in_chunks(seed, device):
+    hot = drive.greedy(1, temperature=1.2, top_k=30, top_p=0.95, seed=seed)
+    prompt = list(range(20, 33))
+
+    def generate(chunks: list[int], others: int) -> list[int]:
+        tokens, computed = list(prompt), 0
+        for index in range(len(chunks) + 5):
+            end = min(computed + chunks[index], len(tokens)) if index < len(chunks) else len(tokens)
+            parts = [(0, [7, 8, 9])] * others + [(computed, tokens[computed:end])]
+            tables = [[20 + i] * 6 for i in range(others)] + [[0, 1, 2, 3, 4, 5]]
+            sampling = np.concatenate([drive.greedy(others, temperature=2, seed=99), hot])
+            token = drive.run(device, drive.make_units(parts, tables, sampling=sampling)).token_ids[-1]
+            computed = end
+            if end == len(tokens):
+                tokens.append(int(token))
+        return tokens
+
+    assert generate([13], 0) == generate([13], 3) == generate([4, 8, 1], 0) == generate([1, 1, 9, 2], 2)
+
+
+def test_noise_is_keyed_by_the_position_of_the_new_token(device):
+    device.network = drive.recording(device.network)
+    hot = drive.greedy(2, temperature=3, seed=[5, 6])
+    for _ in range(20):
+        hot["seed"] += np.uint64(1)
+        tokens = drive.run(device, drive.make_units(PARTS, TABLES, sampling=hot)).token_ids
+        assert tokens.tolist() == sample(device.network.last_logits, hot, np.array([5, 3])).tolist()
+
+
+def test_the_kv_cache_takes_the_blocks_that_its_memory_holds(checkpoint):
+    directory = checkpoint("qwen3_moe")
+    per_block = 2 * 4 * 2 * 16 * 3 * 4  # K and V, tokens, heads, head size, layers, bytes
+    settings = tiny.settings_of(directory, num_gpu_blocks_override=None, kv_cache_memory_bytes=100 * per_block + 7)
+    device, info = open_device(settings)
+    assert (info.num_blocks, info.kv_bytes_per_block) == (100, per_block)
+    assert device.pools.num_blocks == 100
+    assert device.pools.bytes_per_block == per_block
+
+
+def test_an_unnamed_max_model_len_is_lowered_to_what_fits(checkpoint):
+    _, info = open_device(tiny.settings_of(checkpoint("qwen3_moe"), num_gpu_blocks_override=10))
+    assert info.max_model_len == 40
+    assert "lowered from 256 to the 40 tokens" in info.notes[0]
+
+
+def test_a_named_max_model_len_that_does_not_fit_is_refused_with_numbers(checkpoint):
+    settings = tiny.settings_of(checkpoint("qwen3_moe"), num_gpu_blocks_override=10, max_model_len=41)
+    with pytest.raises(ConfigError, match=r"holds 10 blocks of 4 tokens .* 11 are needed for 41 tokens") as caught:
+        open_device(settings)
+    assert f"--kv-cache-memory-bytes to at least {11 * 3072}" in str(caught.value)
+    assert "--max-model-len" in str(caught.value)
+
+
+def test_a_named_max_model_len_may_take_all_of_the_cache(checkpoint):
+    settings = tiny.settings_of(checkpoint("qwen3_moe"), num_gpu_blocks_override=10, max_model_len=40)
+    assert open_device(settings)[1].max_model_len == 40
+
+
+def test_memory_for_less_than_one_block_is_refused(checkpoint):
+    settings = tiny.settings_of(checkpoint("qwen3_moe"), num_gpu_blocks_override=None, kv_cache_memory_bytes=100)
+    with pytest.raises(ConfigError, match=r"holds 0 blocks .* set --kv-cache-memory-bytes to at least 3072"):
+        open_device(settings)
+
+
+def test_memory_that_is_not_there_is_refused(checkpoint):
+    settings = tiny.settings_of(checkpoint("qwen3_moe"), num_gpu_blocks_override=1 << 48)
+    with pytest.raises(ConfigError, match="cannot be allocated: lower --kv-cache-memory-bytes"):
+        open_device(settings)
+
+
+def test_more_than_the_network_was_made_for_is_refused(checkpoint):
+    with pytest.raises(ConfigError, match=r"--max-model-len 257 exceeds .* of 256"):
+        open_device(tiny.settings_of(checkpoint("qwen3_moe"), max_model_len=257))
+
+
+def test_cuda_without_one_is_refused(checkpoint, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="--device cuda: torch sees no CUDA device"):
+        open_device(tiny.settings_of(checkpoint("qwen3_moe"), device="cuda"))
+
+
+def test_end_tokens_are_those_of_both_files(checkpoint, tmp_path):
+    directory = tiny.save_checkpoint(tmp_path, tiny.make_config("qwen2"))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
+    assert open_device(tiny.settings_of(directory))[1].eos_token_ids == (2, 5, 7)
+
+
+def test_a_gate_override_is_checked_against_the_model(checkpoint):
+    directory = checkpoint("llama")
+    with pytest.raises(ConfigError, match="no experts to choose"):
+        open_device(tiny.settings_of(directory, gate_override="uniform"))
+    device, _ = open_device(tiny.settings_of(checkpoint("qwen3_moe"), gate_override="exponential:5"))
+    counts = drive.run(device, drive.make_units(PARTS, TABLES)).expert_counts
+    assert (counts.max(axis=1) == 8).all()  # the hottest expert gets every token

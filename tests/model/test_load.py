@@ -1,0 +1,174 @@
+"""Weights: read, dequantized, drawn at random, and never silently missing."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from parity import drive, tiny
+from safetensors.torch import load_file, save_file
+
+from moestro.errors import UnsupportedModelError
+from moestro.model.device import open_device
+
+FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+
+
+def write(directory, tensors: dict, config: dict):
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def fp8_twins(tmp_path, family: str = "qwen3_moe"):
+    """(a checkpoint in 8-by-8 blocks of float8, the same numbers in float32)."""
+    plain, packed = tmp_path / "plain", tmp_path / "fp8"
+    packed.mkdir()
+    tiny.save_checkpoint(plain, tiny.make_config(family))
+    tensors, config = load_file(plain / "model.safetensors"), json.loads((plain / "config.json").read_text())
+    quantized, dequantized = {}, {}
+    for name, weight in tensors.items():
+        if not (name.endswith("_proj.weight")):
+            quantized[name] = dequantized[name] = weight
+            continue
+        blocks = weight.unflatten(0, (-1, 8)).unflatten(2, (-1, 8))
+        scale = blocks.abs().amax((1, 3)) / 448
+        wide = scale[:, None, :, None]
+        values = (blocks / wide).to(torch.float8_e4m3fn)
+        quantized[name], quantized[f"{name}_scale_inv"] = values.reshape(weight.shape), scale
+        dequantized[name] = (values.float() * wide).reshape(weight.shape)
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
+    write(packed, quantized, {**config, "quantization_config": quantization})
+    return packed, write(plain, dequantized, config)
+
+
+def mxfp4_twins(tmp_path):
+    """(GPT-OSS with 4-bit experts, the same numbers in float32)."""
+    plain, packed = tmp_path / "plain", tmp_path / "mxfp4"
+    packed.mkdir()
+    tiny.save_checkpoint(plain, tiny.make_config("gpt_oss", intermediate_size=32))
+    tensors, config = load_file(plain / "model.safetensors"), json.loads((plain / "config.json").read_text())
+    generator = torch.Generator().manual_seed(0)
+    quantized, dequantized = {}, {}
+    for name, weight in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            quantized[name] = dequantized[name] = weight
+            continue
+        experts, rows, columns = weight.shape  # [experts, in, out]; packed as [experts, out, in / 32, 16]
+        blocks = torch.randint(256, (experts, columns, rows // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(122, 126, (experts, columns, rows // 32), dtype=torch.uint8, generator=generator)
+        nibbles = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).long()
+        values = torch.tensor(FP4)[nibbles] * torch.exp2(scales.float() - 127)[..., None]
+        quantized[f"{name}_blocks"], quantized[f"{name}_scales"] = blocks, scales
+        dequantized[name] = values.flatten(-2).transpose(1, 2)
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    write(packed, quantized, {**config, "quantization_config": quantization})
+    return packed, write(plain, dequantized, config)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("make_twins", [fp8_twins, mxfp4_twins])
+def test_quantized_weights_are_dequantized_exactly(make_twins, dtype, tmp_path):
+    packed, plain = make_twins(tmp_path)
+    ours = open_device(tiny.settings_of(packed, dtype=dtype))[0].network
+    wanted = dict(tiny.load(plain, dtype=dtype).model.named_parameters())
+    found = dict(ours.model.named_parameters())
+    assert found.keys() == wanted.keys()
+    for name, parameter in found.items():
+        assert parameter.dtype == getattr(torch, dtype)
+        assert torch.equal(parameter, wanted[name]), name
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("family", "part"), [("deepseek_v3", "e_score_correction_bias"), ("ernie4_5_moe", "gate.weight")]
+)
+def test_what_a_family_keeps_in_float32_stays_there(family, part, packed, tmp_path):
+    directory = fp8_twins(tmp_path, family)[0 if packed else 1]
+    state = open_device(tiny.settings_of(directory, dtype="bfloat16"))[0].network.model.state_dict()
+    kept = [tensor.dtype for name, tensor in state.items() if part in name]
+    assert kept
+    assert set(kept) == {torch.float32}
+    assert {tensor.dtype for name, tensor in state.items() if "proj.weight" in name} == {torch.bfloat16}
+
+
+def test_dummy_weights_need_a_config_alone_and_are_keyed_by_the_seed(checkpoint, tmp_path):
+    (tmp_path / "config.json").write_text((checkpoint("qwen3_moe") / "config.json").read_text())
+    logits = []
+    for seed in (1, 1, 2):
+        device, info = open_device(tiny.settings_of(tmp_path, load_format="dummy", seed=seed))
+        network = drive.recording(device.network)
+        device.network = network
+        drive.run(device, drive.make_units([(0, [5, 6, 7])], [[0]]))
+        logits.append(network.last_logits)
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.allclose(logits[0], logits[2])
+    assert 0.1 < float(logits[0].std()) < 10
+    assert info.notes == ("Weights are random (--load-format dummy).",)
+
+
+def test_dummy_weights_ignore_how_the_checkpoint_is_quantized(tmp_path):
+    packed, _ = mxfp4_twins(tmp_path)
+    _, info = open_device(tiny.settings_of(packed, load_format="dummy", dtype="bfloat16"))
+    assert info.dtype == "bfloat16"
+
+
+def test_the_dtype_is_the_checkpoints_own_unless_named(tmp_path):
+    directory = tiny.save_checkpoint(tmp_path, tiny.make_config("qwen2"))
+    assert open_device(tiny.settings_of(directory, dtype="auto"))[1].dtype == "float32"
+    assert open_device(tiny.settings_of(directory, dtype="float16"))[1].dtype == "float16"
+
+
+def test_a_missing_tensor_is_refused_and_not_made_up(tmp_path):
+    directory = tiny.save_checkpoint(tmp_path, tiny.make_config("qwen2"))
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"lacks 1 of the config's tensors, first model\.layers\.1"):
+        open_device(tiny.settings_of(directory))
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path):
+    directory = tiny.save_checkpoint(tmp_path, tiny.make_config("qwen2"))
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(5)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match="cannot be loaded"):
+        open_device(tiny.settings_of(directory))
+
+
+def test_a_torn_file_is_refused(tmp_path):
+    directory = tiny.save_checkpoint(tmp_path, tiny.make_config("qwen2"))
+    whole = (directory / "model.safetensors").read_bytes()
+    (directory / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UnsupportedModelError, match="cannot be loaded"):
+        open_device(tiny.settings_of(directory))
+
+
+def test_tensors_that_nothing_reads_are_noted(tmp_path):
+    directory = tiny.save_checkpoint(tmp_path, tiny.make_config("qwen2"))
+    tensors = load_file(directory / "model.safetensors")
+    save_file({**tensors, "stray.weight": torch.ones(2)}, directory / "model.safetensors", {"format": "pt"})
+    assert (
+        "1 tensors of the checkpoint are not used, first stray.weight."
+        in open_device(tiny.settings_of(directory))[1].notes
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_half_precision_runs_and_stays_near_float32(name, dtype, checkpoint):
+    answers = []
+    for each in ("float32", dtype):
+        network = drive.recording(tiny.load(checkpoint(name), dtype=each))
+        drive.run(
+            drive.make_device(network),
+            drive.make_units([(0, list(range(3, 20))), (0, [7])], [[0, 1, 2, 3, 4], [9] * 5]),
+        )
+        answers.append(network.last_logits)
+    assert answers[1].dtype == torch.float32
+    assert float((answers[0] - answers[1]).abs().median()) < 0.1
+    assert np.isfinite(answers[1].numpy()).all()

@@ -1,0 +1,139 @@
+"""Sampling against a plain twin that does one row at a time, and the laws that a client relies on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from parity.drive import greedy
+
+from moestro.core.rng import uniform
+from moestro.model import sampler
+from moestro.model.sampler import measure_logprobs, sample
+
+VOCAB = 50
+
+
+def plain_sample(logits: np.ndarray, row: np.void, position: int) -> int:
+    """One row, as the docstring of `sample` says it."""
+    if row["temperature"] == 0:
+        return int(logits.argmax())
+    scaled = (logits - logits.max()) / row["temperature"]
+    order = sorted(range(len(scaled)), key=lambda token: -scaled[token])
+    if row["top_k"]:
+        order = order[: row["top_k"]]
+    weights = np.exp(scaled[order].astype(np.float64))
+    kept, mass = 0, 0.0
+    while kept < len(order) and (kept == 0 or mass / weights.sum() < row["top_p"]):
+        mass += weights[kept]
+        kept += 1
+    least = scaled[order[kept - 1]]
+    weights = np.where(scaled >= least, np.exp(scaled.astype(np.float64)), 0)
+    noise = uniform(np.array([row["seed"]], np.uint64), np.array([position], np.uint64))[0]
+    reached = weights.cumsum()
+    return int(np.flatnonzero(reached > noise * reached[-1])[0])
+
+
+def case(num: int, seed: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    rows = greedy(
+        num,
+        temperature=rng.choice([0, 0.3, 1, 2.5], size=num),
+        top_k=rng.choice([0, 1, 5, 40, 1000], size=num),
+        top_p=rng.choice([1, 0.9, 0.5, 0.01], size=num),
+        seed=rng.integers(2**63, size=num),
+    )
+    return (
+        torch.from_numpy(3 * rng.standard_normal((num, VOCAB)).astype(np.float32)),
+        rows,
+        rng.integers(9000, size=num),
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sampling_equals_its_plain_twin(seed):
+    logits, rows, positions = case(200, seed)
+    tokens = sample(logits, rows, positions)
+    assert tokens.tolist() == [plain_sample(*each) for each in zip(logits.numpy(), rows, positions, strict=True)]
+
+
+def test_no_other_row_changes_a_rows_token():
+    logits, rows, positions = case(64, 9)
+    whole = sample(logits, rows, positions)
+    order = np.random.default_rng(0).permutation(64)
+    for part in np.array_split(order, 11):
+        assert sample(logits[part], rows[part], positions[part]).tolist() == whole[part].tolist()
+
+
+def test_tokens_are_drawn_with_their_probabilities():
+    logits = torch.tensor([[0.0, 1.0, -1.0, 2.0, 0.5]])
+    num = 40_000
+    rows = greedy(num, temperature=1.3, seed=np.arange(num))
+    tokens = sample(logits.expand(num, -1), rows, np.full(num, 17))
+    wanted = (logits[0] / 1.3).softmax(-1).numpy()
+    np.testing.assert_allclose(np.bincount(tokens, minlength=5) / num, wanted, atol=0.008)
+
+
+def test_one_seed_draws_afresh_at_each_position():
+    num = 40_000
+    tokens = sample(torch.zeros(num, 4), greedy(num, temperature=1, seed=5), np.arange(num))
+    np.testing.assert_allclose(np.bincount(tokens, minlength=4) / num, 0.25, atol=0.008)
+
+
+def test_filters_keep_all_that_tie_with_the_last_one_kept():
+    logits = torch.tensor([[2.0, 1.0, 1.0, 0.0]]).expand(2_000, -1)
+    rows = greedy(2_000, temperature=1, top_k=2, seed=np.arange(2_000))
+    assert set(sample(logits, rows, np.zeros(2_000, np.int64)).tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("top_p", [0, 1e-9])
+def test_the_smallest_top_p_is_greedy(top_p):
+    logits, rows, positions = case(50, 3)
+    rows["top_p"], rows["top_k"] = top_p, 0
+    assert sample(logits, rows, positions).tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-6, 1e30])
+def test_no_temperature_breaks_a_row(temperature):
+    logits, rows, positions = case(50, 4)
+    rows["temperature"], rows["top_p"], rows["top_k"] = temperature, 0.9, 0
+    tokens = sample(logits, rows, positions)
+    assert ((tokens >= 0) & (tokens < VOCAB)).all()
+    if temperature < 1:
+        assert tokens.tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_token_without_probability_is_never_drawn():
+    logits = torch.full((3_000, 6), float("-inf"))
+    logits[:, [1, 3]] = 0.0
+    tokens = sample(logits, greedy(3_000, temperature=1, seed=np.arange(3_000)), np.zeros(3_000, np.int64))
+    assert set(tokens.tolist()) == {1, 3}
+
+
+@pytest.mark.parametrize("noise", [0.0, 1 - 2.0**-53])
+def test_the_ends_of_the_noise_draw_the_ends_of_the_distribution(noise, monkeypatch):
+    monkeypatch.setattr(sampler, "uniform", lambda seed, position: np.full(len(seed), noise))
+    for size in range(2, 60):
+        logits = torch.randn(1, size, generator=torch.Generator().manual_seed(size))
+        logits[0, 0] = logits[0, -1] = float("-inf")
+        if size > 2:
+            token = sample(logits, greedy(1, temperature=1), np.zeros(1, np.int64)).item()
+            assert token == (1 if noise == 0 else size - 2)
+
+
+def test_logprobs_are_of_the_raw_distribution_with_ranks_and_alternatives():
+    logits, *_ = case(20, 6)
+    chosen = torch.arange(20)
+    entries = measure_logprobs(logits, chosen, 5).rows(np.array([0, 5] * 10, np.int32))
+    raw = logits.log_softmax(-1)
+    for row, entry in enumerate(entries):
+        assert entry.token_id == row
+        assert entry.logprob == pytest.approx(float(raw[row, row]))
+        assert entry.rank == sorted(raw[row].tolist(), reverse=True).index(float(raw[row, row])) + 1
+        assert len(entry.top) == (5 if row % 2 else 0)
+        assert [token for token, _ in entry.top] == raw[row].argsort(descending=True)[: len(entry.top)].tolist()
+
+
+def test_more_alternatives_than_tokens_are_all_tokens():
+    (entry,) = measure_logprobs(torch.zeros(1, 3), torch.tensor([0]), 20).rows(np.array([20], np.int32))
+    assert len(entry.top) == 3

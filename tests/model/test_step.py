@@ -1,0 +1,114 @@
+"""Where a step reads and writes: shared blocks stay as they are, strangers' slots unseen, pieces change nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from parity import drive, tiny
+
+from moestro.core.work import LOGITS_LAST, LOGITS_NONE, LOGITS_PROMPT
+from moestro.model import step as step_module
+from moestro.model.attention import PLAIN
+from moestro.model.pools import KVPools
+from moestro.model.step import PagedStep, Reach
+
+WINDOWED = ["mixtral-window", "gpt_oss", "deepseek_v2"]
+
+
+def prompt(num: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, tiny.VOCAB, size=num).tolist()
+
+
+def logits_of(device, parts, tables, **columns) -> torch.Tensor:
+    step = PagedStep(drive.make_units(parts, tables, **columns), device.pools, torch.device("cpu"))
+    return device.network.logits(step)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_full_prefix_hit_computes_its_last_token_and_leaves_the_shared_block_alone(name, checkpoint):
+    device = drive.make_device(tiny.load(checkpoint(name)))
+    tokens = prompt(16)
+    whole = logits_of(device, [(0, tokens)], [[5, 2, 9, 1]])
+    before = {layer: [pool[:-2].clone() for pool in pair] for layer, pair in device.pools._by_layer.items()}
+    again = logits_of(device, [(15, tokens[15:])], [[5, 2, 9, 1]], write_start=np.array([16], np.int32))
+    torch.testing.assert_close(again, whole, atol=1e-5, rtol=0)
+    for layer, pair in device.pools._by_layer.items():
+        assert all(torch.equal(pool[:-2], old) for pool, old in zip(pair, before[layer], strict=True))
+        assert not any(pool[device.pools.zero_slot].any() for pool in pair)
+
+
+def test_two_sequences_share_their_prefix_blocks(checkpoint):
+    device = drive.make_device(tiny.load(checkpoint("qwen3_moe")))
+    shared, one, other = prompt(8), prompt(5, 1), prompt(3, 2)
+    logits_of(device, [(0, shared + one)], [[7, 3, 8, 6]])
+    both = logits_of(device, [(8, other), (13, [9])], [[7, 3, 11, 12], [7, 3, 8, 6]])
+    alone = drive.make_device(device.network)
+    wanted = logits_of(alone, [(0, shared + other), (0, [*shared, *one, 9])], [[0, 1, 2, 3], [4, 5, 6, 7]])
+    torch.testing.assert_close(both, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_what_other_sequences_left_in_free_slots_is_never_seen(name, checkpoint):
+    network = tiny.load(checkpoint(name))
+    answers = []
+    for poison in (0.0, float("nan")):
+        device = drive.make_device(network)
+        for pair in device.pools.write(0, torch.empty(0, dtype=torch.int64), *_nothing(device)), *_others(device):
+            for pool in pair:
+                pool[: device.pools.scratch_slot] = poison
+        first = logits_of(device, [(0, prompt(5)), (0, prompt(11, 1))], [[0, 1, 60], [2, 3, 4]])
+        # A decode beside a longer one, whose padding runs through blocks of others, and a chunk.
+        tables = [[0, 1, 60, 61], [2, 3, 4, 62], [5, 6, 7, 63]]
+        second = logits_of(device, [(5, [9]), (11, [8]), (0, prompt(9, 2))], tables)
+        answers.append(torch.cat([first, second]))
+    assert torch.equal(*answers)
+
+
+def _nothing(device):
+    return tuple(pool[:0] for pool in device.pools._by_layer[0])
+
+
+def _others(device):
+    return [pair for layer, pair in device.pools._by_layer.items() if layer]
+
+
+@pytest.mark.parametrize("name", [*WINDOWED, "qwen2"])
+def test_pieces_of_a_long_chunk_change_nothing(name, checkpoint, monkeypatch):
+    network = tiny.load(checkpoint(name))
+    parts, tables = [(0, prompt(60)), (0, prompt(3, 1))], np.arange(30).reshape(2, 15)[:, ::-1]
+    columns = {"logits": np.full(2, LOGITS_LAST | LOGITS_PROMPT, np.uint8)}
+    whole = logits_of(drive.make_device(network), parts, tables, **columns)
+    monkeypatch.setattr(step_module, "_MAX_PIECE_QUERIES", 7)
+    step = PagedStep(drive.make_units(parts, tables, **columns), drive.make_device(network).pools, torch.device("cpu"))
+    torch.testing.assert_close(network.logits(step), whole, atol=1e-5, rtol=0)
+    assert len(step.view(Reach(None, has_sink=False)).pieces) == 10
+    network.model.set_attn_implementation(PLAIN)
+    torch.testing.assert_close(
+        logits_of(drive.make_device(network), parts, tables, **columns), whole, atol=1e-5, rtol=0
+    )
+
+
+def test_a_windowed_decode_reads_the_blocks_of_its_window_alone():
+    units = drive.make_units([(41, [1]), (9, [1])], np.arange(40).reshape(2, 20))
+    step = PagedStep(units, KVPools(40, 4), torch.device("cpu"))
+    view = step.view(Reach(6, has_sink=False)).decode
+    assert view.slots.shape[1] == 8
+    positions = [sorted(row[seen].tolist()) for row, seen in zip(view.slots, view.allowed[:, 0, 0], strict=True)]
+    assert positions == [list(range(36, 42)), list(range(80 + 4, 80 + 10))]
+    assert step.windows == {6}
+
+
+def test_pieces_keep_masks_small_and_cover_every_query_once():
+    units = drive.make_units([(5_000, [1] * 700), (3, [1]), (0, [1] * 30)], np.zeros((3, 1_500), np.int32))
+    pieces = PagedStep(units, KVPools(1, 4), torch.device("cpu")).view(Reach(None, has_sink=True)).pieces
+    rows = [row for piece in pieces for row in range(piece.first_row, piece.end_row)]
+    assert rows == [*range(700), *range(701, 731)]
+    assert max(piece.allowed.numel() for piece in pieces) <= 1 << 20
+    assert [piece.slots.numel() for piece in pieces][-2:] == [5_701, 31]
+
+
+def test_only_the_logits_that_are_wanted_are_computed():
+    wanted = np.array([LOGITS_LAST, LOGITS_NONE, LOGITS_PROMPT, LOGITS_LAST | LOGITS_PROMPT], np.uint8)
+    units = drive.make_units([(0, [1] * n) for n in (3, 2, 2, 1)], np.arange(4)[:, None], logits=wanted)
+    assert PagedStep(units, KVPools(4, 4), torch.device("cpu")).logit_rows.tolist() == [2, 5, 6, 7]
