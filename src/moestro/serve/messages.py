@@ -20,6 +20,13 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     num_parameters: int
+    # For the operator's eyes:
+    model_type: str
+    dtype: str
+    device: str
+    num_layers: int
+    num_experts: int  # of a layer; 0: a dense model
+    notes: tuple[str, ...] = ()  # what the operator should know, one sentence each
 
 
 # From the front door to a rank.
@@ -85,9 +92,19 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """The rank cannot go on; `cause` is one line that names the reason and the remedy."""
 
     cause: str
+    is_config: bool = False  # the operator asked for something impossible: a `ConfigError` over there
 
 
 FromRank = Phase | Ready | Outputs | Refused | Failed
+
+MAX_MESSAGE_BYTES = 64 << 20  # the longest prompt is a few MiB
+MAX_QUEUED_MESSAGES = 100_000
+
+
+def identity_of(rank: int) -> bytes:
+    """Under which name a rank connects. (ZeroMQ keeps names that begin with a zero byte for itself.)"""
+    return f"rank-{rank}".encode()
+
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode

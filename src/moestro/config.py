@@ -1,0 +1,86 @@
+"""Everything `moestro serve` is told, as frozen values: the rooms' own settings, and the server's. No room but `serve`
+reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moestro.errors import ConfigError
+from moestro.model.settings import DeviceKind, Dtype, LoadFormat, ModelSettings
+
+__all__ = ["DeviceKind", "Dtype", "LoadFormat", "ModelSettings", "SchedulerLimits", "ServeSettings", "ServerSettings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """The part of `SchedulerSettings` that an operator chooses; the rest is known once the model is loaded."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_num_queued_reqs: int = 1024
+    scheduling_policy: str = "fcfs"
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _check_range("--max-num-seqs", self.max_num_seqs, 1)
+        _check_range("--max-num-batched-tokens", self.max_num_batched_tokens, 1)
+        _check_range("--max-num-queued-reqs", self.max_num_queued_reqs, 0)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least --max-num-seqs"
+                f" {self.max_num_seqs}, or not every running sequence could decode in one step"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """The front door.
+
+    Attributes:
+        served_model_name: what clients may call the model; at least one.
+        host, port: where to listen; port 0: any free one.
+        api_key: any of these opens the door; none: it is open.
+        tokenizer: a directory, where it is not the model's own.
+        engines: rank processes, each with the whole model.
+        route_policy: how a request is given to one of them.
+        startup_timeout, shutdown_timeout: seconds that engines may take to be ready, and requests to finish.
+        log_level: a name that `logging` knows.
+    """
+
+    served_model_name: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: tuple[str, ...] = ()
+    tokenizer: Path | None = None
+    engines: int = 1
+    route_policy: str = "least_loaded"
+    startup_timeout: float = 600.0
+    shutdown_timeout: float = 10.0
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        _check_range("--port", self.port, 0, 65535)
+        _check_range("--engines", self.engines, 1, 1024)
+        _check_range("--startup-timeout", self.startup_timeout, 1)
+        _check_range("--shutdown-timeout", self.shutdown_timeout, 0)
+        if not all(self.api_key):
+            raise ConfigError("--api-key is empty: give a key, or leave the flag out to serve without one")
+        if not self.served_model_name or not all(self.served_model_name):
+            raise ConfigError("--served-model-name is empty: give a name, or leave the flag out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """All of `moestro serve`."""
+
+    model: ModelSettings
+    limits: SchedulerLimits
+    server: ServerSettings
+
+
+def _check_range(flag: str, value: float, low: float, high: float = float("inf")) -> None:
+    if not low <= value <= high:
+        allowed = f"at least {low:g}" if high == float("inf") else f"between {low:g} and {high:g}"
+        raise ConfigError(f"{flag} must be {allowed}, got {value:g}")

@@ -1,0 +1,122 @@
+"""A rank's end of the wire: one thread owns the socket, so that the main loop never waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+from queue import SimpleQueue
+
+import msgspec
+import zmq
+
+from moestro.serve.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_QUEUED_MESSAGES,
+    FromRank,
+    ToRank,
+    decode_to_rank,
+    encode,
+    identity_of,
+)
+
+logger = logging.getLogger(__name__)
+
+_LINGER_MS = 2000
+_RETRY_MS = 20  # until the next try when the front door does not keep up
+_ORPHANED = 3  # exit status of a rank whose parent has gone
+
+
+class Channel:
+    """Receives for the main loop and sends for it.
+
+    The thread ends the whole process when `parent_fd` reaches its end: a rank never outlives its front door, even if
+    that was killed and the main loop is deep in a kernel.
+
+    Args:
+        address: where the front door listens.
+        rank: this rank's number.
+        parent_fd: a pipe that only the parent holds the other end of.
+    """
+
+    def __init__(self, address: str, rank: int, parent_fd: int) -> None:
+        self._inbox: SimpleQueue[ToRank] = SimpleQueue()
+        self._outbox: deque[FromRank] = deque()
+        self._parent_fd = parent_fd
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, args=(address, rank), name="channel", daemon=True)
+        self._thread.start()
+
+    def receive(self, *, block: bool) -> list[ToRank]:
+        """All messages that have come; with `block`, waits for the first. Without, and with none, under 1 µs."""
+        messages = [self._inbox.get()] if block else []
+        while not self._inbox.empty():
+            messages.append(self._inbox.get())
+        return messages
+
+    def send(self, message: FromRank) -> None:
+        """Leave `message` for the thread to send."""
+        self._outbox.append(message)
+        self._wake()
+
+    def close(self) -> None:
+        """Send what is left (at most for `_LINGER_MS`) and hang up."""
+        self._closing = True
+        self._wake()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier calls: it is awake already
+            os.write(self._wake_write, b"\0")
+
+    # --- the thread
+
+    def _run(self, address: str, rank: int) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.IDENTITY, identity_of(rank)),
+            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            (zmq.SNDHWM, MAX_QUEUED_MESSAGES),
+            (zmq.RCVHWM, MAX_QUEUED_MESSAGES),
+            (zmq.LINGER, _LINGER_MS),
+        ):
+            socket.setsockopt(option, value)
+        socket.connect(address)
+        poller = zmq.Poller()
+        for readable in (socket, self._wake_read, self._parent_fd):
+            poller.register(readable, zmq.POLLIN)
+        while not (self._closing and not self._outbox):
+            ready = {fd for fd, _ in poller.poll(_RETRY_MS if self._outbox else None)}
+            if self._parent_fd in ready and not os.read(self._parent_fd, 4096):
+                os._exit(_ORPHANED)
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
+            self._send_all(socket)
+            self._receive_all(socket)
+        socket.close()
+        context.term()
+
+    def _send_all(self, socket: zmq.Socket[bytes]) -> None:
+        while self._outbox:
+            try:
+                socket.send(encode(self._outbox[0]), zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._outbox.popleft()
+
+    def _receive_all(self, socket: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                frame = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._inbox.put(decode_to_rank(frame))
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
+                logger.warning("dropped a malformed message: %s", error)

@@ -1,0 +1,90 @@
+"""What every request passes: its id, the key, and the one place where errors become answers."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from moestro.errors import RequestError
+from moestro.serve.refusals import AuthenticationError, HttpError, InternalError, error_json, shown
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+OPEN_PATHS = frozenset({"/health", "/ping"})  # probes have no key
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+
+
+def gate(app: web.Application, api_keys: tuple[str, ...]) -> None:
+    """Put the gate before every path of `app`; without `api_keys` everyone may enter."""
+    digests = [_digest(key) for key in api_keys]
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request["request_id"] = _request_id(request)
+        try:
+            if digests and request.path not in OPEN_PATHS:
+                _check_key(request, digests)
+            return await handler(request)
+        except RequestError as error:
+            return _refusal(error)
+        except web.HTTPException as error:
+            return _translated(request, error)
+        except Exception:
+            logger.exception("%s: %s %s failed", request["request_id"], request.method, shown(request.path))
+            return _refusal(InternalError(request["request_id"]))
+
+    app.middlewares.append(middleware)
+    app.on_response_prepare.append(_add_headers)
+
+
+def _request_id(http: web.Request) -> str:
+    """The client's own, if it is short and plain; otherwise a new one."""
+    given = http.headers.get("X-Request-Id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+async def _add_headers(http: web.Request, response: web.StreamResponse) -> None:
+    response.headers["X-Request-Id"] = http["request_id"]
+    response.headers["Server"] = "moestro"
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _check_key(http: web.Request, digests: list[bytes]) -> None:
+    """Compare digests, all of them, in constant time: neither a key's length nor its beginning shows."""
+    scheme, _, given = http.headers.get("Authorization", "").partition(" ")
+    digest = _digest(given.strip())
+    matches = [hmac.compare_digest(digest, known) for known in digests]
+    if scheme.lower() != "bearer" or not any(matches):
+        raise AuthenticationError
+
+
+def _refusal(error: RequestError) -> web.Response:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, AuthenticationError):
+        headers["WWW-Authenticate"] = "Bearer"
+    return web.Response(
+        status=error.http_status, body=error_json(error), content_type="application/json", headers=headers
+    )
+
+
+def _translated(http: web.Request, error: web.HTTPException) -> web.Response:
+    """What aiohttp refuses by itself, in OpenAI's form."""
+    what = f"{http.method} {shown(http.path)}: {error.reason}"
+    response = _refusal(HttpError(error.status, f"{what}.", _CODES.get(error.status, "http_error")))
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
+    return response

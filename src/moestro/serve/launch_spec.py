@@ -1,0 +1,19 @@
+"""What a rank process is told on its first line of stdin."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moestro.config import SchedulerLimits
+from moestro.model.settings import ModelSettings
+
+
+class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank: who it is, where the front door listens, what to load and how much to take on."""
+
+    rank: int
+    address: str
+    launched_ns: int  # time.monotonic_ns() of the front door when it started this process
+    log_level: str
+    model: ModelSettings
+    limits: SchedulerLimits

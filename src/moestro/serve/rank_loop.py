@@ -1,0 +1,100 @@
+"""A rank's main loop, whatever the rank is made of. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from moestro.core.request import Output, Request
+from moestro.errors import RequestError
+from moestro.serve.channel import Channel
+from moestro.serve.messages import Abort, Add, Outputs, Refused, Shutdown, ToRank
+
+
+class Stats(Protocol):
+    """How full a rank is."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold KV."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for it."""
+        ...
+
+    @property
+    def kv_usage(self) -> float:
+        """Fraction of blocks held, 0 .. 1."""
+        ...
+
+
+class Steppable(Protocol):
+    """What `engine.rank.Rank` is to its driver."""
+
+    def add(self, request: Request, now_ns: int) -> None:
+        """Take a request, or raise RequestError."""
+        ...
+
+    def abort(self, request_id: str, now_ns: int) -> None:
+        """Drop a request."""
+        ...
+
+    def step(self, now_ns: int) -> list[Output]:
+        """Do one step's work."""
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        ...
+
+    def stats(self) -> Stats:
+        """How full it is."""
+        ...
+
+
+def run_rank(rank: Steppable, channel: Channel, now_ns: Callable[[], int]) -> None:
+    """Serve until told to shut down: new messages between any two steps, and sleep only without work.
+
+    Args:
+        now_ns: the wall clock; the front door's `arrival_ns` must come from the same.
+    """
+    while True:
+        messages = channel.receive(block=not rank.has_work)
+        if not _obey(messages, rank, channel, now_ns):
+            return
+        outputs = rank.step(now_ns())
+        if outputs or messages:
+            stats = rank.stats()
+            channel.send(Outputs(tuple(outputs), stats.num_running, stats.num_waiting, stats.kv_usage))
+
+
+def _obey(messages: Sequence[ToRank], rank: Steppable, channel: Channel, now_ns: Callable[[], int]) -> bool:
+    """Do what the front door says; False: shut down."""
+    for message in messages:
+        match message:
+            case Add(request):
+                try:
+                    rank.add(request, now_ns())
+                except RequestError as error:
+                    channel.send(_refused(request.request_id, error))
+            case Abort(request_ids):
+                for request_id in request_ids:
+                    rank.abort(request_id, now_ns())
+            case Shutdown():
+                return False
+    return True
+
+
+def _refused(request_id: str, error: RequestError) -> Refused:
+    return Refused(
+        request_id=request_id,
+        http_status=error.http_status,
+        error_type=error.error_type,
+        message=error.message,
+        param=error.param,
+        code=error.code,
+        retry_after_s=error.retry_after_s,
+    )

@@ -1,0 +1,105 @@
+"""The front door's end of the wire: one ROUTER socket for all ranks, on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from moestro.errors import ConfigError, NoEngineError
+from moestro.serve.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_QUEUED_MESSAGES,
+    FromRank,
+    ToRank,
+    decode_from_rank,
+    encode,
+    identity_of,
+)
+
+logger = logging.getLogger(__name__)
+
+_MESSAGES_A_TURN = 256  # then the event loop gets its turn
+
+
+class RankSocket:
+    """Sends to ranks by number and delivers what they say; what does not decode, or comes from a stranger, is counted.
+
+    Args:
+        address: an ipc:// address in a directory that only this user can enter.
+        num_ranks: ranks, numbered from 0.
+    """
+
+    def __init__(self, address: str, num_ranks: int) -> None:
+        self._ranks = {identity_of(rank): rank for rank in range(num_ranks)}
+        self._deliver: Callable[[int, FromRank], None] | None = None
+        self.num_dropped = 0
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1),  # an unreachable rank is an error, not a silent loss
+            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            (zmq.SNDHWM, MAX_QUEUED_MESSAGES),
+            (zmq.RCVHWM, MAX_QUEUED_MESSAGES),
+            (zmq.LINGER, 0),
+        ):
+            self._socket.setsockopt(option, value)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._context.destroy()
+            raise ConfigError(f"cannot listen on {address} ({error}): set TMPDIR to a short writable path") from error
+        self._loop = asyncio.get_running_loop()
+
+    def listen(self, deliver: Callable[[int, FromRank], None]) -> None:
+        """From now on call `deliver` on the event loop with (rank, message)."""
+        self._deliver = deliver
+        self._loop.add_reader(self._socket.fileno(), self._drain)
+        self._loop.call_soon(self._drain)
+
+    def send(self, rank: int, message: ToRank) -> None:
+        """Queue `message` for `rank`.
+
+        Raises:
+            NoEngineError: the rank is not connected, or has stopped reading.
+        """
+        try:
+            self._socket.send_multipart((identity_of(rank), encode(message)), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.warning("rank %d cannot be reached: %s", rank, error)
+            raise NoEngineError from error
+        # The descriptor signals edges, and sending may have taken one: look again.
+        self._loop.call_soon(self._drain)
+
+    def close(self) -> None:
+        """Hang up. What was sent last may be lost."""
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket.fileno())
+            self._context.destroy()
+
+    def _drain(self) -> None:
+        for _ in range(_MESSAGES_A_TURN):
+            if self._socket.closed:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(frames)
+        self._loop.call_soon(self._drain)
+
+    def _take(self, frames: list[bytes]) -> None:
+        rank = self._ranks.get(frames[0])
+        try:
+            if rank is None or len(frames) != 2:
+                raise msgspec.DecodeError("not a rank's message")
+            message = decode_from_rank(frames[1])
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            self.num_dropped += 1
+            logger.warning("dropped a malformed message (%d so far): %s", self.num_dropped, error)
+            return
+        assert self._deliver is not None
+        self._deliver(rank, message)

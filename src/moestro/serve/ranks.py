@@ -1,0 +1,111 @@
+"""The rank processes: started, watched, and none left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+
+from moestro.serve.launch_spec import LaunchSpec
+
+logger = logging.getLogger(__name__)
+
+WORKER = (sys.executable, "-m", "moestro.serve.worker")
+_LAST_WORDS_S = 0.2  # for messages that a rank sent just before it ended
+_KILL_AFTER_S = 5.0  # between asking a rank to leave and making it
+
+
+@contextlib.contextmanager
+def private_address() -> Iterator[str]:
+    """An ipc:// address in a directory that only this user can enter, gone afterwards."""
+    with TemporaryDirectory(prefix="moestro-") as directory:  # made with mode 0700
+        yield f"ipc://{Path(directory) / 'ranks'}"
+
+
+class Ranks:
+    """Rank processes, numbered from 0.
+
+    Args:
+        on_exit: called once with (rank, how it ended) for each, unless it was stopped from here.
+        command: what to run; it reads its `LaunchSpec` from stdin.
+    """
+
+    def __init__(self, on_exit: Callable[[int, str], None], command: Sequence[str] = WORKER) -> None:
+        self._on_exit = on_exit
+        self._command = command
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._watchers: list[asyncio.Task[None]] = []
+
+    async def start(self, specs: Sequence[LaunchSpec]) -> None:
+        """Start one process for each of `specs`; their numbers are their places."""
+        for spec in specs:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                env=_environment(len(specs)),
+                start_new_session=True,  # Ctrl-C reaches us alone, and we decide what it means
+            )
+            self._processes.append(process)
+            self._watchers.append(asyncio.create_task(self._watch(spec.rank, process)))
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(spec) + b"\n")  # and stays open: its end means that we are gone
+
+    async def stop(self, ask: Callable[[int], None], patience_s: float = _KILL_AFTER_S) -> None:
+        """End every process: `ask` each to leave, kill those that stay longer than `patience_s`."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        for rank, process in enumerate(self._processes):
+            if process.returncode is None:
+                ask(rank)
+        deadline = time.monotonic() + patience_s
+        for rank, process in enumerate(self._processes):
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    await process.wait()
+            except TimeoutError:
+                logger.warning("engine %d did not leave within %g s: killed", rank, patience_s)
+                process.kill()
+                await process.wait()
+
+    def kill(self) -> None:
+        """End every process now."""
+        for process in self._processes:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+
+    async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        await asyncio.sleep(_LAST_WORDS_S)
+        self._on_exit(rank, _how(code))
+
+
+def now_ns() -> int:
+    """The clock that front door and ranks share: monotonic, and the same in every process of a machine."""
+    return time.monotonic_ns()
+
+
+def _environment(num_ranks: int) -> Mapping[str, str]:
+    """Ranks on one machine share its cores, unless the operator has divided them."""
+    share = max(1, (os.cpu_count() or 1) // num_ranks)
+    return {"OMP_NUM_THREADS": str(share)} | dict(os.environ)
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"its process ended with status {code}; what it printed is above"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (out of memory?)" if name == "SIGKILL" else ""
+    return f"its process was killed by {name}{hint}"

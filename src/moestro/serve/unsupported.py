@@ -1,0 +1,72 @@
+"""Fields of the API that Moestro knows and does not serve yet.
+
+Silently ignoring one of them would change the answer behind the client's back; so a value that asks for something is
+refused by name, and a neutral value, which many clients send by habit, is accepted.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from moestro.errors import RequestError
+from moestro.serve.refusals import shown
+
+_TEXT = {"type": "text"}
+
+# Field -> the values that ask for nothing; null always does.
+_BOTH: dict[str, tuple[object, ...]] = {
+    "add_special_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": (_TEXT,),
+    "return_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+IN_COMPLETIONS = _BOTH | {"echo": (False,), "logprobs": (), "prompt_embeds": (), "suffix": ("",)}
+IN_CHAT = _BOTH | {
+    "add_generation_prompt": (True,),
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "web_search_options": (),
+}
+
+
+def refuse_unsupported(fields: dict[str, msgspec.Raw], neutral: dict[str, tuple[object, ...]]) -> None:
+    """Raise RequestError, which names the field, if one of `neutral`'s fields has a value that asks for something."""
+    for name in fields.keys() & neutral.keys():
+        value = msgspec.json.decode(fields[name])
+        if value is not None and value not in neutral[name]:
+            raise RequestError(
+                f"{name} is not supported yet, and {shown(value)} would change the answer. Leave it out.",
+                param=name,
+                code="unsupported_parameter",
+            )

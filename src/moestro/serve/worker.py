@@ -1,0 +1,99 @@
+"""The rank process: `python -m moestro.serve.worker`, its launch spec one line of JSON on stdin.
+
+It serves until the front door says `Shutdown`, or until stdin ends because the front door is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+
+import msgspec
+
+from moestro.engine.rank import Rank, build_rank
+from moestro.engine.settings import SchedulerSettings
+from moestro.errors import ConfigError, MoestroError
+from moestro.model.device import open_device
+from moestro.model.info import LoadedInfo
+from moestro.serve.channel import Channel
+from moestro.serve.launch_spec import LaunchSpec
+from moestro.serve.messages import Failed, ModelInfo, Phase, Ready
+from moestro.serve.rank_loop import run_rank
+
+
+def main() -> int:
+    """Run one rank; returns its exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front door decides when to leave
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=LaunchSpec)
+    logging.basicConfig(level=spec.log_level.upper(), format=f"%(levelname)s engine {spec.rank}: %(message)s")
+    channel = Channel(spec.address, spec.rank, sys.stdin.fileno())
+    try:
+        rank, info = _build(spec, _PhaseTimer(spec.launched_ns, channel))
+        channel.send(Ready(info))
+        run_rank(rank, channel, time.monotonic_ns)
+    except Exception as error:
+        if not isinstance(error, ConfigError):
+            traceback.print_exc()
+        channel.send(Failed(_cause(error), isinstance(error, ConfigError)))
+        return 1
+    else:
+        return 0
+    finally:
+        channel.close()
+
+
+class _PhaseTimer:
+    """Told when a phase begins, reports the one before: together they account for every second."""
+
+    def __init__(self, launched_ns: int, channel: Channel) -> None:
+        self._name, self._since_ns = "load libraries", launched_ns
+        self._channel = channel
+
+    def __call__(self, name: str) -> None:
+        now_ns = time.monotonic_ns()
+        self._channel.send(Phase(self._name, (now_ns - self._since_ns) / 1e9))
+        self._name, self._since_ns = name, now_ns
+
+
+def _build(spec: LaunchSpec, on_phase: Callable[[str], None]) -> tuple[Rank, ModelInfo]:
+    device, info = open_device(spec.model, on_phase)
+    settings = SchedulerSettings(
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        **asdict(spec.limits),
+    )
+    return build_rank(settings, device), _model_info(spec.model.model, info)
+
+
+def _model_info(model_id: str, info: LoadedInfo) -> ModelInfo:
+    return ModelInfo(
+        model_id=model_id,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+        num_parameters=info.num_parameters,
+        model_type=info.model_type,
+        dtype=info.dtype,
+        device=info.device,
+        num_layers=info.num_layers,
+        num_experts=info.num_experts,
+        notes=info.notes,
+    )
+
+
+def _cause(error: Exception) -> str:
+    """One line: an error of ours says what to do; any other gets its type, which often says more than its text."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, MoestroError) else f"{type(error).__name__}: {text}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""The front door's books: every request ends once, whoever ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from serve.fake_rank import INFO
+
+from moestro.core.request import FinishReason, Output, Request, SamplingParams
+from moestro.errors import ConfigError, EngineDiedError, NoEngineError, QueueFullError
+from moestro.serve.engines import Engines
+from moestro.serve.messages import Abort, Add, Failed, Outputs, Ready, Refused
+from moestro.serve.refusals import DrainingError, GenerationError
+
+
+def request(name: str) -> Request:
+    return Request(request_id=name, num_prompt_tokens=1, sampling=SamplingParams(), arrival_ns=0)
+
+
+def outputs(*items: Output) -> Outputs:
+    return Outputs(items, num_running=3, num_waiting=2, kv_usage=0.5)
+
+
+class World:
+    """Engines, all ready, and what was sent to them."""
+
+    def __init__(self, num_engines: int = 2) -> None:
+        self.sent: list[tuple[int, object]] = []
+        self.unreachable: set[int] = set()
+        self.engines = Engines(num_engines, "round_robin", self.send)
+        for engine in range(num_engines):
+            self.engines.on_message(engine, Ready(INFO))
+
+    def send(self, engine: int, message: object) -> None:
+        if engine in self.unreachable:
+            raise NoEngineError
+        self.sent.append((engine, message))
+
+    def submit(self, *names: str) -> asyncio.Queue:
+        inbox: asyncio.Queue = asyncio.Queue()
+        for name in names:
+            self.engines.submit(request(name), inbox)
+        return inbox
+
+
+def run(test) -> None:
+    async def inside() -> None:
+        test()
+
+    asyncio.run(inside())
+
+
+def test_outputs_reach_the_inbox_and_the_last_one_ends_the_request():
+    def test():
+        world = World()
+        inbox = world.submit("a")
+        first, last = Output(request_id="a", token_ids=(1,)), Output(request_id="a", finish_reason=FinishReason.STOP)
+        world.engines.on_message(0, outputs(first))
+        assert world.engines.num_in_flight == 1
+        world.engines.on_message(0, outputs(last))
+        world.engines.on_message(0, outputs(last))
+        assert [inbox.get_nowait(), inbox.get_nowait()] == [first, last]
+        assert inbox.empty()
+        assert world.engines.num_in_flight == 0
+        assert world.engines.loads[0].num_running == 3
+
+    run(test)
+
+
+def test_an_abort_reaches_the_rank_once_and_only_if_the_request_runs():
+    def test():
+        world = World()
+        world.submit("a", "b")
+        world.engines.abort("b")
+        world.engines.abort("b")
+        world.engines.abort("never")
+        aborts = [(engine, message) for engine, message in world.sent if isinstance(message, Abort)]
+        assert aborts == [(1, Abort(("b",)))]
+        assert world.engines.num_in_flight == 1
+
+    run(test)
+
+
+def test_a_refusal_is_an_error_with_its_status():
+    def test():
+        world = World()
+        inbox = world.submit("a")
+        error = QueueFullError(5)
+        world.engines.on_message(
+            0, Refused("a", error.http_status, error.error_type, error.message, None, error.code, error.retry_after_s)
+        )
+        got = inbox.get_nowait()
+        assert (got.http_status, got.code, got.retry_after_s) == (503, "queue_full", 1)
+        assert world.engines.num_in_flight == 0
+
+    run(test)
+
+
+def test_an_engines_end_ends_its_requests_and_takes_it_out_of_rotation():
+    def test():
+        world = World()
+        lost, kept = world.submit("a"), world.submit("b")
+        world.engines.on_exit(0, "killed")
+        assert isinstance(lost.get_nowait(), GenerationError)
+        assert kept.empty()
+        assert world.engines.is_healthy
+        world.submit("c", "d")
+        assert [engine for engine, message in world.sent if isinstance(message, Add)] == [0, 1, 1, 1]
+        world.engines.on_exit(1, "killed")
+        assert not world.engines.is_healthy
+        with pytest.raises(NoEngineError):
+            world.submit("e")
+
+    run(test)
+
+
+def test_an_engine_that_cannot_be_reached_takes_nothing():
+    def test():
+        world = World()
+        world.unreachable = {0, 1}
+        with pytest.raises(NoEngineError):
+            world.submit("a")
+        assert world.engines.num_in_flight == 0
+
+    run(test)
+
+
+def test_at_the_end_all_hear_why():
+    def test():
+        world = World()
+        inbox = world.submit("a", "b")
+        error = DrainingError()
+        world.engines.fail_all(error)
+        assert [inbox.get_nowait(), inbox.get_nowait()] == [error, error]
+        assert world.engines.num_in_flight == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "text"),
+    [
+        (Failed("no such file", is_config=True), ConfigError, "no such file"),
+        (Failed("RuntimeError: oops"), EngineDiedError, "RuntimeError: oops"),
+        (None, EngineDiedError, "engine 0: it ended"),
+    ],
+)
+def test_the_cause_of_a_failed_start_is_what_is_raised(message, kind, text):
+    async def test():
+        engines = Engines(1, "round_robin", lambda engine, message: None)
+        if message:
+            engines.on_message(0, message)
+        engines.on_exit(0, "it ended")
+        with pytest.raises(kind, match=text):
+            await engines.all_ready()
+
+    asyncio.run(test())
+
+
+def test_law_requests_are_conserved_under_random_histories():
+    def test():
+        rng = random.Random(0)
+        for _ in range(200):
+            world = World(3)
+            inboxes = {}
+            for step in range(60):
+                name, engine = f"r{rng.randrange(step + 1)}", rng.randrange(3)
+                reason = rng.choice([None, FinishReason.STOP])
+                match rng.randrange(8):
+                    case 0 if rng.random() < 0.1:
+                        world.engines.on_exit(engine, "chaos")
+                    case 1:
+                        world.engines.abort(name)
+                        inboxes.pop(name, None)
+                    case 2 | 3 | 4:
+                        world.engines.on_message(engine, outputs(Output(request_id=name, finish_reason=reason)))
+                    case _ if world.engines.is_healthy and f"new{step}" not in inboxes:
+                        inboxes[f"r{step}"] = world.submit(f"r{step}")
+            world.engines.fail_all(DrainingError())
+            assert world.engines.num_in_flight == 0
+            for inbox in inboxes.values():
+                ends = [inbox.get_nowait() for _ in range(inbox.qsize())]
+                assert sum(isinstance(end, Exception) or end.finish_reason is not None for end in ends) == 1
+
+    run(test)

@@ -1,0 +1,53 @@
+"""Stop strings: whatever the pieces, the answer is the one of a plain search."""
+
+from __future__ import annotations
+
+import random
+
+from moestro.serve.stops import StopFinder
+
+
+def run(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
+    finder = StopFinder(stops)
+    shown = "".join([finder.push(piece) for piece in pieces])
+    return shown + finder.flush(), finder.found
+
+
+def oracle(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """Look after every character: the first stop that is complete, the longest of those that end there."""
+    ends = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in stops if stop in text]
+    if not ends:
+        return text, None
+    _, start, stop = min(ends)
+    return text[:start], stop
+
+
+def test_a_stop_across_pieces_is_found_and_cut():
+    assert run(["to be", " con", "tin", "ued"], [" continu"]) == ("to be", " continu")
+
+
+def test_only_what_may_begin_a_stop_is_held_back():
+    finder = StopFinder(["END"])
+    assert [finder.push(piece) for piece in ("xE", "N", "x", "E")] == ["x", "", "ENx", ""]
+    assert finder.flush() == "E"
+
+
+def test_without_stops_text_goes_through():
+    assert run(["a", "b"], []) == ("ab", None)
+
+
+def test_nothing_comes_after_a_stop():
+    finder = StopFinder(["."])
+    assert finder.push("one. two") == "one"
+    assert finder.push("three") == ""
+    assert finder.flush() == ""
+
+
+def test_law_any_split_gives_the_oracles_answer():
+    rng = random.Random(0)
+    for _ in range(20_000):
+        text = "".join(rng.choices("abc", k=rng.randrange(24)))
+        stops = ["".join(rng.choices("abc", k=rng.randrange(1, 6))) for _ in range(rng.randrange(4))]
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randrange(8)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert run(pieces, stops) == oracle(text, stops), (pieces, stops)

@@ -1,0 +1,185 @@
+"""What the API takes and refuses, body by body."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+
+import pytest
+
+from moestro.errors import RequestError
+from moestro.serve.protocol import GenerationFields
+from moestro.serve.unsupported import IN_CHAT, IN_COMPLETIONS
+from moestro.serve.validation import parse_chat, parse_completion
+
+DEEP = b'{"prompt": "x", "extra": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+def completion(**fields):
+    return parse_completion(json.dumps({"prompt": "x"} | fields).encode())
+
+
+def chat(**fields):
+    return parse_chat(json.dumps({"messages": [{"role": "user", "content": "x"}]} | fields).encode())
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b"\xef\xbb\xbf{}", "invalid_json"),
+        (b'{"prompt": "\xff"}', "invalid_json"),
+        (b'{"prompt": "x", "unknown": "\xff"}', "invalid_json"),
+        (b'{"prompt": "\\ud800"}', "invalid_json"),
+        (b'{"prompt": "x", "temperature": NaN}', "invalid_json"),
+        (b'{"prompt": "x", "temperature": 1e999}', "invalid_type"),
+        (DEEP, "invalid_json"),
+        (b"[]", "invalid_type"),
+        (b"null", "invalid_type"),
+        (b'"x"', "invalid_type"),
+        (b"{}", "invalid_type"),
+    ],
+)
+def test_a_body_that_is_no_request_is_refused(body, code):
+    for parse in (parse_completion, parse_chat):
+        with pytest.raises(RequestError) as caught:
+            parse(body)
+        if parse is parse_completion or code == "invalid_json":
+            assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("prompt", value) for value in (None, "", [], [[]], [[], [1]], ["a", ""], ["a", [1]], [1, "a"], ["a", 1])],
+        *[("prompt", value) for value in (1, True, [1.5], [True], {}, ["x"] * 1025)],
+        *[("max_tokens", value) for value in (0, -1, 2**63, "16", 16.5, True)],
+        *[("temperature", value) for value in (-0.1, 2.1, "1", True)],
+        *[("top_p", value) for value in (0, 1.1, -1)],
+        *[("top_k", value) for value in (-5, 1.5, 2**40)],
+        *[("seed", value) for value in (2**63, -(2**63) - 1, "1", 1.5)],
+        *[("stop", value) for value in ("", [""], ["a"] * 5, 1, [1], ["a" * 1025])],
+        *[("stop_token_ids", value) for value in ("a", [1.5], list(range(2000)))],
+        *[("n", value) for value in (0, 2, 2**31)],
+        *[("cache_salt", value) for value in ("", "a" * 1025, [])],
+        *[("priority", value) for value in (2**63, "high")],
+        *[("stream", value) for value in ("yes", 1)],
+        ("stream_options", {"include_usage": True}),
+        ("ignore_eos", "yes"),
+        ("user", 1),
+        ("model", 1),
+        *[("echo", True), ("suffix", "x"), ("logprobs", 0), ("logprobs", 1), ("best_of", 2), ("min_tokens", 1)],
+        *[("min_p", 0.1), ("presence_penalty", 0.5), ("frequency_penalty", -1), ("repetition_penalty", 1.1)],
+        *[("logit_bias", {"1": 1}), ("prompt_logprobs", 0), ("response_format", {"type": "json_object"})],
+    ],
+)
+def test_a_completion_field_out_of_bounds_is_refused_by_name(field, value):
+    with pytest.raises(RequestError) as caught:
+        completion(**{field: value})
+    assert caught.value.http_status == 400
+    assert caught.value.error_type == "invalid_request_error"
+    assert caught.value.param is not None
+    assert caught.value.param.split("[")[0] == field
+    assert field in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[
+            ("messages", value)
+            for value in ([], None, "x", [{}], [{"role": "user"}], [{"role": "pirate", "content": "x"}])
+        ],
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+        ("messages", [{"role": "user", "content": 3}]),
+        ("messages", [{"role": "tool", "content": "x"}]),
+        ("max_completion_tokens", 0),
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"),
+        ("logprobs", True),
+        ("top_logprobs", 3),
+        ("chat_template", "{{ 1 }}"),
+        ("chat_template_kwargs", {"tokenize": True}),
+    ],
+)
+def test_a_chat_field_out_of_bounds_is_refused_by_name(field, value):
+    with pytest.raises(RequestError) as caught:
+        chat(**{field: value})
+    assert caught.value.param is not None
+    assert caught.value.param.split("[")[0] == field
+
+
+def test_law_any_json_is_taken_or_refused_and_nothing_else():
+    rng = random.Random(0)
+    names = ["prompt", "messages", *GenerationFields.__struct_fields__, *IN_COMPLETIONS, *IN_CHAT, "unheard_of"]
+
+    def value(depth: int = 0):
+        kinds = [None, True, 0, -1, 1, 2**31, 2**64, 10**30, 0.5, -1e308, "", "x", "\x00\u202e", "user"]
+        if depth < 3 and rng.random() < 0.4:
+            items = [value(depth + 1) for _ in range(rng.randrange(4))]
+            keys = ["role", "content", "type", "text", "include_usage", "name", "x"]
+            return items if rng.random() < 0.5 else {rng.choice(keys): item for item in items}
+        return rng.choice(kinds)
+
+    for _ in range(5000):
+        fields = {rng.choice(names): value() for _ in range(rng.randrange(4))}
+        body = json.dumps({"prompt": "x", "messages": [{"role": "user", "content": "x"}]} | fields).encode()
+        for parse in (parse_completion, parse_chat):
+            with contextlib.suppress(RequestError):
+                assert parse(body).options.temperature >= 0
+
+
+def test_neutral_values_of_what_is_not_supported_are_accepted():
+    neutral = {
+        "logprobs": None, "echo": False, "best_of": 1, "suffix": None, "presence_penalty": 0.0, "frequency_penalty": 0,
+        "logit_bias": {}, "min_p": 0, "min_tokens": 0, "repetition_penalty": 1.0, "response_format": {"type": "text"},
+        "n": 1, "stop": None, "seed": None, "user": "me", "stream": False, "temperature": None, "cache_salt": None,
+    }  # fmt: skip
+    assert completion(**neutral) == completion()
+    assert chat(logprobs=False, top_logprobs=0, tools=[], tool_choice="auto") == chat()
+
+
+def test_unknown_fields_are_ignored_and_named_in_the_debug_log(caplog):
+    caplog.set_level("DEBUG", "moestro")
+    assert completion(frobnicate=1) == completion()
+    assert "frobnicate" in caplog.text
+
+
+def test_a_prompt_is_a_text_or_ids_or_several_of_either():
+    assert completion(prompt="a").prompts == ("a",)
+    assert completion(prompt=["a", "b"]).prompts == ("a", "b")
+    assert completion(prompt=[1, 2]).prompts == ((1, 2),)
+    assert completion(prompt=[[1], [2, 3]]).prompts == ((1,), (2, 3))
+
+
+def test_defaults_are_the_apis():
+    options = completion().options
+    assert (options.max_tokens, options.temperature, options.top_p, options.top_k) == (16, 1.0, 1.0, 0)
+    assert (options.seed, options.stop, options.stream, options.priority) == (None, (), False, 0)
+    assert chat().options.max_tokens is None
+
+
+def test_values_mean_what_they_mean_elsewhere():
+    assert completion(top_k=-1).options.top_k == 0
+    assert completion(seed=-1).options.seed == 2**64 - 1
+    assert completion(stop="a").options.stop == ("a",)
+    assert chat(max_tokens=5).options.max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=7).options.max_tokens == 7
+    options = completion(stream=True, stream_options={"include_usage": True, "whatever": 1}).options
+    assert (options.include_usage, options.continuous_usage) == (True, False)
+
+
+def test_text_parts_of_a_message_are_joined_by_lines():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert chat(messages=[{"role": "user", "content": parts}]).messages == ({"role": "user", "content": "a\nb"},)
+
+
+def test_a_message_says_what_was_given_and_what_is_allowed():
+    with pytest.raises(RequestError, match=r"temperature must be between 0 and 2, got 3"):
+        completion(temperature=3)
+    with pytest.raises(RequestError, match=r"max_tokens: Expected `int \| null`, got `str`"):
+        completion(max_tokens="16")
+    with pytest.raises(RequestError, match=r"echo is not supported yet"):
+        completion(echo=True)

@@ -1,0 +1,237 @@
+"""Front door and rank over the real socket: messages arrive, strangers and garbage do not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import random
+import stat
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from serve.fake_rank import FakeRank
+
+from moestro.core.request import Request, SamplingParams
+from moestro.errors import ConfigError, NoEngineError
+from moestro.serve.channel import Channel
+from moestro.serve.messages import (
+    MAX_MESSAGE_BYTES,
+    Abort,
+    Add,
+    Failed,
+    Outputs,
+    Phase,
+    Shutdown,
+    decode_to_rank,
+    encode,
+    identity_of,
+)
+from moestro.serve.rank_loop import run_rank
+from moestro.serve.rank_socket import RankSocket
+from moestro.serve.ranks import private_address
+
+ADD = Add(
+    Request(
+        request_id="a",
+        num_prompt_tokens=2,
+        sampling=SamplingParams(max_tokens=3, seed=2**64 - 1),
+        arrival_ns=1,
+        token_ids=bytes(8),
+    )
+)
+
+
+@pytest.fixture
+def address():
+    with private_address() as address:
+        yield address
+
+
+@pytest.fixture
+def parent_fd():
+    """The rank's end of a pipe that stays open."""
+    read, write = os.pipe()
+    yield read
+    os.close(write)
+    os.close(read)
+
+
+def on_loop(address: str, test) -> RankSocket:
+    """Run `test(wire, inbox)` with the front door's end on an event loop."""
+
+    async def inside() -> RankSocket:
+        wire = RankSocket(address, 2)
+        inbox: asyncio.Queue = asyncio.Queue()
+        wire.listen(lambda rank, message: inbox.put_nowait((rank, message)))
+        try:
+            async with asyncio.timeout(10):
+                await test(wire, inbox)
+        finally:
+            wire.close()
+        return wire
+
+    return asyncio.run(inside())
+
+
+def test_the_address_is_in_a_directory_for_this_user_only(address):
+    directory = Path(address.removeprefix("ipc://")).parent
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+def test_messages_go_both_ways(address, parent_fd):
+    async def test(wire, inbox):
+        channel = Channel(address, 1, parent_fd)
+        channel.send(Phase("load", 1.5))
+        assert await inbox.get() == (1, Phase("load", 1.5))
+        for message in (ADD, Abort(("a",)), Shutdown()):
+            wire.send(1, message)
+        got = []
+        while len(got) < 3:
+            got += await asyncio.to_thread(channel.receive, block=True)
+        assert got == [ADD, Abort(("a",)), Shutdown()]
+        assert channel.receive(block=False) == []
+        channel.send(Failed("bye"))
+        await asyncio.to_thread(channel.close)
+        assert await inbox.get() == (1, Failed("bye"))
+
+    on_loop(address, test)
+
+
+def test_a_flood_arrives_whole_and_in_order(address, parent_fd):
+    async def test(wire, inbox):
+        channel = Channel(address, 0, parent_fd)
+        for i in range(5000):
+            channel.send(Phase(str(i), 0.0))
+        assert [(await inbox.get())[1].name for _ in range(5000)] == [str(i) for i in range(5000)]
+        for i in range(5000):
+            wire.send(0, Abort((str(i),)))
+        got: list = []
+        while len(got) < 5000:
+            got += await asyncio.to_thread(channel.receive, block=True)
+        assert [message.request_ids[0] for message in got] == [str(i) for i in range(5000)]
+        await asyncio.to_thread(channel.close)
+
+    on_loop(address, test)
+
+
+def test_a_rank_that_is_not_there_cannot_be_reached(address):
+    async def test(wire, inbox):
+        with pytest.raises(NoEngineError):
+            wire.send(0, ADD)
+
+    on_loop(address, test)
+
+
+def test_garbage_and_strangers_are_dropped_and_counted(address):
+    rng = random.Random(0)
+    garbage = [
+        b"", b"\x80\x04\x95", encode(ADD), rng.randbytes(100), b"\x91" * 100_000,
+        msgspec.msgpack.encode({"type": "Boom"}),
+    ]  # fmt: skip
+
+    async def test(wire, inbox):
+        context = zmq.Context()
+        rank, stranger = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+        rank.setsockopt(zmq.IDENTITY, identity_of(0))
+        for socket in (rank, stranger):
+            socket.connect(address)
+        stranger.send(encode(Phase("from a stranger", 0.0)))
+        for frame in garbage:
+            rank.send(frame)
+        rank.send_multipart([b"two", b"frames"])
+        rank.send(encode(Phase("good", 0.0)))
+        assert await inbox.get() == (0, Phase("good", 0.0))
+        await asyncio.sleep(0.2)  # for the stranger's
+        assert inbox.empty()
+        context.destroy(linger=0)
+
+    assert on_loop(address, test).num_dropped == len(garbage) + 2
+
+
+def test_a_message_beyond_the_limit_is_not_read(address):
+    async def test(wire, inbox):
+        context = zmq.Context()
+        rank = context.socket(zmq.DEALER)
+        rank.setsockopt(zmq.IDENTITY, identity_of(0))
+        rank.connect(address)
+        rank.send(bytes(MAX_MESSAGE_BYTES + 1))
+        await asyncio.sleep(0.3)
+        assert inbox.empty()
+        assert wire.num_dropped == 0
+        context.destroy(linger=0)
+
+    on_loop(address, test)
+
+
+def test_a_rank_drops_garbage_and_goes_on(address, parent_fd):
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.bind(address)
+    channel = Channel(address, 0, parent_fd)
+    channel.send(Phase("here", 0.0))
+    socket.recv_multipart()
+    for frame in (b"", b"junk", encode(Phase("not for a rank", 0.0)), b"\x91" * 100_000, encode(Shutdown())):
+        socket.send_multipart([identity_of(0), frame])
+    assert channel.receive(block=True) == [Shutdown()]
+    channel.close()
+    context.destroy(linger=0)
+
+
+def test_a_path_that_is_too_long_names_the_remedy(tmp_path):
+    async def test():
+        with pytest.raises(ConfigError, match="TMPDIR"):
+            RankSocket(f"ipc://{tmp_path}/{'x' * 120}", 1)
+
+    asyncio.run(test())
+
+
+class FakeChannel:
+    """Hands over what was put in, and remembers what was sent."""
+
+    def __init__(self) -> None:
+        self.inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self.sent: list = []
+
+    def receive(self, *, block: bool) -> list:
+        messages = [self.inbox.get()] if block else []
+        while not self.inbox.empty():
+            messages.append(self.inbox.get())
+        return messages
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+def test_a_rank_serves_sleeps_and_leaves_when_told():
+    channel = FakeChannel()
+    thread = threading.Thread(target=run_rank, args=(FakeRank(), channel, lambda: 0))
+    thread.start()
+    channel.inbox.put(ADD)
+    while sum(len(message.outputs) for message in list(channel.sent)) < 3:
+        assert thread.is_alive()
+    channel.inbox.put(Shutdown())
+    thread.join(5)
+    assert not thread.is_alive()
+    last = channel.sent[-1]
+    assert isinstance(last, Outputs)
+    assert (last.outputs[0].finish_reason, last.num_running) == ("length", 0)
+
+
+def test_law_what_is_sent_to_a_rank_decodes_to_itself():
+    rng = random.Random(0)
+    for _ in range(200):
+        count = rng.randrange(1, 50)
+        sampling = SamplingParams(max_tokens=rng.randrange(1, 99), seed=rng.randrange(2**64), temperature=rng.random())
+        request = Request(
+            request_id=str(rng.random()),
+            num_prompt_tokens=count,
+            sampling=sampling,
+            arrival_ns=rng.randrange(2**62),
+            token_ids=rng.randbytes(4 * count),
+            block_hashes=rng.randbytes(16 * rng.randrange(9)),
+        )
+        assert decode_to_rank(encode(Add(request))) == Add(request)
