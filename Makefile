@@ -5,7 +5,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 OLDEST := $(VENV)/transformers-5.17.0
-export OMP_NUM_THREADS ?= 1
 
 .PHONY: install serve test lint clean
 
@@ -31,6 +30,7 @@ $(OLDEST): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --target $@ transformers==$(lastword $(subst -, ,$@))
 	@touch $@
 
+test: export OMP_NUM_THREADS ?= 1
 test: lint $(OLDEST)
 	$(BIN)/pytest
 	PYTHONPATH=$(OLDEST) $(BIN)/pytest tests/parity tests/model
