@@ -35,8 +35,8 @@ CONTEXT = 1024
 SHORT_CONTEXT = 256
 HELD_OUT_SHARE = 0.05
 # Weight of the gate's balance loss, from a step onwards: little at first, so that experts come to differ, then enough
-# to bring the busiest one to two or three times the mean, as in published models.
-BALANCE_FROM_STEP = {0: 0.003, 1000: 0.02}
+# to bring the busiest one to two or three times the mean, as in published models, and at the end no more than keeps it.
+BALANCE_FROM_STEP = {0: 0.003, 1000: 0.02, 2400: 0.003}
 END, USER_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "turtledemo"}
 # The pre-tokenizer of the Qwen family: single digits, runs of spaces kept together, newlines with their indentation.
