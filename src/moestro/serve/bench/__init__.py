@@ -1,0 +1,1 @@
+"""The load generator: `moestro bench` against any OpenAI-compatible endpoint."""

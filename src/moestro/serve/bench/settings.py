@@ -1,0 +1,202 @@
+"""What `moestro bench` is told: frozen values, checked when made, with the words of its help.
+
+Names are those of `vllm bench serve` where the meaning is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Group, Parameter
+
+from moestro.errors import ConfigError
+
+EndpointType = Literal["completions", "chat"]
+DatasetName = Literal["random", "trace"]
+ArrivalKind = Literal["auto", "poisson", "gamma", "constant", "trace"]
+
+_ENDPOINT = Group.create_ordered("Endpoint", help="Which server is measured.")
+_REQUESTS = Group.create_ordered("Requests", help="What is asked.")
+_ARRIVALS = Group.create_ordered(
+    "Arrivals",
+    help=(
+        "When it is asked. With --request-rate the load is open: requests come at that rate whatever the server does,"
+        " as users do. With --max-concurrency alone it is closed: a request is sent when an earlier one has ended."
+    ),
+)
+_GOALS = Group.create_ordered("Goals", help="What counts as good, and how much load stays good.")
+_RESULTS = Group.create_ordered("Results", help="Where figures go, besides the table.")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class EndpointSettings:
+    """The server."""
+
+    base_url: Annotated[str, Parameter(group=_ENDPOINT)] = "http://127.0.0.1:8000"
+    "Where it is, with or without /v1."
+    model: Annotated[str | None, Parameter(group=_ENDPOINT)] = None
+    "The model's name there; unset: the first that /v1/models lists."
+    endpoint_type: Annotated[EndpointType, Parameter(group=_ENDPOINT)] = "completions"
+    "completions sends token ids, of exact number; chat sends words, one a token or nearly so."
+    api_key: Annotated[str | None, Parameter(group=_ENDPOINT, show_default=False)] = field(default=None, repr=False)
+    "Sent as a bearer token; better set as MOESTRO_API_KEY than shown in the process list."
+    timeout: Annotated[float, Parameter(group=_ENDPOINT)] = 600.0
+    "Seconds after which a request without a whole answer has failed."
+
+    def __post_init__(self) -> None:
+        _check("--timeout", self.timeout, self.timeout > 0, "above 0")
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"--base-url must begin with http:// or https://, got {self.base_url}")
+
+    @property
+    def root(self) -> str:
+        """`base_url` without a slash or /v1 at its end."""
+        return self.base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class RequestSettings:
+    """The requests."""
+
+    dataset_name: Annotated[DatasetName, Parameter(group=_REQUESTS)] = "random"
+    "random: prompts of equal length, of random tokens. trace: as --dataset-path recorded them."
+    dataset_path: Annotated[Path | None, Parameter(group=_REQUESTS)] = None
+    "A trace (.jsonl or .csv, .zst allowed): Mooncake with hash ids, Azure, lengths, or prompts as text."
+    num_prompts: Annotated[int | None, Parameter(group=_REQUESTS)] = None
+    "How many requests: by default 200 random ones, or the whole trace."
+    random_input_len: Annotated[int, Parameter(group=_REQUESTS)] = 256
+    "Tokens of a random prompt, beyond the prefix."
+    random_output_len: Annotated[int, Parameter(group=_REQUESTS)] = 64
+    "Tokens of a random prompt's answer, and of a trace's that names none."
+    random_prefix_len: Annotated[int, Parameter(group=_REQUESTS)] = 0
+    "Tokens with which all random prompts begin, for the prefix cache to find."
+    vocab_size: Annotated[int, Parameter(group=_REQUESTS)] = 4096
+    "Token ids are drawn from 0 to this, exclusive. Give your model's, so that its gate sees all its tokens."
+    ignore_eos: Annotated[bool, Parameter(group=_REQUESTS)] = True
+    "Ask for answers of exact length; servers that refuse the field want --no-ignore-eos."
+    skip_too_long: Annotated[bool, Parameter(group=_REQUESTS, negative=())] = False
+    "Leave out a trace's requests that the model's context cannot hold, rather than refuse to start."
+    seed: Annotated[int, Parameter(group=_REQUESTS)] = 0
+    "Of prompts and arrivals. A second run with the same seed finds the first one's prompts in the server's cache."
+
+    def __post_init__(self) -> None:
+        for flag, value, low in (
+            ("--num-prompts", self.num_prompts, 1),
+            ("--random-input-len", self.random_input_len, 1),
+            ("--random-output-len", self.random_output_len, 1),
+            ("--random-prefix-len", self.random_prefix_len, 0),
+            ("--vocab-size", self.vocab_size, 1),
+            ("--seed", self.seed, 0),
+        ):
+            if value is not None:
+                _check(flag, value, value >= low, f"at least {low}")
+        if (self.dataset_name == "trace") != (self.dataset_path is not None):
+            raise ConfigError("--dataset-name trace and --dataset-path FILE go together: give both or neither")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ArrivalSettings:
+    """Their times."""
+
+    request_rate: Annotated[float | None, Parameter(group=_ARRIVALS)] = None
+    "Requests a second; inf: no schedule, all at once. Unset: a trace's own times, otherwise inf."
+    arrivals: Annotated[ArrivalKind, Parameter(group=_ARRIVALS)] = "auto"
+    "The pattern at that rate; auto: the trace's if it has times, otherwise poisson, or gamma with --burstiness."
+    burstiness: Annotated[float, Parameter(group=_ARRIVALS)] = 1.0
+    "Shape of gamma arrivals: 1 is poisson, less comes in bursts, more is steadier."
+    rate_factor: Annotated[float, Parameter(group=_ARRIVALS)] = 1.0
+    "Replay a trace this many times as fast as it was recorded."
+    max_concurrency: Annotated[int | None, Parameter(group=_ARRIVALS)] = None
+    "Most requests at the server at once; the others wait here, and with a rate their wait counts as latency."
+    num_warmups: Annotated[int, Parameter(group=_ARRIVALS)] = 4
+    "Requests sent before the run and not counted. If all of them fail, there is no run."
+
+    def __post_init__(self) -> None:
+        if self.request_rate is not None:
+            _check("--request-rate", self.request_rate, self.request_rate > 0, "above 0")
+        if self.max_concurrency is not None:
+            _check("--max-concurrency", self.max_concurrency, self.max_concurrency >= 1, "at least 1")
+        _check("--burstiness", self.burstiness, 0 < self.burstiness < math.inf, "above 0")
+        _check("--rate-factor", self.rate_factor, 0 < self.rate_factor < math.inf, "above 0")
+        _check("--num-warmups", self.num_warmups, self.num_warmups >= 0, "at least 0")
+        if self.rate_factor != 1 and self.request_rate is not None:
+            raise ConfigError("--rate-factor and --request-rate both set a trace's speed: give one of them")
+        if self.burstiness != 1 and self.arrivals not in {"auto", "gamma"}:
+            raise ConfigError(f"--burstiness shapes gamma arrivals, not --arrivals {self.arrivals}: drop one of them")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class GoalSettings:
+    """Objectives."""
+
+    goodput: Annotated[tuple[str, ...], Parameter(group=_GOALS, consume_multiple=True)] = ()
+    "What a good request meets, in milliseconds: ttft:500 tpot:50 e2e:10000, any of them."
+    find_rate: Annotated[bool, Parameter(group=_GOALS, negative=())] = False
+    "Search the highest rate at which --slo-share of the requests are good, starting at --request-rate or a guess."
+    slo_share: Annotated[float, Parameter(group=_GOALS)] = 0.9
+    "The share, 0 to 1. A failed request is not good."
+    rate_tolerance: Annotated[float, Parameter(group=_GOALS)] = 0.05
+    "Stop the search when the rate is known to this fraction."
+    max_probes: Annotated[int, Parameter(group=_GOALS)] = 12
+    "Most rates that the search tries. Each is a run of --num-prompts: give enough for it to last half a minute."
+
+    def __post_init__(self) -> None:
+        _check("--slo-share", self.slo_share, 0 < self.slo_share <= 1, "above 0 and at most 1")
+        _check("--rate-tolerance", self.rate_tolerance, 0 < self.rate_tolerance < math.inf, "above 0")
+        _check("--max-probes", self.max_probes, self.max_probes >= 1, "at least 1")
+        if self.find_rate and not self.goodput:
+            raise ConfigError("--find-rate needs to know what is good: give --goodput, for instance ttft:500 tpot:50")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ResultSettings:
+    """Files."""
+
+    json: Annotated[Path | None, Parameter(group=_RESULTS)] = None
+    "Write figures and conditions here."
+    save_detailed: Annotated[bool, Parameter(group=_RESULTS, negative=())] = False
+    "Put each request's times into --json too."
+    plot: Annotated[Path | None, Parameter(group=_RESULTS)] = None
+    "Draw the latencies here (.png, .svg or .pdf); needs matplotlib: pip install 'moestro[plots]'."
+
+    def __post_init__(self) -> None:
+        for flag, path in (("--json", self.json), ("--plot", self.plot)):
+            # Before anything runs: a result that cannot be written is not worth waiting for.
+            if path is not None and not path.resolve().parent.is_dir():
+                raise ConfigError(f"{flag} {path}: there is no directory {path.parent}")
+        if self.plot is not None and self.plot.suffix not in {".png", ".svg", ".pdf"}:
+            raise ConfigError(f"--plot {self.plot} must end in .png, .svg or .pdf")
+        if self.save_detailed and self.json is None:
+            raise ConfigError("--save-detailed adds to --json FILE: give both")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """All of `moestro bench`."""
+
+    endpoint: EndpointSettings = field(default_factory=EndpointSettings)
+    requests: RequestSettings = field(default_factory=RequestSettings)
+    arrivals: ArrivalSettings = field(default_factory=ArrivalSettings)
+    goals: GoalSettings = field(default_factory=GoalSettings)
+    results: ResultSettings = field(default_factory=ResultSettings)
+
+    def __post_init__(self) -> None:
+        if self.goals.find_rate and self.arrivals.request_rate == math.inf:
+            raise ConfigError(
+                "--find-rate starts at --request-rate, which cannot be inf: give a guess, or leave it out"
+            )
+        if self.arrivals.arrivals == "trace" and self.requests.dataset_name != "trace":
+            raise ConfigError("--arrivals trace needs times to replay: give --dataset-name trace --dataset-path FILE")
+
+
+def _check(flag: str, value: float, is_allowed: bool, allowed: str) -> None:  # noqa: FBT001 read beside its words
+    if not is_allowed:
+        raise ConfigError(f"{flag} must be {allowed}, got {value:g}")

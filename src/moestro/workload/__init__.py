@@ -1,0 +1,1 @@
+"""What comes in, and what became of it: traces, prompts, arrivals, reports. No clock, no sockets."""

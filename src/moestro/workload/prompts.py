@@ -1,0 +1,74 @@
+"""Prompts as token ids or words, made from lengths and block hashes: the same key gives the same prompt anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.rng import mix64, uniform
+from moestro.workload.rows import Rows
+
+Int32s = NDArray[np.int32]
+
+# Frequent words, each of which most tokenizers give one token when a space goes before it.
+WORDS = (  # noqa: SIM905 as a list it would fill a page
+    "the of and to in is that for it as was with be by on not he his but at are this have from or had an they which"
+    " one you were all her she there would their we him been has when who will no more if out so said what up its"
+    " about into than them can only other time new some could these two may then do first any my now such like our"
+    " over man me even most made after also did many off before must well back through years where much your way"
+    " down should because long each just state those people too still good own world very here both life day small"
+    " under great last while house never come work part place high right since water set name form line next"
+).split()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptKey:
+    """Which prompts: another `run` of the same `seed` shares no block with this one, so no run warms the next's cache.
+
+    Attributes:
+        seed: the operator's.
+        run: 0 for warm-up, then counted on.
+    """
+
+    seed: int
+    run: int
+
+    def stream(self, number: int) -> NDArray[np.uint64]:
+        """uint64[1], the seed of one independent stream of draws."""
+        state = np.array([self.seed % 2**64], np.uint64)
+        for part in (self.run, number):
+            state = mix64(state + np.array([part + 1], np.uint64))  # an array wraps silently, a scalar would warn
+        return state
+
+
+_SHARED, _BLOCKS, _OWN = range(3)
+
+
+def token_ids(rows: Rows, index: int, vocab_size: int, key: PromptKey) -> Int32s:
+    """int32[num_prompt_tokens], the prompt of request `index`, from 0 .. `vocab_size` - 1.
+
+    Equal hash ids give equal blocks; a last, partial block is the beginning of its block. What has no hash id is this
+    request's own.
+    """
+    num_tokens = int(rows.num_prompt_tokens[index])
+    if rows.hash_ids is None:
+        head = _draw(key, _SHARED, np.arange(rows.num_shared_tokens), vocab_size)
+    else:
+        starts = rows.hash_ids[index] * rows.block_size
+        counters = (starts[:, None] + np.arange(rows.block_size)).reshape(-1)[:num_tokens]
+        head = _draw(key, _BLOCKS, counters, vocab_size)
+    own = (index << 32) + np.arange(len(head), num_tokens)
+    return np.concatenate([head, _draw(key, _OWN, own, vocab_size)])
+
+
+def text(rows: Rows, index: int, key: PromptKey) -> str:
+    """The prompt of request `index` as text: the file's own, or one common word a token: about as many tokens."""
+    if rows.texts is not None:
+        return rows.texts[index]
+    return " ".join(WORDS[i] for i in token_ids(rows, index, len(WORDS), key).tolist())
+
+
+def _draw(key: PromptKey, stream: int, counters: NDArray[np.int64], vocab_size: int) -> Int32s:
+    return (uniform(key.stream(stream), counters.astype(np.uint64)) * vocab_size).astype(np.int32)

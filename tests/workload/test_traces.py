@@ -1,0 +1,129 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from moestro.errors import ConfigError
+from moestro.workload.traces import read_trace
+
+SHARED = Path(__file__).parents[3] / "shared" / "traces"
+MOONCAKE = (
+    '{"timestamp": 3000, "input_length": 1000, "output_length": 5, "hash_ids": [0, 1]}\n\n'
+    '{"timestamp": 0, "input_length": 512, "output_length": 7, "hash_ids": [0]}\n'
+)
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+    "2023-11-16 18:17:03.9799600,4808,10\r\n2023-11-16 18:17:04.0000001,3,8\r\n"
+)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, text):
+        path = tmp_path / name
+        data = text.encode()
+        path.write_bytes(zstandard.compress(data) if name.endswith(".zst") else data)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.zst"])
+def test_mooncake_is_read_packed_or_not_and_put_in_order_of_time(write, name):
+    rows = read_trace(write(name, MOONCAKE))
+    assert rows.timestamp_ns.tolist() == [0, 3_000_000_000]
+    assert rows.num_prompt_tokens.tolist() == [512, 1000]
+    assert rows.num_output_tokens.tolist() == [7, 5]
+    assert [ids.tolist() for ids in rows.hash_ids] == [[0], [0, 1]]
+    assert rows.block_size == 512
+
+
+def test_the_block_size_is_told_from_the_number_of_ids(write):
+    line = '{{"timestamp": 1, "input_length": {}, "output_length": 1, "hash_ids": {}}}\n'
+    assert read_trace(write("ceil.jsonl", line.format(33, [1, 2, 3]))).block_size == 16
+    assert read_trace(write("floor.jsonl", line.format(33, [1, 2]))).block_size == 16
+    with pytest.raises(ConfigError, match="no block size of 16, 32"):
+        read_trace(write("none.jsonl", line.format(33, [1, 2, 3, 4])))
+
+
+def test_azures_seven_digits_are_kept(write):
+    rows = read_trace(write("t.csv", AZURE))
+    assert np.diff(rows.timestamp_ns).tolist() == [20_040_100]
+    assert rows.num_prompt_tokens.tolist() == [4808, 3]
+    assert rows.hash_ids is None
+
+
+def test_lengths_without_times(write):
+    rows = read_trace(write("t.csv.zst", "input_length,output_length\n632,34\n220,7\n"))
+    assert rows.timestamp_ns is None
+    assert rows.num_output_tokens.tolist() == [34, 7]
+
+
+def test_prompts_as_text_have_their_own_or_the_usual_answers_length(write):
+    rows = read_trace(write("t.jsonl", '{"prompt": "a", "output_tokens": 9}\n{"prompt": "b"}\n'), None, 33)
+    assert rows.texts == ("a", "b")
+    assert rows.num_output_tokens.tolist() == [9, 33]
+
+
+def test_a_servers_log_gives_times_in_seconds(write):
+    rows = read_trace(write("t.jsonl", '{"arrival_time": 1.5, "input_toks": 3, "output_toks": 4, "x": 1}\n'))
+    assert rows.timestamp_ns.tolist() == [1_500_000_000]
+
+
+def test_no_more_than_asked_for_is_read(write):
+    assert len(read_trace(write("t.jsonl", MOONCAKE.split("\n", maxsplit=1)[0] + "\nnot looked at\n"), 1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("t.jsonl", "{}\n", r"line 1: its fields are ; expected one of Mooncake: timestamp \(milliseconds\)"),
+        ("t.jsonl", "[1]\n", "line 1: expected one JSON object a line"),
+        ("t.jsonl", MOONCAKE.replace("7,", '"x",'), r"line 3: Expected `int`.*output_length.*expected Mooncake's"),
+        ("t.jsonl", MOONCAKE.replace('"timestamp": 0, ', ""), "line 3: .*missing required field `timestamp`"),
+        ("t.jsonl", MOONCAKE.replace(": 7", ": 0"), "line 3: Expected `int` >= 1"),
+        ("t.jsonl", MOONCAKE.replace(": 3000", ': "now"'), "line 1: expected a number as the time, got 'now'"),
+        ("t.csv", AZURE.replace("2023-11-16 18:17:04.0", "today"), "line 3: .*isoformat"),
+        ("t.csv", AZURE.replace(",3,8", ",3"), "line 3: expected as many fields as the header has"),
+        ("t.csv", "input_length,output_length\n", "holds no requests"),
+        ("t.jsonl", "", "holds no requests"),
+    ],
+)
+def test_a_broken_trace_is_refused_with_file_line_and_what_is_expected(write, name, text, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_trace(write(name, text))
+    assert name in str(caught.value)
+
+
+def test_an_unreadable_file_is_the_operators_to_put_right(tmp_path, write):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_trace(tmp_path / "missing.jsonl")
+    unpacked = write("t.jsonl", MOONCAKE)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_trace(unpacked.rename(unpacked.with_name("t.jsonl.zst")))
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "block_size", "mean_input"),
+    [
+        ("mooncake_conversation.jsonl.zst", 12_031, 512, 12_035),
+        ("mooncake_synthetic.jsonl.zst", 3_993, 512, 15_326),
+        ("sharegpt_qwen3_hash16.jsonl.zst", 300, 16, None),
+        ("azure2023_code.csv.zst", 8_819, 0, None),
+        ("azure2023_conv.csv.zst", 19_366, 0, None),
+        ("burstgpt_lengths_8000.csv.zst", 8_000, 0, None),
+        ("vllm019_qwen3_30b_a3b_dp2ep2_requests.jsonl.zst", 300, 0, None),
+    ],
+)
+def test_the_published_traces_are_read_whole(name, count, block_size, mean_input):
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"needs the trace {name}, which is not beside this checkout")
+    rows = read_trace(path)
+    assert len(rows) == count
+    assert rows.block_size == block_size
+    if mean_input is not None:
+        assert rows.num_prompt_tokens.mean() == pytest.approx(mean_input, abs=1)
+    if rows.timestamp_ns is not None:
+        assert (np.diff(rows.timestamp_ns) >= 0).all()
