@@ -10,8 +10,9 @@ import pytest
 import torch
 from parity import drive, tiny
 
+from moestro.core.request import SamplingDefaults
 from moestro.core.work import LOGITS_LAST, LOGITS_NONE, Forward
-from moestro.errors import ConfigError
+from moestro.errors import ConfigError, UnsupportedModelError
 from moestro.model.device import open_device
 from moestro.model.sampler import sample
 
@@ -26,15 +27,16 @@ def device(checkpoint):
 
 def test_opening_says_what_it_does_and_what_it_found(checkpoint):
     phases: list[str] = []
-    device, info = open_device(tiny.settings_of(checkpoint("deepseek_v3")), phases.append)
-    assert phases == ["read config", "load weights", "check", "allocate KV cache", "ready"]
+    _, info = open_device(tiny.settings_of(checkpoint("deepseek_v3")), phases.append)
+    assert phases == ["read config", "load weights", "check", "pack weights", "allocate KV cache", "ready"]
     assert (info.model_type, info.dtype, info.device) == ("deepseek_v3", "float32", "cpu")
     assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (256, tiny.VOCAB, (2,))
     assert (info.num_layers, info.num_experts, info.num_experts_per_token) == (3, 8, 3)
     assert (info.num_blocks, info.block_size) == (96, 4)
     # MLA, expanded: 4 heads of 24 for K and 12 for V, 3 layers, float32.
     assert info.kv_bytes_per_block == 4 * 4 * (24 + 12) * 3 * 4
-    assert info.num_parameters == sum(p.numel() for p in device.network.model.parameters())
+    unpacked = tiny.load(checkpoint("deepseek_v3")).model
+    assert info.num_parameters == sum(p.numel() for p in unpacked.parameters())
     assert info.notes == ()
 
 
@@ -167,6 +169,33 @@ def test_end_tokens_are_those_of_both_files(checkpoint, tmp_path):
     directory = tiny.save_checkpoint(tmp_path, tiny.make_config("qwen2"))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
     assert open_device(tiny.settings_of(directory))[1].eos_token_ids == (2, 5, 7)
+
+
+def test_sampling_defaults_are_the_checkpoints_unless_neutral_ones_are_asked_for(tmp_path):
+    directory = tiny.save_checkpoint(tmp_path, tiny.make_config("qwen2"))
+    assert open_device(tiny.settings_of(directory))[1].sampling_defaults == SamplingDefaults()
+    named = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "repetition_penalty": 1.05,
+        "min_p": None,
+        "do_sample": True,
+    }
+    (directory / "generation_config.json").write_text(json.dumps(named))
+    found = open_device(tiny.settings_of(directory))[1].sampling_defaults
+    assert found == SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05)
+    neutral = open_device(tiny.settings_of(directory, generation_config="vllm"))[1].sampling_defaults
+    assert neutral == SamplingDefaults()
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", 3), ("top_p", 0), ("top_k", 1.5), ("min_p", "x")])
+def test_a_default_that_no_client_could_ask_for_is_refused(tmp_path, name, value):
+    directory = tiny.save_checkpoint(tmp_path, tiny.make_config("qwen2"))
+    (directory / "generation_config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(UnsupportedModelError, match=f"{name} must be between .* --generation-config vllm"):
+        open_device(tiny.settings_of(directory))
+    assert open_device(tiny.settings_of(directory, generation_config="vllm"))
 
 
 def test_a_gate_override_is_checked_against_the_model(checkpoint):

@@ -73,7 +73,7 @@ def mxfp4_twins(tmp_path):
 @pytest.mark.parametrize("make_twins", [fp8_twins, mxfp4_twins])
 def test_quantized_weights_are_dequantized_exactly(make_twins, dtype, tmp_path):
     packed, plain = make_twins(tmp_path)
-    ours = open_device(tiny.settings_of(packed, dtype=dtype))[0].network
+    ours = tiny.load(packed, dtype=dtype)
     wanted = dict(tiny.load(plain, dtype=dtype).model.named_parameters())
     found = dict(ours.model.named_parameters())
     assert found.keys() == wanted.keys()
@@ -88,7 +88,7 @@ def test_quantized_weights_are_dequantized_exactly(make_twins, dtype, tmp_path):
 )
 def test_what_a_family_keeps_in_float32_stays_there(family, part, packed, tmp_path):
     directory = fp8_twins(tmp_path, family)[0 if packed else 1]
-    state = open_device(tiny.settings_of(directory, dtype="bfloat16"))[0].network.model.state_dict()
+    state = tiny.load(directory, dtype="bfloat16").model.state_dict()
     kept = [tensor.dtype for name, tensor in state.items() if part in name]
     assert kept
     assert set(kept) == {torch.float32}

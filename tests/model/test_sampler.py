@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import plain_sampling
 import pytest
 import torch
 from parity.drive import greedy
+from transformers import MinPLogitsWarper
 
-from moestro.core.rng import uniform
 from moestro.model import sampler
 from moestro.model.sampler import measure_logprobs, sample
 
 VOCAB = 50
-
-
-def plain_sample(logits: np.ndarray, row: np.void, position: int) -> int:
-    """One row, as the docstring of `sample` says it."""
-    if row["temperature"] == 0:
-        return int(logits.argmax())
-    scaled = (logits - logits.max()) / row["temperature"]
-    order = sorted(range(len(scaled)), key=lambda token: -scaled[token])
-    if row["top_k"]:
-        order = order[: row["top_k"]]
-    weights = np.exp(scaled[order].astype(np.float64))
-    kept, mass = 0, 0.0
-    while kept < len(order) and (kept == 0 or mass / weights.sum() < row["top_p"]):
-        mass += weights[kept]
-        kept += 1
-    least = scaled[order[kept - 1]]
-    weights = np.where(scaled >= least, np.exp(scaled.astype(np.float64)), 0)
-    noise = uniform(np.array([row["seed"]], np.uint64), np.array([position], np.uint64))[0]
-    reached = weights.cumsum()
-    return int(np.flatnonzero(reached > noise * reached[-1])[0])
 
 
 def case(num: int, seed: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
@@ -41,6 +22,7 @@ def case(num: int, seed: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
         temperature=rng.choice([0, 0.3, 1, 2.5], size=num),
         top_k=rng.choice([0, 1, 5, 40, 1000], size=num),
         top_p=rng.choice([1, 0.9, 0.5, 0.01], size=num),
+        min_p=rng.choice([0, 0, 0.02, 0.3, 1], size=num),
         seed=rng.integers(2**63, size=num),
     )
     return (
@@ -54,7 +36,9 @@ def case(num: int, seed: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
 def test_sampling_equals_its_plain_twin(seed):
     logits, rows, positions = case(200, seed)
     tokens = sample(logits, rows, positions)
-    assert tokens.tolist() == [plain_sample(*each) for each in zip(logits.numpy(), rows, positions, strict=True)]
+    assert tokens.tolist() == [
+        plain_sampling.choose(*each) for each in zip(logits.numpy(), rows, positions, strict=True)
+    ]
 
 
 def test_no_other_row_changes_a_rows_token():
@@ -84,6 +68,24 @@ def test_filters_keep_all_that_tie_with_the_last_one_kept():
     logits = torch.tensor([[2.0, 1.0, 1.0, 0.0]]).expand(2_000, -1)
     rows = greedy(2_000, temperature=1, top_k=2, seed=np.arange(2_000))
     assert set(sample(logits, rows, np.zeros(2_000, np.int64)).tolist()) == {0, 1, 2}
+
+
+def test_min_p_keeps_what_transformers_keeps():
+    logits, rows, _ = case(200, 8)
+    rows["temperature"], rows["top_k"], rows["top_p"] = 0.7, 0, 1
+    rows["min_p"] = np.random.default_rng(0).choice([0.01, 0.1, 0.4, 0.9, 1], size=200)
+    pairs = zip(rows["min_p"].tolist(), logits / 0.7, strict=True)
+    theirs = torch.cat([MinPLogitsWarper(min_p)(None, scaled[None]) for min_p, scaled in pairs])
+    ours = sampler._filter(sampler._scale(logits, rows), rows)
+    assert torch.equal(ours.isinf(), theirs.isinf())
+    assert 0 < ours.isinf().sum() < ours.numel()
+
+
+@pytest.mark.parametrize("min_p", [1, 0.999])
+def test_the_largest_min_p_is_greedy(min_p):
+    logits, rows, positions = case(50, 3)
+    rows["min_p"], rows["top_k"], rows["top_p"] = min_p, 0, 1
+    assert sample(logits, rows, positions).tolist() == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("top_p", [0, 1e-9])

@@ -15,6 +15,7 @@ from moestro.model.settings import ModelSettings
         ({"dtype": "int8"}, "--dtype 'int8' is unknown: give one of auto, float32"),
         ({"device": "tpu"}, "--device 'tpu' is unknown"),
         ({"load_format": "gguf"}, "--load-format 'gguf' is unknown"),
+        ({"generation_config": "mine"}, "--generation-config 'mine' is unknown: give one of auto, vllm"),
         ({"max_model_len": 0}, "--max-model-len 0 is too small"),
         ({"block_size": 0}, "--block-size 0 is too small"),
         ({"kv_cache_memory_bytes": 0}, "--kv-cache-memory-bytes 0 is too small"),

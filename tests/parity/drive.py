@@ -42,7 +42,8 @@ class Driven:
 
 
 def recording(network: Network) -> RecordingNetwork:
-    return RecordingNetwork(network.model)
+    network.__class__ = RecordingNetwork  # in place: a network that is packed cannot be built again from its model
+    return network
 
 
 def make_device(network: Network, num_blocks: int = NUM_BLOCKS) -> TorchDevice:
@@ -51,7 +52,7 @@ def make_device(network: Network, num_blocks: int = NUM_BLOCKS) -> TorchDevice:
 
 def greedy(num: int = 1, **columns: object) -> np.ndarray:
     rows = np.zeros(num, SAMPLING_ROW)
-    rows["top_p"], rows["num_logprobs"], rows["num_prompt_logprobs"] = 1, -1, -1
+    rows["top_p"], rows["repetition_penalty"], rows["num_logprobs"], rows["num_prompt_logprobs"] = 1, 1, -1, -1
     for name, value in columns.items():
         rows[name] = value
     return rows

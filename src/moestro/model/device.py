@@ -11,8 +11,9 @@ import torch
 from moestro.core.work import Forward, StepResult
 from moestro.model.check import check_network
 from moestro.model.gate_override import make_override
+from moestro.model.generation_config import eos_token_ids, read_generation_config, sampling_defaults
 from moestro.model.info import LoadedInfo
-from moestro.model.load import load_network, read_config, read_eos_token_ids
+from moestro.model.load import load_network, read_config
 from moestro.model.network import Network
 from moestro.model.pools import KVPools, choose_max_model_len, choose_num_blocks, fit_max_model_len
 from moestro.model.refuse import TESTED_FAMILIES
@@ -69,13 +70,16 @@ def open_device(
     on_phase("read config")
     config = read_config(settings)
     wanted_len = choose_max_model_len(settings, getattr(config.get_text_config(), "max_position_embeddings", None))
-    eos_token_ids = read_eos_token_ids(Path(settings.model), config)
+    recommended = read_generation_config(Path(settings.model))
+    defaults = sampling_defaults(recommended if settings.generation_config == "auto" else {})
     on_phase("load weights")
     network, notes = load_network(settings, config)
     on_phase("check")
     probe, num_chosen = check_network(network, wanted_len, settings.block_size)
     if settings.gate_override is not None:
         network.override = make_override(settings.gate_override, network.gate_shape(num_chosen), settings.seed)
+    on_phase("pack weights")
+    network.pack()
     on_phase("allocate KV cache")
     num_blocks = choose_num_blocks(settings, probe.bytes_per_block)
     max_model_len = fit_max_model_len(settings, wanted_len, num_blocks, probe.bytes_per_block)
@@ -93,7 +97,8 @@ def open_device(
         device=network.device.type,
         max_model_len=max_model_len,
         vocab_size=network.config.vocab_size,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=eos_token_ids(recommended, config),
+        sampling_defaults=defaults,
         num_blocks=num_blocks,
         block_size=settings.block_size,
         kv_bytes_per_block=probe.bytes_per_block,

@@ -6,13 +6,16 @@ float32, whatever order the gate named them in: the same sum, bit for bit, where
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.moe import ExpertsInterface
+
+from moestro.model.packing import pack, packed_linear
 
 EXPERTS = "moestro"  # the name in the registry
 _TAG = "moestro_layer"
@@ -74,17 +77,29 @@ class ExpertLayer:
         layer: its layer in the network.
         place: its place among the layers with experts.
         routing: shared by the network's experts.
+        packed: of each expert, its packed up and down weights; empty: they are not packed.
     """
 
     layer: int
     place: int
     routing: Routing
+    packed: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 def tag_experts(modules: list[tuple[int, nn.Module]], routing: Routing) -> None:
     """Tell each experts module its layer. `modules`: (layer, experts module), ascending."""
     for place, (layer, module) in enumerate(modules):
         setattr(module, _TAG, ExpertLayer(layer, place, routing))
+
+
+def pack_experts(module: nn.Module) -> None:
+    """Pack the weights of a tagged experts module for `run_each` and drop the unpacked ones."""
+    tag, experts = getattr(module, _TAG), cast(PackedExperts, module)
+    up, _, down, _ = _weights(experts)
+    each = [(w.T, v.T) if experts.is_transposed else (w, v) for w, v in zip(up, down, strict=True)]
+    setattr(module, _TAG, replace(tag, packed=tuple((pack(w), pack(v)) for w, v in each)))
+    for weight in (up, down):
+        weight.data = weight.data.new_empty(0)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -115,27 +130,34 @@ def routed_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k
     counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=hidden.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
     tag.routing.counts[tag.layer, : experts.num_experts] += counts
-    run = run_grouped if hidden.is_cuda and _can_group(experts, hidden) else run_each
-    return _combine(run(experts, rows, counts), by_expert, top_k_weights).to(hidden.dtype)
+    if hidden.is_cuda and _can_group(experts, hidden):
+        done = run_grouped(experts, rows, counts)
+    else:
+        done = run_each(experts, rows, counts, tag.packed)
+    return _combine(done, by_expert, top_k_weights).to(hidden.dtype)
 
 
-def run_each(experts: PackedExperts, rows: Tensor, counts: Tensor) -> Tensor:
-    """[rows, hidden size], one expert after the other: the plain twin, and the fast path on a CPU.
+def run_each(
+    experts: PackedExperts, rows: Tensor, counts: Tensor, packed: Sequence[tuple[Tensor, Tensor]] = ()
+) -> Tensor:
+    """[rows, hidden size], one expert after the other: the plain twin, and with packed weights the fast path on a CPU.
 
     Args:
         rows: [rows, hidden size], those of expert 0 first.
         counts: int64[experts], rows of each.
+        packed: as `ExpertLayer.packed`.
     """
-    multiply = torch.matmul if experts.is_transposed else functional.linear
+    multiply = packed_linear if packed else torch.matmul if experts.is_transposed else functional.linear
     out, start = torch.empty_like(rows), 0
     up, up_bias, down, down_bias = _weights(experts)
     for expert, count in enumerate(counts.tolist()):
         if not count:
             continue
-        inner = multiply(rows[start : start + count], up[expert])
+        first, second = packed[expert] if packed else (up[expert], down[expert])
+        inner = multiply(rows[start : start + count], first)
         if up_bias is not None:
             inner += up_bias[expert]
-        outer = multiply(_activate(experts, inner), down[expert])
+        outer = multiply(_activate(experts, inner), second)
         if down_bias is not None:
             outer += down_bias[expert]
         out[start : start + count] = _normalize(experts, outer)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moestro.core.request import SamplingDefaults
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedInfo:
@@ -16,6 +18,7 @@ class LoadedInfo:
         max_model_len: tokens of the longest sequence that is served.
         vocab_size: token ids are in 0 .. vocab_size - 1.
         eos_token_ids: tokens that end a sequence, ascending.
+        sampling_defaults: what holds where a client says nothing.
         num_blocks, block_size: the KV cache.
         kv_bytes_per_block: K and V of all layers.
         num_layers: transformer blocks.
@@ -31,6 +34,7 @@ class LoadedInfo:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    sampling_defaults: SamplingDefaults
     num_blocks: int
     block_size: int
     kv_bytes_per_block: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -73,19 +72,6 @@ def choose_device(settings: ModelSettings) -> torch.device:
     if settings.device == "cuda" and not present:
         raise ConfigError("--device cuda: torch sees no CUDA device here. Give --device cpu, or install a CUDA torch.")
     return torch.device("cuda" if present and settings.device != "cpu" else "cpu")
-
-
-def read_eos_token_ids(directory: Path, config: Any) -> tuple[int, ...]:
-    """Ids that end a sequence: those of `generation_config.json` and of the config, ascending."""
-    path = directory / "generation_config.json"
-    try:
-        named = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-    except (ValueError, AttributeError) as error:
-        raise UnsupportedModelError(f"{path} is malformed: {error}.") from error
-    ids: set[int] = set()
-    for given in (named, config.eos_token_id, config.get_text_config().eos_token_id):
-        ids.update(given if isinstance(given, list | tuple) else [] if given is None else [given])
-    return tuple(sorted(ids))
 
 
 def _build_skeleton(config: Any) -> None:

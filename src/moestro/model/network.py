@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Units
 from moestro.errors import UnsupportedModelError
 from moestro.model.attention import STEP_ARGUMENT
-from moestro.model.experts import Routing, is_experts, tag_experts
+from moestro.model.experts import Routing, is_experts, pack_experts, tag_experts
 from moestro.model.gate_override import GateOverride, GateShape
+from moestro.model.packing import can_pack, pack_linears
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep
 
@@ -26,6 +27,7 @@ class Network:
     Attributes:
         config: the text part of the model's config.
         device, dtype: of its weights.
+        num_parameters: in all; tied ones once.
         routing: what its experts share; None: a dense model.
         override: replaces its gates' choices; None: it does not.
     """
@@ -36,6 +38,7 @@ class Network:
         self.num_layers: int = self.config.num_hidden_layers
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.override: GateOverride | None = None
         self._experts = _find_experts(model, self.num_layers)
         self.num_experts = max((int(module.num_experts) for _, module in self._experts), default=0)
@@ -43,10 +46,15 @@ class Network:
         if self.routing is not None:
             tag_experts(self._experts, self.routing)
 
-    @property
-    def num_parameters(self) -> int:
-        """In all; tied ones once."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+    def pack(self) -> None:
+        """Bring the weights into the layout of the CPU's kernels, where it has some.
+
+        Afterwards only our own functions can run the network: transformers' experts would miss their weights.
+        """
+        if can_pack(self.device, self.dtype):
+            for _, module in self._experts:
+                pack_experts(module)
+            pack_linears(self.model)
 
     @torch.inference_mode()
     def logits(self, step: PagedStep) -> Tensor:

@@ -15,8 +15,11 @@ from torch import Tensor
 
 from moestro.core.request import TokenLogprobs
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, StepResult, Units
+from moestro.model.logit_edits import edit_logits
 from moestro.model.sampler import LogprobTensors, measure_logprobs, sample
 from moestro.model.step import Int64s, PagedStep
+
+_MAX_MEASURED_ROWS = 256  # a long prompt's log probabilities come in pieces, for each costs a copy of its logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +95,9 @@ def compute_result(step: PagedStep, logits: Tensor, expert_counts: Tensor | None
     sampled_units = np.flatnonzero(units.logits & LOGITS_LAST)
     rows = np.searchsorted(step.logit_rows, step.end_row_of[sampled_units] - 1)
     last = logits if len(rows) == len(logits) else logits[step.upload(rows)]
-    tokens = sample(last, units.sampling[sampled_units], step.length_of[sampled_units])
+    sampling = units.sampling[sampled_units]
+    edited = last if units.edits is None else edit_logits(last, units.edits, sampled_units, sampling)
+    tokens = sample(edited, sampling, step.length_of[sampled_units])
     sampled = _measure_sampled(step, sampled_units, last, tokens)
     prompt = _measure_prompts(step, logits)
     if logits.device.type == "cpu":
@@ -124,9 +129,13 @@ def _measure_prompts(step: PagedStep, logits: Tensor) -> Measured | None:
     token_rows = np.flatnonzero(asks[unit_of_row])
     of_unit = unit_of_row[token_rows]
     num_top: NDArray[np.int32] = units.sampling["num_prompt_logprobs"][of_unit].clip(0)
-    rows = step.upload(np.searchsorted(step.logit_rows, token_rows))
-    next_ids = step.upload(units.next_token_ids.astype(np.int64))
-    return Measured(of_unit, num_top, measure_logprobs(logits[rows], next_ids, int(num_top.max())))
+    rows = np.searchsorted(step.logit_rows, token_rows)
+    next_ids, most = units.next_token_ids.astype(np.int64), int(num_top.max())
+    parts = [
+        measure_logprobs(logits[step.upload(rows[piece])], step.upload(next_ids[piece]), most)
+        for piece in (slice(i, i + _MAX_MEASURED_ROWS) for i in range(0, len(rows), _MAX_MEASURED_ROWS))
+    ]
+    return Measured(of_unit, num_top, LogprobTensors.join(parts))
 
 
 def _measured_to_host(measured: Measured | None) -> Measured | None:

@@ -7,7 +7,7 @@ keep all tokens that tie with the last one kept; an order among equals would dep
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -17,13 +17,15 @@ from torch import Tensor
 
 from moestro.core.request import TokenLogprobs
 from moestro.core.rng import uniform
+from moestro.model.upload import upload
 
 
 def sample(logits: Tensor, sampling: NDArray[np.void], positions: NDArray[np.int64]) -> Tensor:
     """One token per row; never waits for an accelerator.
 
-    Greedy where the temperature is 0 (the lowest of equal ids), else: divide by the temperature, keep the top_k
-    largest, of these the largest until their probability reaches top_p (at least one), and draw among them.
+    Greedy where the temperature is 0 (the lowest of equal ids), else: divide by the temperature, keep those at least
+    min_p times as likely as the likeliest, of these the top_k largest, of these the largest until their probability
+    reaches top_p (at least one), and draw among them. That is vLLM's order.
 
     Args:
         logits: float32 or float64 [n, vocabulary].
@@ -37,7 +39,7 @@ def sample(logits: Tensor, sampling: NDArray[np.void], positions: NDArray[np.int
     drawn = np.flatnonzero(sampling["temperature"] > 0)
     if len(drawn):
         noise = uniform(sampling["seed"][drawn], positions[drawn].astype(np.uint64))
-        rows = _upload(drawn, logits)
+        rows = upload(drawn, logits.device)
         tokens[rows] = _draw(_filter(_scale(logits[rows], sampling[drawn]), sampling[drawn]), noise)
     return tokens
 
@@ -60,6 +62,12 @@ class LogprobTensors:
     def map(self, change: Callable[[Tensor], Tensor]) -> LogprobTensors:
         """Each tensor changed, as by a copy to the host."""
         return LogprobTensors(*(change(getattr(self, field.name)) for field in fields(self)))
+
+    @staticmethod
+    def join(parts: Sequence[LogprobTensors]) -> LogprobTensors:
+        """The rows of all `parts`, which report equally many alternatives, one after the other."""
+        names = [field.name for field in fields(LogprobTensors)]
+        return LogprobTensors(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
     def rows(self, num_top: NDArray[np.int32]) -> list[TokenLogprobs]:
         """As the host's words. `num_top`: int32[n], alternatives that each row reports."""
@@ -89,33 +97,44 @@ def measure_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprob
 
 def _scale(logits: Tensor, sampling: NDArray[np.void]) -> Tensor:
     """Logits over temperature, each row's largest at 0: the smallest temperature overflows to -inf, never to NaN."""
-    temperature = _upload(sampling["temperature"], logits).to(logits.dtype)
+    temperature = upload(sampling["temperature"], logits.device).to(logits.dtype)
     return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
 
 
 def _filter(scaled: Tensor, sampling: NDArray[np.void]) -> Tensor:
-    """`scaled` with -inf for tokens outside top_k and top_p; rows that want neither are not sorted."""
+    """`scaled` with -inf for tokens outside min_p, top_k and top_p; rows without the last two are not sorted."""
+    _cut_unlikely(scaled, sampling)
     vocabulary = scaled.shape[1]
     top_k = np.where(sampling["top_k"] > 0, np.minimum(sampling["top_k"], vocabulary), vocabulary)
     narrow = top_k < vocabulary
     for rows in (np.flatnonzero(narrow), np.flatnonzero(~narrow & (sampling["top_p"] < 1))):
         if len(rows):
-            at = _upload(rows, scaled)
+            at = upload(rows, scaled.device)
             kept = scaled[at]
             least = _least_kept(kept, top_k[rows], sampling["top_p"][rows])
             scaled[at] = kept.masked_fill(kept < least, float("-inf"))
     return scaled
 
 
+def _cut_unlikely(scaled: Tensor, sampling: NDArray[np.void]) -> None:
+    """Put -inf, in place, for tokens less likely than min_p times the likeliest, whose scaled logit is 0."""
+    rows = np.flatnonzero(sampling["min_p"] > 0)
+    if len(rows):
+        at = upload(rows, scaled.device)
+        least = upload(np.log(sampling["min_p"][rows].astype(np.float64)), scaled.device).to(scaled.dtype)
+        kept = scaled[at]
+        scaled[at] = kept.masked_fill(kept < least[:, None], float("-inf"))
+
+
 def _least_kept(scaled: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> Tensor:
     """[n, 1], the smallest value of each row that both filters keep."""
     largest = scaled.topk(int(top_k.max()), dim=-1).values
-    outside = torch.arange(largest.shape[1], device=scaled.device) >= _upload(top_k, scaled)[:, None]
+    outside = torch.arange(largest.shape[1], device=scaled.device) >= upload(top_k, scaled.device)[:, None]
     largest = largest.masked_fill(outside, float("-inf"))
     reached = largest.softmax(-1, dtype=torch.float64).cumsum(-1)
     # A token stays while those before it have not reached top_p, so the first one always does.
     before = torch.cat([torch.zeros_like(reached[:, :1]), reached[:, :-1]], dim=-1)
-    count = ((before < _upload(top_p, scaled).to(torch.float64)[:, None]) & ~outside).sum(-1).clamp(min=1)
+    count = ((before < upload(top_p, scaled.device).to(torch.float64)[:, None]) & ~outside).sum(-1).clamp(min=1)
     return largest.gather(1, count[:, None] - 1)
 
 
@@ -124,10 +143,5 @@ def _draw(scaled: Tensor, noise: NDArray[np.float64]) -> Tensor:
     reached = scaled.softmax(-1, dtype=torch.float64).cumsum(-1)
     # The largest noise is 1 - 2**-53, so its product with the total stays below the total after rounding too: what is
     # found always has a probability.
-    target = _upload(noise, scaled)[:, None] * reached[:, -1:]
+    target = upload(noise, scaled.device)[:, None] * reached[:, -1:]
     return torch.searchsorted(reached, target, right=True)[:, 0]
-
-
-def _upload(array: NDArray[np.generic], like: Tensor) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if like.device.type == "cpu" else tensor.pin_memory().to(like.device, non_blocking=True)

@@ -11,6 +11,7 @@ from moestro.model.gate_override import check_spec
 Dtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
+GenerationConfig = Literal["auto", "vllm"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +23,8 @@ class ModelSettings:
         dtype: of weights, activations and KV; `auto` is the checkpoint's own.
         device: `auto` takes an accelerator where there is one.
         load_format: `dummy` draws random weights of the config's shapes, keyed by `seed`.
+        generation_config: `auto`: sampling defaults are those of the checkpoint's generation_config.json; `vllm`:
+            neutral ones. End tokens are read from it in any case.
         max_model_len: tokens of the longest sequence; None: the config's, lowered to what the KV cache holds.
         gate_override: `uniform`, `exponential:LAMBDA` or `trace:FILE` (see `gate_override`); None: the network's gate.
         seed: of dummy weights and of the gate override.
@@ -37,6 +40,7 @@ class ModelSettings:
     dtype: Dtype = "auto"
     device: DeviceKind = "auto"
     load_format: LoadFormat = "auto"
+    generation_config: GenerationConfig = "auto"
     max_model_len: int | None = None
     gate_override: str | None = None
     seed: int = 0
@@ -50,6 +54,7 @@ class ModelSettings:
         _check_choice("--dtype", self.dtype, get_args(Dtype))
         _check_choice("--device", self.device, get_args(DeviceKind))
         _check_choice("--load-format", self.load_format, get_args(LoadFormat))
+        _check_choice("--generation-config", self.generation_config, get_args(GenerationConfig))
         _check_at_least("--max-model-len", self.max_model_len, 1)
         _check_at_least("--block-size", self.block_size, 1)
         _check_at_least("--kv-cache-memory-bytes", self.kv_cache_memory_bytes, 1)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, Units
 from moestro.model.pools import KVPools
+from moestro.model.upload import upload
 
 Int64s = NDArray[np.int64]
 _T = TypeVar("_T", bound=np.generic)
@@ -130,10 +131,7 @@ class PagedStep:
 
     def upload(self, array: NDArray[np.generic]) -> Tensor:
         """`array` on the step's device; the host does not wait for the copy."""
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        return upload(array, self._device)
 
     def _slots_to_write(self) -> Int64s:
         unit = np.repeat(np.arange(len(self.units)), self.num_tokens_of)

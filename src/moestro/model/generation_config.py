@@ -1,0 +1,63 @@
+"""What a checkpoint's authors recommend for generating: `generation_config.json`, read as plain JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from moestro.core.request import SamplingDefaults
+from moestro.errors import UnsupportedModelError
+
+# What a default may be: the bounds of the API.
+_BOUNDS = {
+    "temperature": (0.0, 2.0),
+    "top_k": (-1, 2**31 - 1),
+    "top_p": (1e-9, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+
+
+def read_generation_config(directory: Path) -> dict[str, Any]:
+    """The file's fields; none where it is missing.
+
+    Raises:
+        UnsupportedModelError: it is no JSON object.
+    """
+    path = directory / "generation_config.json"
+    try:
+        fields = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise UnsupportedModelError(f"{path} is malformed: {error}.") from error
+    if not isinstance(fields, dict):
+        raise UnsupportedModelError(f"{path} is malformed: it must hold one JSON object.")
+    return fields
+
+
+def eos_token_ids(fields: dict[str, Any], config: Any) -> tuple[int, ...]:
+    """Ids that end a sequence: those of the file and of transformers' config, ascending."""
+    ids: set[int] = set()
+    for given in (fields.get("eos_token_id"), config.eos_token_id, config.get_text_config().eos_token_id):
+        ids.update(given if isinstance(given, list | tuple) else [] if given is None else [given])
+    return tuple(sorted(ids))
+
+
+def sampling_defaults(fields: dict[str, Any]) -> SamplingDefaults:
+    """What the file says of sampling; neutral where it says nothing.
+
+    Raises:
+        UnsupportedModelError: a value that no client could ask for.
+    """
+    given = {name: fields[name] for name in _BOUNDS if fields.get(name) is not None}
+    for name, value in given.items():
+        low, high = _BOUNDS[name]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or (name == "top_k" and value != int(value)):
+            raise UnsupportedModelError(
+                f"generation_config.json: {name} must be between {low:g} and {high:g}, got {value!r}:"
+                " put it right, or give --generation-config vllm to leave the file's sampling values out."
+            )
+    if "top_k" in given:
+        given["top_k"] = max(0, int(given["top_k"]))
+    return SamplingDefaults(**given)

@@ -1,0 +1,63 @@
+"""Biases, penalties and bans, on the logits of all units of a step at once.
+
+In the order of vLLM v1: biases, then the repetition, the frequency and the presence penalty, then (in `sampler`)
+temperature, min_p, top_k and top_p. Bans come last here and first there, which is the same: nothing lifts -inf.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moestro.core.work import Int32s, LogitEdits
+from moestro.model.upload import upload
+
+
+def edit_logits(logits: Tensor, edits: LogitEdits, units: NDArray[np.int64], sampling: NDArray[np.void]) -> Tensor:
+    """A changed copy of `logits`; the raw ones are still wanted for log probabilities.
+
+    Args:
+        logits: float32 or float64 [n, vocabulary].
+        units: int64[n], ascending: the step's unit that each row belongs to.
+        sampling: SAMPLING_ROW[n].
+    """
+    logits = logits.clone(memory_format=torch.contiguous_format)
+    flat = logits.view(-1)
+    if edits.biased.size:
+        at = _places(np.searchsorted(units, edits.biased[0]), edits.biased[1], logits)
+        flat[at] += upload(edits.bias, logits.device)
+    if edits.said.size:
+        _penalise(logits, edits, np.searchsorted(units, edits.said[0]), sampling)
+    if edits.banned.size:
+        flat[_places(np.searchsorted(units, edits.banned[0]), edits.banned[1], logits)] = float("-inf")
+    return logits
+
+
+def _penalise(logits: Tensor, edits: LogitEdits, rows: NDArray[np.int64], sampling: NDArray[np.void]) -> None:
+    """Change the logits of tokens said before, in place.
+
+    One entry for each occurrence of a token: the work grows with what was said, not with the vocabulary. Occurrences of
+    one token all write the same value, and what is counted are ones: the order is of no account.
+
+    Args:
+        rows: int64, ascending: of `logits` and of `sampling`, that each entry of `edits.said` belongs to.
+    """
+    repetition, frequency, presence = (
+        upload(sampling[f"{name}_penalty"][rows], logits.device).to(logits.dtype)
+        for name in ("repetition", "frequency", "presence")
+    )
+    generated = upload(edits.generated, logits.device).to(logits.dtype)
+    nth = np.cumsum(np.diff(rows, prepend=rows[0]) != 0)  # counts are kept of the rows with penalties alone
+    counts = logits.new_zeros(int(nth[-1]) + 1, logits.shape[1])
+    counted, at = _places(nth, edits.said[1], logits), _places(rows, edits.said[1], logits)
+    times = counts.view(-1).scatter_add_(0, counted, generated)[counted]
+    values = logits.view(-1)[at]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    logits.view(-1).scatter_(0, at, values - frequency * times - presence * (times > 0))
+
+
+def _places(rows: NDArray[np.int64], token_ids: Int32s, like: Tensor) -> Tensor:
+    """int64[n]: where (row, token id) lies in a matrix as wide as `like`, laid end to end."""
+    return upload(rows * like.shape[1] + token_ids, like.device)
