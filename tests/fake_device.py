@@ -11,10 +11,10 @@ from collections import deque
 from hashlib import blake2b
 
 import numpy as np
+import plain_sampling
 
 from moestro.core.hashing import hash_blocks, hash_key
 from moestro.core.request import Request, SamplingParams, TokenLogprobs
-from moestro.core.rng import uniform
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, StepResult
 
 VOCAB_SIZE = 50
@@ -22,27 +22,38 @@ NOTHING = -7
 
 
 def scores(tokens) -> np.ndarray:
-    """A pretended distribution after `tokens`: float64[VOCAB_SIZE] that depends on all of them and their order."""
+    """Pretended logits after `tokens`: float64[VOCAB_SIZE], -1 .. 1, that depend on all of them and their order."""
     digest = blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=8).digest()
-    return np.random.default_rng(int.from_bytes(digest, "little")).random(VOCAB_SIZE)
-
-
-def next_token(tokens, temperature: float, seed: int) -> int:
-    weights = scores(tokens)
-    if temperature == 0:
-        return int(weights.argmax())
-    noise = uniform(np.array([seed], np.uint64), np.array([len(tokens)], np.uint64))[0]
-    return int(np.searchsorted(np.cumsum(weights) / weights.sum(), noise))
+    return np.random.default_rng(int.from_bytes(digest, "little")).uniform(-1, 1, VOCAB_SIZE)
 
 
 def expected_tokens(request: Request) -> list[int]:
     """The oracle: one sequence, no blocks, no batches."""
     tokens = request.token_array().tolist()
     for _ in range(request.sampling.max_tokens):
-        tokens.append(next_token(tokens, request.sampling.temperature, request.sampling.seed))
+        tokens.append(plain_sampling.next_token(scores(tokens), tokens, request))
         if tokens[-1] in request.sampling.stop_token_ids:
             break
     return tokens[request.num_prompt_tokens :]
+
+
+def edited_scores(tokens, units, i: int) -> np.ndarray:
+    """What unit `i` samples from: scores changed pair by pair, as `LogitEdits` says it."""
+    logits, edits, row = scores(tokens), units.edits, units.sampling[i]
+    if edits is None:
+        return logits
+    for (unit, token), bias in zip(edits.biased.T.tolist(), edits.bias.tolist(), strict=True):
+        logits[token] += bias if unit == i else 0
+    said = [(t, new) for (unit, t), new in zip(edits.said.T.tolist(), edits.generated, strict=True) if unit == i]
+    for token in {token for token, _ in said}:
+        by = float(row["repetition_penalty"])
+        logits[token] = logits[token] / by if logits[token] > 0 else logits[token] * by
+    for token in {token for token, is_new in said if is_new}:
+        logits[token] -= float(row["frequency_penalty"]) * said.count((token, True))
+        logits[token] -= float(row["presence_penalty"])
+    for unit, token in edits.banned.T.tolist():
+        logits[token] = -np.inf if unit == i else logits[token]
+    return logits
 
 
 def expected_prompt_logprobs(request: Request) -> list[tuple[int, float]]:
@@ -84,7 +95,7 @@ class KvDevice:
             tokens = self.kv[units.block_tables[i]].reshape(-1)[:end].tolist()
             row = units.sampling[i]
             if units.logits[i] & LOGITS_LAST:
-                result.token_ids[i] = next_token(tokens, float(row["temperature"]), int(row["seed"]))
+                result.token_ids[i] = plain_sampling.choose(edited_scores(tokens, units, i), row, len(tokens))
                 if row["num_logprobs"] >= 0:
                     result.logprobs[i] = TokenLogprobs(int(result.token_ids[i]), 0.0, 1)
             if units.logits[i] & LOGITS_PROMPT:

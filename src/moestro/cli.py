@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,6 +15,7 @@ from moestro import __version__
 from moestro.config import (
     DeviceKind,
     Dtype,
+    GenerationConfig,
     LoadFormat,
     ModelSettings,
     SchedulerLimits,
@@ -22,6 +23,17 @@ from moestro.config import (
     ServeSettings,
 )
 from moestro.errors import ConfigError, MoestroError
+from moestro.serve.bench.settings import (
+    ArrivalSettings,
+    BenchSettings,
+    EndpointSettings,
+    GoalSettings,
+    RequestSettings,
+    ResultSettings,
+)
+from moestro.serve.config_sources import ConfigFile, Origins, config_lines
+
+ORIGINS = Origins()
 
 app = App(
     name="moestro",
@@ -30,7 +42,11 @@ app = App(
         "Every flag can also be set by an environment variable: --max-num-seqs by MOESTRO_MAX_NUM_SEQS."
     ),
     version=__version__,
-    config=Env("MOESTRO_", command=False),  # a key belongs in MOESTRO_API_KEY, not in the process list
+    config=(
+        Env("MOESTRO_", command=False),  # a key belongs in MOESTRO_API_KEY, not in the process list
+        ConfigFile(),
+        ORIGINS,
+    ),
     default_parameter=Parameter(show_env_var=False, negative_iterable=()),
 )
 
@@ -39,6 +55,7 @@ _MEMORY = Group.create_ordered("Memory", help="How long sequences may be, and ho
 _SCHEDULING = Group.create_ordered("Scheduling", help="What one engine does in one step.")
 _SERVER = Group.create_ordered("Server", help="Where clients reach it, and who may.")
 _ENGINES = Group.create_ordered("Engines", help="The processes behind the front door.")
+_CONFIG = Group.create_ordered("Configuration", help="Settings from a file.")
 
 
 @Parameter(name="*")
@@ -56,6 +73,8 @@ class ModelFlags:
     "dummy: random weights of the right shapes, to measure speed without a download."
     gate_override: Annotated[str | None, Parameter(group=_MODEL)] = None
     "Replace the gate's choice of experts to study load: uniform, exponential:LAMBDA or trace:FILE."
+    generation_config: Annotated[GenerationConfig, Parameter(group=_MODEL)] = "auto"
+    "Sampling defaults where a request names none; auto: the checkpoint's generation_config.json; vllm: neutral ones."
     seed: Annotated[int, Parameter(group=_MODEL)] = 0
     "Of dummy weights and of the gate override. Requests bring their own seeds."
 
@@ -109,6 +128,10 @@ class ServerFlags:
     "How much is logged. Prompts and answers are never logged."
     shutdown_timeout: Annotated[float, Parameter(group=_SERVER)] = 10.0
     "Seconds that running requests have to finish after SIGTERM or Ctrl-C."
+    write_timeout: Annotated[float, Parameter(group=_SERVER)] = 60.0
+    "Seconds that a client may leave its stream unread before it is cut off."
+    max_connections: Annotated[int, Parameter(group=_SERVER)] = 4096
+    "Clients connected at a time; one more is refused with 503 and Retry-After."
 
 
 @Parameter(name="*")
@@ -122,18 +145,33 @@ class EngineFlags:
     "Which engine gets a request: least_loaded or round_robin."
     startup_timeout: Annotated[float, Parameter(group=_ENGINES)] = 600.0
     "Seconds that engines have to be ready."
+    engine_timeout: Annotated[float, Parameter(group=_ENGINES)] = 60.0
+    "Seconds without a sign of life after which an engine is killed and started again."
+    watchdog_timeout: Annotated[float, Parameter(group=_ENGINES)] = 30.0
+    "Seconds without a step, although it has requests, after which an engine's stacks are dumped and it gets no more."
+    step_timeout: Annotated[float, Parameter(group=_ENGINES)] = 300.0
+    "Seconds without a step after which it is killed and started again: longer than any step may take."
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ServeFlags:
+    """All of `moestro serve`."""
+
+    network: ModelFlags = field(default_factory=ModelFlags)
+    memory: MemoryFlags = field(default_factory=MemoryFlags)
+    scheduling: SchedulingFlags = field(default_factory=SchedulingFlags)
+    server: ServerFlags = field(default_factory=ServerFlags)
+    engines: EngineFlags = field(default_factory=EngineFlags)
 
 
 @app.command
 def serve(
     model: Annotated[str | None, Parameter(group=_MODEL)] = None,
-    /,
     *,
-    model_flags: ModelFlags = ModelFlags(),
-    memory: MemoryFlags = MemoryFlags(),
-    scheduling: SchedulingFlags = SchedulingFlags(),
-    server: ServerFlags = ServerFlags(),
-    engines: EngineFlags = EngineFlags(),
+    flags: ServeFlags = ServeFlags(),
+    config: Annotated[Path | None, Parameter(group=_CONFIG)] = None,
+    print_config: Annotated[bool, Parameter(group=_CONFIG, negative=())] = False,
 ) -> None:
     """Serve a model behind OpenAI's API.
 
@@ -141,20 +179,58 @@ def serve(
     ----------
     model
         A checkpoint directory, or a name on the Hugging Face hub. Unset: the small demo model that comes with Moestro.
+    config
+        A YAML or TOML file of settings, named as the flags are. Flags win over the environment, and both over the file.
+    print_config
+        Show every setting and where it came from, in a form that --config reads, and exit.
     """
+    if print_config:
+        print("\n".join(config_lines({"model": model} | asdict(flags), ORIGINS)))
+        return
     from moestro.serve.checkpoint import DEMO_NAME, locate_model
     from moestro.serve.server import serve as run
 
-    network, front = asdict(model_flags), asdict(server)
+    network, front = asdict(flags.network), asdict(flags.server)
     front["tokenizer"] = network.pop("tokenizer")
-    front["served_model_name"] = server.served_model_name or (model or DEMO_NAME,)
+    front["served_model_name"] = flags.server.served_model_name or (model or DEMO_NAME,)
     run(
         ServeSettings(
-            model=ModelSettings(model=str(locate_model(model)), **network, **asdict(memory)),
-            limits=SchedulerLimits(**asdict(scheduling)),
-            server=ServerSettings(**front, **asdict(engines)),
+            model=ModelSettings(model=str(locate_model(model)), **network, **asdict(flags.memory)),
+            limits=SchedulerLimits(**asdict(flags.scheduling)),
+            server=ServerSettings(**front, **asdict(flags.engines)),
         )
     )
+
+
+@app.command
+def bench(
+    *,
+    endpoint: EndpointSettings = EndpointSettings(),
+    requests: RequestSettings = RequestSettings(),
+    arrivals: ArrivalSettings = ArrivalSettings(),
+    goals: GoalSettings = GoalSettings(),
+    results: ResultSettings = ResultSettings(),
+) -> None:
+    """Measure any OpenAI-compatible server under load: latency, throughput, and goodput under objectives.
+
+    * moestro bench --request-rate 4 is open load: four requests a second, whatever comes back.
+    * moestro bench --max-concurrency 8 is closed load: eight users, each waiting for an answer.
+    * moestro bench --dataset-name trace --dataset-path trace.jsonl.zst replays a trace in its own time.
+    * moestro bench --goodput ttft:500 tpot:50 --find-rate finds the highest rate that keeps 90 % of requests good.
+    """
+    from rich.console import Console
+
+    from moestro.serve.bench.runner import bench as run
+
+    if results.plot is not None:
+        try:
+            from moestro.serve.bench.drawing import save_plot
+        except ImportError as error:
+            raise ConfigError("--plot needs matplotlib: pip install 'moestro[plots]'") from error
+    settings = BenchSettings(endpoint=endpoint, requests=requests, arrivals=arrivals, goals=goals, results=results)
+    measured = run(settings, Console())
+    if results.plot is not None:
+        save_plot(results.plot, measured)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

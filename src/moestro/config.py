@@ -8,9 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moestro.errors import ConfigError
-from moestro.model.settings import DeviceKind, Dtype, LoadFormat, ModelSettings
+from moestro.model.settings import DeviceKind, Dtype, GenerationConfig, LoadFormat, ModelSettings
 
-__all__ = ["DeviceKind", "Dtype", "LoadFormat", "ModelSettings", "SchedulerLimits", "ServeSettings", "ServerSettings"]
+__all__ = [
+    "DeviceKind",
+    "Dtype",
+    "GenerationConfig",
+    "LoadFormat",
+    "ModelSettings",
+    "SchedulerLimits",
+    "ServeSettings",
+    "ServerSettings",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +55,11 @@ class ServerSettings:
         engines: rank processes, each with the whole model.
         route_policy: how a request is given to one of them.
         startup_timeout, shutdown_timeout: seconds that engines may take to be ready, and requests to finish.
+        engine_timeout: seconds of silence after which an engine is taken for dead.
+        watchdog_timeout, step_timeout: seconds in which an engine with requests may complete no step, until it is taken
+            out of rotation, and until it is taken for dead.
+        write_timeout: seconds that a client may leave its stream unread.
+        max_connections: clients connected at a time.
         log_level: a name that `logging` knows.
     """
 
@@ -58,6 +72,11 @@ class ServerSettings:
     route_policy: str = "least_loaded"
     startup_timeout: float = 600.0
     shutdown_timeout: float = 10.0
+    engine_timeout: float = 60.0
+    watchdog_timeout: float = 30.0
+    step_timeout: float = 300.0
+    write_timeout: float = 60.0
+    max_connections: int = 4096
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -65,6 +84,11 @@ class ServerSettings:
         _check_range("--engines", self.engines, 1, 1024)
         _check_range("--startup-timeout", self.startup_timeout, 1)
         _check_range("--shutdown-timeout", self.shutdown_timeout, 0)
+        _check_range("--engine-timeout", self.engine_timeout, 2)  # a rank speaks twice a second
+        _check_range("--watchdog-timeout", self.watchdog_timeout, 1)
+        _check_range("--step-timeout", self.step_timeout, self.watchdog_timeout)
+        _check_range("--write-timeout", self.write_timeout, 1)
+        _check_range("--max-connections", self.max_connections, 1)
         if not all(self.api_key):
             raise ConfigError("--api-key is empty: give a key, or leave the flag out to serve without one")
         if not self.served_model_name or not all(self.served_model_name):

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from moestro.core.clock import ManualClock
-from moestro.core.request import Request, SamplingParams, TokenLogprobs
+from moestro.core.request import Request, SamplingParams, ServiceClass, TokenLogprobs
 from moestro.core.work import StepResult
 
 
@@ -11,7 +11,8 @@ def test_a_request_survives_the_wire():
     request = Request(
         request_id="r",
         num_prompt_tokens=2,
-        sampling=SamplingParams(seed=2**64 - 1, stop_token_ids=(1, 2)),
+        sampling=SamplingParams(seed=2**64 - 1, stop_token_ids=(1, 2), logit_bias=((3, -1.5),), min_p=0.5),
+        service_class=ServiceClass.BE,
         arrival_ns=5,
         token_ids=np.array([3, 4], np.int32).tobytes(),
     )
@@ -34,7 +35,17 @@ def test_an_impossible_request_is_refused_at_birth(wrong, message):
         Request(**fields)
 
 
-@pytest.mark.parametrize("wrong", [{"max_tokens": 0}, {"seed": -1}, {"seed": 2**64}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": -1},
+        {"min_tokens": 17},
+        {"min_tokens": -1},
+        {"repetition_penalty": 0},
+        {"seed": -1},
+        {"seed": 2**64},
+    ],
+)
 def test_impossible_sampling_is_refused_at_birth(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SamplingParams(**wrong)

@@ -31,9 +31,9 @@ class Scripts:
 
     def request(self, i: int) -> Request:
         num_prompt, stem = int(self.rng.integers(1, 24)), int(self.rng.integers(3))
-        max_tokens = int(self.rng.integers(1, 30))
+        max_tokens = int(self.rng.integers(0, 30))
         request_id = f"r{i}"
-        self.length[request_id] = int(self.rng.integers(1, max_tokens + 1))
+        self.length[request_id] = int(self.rng.integers(min(1, max_tokens), max_tokens + 1))
         hashes = b"".join(block_name("stem", stem, b) for b in range(num_prompt // BLOCK_SIZE))
         if (
             self.requests and self.rng.random() < 0.5

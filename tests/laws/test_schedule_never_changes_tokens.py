@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from fake_device import (
@@ -13,6 +15,7 @@ from fake_device import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_sampling import random_wishes
 
 from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings
@@ -22,11 +25,11 @@ BLOCK_SIZE = 4
 
 
 def random_requests(rng: np.random.Generator, num: int, longest: int) -> list:
-    """Prompts that share prefixes and are often exact multiples of a block, some seeded, some with prompt logprobs."""
+    """Prompts that share prefixes and are often exact multiples of a block, with every sampling parameter there is."""
     stems = [rng.integers(0, VOCAB_SIZE, longest) for _ in range(3)]
     requests = []
     for i in range(num):
-        max_tokens = int(rng.integers(1, 14))
+        max_tokens = int(rng.integers(0, 14))
         length = int(rng.integers(1, longest - max_tokens))
         if rng.random() < 0.4:
             length = max(BLOCK_SIZE, length // BLOCK_SIZE * BLOCK_SIZE)
@@ -46,6 +49,7 @@ def random_requests(rng: np.random.Generator, num: int, longest: int) -> list:
                 stop_token_ids=tuple(rng.integers(0, VOCAB_SIZE, 2).tolist()),
                 prompt_logprobs=0 if rng.random() < 0.25 else None,
                 logprobs=1 if rng.random() < 0.25 else None,
+                **random_wishes(rng, VOCAB_SIZE, max_tokens),
             )
         )
     return requests
@@ -110,7 +114,7 @@ def test_every_history_gives_the_oracles_tokens(
         if request.request_id in aborted:
             continue
         assert tokens[request.request_id] == expected_tokens(request)
-        stopped = tokens[request.request_id][-1] in request.sampling.stop_token_ids
+        stopped = bool(set(tokens[request.request_id]) & set(request.sampling.stop_token_ids))
         assert reasons[request.request_id] == ("stop" if stopped else "length")
         if request.sampling.prompt_logprobs is not None:
             assert prompts[request.request_id] == expected_prompt_logprobs(request)
@@ -127,6 +131,55 @@ def test_the_law_can_fail_a_device_that_writes_one_block_wrong_is_caught():
     request = make_request("r", range(6), max_tokens=8)
     tokens, *_ = serve(rank, [request], np.random.default_rng(0))
     assert tokens["r"] != expected_tokens(request)
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"])
+def test_the_law_can_fail_a_device_that_ignores_a_wish_is_caught(name):
+    class Deaf(KvDevice):
+        def _read_all(self, units):
+            return super()._read_all(dataclasses.replace(units, edits=None))
+
+    wish = ((3, 9.0),) if name == "logit_bias" else 1.9
+    request = make_request("r", range(6), max_tokens=20, **{name: wish})
+    rank = build_rank(SchedulerSettings(num_blocks=8, block_size=4, max_model_len=32), Deaf(8, 4))
+    tokens, *_ = serve(rank, [request], np.random.default_rng(0))
+    assert tokens["r"] != expected_tokens(request)
+
+
+def test_a_request_for_no_tokens_ends_with_its_prompts_logprobs_and_no_token():
+    device = KvDevice(8, 4)
+    rank = build_rank(
+        SchedulerSettings(num_blocks=8, block_size=4, max_model_len=32, max_num_batched_tokens=64), device
+    )
+    request = make_request("r", range(32), max_tokens=0, prompt_logprobs=0)
+    tokens, prompts, reasons, _ = serve(rank, [request], np.random.default_rng(0))
+    assert (tokens["r"], reasons["r"]) == ([], "length")
+    assert prompts["r"] == expected_prompt_logprobs(request)
+    assert device.num_launched_tokens == 32
+
+
+def test_no_stop_token_comes_before_min_tokens():
+    rank = build_rank(SchedulerSettings(num_blocks=16, block_size=4, max_model_len=64), KvDevice(16, 4))
+    stops = tuple(range(VOCAB_SIZE - 1))
+    request = make_request("r", range(6), max_tokens=20, min_tokens=7, stop_token_ids=stops)
+    tokens, *_ = serve(rank, [request], np.random.default_rng(0))
+    assert tokens["r"][:7] == [VOCAB_SIZE - 1] * 7
+    assert tokens["r"][-1] in stops
+
+
+def test_a_plan_carries_edits_only_while_a_unit_that_samples_asks_for_some():
+    rank = build_rank(SchedulerSettings(num_blocks=32, block_size=4, max_model_len=64, max_chunk=8), KvDevice(32, 4))
+    rank.add(make_request("plain", range(3), max_tokens=30), 0)
+    rank.add(make_request("other", range(20), max_tokens=5, min_tokens=2, stop_token_ids=(1,)), 0)
+    banned = []
+    for _ in range(9):
+        plan = rank.scheduler.schedule(0)
+        edits = plan.units.edits
+        banned.append(None if edits is None else edits.banned.tolist())
+        rank.executor.submit(plan, 0)
+        rank.scheduler.update(rank.executor.poll(0), 0)
+    # Two chunks of the prompt, then the one that samples, and one token more.
+    assert banned == [None, None, [[1], [1]], [[1], [1]], None, None, None, None, None]
 
 
 def test_a_full_prefix_hit_computes_one_token_and_writes_no_shared_block():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import moestro.serve.restarts
 import moestro.serve.server
 from moestro.cli import main
 
@@ -12,4 +13,6 @@ if __name__ == "__main__":
     real = moestro.serve.server.serve
     command = (sys.executable, str(Path(__file__).with_name("fake_rank.py")))
     moestro.serve.server.serve = lambda settings: real(settings, command)
+    moestro.serve.restarts.FIRST_DELAY_S = 0.02
+    moestro.serve.restarts.STEADY_S = 0.0
     main(["serve", *sys.argv[1:]])

@@ -73,6 +73,25 @@ class Running:
         self.process.wait()
 
 
+def load(server: Running) -> list[dict[str, float]]:
+    """What each engine said of itself last."""
+    return call(server, "GET", "/load").json["engines"]
+
+
+def is_idle(server: Running) -> bool:
+    """Nothing is being answered, and no engine holds anything."""
+    figures = call(server, "GET", "/load").json
+    gauges = ("num_running", "num_waiting", "kv_usage")
+    return not figures["server_load"] and not any(engine[name] for engine in figures["engines"] for name in gauges)
+
+
+def metrics(server: Running) -> dict[str, float]:
+    """Samples of GET /metrics by name and labels, as they are written; `model_name` is left out."""
+    lines = [line for line in call(server, "GET", "/metrics").body.decode().splitlines() if not line.startswith("#")]
+    pairs = [line.rsplit(" ", 1) for line in lines]
+    return {re.sub(r',?model_name="[^"]*"', "", name): float(value) for name, value in pairs}
+
+
 def wait_until(condition, timeout_s: float = 5.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -116,12 +135,17 @@ def chat(server: Running, text: str = "hi", **fields: object) -> Reply:
     return call(server, "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]} | fields)
 
 
+def stream_request(**fields: object) -> bytes:
+    """What is sent to ask for a stream."""
+    body = json.dumps({"prompt": "def f(x):", "stream": True, "ignore_eos": True} | fields).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    return head.encode() + b"\r\n\r\n" + body
+
+
 def open_stream(server: Running, **fields: object) -> socket.socket:
     """A connection on which a stream has begun."""
-    body = json.dumps({"prompt": "def f(x):", "stream": True, "ignore_eos": True} | fields).encode()
     connection = socket.create_connection(server.address, timeout=30)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    connection.sendall(head.encode() + b"\r\n\r\n" + body)
+    connection.sendall(stream_request(**fields))
     if fields.get("stream", True):
         assert connection.recv(9) == b"HTTP/1.1 "
     return connection

@@ -6,8 +6,8 @@ import http.client
 import json
 
 import pytest
-from serve.fake_rank import CRASH, FAIL_ONE, REFUSE
-from serve.running import Running, call, chat, complete, open_stream, read_to_end, wait_until
+from serve.fake_rank import FAIL_ONE, REFUSE
+from serve.running import Running, call, chat, complete, is_idle, open_stream, read_to_end, wait_until
 
 
 def error_of(reply) -> dict[str, object]:
@@ -102,7 +102,7 @@ def test_a_stop_string_cuts_and_ends_the_sequence(fake):
         chunks = reply.events[:-1] if stream else [reply.json]
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "one tw"
         assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-    wait_until(lambda: call(fake, "GET", "/load").json["engines"][0]["num_running"] == 0)
+    wait_until(lambda: is_idle(fake))
 
 
 def test_what_a_stop_string_hides_is_counted(fake, tokenizer):
@@ -121,6 +121,154 @@ def test_a_stop_token_ends_the_text_before_it(fake, tokenizer):
 def test_the_models_end_token_stops_unless_ignored(fake):
     assert complete(fake, prompt=[40, 41, 2, 42], max_tokens=9).json["usage"]["completion_tokens"] == 3
     assert complete(fake, prompt=[40, 41, 2, 42], max_tokens=9, ignore_eos=True).json["usage"]["completion_tokens"] == 9
+
+
+def test_n_choices_are_prompt_major_and_their_prompt_counts_once(fake, tokenizer):
+    prompts = ["alpha beta gamma", "one two three"]
+    alone = [complete(fake, prompt=prompt, max_tokens=3).json["choices"][0]["text"] for prompt in prompts]
+    answer = complete(fake, prompt=prompts, max_tokens=3, n=2).json
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in answer["choices"]] == [alone[0], alone[0], alone[1], alone[1]]
+    num_prompt = sum(len(tokenizer.encode(prompt, add_special_tokens=True)) for prompt in prompts)
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (num_prompt, 12)
+
+
+def test_each_choice_of_a_chat_stream_opens_with_its_role(fake):
+    chunks = chat(fake, max_tokens=4, n=3, stream=True, ignore_eos=True).events[:-1]
+    opening = [(chunk["choices"][0]["index"], chunk["choices"][0]["delta"].get("role")) for chunk in chunks[:3]]
+    assert opening == [(0, "assistant"), (1, "assistant"), (2, "assistant")]
+    ends = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["finish_reason"]]
+    assert sorted(end["index"] for end in ends) == [0, 1, 2]
+    whole = chat(fake, max_tokens=4, n=3, ignore_eos=True).json["choices"]
+    assert [choice["index"] for choice in whole] == [0, 1, 2]
+
+
+# --- log probabilities and echo
+
+
+def joined_logprobs(chunks) -> dict[str, list]:
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    return {name: [entry for part in parts for entry in part[name]] for name in names}
+
+
+def test_logprobs_of_a_completion_have_an_entry_for_every_token(fake):
+    answer = complete(fake, max_tokens=5, logprobs=2).json
+    [choice] = answer["choices"]
+    logprobs = choice["logprobs"]
+    assert logprobs.keys() == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert logprobs["token_logprobs"] == [-1.5] * 5
+    starts = [len("".join(logprobs["tokens"][:i])) for i in range(5)]
+    assert logprobs["text_offset"] == starts
+    for token, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True):
+        assert list(top.values()) == [-0.5, -1.0, -1.5], "two alternatives, and the token that came"
+        assert top[token] == -1.5
+    own = complete(fake, max_tokens=5, logprobs=0).json["choices"][0]["logprobs"]["top_logprobs"]
+    assert own == [{token: -1.5} for token in logprobs["tokens"]]
+
+
+def test_streamed_logprobs_join_to_the_whole_ones(fake):
+    asked = {"prompt": "naïve 😀 text", "max_tokens": 30, "logprobs": 1, "stop": ["te"]}
+    whole = complete(fake, **asked).json["choices"][0]["logprobs"]
+    chunks = complete(fake, **asked, stream=True).events[:-1]
+    assert joined_logprobs(chunks) == whole
+    assert len(whole["tokens"]) == complete(fake, **asked).json["usage"]["completion_tokens"]
+
+
+def test_a_token_that_is_half_a_character_is_shown_by_its_bytes(fake):
+    asked = {"messages": [{"role": "user", "content": "😀"}], "logprobs": True, "max_tokens": 50}
+    content = call(fake, "POST", "/v1/chat/completions", asked).json["choices"][0]["logprobs"]["content"]
+    assert "😀".encode() in bytes(byte for entry in content for byte in entry["bytes"])
+    for entry in content:
+        if not entry["token"].startswith("bytes:"):
+            assert bytes(entry["bytes"]).decode() == entry["token"]
+
+
+def test_logprobs_of_a_chat(fake):
+    [choice] = chat(fake, max_tokens=4, ignore_eos=True, logprobs=True, top_logprobs=3).json["choices"]
+    assert choice["logprobs"]["refusal"] is None
+    content = choice["logprobs"]["content"]
+    assert len(content) == 4
+    for entry in content:
+        assert entry.keys() == {"token", "logprob", "bytes", "top_logprobs"}
+        assert [top["logprob"] for top in entry["top_logprobs"]] == [-0.5, -1.0, -1.5]
+        own = {"token": entry["token"], "logprob": -1.5, "bytes": entry["bytes"]}
+        assert entry["top_logprobs"][2] == own
+    chunks = chat(fake, max_tokens=4, ignore_eos=True, logprobs=True, top_logprobs=3, stream=True).events[1:-1]
+    assert [entry for chunk in chunks for entry in chunk["choices"][0]["logprobs"]["content"]] == content
+    bare = chat(fake, max_tokens=4, ignore_eos=True, logprobs=True).json["choices"][0]["logprobs"]["content"]
+    assert [entry["top_logprobs"] for entry in bare] == [[]] * 4
+
+
+def test_an_echo_stands_in_front_also_of_a_stream(fake):
+    plain = complete(fake, max_tokens=5).json["choices"][0]["text"]
+    assert complete(fake, max_tokens=5, echo=True).json["choices"][0]["text"] == "def f(x):" + plain
+    chunks = complete(fake, max_tokens=5, echo=True, stream=True).events[:-1]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "def f(x):" + plain
+
+
+def test_an_echo_is_not_searched_for_stop_strings(fake):
+    [choice] = complete(fake, prompt="one two", echo=True, stop=" two", max_tokens=99).json["choices"]
+    assert choice["text"] == "one twoone"
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 7])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_with_logprobs_scores_the_prompt_first(fake, tokenizer, max_tokens, stream):
+    asked = {"prompt": "naïve 😀 text", "echo": True, "logprobs": 1, "max_tokens": max_tokens, "stream": stream}
+    reply = complete(fake, **asked)
+    chunks = reply.events[:-1] if stream else [reply.json]
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    logprobs, num_prompt = joined_logprobs(chunks), len(tokenizer.encode("naïve 😀 text", add_special_tokens=True))
+    assert {len(entries) for entries in logprobs.values()} == {num_prompt + max_tokens}
+    assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+    assert set(logprobs["token_logprobs"][1:]) <= {-1.5}
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert token.startswith("bytes:") or text[offset:].startswith(token)
+    if not stream:
+        assert reply.json["usage"]["completion_tokens"] == max_tokens
+
+
+def test_prompts_are_scored_as_lm_eval_reads_them(fake, tokenizer):
+    """Token ids in, one choice per prompt in order, the prompt's own logprobs between its context and the new token."""
+    prompts = [tokenizer.encode(text, add_special_tokens=True) for text in ("one two three", "x = y + z", "z")]
+    asked = {"max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
+    choices = complete(fake, prompt=prompts, **asked).json["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    for choice, ids in zip(choices, prompts, strict=True):
+        context = 1
+        scores = choice["logprobs"]["token_logprobs"][context:-1]
+        assert scores == [-1.5] * (len(ids) - 1)
+        likeliest = [max(top, key=top.get) for top in choice["logprobs"]["top_logprobs"][context:-1]]
+        pairs = zip(likeliest, choice["logprobs"]["tokens"][context:-1], strict=True)
+        assert all(best != token for best, token in pairs), "the fake's tokens are never the likeliest"
+
+
+def test_prompt_logprobs_are_vllms(fake, tokenizer):
+    ids = tokenizer.encode("one two three", add_special_tokens=True)
+    [choice] = complete(fake, prompt=ids, prompt_logprobs=3, max_tokens=1).json["choices"]
+    first, *rest = choice["prompt_logprobs"]
+    assert first is None
+    assert choice["logprobs"] is None
+    for token_id, found in zip(ids[1:], rest, strict=True):
+        assert found[str(token_id)]["logprob"] == -1.5
+        assert [found[str(token_id - 2 + i)]["rank"] for i in range(3)] == [1, 2, 3]
+        assert found[str(token_id)].keys() == {"logprob", "rank", "decoded_token"}
+    answer = chat(fake, prompt_logprobs=0, max_tokens=1).json
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert "prompt_logprobs" not in chat(fake, max_tokens=1).json
+
+
+def test_a_stop_string_is_not_looked_for_before_min_tokens(fake, tokenizer):
+    text = "one two three four "
+    num_tokens = len(tokenizer.encode(text, add_special_tokens=True))
+    asked = {"prompt": tokenizer.encode(text, add_special_tokens=True), "stop": " three", "max_tokens": 500}
+    assert complete(fake, **asked).json["choices"][0]["text"] == "one two"
+    late = complete(fake, **asked, min_tokens=num_tokens).json["choices"][0]["text"]
+    assert late.count(" three") == 1
+    assert late.endswith(" two")
 
 
 # --- refusals
@@ -216,34 +364,6 @@ def test_a_sequence_that_fails_without_a_stream_is_500(fake):
     assert (reply.status, error_of(reply)["type"]) == (500, "server_error")
 
 
-def test_an_engine_that_fails_ends_its_requests_and_the_others_go_on(fake_command, tmp_path):
-    server = Running((*fake_command, "--engines", "2", "--route-policy", "round_robin"), tmp_path)
-    try:
-        bystander = open_stream(server, max_tokens=500)
-        victim = read_to_end(open_stream(server, max_tokens=500, priority=CRASH))
-        assert b"event: error\n" in victim
-        assert b"engine_died" in victim
-        assert b"data: [DONE]" in read_to_end_of_answer(bystander)
-        assert call(server, "GET", "/health").status == 200
-        assert complete(server, max_tokens=2).status == 200
-        assert "asked to crash" in server.text
-        assert complete(server, max_tokens=50, priority=CRASH).status == 500
-        reply = complete(server)
-        assert (reply.status, reply.headers["retry-after"], error_of(reply)["code"]) == (503, "1", "no_engine")
-        assert call(server, "GET", "/health").status == 503
-        assert server.stop() == 0
-    finally:
-        server.kill()
-
-
-def read_to_end_of_answer(connection) -> bytes:
-    data = b""
-    while not data.endswith(b"0\r\n\r\n"):
-        data += connection.recv(65536)
-    connection.close()
-    return data
-
-
 # --- clients that leave
 
 
@@ -253,9 +373,7 @@ def test_a_client_that_leaves_frees_its_sequence(fake, stream):
     wait_until(lambda: call(fake, "GET", "/load").json["engines"][0]["num_running"] == 1)
     assert call(fake, "GET", "/load").json["server_load"] == 1
     connection.close()
-    wait_until(lambda: call(fake, "GET", "/load").json == {
-        "server_load": 0, "engines": [{"num_running": 0, "num_waiting": 0, "kv_usage": 0.0}],
-    })  # fmt: skip
+    wait_until(lambda: is_idle(fake))
 
 
 # --- the rest

@@ -8,10 +8,12 @@ import random
 import pytest
 from serve.fake_rank import INFO
 
+from moestro.cluster.router import Router
 from moestro.core.request import FinishReason, Output, Request, SamplingParams
 from moestro.errors import ConfigError, EngineDiedError, NoEngineError, QueueFullError
-from moestro.serve.engines import Engines
-from moestro.serve.messages import Abort, Add, Failed, Outputs, Ready, Refused
+from moestro.serve.engines import HOMELESS_S, Engines
+from moestro.serve.messages import Abort, Add, Failed, Outputs, RankLoad, Ready, Refused
+from moestro.serve.metrics import Metrics
 from moestro.serve.refusals import DrainingError, GenerationError
 
 
@@ -20,7 +22,7 @@ def request(name: str) -> Request:
 
 
 def outputs(*items: Output) -> Outputs:
-    return Outputs(items, num_running=3, num_waiting=2, kv_usage=0.5)
+    return Outputs(items, RankLoad(num_running=3, num_waiting=2, kv_usage=0.5))
 
 
 class World:
@@ -29,7 +31,9 @@ class World:
     def __init__(self, num_engines: int = 2) -> None:
         self.sent: list[tuple[int, object]] = []
         self.unreachable: set[int] = set()
-        self.engines = Engines(num_engines, "round_robin", self.send)
+        self.metrics = Metrics(num_engines)
+        self.now_ns = 0
+        self.engines = Engines(Router(num_engines, "round_robin"), self.send, self.metrics, lambda: self.now_ns)
         for engine in range(num_engines):
             self.engines.on_message(engine, Ready(INFO))
 
@@ -98,10 +102,12 @@ def test_a_refusal_is_an_error_with_its_status():
     run(test)
 
 
-def test_an_engines_end_ends_its_requests_and_takes_it_out_of_rotation():
+def test_an_engines_end_ends_what_had_begun_there_and_takes_it_out_of_rotation():
     def test():
         world = World()
         lost, kept = world.submit("a"), world.submit("b")
+        world.engines.on_message(0, outputs(Output(request_id="a", token_ids=(1,))))
+        assert lost.get_nowait().token_ids == (1,)
         world.engines.on_exit(0, "killed")
         assert isinstance(lost.get_nowait(), GenerationError)
         assert kept.empty()
@@ -116,7 +122,110 @@ def test_an_engines_end_ends_its_requests_and_takes_it_out_of_rotation():
     run(test)
 
 
-def test_an_engine_that_cannot_be_reached_takes_nothing():
+def test_a_request_without_output_moves_when_its_engine_ends_and_late_words_of_that_engine_are_ignored():
+    def test():
+        world = World()
+        inbox = world.submit("a")
+        world.engines.on_exit(0, "killed")
+        assert [engine for engine, message in world.sent if isinstance(message, Add)] == [0, 1]
+        world.engines.on_message(0, outputs(Output(request_id="a", token_ids=(1,))))
+        assert inbox.empty()
+        last = Output(request_id="a", token_ids=(2,), finish_reason=FinishReason.STOP)
+        world.engines.on_message(1, outputs(last))
+        assert inbox.get_nowait() == last
+        assert world.engines.num_in_flight == 0
+        assert world.metrics.engines[0].num_moved == 1
+
+    run(test)
+
+
+def test_a_request_moves_once_at_most():
+    def test():
+        world = World(3)
+        inbox = world.submit("a")
+        for _ in range(2):
+            engine, _ = world.sent[-1]
+            assert inbox.empty()
+            world.engines.on_exit(engine, "killed")
+        assert inbox.get_nowait().code == "engine_died"
+        assert world.engines.num_in_flight == 0
+
+    run(test)
+
+
+def test_without_another_engine_a_request_waits_for_the_next_life_of_its_own():
+    def test():
+        world = World(1)
+        inbox = world.submit("a", "b")
+        world.engines.on_exit(0, "killed")
+        world.engines.abort("b")
+        assert world.engines.num_in_flight == 1
+        world.engines.on_message(0, Ready(INFO))
+        assert [message.request.request_id for _, message in world.sent if isinstance(message, Add)] == ["a", "b", "a"]
+        world.engines.on_message(0, outputs(Output(request_id="a", finish_reason=FinishReason.STOP)))
+        assert inbox.get_nowait().finish_reason == "stop"
+
+    run(test)
+
+
+def test_a_request_does_not_wait_for_another_engine_for_ever():
+    def test():
+        world = World(1)
+        inbox = world.submit("a")
+        world.engines.on_exit(0, "killed")
+        world.engines.settle_homeless()
+        assert inbox.empty()
+        world.now_ns = int(HOMELESS_S * 1e9)
+        world.engines.settle_homeless()
+        assert inbox.get_nowait().code == "no_engine"
+        assert world.engines.num_in_flight == 0
+
+    run(test)
+
+
+def test_an_engine_that_does_not_get_on_takes_nothing_until_it_does():
+    def test():
+        world = World()
+        world.engines.set_trusted(0, trusted=False)
+        world.submit("a", "b")
+        assert {engine for engine, _ in world.sent} == {1}
+        world.engines.on_exit(1, "killed")
+        world.engines.set_trusted(1, trusted=True)  # it is not there
+        assert not world.engines.is_healthy
+        world.engines.set_trusted(0, trusted=True)
+        assert world.engines.is_healthy
+
+    run(test)
+
+
+def test_what_a_request_took_is_measured_where_its_tokens_arrive():
+    def test():
+        world = World(1)
+        world.submit("a")
+        for now_s, reason in ((3, None), (5, None), (6, FinishReason.LENGTH)):
+            world.now_ns = now_s * 10**9
+            world.engines.on_message(0, outputs(Output(request_id="a", token_ids=(1,), finish_reason=reason)))
+        metrics = world.metrics.engines[0]
+        totals = [h.total for h in (metrics.first_token_s, metrics.gap_s, metrics.mean_gap_s, metrics.whole_s)]
+        assert totals == [3.0, 3.0, 1.5, 6.0]
+        assert [sum(h.counts) for h in (metrics.first_token_s, metrics.gap_s)] == [1, 2]
+        assert (metrics.num_prompt_tokens, metrics.num_generated_tokens) == (1, 3)
+        assert metrics.ended[FinishReason.LENGTH] == 1
+
+    run(test)
+
+
+def test_an_engine_that_cannot_be_reached_is_passed_over():
+    def test():
+        world = World()
+        world.unreachable = {0}
+        world.submit("a", "b")
+        assert [engine for engine, _ in world.sent] == [1, 1]
+
+    run(test)
+
+
+def test_engines_that_cannot_be_reached_take_nothing():
     def test():
         world = World()
         world.unreachable = {0, 1}
@@ -149,7 +258,7 @@ def test_at_the_end_all_hear_why():
 )
 def test_the_cause_of_a_failed_start_is_what_is_raised(message, kind, text):
     async def test():
-        engines = Engines(1, "round_robin", lambda engine, message: None)
+        engines = Engines(Router(1, "round_robin"), lambda engine, message: None, Metrics(1))
         if message:
             engines.on_message(0, message)
         engines.on_exit(0, "it ended")
@@ -162,26 +271,36 @@ def test_the_cause_of_a_failed_start_is_what_is_raised(message, kind, text):
 def test_law_requests_are_conserved_under_random_histories():
     def test():
         rng = random.Random(0)
-        for _ in range(200):
-            world = World(3)
-            inboxes = {}
-            for step in range(60):
-                name, engine = f"r{rng.randrange(step + 1)}", rng.randrange(3)
-                reason = rng.choice([None, FinishReason.STOP])
-                match rng.randrange(8):
-                    case 0 if rng.random() < 0.1:
-                        world.engines.on_exit(engine, "chaos")
-                    case 1:
-                        world.engines.abort(name)
-                        inboxes.pop(name, None)
-                    case 2 | 3 | 4:
-                        world.engines.on_message(engine, outputs(Output(request_id=name, finish_reason=reason)))
-                    case _ if world.engines.is_healthy and f"new{step}" not in inboxes:
-                        inboxes[f"r{step}"] = world.submit(f"r{step}")
+        for _ in range(300):
+            world, inboxes = World(3), {}
+            for step in range(80):
+                happen(world, inboxes, step, rng)
             world.engines.fail_all(DrainingError())
             assert world.engines.num_in_flight == 0
+            assert [world.engines.num_in_flight_on(engine) for engine in range(3)] == [0, 0, 0]
             for inbox in inboxes.values():
                 ends = [inbox.get_nowait() for _ in range(inbox.qsize())]
                 assert sum(isinstance(end, Exception) or end.finish_reason is not None for end in ends) == 1
 
     run(test)
+
+
+def happen(world: World, inboxes: dict[str, asyncio.Queue], step: int, rng: random.Random) -> None:
+    """One of the things that happen to engines and requests."""
+    name, engine = f"r{rng.randrange(step + 1)}", rng.randrange(3)
+    match rng.randrange(9):
+        case 0 if rng.random() < 0.3:
+            world.engines.on_exit(engine, "chaos")
+        case 0:
+            world.now_ns += int(HOMELESS_S / 3 * 1e9)
+            world.engines.settle_homeless()
+        case 1:
+            world.engines.on_message(engine, Ready(INFO))
+        case 2:
+            world.engines.abort(name)
+            inboxes.pop(name, None)
+        case 3 | 4 | 5:
+            ids, reason = rng.choice([(), (1,)]), rng.choice([None, FinishReason.STOP])
+            world.engines.on_message(engine, outputs(Output(request_id=name, token_ids=ids, finish_reason=reason)))
+        case _ if world.engines.is_healthy:
+            inboxes[f"r{step}"] = world.submit(f"r{step}")

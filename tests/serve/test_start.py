@@ -15,6 +15,7 @@ from moestro.errors import ConfigError
 from moestro.serve.banner import Started, curl_line, print_banner
 from moestro.serve.checkpoint import locate_model
 from moestro.serve.messages import Phase
+from moestro.serve.startup import StartClock, process_age_s
 
 
 def test_a_directory_with_a_config_is_a_checkpoint(tmp_path):
@@ -70,15 +71,30 @@ def test_impossible_settings_are_refused_when_made(kind, fields):
         kind(**fields)
 
 
+def test_the_phases_of_a_start_account_for_every_second_since_the_process_began():
+    clock = StartClock()
+    assert process_age_s() > 0
+    clock.mark("front door")
+    clock.mark_engines([[Phase("load", 1.0)], [Phase("load", 2.0), Phase("check", 1.0)]])
+    clock.mark("door")
+    names = [phase.name for phase in clock.phases]
+    assert names == ["front door", "load", "check", "door"]
+    # The engines' seconds are made up here; what is left of the whole is the last phase's, negative or not.
+    assert sum(phase.seconds for phase in clock.phases) == pytest.approx(process_age_s(), abs=0.2)
+
+
 def test_the_banner_says_what_the_operator_wants_to_know():
     started = Started(
-        infos=[INFO, INFO], phases=[Phase("load weights", 2.5)], names=["it's"], url="http://h:1", needs_key=True,
-        seconds=3.0,
-    )  # fmt: skip
+        infos=[INFO, INFO],
+        phases=[Phase("start", 0.5), Phase("load weights", 2.5)],
+        names=["it's"],
+        url="http://h:1",
+        needs_key=True,
+    )
     console = Console(file=io.StringIO(), width=120)
     print_banner(console, started)
     text = console.file.getvalue()
-    for words in ("32,768 tokens: 8.0 sequences", "3.0 s (load weights 2.5)", "http://h:1", "2 x none"):
+    for words in ("32,768 tokens: 8.0 sequences", "3.0 s (start 0.5, load weights 2.5)", "http://h:1", "2 x none"):
         assert words in text
     words = shlex.split(curl_line(started))
     assert words[0] == "curl"

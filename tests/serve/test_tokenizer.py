@@ -118,3 +118,28 @@ def test_loading_a_tokenizer_does_not_load_torch(demo_dir):
         f" Tokenizer(Path({str(demo_dir)!r})); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- single tokens
+
+
+def test_law_the_bytes_of_single_tokens_join_to_those_of_the_text(tokenizer):
+    for text in ("def f(x):\n    return x\n", "naïve 😀 text", "👩\u200d👩\u200d👧 e\u0301", "\t \x00\u202e", "日本語"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert b"".join(tokenizer.token_texts[token_id].raw for token_id in ids) == text.encode()
+
+
+def test_no_two_tokens_of_a_byte_level_vocabulary_read_alike(tokenizer):
+    texts = [tokenizer.token_texts[token_id].text for token_id in range(tokenizer.backend.get_vocab_size())]
+    assert len(set(texts)) == len(texts)
+    assert not any("\ufffd" in text for text in texts)
+
+
+def test_a_token_is_shown_with_its_space_a_byte_by_its_value_and_a_special_token_by_its_name(tokenizer, tmp_path):
+    spelt = byte_fallback_tokenizer(tmp_path)
+    hello, half = spelt.token_texts[1], spelt.token_texts[5 + 0xE2]
+    assert (hello.text, hello.raw) == (" Hello", b" Hello")
+    assert (half.text, half.raw) == ("bytes:\\xe2", b"\xe2")
+    assert spelt.token_texts[5 + ord("A")].text == "A"
+    special = min(tokenizer.special_ids)
+    assert tokenizer.token_texts[special].text == tokenizer.backend.id_to_token(special)

@@ -62,7 +62,21 @@ def test_a_body_that_is_no_request_is_refused(body, code):
         *[("seed", value) for value in (2**63, -(2**63) - 1, "1", 1.5)],
         *[("stop", value) for value in ("", [""], ["a"] * 5, 1, [1], ["a" * 1025])],
         *[("stop_token_ids", value) for value in ("a", [1.5], list(range(2000)))],
-        *[("n", value) for value in (0, 2, 2**31)],
+        *[("n", value) for value in (0, 129, 16384, 2**31, 1.5)],
+        *[("best_of", value) for value in (0, 2)],
+        *[("min_tokens", value) for value in (-1, 17, "1", 1.5)],
+        *[("min_p", value) for value in (-0.1, 1.1, 2, "x")],
+        *[("presence_penalty", value) for value in (-2.1, 2.1, 1e308)],
+        *[("frequency_penalty", value) for value in (-2.1, 2.1, "1")],
+        *[("repetition_penalty", value) for value in (0, -1, 1e-300, 1e308)],
+        *[("logprobs", value) for value in (-2, -1, 21, 10**9, True, 1.5)],
+        *[("prompt_logprobs", value) for value in (-1, 21)],
+        *[("logit_bias", {key: 1}) for key in ("abc", "-1", "1.5", "01", " 1", "1_0", "\u0661", "", "9" * 20)],
+        *[("logit_bias", {"1": value}) for value in (101, -100.5, 1e9, "x")],
+        ("logit_bias", {str(i): 1 for i in range(301)}),
+        ("logit_bias", [1]),
+        *[("service_class", value) for value in ("", "LS", "vip", 1)],
+        ("echo", "yes"),
         *[("cache_salt", value) for value in ("", "a" * 1025, [])],
         *[("priority", value) for value in (2**63, "high")],
         *[("stream", value) for value in ("yes", 1)],
@@ -70,9 +84,18 @@ def test_a_body_that_is_no_request_is_refused(body, code):
         ("ignore_eos", "yes"),
         ("user", 1),
         ("model", 1),
-        *[("echo", True), ("suffix", "x"), ("logprobs", 0), ("logprobs", 1), ("best_of", 2), ("min_tokens", 1)],
-        *[("min_p", 0.1), ("presence_penalty", 0.5), ("frequency_penalty", -1), ("repetition_penalty", 1.1)],
-        *[("logit_bias", {"1": 1}), ("prompt_logprobs", 0), ("response_format", {"type": "json_object"})],
+        *[
+            ("suffix", "x"),
+            ("response_format", {"type": "json_object"}),
+            ("allowed_token_ids", [1]),
+            ("bad_words", ["x"]),
+        ],
+        *[
+            ("structured_outputs", {"regex": "a"}),
+            ("guided_json", {}),
+            ("use_beam_search", True),
+            ("prompt_embeds", "x"),
+        ],
     ],
 )
 def test_a_completion_field_out_of_bounds_is_refused_by_name(field, value):
@@ -96,10 +119,14 @@ def test_a_completion_field_out_of_bounds_is_refused_by_name(field, value):
         ("messages", [{"role": "user", "content": 3}]),
         ("messages", [{"role": "tool", "content": "x"}]),
         ("max_completion_tokens", 0),
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("n", 0),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("logprobs", True),
+        ("logprobs", 3),
         ("top_logprobs", 3),
+        ("echo", True),
         ("chat_template", "{{ 1 }}"),
         ("chat_template_kwargs", {"tokenize": True}),
     ],
@@ -128,17 +155,55 @@ def test_law_any_json_is_taken_or_refused_and_nothing_else():
         body = json.dumps({"prompt": "x", "messages": [{"role": "user", "content": "x"}]} | fields).encode()
         for parse in (parse_completion, parse_chat):
             with contextlib.suppress(RequestError):
-                assert parse(body).options.temperature >= 0
+                assert parse(body).options.n >= 1
 
 
-def test_neutral_values_of_what_is_not_supported_are_accepted():
+def test_neutral_values_are_accepted_also_of_what_is_not_supported():
     neutral = {
         "logprobs": None, "echo": False, "best_of": 1, "suffix": None, "presence_penalty": 0.0, "frequency_penalty": 0,
-        "logit_bias": {}, "min_p": 0, "min_tokens": 0, "repetition_penalty": 1.0, "response_format": {"type": "text"},
-        "n": 1, "stop": None, "seed": None, "user": "me", "stream": False, "temperature": None, "cache_salt": None,
+        "logit_bias": {}, "min_p": None, "min_tokens": 0, "repetition_penalty": None, "prompt_logprobs": None,
+        "response_format": {"type": "text"}, "service_class": "ls", "n": 1, "stop": None, "seed": None, "user": "me",
+        "stream": False, "temperature": None, "cache_salt": None,
     }  # fmt: skip
     assert completion(**neutral) == completion()
     assert chat(logprobs=False, top_logprobs=0, tools=[], tool_choice="auto") == chat()
+
+
+def test_what_says_nothing_about_the_answer_is_accepted():
+    fields = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "x"}
+    assert completion(**fields) == completion()
+    assert chat(**fields) == chat()
+
+
+def test_no_tokens_are_allowed_with_an_echo_alone():
+    assert completion(max_tokens=0, echo=True).options.max_tokens == 0
+    with pytest.raises(RequestError, match="max_tokens must be between 1 and"):
+        completion(max_tokens=0)
+
+
+def test_best_of_may_say_what_n_says():
+    assert completion(n=3, best_of=3).options.n == 3
+    with pytest.raises(RequestError, match=r"best_of must equal n \(3\)"):
+        completion(n=3, best_of=5)
+
+
+def test_prompts_times_n_are_bounded():
+    assert completion(prompt=["x"] * 8, n=128).options.n == 128
+    with pytest.raises(RequestError, match="n times the number of prompts must be 1024 at most, got 1152"):
+        completion(prompt=["x"] * 9, n=128)
+
+
+def test_prompt_logprobs_and_a_stream_exclude_each_other():
+    with pytest.raises(RequestError, match="prompt_logprobs is not allowed with stream: true"):
+        completion(prompt_logprobs=1, stream=True)
+    assert completion(echo=True, logprobs=1, stream=True).options.logprobs == 1
+
+
+def test_logprobs_are_spelt_differently_in_the_two_kinds():
+    assert [completion(logprobs=k).options.logprobs for k in (None, 0, 20)] == [None, 0, 20]
+    assert chat(logprobs=True).options.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).options.logprobs == 20
+    assert chat(logprobs=False, top_logprobs=0).options.logprobs is None
 
 
 def test_unknown_fields_are_ignored_and_named_in_the_debug_log(caplog):
@@ -156,7 +221,10 @@ def test_a_prompt_is_a_text_or_ids_or_several_of_either():
 
 def test_defaults_are_the_apis():
     options = completion().options
-    assert (options.max_tokens, options.temperature, options.top_p, options.top_k) == (16, 1.0, 1.0, 0)
+    assert (options.max_tokens, options.min_tokens, options.n, options.logit_bias) == (16, 0, 1, ())
+    left_open = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "prompt_logprobs")
+    assert [getattr(options, name) for name in left_open] == [None] * 7, "the checkpoint's own, if it has some"
+    assert (options.presence_penalty, options.frequency_penalty, options.service_class) == (0, 0, "ls")
     assert (options.seed, options.stop, options.stream, options.priority) == (None, (), False, 0)
     assert chat().options.max_tokens is None
 
@@ -181,5 +249,7 @@ def test_a_message_says_what_was_given_and_what_is_allowed():
         completion(temperature=3)
     with pytest.raises(RequestError, match=r"max_tokens: Expected `int \| null`, got `str`"):
         completion(max_tokens="16")
-    with pytest.raises(RequestError, match=r"echo is not supported yet"):
-        completion(echo=True)
+    with pytest.raises(RequestError, match=r"suffix is not supported yet"):
+        completion(suffix="x")
+    with pytest.raises(RequestError, match=r"logit_bias values must be between -100 and 100, got 101"):
+        completion(logit_bias={"3": 101})

@@ -15,7 +15,7 @@ import pytest
 import zmq
 from serve.fake_rank import FakeRank
 
-from moestro.core.request import Request, SamplingParams
+from moestro.core.request import Request, SamplingParams, ServiceClass
 from moestro.errors import ConfigError, NoEngineError
 from moestro.serve.channel import Channel
 from moestro.serve.messages import (
@@ -23,6 +23,7 @@ from moestro.serve.messages import (
     Abort,
     Add,
     Failed,
+    Heartbeat,
     Outputs,
     Phase,
     Shutdown,
@@ -66,7 +67,7 @@ def on_loop(address: str, test) -> RankSocket:
     async def inside() -> RankSocket:
         wire = RankSocket(address, 2)
         inbox: asyncio.Queue = asyncio.Queue()
-        wire.listen(lambda rank, message: inbox.put_nowait((rank, message)))
+        wire.listen(lambda rank, message: isinstance(message, Heartbeat) or inbox.put_nowait((rank, message)))
         try:
             async with asyncio.timeout(10):
                 await test(wire, inbox)
@@ -84,7 +85,7 @@ def test_the_address_is_in_a_directory_for_this_user_only(address):
 
 def test_messages_go_both_ways(address, parent_fd):
     async def test(wire, inbox):
-        channel = Channel(address, 1, parent_fd)
+        channel = Channel(address, identity_of(1, 0), parent_fd)
         channel.send(Phase("load", 1.5))
         assert await inbox.get() == (1, Phase("load", 1.5))
         for message in (ADD, Abort(("a",)), Shutdown()):
@@ -103,7 +104,7 @@ def test_messages_go_both_ways(address, parent_fd):
 
 def test_a_flood_arrives_whole_and_in_order(address, parent_fd):
     async def test(wire, inbox):
-        channel = Channel(address, 0, parent_fd)
+        channel = Channel(address, identity_of(0, 0), parent_fd)
         for i in range(5000):
             channel.send(Phase(str(i), 0.0))
         assert [(await inbox.get())[1].name for _ in range(5000)] == [str(i) for i in range(5000)]
@@ -126,6 +127,39 @@ def test_a_rank_that_is_not_there_cannot_be_reached(address):
     on_loop(address, test)
 
 
+def test_a_rank_speaks_twice_a_second_and_says_how_many_steps_it_has_begun(address, parent_fd):
+    async def test() -> None:
+        wire, beats = RankSocket(address, 1), asyncio.Queue()
+        wire.listen(lambda rank, message: beats.put_nowait(message))
+        channel = Channel(address, identity_of(0, 0), parent_fd)
+        assert await beats.get() == Heartbeat(0)
+        channel.num_steps = 7
+        async with asyncio.timeout(5):
+            assert await beats.get() == Heartbeat(7)
+        await asyncio.to_thread(channel.close)
+        wire.close()
+
+    asyncio.run(test())
+
+
+def test_what_an_earlier_process_of_a_rank_says_is_ignored_and_the_next_one_is_heard(address, parent_fd):
+    async def test(wire, inbox):
+        old, new = (Channel(address, identity_of(1, launch), parent_fd) for launch in (0, 1))
+        old.send(Phase("old", 0.0))
+        assert await inbox.get() == (1, Phase("old", 0.0))
+        wire.expect(1, 1)
+        old.send(Phase("stale", 0.0))
+        await asyncio.to_thread(old.close)
+        new.send(Phase("new", 0.0))
+        assert await inbox.get() == (1, Phase("new", 0.0))
+        wire.send(1, Shutdown())
+        assert await asyncio.to_thread(new.receive, block=True) == [Shutdown()]
+        await asyncio.to_thread(new.close)
+        assert wire.num_dropped == 0
+
+    on_loop(address, test)
+
+
 def test_garbage_and_strangers_are_dropped_and_counted(address):
     rng = random.Random(0)
     garbage = [
@@ -136,7 +170,7 @@ def test_garbage_and_strangers_are_dropped_and_counted(address):
     async def test(wire, inbox):
         context = zmq.Context()
         rank, stranger = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
-        rank.setsockopt(zmq.IDENTITY, identity_of(0))
+        rank.setsockopt(zmq.IDENTITY, identity_of(0, 0))
         for socket in (rank, stranger):
             socket.connect(address)
         stranger.send(encode(Phase("from a stranger", 0.0)))
@@ -156,7 +190,7 @@ def test_a_message_beyond_the_limit_is_not_read(address):
     async def test(wire, inbox):
         context = zmq.Context()
         rank = context.socket(zmq.DEALER)
-        rank.setsockopt(zmq.IDENTITY, identity_of(0))
+        rank.setsockopt(zmq.IDENTITY, identity_of(0, 0))
         rank.connect(address)
         rank.send(bytes(MAX_MESSAGE_BYTES + 1))
         await asyncio.sleep(0.3)
@@ -171,11 +205,11 @@ def test_a_rank_drops_garbage_and_goes_on(address, parent_fd):
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.bind(address)
-    channel = Channel(address, 0, parent_fd)
+    channel = Channel(address, identity_of(0, 0), parent_fd)
     channel.send(Phase("here", 0.0))
     socket.recv_multipart()
     for frame in (b"", b"junk", encode(Phase("not for a rank", 0.0)), b"\x91" * 100_000, encode(Shutdown())):
-        socket.send_multipart([identity_of(0), frame])
+        socket.send_multipart([identity_of(0, 0), frame])
     assert channel.receive(block=True) == [Shutdown()]
     channel.close()
     context.destroy(linger=0)
@@ -218,14 +252,23 @@ def test_a_rank_serves_sleeps_and_leaves_when_told():
     assert not thread.is_alive()
     last = channel.sent[-1]
     assert isinstance(last, Outputs)
-    assert (last.outputs[0].finish_reason, last.num_running) == ("length", 0)
+    assert (last.outputs[0].finish_reason, last.load.num_running) == ("length", 0)
+    assert channel.num_steps == 3
 
 
 def test_law_what_is_sent_to_a_rank_decodes_to_itself():
     rng = random.Random(0)
     for _ in range(200):
         count = rng.randrange(1, 50)
-        sampling = SamplingParams(max_tokens=rng.randrange(1, 99), seed=rng.randrange(2**64), temperature=rng.random())
+        sampling = SamplingParams(
+            max_tokens=rng.randrange(99),
+            seed=rng.randrange(2**64),
+            temperature=rng.random(),
+            min_p=rng.random(),
+            frequency_penalty=rng.uniform(-2, 2),
+            repetition_penalty=rng.uniform(0.1, 2),
+            logit_bias=tuple((rng.randrange(2**31), rng.uniform(-100, 100)) for _ in range(rng.randrange(4))),
+        )
         request = Request(
             request_id=str(rng.random()),
             num_prompt_tokens=count,
@@ -233,5 +276,6 @@ def test_law_what_is_sent_to_a_rank_decodes_to_itself():
             arrival_ns=rng.randrange(2**62),
             token_ids=rng.randbytes(4 * count),
             block_hashes=rng.randbytes(16 * rng.randrange(9)),
+            service_class=rng.choice(list(ServiceClass)),
         )
         assert decode_to_rank(encode(Add(request))) == Add(request)

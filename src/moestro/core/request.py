@@ -20,23 +20,60 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the rank failed
 
 
+class ServiceClass(StrEnum):
+    """How much a request minds waiting."""
+
+    LS = "ls"  # latency-sensitive
+    BE = "be"  # best-effort
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is chosen. Names and meanings are vLLM's."""
 
-    max_tokens: int = 16
+    max_tokens: int = 16  # 0: the prompt is computed, for its logprobs say, and nothing is sampled
+    min_tokens: int = 0  # of `stop_token_ids`, none is sampled before so many others
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0: all
     top_p: float = 1.0
+    min_p: float = 0.0  # tokens less likely than this fraction of the likeliest are left out
+    presence_penalty: float = 0.0  # off the logit of each generated token
+    frequency_penalty: float = 0.0  # the same, for each time that it was generated
+    repetition_penalty: float = 1.0  # the logit of each prompt or generated token over it, or times it if negative
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit), each id once
     seed: int = 0  # 0 .. 2**64 - 1; the front door draws one when the client gave none
     stop_token_ids: tuple[int, ...] = ()  # the model's end tokens among them, unless the client ignores these
     logprobs: int | None = None  # alternatives reported beside each sampled token; None: no logprobs
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.max_tokens < 0:
+            raise ValueError(f"max_tokens must not be negative, got {self.max_tokens}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(f"min_tokens must be in 0 .. max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed must be in 0 .. 2**64 - 1, got {self.seed}")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what was said before changes the logits."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether the logits are changed before a token is chosen, beyond temperature and filters."""
+        return self.has_penalties or bool(self.logit_bias or (self.min_tokens and self.stop_token_ids))
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What holds where a client says nothing: neutral, or what the checkpoint's authors recommend."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +91,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     block_hashes: bytes = b""
     hash_key: bytes = b""
     priority: int = 0  # lower is earlier
+    service_class: ServiceClass = ServiceClass.LS  # carried; no policy looks at it yet
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 1:
@@ -90,5 +128,5 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # once, with the first token
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # once, with the first token, or with the end without one
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache when it was first admitted

@@ -25,12 +25,39 @@ SAMPLING_ROW = np.dtype(
     [
         ("temperature", np.float32),
         ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("repetition_penalty", np.float32),
         ("top_k", np.int32),
         ("num_logprobs", np.int32),
         ("num_prompt_logprobs", np.int32),
         ("seed", np.uint64),
     ]
 )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitEdits:
+    """What changes the last logits of some units before a token is chosen. Ragged, so laid end to end as pairs.
+
+    A pair is a column (index into the units, token id); only units with LOGITS_LAST are named. How strong the penalties
+    are, their rows of `Units.sampling` say.
+
+    Attributes:
+        said: int32[2, n], tokens known so far of the units that have penalties, one pair for each occurrence, by unit:
+            those generated, and with a repetition penalty also the prompt's.
+        generated: bool[n], which of `said` were generated.
+        biased: int32[2, n], each at most once.
+        bias: float32[n], what is added to the logits of `biased`.
+        banned: int32[2, n], tokens that cannot come yet.
+    """
+
+    said: Int32s
+    generated: NDArray[np.bool_]
+    biased: Int32s
+    bias: NDArray[np.float32]
+    banned: Int32s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +76,7 @@ class Units:
         token_ids: int32[sum of num_tokens], or None when a hashed trace is replayed.
         next_token_ids: int32, the token after each token of the LOGITS_PROMPT units, end to end (0 after the last known
             one, whose entry the scheduler drops); None where no unit asks.
+        edits: changes to the logits; None in the usual step, in which no unit asks for any.
     """
 
     slot: Int32s
@@ -60,6 +88,7 @@ class Units:
     sampling: NDArray[np.void]
     token_ids: Int32s | None
     next_token_ids: Int32s | None = None
+    edits: LogitEdits | None = None
 
     def __len__(self) -> int:
         return len(self.slot)

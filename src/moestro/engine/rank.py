@@ -76,6 +76,11 @@ class Rank:
         """Whether `step` has anything to do."""
         return self._is_busy or self.scheduler.has_work
 
+    @property
+    def num_steps(self) -> int:
+        """Plans submitted since the start; stands still when there is work and nothing can be computed."""
+        return self.scheduler.num_steps
+
     def stats(self) -> RankStats:
         """Figures for routers, metrics and log lines."""
         scheduler, counts = self.scheduler, self.scheduler.counts
@@ -95,14 +100,14 @@ def build_rank(settings: SchedulerSettings, device: Device) -> Rank:
 
 
 def outputs_of(emitted: Emitted) -> list[Output]:
-    """One message per sequence that gained a token."""
+    """One message per sequence that gained a token, or whose prompt is over and that wanted none."""
     outputs = []
     for row, sequence in enumerate(emitted.sequences):
         logprobs: tuple[TokenLogprobs, ...] = (emitted.logprobs[row],) if row in emitted.logprobs else ()
         outputs.append(
             Output(
                 request_id=sequence.request.request_id,
-                token_ids=(emitted.token_ids[row],),
+                token_ids=(emitted.token_ids[row],) if sequence.request.sampling.max_tokens else (),
                 finish_reason=emitted.finish_reasons[row],
                 logprobs=logprobs,
                 prompt_logprobs=emitted.prompt_logprobs.get(row),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from moestro.core.request import FinishReason, Request, TokenLogprobs
 from moestro.core.views import BatchLimits, BatchView, EvictView
-from moestro.core.work import LOGITS_PROMPT, Int32s, Plan, StepResult, Units
+from moestro.core.work import LOGITS_NONE, LOGITS_PROMPT, Int32s, Plan, StepResult, Units
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.rounds import TAKE, block_events, rounds_that_fit
 from moestro.engine.sequences import Sequence, SequenceTable
@@ -36,7 +36,7 @@ class Emitted:
 
     Attributes:
         sequences: who.
-        token_ids: what (-1 when a hashed trace is replayed).
+        token_ids: what (-1 when a hashed trace is replayed, or max_tokens is 0 and the prompt is over).
         finish_reasons: None while it goes on.
         logprobs: by row.
         prompt_logprobs: by row, all of the prompt's, with the first token.
@@ -260,11 +260,14 @@ class Scheduler:
         start = table.num_computed[slots]
         # LOGITS_LAST is 1: a comparison is the column.
         logits = (start + num_tokens == table.num_tokens[slots]).view(np.uint8)
+        if table.num_scoring:
+            logits[table.last_num_tokens[slots] == table.num_prompt[slots]] = LOGITS_NONE
         following = None
         if table.num_wanting_prompt_logprobs:
             asks = table.wants_prompt_logprobs[slots]
             logits[asks] |= LOGITS_PROMPT
             following = self._token_ids(slots[asks], start[asks] + 1, num_tokens[asks])
+        edits = table.logit_edits(slots, logits) if table.num_editing else None
         table.num_in_flight[slots] = num_tokens
         table.num_units_in_flight += len(slots)
         width = int(table.capacity[slots].max()) // self.settings.block_size
@@ -275,9 +278,10 @@ class Scheduler:
             write_start=np.maximum(start, table.write_start[slots]),
             logits=logits,
             block_tables=table.block_table[slots, :width],
-            sampling=table.sampling[slots],
+            sampling=table.sampling.take(slots),  # a fifth of what [slots] costs on rows of this kind
             token_ids=self._token_ids(slots, start, num_tokens),
             next_token_ids=following,
+            edits=edits,
         )
 
     def _token_ids(self, slots: Int32s, start: Int32s, num_tokens: Int32s) -> Int32s | None:
@@ -344,7 +348,10 @@ class Scheduler:
         table.next_full_at[slot] = (num_full + 1) * block_size
 
     def _emit(self, result: StepResult, sampled: NDArray[np.int64]) -> Emitted:
-        """Append the tokens of the units in rows `sampled` of the result; sequences that ended leave."""
+        """Append the tokens of the units in rows `sampled` of the result; sequences that ended leave.
+
+        One whose max_tokens is 0 ends as one whose last token has come, with a -1 that nobody is told.
+        """
         table = self.table
         is_all = len(sampled) == len(result.slot)
         slots = result.slot if is_all else result.slot[sampled]
@@ -403,7 +410,7 @@ class Scheduler:
         if not view.is_decode.all() or not (self.batch(view, self.limits) == 1).all():
             return 0
         computed, capacity, block_size = table.num_computed[running], table.capacity[running], self.settings.block_size
-        most = int((table.last_num_tokens[running] - table.num_tokens[running]).min()) - 1  # then one ends
+        most = max(int((table.last_num_tokens[running] - table.num_tokens[running]).min()) - 1, 0)  # then one ends
         if len(self.waiting) and table.num_free_slots:
             if self._candidates(view, now_ns):
                 return 0

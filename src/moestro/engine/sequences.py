@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from moestro.core.hashing import HASH_BYTES, ROOT, block_hash, split_hashes
 from moestro.core.request import Request, TokenLogprobs
-from moestro.core.work import SAMPLING_ROW
+from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Int32s, LogitEdits
+from moestro.engine.logit_edits import SequenceEdits, join_edits
 
 
 class Sequence:
@@ -25,13 +26,14 @@ class Sequence:
         blocks: block ids held, in the order of the tokens.
         hashes: hashes of its full blocks known so far, by position.
         generated: int32, tokens sampled before it was last preempted (zeros when a hashed trace is replayed).
+        edits: what it wants changed in its logits; None: nothing.
         num_cached_tokens: prompt tokens taken from the prefix cache at first admission; None before it.
         prompt_logprobs: collected so far; None once delivered, or when none are wanted.
         is_aborted: to be dropped when its unit in flight returns.
     """
 
     __slots__ = (
-        "blocks", "generated", "hashes", "is_aborted", "num_cached_tokens", "num_preemptions",
+        "blocks", "edits", "generated", "hashes", "is_aborted", "num_cached_tokens", "num_preemptions",
         "prompt_logprobs", "request", "sampling_row", "serial", "slot", "stop_token_ids",
     )  # fmt: skip
 
@@ -49,6 +51,8 @@ class Sequence:
         wanted = request.sampling.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wanted else None
         self.sampling_row = sampling_row(request)
+        edits_logits = request.sampling.edits_logits and request.token_ids is not None  # a trace has no logits
+        self.edits = SequenceEdits(request) if edits_logits else None
 
     @property
     def num_tokens(self) -> int:
@@ -81,17 +85,12 @@ class Sequence:
 def sampling_row(request: Request) -> NDArray[np.void]:
     """SAMPLING_ROW of a request; shape ()."""
     sampling = request.sampling
-    num_logprobs = -1 if sampling.logprobs is None else sampling.logprobs
-    num_prompt_logprobs = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
-    row = (
-        sampling.temperature,
-        sampling.top_p,
-        sampling.top_k,
-        num_logprobs,
-        num_prompt_logprobs,
-        sampling.seed,
-    )
-    return np.array(row, SAMPLING_ROW)
+    counts = {
+        "num_logprobs": -1 if sampling.logprobs is None else sampling.logprobs,
+        "num_prompt_logprobs": -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs,
+    }
+    names = SAMPLING_ROW.names or ()
+    return np.array(tuple(counts[n] if n in counts else getattr(sampling, n) for n in names), SAMPLING_ROW)
 
 
 class SequenceTable:
@@ -107,12 +106,12 @@ class SequenceTable:
         write_start: int32[slots], positions below it lie in shared blocks and are never written.
         next_full_at: int32[slots], tokens with KV at which its next block is full and the pool is told.
         num_in_flight: int32[slots], tokens of its unit in flight; 0: idle.
-        wants_prompt_logprobs: bool[slots].
+        wants_prompt_logprobs, edits_logits: bool[slots].
         block_table: int32[slots, max blocks].
         token_ids: int32[slots, max_model_len].
         sampling: SAMPLING_ROW[slots].
-        num_units_in_flight, num_hashed, num_wanting_prompt_logprobs: rows for which that is so. Counted, so that the
-            usual step, in which nobody does, does not look.
+        num_units_in_flight, num_hashed, num_wanting_prompt_logprobs, num_editing, num_scoring: rows for which that is
+            so (scoring: max_tokens is 0). Counted, so that the usual step, in which nobody does, does not look.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
@@ -130,12 +129,15 @@ class SequenceTable:
         self.next_full_at = column()
         self.num_in_flight = column()
         self.wants_prompt_logprobs = np.zeros(num_slots, np.bool_)
+        self.edits_logits = np.zeros(num_slots, np.bool_)
         self.block_table = column(-(-max_model_len // block_size))
         self.token_ids = column(max_model_len + 1)  # pages are touched only where tokens are written
         self.sampling = np.zeros(num_slots, SAMPLING_ROW)
         self.num_units_in_flight = 0
         self.num_hashed = 0
         self.num_wanting_prompt_logprobs = 0
+        self.num_editing = 0
+        self.num_scoring = 0
         self.sequences: list[Sequence | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -173,13 +175,17 @@ class SequenceTable:
         self.write_start[slot] = num_shared * self._block_size
         self.num_in_flight[slot] = 0
         self.wants_prompt_logprobs[slot] = sequence.prompt_logprobs is not None
+        self.edits_logits[slot] = sequence.edits is not None
         self.block_table[slot, :num_blocks] = sequence.blocks
         self.sampling[slot] = sequence.sampling_row
         self.num_hashed += request.token_ids is None
         self.num_wanting_prompt_logprobs += sequence.prompt_logprobs is not None
+        self.num_editing += sequence.edits is not None
+        self.num_scoring += request.sampling.max_tokens == 0
         if request.token_ids is not None:
             self.token_ids[slot, : request.num_prompt_tokens] = request.token_array()
         self.token_ids[slot, request.num_prompt_tokens : num_tokens] = sequence.generated
+        self.token_ids[slot, num_tokens] = 0  # not what an earlier sequence left: it is looked up, for nothing
         self.running = np.append(self.running, np.int32(slot))
         return slot
 
@@ -192,6 +198,8 @@ class SequenceTable:
         self.sequences[slot] = None
         self.num_hashed -= sequence.request.token_ids is None
         self.num_wanting_prompt_logprobs -= bool(self.wants_prompt_logprobs[slot])
+        self.num_editing -= sequence.edits is not None
+        self.num_scoring -= sequence.request.sampling.max_tokens == 0
         self.running = self.running[self.running != slot]
         self._free.append(slot)
         return sequence
@@ -212,6 +220,17 @@ class SequenceTable:
         self.wants_prompt_logprobs[slot] = False
         self.num_wanting_prompt_logprobs -= 1
         return entries
+
+    def logit_edits(self, slots: Int32s, logits: NDArray[np.uint8]) -> LogitEdits | None:
+        """What units at `slots` that want `logits` ask to be changed in them; None: nothing."""
+        rows = np.flatnonzero(self.edits_logits[slots] & (logits & LOGITS_LAST != 0)).tolist()
+        sequences, tokens = [], []
+        for slot in slots[rows].tolist():
+            edits = self.at(slot).edits
+            assert edits is not None, f"slot {slot} edits no logits"
+            sequences.append(edits)
+            tokens.append(self.token_ids[slot, : self.num_tokens[slot]])
+        return join_edits(rows, sequences, tokens) if rows else None
 
     def idle(self) -> NDArray[np.int32]:
         """Slots without a unit in flight, in order of admission."""

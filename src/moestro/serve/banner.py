@@ -19,11 +19,10 @@ class Started:
     """What there is to tell."""
 
     infos: Sequence[ModelInfo]  # one per engine
-    phases: Sequence[Phase]  # of the first engine
+    phases: Sequence[Phase]  # from the start of the process to this moment, without a gap
     names: Sequence[str]
     url: str
     needs_key: bool
-    seconds: float  # from the start of the front door
 
 
 def print_banner(console: Console, started: Started) -> None:
@@ -57,7 +56,7 @@ def _rows(started: Started) -> list[tuple[str, str]]:
         ("engines", f"{count} x {info.device}, {info.dtype}"),
         ("context", f"{info.max_model_len:,} tokens"),
         ("KV cache", f"{tokens:,} tokens: {tokens / info.max_model_len:.1f} sequences of the full context at once"),
-        ("ready in", f"{started.seconds:.1f} s ({phases})"),
+        ("ready in", f"{sum(phase.seconds for phase in started.phases):.1f} s ({phases})"),
         ("serving", f"{started.url} (OpenAI's API under /v1)"),
     ]
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections import deque
 from queue import SimpleQueue
 
@@ -16,16 +17,17 @@ from moestro.serve.messages import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED_MESSAGES,
     FromRank,
+    Heartbeat,
     ToRank,
     decode_to_rank,
     encode,
-    identity_of,
 )
 
 logger = logging.getLogger(__name__)
 
 _LINGER_MS = 2000
 _RETRY_MS = 20  # until the next try when the front door does not keep up
+_BEAT_MS = 500  # between signs of life
 _ORPHANED = 3  # exit status of a rank whose parent has gone
 
 
@@ -33,15 +35,19 @@ class Channel:
     """Receives for the main loop and sends for it.
 
     The thread ends the whole process when `parent_fd` reaches its end: a rank never outlives its front door, even if
-    that was killed and the main loop is deep in a kernel.
+    that was killed and the main loop is deep in a kernel. It also sends the signs of life.
 
     Args:
         address: where the front door listens.
-        rank: this rank's number.
+        identity: the name under which the front door expects this process.
         parent_fd: a pipe that only the parent holds the other end of.
+
+    Attributes:
+        num_steps: set by the main loop, sent with every sign of life.
     """
 
-    def __init__(self, address: str, rank: int, parent_fd: int) -> None:
+    def __init__(self, address: str, identity: bytes, parent_fd: int) -> None:
+        self.num_steps = 0
         self._inbox: SimpleQueue[ToRank] = SimpleQueue()
         self._outbox: deque[FromRank] = deque()
         self._parent_fd = parent_fd
@@ -49,7 +55,7 @@ class Channel:
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._closing = False
-        self._thread = threading.Thread(target=self._run, args=(address, rank), name="channel", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(address, identity), name="channel", daemon=True)
         self._thread.start()
 
     def receive(self, *, block: bool) -> list[ToRank]:
@@ -76,11 +82,11 @@ class Channel:
 
     # --- the thread
 
-    def _run(self, address: str, rank: int) -> None:
+    def _run(self, address: str, identity: bytes) -> None:
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
         for option, value in (
-            (zmq.IDENTITY, identity_of(rank)),
+            (zmq.IDENTITY, identity),
             (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
             (zmq.SNDHWM, MAX_QUEUED_MESSAGES),
             (zmq.RCVHWM, MAX_QUEUED_MESSAGES),
@@ -91,13 +97,18 @@ class Channel:
         poller = zmq.Poller()
         for readable in (socket, self._wake_read, self._parent_fd):
             poller.register(readable, zmq.POLLIN)
+        next_beat_ns = 0
         while not (self._closing and not self._outbox):
-            ready = {fd for fd, _ in poller.poll(_RETRY_MS if self._outbox else None)}
+            ready = {fd for fd, _ in poller.poll(_RETRY_MS if self._outbox else _BEAT_MS)}
             if self._parent_fd in ready and not os.read(self._parent_fd, 4096):
                 os._exit(_ORPHANED)
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             self._send_all(socket)
+            if time.monotonic_ns() >= next_beat_ns:
+                next_beat_ns = time.monotonic_ns() + _BEAT_MS * 1_000_000
+                with contextlib.suppress(zmq.Again):  # the front door does not keep up; what it has not read is a sign
+                    socket.send(encode(Heartbeat(self.num_steps)), zmq.NOBLOCK)
             self._receive_all(socket)
         socket.close()
         context.term()

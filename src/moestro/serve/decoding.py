@@ -9,13 +9,13 @@ from typing import TypeVar
 import msgspec
 
 from moestro.errors import RequestError
-from moestro.serve.protocol import ChatFields, CompletionFields, GenerationFields
+from moestro.serve.protocol import ChatFields, CompletionFields
 from moestro.serve.refusals import shown
 from moestro.serve.unsupported import IN_CHAT, IN_COMPLETIONS, refuse_unsupported
 
 logger = logging.getLogger(__name__)
 
-Fields = TypeVar("Fields", bound=GenerationFields)
+Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 _COMPLETION = msgspec.json.Decoder(CompletionFields)
 _CHAT = msgspec.json.Decoder(ChatFields)
@@ -26,15 +26,16 @@ _PLACE = re.compile(r"(.*) - at `\$\.?(.*)`$", re.DOTALL)
 
 def decode_completion(body: bytes) -> CompletionFields:
     """The fields of `POST /v1/completions`; RequestError if this is no such body."""
-    return _decode(body, _COMPLETION, IN_COMPLETIONS)
+    return decode_fields(body, _COMPLETION, IN_COMPLETIONS)
 
 
 def decode_chat(body: bytes) -> ChatFields:
     """The fields of `POST /v1/chat/completions`; RequestError if this is no such body."""
-    return _decode(body, _CHAT, IN_CHAT)
+    return decode_fields(body, _CHAT, IN_CHAT)
 
 
-def _decode(body: bytes, decoder: msgspec.json.Decoder[Fields], neutral: dict[str, tuple[object, ...]]) -> Fields:
+def decode_fields(body: bytes, decoder: msgspec.json.Decoder[Fields], neutral: dict[str, tuple[object, ...]]) -> Fields:
+    """The fields that `decoder` reads; RequestError if this is no such body, or asks for what `neutral` bars."""
     try:
         body.decode()  # msgspec looks at the UTF-8 of the values it keeps, and only at those
         raw = _RAW.decode(body)

@@ -4,67 +4,109 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from moestro.cluster.router import Router
-from moestro.core.request import Output, Request
-from moestro.errors import ConfigError, EngineDiedError, MoestroError, NoEngineError, RequestError
-from moestro.serve.messages import Abort, Add, Failed, FromRank, ModelInfo, Outputs, Phase, Ready, Refused, ToRank
+from moestro.core.request import FinishReason, Output, Request
+from moestro.errors import ConfigError, EngineDiedError, MoestroError, NoEngineError, QueueFullError, RequestError
+from moestro.serve.messages import (
+    Abort,
+    Add,
+    Failed,
+    FromRank,
+    Heartbeat,
+    ModelInfo,
+    Outputs,
+    Phase,
+    RankLoad,
+    Ready,
+    Refused,
+    ToRank,
+)
+from moestro.serve.metrics import Metrics
 from moestro.serve.refusals import GenerationError, RefusedByRankError
 
 logger = logging.getLogger(__name__)
 
 Inbox = asyncio.Queue[Output | RequestError]  # one per HTTP request; after an error nothing more is worth reading
 
+# A request that loses a second engine before its first token may well be what ends them.
+MAX_MOVES = 1
+HOMELESS_S = 60.0  # how long a request that lost its engine waits for another
+_NOWHERE = -1
+
 
 @dataclass(slots=True)
-class EngineLoad:
-    """How full an engine said it is, after its last step."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_usage: float = 0.0  # fraction 0 .. 1
-
-
-@dataclass(frozen=True, slots=True)
 class _Flight:
-    engine: int
+    """One request on its way."""
+
+    request: Request
     inbox: Inbox
+    engine: int  # _NOWHERE: it lost its engine and waits for another
+    num_moves: int = 0
+    has_output: bool = False
+    num_tokens: int = 0
+    first_ns: int = 0
+    last_ns: int = 0
 
 
 class Engines:
     """Sends requests to engines and their outputs to whoever waits.
 
     Args:
-        num_engines: engines, numbered from 0.
-        route_policy: a name that `Router` knows.
+        router: chooses engines; this object tells it who can be chosen.
         send: hands a message to a rank; raises `NoEngineError` if it cannot be reached.
+        metrics: where everything is counted.
+        now_ns: the clock of the requests' `arrival_ns`.
 
-    Invariant: every submitted request ends once: by an output with a finish reason, a refusal, `abort`, or its
-    engine's end. Until then the router counts it, afterwards nobody does.
+    Attributes:
+        loads: how full each engine said it is, after its last step.
+        phases: of each engine's last start.
+
+    Invariant: every submitted request ends once: by an output with a finish reason, a refusal, `abort`, or an error
+    when its engine ends and no other takes it over. A request is taken over only before its first output.
     """
 
-    def __init__(self, num_engines: int, route_policy: str, send: Callable[[int, ToRank], None]) -> None:
-        self._router = Router(num_engines, route_policy)
+    def __init__(
+        self,
+        router: Router,
+        send: Callable[[int, ToRank], None],
+        metrics: Metrics,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._router = router
         self._send = send
+        self._metrics = metrics
+        self._now_ns = now_ns
         self._flights: dict[str, _Flight] = {}
+        self._homeless: dict[str, int] = {}  # until when each waits
         self._causes: dict[int, MoestroError] = {}
-        self.loads = [EngineLoad() for _ in range(num_engines)]
-        self.phases: dict[int, list[Phase]] = {engine: [] for engine in range(num_engines)}
+        self._is_up = [False] * router.num_engines
+        self.loads = [RankLoad()] * router.num_engines
+        self.phases: list[list[Phase]] = [[] for _ in range(router.num_engines)]
         self._ready: list[asyncio.Future[ModelInfo]] = [
-            asyncio.get_running_loop().create_future() for _ in range(num_engines)
+            asyncio.get_running_loop().create_future() for _ in range(router.num_engines)
         ]
 
     @property
     def num_in_flight(self) -> int:
         """Requests that have not ended."""
-        return self._router.num_in_flight
+        return len(self._flights)
 
     @property
     def is_healthy(self) -> bool:
         """Whether any engine takes requests."""
         return self._router.num_routable > 0
+
+    def is_routable(self, engine: int) -> bool:
+        """Whether this one does."""
+        return self._router.is_routable(engine)
+
+    def num_in_flight_on(self, engine: int) -> int:
+        """Requests of one engine that have not ended."""
+        return self._router.num_in_flight_on(engine)
 
     async def all_ready(self) -> list[ModelInfo]:
         """Wait for every engine.
@@ -80,20 +122,15 @@ class Engines:
         """Send `request` to the engine that the router chooses; what becomes of it comes to `inbox`.
 
         Raises:
-            NoEngineError: no engine can take it.
+            NoEngineError: no engine is ready.
+            QueueFullError: each has as many waiting requests as it may have.
         """
-        engine = self._router.submit(request).engine
-        try:
-            self._send(engine, Add(request))
-        except NoEngineError:
-            self._router.ended(engine)
-            raise
-        self._flights[request.request_id] = _Flight(engine, inbox)
+        self._flights[request.request_id] = _Flight(request, inbox, self._send_somewhere(request))
 
-    def abort(self, request_id: str) -> None:
-        """Stop a request, if it has not ended."""
-        flight = self._end(request_id)
-        if flight is None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Stop a request, if it has not ended; `reason`: under which its end is counted."""
+        flight = self._end(request_id, reason)
+        if flight is None or flight.engine == _NOWHERE:
             return
         try:
             self._send(flight.engine, Abort((request_id,)))
@@ -104,7 +141,27 @@ class Engines:
         """End every request with `error`, and stop it on its engine."""
         for request_id, flight in list(self._flights.items()):
             flight.inbox.put_nowait(error)
-            self.abort(request_id)
+            self.abort(request_id, FinishReason.ERROR)
+
+    # --- from the supervisor
+
+    def set_trusted(self, engine: int, *, trusted: bool) -> None:
+        """Take an engine that is up into rotation, or out of it because it does not get on."""
+        self._router.set_routable(engine, routable=trusted and self._is_up[engine])
+
+    def settle_homeless(self) -> None:
+        """Find engines for the requests that lost theirs; those that have waited for too long end."""
+        now_ns = self._now_ns()
+        for request_id, deadline_ns in list(self._homeless.items()):
+            if now_ns >= deadline_ns:
+                self._fail(request_id, NoEngineError())
+            elif not self._place(self._flights[request_id]):
+                break
+
+    def fail_homeless(self) -> None:
+        """No engine will come back: end the requests that wait for one."""
+        for request_id in list(self._homeless):
+            self._fail(request_id, NoEngineError())
 
     # --- from the ranks
 
@@ -112,48 +169,126 @@ class Engines:
         """Take in what a rank said."""
         match message:
             case Outputs():
-                self.loads[engine] = EngineLoad(message.num_running, message.num_waiting, message.kv_usage)
+                self.loads[engine] = message.load
+                self._router.set_num_running(engine, message.load.num_running)
+                now_ns = self._now_ns()
                 for output in message.outputs:
-                    self._deliver(output)
+                    self._deliver(engine, output, now_ns)
+            case Heartbeat():
+                pass
             case Refused():
-                if flight := self._end(message.request_id):
+                if flight := self._end(message.request_id, None):
                     flight.inbox.put_nowait(RefusedByRankError(message))
             case Phase():
                 self.phases[engine].append(message)
                 logger.info("engine %d: %s took %.2f s", engine, message.name, message.seconds)
             case Ready():
+                self._is_up[engine] = True
                 self._router.set_routable(engine, routable=True)
                 if not self._ready[engine].done():
                     self._ready[engine].set_result(message.info)
+                self.settle_homeless()
             case Failed():
                 kind = ConfigError if message.is_config else EngineDiedError
                 self._causes[engine] = kind(message.cause)
 
-    def on_exit(self, engine: int, how: str) -> None:
-        """A rank's process has ended: so have its requests. `how`: one line."""
-        cause = self._causes.get(engine) or EngineDiedError(f"engine {engine}: {how}")
+    def on_exit(self, engine: int, how: str) -> MoestroError:
+        """A rank's process has ended: its requests end or move. `how`: one line. Returns the cause."""
+        cause = self._causes.pop(engine, None) or EngineDiedError(f"engine {engine}: {how}")
+        self._is_up[engine] = False
         self._router.set_routable(engine, routable=False)
-        self.loads[engine] = EngineLoad()
+        self._router.set_num_running(engine, 0)
+        self.loads[engine] = RankLoad()
+        self.phases[engine].clear()
         if not self._ready[engine].done():
             self._ready[engine].set_exception(cause)
             self._ready[engine].exception()  # seen: of several that fail, only the first is waited for
-            return
-        logger.error("engine %d is gone: %s", engine, cause)
+            return cause
         error = GenerationError("The engine that served this request has stopped. Retry.", code="engine_died")
         for request_id, flight in list(self._flights.items()):
-            if flight.engine == engine:
-                self._end(request_id)
-                flight.inbox.put_nowait(error)
+            if flight.engine != engine:
+                continue
+            if flight.has_output or flight.num_moves == MAX_MOVES:
+                self._fail(request_id, error)
+            else:
+                self._move(flight)
+        return cause
 
-    def _deliver(self, output: Output) -> None:
-        request_id = output.request_id
-        # Unknown: aborted while this was on its way.
-        flight = self._flights.get(request_id) if output.finish_reason is None else self._end(request_id)
-        if flight is not None:
-            flight.inbox.put_nowait(output)
+    # --- inside
 
-    def _end(self, request_id: str) -> _Flight | None:
+    def _send_somewhere(self, request: Request) -> int:
+        while True:
+            engine = self._router.submit(request).engine
+            try:
+                self._send(engine, Add(request))
+            except NoEngineError:  # its end will be noticed presently; until then it is out of rotation
+                self._router.ended(engine)
+                self._router.set_routable(engine, routable=False)
+            else:
+                return engine
+
+    def _move(self, flight: _Flight) -> None:
+        """Give a request of an engine that ended to another, now or when there is one."""
+        self._metrics.engines[flight.engine].num_moved += 1
+        self._router.ended(flight.engine)
+        flight.engine = _NOWHERE
+        flight.num_moves += 1
+        self._homeless[flight.request.request_id] = self._now_ns() + int(HOMELESS_S * 1e9)
+        self._place(flight)
+
+    def _place(self, flight: _Flight) -> bool:
+        try:
+            flight.engine = self._send_somewhere(flight.request)
+        except (NoEngineError, QueueFullError):
+            return False
+        del self._homeless[flight.request.request_id]
+        return True
+
+    def _deliver(self, engine: int, output: Output, now_ns: int) -> None:
+        flight = self._flights.get(output.request_id)
+        if flight is None or flight.engine != engine:
+            return  # aborted, or moved, while this was on its way
+        self._measure(flight, len(output.token_ids), now_ns)
+        if output.finish_reason is not None:
+            self._end(output.request_id, output.finish_reason)
+        flight.inbox.put_nowait(output)
+
+    def _measure(self, flight: _Flight, num_tokens: int, now_ns: int) -> None:
+        metrics = self._metrics.engines[flight.engine]
+        if not flight.has_output:
+            flight.has_output = True
+            metrics.num_prompt_tokens += flight.request.num_prompt_tokens
+        if not num_tokens:
+            return  # a prompt was scored, and nothing generated
+        metrics.num_generated_tokens += num_tokens
+        if flight.num_tokens:
+            metrics.gap_s.observe((now_ns - flight.last_ns) / 1e9)
+        else:
+            metrics.first_token_s.observe((now_ns - flight.request.arrival_ns) / 1e9)
+            flight.first_ns = now_ns
+        flight.num_tokens += num_tokens
+        flight.last_ns = now_ns
+
+    def _fail(self, request_id: str, error: RequestError) -> None:
+        if flight := self._end(request_id, FinishReason.ERROR):
+            flight.inbox.put_nowait(error)
+
+    def _end(self, request_id: str, reason: FinishReason | None) -> _Flight | None:
+        """Take a request out of the books; `reason` None: it was refused, which is counted elsewhere."""
         flight = self._flights.pop(request_id, None)
-        if flight is not None:
+        if flight is None:
+            return None
+        self._homeless.pop(request_id, None)
+        if flight.engine != _NOWHERE:
             self._router.ended(flight.engine)
+            if reason is not None:
+                self._count_end(flight, reason)
         return flight
+
+    def _count_end(self, flight: _Flight, reason: FinishReason) -> None:
+        metrics = self._metrics.engines[flight.engine]
+        metrics.ended[reason] += 1
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            metrics.whole_s.observe((self._now_ns() - flight.request.arrival_ns) / 1e9)
+            if flight.num_tokens > 1:
+                metrics.mean_gap_s.observe((flight.last_ns - flight.first_ns) / 1e9 / (flight.num_tokens - 1))

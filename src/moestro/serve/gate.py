@@ -7,6 +7,7 @@ import hmac
 import logging
 import re
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -18,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-OPEN_PATHS = frozenset({"/health", "/ping"})  # probes have no key
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/readyz"})  # probes have no key
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
-def gate(app: web.Application, api_keys: tuple[str, ...]) -> None:
-    """Put the gate before every path of `app`; without `api_keys` everyone may enter."""
+def gate(app: web.Application, api_keys: tuple[str, ...], refusals: Counter[str]) -> None:
+    """Put the gate before every path of `app`; without `api_keys` everyone may enter. `refusals` counts, by code."""
     digests = [_digest(key) for key in api_keys]
 
     @web.middleware
@@ -35,6 +36,8 @@ def gate(app: web.Application, api_keys: tuple[str, ...]) -> None:
                 _check_key(request, digests)
             return await handler(request)
         except RequestError as error:
+            if error.http_status != 500:
+                refusals[error.code or error.error_type] += 1
             return _refusal(error)
         except web.HTTPException as error:
             return _translated(request, error)

@@ -7,75 +7,116 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from moestro.core.request import FinishReason, Output, Request
+from moestro.core.request import FinishReason, Output, TokenLogprobs
 from moestro.errors import RequestError
 from moestro.serve.engines import Engines
+from moestro.serve.prepare import Job
 from moestro.serve.protocol import PromptTokensDetails, Usage
 from moestro.serve.refusals import GenerationError
+from moestro.serve.scores import Score, first_score, score_of
 from moestro.serve.stops import StopFinder
 from moestro.serve.tokenizer import CONTEXT_TOKENS, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one choice gained: text, perhaps none, and with the last one why it ended."""
+    """What one choice gained.
+
+    Attributes:
+        text: perhaps none.
+        finish_reason: with the last piece, why it ended.
+        scores: of the tokens that came, shown or not, those of an echoed prompt before them; None: none were asked for.
+        prompt_scores: of the prompt's tokens, where the client asked for them by themselves.
+    """
 
     index: int
     text: str
     finish_reason: str | None
+    scores: tuple[Score, ...] | None = None
+    prompt_scores: tuple[Score, ...] | None = None
 
 
 class _Choice:
     """One sequence as the client sees it. Counts what was generated, shown or not."""
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    def __init__(self, index: int, job: Job, tokenizer: Tokenizer) -> None:
         self.index = index
-        self.request = request
+        self.job = job
         self.num_generated = 0
         self.num_cached = 0
-        self.finish_reason: str | None = None
-        self._detokenizer = tokenizer.detokenizer(request.token_array()[-CONTEXT_TOKENS:].tolist())
-        self._stops = StopFinder(stops)
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(job.request.token_array()[-CONTEXT_TOKENS:].tolist())
+        self._stops = StopFinder(job.stop)
+        self._num_chars = 0  # of text found, stop strings and what is held back among it
+        self._has_begun = False
 
     def take(self, output: Output) -> Piece:
         """Turn tokens into text. A stop string ends the choice there, whatever else came with it."""
         self.num_cached = output.num_cached_tokens
-        text = ""
+        prompt_scores = self._score_prompt(output.prompt_logprobs)
+        text, scores = self._begin(prompt_scores)
+        reason: str | None = output.finish_reason
         is_stopped = output.finish_reason is FinishReason.STOP
-        for i, token_id in enumerate(output.token_ids, 1):
+        entries: Sequence[TokenLogprobs | None] = output.logprobs or [None] * len(output.token_ids)
+        for i, (token_id, entry) in enumerate(zip(output.token_ids, entries, strict=True), 1):
             self.num_generated += 1
+            if entry is not None:
+                scores.append(score_of(entry, self._num_chars, self._tokenizer.token_texts))
             if is_stopped and i == len(output.token_ids):
                 break  # the stop token is counted and not shown
-            text += self._stops.push(self._detokenizer.push(token_id))
+            text += self._show(self._detokenizer.push(token_id))
             if self._stops.found is not None:
-                self.finish_reason = FinishReason.STOP
-                return Piece(self.index, text, self.finish_reason)
+                break
         if output.finish_reason is not None:
-            text += self._stops.push(self._detokenizer.flush()) + self._stops.flush()
-            self.finish_reason = FinishReason.STOP if self._stops.found is not None else output.finish_reason
-        return Piece(self.index, text, self.finish_reason)
+            text += self._show(self._detokenizer.flush()) + self._stops.flush()
+        if self._stops.found is not None:
+            reason = FinishReason.STOP
+        wants = self.job.request.sampling.logprobs is not None
+        shown_apart = prompt_scores if self.job.prompt_logprobs is not None else None
+        return Piece(self.index, text, reason, tuple(scores) if wants else None, shown_apart)
+
+    def _begin(self, prompt_scores: tuple[Score, ...] | None) -> tuple[str, list[Score]]:
+        """The echo, with the first piece."""
+        if self._has_begun or self.job.echo is None:
+            return "", []
+        self._has_begun = True
+        self._num_chars = len(self.job.echo)
+        return self.job.echo, list(prompt_scores or ())
+
+    def _show(self, text: str) -> str:
+        self._num_chars += len(text)
+        return self._stops.push(text, look=self.num_generated > self.job.request.sampling.min_tokens)
+
+    def _score_prompt(self, entries: Sequence[TokenLogprobs] | None) -> tuple[Score, ...] | None:
+        """The prompt's tokens, with offsets into its text as its tokens spell it."""
+        if entries is None:
+            return None
+        texts, spelling = self._tokenizer.token_texts, self._tokenizer.detokenizer([])
+        first, *rest = self.job.request.token_array().tolist()
+        scores, num_chars = [first_score(first, texts)], len(spelling.push(first))
+        for token_id, entry in zip(rest, entries, strict=True):
+            scores.append(score_of(entry, num_chars, texts))
+            num_chars += len(spelling.push(token_id))
+        return tuple(scores)
 
 
 class Generation:
-    """Submits `requests` on entering; on leaving, whatever the reason, stops those that still run.
+    """Submits the requests of `jobs` on entering; on leaving, whatever the reason, stops those that still run.
 
     Args:
-        requests: one per choice, in order.
-        stops: stop strings.
+        jobs: one per choice, in order.
     """
 
-    def __init__(
-        self, engines: Engines, tokenizer: Tokenizer, requests: Sequence[Request], stops: Sequence[str]
-    ) -> None:
+    def __init__(self, engines: Engines, tokenizer: Tokenizer, jobs: Sequence[Job]) -> None:
         self._engines = engines
         self._inbox: asyncio.Queue[Output | RequestError] = asyncio.Queue()
-        self._choices = [_Choice(i, request, tokenizer, stops) for i, request in enumerate(requests)]
-        self._running = {choice.request.request_id: choice for choice in self._choices}
+        self._choices = [_Choice(i, job, tokenizer) for i, job in enumerate(jobs)]
+        self._running = {choice.job.request.request_id: choice for choice in self._choices}
 
     def __enter__(self) -> Generation:
         try:
             for choice in self._choices:
-                self._engines.submit(choice.request, self._inbox)
+                self._engines.submit(choice.job.request, self._inbox)
         except BaseException:
             self._stop_all()
             raise
@@ -101,21 +142,41 @@ class Generation:
             choice = self._running.get(event.request_id)
             if choice is None:
                 continue  # came after a stop string, before the engine heard of it
-            piece = choice.take(event)
+            # To spell the scores of a long prompt takes a while, in which the event loop must serve the others.
+            piece = await asyncio.to_thread(choice.take, event) if event.prompt_logprobs else choice.take(event)
             if piece.finish_reason is not None:
                 del self._running[event.request_id]
-                self._engines.abort(event.request_id)  # nothing to stop, unless a stop string ended it
+                # Nothing to stop, unless a stop string ended it.
+                self._engines.abort(event.request_id, FinishReason.STOP)
             return piece
         return None
 
+    async def all_pieces(self) -> list[Piece]:
+        """Each choice whole, in order.
+
+        Raises:
+            RequestError: as `next_piece`.
+        """
+        pieces: list[list[Piece]] = [[] for _ in self._choices]
+        while piece := await self.next_piece():
+            pieces[piece.index].append(piece)
+        return [_join(parts) for parts in pieces]
+
     def usage(self) -> Usage:
         """Tokens so far, all choices together."""
-        prompt = sum(choice.request.num_prompt_tokens for choice in self._choices)
+        prompts = [choice for choice in self._choices if not choice.job.is_copy]
+        prompt = sum(choice.job.request.num_prompt_tokens for choice in prompts)
         generated = sum(choice.num_generated for choice in self._choices)
-        cached = sum(choice.num_cached for choice in self._choices)
+        cached = sum(choice.num_cached for choice in prompts)
         return Usage(prompt, generated, prompt + generated, PromptTokensDetails(cached))
 
     def _stop_all(self) -> None:
         for request_id in self._running:
             self._engines.abort(request_id)
         self._running.clear()
+
+
+def _join(parts: Sequence[Piece]) -> Piece:
+    first, last = parts[0], parts[-1]
+    scores = None if first.scores is None else tuple(score for part in parts for score in part.scores or ())
+    return Piece(first.index, "".join(part.text for part in parts), last.finish_reason, scores, first.prompt_scores)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from moestro.core.request import Output, Request
+from moestro.core.request import Output, Request, SamplingDefaults
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,6 +17,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
     block_size: int
     num_blocks: int
     num_parameters: int
@@ -67,13 +68,28 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     info: ModelInfo
 
 
+class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """How full a rank is, and its totals since it started."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0  # fraction of KV blocks held by sequences, 0 .. 1
+    num_preemptions: int = 0
+    num_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache
+    num_hit_tokens: int = 0  # of these, found there
+
+
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """What the requests of one step gained, and how full the rank is."""
+    """What the requests of one step gained, and how full the rank is now."""
 
     outputs: tuple[Output, ...]
-    num_running: int
-    num_waiting: int
-    kv_usage: float  # fraction of KV blocks held by sequences, 0 .. 1
+    load: RankLoad
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """The rank's communication thread lives; `num_steps` says whether its main loop gets on."""
+
+    num_steps: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -95,15 +111,17 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     is_config: bool = False  # the operator asked for something impossible: a `ConfigError` over there
 
 
-FromRank = Phase | Ready | Outputs | Refused | Failed
+FromRank = Phase | Ready | Outputs | Heartbeat | Refused | Failed
 
 MAX_MESSAGE_BYTES = 64 << 20  # the longest prompt is a few MiB
 MAX_QUEUED_MESSAGES = 100_000
 
 
-def identity_of(rank: int) -> bytes:
-    """Under which name a rank connects. (ZeroMQ keeps names that begin with a zero byte for itself.)"""
-    return f"rank-{rank}".encode()
+def identity_of(rank: int, launch: int) -> bytes:
+    """Under which name the process of a rank's `launch`-th start connects: what an earlier one said last is not taken
+    for its words. (ZeroMQ keeps names that begin with a zero byte for itself.)
+    """
+    return f"rank-{rank}.{launch}".encode()
 
 
 encode = msgspec.msgpack.Encoder().encode

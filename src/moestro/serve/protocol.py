@@ -24,23 +24,34 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
+    min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     n: int | None = None
+    best_of: int | None = None
+    prompt_logprobs: int | None = None
     user: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    service_class: str | None = None  # "ls" or "be": Moestro's own
 
 
 class CompletionFields(GenerationFields, kw_only=True):
     """Body of `POST /v1/completions`. `prompt`: a text, token ids, or a list of either."""
 
     prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
 
 
 class ContentPart(msgspec.Struct):
@@ -65,6 +76,8 @@ class ChatFields(GenerationFields, kw_only=True):
 
     messages: list[Message]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 # --- what it gets -------------------------------------------------------------------------------------------------
@@ -77,12 +90,56 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Tokens computed for one answer, all choices together: what was generated, whether or not it was shown."""
+    """Tokens of one answer, all choices together: what was generated, shown or not; each prompt once, whatever n."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Log probabilities of a completion's tokens, one entry each in every list; null for the first of a prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]  # where each token's text begins in the choice's, in characters
+
+
+class TopLogprob(msgspec.Struct):
+    """A token that could have come."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct):
+    """The token that came, and the likeliest ones, the likeliest first."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log probabilities of a message's tokens."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class PromptLogprob(msgspec.Struct):
+    """A token at one position of a prompt; rank 1: the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by position, then by token id; null for the first: vLLM's form
 
 
 class TextChoice(msgspec.Struct):
@@ -91,7 +148,8 @@ class TextChoice(msgspec.Struct):
     index: int
     text: str
     finish_reason: str | None
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET  # where asked for
 
 
 class ChatMessage(msgspec.Struct):
@@ -103,12 +161,12 @@ class ChatMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """The choice of a chat completion."""
+    """One choice of a chat completion."""
 
     index: int
     message: ChatMessage
     finish_reason: str | None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
@@ -124,7 +182,7 @@ class ChatChunkChoice(msgspec.Struct):
     index: int
     delta: ChatDelta
     finish_reason: str | None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class Answer(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -137,6 +195,7 @@ class Answer(msgspec.Struct, omit_defaults=True, kw_only=True):
     choices: list[TextChoice] | list[ChatChoice] | list[ChatChunkChoice]
     system_fingerprint: str
     usage: Usage | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # of a chat, where asked for
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

@@ -8,11 +8,11 @@ from typing import Protocol
 from moestro.core.request import Output, Request
 from moestro.errors import RequestError
 from moestro.serve.channel import Channel
-from moestro.serve.messages import Abort, Add, Outputs, Refused, Shutdown, ToRank
+from moestro.serve.messages import Abort, Add, Outputs, RankLoad, Refused, Shutdown, ToRank
 
 
 class Stats(Protocol):
-    """How full a rank is."""
+    """How full a rank is, and its totals since the start."""
 
     @property
     def num_running(self) -> int:
@@ -27,6 +27,21 @@ class Stats(Protocol):
     @property
     def kv_usage(self) -> float:
         """Fraction of blocks held, 0 .. 1."""
+        ...
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a sequence gave up its KV."""
+        ...
+
+    @property
+    def num_queried_tokens(self) -> int:
+        """Prompt tokens looked up in the prefix cache."""
+        ...
+
+    @property
+    def num_hit_tokens(self) -> int:
+        """Of these, found there."""
         ...
 
 
@@ -50,6 +65,11 @@ class Steppable(Protocol):
         """Whether `step` has anything to do."""
         ...
 
+    @property
+    def num_steps(self) -> int:
+        """Steps begun since the start; stands still when the rank does not get on."""
+        ...
+
     def stats(self) -> Stats:
         """How full it is."""
         ...
@@ -61,14 +81,17 @@ def run_rank(rank: Steppable, channel: Channel, now_ns: Callable[[], int]) -> No
     Args:
         now_ns: the wall clock; the front door's `arrival_ns` must come from the same.
     """
+    told = RankLoad()
     while True:
         messages = channel.receive(block=not rank.has_work)
         if not _obey(messages, rank, channel, now_ns):
             return
         outputs = rank.step(now_ns())
-        if outputs or messages:
-            stats = rank.stats()
-            channel.send(Outputs(tuple(outputs), stats.num_running, stats.num_waiting, stats.kv_usage))
+        channel.num_steps = rank.num_steps
+        load = _load(rank.stats())
+        if outputs or load != told:
+            channel.send(Outputs(tuple(outputs), load))
+            told = load
 
 
 def _obey(messages: Sequence[ToRank], rank: Steppable, channel: Channel, now_ns: Callable[[], int]) -> bool:
@@ -86,6 +109,17 @@ def _obey(messages: Sequence[ToRank], rank: Steppable, channel: Channel, now_ns:
             case Shutdown():
                 return False
     return True
+
+
+def _load(stats: Stats) -> RankLoad:
+    return RankLoad(
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        kv_usage=stats.kv_usage,
+        num_preemptions=stats.num_preemptions,
+        num_queried_tokens=stats.num_queried_tokens,
+        num_hit_tokens=stats.num_hit_tokens,
+    )
 
 
 def _refused(request_id: str, error: RequestError) -> Refused:

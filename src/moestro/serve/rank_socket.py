@@ -23,10 +23,13 @@ from moestro.serve.messages import (
 logger = logging.getLogger(__name__)
 
 _MESSAGES_A_TURN = 256  # then the event loop gets its turn
+_RETIRED = -1
 
 
 class RankSocket:
     """Sends to ranks by number and delivers what they say; what does not decode, or comes from a stranger, is counted.
+
+    What comes from a rank's process after another has taken its place is stale, and ignored.
 
     Args:
         address: an ipc:// address in a directory that only this user can enter.
@@ -34,7 +37,8 @@ class RankSocket:
     """
 
     def __init__(self, address: str, num_ranks: int) -> None:
-        self._ranks = {identity_of(rank): rank for rank in range(num_ranks)}
+        self._identities = [identity_of(rank, 0) for rank in range(num_ranks)]
+        self._ranks = {identity: rank for rank, identity in enumerate(self._identities)}
         self._deliver: Callable[[int, FromRank], None] | None = None
         self.num_dropped = 0
         self._context = zmq.Context()
@@ -60,6 +64,12 @@ class RankSocket:
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._loop.call_soon(self._drain)
 
+    def expect(self, rank: int, launch: int) -> None:
+        """From now on the process of this launch speaks for `rank`, and nobody else does."""
+        self._ranks[self._identities[rank]] = _RETIRED
+        self._identities[rank] = identity_of(rank, launch)
+        self._ranks[self._identities[rank]] = rank
+
     def send(self, rank: int, message: ToRank) -> None:
         """Queue `message` for `rank`.
 
@@ -67,7 +77,7 @@ class RankSocket:
             NoEngineError: the rank is not connected, or has stopped reading.
         """
         try:
-            self._socket.send_multipart((identity_of(rank), encode(message)), zmq.NOBLOCK)
+            self._socket.send_multipart((self._identities[rank], encode(message)), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.warning("rank %d cannot be reached: %s", rank, error)
             raise NoEngineError from error
@@ -93,6 +103,8 @@ class RankSocket:
 
     def _take(self, frames: list[bytes]) -> None:
         rank = self._ranks.get(frames[0])
+        if rank == _RETIRED:
+            return
         try:
             if rank is None or len(frames) != 2:
                 raise msgspec.DecodeError("not a rank's message")

@@ -32,42 +32,43 @@ def private_address() -> Iterator[str]:
 
 
 class Ranks:
-    """Rank processes, numbered from 0.
+    """Rank processes, numbered from 0, at most one of each number.
 
     Args:
-        on_exit: called once with (rank, how it ended) for each, unless it was stopped from here.
+        num_ranks: how many will share the machine.
+        on_exit: called once with (rank, how it ended) for each process, unless it was stopped from here.
         command: what to run; it reads its `LaunchSpec` from stdin.
     """
 
-    def __init__(self, on_exit: Callable[[int, str], None], command: Sequence[str] = WORKER) -> None:
+    def __init__(self, num_ranks: int, on_exit: Callable[[int, str], None], command: Sequence[str] = WORKER) -> None:
+        self._num_ranks = num_ranks
         self._on_exit = on_exit
         self._command = command
-        self._processes: list[asyncio.subprocess.Process] = []
-        self._watchers: list[asyncio.Task[None]] = []
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._watchers: dict[int, asyncio.Task[None]] = {}
 
-    async def start(self, specs: Sequence[LaunchSpec]) -> None:
-        """Start one process for each of `specs`; their numbers are their places."""
-        for spec in specs:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                env=_environment(len(specs)),
-                start_new_session=True,  # Ctrl-C reaches us alone, and we decide what it means
-            )
-            self._processes.append(process)
-            self._watchers.append(asyncio.create_task(self._watch(spec.rank, process)))
-            assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(spec) + b"\n")  # and stays open: its end means that we are gone
+    async def start(self, spec: LaunchSpec) -> None:
+        """Start the process of a rank that has none."""
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            env=_environment(self._num_ranks),
+            start_new_session=True,  # Ctrl-C reaches us alone, and we decide what it means
+        )
+        self._processes[spec.rank] = process
+        self._watchers[spec.rank] = asyncio.create_task(self._watch(spec.rank, process))
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(spec) + b"\n")  # and stays open: its end means that we are gone
 
     async def stop(self, ask: Callable[[int], None], patience_s: float = _KILL_AFTER_S) -> None:
         """End every process: `ask` each to leave, kill those that stay longer than `patience_s`."""
-        for watcher in self._watchers:
+        for watcher in self._watchers.values():
             watcher.cancel()
-        for rank, process in enumerate(self._processes):
+        for rank, process in self._processes.items():
             if process.returncode is None:
                 ask(rank)
         deadline = time.monotonic() + patience_s
-        for rank, process in enumerate(self._processes):
+        for rank, process in self._processes.items():
             try:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                     await process.wait()
@@ -76,12 +77,17 @@ class Ranks:
                 process.kill()
                 await process.wait()
 
-    def kill(self) -> None:
+    def kill_all(self) -> None:
         """End every process now."""
-        for process in self._processes:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+        for rank in self._processes:
+            self.signal(rank, signal.SIGKILL)
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to the process of `rank`, if it has one."""
+        process = self._processes.get(rank)
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
 
     async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()

@@ -44,6 +44,28 @@ class DrainingError(RequestError):
         super().__init__("The server is shutting down. Retry later.", code="shutting_down")
 
 
+class BusyError(RequestError):
+    """More prompts are being prepared than the front door can bear."""
+
+    http_status = 503
+    error_type = "service_unavailable"
+    retry_after_s = 1
+
+    def __init__(self, num_preparing: int) -> None:
+        super().__init__(f"Too many requests are being read ({num_preparing}). Retry later.", code="overloaded")
+
+
+class ConnectionsFullError(RequestError):
+    """As many clients are connected as may be."""
+
+    http_status = 503
+    error_type = "service_unavailable"
+    retry_after_s = 1
+
+    def __init__(self) -> None:
+        super().__init__("Too many connections. Retry later.", code="too_many_connections")
+
+
 class BodyTimeoutError(RequestError):
     """The request's body did not arrive in time."""
 

@@ -10,24 +10,34 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvloop
 from aiohttp import web
 from rich.console import Console
 
 from moestro import __version__
-from moestro.config import ServeSettings
-from moestro.errors import ConfigError, EngineDiedError, NoEngineError
+from moestro.cluster.router import Router
+from moestro.config import ServerSettings, ServeSettings
+from moestro.errors import ConfigError, EngineDiedError
 from moestro.serve.banner import Started, print_banner
+from moestro.serve.connections import IDLE_S, listen
 from moestro.serve.engines import Engines
+from moestro.serve.exposition import Exposition, Sources
 from moestro.serve.frontdoor import FrontDoor
 from moestro.serve.launch_spec import LaunchSpec
-from moestro.serve.messages import ModelInfo, Shutdown
+from moestro.serve.messages import ModelInfo
+from moestro.serve.metrics import Metrics
 from moestro.serve.prepare import ServedModel
+from moestro.serve.pulse import Patience
 from moestro.serve.rank_socket import RankSocket
-from moestro.serve.ranks import WORKER, Ranks, now_ns, private_address
+from moestro.serve.ranks import WORKER, now_ns, private_address
 from moestro.serve.refusals import DrainingError
+from moestro.serve.startup import StartClock
+from moestro.serve.statline import StatLines, log_forever
+from moestro.serve.supervisor import Launching, Supervisor
 from moestro.serve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -51,13 +61,23 @@ def serve(settings: ServeSettings, command: Sequence[str] = WORKER) -> None:
         uvloop.run(_Server(settings, command).run())
 
 
+@dataclass(frozen=True, slots=True)
+class _Cluster:
+    """Engines whose processes are started, and what belongs to them."""
+
+    engines: Engines
+    metrics: Metrics
+    supervisor: Supervisor
+    wire: RankSocket
+
+
 class _Server:
     """One run of the server."""
 
     def __init__(self, settings: ServeSettings, command: Sequence[str]) -> None:
         self._settings = settings
         self._command = command
-        self._started = time.monotonic()
+        self._clock = StartClock()
         self._stop = asyncio.Event()
         self._is_serving = False
 
@@ -67,9 +87,9 @@ class _Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, main)
         with _bound_socket(self._settings.server.host, self._settings.server.port) as listener:
-            async with self._engines() as engines:
-                model, infos = await self._load(engines)
-                await self._serve(FrontDoor(engines, model), listener, engines, infos)
+            async with self._cluster() as cluster:
+                model, infos = await self._load(cluster.engines)
+                await self._serve(cluster, model, listener, infos)
 
     def _on_signal(self, main: asyncio.Task[None]) -> None:
         if self._is_serving and not self._stop.is_set():
@@ -78,25 +98,27 @@ class _Server:
             main.cancel()
 
     @contextlib.asynccontextmanager
-    async def _engines(self) -> AsyncIterator[Engines]:
+    async def _cluster(self) -> AsyncIterator[_Cluster]:
         """Engines whose processes are started; none of them outlives the block."""
-        count = self._settings.server.engines
-        with private_address() as address, contextlib.closing(RankSocket(address, count)) as wire:
-            engines = Engines(count, self._settings.server.route_policy, wire.send)
-            wire.listen(engines.on_message)
-            ranks = Ranks(engines.on_exit, self._command)
-            try:
-                await ranks.start([self._spec(rank, address) for rank in range(count)])
-                yield engines
-            except BaseException:
-                ranks.kill()
-                raise
-            finally:
-                await ranks.stop(lambda rank: _dismiss(wire, rank))
+        server, limits = self._settings.server, self._settings.limits
+        with private_address() as address, contextlib.closing(RankSocket(address, server.engines)) as wire:
+            metrics = Metrics(server.engines)
+            router = Router(server.engines, server.route_policy, limits.max_num_queued_reqs)
+            engines = Engines(router, wire.send, metrics)
+            launching = Launching(
+                spec=lambda rank, launch: self._spec(rank, launch, address),
+                patience=_patience(server),
+                command=self._command,
+            )
+            supervisor = Supervisor(engines, wire, metrics, launching)
+            self._clock.mark("start the front door")
+            async with supervisor.running():
+                yield _Cluster(engines, metrics, supervisor, wire)
 
-    def _spec(self, rank: int, address: str) -> LaunchSpec:
+    def _spec(self, rank: int, launch: int, address: str) -> LaunchSpec:
         return LaunchSpec(
             rank=rank,
+            launch=launch,
             address=address,
             launched_ns=now_ns(),
             log_level=self._settings.server.log_level,
@@ -115,6 +137,7 @@ class _Server:
             raise EngineDiedError(
                 f"the engines were not ready within {server.startup_timeout:g} s: raise --startup-timeout"
             ) from None
+        self._clock.mark_engines(engines.phases)
         model = ServedModel(
             names=server.served_model_name,
             root=self._settings.model.model,
@@ -126,50 +149,74 @@ class _Server:
         return model, infos
 
     async def _serve(
-        self, front: FrontDoor, listener: socket.socket, engines: Engines, infos: Sequence[ModelInfo]
+        self, cluster: _Cluster, model: ServedModel, listener: socket.socket, infos: Sequence[ModelInfo]
     ) -> None:
+        settings, engines = self._settings.server, cluster.engines
+        front = FrontDoor(engines, model, settings.write_timeout)
+        sources = Sources(model.names[0], model.info, engines, cluster.metrics, lambda: cluster.wire.num_dropped)
         runner = web.AppRunner(
-            front.app(self._settings.server.api_key),
+            front.app(settings.api_key, cluster.metrics, Exposition(sources)),
             handler_cancellation=True,  # a client that leaves frees its sequence
             access_log=None,
+            keepalive_timeout=IDLE_S,
             shutdown_timeout=_FAREWELL_S,
         )
         await runner.setup()
+        stats = asyncio.create_task(log_forever(StatLines(engines, cluster.metrics)))
         try:
-            site = web.SockSite(runner, listener)
-            await site.start()
+            door = await listen(runner, listener, settings.max_connections)
             self._is_serving = True
-            self._greet(listener, engines, infos)
-            await self._stop.wait()
-            await site.stop()
-            patience_s = self._settings.server.shutdown_timeout
-            if front.num_answering:
-                logger.info("stopping: %d requests have %g s to finish", front.num_answering, patience_s)
-            await front.drain(patience_s)
+            cluster.supervisor.watch()
+            self._greet(listener, infos)
+            await self._until_told(cluster.supervisor)
+            door.close()
+            if front.traffic.num_answering:
+                patience = settings.shutdown_timeout
+                logger.info("stopping: %d requests have %g s to finish", front.traffic.num_answering, patience)
+            await front.traffic.drain(settings.shutdown_timeout)
             engines.fail_all(DrainingError())  # the rest hear why
         finally:
+            stats.cancel()
             await runner.cleanup()
             front.close()
 
-    def _greet(self, listener: socket.socket, engines: Engines, infos: Sequence[ModelInfo]) -> None:
+    async def _until_told(self, supervisor: Supervisor) -> None:
+        """Serve until a signal.
+
+        Raises:
+            EngineDiedError: no engine is left.
+        """
+        stop: asyncio.Future[Any] = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait((stop, supervisor.over), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stop.cancel()
+        if supervisor.over.done():
+            supervisor.over.result()
+
+    def _greet(self, listener: socket.socket, infos: Sequence[ModelInfo]) -> None:
         server = self._settings.server
         host, port = listener.getsockname()[:2]
         if not server.api_key and host not in ("127.0.0.1", "::1"):
             logger.warning("listening on %s without --api-key: whoever reaches this machine can use it", host)
+        self._clock.mark("open the door")
         started = Started(
             infos=infos,
-            phases=engines.phases[0],
+            phases=self._clock.phases,
             names=server.served_model_name,
             url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
             needs_key=bool(server.api_key),
-            seconds=time.monotonic() - self._started,
         )
         print_banner(Console(stderr=True), started)
 
 
-def _dismiss(wire: RankSocket, rank: int) -> None:
-    with contextlib.suppress(NoEngineError):
-        wire.send(rank, Shutdown())
+def _patience(server: ServerSettings) -> Patience:
+    return Patience(
+        start_ns=int(server.startup_timeout * 1e9),
+        silence_ns=int(server.engine_timeout * 1e9),
+        stall_ns=int(server.watchdog_timeout * 1e9),
+        step_ns=int(server.step_timeout * 1e9),
+    )
 
 
 def _bound_socket(host: str, port: int) -> socket.socket:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import socket
+import struct
 from dataclasses import dataclass
 
 import msgspec
@@ -28,7 +31,64 @@ class UsageWanted:
     in_chunks: bool
 
 
-async def stream(http: web.Request, generation: Generation, form: AnswerForm, usage: UsageWanted) -> web.StreamResponse:
+class EventStream:
+    """The connection on which one answer is streamed.
+
+    What a client leaves unread is held in bounded buffers (aiohttp's and the kernel's), and then holds up the answer.
+
+    Args:
+        write_timeout_s: how long it may do so.
+    """
+
+    def __init__(self, http: web.Request, write_timeout_s: float) -> None:
+        self.request_id: str = http["request_id"]
+        self._http = http
+        self._response = web.StreamResponse(headers=_HEADERS)
+        self._write_timeout_s = write_timeout_s
+
+    async def open(self) -> web.StreamResponse:
+        """Send the headers."""
+        await self._response.prepare(self._http)
+        return self._response
+
+    async def send(self, data: bytes) -> None:
+        """Send one event.
+
+        Raises:
+            ConnectionError: the client has left.
+            TimeoutError: it has not read for too long.
+        """
+        async with asyncio.timeout(self._write_timeout_s):
+            await self._response.write(data)
+
+    async def send_answer(self, answer: Answer) -> None:
+        """Send an answer, or a chunk of one."""
+        await self.send(b"data: " + _encode(answer) + b"\n\n")
+
+    async def break_off(self, error: RequestError) -> None:
+        """Say why, then hang up without the end of the body.
+
+        Of all ways to end a broken stream, only this one both carries the cause and is noticed by every client: some
+        take a clean end, even one after an error event, for success.
+        """
+        try:
+            await self.send(b"event: error\ndata: " + error_json(error) + b"\n\n")
+        except (ConnectionError, TimeoutError):
+            logger.debug("%s: the client could not be told: %s", self.request_id, error)
+        if self._http.transport is not None:
+            self._http.transport.close()
+
+    def cut(self) -> None:
+        """Hang up at once, and drop what is unread, also what the kernel holds."""
+        if self._http.transport is not None:
+            connection = self._http.transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self._http.transport.abort()
+
+
+async def stream(
+    events: EventStream, generation: Generation, form: AnswerForm, usage: UsageWanted
+) -> web.StreamResponse:
     """Send the pieces of `generation` as they come.
 
     The headers wait for the engine's first word, so that a refusal keeps its real status.
@@ -37,48 +97,32 @@ async def stream(http: web.Request, generation: Generation, form: AnswerForm, us
         RequestError: refused before anything was sent. Later failures end the stream instead.
     """
     piece = await generation.next_piece()
-    response = web.StreamResponse(headers=_HEADERS)
-    await response.prepare(http)
+    response = await events.open()
     try:
-        if opening := form.opening():
-            await _send(response, opening)
+        for opening in form.openings():
+            await events.send_answer(opening)
         while piece is not None:
-            await _send_piece(response, form, piece, generation.usage() if usage.in_chunks else None)
+            await _send_piece(events, form, piece, generation.usage() if usage.in_chunks else None)
             piece = await generation.next_piece()
         if usage.at_end:
-            await _send(response, form.closing(generation.usage()))
-        await response.write(b"data: [DONE]\n\n")
+            await events.send_answer(form.closing(generation.usage()))
+        await events.send(b"data: [DONE]\n\n")
     except ConnectionError:
-        logger.debug("%s: the client left", http["request_id"])
+        logger.debug("%s: the client left", events.request_id)
+    except TimeoutError:
+        logger.warning("%s: cut off, for the client does not read its answer", events.request_id)
+        events.cut()
     except RequestError as error:
-        await _break_off(http, response, error)
+        await events.break_off(error)
     except Exception:
-        logger.exception("%s: failed in mid-stream", http["request_id"])
-        await _break_off(http, response, InternalError(http["request_id"]))
+        logger.exception("%s: failed in mid-stream", events.request_id)
+        await events.break_off(InternalError(events.request_id))
     return response
 
 
-async def _send_piece(response: web.StreamResponse, form: AnswerForm, piece: Piece, usage: Usage | None) -> None:
-    """A piece without text (half a character, a held-back stop) is worth a chunk only where every chunk counts."""
-    if piece.text or piece.finish_reason or usage:
+async def _send_piece(events: EventStream, form: AnswerForm, piece: Piece, usage: Usage | None) -> None:
+    """A piece without text (half a character, a held-back stop) is worth a chunk only where every token counts."""
+    if piece.text or piece.finish_reason or piece.scores or usage:
         chunk = form.chunk(piece)
         chunk.usage = usage
-        await _send(response, chunk)
-
-
-async def _send(response: web.StreamResponse, answer: Answer) -> None:
-    await response.write(b"data: " + _encode(answer) + b"\n\n")
-
-
-async def _break_off(http: web.Request, response: web.StreamResponse, error: RequestError) -> None:
-    """Say why, then hang up without the end of the body.
-
-    Of all ways to end a broken stream, only this one both carries the cause and is noticed by every client: some take a
-    clean end, even one after an error event, for success.
-    """
-    try:
-        await response.write(b"event: error\ndata: " + error_json(error) + b"\n\n")
-    except ConnectionError:
-        logger.debug("%s: the client left before it could be told: %s", http["request_id"], error)
-    if http.transport is not None:
-        http.transport.close()
+        await events.send_answer(chunk)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moestro.errors import ConfigError, RequestError
 from moestro.serve.refusals import shown
+from moestro.serve.token_text import TokenTexts
 
 _UNFINISHED = "\ufffd"  # how a decoder shows bytes that are no character (yet)
 CONTEXT_TOKENS = 24  # of the prompt, at most, that shape the text of the first generated token
@@ -46,6 +47,7 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in self.backend.get_added_tokens_decoder().items() if token.special
         )
+        self.token_texts = TokenTexts(self.backend)
         # Upper bound: a byte-level token of n symbols stands for n bytes, which are n characters at most.
         self.max_token_chars = max(map(len, self.backend.get_vocab(with_added_tokens=True)))
 
@@ -54,8 +56,8 @@ class Tokenizer:
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
-        """The prompt that the chat template makes of `messages`, up to where the assistant begins.
+    def render_chat(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+        """The prompt that the chat template makes of `messages`, up to where the assistant begins (unless told not to).
 
         Raises:
             RequestError: the model has no template, or its template refuses these messages.
@@ -67,7 +69,9 @@ class Tokenizer:
                 code="no_chat_template",
             )
         try:
-            text = self._fast.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self._fast.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
         except Exception as error:  # a template is a program that we did not write (transformers sandboxes it)
             raise RequestError(
                 f"The model's chat template refuses these messages: {shown(error)}", param="messages"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from moestro.core.request import ServiceClass
 from moestro.errors import RequestError
 from moestro.serve.decoding import decode_chat, decode_completion
 from moestro.serve.protocol import ContentPart, GenerationFields, Message
@@ -16,8 +17,13 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_SALT_CHARS = 1024
+MAX_COPIES = 128  # n
+MAX_CHOICES = 1024  # prompts times n
+MAX_BIASES = 300
+MAX_LOGPROBS = 20
 ROLES = ("developer", "system", "user", "assistant", "tool")
 DEFAULT_COMPLETION_TOKENS = 16
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")  # one spelling for each id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,20 +35,31 @@ class Options:
     include_usage: bool
     continuous_usage: bool
     max_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int  # 0: all
+    min_tokens: int
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None  # 0: all
+    min_p: float | None
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float | None
+    logit_bias: tuple[tuple[int, float], ...]  # (token id, bias)
     seed: int | None  # 0 .. 2**64 - 1
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
+    n: int
+    echo: bool
+    logprobs: int | None  # alternatives beside each token; None: no log probabilities
+    prompt_logprobs: int | None
     cache_salt: str | None
     priority: int
+    service_class: ServiceClass
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionAsk:
-    """A checked `POST /v1/completions`: a text or token ids for each choice."""
+    """A checked `POST /v1/completions`: texts or token ids, each of which gets `options.n` choices."""
 
     prompts: tuple[str | tuple[int, ...], ...]
     options: Options
@@ -59,8 +76,18 @@ class ChatAsk:
 def parse_completion(body: bytes) -> CompletionAsk:
     """The checked request, or RequestError, which says what is wrong with the body."""
     fields = decode_completion(body)
+    prompts, echo = _prompts(fields.prompt), bool(fields.echo)
     limit = DEFAULT_COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
-    return CompletionAsk(_prompts(fields.prompt), _options(fields, _range("max_tokens", limit, 1, 2**31 - 1)))
+    # With its prompt in front, an answer may be nothing more: that is how a prompt is scored.
+    shape = _Shape(
+        _range("max_tokens", limit, 0 if echo else 1, 2**31 - 1), echo, _logprobs("logprobs", fields.logprobs)
+    )
+    options = _options(fields, shape)
+    if len(prompts) * options.n > MAX_CHOICES:
+        raise _invalid(
+            "n", f"times the number of prompts must be {MAX_CHOICES} at most, got {len(prompts) * options.n}"
+        )
+    return CompletionAsk(prompts, options)
 
 
 def parse_chat(body: bytes) -> ChatAsk:
@@ -68,10 +95,18 @@ def parse_chat(body: bytes) -> ChatAsk:
     fields = decode_chat(body)
     name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     limit = getattr(fields, name)
-    if not fields.messages:
+    messages = check_messages(fields.messages)
+    if fields.top_logprobs and not fields.logprobs:
+        raise _invalid("top_logprobs", "is only allowed with logprobs: true")
+    logprobs = _logprobs("top_logprobs", fields.top_logprobs or 0) if fields.logprobs else None
+    return ChatAsk(messages, _options(fields, _Shape(_limit(name, limit), echo=False, logprobs=logprobs)))
+
+
+def check_messages(messages: Sequence[Message]) -> tuple[dict[str, str], ...]:
+    """The messages of a chat in plain text, as chat templates read them; RequestError names the one at fault."""
+    if not messages:
         raise _invalid("messages", "is an empty list; send at least one message")
-    messages = tuple(_message(f"messages[{i}]", message) for i, message in enumerate(fields.messages))
-    return ChatAsk(messages, _options(fields, None if limit is None else _range(name, limit, 1, 2**31 - 1)))
+    return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(messages))
 
 
 def _invalid(param: str, text: str) -> RequestError:
@@ -84,48 +119,109 @@ def _range(param: str, value: int, low: int, high: int) -> int:
     return value
 
 
-def _options(fields: GenerationFields, max_tokens: int | None) -> Options:
-    streaming = bool(fields.stream)
-    extras = fields.stream_options
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the two kinds of completion spell differently."""
+
+    max_tokens: int | None
+    echo: bool
+    logprobs: int | None
+
+
+def _options(fields: GenerationFields, shape: _Shape) -> Options:
+    streaming, extras = bool(fields.stream), fields.stream_options
     if extras is not None and not streaming:
         raise _invalid("stream_options", "is only allowed with stream: true")
-    if fields.n not in (None, 1):
-        raise RequestError(f"n must be 1 (more is not supported yet), got {shown(fields.n)}.", param="n")
-    salt = fields.cache_salt
-    if salt is not None and not 1 <= len(salt) <= MAX_SALT_CHARS:
-        raise _invalid("cache_salt", f"must have 1 to {MAX_SALT_CHARS} characters, got {len(salt)}")
     return Options(
         model=fields.model,
         stream=streaming,
         include_usage=bool(extras and extras.include_usage),
         continuous_usage=bool(extras and extras.include_usage and extras.continuous_usage_stats),
-        max_tokens=max_tokens,
-        temperature=_temperature(fields.temperature),
+        max_tokens=shape.max_tokens,
+        min_tokens=_min_tokens(fields.min_tokens or 0, shape.max_tokens),
+        temperature=_bounded("temperature", fields.temperature, 0, 2),
         top_p=_top_p(fields.top_p),
-        top_k=max(0, _range("top_k", fields.top_k or 0, -1, 2**31 - 1)),
+        top_k=None if fields.top_k is None else max(0, _range("top_k", fields.top_k, -1, 2**31 - 1)),
+        min_p=_bounded("min_p", fields.min_p, 0, 1),
+        presence_penalty=_bounded("presence_penalty", fields.presence_penalty, -2, 2) or 0.0,
+        frequency_penalty=_bounded("frequency_penalty", fields.frequency_penalty, -2, 2) or 0.0,
+        repetition_penalty=_bounded("repetition_penalty", fields.repetition_penalty, 0.01, 100),
+        logit_bias=_logit_bias(fields.logit_bias or {}),
         seed=None if fields.seed is None else _range("seed", fields.seed, -(2**63), 2**63 - 1) % 2**64,
         stop=_stops(fields.stop),
         stop_token_ids=_stop_token_ids(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
-        cache_salt=salt,
+        n=_copies(fields.n, fields.best_of),
+        echo=shape.echo,
+        logprobs=shape.logprobs,
+        prompt_logprobs=_prompt_logprobs(fields.prompt_logprobs, streaming=streaming),
+        cache_salt=_salt(fields.cache_salt),
         priority=_range("priority", fields.priority or 0, -(2**31), 2**31 - 1),
+        service_class=_service_class(fields.service_class),
     )
 
 
-def _temperature(value: float | None) -> float:
-    if value is None:
-        return 1.0
-    if not (math.isfinite(value) and 0 <= value <= 2):
-        raise _invalid("temperature", f"must be between 0 and 2, got {value}")
+def _limit(name: str, value: int | None) -> int | None:
+    return None if value is None else _range(name, value, 1, 2**31 - 1)
+
+
+def _bounded(param: str, value: float | None, low: float, high: float) -> float | None:
+    """`value` if it is there and within the bounds (which no NaN is)."""
+    if value is not None and not low <= value <= high:
+        raise _invalid(param, f"must be between {low:g} and {high:g}, got {value}")
     return value
 
 
-def _top_p(value: float | None) -> float:
-    if value is None:
-        return 1.0
-    if not 0 < value <= 1:
+def _top_p(value: float | None) -> float | None:
+    if value is not None and not 0 < value <= 1:
         raise _invalid("top_p", f"must be above 0 and at most 1, got {value}")
     return value
+
+
+def _min_tokens(value: int, max_tokens: int | None) -> int:
+    if max_tokens is not None and value > max_tokens:
+        raise _invalid("min_tokens", f"must not exceed max_tokens ({max_tokens}), got {shown(value)}")
+    return _range("min_tokens", value, 0, 2**31 - 1)
+
+
+def _logit_bias(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    if len(biases) > MAX_BIASES:
+        raise _invalid("logit_bias", f"may hold {MAX_BIASES} tokens at most, got {len(biases)}")
+    for key, bias in biases.items():
+        if not _TOKEN_ID.fullmatch(key):
+            raise _invalid("logit_bias", f"keys must be token ids, got {shown(key)}")
+        if not -100 <= bias <= 100:
+            raise _invalid("logit_bias", f"values must be between -100 and 100, got {bias}")
+    return tuple((int(key), bias) for key, bias in biases.items() if bias)
+
+
+def _copies(n: int | None, best_of: int | None) -> int:
+    copies = _range("n", 1 if n is None else n, 1, MAX_COPIES)
+    if best_of not in (None, copies):
+        raise _invalid("best_of", f"must equal n ({copies}), for nothing is left out here, got {shown(best_of)}")
+    return copies
+
+
+def _logprobs(param: str, value: int | None) -> int | None:
+    return None if value is None else _range(param, value, 0, MAX_LOGPROBS)
+
+
+def _prompt_logprobs(value: int | None, *, streaming: bool) -> int | None:
+    if value is not None and streaming:
+        raise _invalid("prompt_logprobs", "is not allowed with stream: true")
+    return _logprobs("prompt_logprobs", value)
+
+
+def _salt(salt: str | None) -> str | None:
+    if salt is not None and not 1 <= len(salt) <= MAX_SALT_CHARS:
+        raise _invalid("cache_salt", f"must have 1 to {MAX_SALT_CHARS} characters, got {len(salt)}")
+    return salt
+
+
+def _service_class(given: str | None) -> ServiceClass:
+    if given is not None and given not in set(ServiceClass):
+        raise _invalid("service_class", f"must be one of {', '.join(ServiceClass)}, got {shown(given)}")
+    return ServiceClass.LS if given is None else ServiceClass(given)
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

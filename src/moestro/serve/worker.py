@@ -5,6 +5,7 @@ It serves until the front door says `Shutdown`, or until stdin ends because the 
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import signal
 import sys
@@ -21,17 +22,19 @@ from moestro.errors import ConfigError, MoestroError
 from moestro.model.device import open_device
 from moestro.model.info import LoadedInfo
 from moestro.serve.channel import Channel
-from moestro.serve.launch_spec import LaunchSpec
-from moestro.serve.messages import Failed, ModelInfo, Phase, Ready
+from moestro.serve.launch_spec import STACK_DUMP, LaunchSpec
+from moestro.serve.messages import Failed, ModelInfo, Phase, Ready, identity_of
 from moestro.serve.rank_loop import run_rank
 
 
 def main() -> int:
     """Run one rank; returns its exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front door decides when to leave
+    faulthandler.enable()
+    faulthandler.register(STACK_DUMP)  # needs no interpreter lock: it also answers when the main loop hangs in a kernel
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=LaunchSpec)
     logging.basicConfig(level=spec.log_level.upper(), format=f"%(levelname)s engine {spec.rank}: %(message)s")
-    channel = Channel(spec.address, spec.rank, sys.stdin.fileno())
+    channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno())
     try:
         rank, info = _build(spec, _PhaseTimer(spec.launched_ns, channel))
         channel.send(Ready(info))
@@ -77,6 +80,7 @@ def _model_info(model_id: str, info: LoadedInfo) -> ModelInfo:
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,
+        sampling_defaults=info.sampling_defaults,
         block_size=info.block_size,
         num_blocks=info.num_blocks,
         num_parameters=info.num_parameters,

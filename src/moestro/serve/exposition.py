@@ -1,0 +1,148 @@
+"""The counted figures in Prometheus' text form, under our own names and under vLLM's, which dashboards know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moestro.core.request import FinishReason
+from moestro.serve.engines import Engines
+from moestro.serve.messages import ModelInfo, RankLoad
+from moestro.serve.metrics import EngineMetrics, Histogram, Metrics
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where the figures are.
+
+    Attributes:
+        model_name: the label that vLLM's dashboards choose by.
+        num_dropped: messages from ranks that did not decode.
+    """
+
+    model_name: str
+    info: ModelInfo
+    engines: Engines
+    metrics: Metrics
+    num_dropped: Callable[[], int]
+
+
+class Exposition:
+    """Writes `GET /metrics`. Nothing is looked up by name or label before somebody asks."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Figures(sources))
+        ProcessCollector(registry=self._registry)
+
+    def text(self) -> bytes:
+        """All figures as they are now."""
+        return generate_latest(self._registry)
+
+
+_GAUGES: tuple[tuple[str, str, Callable[[RankLoad], float]], ...] = (
+    ("num_requests_running", "Requests that hold KV.", lambda load: load.num_running),
+    ("num_requests_waiting", "Requests that wait for it.", lambda load: load.num_waiting),
+    ("kv_cache_usage_perc", "Fraction of KV blocks held by requests, 0 to 1.", lambda load: load.kv_usage),
+)
+_RANK_COUNTERS: tuple[tuple[str, str, Callable[[RankLoad], float]], ...] = (
+    ("num_preemptions", "Times that a request gave up its KV.", lambda load: load.num_preemptions),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda load: load.num_queried_tokens),
+    ("prefix_cache_hits", "Prompt tokens found there.", lambda load: load.num_hit_tokens),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
+    ("prompt_tokens", "Prompt tokens of requests that got their first output.", lambda m: m.num_prompt_tokens),
+    ("generation_tokens", "Tokens generated.", lambda m: m.num_generated_tokens),
+)
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], Histogram]], ...] = (
+    ("time_to_first_token_seconds", "From a request's arrival to its first token.", lambda m: m.first_token_s),
+    ("inter_token_latency_seconds", "Each gap between two tokens of a request.", lambda m: m.gap_s),
+    ("request_time_per_output_token_seconds", "Mean gap of each request that finished.", lambda m: m.mean_gap_s),
+    ("e2e_request_latency_seconds", "From arrival to last token, of each that finished.", lambda m: m.whole_s),
+)
+_OWN_COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
+    ("engine_restarts", "Times that the engine's process was started again.", lambda m: m.num_restarts),
+    ("engine_stalls", "Times that it had requests and did not get on.", lambda m: m.num_stalls),
+    ("requests_moved", "Requests that went elsewhere when it ended.", lambda m: m.num_moved),
+)
+_LABELS = ("model_name", "engine")
+
+
+class _Figures(Collector):
+    """Makes Prometheus' families of our numbers, at every scrape."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._label_values = [(sources.model_name, str(i)) for i in range(len(sources.metrics.engines))]
+
+    def collect(self) -> Iterator[Metric]:
+        for prefix in ("moestro", "vllm"):
+            yield from self._shared(prefix)
+        yield from self._own()
+
+    def _shared(self, prefix: str) -> Iterator[Metric]:
+        """What vLLM has too, by the same names and labels."""
+        loads, engines = self._sources.engines.loads, self._sources.metrics.engines
+        for name, text, of_load in _GAUGES:
+            yield self._gauge(f"{prefix}:{name}", text, map(of_load, loads))
+        for name, text, of_load in _RANK_COUNTERS:
+            yield self._counter(f"{prefix}:{name}", text, map(of_load, loads))
+        for name, text, of_engine in _COUNTERS:
+            yield self._counter(f"{prefix}:{name}", text, map(of_engine, engines))
+        for name, text, histogram_of in _HISTOGRAMS:
+            yield self._histogram(f"{prefix}:{name}", text, map(histogram_of, engines))
+        yield self._ended(f"{prefix}:request_success")
+        yield self._cache_config(f"{prefix}:cache_config_info")
+
+    def _own(self) -> Iterator[Metric]:
+        sources = self._sources
+        for name, text, of_engine in _OWN_COUNTERS:
+            yield self._counter(f"moestro:{name}", text, map(of_engine, sources.metrics.engines))
+        up = [float(sources.engines.is_routable(i)) for i in range(len(self._label_values))]
+        yield self._gauge("moestro:engine_ready", "1 while the engine takes requests.", up)
+        refused = CounterMetricFamily("moestro:requests_refused", "Requests refused, by reason.", labels=("reason",))
+        for reason, count in sorted(sources.metrics.refusals.items()):
+            refused.add_metric((reason,), count)
+        yield refused
+        text = "Malformed messages from engines, dropped."
+        yield CounterMetricFamily("moestro:messages_dropped", text, value=sources.num_dropped())
+
+    def _gauge(self, name: str, text: str, values: Iterable[float]) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=_LABELS)
+        for labels, value in zip(self._label_values, values, strict=True):
+            family.add_metric(labels, value)
+        return family
+
+    def _counter(self, name: str, text: str, values: Iterable[float]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=_LABELS)
+        for labels, value in zip(self._label_values, values, strict=True):
+            family.add_metric(labels, value)
+        return family
+
+    def _histogram(self, name: str, text: str, histograms: Iterable[Histogram]) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=_LABELS)
+        for labels, histogram in zip(self._label_values, histograms, strict=True):
+            names = (*map(str, histogram.bounds), "+Inf")
+            family.add_metric(labels, list(zip(names, accumulate(histogram.counts), strict=True)), histogram.total)
+        return family
+
+    def _ended(self, name: str) -> Metric:
+        family = CounterMetricFamily(name, "Requests that ended, by reason.", labels=(*_LABELS, "finished_reason"))
+        for labels, metrics in zip(self._label_values, self._sources.metrics.engines, strict=True):
+            for reason in FinishReason:
+                family.add_metric((*labels, reason), metrics.ended[reason])
+        return family
+
+    def _cache_config(self, name: str) -> Metric:
+        info = self._sources.info
+        family = GaugeMetricFamily(name, "The KV cache.", labels=(*_LABELS, "block_size", "num_gpu_blocks"))
+        for labels in self._label_values:
+            family.add_metric((*labels, str(info.block_size), str(info.num_blocks)), 1)
+        return family

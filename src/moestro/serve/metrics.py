@@ -1,0 +1,88 @@
+"""What the front door counts: plain numbers on the hot path; `exposition.py` gives them names."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+
+from moestro.core.request import FinishReason
+
+# vLLM's bounds, so that its dashboards' heat maps fit; the gaps begin lower, for small models.
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_GAP_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+_WHOLE_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+    *(1920.0, 7680.0),
+)
+
+
+class Histogram:
+    """Counts observations by bucket.
+
+    Attributes:
+        bounds: upper bounds of the buckets, ascending; one more bucket lies above the last.
+        counts: observations in each bucket, not cumulated.
+        total: their sum.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one; under 1 µs."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class EngineMetrics:
+    """Totals of one engine since the start of the front door, through all its restarts.
+
+    Attributes:
+        first_token_s, gap_s, mean_gap_s, whole_s: TTFT, ITL, TPOT and E2E, as the front door sees them.
+        num_prompt_tokens: of requests that got their first output.
+        num_generated_tokens: received from the engine, shown or not.
+        ended: requests by how they ended.
+        num_restarts, num_stalls, num_moved: processes started again; times that it did not get on; requests that went
+            elsewhere when it ended.
+    """
+
+    __slots__ = (
+        "ended", "first_token_s", "gap_s", "mean_gap_s", "num_generated_tokens", "num_moved", "num_prompt_tokens",
+        "num_restarts", "num_stalls", "whole_s",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.first_token_s = Histogram(_FIRST_TOKEN_S)
+        self.gap_s = Histogram(_GAP_S)
+        self.mean_gap_s = Histogram(_GAP_S)
+        self.whole_s = Histogram(_WHOLE_S)
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self.ended = dict.fromkeys(FinishReason, 0)
+        self.num_restarts = 0
+        self.num_stalls = 0
+        self.num_moved = 0
+
+
+class Metrics:
+    """Everything that is counted.
+
+    Attributes:
+        engines: by number.
+        refusals: by the error's code.
+    """
+
+    def __init__(self, num_engines: int) -> None:
+        self.engines = [EngineMetrics() for _ in range(num_engines)]
+        self.refusals: Counter[str] = Counter()

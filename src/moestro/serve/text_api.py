@@ -1,0 +1,118 @@
+"""`/tokenize` and `/detokenize`, as vLLM has them: clients use them to make prompts of an exact length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from aiohttp import web
+
+from moestro.errors import RequestError
+from moestro.serve.body import read_json
+from moestro.serve.decoding import decode_fields
+from moestro.serve.prepare import ServedModel, refuse_foreign_ids, refuse_too_much_text
+from moestro.serve.preparing import PrepareThreads
+from moestro.serve.protocol import Message
+from moestro.serve.validation import check_messages
+
+
+class TokenizeFields(msgspec.Struct, kw_only=True):
+    """Body of `POST /tokenize`: a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None  # unset: for a prompt yes, for a chat (whose template writes them) no
+    add_generation_prompt: bool | None = None  # unset: yes
+    return_token_strs: bool | None = None
+
+
+class DetokenizeFields(msgspec.Struct, kw_only=True):
+    """Body of `POST /detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class Tokenized(msgspec.Struct):
+    """Answer of `POST /tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+class Detokenized(msgspec.Struct):
+    """Answer of `POST /detokenize`."""
+
+    prompt: str
+
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeFields)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeFields)
+
+
+class TextApi:
+    """Text to token ids and back, on the threads that prepare requests."""
+
+    def __init__(self, model: ServedModel, threads: PrepareThreads) -> None:
+        self._model = model
+        self._threads = threads
+
+    def routes(self) -> list[web.RouteDef]:
+        """Both of them."""
+        return [web.post("/tokenize", self.tokenize), web.post("/detokenize", self.detokenize)]
+
+    async def tokenize(self, http: web.Request) -> web.Response:
+        """POST /tokenize."""
+        fields = decode_fields(await read_json(http), _TOKENIZE, {})
+        self._model.name_for(fields.model)
+        return _json(await self._threads.run(lambda: tokenized(fields, self._model)))
+
+    async def detokenize(self, http: web.Request) -> web.Response:
+        """POST /detokenize."""
+        fields = decode_fields(await read_json(http), _DETOKENIZE, {})
+        self._model.name_for(fields.model)
+        return _json(await self._threads.run(lambda: detokenized(fields.tokens, self._model)))
+
+
+def tokenized(fields: TokenizeFields, model: ServedModel) -> Tokenized:
+    """The tokens that a completion, or a chat completion, of the same fields would have.
+
+    Raises:
+        RequestError: neither or both of prompt and messages, or more text than any prompt may have.
+    """
+    if (fields.prompt is None) == (fields.messages is None):
+        raise RequestError("Send either prompt or messages.", param="prompt", code="invalid_value")
+    if fields.messages is not None:
+        messages = check_messages(fields.messages)
+        refuse_too_much_text(sum(len(message["content"]) for message in messages), model)
+        text = model.tokenizer.render_chat(messages, add_generation_prompt=fields.add_generation_prompt is not False)
+    else:
+        assert fields.prompt is not None
+        text = fields.prompt
+        refuse_too_much_text(len(text), model)
+    adds = fields.messages is None if fields.add_special_tokens is None else fields.add_special_tokens
+    ids = model.tokenizer.encode(text, add_special_tokens=adds)
+    names = [model.tokenizer.backend.id_to_token(i) for i in ids] if fields.return_token_strs else None
+    return Tokenized(len(ids), model.info.max_model_len, ids, names)
+
+
+def detokenized(ids: Sequence[int], model: ServedModel) -> Detokenized:
+    """The text of `ids`, special tokens included.
+
+    Raises:
+        RequestError: ids that the model does not have, or more of them than it could read.
+    """
+    limit = model.info.max_model_len
+    if len(ids) > limit:
+        raise RequestError(
+            f"tokens may hold {limit} ids at most, got {len(ids)}.", param="tokens", code="invalid_value"
+        )
+    refuse_foreign_ids("tokens", ids, model.info.vocab_size)
+    return Detokenized(model.tokenizer.backend.decode(list(ids), skip_special_tokens=False))
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

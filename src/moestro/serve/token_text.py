@@ -1,0 +1,76 @@
+"""Single tokens as text and bytes, as answers with log probabilities show them."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from tokenizers import Tokenizer as Backend
+
+_UNFINISHED = "\ufffd"  # how a decoder shows bytes that are no character
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenText(NamedTuple):
+    """One token; `text` tells any two tokens of different bytes apart, and `raw` joins to the answer's bytes."""
+
+    text: str
+    raw: bytes
+
+
+class TokenTexts:
+    """The texts of a vocabulary, found when first asked for. Safe to call from several threads.
+
+    A token that is only a part of a character has no text of its own; it is written as OpenAI writes it,
+    `bytes:\\xe2\\x96`.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._known: dict[int, TokenText] = {}
+        # Some decoders strip the space of a first token: each is decoded behind another.
+        ids: list[int] = backend.encode("a", add_special_tokens=False).ids
+        self._anchor = ids[-1:]
+        self._anchor_text = backend.decode(self._anchor)
+
+    def __getitem__(self, token_id: int) -> TokenText:
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._known[token_id] = self._find(token_id)
+        return found
+
+    def _find(self, token_id: int) -> TokenText:
+        decoded = self._backend.decode([*self._anchor, token_id], skip_special_tokens=False)
+        text = decoded.removeprefix(self._anchor_text)
+        if _UNFINISHED not in text:
+            return TokenText(text, text.encode())
+        raw = _bytes_of(self._backend.id_to_token(token_id) or "")
+        if raw is None or _is_text(raw):
+            return TokenText(text, text.encode())
+        return TokenText("bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw)
+
+
+def _bytes_of(piece: str) -> bytes | None:
+    """The bytes that a vocabulary entry stands for, byte-level or byte fallback; None: it is neither."""
+    if match := _BYTE_PIECE.fullmatch(piece):
+        return bytes([int(match[1], 16)])
+    values = [_BYTE_OF_SYMBOL.get(symbol) for symbol in piece]
+    return bytes(value for value in values if value is not None) if None not in values else None
+
+
+def _is_text(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _byte_symbols() -> dict[str, int]:
+    """GPT-2's table: printable bytes stand for themselves, the others for the code points from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTE_OF_SYMBOL = _byte_symbols()

@@ -1,0 +1,81 @@
+"""The plain twin of editing logits and of sampling: one sequence, one token at a time, each step by its definition."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from moestro.core.request import Request, SamplingParams
+from moestro.core.rng import uniform
+from moestro.core.work import SAMPLING_ROW
+
+
+def next_token(logits: np.ndarray, tokens: list[int], request: Request) -> int:
+    """The token after `tokens`, the first of which are the request's prompt."""
+    changed = edited(logits, tokens, request.num_prompt_tokens, request.sampling)
+    return choose(changed, row_of(request.sampling), len(tokens))
+
+
+def row_of(sampling: SamplingParams) -> np.void:
+    """The parameters as 32-bit columns hold them."""
+    row = np.zeros((), SAMPLING_ROW)
+    for name in ("temperature", "top_p", "top_k", "min_p", "seed"):
+        row[name] = getattr(sampling, name)
+    return row
+
+
+def edited(logits: np.ndarray, tokens: list[int], num_prompt: int, sampling: SamplingParams) -> np.ndarray:
+    """Biases, penalties and bans, each by its definition."""
+    logits = logits.copy()
+    generated = Counter(tokens[num_prompt:])
+    for token, bias in sampling.logit_bias:
+        logits[token] += _rounded(bias)
+    for token in set(tokens) if sampling.repetition_penalty != 1 else ():
+        by = _rounded(sampling.repetition_penalty)
+        logits[token] = logits[token] / by if logits[token] > 0 else logits[token] * by
+    for token, times in generated.items():
+        logits[token] -= _rounded(sampling.frequency_penalty) * times
+        logits[token] -= _rounded(sampling.presence_penalty)
+    if generated.total() < sampling.min_tokens:
+        logits[list(sampling.stop_token_ids)] = -np.inf
+    return logits
+
+
+def _rounded(value: float) -> float:
+    return float(np.float32(value))
+
+
+def choose(logits: np.ndarray, row: np.void, position: int) -> int:
+    """Greedy, or the draw that belongs to (seed, position)."""
+    if row["temperature"] == 0:
+        return int(logits.argmax())
+    scaled = (logits - logits.max()) / row["temperature"]
+    if row["min_p"] > 0:
+        scaled = np.where(scaled < np.log(row["min_p"].astype(np.float64)).astype(scaled.dtype), -np.inf, scaled)
+    order = sorted(range(len(scaled)), key=lambda token: -scaled[token])
+    if row["top_k"]:
+        order = order[: row["top_k"]]
+    weights = np.exp(scaled[order].astype(np.float64))
+    kept, mass = 0, 0.0
+    while kept < len(order) and (kept == 0 or mass / weights.sum() < row["top_p"]):
+        mass += weights[kept]
+        kept += 1
+    least = scaled[order[kept - 1]]
+    weights = np.where(scaled >= least, np.exp(scaled.astype(np.float64)), 0)
+    noise = uniform(np.array([row["seed"]], np.uint64), np.array([position], np.uint64))[0]
+    reached = weights.cumsum()
+    return int(np.flatnonzero(reached > noise * reached[-1])[0])
+
+
+def random_wishes(rng: np.random.Generator, vocabulary: int, max_tokens: int) -> dict[str, object]:
+    """Some of the parameters that edit logits, for a request of so many tokens; often none."""
+    wishes = {
+        "presence_penalty": float(rng.uniform(-2, 2)),
+        "frequency_penalty": float(rng.uniform(-2, 2)),
+        "repetition_penalty": float(rng.uniform(0.5, 2)),
+        "min_p": float(rng.uniform(0, 0.5)),
+        "min_tokens": int(rng.integers(max_tokens + 1)),
+        "logit_bias": tuple((int(token), float(rng.uniform(-3, 3))) for token in rng.permutation(vocabulary)[:3]),
+    }
+    return {name: value for name, value in wishes.items() if rng.random() < 0.3}
