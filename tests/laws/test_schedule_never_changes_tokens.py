@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 from fake_device import (
@@ -17,7 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_sampling import random_wishes
 
+from moestro.core.work import Forward
 from moestro.engine.rank import build_rank
+from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import RequestError
 
@@ -75,10 +78,20 @@ def serve(rank, requests, rng, *, abort_share: float = 0.0):
             if victim in rank.scheduler.by_id:
                 rank.abort(victim, now_ns)
                 aborted.add(victim)
-        rank.scheduler.check()
+        check_scheduler(rank.scheduler)
+        assert rank.scheduler.table.num_units_in_flight or not rank.has_work, "idle with runnable work"
         if not waiting and not rank.has_work:
             return tokens, prompts, reasons, aborted
     raise AssertionError("requests were left over")
+
+
+def check_scheduler(scheduler) -> None:
+    """Blocks are conserved; with `fcfs` nobody who waits came before anybody who runs."""
+    scheduler.check()
+    running = [scheduler.table.at(slot).serial for slot in scheduler.table.running.tolist()]
+    waiting = [sequence.serial for sequence in scheduler.by_id.values() if sequence.slot is None]
+    if scheduler.settings.scheduling_policy == "fcfs" and running and waiting:
+        assert max(running) < min(waiting), "a later arrival overtook"
 
 
 @settings(max_examples=150, deadline=None)
@@ -91,9 +104,10 @@ def serve(rank, requests, rng, *, abort_share: float = 0.0):
     delay=st.integers(0, 2),
     caching=st.booleans(),
     abort_share=st.sampled_from([0.0, 0.15]),
+    policy=st.sampled_from(["fcfs", "fcfs", "priority"]),
 )
 def test_every_history_gives_the_oracles_tokens(
-    seed, num_blocks, max_num_seqs, budget, max_chunk, delay, caching, abort_share
+    seed, num_blocks, max_num_seqs, budget, max_chunk, delay, caching, abort_share, policy
 ):
     rng = np.random.default_rng(seed)
     rank = build_rank(
@@ -104,6 +118,7 @@ def test_every_history_gives_the_oracles_tokens(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_chunk=max_chunk,
+            scheduling_policy=policy,
             enable_prefix_caching=caching,
         ),
         KvDevice(num_blocks, BLOCK_SIZE, delay),
@@ -119,6 +134,84 @@ def test_every_history_gives_the_oracles_tokens(
         if request.sampling.prompt_logprobs is not None:
             assert prompts[request.request_id] == expected_prompt_logprobs(request)
     assert rank.scheduler.pool.num_free == num_blocks, "a block leaked"
+
+
+def next_piece(flights: list, rng: np.random.Generator):
+    """The oldest result, or a part of it; the rest stays in flight."""
+    result = flights.pop(0)
+    if len(result.slot) > 1 and rng.random() < 0.3:
+        cut = int(rng.integers(1, len(result.slot)))
+        flights.insert(0, result.select(np.arange(cut, len(result.slot))))
+        result = result.select(np.arange(cut))
+    return result
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(8, 24),
+    max_num_seqs=st.integers(1, 8),
+    budget=st.integers(8, 24),
+)
+def test_several_plans_in_flight_and_results_in_pieces_change_nothing(seed, num_blocks, max_num_seqs, budget):
+    rng = np.random.default_rng(seed)
+    bounds = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
+    scheduler = Scheduler(SchedulerSettings(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=32, **bounds))
+    device, requests, flights = KvDevice(num_blocks, BLOCK_SIZE), random_requests(rng, 14, 32), []
+    arriving, tokens, aborted = list(requests), {}, set()
+    for now_ns in range(20_000):
+        while arriving and rng.random() < 0.5:
+            scheduler.add(arriving.pop(0))
+        if len(flights) < 3 and rng.random() < 0.7 and (plan := scheduler.schedule(now_ns)):
+            in_flight = {slot for flight in flights for slot in flight.slot.tolist()}
+            assert not in_flight & set(plan.units.slot.tolist()), "a sequence is in two plans"
+            device.launch(Forward(plan.units), now_ns)
+            flights += device.poll(now_ns)
+        if flights and rng.random() < 0.5:
+            emitted = scheduler.update(next_piece(flights, rng), now_ns)
+            for sequence, token in zip(emitted.sequences, emitted.token_ids, strict=True):
+                assert sequence.request.request_id not in aborted
+                tokens.setdefault(sequence.request.request_id, []).append(token)
+        if rng.random() < 0.05 and scheduler.abort(victim := requests[rng.integers(len(requests))].request_id):
+            aborted.add(victim)
+        check_scheduler(scheduler)
+        if not arriving and not flights and not scheduler.has_work:
+            break
+    for request in requests:
+        if request.request_id not in aborted:
+            told = [token for token in tokens[request.request_id] if token >= 0]
+            assert told == expected_tokens(request)
+    assert scheduler.pool.num_free == num_blocks
+
+
+def test_nobody_overtakes_for_being_smaller():
+    scheduler = Scheduler(SchedulerSettings(num_blocks=8, block_size=4, max_model_len=32))
+    scheduler.add(make_request("running", range(16), max_tokens=8))
+    assert scheduler.schedule(0)
+    scheduler.add(make_request("large", range(20, 38), max_tokens=2))
+    scheduler.add(make_request("small", range(40, 42), max_tokens=2))
+    assert scheduler.schedule(0) is None
+    assert len(scheduler.waiting) == 2
+
+
+@pytest.mark.parametrize(("num_tokens", "admitted"), [(12, True), (13, False)])
+def test_a_newcomer_leaves_a_block_for_each_running_sequence(num_tokens, admitted):
+    scheduler = Scheduler(SchedulerSettings(num_blocks=8, block_size=4, max_model_len=32))
+    scheduler.add(make_request("running", range(16), max_tokens=8))
+    assert scheduler.schedule(0)  # 4 of 8 blocks are free, and one of them is kept back
+    scheduler.add(make_request("new", range(20, 20 + num_tokens), max_tokens=2))
+    assert bool(scheduler.schedule(0)) == admitted
+
+
+def test_under_fcfs_no_priority_pushes_out_who_came_before():
+    rank = build_rank(SchedulerSettings(num_blocks=8, block_size=4, max_model_len=32), KvDevice(8, 4))
+    ended = []
+    rank.add(make_request("old", range(6), max_tokens=20), 0)
+    for i in range(3):
+        rank.add(msgspec.structs.replace(make_request(f"new{i}", range(i, i + 6), max_tokens=20), priority=-1), 0)
+    for now_ns in range(500):
+        ended += [output.request_id for output in rank.step(now_ns) if output.finish_reason]
+    assert ended == ["old", "new0", "new1", "new2"]
 
 
 def test_the_law_can_fail_a_device_that_writes_one_block_wrong_is_caught():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from moestro.core.request import Request, SamplingParams
 from moestro.core.views import BatchLimits, BatchView, EngineTable, EvictView
 from moestro.policy.batching import decode_first
-from moestro.policy.eviction import latest_arrival
+from moestro.policy.eviction import last_in_order
 from moestro.policy.routing.basic import least_loaded, round_robin
 
 REQUEST = Request(request_id="r", num_prompt_tokens=1, sampling=SamplingParams(), arrival_ns=0)
@@ -35,14 +35,8 @@ def test_decode_first_equals_its_plain_twin(rows, token_budget, max_chunk):
     assert decode_first(view, limits).tolist() == plain_decode_first(num_left, is_decode, limits)
 
 
-def test_the_latest_of_the_least_urgent_is_evicted():
-    columns = {
-        "arrival_ns": np.array([5, 9, 7, 9]),
-        "num_computed_tokens": np.zeros(4, np.int32),
-        "serial": np.arange(4),
-    }
-    assert latest_arrival(EvictView(priority=np.zeros(4, np.int32), **columns)) == 3
-    assert latest_arrival(EvictView(priority=np.array([0, 0, 1, 0], np.int32), **columns)) == 2
+def test_the_last_in_the_order_of_admission_is_evicted():
+    assert last_in_order(EvictView(np.array([1, 3, 0, 2]), np.zeros(4, np.int32))) == 1
 
 
 def table(routable, load):

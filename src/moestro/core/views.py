@@ -23,7 +23,7 @@ class EngineTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WaitingView:
-    """Requests waiting in one engine, one row each, in order of arrival in its queue.
+    """Requests of one engine to be ordered, one row each: those that wait, or (for eviction) those that run.
 
     Attributes:
         arrival_ns: int64[n].
@@ -66,13 +66,9 @@ class EvictView:
     """Running sequences whose KV could be freed now (none has a unit in flight), one row each.
 
     Attributes:
-        arrival_ns: int64[n].
+        order_rank: int64[n], place in the order policy's order; 0 would be admitted first.
         num_computed_tokens: int32[n], what recomputing would cost.
-        priority: int32[n].
-        serial: int64[n].
     """
 
-    arrival_ns: NDArray[np.int64]
+    order_rank: NDArray[np.int64]
     num_computed_tokens: NDArray[np.int32]
-    priority: NDArray[np.int32]
-    serial: NDArray[np.int64]

@@ -39,11 +39,6 @@ class BlockPool:
         """Blocks that can be given out: blank and cached."""
         return len(self._blank) + len(self._cached)
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks that carry a hash, held ones among them."""
-        return len(self._hash_of)
-
     def find_prefix(self, hashes: list[bytes]) -> list[int]:
         """Blocks of the longest cached prefix of `hashes`; changes nothing."""
         found = []
@@ -54,9 +49,9 @@ class BlockPool:
             found.append(block)
         return found
 
-    def num_free_after(self, shared: list[int]) -> int:
-        """Free blocks that would remain if `shared` (from `find_prefix`) were taken."""
-        return self.num_free - sum(1 for block in shared if self._ref_count[block] == 0)
+    def num_free_among(self, blocks: list[int]) -> int:
+        """How many of `blocks` (from `find_prefix`) are free: sharing them takes these from the pool."""
+        return sum(1 for block in blocks if self._ref_count[block] == 0)
 
     def share(self, blocks: list[int]) -> None:
         """Add one holder to each of `blocks`, which are cached or held."""
@@ -100,13 +95,6 @@ class BlockPool:
         if self._enabled and block_hash not in self._block_of and block not in self._hash_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
-
-    def forget_all(self) -> None:
-        """Drop every remembered prefix; blocks that are held stay held."""
-        self._blank.extend(self._cached)
-        self._cached.clear()
-        self._hash_of.clear()
-        self._block_of.clear()
 
     def check(self, held: list[list[int]]) -> None:
         """Recount everything against the block lists that sequences hold.

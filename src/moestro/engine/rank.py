@@ -40,7 +40,6 @@ class Rank:
         self.scheduler = scheduler
         self.executor = executor
         self.expert_counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None = None
-        self._is_busy = False
 
     def add(self, request: Request, now_ns: int) -> None:
         """Put a request in the waiting queue.
@@ -59,22 +58,20 @@ class Rank:
         outputs: list[Output] = []
         result = self.executor.poll(now_ns)
         if result is not None:
-            self._is_busy = False
             if result.expert_counts is not None:
                 counts = self.expert_counts
                 self.expert_counts = result.expert_counts.copy() if counts is None else counts + result.expert_counts
             outputs = outputs_of(self.scheduler.update(result, now_ns))
-        if not self._is_busy:
+        if self.scheduler.table.num_units_in_flight == 0:
             plan = self.scheduler.schedule(now_ns)
             if plan is not None:
                 self.executor.submit(plan, now_ns)
-                self._is_busy = True
         return outputs
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self._is_busy or self.scheduler.has_work
+        return self.scheduler.has_work
 
     @property
     def num_steps(self) -> int:

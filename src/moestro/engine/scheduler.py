@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from moestro.engine.block_pool import BlockPool
 from moestro.engine.rounds import TAKE, block_events, rounds_that_fit
 from moestro.engine.sequences import Sequence, SequenceTable
 from moestro.engine.settings import SchedulerSettings
-from moestro.engine.waiting import WaitingQueue
+from moestro.engine.waiting import WaitingQueue, rank_in_order
 from moestro.errors import InvariantError
 from moestro.policy.admission import AdmitLimits, admit
 from moestro.policy.batching import BATCHING
@@ -56,6 +57,24 @@ class SchedulerCounts:
     num_preemptions: int = 0
     num_queried_tokens: int = 0  # prompt tokens of admitted sequences
     num_hit_tokens: int = 0  # of these, taken from the prefix cache
+
+
+class _Fit(NamedTuple):
+    """What admitting a waiting sequence would take.
+
+    Attributes:
+        shared: cached blocks that it would share.
+        num_own: blocks that it would be given besides.
+        num_taken: free blocks that would be fewer: its own, and the shared ones that nobody holds now.
+        num_cached: tokens that it need not compute.
+        num_left: those that it must.
+    """
+
+    shared: list[int]
+    num_own: int
+    num_taken: int
+    num_cached: int
+    num_left: int
 
 
 class Scheduler:
@@ -138,7 +157,7 @@ class Scheduler:
             view = _with_candidates(view, candidates)
         chunk = self.batch(view, self.limits)
         num_free, num_running = self.pool.num_free, len(self.table.running)
-        slots, num_tokens, evicted = self._make_room(idle, chunk[: len(idle)])
+        slots, num_tokens, evicted = self._make_room(idle, chunk[: len(idle)], now_ns)
         if candidates and not evicted:
             kept_back = num_running - (num_free - self.pool.num_free)  # some have just taken theirs
             new_slots, new_tokens = self._admit(candidates, chunk[len(idle) :], kept_back)
@@ -149,7 +168,8 @@ class Scheduler:
         return Plan(self.num_steps, self._units(slots, num_tokens))
 
     def _running_view(self, slots: Int32s) -> BatchView:
-        num_left = self.table.num_tokens[slots] - self.table.num_computed[slots]
+        # `take` costs half of what indexing does on columns of this length.
+        num_left = self.table.num_tokens.take(slots) - self.table.num_computed.take(slots)
         return BatchView(num_left, num_left == 1, self._nobody_waits[: len(slots)])
 
     def _candidates(self, running: BatchView, now_ns: int) -> list[tuple[Sequence, int]]:
@@ -164,22 +184,24 @@ class Scheduler:
             return found
         num_free = self.pool.num_free - len(self.table.running)
         for sequence in islice(self.waiting.in_order(self._order, now_ns), self.table.num_free_slots):
-            shared, num_needed, num_cached = self._prefix(sequence)
-            num_free -= num_needed + self.pool.num_free - self.pool.num_free_after(shared)
+            fit = self._fit(sequence)
+            num_free -= fit.num_taken
             if num_free < 0:
                 break
-            found.append((sequence, sequence.num_tokens - num_cached))
+            found.append((sequence, fit.num_left))
             budget -= found[-1][1]
             if budget <= 0:
                 break
         return found
 
-    def _prefix(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """(cached blocks it would share, blocks it would need besides, tokens it need not compute)."""
+    def _fit(self, sequence: Sequence) -> _Fit:
+        """What admitting a waiting sequence now would take."""
         block_size, num_tokens = self.settings.block_size, sequence.num_tokens
         shared = self.pool.find_prefix(sequence.readable_hashes()[: num_tokens // block_size])
+        num_own = -(-num_tokens // block_size) - len(shared)
         # The last token is computed even on a full hit: its logits are wanted.
-        return shared, -(-num_tokens // block_size) - len(shared), min(len(shared) * block_size, num_tokens - 1)
+        num_cached = min(len(shared) * block_size, num_tokens - 1)
+        return _Fit(shared, num_own, num_own + self.pool.num_free_among(shared), num_cached, num_tokens - num_cached)
 
     def _admit(self, candidates: list[tuple[Sequence, int]], chunk: Int32s, kept_back: int) -> tuple[Int32s, Int32s]:
         """Give slots, and blocks for all their known tokens, to candidates while `kept_back` blocks stay free.
@@ -191,21 +213,21 @@ class Scheduler:
         new_tokens: list[int] = []
         for (sequence, _), tokens in zip(candidates, chunk.tolist(), strict=True):
             # Looked up again: a decode of this very plan may have taken a cached block.
-            shared, num_needed, num_cached = self._prefix(sequence)
-            if tokens == 0 or num_needed > self.pool.num_free_after(shared) - kept_back:
+            fit = self._fit(sequence)
+            if tokens == 0 or fit.num_taken > self.pool.num_free - kept_back:
                 break
             self.waiting.remove(sequence)
-            self.pool.share(shared)
-            sequence.blocks = shared + [self.pool.allocate() for _ in range(num_needed)]
+            self.pool.share(fit.shared)
+            sequence.blocks = fit.shared + [self.pool.allocate() for _ in range(fit.num_own)]
             if sequence.num_cached_tokens is None:
-                sequence.num_cached_tokens = num_cached
+                sequence.num_cached_tokens = fit.num_cached
                 self.counts.num_queried_tokens += sequence.num_tokens
-                self.counts.num_hit_tokens += num_cached
-            new_slots.append(self.table.insert(sequence, num_cached, len(shared)))
-            new_tokens.append(min(tokens, sequence.num_tokens - num_cached))
+                self.counts.num_hit_tokens += fit.num_cached
+            new_slots.append(self.table.insert(sequence, fit.num_cached, len(fit.shared)))
+            new_tokens.append(min(tokens, fit.num_left))
         return np.array(new_slots, np.int32), np.array(new_tokens, np.int32)
 
-    def _make_room(self, idle: Int32s, chunk: Int32s) -> tuple[Int32s, Int32s, bool]:
+    def _make_room(self, idle: Int32s, chunk: Int32s, now_ns: int) -> tuple[Int32s, Int32s, bool]:
         """Blocks for the planned tokens of running sequences, evicting where the pool is empty.
 
         Only a decode ever lacks one, and one at most: admission gives blocks for all known tokens.
@@ -214,15 +236,16 @@ class Scheduler:
             The slots and tokens that are still to be planned, and whether any was given up.
         """
         table = self.table
-        chosen = chunk > 0
-        slots, num_tokens = (idle, chunk) if chosen.all() else (idle[chosen], chunk[chosen])
-        missing = table.num_computed[slots] + num_tokens > table.capacity[slots]
-        if not missing.any():
+        slots, num_tokens = idle, chunk
+        if np.count_nonzero(chunk) < len(chunk):
+            slots, num_tokens = idle[chunk > 0], chunk[chunk > 0]
+        missing = table.num_computed.take(slots) + num_tokens > table.capacity.take(slots)
+        if not np.count_nonzero(missing):
             return slots, num_tokens, False
         lost: set[int] = set()
         for slot in slots[missing].tolist():
             while slot not in lost and self.pool.num_free == 0:
-                victim = self._victim()
+                victim = self._victim(now_ns)
                 lost.add(victim)
                 # Rather than give itself up, it waits for the blocks that a unit in flight may soon return.
                 if victim != slot or table.num_units_in_flight == 0:
@@ -232,23 +255,15 @@ class Scheduler:
         kept = np.array([slot not in lost for slot in slots.tolist()], np.bool_)
         return slots[kept], num_tokens[kept], bool(lost)
 
-    def _victim(self) -> int:
+    def _victim(self, now_ns: int) -> int:
         """The slot that the evict policy gives up, among those without a unit in flight."""
-        table = self.table
-        slots = table.idle()
-        sequences = [table.at(slot) for slot in slots.tolist()]
-        view = EvictView(
-            np.array([s.request.arrival_ns for s in sequences], np.int64),
-            table.num_computed[slots],
-            np.array([s.request.priority for s in sequences], np.int32),
-            np.array([s.serial for s in sequences], np.int64),
-        )
-        return int(slots[self._evict(view)])
+        slots = self.table.idle()
+        ranks = rank_in_order([self.table.at(slot) for slot in slots.tolist()], self._order, now_ns)
+        return int(slots[self._evict(EvictView(ranks, self.table.num_computed[slots]))])
 
     def _preempt(self, slot: int) -> None:
         """Free the sequence's KV and let it wait again; it keeps its tokens, its arrival and its hashes."""
         sequence = self._free(slot)
-        sequence.num_preemptions += 1
         self.counts.num_preemptions += 1
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs = []  # they start again with the prompt
@@ -257,9 +272,9 @@ class Scheduler:
     def _units(self, slots: Int32s, num_tokens: Int32s) -> Units:
         """The plan's units, and their tokens marked as in flight."""
         table = self.table
-        start = table.num_computed[slots]
+        start = table.num_computed.take(slots)
         # LOGITS_LAST is 1: a comparison is the column.
-        logits = (start + num_tokens == table.num_tokens[slots]).view(np.uint8)
+        logits = (start + num_tokens == table.num_tokens.take(slots)).view(np.uint8)
         if table.num_scoring:
             logits[table.last_num_tokens[slots] == table.num_prompt[slots]] = LOGITS_NONE
         following = None
@@ -270,14 +285,14 @@ class Scheduler:
         edits = table.logit_edits(slots, logits) if table.num_editing else None
         table.num_in_flight[slots] = num_tokens
         table.num_units_in_flight += len(slots)
-        width = int(table.capacity[slots].max()) // self.settings.block_size
+        width = int(table.capacity.take(slots).max()) // self.settings.block_size
         return Units(
             slot=slots,
             start=start,
             num_tokens=num_tokens,
-            write_start=np.maximum(start, table.write_start[slots]),
+            write_start=np.maximum(start, table.write_start.take(slots)),
             logits=logits,
-            block_tables=table.block_table[slots, :width],
+            block_tables=table.block_table[:, :width].take(slots, 0),
             sampling=table.sampling.take(slots),  # a fifth of what [slots] costs on rows of this kind
             token_ids=self._token_ids(slots, start, num_tokens),
             next_token_ids=following,
@@ -301,15 +316,15 @@ class Scheduler:
     def update(self, result: StepResult, now_ns: int) -> Emitted:
         """Take the results of units in flight: tokens appended, full blocks remembered, ended sequences freed."""
         table = self.table
-        num_done = table.num_in_flight[result.slot]
-        if not num_done.all():
+        num_done = table.num_in_flight.take(result.slot)
+        if np.count_nonzero(num_done) < len(num_done):
             raise InvariantError("a result for a unit that is not in flight")
         table.num_units_in_flight -= len(num_done)
         if self._num_aborted_in_flight:
             result = self._without_aborted(result)
             num_done = table.num_in_flight[result.slot]
         slots = result.slot
-        computed = table.num_computed[slots] + num_done
+        computed = table.num_computed.take(slots) + num_done
         table.num_computed[slots] = computed
         table.num_in_flight[slots] = 0
         for index, entries in result.prompt_logprobs.items():
@@ -319,7 +334,7 @@ class Scheduler:
         for index, packed in result.block_hashes.items():
             table.at(int(slots[index])).learn_hashes(packed)
         self._remember_full_blocks(slots, computed)
-        return self._emit(result, np.flatnonzero(computed == table.num_tokens[slots]))
+        return self._emit(result, np.flatnonzero(computed == table.num_tokens.take(slots)))
 
     def _without_aborted(self, result: StepResult) -> StepResult:
         """The result without sequences that were aborted while their unit was in flight; these leave now."""
@@ -331,8 +346,8 @@ class Scheduler:
 
     def _remember_full_blocks(self, slots: Int32s, computed: Int32s) -> None:
         """Tell the pool of the blocks that are full now that `computed` tokens of each slot have KV."""
-        filled = computed >= self.table.next_full_at[slots]
-        if filled.any():
+        filled = computed >= self.table.next_full_at.take(slots)
+        if np.count_nonzero(filled):
             num_full = computed[filled] // self.settings.block_size
             for slot, full in zip(slots[filled].tolist(), num_full.tolist(), strict=True):
                 self._remember(slot, full)
@@ -355,7 +370,7 @@ class Scheduler:
         table = self.table
         is_all = len(sampled) == len(result.slot)
         slots = result.slot if is_all else result.slot[sampled]
-        num_tokens = table.num_tokens[slots]
+        num_tokens = table.num_tokens.take(slots)
         tokens = [-1] * len(slots)
         if result.token_ids is not None:
             new = result.token_ids if is_all else result.token_ids[sampled]
@@ -364,7 +379,7 @@ class Scheduler:
         table.num_tokens[slots] = num_tokens + 1
         sequences = [table.at(slot) for slot in slots.tolist()]
         reasons: list[FinishReason | None] = [None] * len(slots)
-        for row in np.flatnonzero(num_tokens + 1 >= table.last_num_tokens[slots]).tolist():
+        for row in np.flatnonzero(num_tokens + 1 >= table.last_num_tokens.take(slots)).tolist():
             reasons[row] = FinishReason.LENGTH
         scripted = () if result.finished is None else np.flatnonzero(result.finished[sampled]).tolist()
         stopped = [row for row, sequence in enumerate(sequences) if tokens[row] in sequence.stop_token_ids]

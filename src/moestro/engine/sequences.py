@@ -33,7 +33,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "blocks", "edits", "generated", "hashes", "is_aborted", "num_cached_tokens", "num_preemptions",
+        "blocks", "edits", "generated", "hashes", "is_aborted", "num_cached_tokens",
         "prompt_logprobs", "request", "sampling_row", "serial", "slot", "stop_token_ids",
     )  # fmt: skip
 
@@ -45,7 +45,6 @@ class Sequence:
         self.hashes = split_hashes(request.block_hashes)
         self.generated: NDArray[np.int32] = np.empty(0, np.int32)
         self.num_cached_tokens: int | None = None
-        self.num_preemptions = 0
         self.is_aborted = False
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         wanted = request.sampling.prompt_logprobs is not None
@@ -235,4 +234,4 @@ class SequenceTable:
     def idle(self) -> NDArray[np.int32]:
         """Slots without a unit in flight, in order of admission."""
         running = self.running
-        return running[self.num_in_flight[running] == 0] if self.num_units_in_flight else running
+        return running[self.num_in_flight.take(running) == 0] if self.num_units_in_flight else running

@@ -35,7 +35,7 @@ class SchedulerSettings:
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
     batch: str = "decode_first"
-    evict: str = "latest_arrival"
+    evict: str = "last_in_order"
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):

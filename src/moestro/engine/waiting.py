@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moestro.core.views import WaitingView
 from moestro.engine.sequences import Sequence
@@ -37,8 +38,7 @@ class WaitingQueue:
         if row == len(self._rows):
             self._compact()
             row = len(self._sequences)
-        request = sequence.request
-        self._rows[row] = (request.arrival_ns, sequence.serial, request.num_prompt_tokens, request.priority)
+        self._rows[row] = _row(sequence)
         self._live[row] = True
         self._sequences.append(sequence)
         self._row_of[sequence.serial] = row
@@ -52,9 +52,7 @@ class WaitingQueue:
     def in_order(self, policy: OrderPolicy, now_ns: int) -> Iterator[Sequence]:
         """The sequences, the first to be admitted first; the queue must not change while they are drawn."""
         rows = np.flatnonzero(self._live)
-        columns = self._rows[rows]
-        view = WaitingView(columns["arrival_ns"], columns["num_prompt_tokens"], columns["priority"], columns["serial"])
-        for row in rows[policy(view, now_ns)]:
+        for row in rows[policy(_view(self._rows[rows]), now_ns)]:
             sequence = self._sequences[row]
             assert sequence is not None, f"row {row} is dead"
             yield sequence
@@ -69,3 +67,20 @@ class WaitingQueue:
         self._live = np.arange(size) < len(rows)
         self._sequences = [self._sequences[row] for row in rows.tolist()]
         self._row_of = {int(serial): row for row, serial in enumerate(kept["serial"][: len(rows)].tolist())}
+
+
+def rank_in_order(sequences: list[Sequence], policy: OrderPolicy, now_ns: int) -> NDArray[np.int64]:
+    """int64[n]: the place of each of `sequences` in the policy's order."""
+    order = policy(_view(np.array([_row(sequence) for sequence in sequences], _COLUMNS)), now_ns)
+    ranks = np.empty(len(sequences), np.int64)
+    ranks[order] = np.arange(len(sequences))
+    return ranks
+
+
+def _row(sequence: Sequence) -> tuple[int, int, int, int]:
+    request = sequence.request
+    return request.arrival_ns, sequence.serial, request.num_prompt_tokens, request.priority
+
+
+def _view(rows: NDArray[np.void]) -> WaitingView:
+    return WaitingView(rows["arrival_ns"], rows["num_prompt_tokens"], rows["priority"], rows["serial"])

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from moestro.core.views import EvictView
 
 # (view) -> the row to evict; the view is never empty.
 EvictPolicy = Callable[[EvictView], int]
 
 
-def latest_arrival(view: EvictView) -> int:
-    """The least urgent, among them the one that arrived last (vLLM's choice).
+def last_in_order(view: EvictView) -> int:
+    """The one that the order policy would admit last. With `fcfs` that is the latest arrival (vLLM's choice).
 
-    The oldest of the most urgent is never evicted for another, so somebody always comes to an end: no livelock.
+    The first in order is never evicted for another, so somebody always comes to an end: no livelock; and what the order
+    policy does not look at (`priority` under `fcfs`) pushes nobody out.
     """
-    return int(np.lexsort((view.serial, view.arrival_ns, view.priority))[-1])
+    return int(view.order_rank.argmax())
 
 
-EVICTION: dict[str, EvictPolicy] = {"latest_arrival": latest_arrival}
+EVICTION: dict[str, EvictPolicy] = {"last_in_order": last_in_order}
