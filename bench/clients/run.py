@@ -3,7 +3,8 @@
     python bench/clients/run.py --json bench/results/clients.json \\
         [--litellm VENV/bin/python] [--lm-eval VENV/bin/lm_eval] [--aiperf VENV/bin/aiperf]
 
-Each environment needs its own package: litellm; lm-eval[api] and transformers; aiperf. The `openai` client runs in the test suite.
+Each environment needs its own package: litellm; lm-eval[api] and transformers; aiperf. The `openai` client runs in the
+test suite.
 """
 
 from __future__ import annotations
