@@ -35,7 +35,7 @@ class SchedulerLimits:
     def __post_init__(self) -> None:
         _check_range("--max-num-seqs", self.max_num_seqs, 1)
         _check_range("--max-num-batched-tokens", self.max_num_batched_tokens, 1)
-        _check_range("--max-num-queued-reqs", self.max_num_queued_reqs, 0)
+        _check_range("--max-num-queued-reqs", self.max_num_queued_reqs, 1)  # each request waits, be it for a step
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least --max-num-seqs"

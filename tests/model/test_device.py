@@ -14,7 +14,9 @@ from moestro.core.request import SamplingDefaults
 from moestro.core.work import LOGITS_LAST, LOGITS_NONE, Forward
 from moestro.errors import ConfigError, UnsupportedModelError
 from moestro.model.device import open_device
+from moestro.model.load import choose_device
 from moestro.model.sampler import sample
+from moestro.model.settings import ModelSettings
 
 PARTS = [(0, [5, 6, 7, 8, 9]), (0, [10, 11, 12])]
 TABLES = [[0, 1], [2, 3]]
@@ -27,14 +29,14 @@ def device(checkpoint):
 
 def test_opening_says_what_it_does_and_what_it_found(checkpoint):
     phases: list[str] = []
-    _, info = open_device(tiny.settings_of(checkpoint("deepseek_v3")), phases.append)
+    device, info = open_device(tiny.settings_of(checkpoint("deepseek_v3")), phases.append)
     assert phases == ["read config", "load weights", "check", "pack weights", "allocate KV cache", "ready"]
     assert (info.model_type, info.dtype, info.device) == ("deepseek_v3", "float32", "cpu")
     assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (256, tiny.VOCAB, (2,))
     assert (info.num_layers, info.num_experts, info.num_experts_per_token) == (3, 8, 3)
     assert (info.num_blocks, info.block_size) == (96, 4)
     # MLA, expanded: 4 heads of 24 for K and 12 for V, 3 layers, float32.
-    assert info.kv_bytes_per_block == 4 * 4 * (24 + 12) * 3 * 4
+    assert device.pools.bytes_per_block == 4 * 4 * (24 + 12) * 3 * 4
     unpacked = tiny.load(checkpoint("deepseek_v3")).model
     assert info.num_parameters == sum(p.numel() for p in unpacked.parameters())
     assert info.notes == ()
@@ -118,8 +120,7 @@ def test_the_kv_cache_takes_the_blocks_that_its_memory_holds(checkpoint):
     per_block = 2 * 4 * 2 * 16 * 3 * 4  # K and V, tokens, heads, head size, layers, bytes
     settings = tiny.settings_of(directory, num_gpu_blocks_override=None, kv_cache_memory_bytes=100 * per_block + 7)
     device, info = open_device(settings)
-    assert (info.num_blocks, info.kv_bytes_per_block) == (100, per_block)
-    assert device.pools.num_blocks == 100
+    assert info.num_blocks == device.pools.num_blocks == 100
     assert device.pools.bytes_per_block == per_block
 
 
@@ -163,6 +164,15 @@ def test_cuda_without_one_is_refused(checkpoint, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="--device cuda: torch sees no CUDA device"):
         open_device(tiny.settings_of(checkpoint("qwen3_moe"), device="cuda"))
+
+
+def test_ranks_take_the_accelerators_in_turn(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    for device in ("auto", "cuda"):
+        found = [str(choose_device(ModelSettings(model="m", device=device), rank)) for rank in range(5)]
+        assert found == ["cuda:0", "cuda:1", "cuda:2", "cuda:0", "cuda:1"]
+    assert str(choose_device(ModelSettings(model="m", device="cpu"), 1)) == "cpu"
 
 
 def test_end_tokens_are_those_of_both_files(checkpoint, tmp_path):

@@ -117,6 +117,18 @@ def test_contributions_are_added_in_ascending_expert_id_in_float32():
     assert routed_experts(module, torch.ones(1, 1), index, ones).item() == 1.0
 
 
+def test_bfloat16_contributions_are_added_in_float32_and_rounded_once():
+    module = SimpleNamespace(num_experts=3, has_gate=False, has_bias=False, is_transposed=False)
+    module.up_proj = torch.ones(3, 1, 1, dtype=torch.bfloat16)
+    module.down_proj = torch.tensor([256, 1, 1], dtype=torch.bfloat16).view(3, 1, 1)
+    module.act_fn = lambda rows: rows
+    tagged(module)
+    ones = torch.ones(1, 3, dtype=torch.bfloat16)
+    done = routed_experts(module, ones[:, :1], torch.tensor([[0, 1, 2]]), ones)
+    # A running sum in bfloat16 stays at 256: 257 is not one of its numbers.
+    assert (done.dtype, done.item()) == (torch.bfloat16, 258.0)
+
+
 def test_tokens_are_counted_by_layer_and_expert_from_the_steps_begin():
     module = Packed(gate=True, bias=False, transposed=False)
     routing = tagged(module, layer=2)

@@ -92,11 +92,42 @@ def test_pieces_of_a_long_chunk_change_nothing(name, checkpoint, monkeypatch):
 def test_a_windowed_decode_reads_the_blocks_of_its_window_alone():
     units = drive.make_units([(41, [1]), (9, [1])], np.arange(40).reshape(2, 20))
     step = PagedStep(units, KVPools(40, 4), torch.device("cpu"))
-    view = step.view(Reach(6, has_sink=False)).decode
+    (view,) = step.view(Reach(6, has_sink=False)).decode
+    assert view.rows is None
     assert view.slots.shape[1] == 8
     positions = [sorted(row[seen].tolist()) for row, seen in zip(view.slots, view.allowed[:, 0, 0], strict=True)]
     assert positions == [list(range(36, 42)), list(range(80 + 4, 80 + 10))]
     assert step.windows == {6}
+
+
+@pytest.mark.parametrize("name", [*WINDOWED, "qwen3_moe"])
+def test_decodes_of_mixed_lengths_and_a_chunk_equal_each_alone(name, checkpoint, monkeypatch):
+    monkeypatch.setattr(step_module, "_MAX_GROUP_SLOTS_ON_CPU", 64)
+    device = drive.make_device(tiny.load(checkpoint(name)))
+    lengths = [3, 70, 1, 9, 33, 8, 2, 71, 20, 4]
+    parts = [*((length, [9]) for length in lengths), (0, prompt(6))]
+    tables, free = np.zeros((len(parts), 19), np.int32), iter(np.random.default_rng(1).permutation(96))
+    for row, (start, tokens) in zip(tables, parts, strict=True):
+        for block in range((start + len(tokens) - 1) // 4 + 1):
+            row[block] = next(free)
+        if start:
+            logits_of(device, [(0, prompt(start, start))], row[None])
+    alone = [logits_of(device, [part], row[None]) for part, row in zip(parts, tables, strict=True)]
+    step = PagedStep(drive.make_units(parts, tables), device.pools, torch.device("cpu"))
+    torch.testing.assert_close(device.network.logits(step), torch.cat(alone), atol=1e-5, rtol=0)
+    assert len(step.view(Reach(None, has_sink=False)).decode) > 4
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_padding_at_most_doubles_what_decodes_read_and_no_group_is_too_large(window, monkeypatch):
+    monkeypatch.setattr(step_module, "_MAX_GROUP_SLOTS_ON_CPU", 1_000)
+    lengths = np.concatenate([np.random.default_rng(0).integers(1, 600, 80), np.full(50, 31), [3_000]])
+    units = drive.make_units([(length - 1, [1]) for length in lengths], np.zeros((131, 750), np.int32))
+    groups = PagedStep(units, KVPools(1, 4), torch.device("cpu")).view(Reach(window, has_sink=False)).decode
+    assert sorted(row for group in groups for row in group.rows.tolist()) == list(range(131))
+    needed = np.minimum(lengths, window or 3_000)
+    assert sum(group.slots.numel() for group in groups) <= 2 * (needed.sum() + 4 * len(needed))
+    assert all(group.slots.numel() <= 1_000 or len(group.rows) == 1 for group in groups)
 
 
 def test_pieces_keep_masks_small_and_cover_every_query_once():

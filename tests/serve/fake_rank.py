@@ -23,6 +23,7 @@ from moestro.serve.rank_loop import run_rank
 REFUSE, CRASH, FAIL_ONE = 98, 99, 97  # at once; after 3 tokens, the process; after 3 tokens, this request
 # Before the first token: the process ends; the main loop stands still; a step takes 2.2 s; nothing is computed.
 CRASH_AT_ONCE, HANG, SLOW, STUCK = 96, 95, 94, 93
+BABBLE = 92  # sends what is no message
 INFO = ModelInfo(
     model_id="fake",
     max_model_len=4096,
@@ -36,6 +37,7 @@ INFO = ModelInfo(
     device="none",
     num_layers=0,
     num_experts=0,
+    num_experts_per_token=0,
 )
 
 
@@ -56,6 +58,7 @@ class FakeRank:
         self.requests: dict[str, tuple[Request, int]] = {}
         self.num_queried = 0
         self.num_steps = 0
+        self.babble = lambda: None
 
     def add(self, request: Request, now_ns: int) -> None:
         num_waiting = len(self.requests) - self.num_running
@@ -90,6 +93,8 @@ class FakeRank:
         for request, _ in running:
             if request.priority == CRASH_AT_ONCE:
                 raise RuntimeError("asked to crash at once")
+            if request.priority == BABBLE:
+                self.babble()
             if request.priority in (HANG, SLOW):
                 time.sleep(600 if request.priority == HANG else 2.2)
         return [self._next(request, count) for request, count in running]
@@ -145,7 +150,9 @@ def main() -> int:
         if spec.model.seed == 3:
             time.sleep(60)
         channel.send(Ready(INFO))
-        run_rank(FakeRank(spec.limits), channel, time.monotonic_ns)
+        rank = FakeRank(spec.limits)
+        rank.babble = lambda: channel.send("babble")
+        run_rank(rank, channel, time.monotonic_ns)
     except Exception as error:
         channel.send(Failed(str(error), isinstance(error, ConfigError)))
         return 1

@@ -315,7 +315,12 @@ def test_a_bad_body_is_400_with_the_field_at_fault(fake):
 
 
 def test_what_cannot_fit_is_refused_and_never_clipped(fake):
-    for fields in ({"max_tokens": 5000}, {"prompt": [40] * 4090}, {"prompt": "a b " * 4000}):
+    for fields in (
+        {"max_tokens": 5000},
+        {"prompt": [40] * 4096},
+        {"prompt": [40] * 4090, "max_tokens": 7},
+        {"prompt": "a b " * 4000},
+    ):
         reply = complete(fake, **fields)
         assert (reply.status, error_of(reply)["code"]) == (400, "context_length_exceeded")
         assert "This model's maximum context length is 4096 tokens. However, your prompt" in error_of(reply)["message"]

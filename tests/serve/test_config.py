@@ -145,5 +145,9 @@ def test_an_empty_file_changes_nothing(capsys, write):
     assert printed(capsys, "--config", write("# nothing\n")) == printed(capsys)
 
 
+def test_a_queue_that_holds_nothing_is_refused(capsys):
+    assert "--max-num-queued-reqs must be at least 1" in refused(capsys, "--max-num-queued-reqs", "0")
+
+
 def test_an_unknown_flag_is_told_which_one_was_meant(capsys):
     assert "Did you mean --max-num-seqs?" in refused(capsys, "--max-num-sqs", "1")

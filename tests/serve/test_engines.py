@@ -87,6 +87,37 @@ def test_an_abort_reaches_the_rank_once_and_only_if_the_request_runs():
     run(test)
 
 
+def test_an_abort_that_could_not_be_sent_is_sent_later_unless_the_engine_ended():
+    def test():
+        world = World()
+        world.submit("a", "b")
+        world.unreachable = {0, 1}
+        world.engines.abort("a")
+        world.engines.abort("b")
+        world.engines.retry_aborts()
+        world.engines.on_exit(1, "killed")
+        world.unreachable = set()
+        world.engines.retry_aborts()
+        world.engines.retry_aborts()
+        assert [each for each in world.sent if isinstance(each[1], Abort)] == [(0, Abort(("a",)))]
+
+    run(test)
+
+
+def test_an_engine_that_has_failed_takes_nothing_until_it_is_ready_again():
+    def test():
+        world = World()
+        world.engines.on_message(0, Failed("oops"))
+        world.engines.set_trusted(0, trusted=True)  # its process is still there
+        world.submit("a", "b")
+        assert {engine for engine, _ in world.sent} == {1}
+        world.engines.on_exit(0, "status 1")
+        world.engines.on_message(0, Ready(INFO))
+        assert world.engines.is_routable(0)
+
+    run(test)
+
+
 def test_a_refusal_is_an_error_with_its_status():
     def test():
         world = World()

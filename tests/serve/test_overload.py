@@ -8,6 +8,7 @@ import json
 import random
 import socket
 import threading
+import time
 from collections import Counter
 
 import aiohttp
@@ -15,6 +16,7 @@ import pytest
 from serve.fake_rank import SLOW
 from serve.running import Running, call, complete, is_idle, load, metrics, read_to_end, stream_request, wait_until
 
+from moestro.serve.body import Bodies
 from moestro.serve.preparing import PrepareThreads
 from moestro.serve.refusals import BusyError
 
@@ -97,6 +99,46 @@ def test_prompts_are_prepared_a_bounded_number_at_a_time():
         threads.close()
 
     asyncio.run(test())
+
+
+class Posted:
+    """As much of an HTTP request as its body needs."""
+
+    content_type = "application/json"
+
+    def __init__(self, *parts: bytes) -> None:
+        self._parts = iter(parts)
+        self.content = self
+
+    async def readany(self) -> bytes:
+        return next(self._parts, b"")
+
+
+def test_bodies_hold_a_bounded_number_of_bytes_and_small_ones_always_get_in():
+    async def test() -> None:
+        bodies, half = Bodies(max_held_bytes=1 << 20), b" " * (640 << 10)
+        for _ in range(2):
+            async with bodies.reading(Posted(half)) as large, bodies.reading(Posted(b"{", b"}")) as small:
+                assert (large, small) == (half, b"{}")
+                with pytest.raises(BusyError):
+                    async with bodies.reading(Posted(b"{", half)):
+                        pass
+
+    asyncio.run(test())
+
+
+def test_a_body_of_the_largest_size_does_not_hold_up_the_others(start):
+    server, longest = start(), 0.0
+    body = b'{"prompt": [' + b"1," * (16_000_000) + b"1]}"
+    replies = []
+    posting = threading.Thread(target=lambda: replies.append(call(server, "POST", "/v1/completions", body)))
+    posting.start()
+    while posting.is_alive():
+        since = time.monotonic()
+        assert call(server, "GET", "/health").status == 200
+        longest = max(longest, time.monotonic() - since)
+    assert replies[0].json["error"]["code"] == "context_length_exceeded"
+    assert longest < 0.5
 
 
 def test_one_connection_too_many_is_refused_and_the_others_are_served(start):

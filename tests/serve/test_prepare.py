@@ -21,7 +21,9 @@ ARRIVAL = Arrival("cmpl-1", 42)
 
 @pytest.fixture
 def model(tokenizer) -> ServedModel:
-    return ServedModel(names=("m", "n"), root="r", created=0, fingerprint="fp", info=INFO, tokenizer=tokenizer)
+    return ServedModel(
+        names=("m", "n"), root="r", created=0, fingerprint="fp", info=INFO, tokenizer=tokenizer, has_priorities=True
+    )
 
 
 def jobs(model, **fields):
@@ -143,6 +145,22 @@ def test_every_request_without_a_seed_draws_its_own(model):
 def test_the_models_end_tokens_come_first_unless_ignored(model):
     assert requests(model, stop_token_ids=[9, 2])[0].sampling.stop_token_ids == (0, 2, 9)
     assert requests(model, stop_token_ids=[9], ignore_eos=True)[0].sampling.stop_token_ids == (9,)
+
+
+def test_a_default_limit_shrinks_to_the_room_that_there_is(model):
+    assert [requests(model, prompt=[5] * n)[0].sampling.max_tokens for n in (4079, 4090, 4095)] == [16, 6, 1]
+    with pytest.raises(PromptTooLongError):
+        requests(model, prompt=[5] * 4096)
+    with pytest.raises(PromptTooLongError):
+        requests(model, prompt=[5] * 4090, max_tokens=16)
+
+
+def test_a_priority_is_refused_where_it_has_no_effect(model):
+    first_come = dataclasses.replace(model, has_priorities=False)
+    assert requests(first_come, priority=0, service_class="be")
+    with pytest.raises(RequestError, match="--scheduling-policy priority") as refused:
+        requests(first_come, priority=-1)
+    assert (refused.value.http_status, refused.value.param) == (400, "priority")
 
 
 def test_prompt_and_answer_may_fill_the_context_and_not_one_token_more(model):

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from serve.fake_rank import CRASH, CRASH_AT_ONCE, HANG, STUCK
+from serve.fake_rank import BABBLE, CRASH, CRASH_AT_ONCE, HANG, STUCK
 from serve.running import (
     Reply,
     Running,
@@ -120,6 +120,15 @@ def read_to_end_of_answer(connection) -> bytes:
         data += (more := connection.recv(65536))
     connection.close()
     return data
+
+
+def test_an_engine_that_says_what_cannot_be_read_is_killed_and_started_again(start):
+    server = start()
+    reply = complete(server, priority=BABBLE)
+    assert (reply.status, reply.json["error"]["code"]) == (500, "engine_died")
+    assert "killed, for a message of it was lost" in server.text
+    wait_until(lambda: status(server) == 200)
+    assert complete(server, max_tokens=2).status == 200
 
 
 def test_a_request_without_output_moves_to_another_engine(start):

@@ -64,6 +64,11 @@ def test_invalid_bytes_of_a_byte_fallback_vocabulary_do_not_break_the_stream(tmp
         assert isinstance("".join(pieces_of(tokenizer, [], ids)), str)
 
 
+def test_the_end_does_not_repeat_text_that_later_bytes_would_rewrite(tmp_path):
+    first, second = (5 + byte for byte in "é".encode())
+    assert pieces_of(byte_fallback_tokenizer(tmp_path), [], [first, second, first]) == ["", "é", "", ""]
+
+
 def test_an_unfinished_character_waits_for_its_bytes(tokenizer):
     ids = tokenizer.backend.encode("a😀b").ids
     assert [piece for piece in pieces_of(tokenizer, [], ids) if piece] == ["a", "😀", "b"]

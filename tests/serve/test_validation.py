@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from moestro.errors import RequestError
+from moestro.errors import PromptTooLongError, RequestError
 from moestro.serve.protocol import GenerationFields
 from moestro.serve.unsupported import IN_CHAT, IN_COMPLETIONS
 from moestro.serve.validation import parse_chat, parse_completion
@@ -129,6 +129,8 @@ def test_a_completion_field_out_of_bounds_is_refused_by_name(field, value):
         ("echo", True),
         ("chat_template", "{{ 1 }}"),
         ("chat_template_kwargs", {"tokenize": True}),
+        ("reasoning_effort", "high"),
+        ("verbosity", "low"),
     ],
 )
 def test_a_chat_field_out_of_bounds_is_refused_by_name(field, value):
@@ -166,7 +168,7 @@ def test_neutral_values_are_accepted_also_of_what_is_not_supported():
         "stream": False, "temperature": None, "cache_salt": None,
     }  # fmt: skip
     assert completion(**neutral) == completion()
-    assert chat(logprobs=False, top_logprobs=0, tools=[], tool_choice="auto") == chat()
+    assert chat(logprobs=False, top_logprobs=0, tools=[], tool_choice="auto", verbosity="medium") == chat()
 
 
 def test_what_says_nothing_about_the_answer_is_accepted():
@@ -179,6 +181,22 @@ def test_no_tokens_are_allowed_with_an_echo_alone():
     assert completion(max_tokens=0, echo=True).options.max_tokens == 0
     with pytest.raises(RequestError, match="max_tokens must be between 1 and"):
         completion(max_tokens=0)
+
+
+def test_ids_that_cannot_fit_are_refused_by_their_number_alone():
+    for prompt in ([1] * 9, [[1], [2] * 9], [1, *["x"] * 8]):
+        with pytest.raises(PromptTooLongError):
+            parse_completion(json.dumps({"prompt": prompt}).encode(), max_prompt_ids=8)
+    assert parse_completion(b'{"prompt": [[1, 2], [3]]}', max_prompt_ids=2).prompts == ((1, 2), (3,))
+    assert len(parse_completion(b'{"prompt": ["a", "b", "c"]}', max_prompt_ids=2).prompts) == 3
+
+
+@pytest.mark.parametrize("item", ["1", "[1]", "[[]]", "[]", '[1,"a"]'])
+def test_a_swarm_of_ids_or_lists_is_refused_without_decoding_it(item, monkeypatch):
+    monkeypatch.setattr("moestro.serve.decoding._COMPLETION", None)  # it would be asked
+    with pytest.raises(RequestError) as refused:
+        parse_completion(f'{{"prompt": [{", ".join([item] * 5000)}]}}'.encode(), max_prompt_ids=1000)
+    assert refused.value.param == "prompt"
 
 
 def test_best_of_may_say_what_n_says():

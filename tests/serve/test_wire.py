@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import queue
 import random
 import stat
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -46,6 +50,9 @@ ADD = Add(
 )
 
 
+BROKEN = "broken"
+
+
 @pytest.fixture
 def address():
     with private_address() as address:
@@ -61,13 +68,21 @@ def parent_fd():
     os.close(read)
 
 
+def take(inbox: asyncio.Queue, rank: int, message: object) -> None:
+    """What the front door does with a message."""
+    if message == Phase("bug", 0.0):
+        raise AssertionError("a bug of ours")
+    if not isinstance(message, Heartbeat):
+        inbox.put_nowait((rank, message))
+
+
 def on_loop(address: str, test) -> RankSocket:
     """Run `test(wire, inbox)` with the front door's end on an event loop."""
 
     async def inside() -> RankSocket:
         wire = RankSocket(address, 2)
         inbox: asyncio.Queue = asyncio.Queue()
-        wire.listen(lambda rank, message: isinstance(message, Heartbeat) or inbox.put_nowait((rank, message)))
+        wire.listen(lambda rank, message: take(inbox, rank, message), lambda rank: inbox.put_nowait((rank, BROKEN)))
         try:
             async with asyncio.timeout(10):
                 await test(wire, inbox)
@@ -92,9 +107,9 @@ def test_messages_go_both_ways(address, parent_fd):
             wire.send(1, message)
         got = []
         while len(got) < 3:
-            got += await asyncio.to_thread(channel.receive, block=True)
+            got += await asyncio.to_thread(channel.receive, None)
         assert got == [ADD, Abort(("a",)), Shutdown()]
-        assert channel.receive(block=False) == []
+        assert channel.receive(0) == channel.receive(0.001) == []
         channel.send(Failed("bye"))
         await asyncio.to_thread(channel.close)
         assert await inbox.get() == (1, Failed("bye"))
@@ -112,7 +127,7 @@ def test_a_flood_arrives_whole_and_in_order(address, parent_fd):
             wire.send(0, Abort((str(i),)))
         got: list = []
         while len(got) < 5000:
-            got += await asyncio.to_thread(channel.receive, block=True)
+            got += await asyncio.to_thread(channel.receive, None)
         assert [message.request_ids[0] for message in got] == [str(i) for i in range(5000)]
         await asyncio.to_thread(channel.close)
 
@@ -130,7 +145,7 @@ def test_a_rank_that_is_not_there_cannot_be_reached(address):
 def test_a_rank_speaks_twice_a_second_and_says_how_many_steps_it_has_begun(address, parent_fd):
     async def test() -> None:
         wire, beats = RankSocket(address, 1), asyncio.Queue()
-        wire.listen(lambda rank, message: beats.put_nowait(message))
+        wire.listen(lambda rank, message: beats.put_nowait(message), lambda rank: None)
         channel = Channel(address, identity_of(0, 0), parent_fd)
         assert await beats.get() == Heartbeat(0)
         channel.num_steps = 7
@@ -153,37 +168,61 @@ def test_what_an_earlier_process_of_a_rank_says_is_ignored_and_the_next_one_is_h
         new.send(Phase("new", 0.0))
         assert await inbox.get() == (1, Phase("new", 0.0))
         wire.send(1, Shutdown())
-        assert await asyncio.to_thread(new.receive, block=True) == [Shutdown()]
+        assert await asyncio.to_thread(new.receive, None) == [Shutdown()]
         await asyncio.to_thread(new.close)
         assert wire.num_dropped == 0
 
     on_loop(address, test)
 
 
-def test_garbage_and_strangers_are_dropped_and_counted(address):
-    rng = random.Random(0)
-    garbage = [
-        b"", b"\x80\x04\x95", encode(ADD), rng.randbytes(100), b"\x91" * 100_000,
-        msgspec.msgpack.encode({"type": "Boom"}),
-    ]  # fmt: skip
+def dealer(context: zmq.Context, address: str, identity: bytes | None = None) -> zmq.Socket:
+    socket = context.socket(zmq.DEALER)
+    if identity:
+        socket.setsockopt(zmq.IDENTITY, identity)
+    socket.connect(address)
+    return socket
 
+
+RNG = random.Random(0)
+GARBAGE = [
+    [b""], [b"\x80\x04\x95"], [encode(ADD)], [RNG.randbytes(100)], [b"\x91" * 100_000], [b"two", b"frames"],
+    [msgspec.msgpack.encode({"type": "Boom"})],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("frames", [*GARBAGE, [encode(Phase("bug", 0.0))]])
+def test_a_rank_of_which_a_message_is_lost_is_broken_and_no_more_is_heard_of_its_process(address, frames):
     async def test(wire, inbox):
         context = zmq.Context()
-        rank, stranger = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
-        rank.setsockopt(zmq.IDENTITY, identity_of(0, 0))
-        for socket in (rank, stranger):
-            socket.connect(address)
+        broken, other = (dealer(context, address, identity_of(rank, 0)) for rank in (0, 1))
+        broken.send_multipart(frames)
+        assert await inbox.get() == (0, BROKEN)
+        broken.send(encode(Phase("more", 0.0)))
+        other.send(encode(Phase("good", 0.0)))
+        assert await inbox.get() == (1, Phase("good", 0.0))
+        await asyncio.sleep(0.05)  # for the broken one's
+        assert inbox.empty()
+        wire.expect(0, 1)
+        heir = dealer(context, address, identity_of(0, 1))
+        heir.send(encode(Phase("new", 0.0)))
+        assert await inbox.get() == (0, Phase("new", 0.0))
+        context.destroy(linger=0)
+
+    assert on_loop(address, test).num_dropped == 1
+
+
+def test_strangers_are_dropped_and_counted(address):
+    async def test(wire, inbox):
+        context = zmq.Context()
+        stranger = dealer(context, address)
+        for frames in GARBAGE:
+            stranger.send_multipart(frames)
         stranger.send(encode(Phase("from a stranger", 0.0)))
-        for frame in garbage:
-            rank.send(frame)
-        rank.send_multipart([b"two", b"frames"])
-        rank.send(encode(Phase("good", 0.0)))
-        assert await inbox.get() == (0, Phase("good", 0.0))
-        await asyncio.sleep(0.2)  # for the stranger's
+        await asyncio.sleep(0.3)
         assert inbox.empty()
         context.destroy(linger=0)
 
-    assert on_loop(address, test).num_dropped == len(garbage) + 2
+    assert on_loop(address, test).num_dropped == len(GARBAGE) + 1
 
 
 def test_a_message_beyond_the_limit_is_not_read(address):
@@ -201,17 +240,21 @@ def test_a_message_beyond_the_limit_is_not_read(address):
     on_loop(address, test)
 
 
-def test_a_rank_drops_garbage_and_goes_on(address, parent_fd):
+@pytest.mark.parametrize("frame", [b"", b"junk", encode(Phase("not for a rank", 0.0)), b"\x91" * 100_000])
+def test_a_rank_that_cannot_read_a_message_ends(address, frame):
+    code = (
+        "import sys; from moestro.serve.channel import Channel; from moestro.serve.messages import Phase;"
+        "channel = Channel(sys.argv[1], b'rank-0.0', 0); channel.send(Phase('here', 0.0)); channel.receive(None)"
+    )
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.bind(address)
-    channel = Channel(address, identity_of(0, 0), parent_fd)
-    channel.send(Phase("here", 0.0))
-    socket.recv_multipart()
-    for frame in (b"", b"junk", encode(Phase("not for a rank", 0.0)), b"\x91" * 100_000, encode(Shutdown())):
-        socket.send_multipart([identity_of(0, 0), frame])
-    assert channel.receive(block=True) == [Shutdown()]
-    channel.close()
+    with subprocess.Popen([sys.executable, "-c", code, address], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as rank:
+        identity, _ = socket.recv_multipart()
+        socket.send_multipart([identity, frame])
+        assert rank.wait(20) == 4
+        assert rank.stderr is not None
+        assert b"the channel to the front door has failed" in rank.stderr.read()
     context.destroy(linger=0)
 
 
@@ -230,14 +273,69 @@ class FakeChannel:
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.sent: list = []
 
-    def receive(self, *, block: bool) -> list:
-        messages = [self.inbox.get()] if block else []
+    def receive(self, wait_s: float | None) -> list:
+        messages = []
+        with contextlib.suppress(queue.Empty):
+            messages.append(self.inbox.get(timeout=wait_s) if wait_s != 0 else self.inbox.get_nowait())
         while not self.inbox.empty():
             messages.append(self.inbox.get())
         return messages
 
     def send(self, message: object) -> None:
         self.sent.append(message)
+
+
+class SlowRank(FakeRank):
+    """Has a step under way for ever, as an accelerator has, and counts how often it is asked for the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_asked = 0
+        self.aborted = threading.Event()
+
+    def step(self, now_ns: int) -> list:
+        self.num_asked += 1
+        self.num_steps = 1
+        return []
+
+    def abort(self, request_id: str, now_ns: int) -> None:
+        self.aborted.set()
+
+
+def test_while_a_step_is_under_way_a_rank_does_not_spin_and_hears_messages_at_once():
+    rank, channel = SlowRank(), FakeChannel()
+    thread = threading.Thread(target=run_rank, args=(rank, channel, lambda: 0))
+    thread.start()
+    channel.inbox.put(ADD)
+    time.sleep(0.5)
+    assert 100 < rank.num_asked < 0.5 / 50e-6 + 10
+    since = time.monotonic()
+    channel.inbox.put(Abort(("a",)))
+    assert rank.aborted.wait(5)
+    assert time.monotonic() - since < 0.1
+    channel.inbox.put(Shutdown())
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+class PromptRank(FakeRank):
+    """Begins a step whenever it is asked, as on a CPU."""
+
+    def step(self, now_ns: int) -> list:
+        self.num_steps += 1
+        return []
+
+
+def test_a_rank_that_gets_on_with_every_step_is_never_made_to_wait():
+    rank, waits = PromptRank(), []
+
+    class Watched(FakeChannel):
+        def receive(self, wait_s: float | None) -> list:
+            waits.append(wait_s)
+            return [ADD] if len(waits) == 1 else [] if len(waits) < 100 else [Shutdown()]
+
+    run_rank(rank, Watched(), lambda: 0)
+    assert waits == [None, *[0] * 99]
 
 
 def test_a_rank_serves_sleeps_and_leaves_when_told():

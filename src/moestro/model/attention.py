@@ -40,7 +40,7 @@ class Scoring:
 def paged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """One layer's attention of a step: all one-token units in one padded call, longer ones in a call per piece.
+    """One layer's attention of a step: one-token units in a padded call per group, longer ones in a call per piece.
 
     Writes the step's K and V to the layer's pool first.
 
@@ -61,13 +61,12 @@ def paged_attention(
     step, scoring = _read_arguments(attention_mask, kwargs)
     pools = step.pools.write(_layer_of(module), step.write_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     view = step.view(Reach(scoring.window, has_sink=scoring.sinks is not None))
-    rows, decode = query[0].transpose(0, 1), view.decode
-    if decode is not None and decode.rows is None:
-        return _attend_decode(rows, pools, decode, scoring)[None], None
+    rows = query[0].transpose(0, 1)
     out = rows.new_empty(*rows.shape[:2], value.shape[-1])
-    if decode is not None and decode.rows is not None:
-        done = _attend_decode(rows.index_select(0, decode.rows), pools, decode, scoring)
-        out.index_copy_(0, decode.rows, done)
+    for group in view.decode:
+        if group.rows is None:
+            return _attend_decode(rows, pools, group, scoring)[None], None
+        out.index_copy_(0, group.rows, _attend_decode(rows.index_select(0, group.rows), pools, group, scoring))
     for piece in view.pieces:
         queries = query[:, :, piece.first_row : piece.end_row]
         out[piece.first_row : piece.end_row] = _attend_piece(queries, pools, piece, scoring)

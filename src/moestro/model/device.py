@@ -23,7 +23,10 @@ from moestro.model.step import PagedStep
 
 
 class TorchDevice:
-    """Computes `Forward` items. On a CPU `launch` does the work; on an accelerator it only queues it.
+    """Computes `Forward` items. On a CPU `launch` does the work; on an accelerator it queues it.
+
+    There it never waits, unless the experts have no grouped kernel (any dtype but bfloat16, or sizes that are no
+    multiples of 8; see `experts`): then every layer's expert counts are waited for.
 
     Args:
         network: the loaded network.
@@ -56,12 +59,13 @@ class TorchDevice:
 
 
 def open_device(
-    settings: ModelSettings, on_phase: Callable[[str], None] = lambda _: None
+    settings: ModelSettings, on_phase: Callable[[str], None] = lambda _: None, rank: int = 0
 ) -> tuple[TorchDevice, LoadedInfo]:
     """Load a network and give it all of its KV cache.
 
     Args:
         on_phase: called with a phase's name when the phase begins, and with `ready` at the end.
+        rank: of several accelerators, which one it takes (see `choose_device`).
 
     Raises:
         ConfigError: the settings ask for something impossible; the text says what to do.
@@ -73,7 +77,7 @@ def open_device(
     recommended = read_generation_config(Path(settings.model))
     defaults = sampling_defaults(recommended if settings.generation_config == "auto" else {})
     on_phase("load weights")
-    network, notes = load_network(settings, config)
+    network, notes = load_network(settings, config, rank)
     on_phase("check")
     probe, num_chosen = check_network(network, wanted_len, settings.block_size)
     if settings.gate_override is not None:
@@ -101,7 +105,6 @@ def open_device(
         sampling_defaults=defaults,
         num_blocks=num_blocks,
         block_size=settings.block_size,
-        kv_bytes_per_block=probe.bytes_per_block,
         num_layers=network.num_layers,
         num_experts=network.num_experts,
         num_experts_per_token=num_chosen,

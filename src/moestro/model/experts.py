@@ -142,6 +142,8 @@ def run_each(
 ) -> Tensor:
     """[rows, hidden size], one expert after the other: the plain twin, and with packed weights the fast path on a CPU.
 
+    The host reads the counts: an accelerator that comes here is waited for.
+
     Args:
         rows: [rows, hidden size], those of expert 0 first.
         counts: int64[experts], rows of each.

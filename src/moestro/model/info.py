@@ -20,7 +20,6 @@ class LoadedInfo:
         eos_token_ids: tokens that end a sequence, ascending.
         sampling_defaults: what holds where a client says nothing.
         num_blocks, block_size: the KV cache.
-        kv_bytes_per_block: K and V of all layers.
         num_layers: transformer blocks.
         num_experts: routed experts of a layer; 0: a dense model.
         num_experts_per_token: how many of them a token visits; 0: a dense model.
@@ -37,7 +36,6 @@ class LoadedInfo:
     sampling_defaults: SamplingDefaults
     num_blocks: int
     block_size: int
-    kv_bytes_per_block: int
     num_layers: int
     num_experts: int
     num_experts_per_token: int

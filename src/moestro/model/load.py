@@ -39,11 +39,12 @@ def read_config(settings: ModelSettings) -> Any:
     return config
 
 
-def load_network(settings: ModelSettings, config: Any) -> tuple[Network, tuple[str, ...]]:
+def load_network(settings: ModelSettings, config: Any, rank: int = 0) -> tuple[Network, tuple[str, ...]]:
     """The network on its device, and notes for the operator.
 
     Args:
         config: from `read_config`.
+        rank: as `choose_device`.
 
     Raises:
         UnsupportedModelError: weights are missing, torn or of other shapes than the config's.
@@ -52,7 +53,7 @@ def load_network(settings: ModelSettings, config: Any) -> tuple[Network, tuple[s
     register_attention()
     register_experts()
     hf_logging.disable_progress_bar()
-    device = choose_device(settings)
+    device = choose_device(settings, rank)
     for part in (config, config.get_text_config()):
         part.output_router_logits = False  # a loss for training; it would be computed in every step
     if settings.load_format == "dummy":
@@ -62,8 +63,11 @@ def load_network(settings: ModelSettings, config: Any) -> tuple[Network, tuple[s
     return Network(model.to(device).eval()), (note,) if note else ()
 
 
-def choose_device(settings: ModelSettings) -> torch.device:
-    """The device that the settings name.
+def choose_device(settings: ModelSettings, rank: int = 0) -> torch.device:
+    """The device that the settings name; of several accelerators, the rank's own.
+
+    Args:
+        rank: ranks take the accelerators in turn; more ranks than accelerators share them.
 
     Raises:
         ConfigError: `cuda` without one.
@@ -71,7 +75,9 @@ def choose_device(settings: ModelSettings) -> torch.device:
     present = torch.cuda.is_available()
     if settings.device == "cuda" and not present:
         raise ConfigError("--device cuda: torch sees no CUDA device here. Give --device cpu, or install a CUDA torch.")
-    return torch.device("cuda" if present and settings.device != "cpu" else "cpu")
+    if not present or settings.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def _build_skeleton(config: Any) -> None:

@@ -12,8 +12,6 @@ from torch import Tensor
 from moestro.errors import ConfigError, UnsupportedModelError
 from moestro.model.settings import ModelSettings
 
-NUM_EXTRA_SLOTS = 2
-
 
 class KVPools:
     """K and V of all layers. A layer's pool is made at its first write, so any number of heads and head size works.

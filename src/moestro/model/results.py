@@ -105,7 +105,7 @@ def compute_result(step: PagedStep, logits: Tensor, expert_counts: Tensor | None
     tokens, sampled, prompt = _to_host(tokens), _measured_to_host(sampled), _measured_to_host(prompt)
     expert_counts = None if expert_counts is None else _to_host(expert_counts)
     done = cast(Any, torch.cuda.Event)()
-    done.record()
+    done.record(torch.cuda.current_stream(logits.device))  # the process's current device may be another
     return PendingResult(units, sampled_units, tokens, sampled, prompt, expert_counts, done)
 
 

@@ -26,6 +26,10 @@ _T = TypeVar("_T", bound=np.generic)
 # A long chunk is attended in pieces of so many queries, and of so many query-key pairs: masks stay small, and keys that
 # lie behind a whole piece are not touched.
 _MAX_PIECE_QUERIES, _MIN_PIECE_QUERIES, _MAX_PIECE_PAIRS = 512, 16, 1 << 20
+# One-token units are attended in groups whose K and V are copied out of the pools, padded to the longest. This bounds a
+# group's copies (8 KV heads of 128 in bfloat16: 256 MiB); a unit that reads more is a group of its own. A CPU is up to
+# four times faster on copies of a few MiB than on large ones; on an accelerator many small calls cost launches.
+_MAX_GROUP_SLOTS, _MAX_GROUP_SLOTS_ON_CPU = 1 << 16, 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,10 @@ class Reach:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeView:
-    """What the one-token units of a step read, padded to the longest.
+    """What a group of one-token units reads, padded to the longest.
 
     Attributes:
-        rows: int64[units], their rows in the step, or None where they are all of it.
+        rows: int64[units], their rows in the step, or None where the group is all of it.
         slots: int64[units, width], padding repeats a slot of the same sequence; with a sink, the last column is its.
         allowed: bool[units, 1, 1, width], keys that the query may see.
     """
@@ -76,7 +80,7 @@ class PieceView:
 class StepView:
     """All reads of a step under one reach."""
 
-    decode: DecodeView | None
+    decode: tuple[DecodeView, ...]
     pieces: tuple[PieceView, ...]
 
 
@@ -126,7 +130,7 @@ class PagedStep:
     def view(self, reach: Reach) -> StepView:
         """What each query reads."""
         if reach not in self._views:
-            self._views[reach] = StepView(self._decode_view(reach), tuple(self._piece_views(reach)))
+            self._views[reach] = StepView(tuple(self._decode_views(reach)), tuple(self._piece_views(reach)))
         return self._views[reach]
 
     def upload(self, array: NDArray[np.generic]) -> Tensor:
@@ -140,12 +144,15 @@ class PagedStep:
         slots[self.positions < self.units.write_start[unit]] = self.pools.scratch_slot
         return slots
 
-    def _decode_view(self, reach: Reach) -> DecodeView | None:
-        units = np.flatnonzero(self.num_tokens_of == 1)
-        if not len(units):
-            return None
+    def _decode_views(self, reach: Reach) -> Iterator[DecodeView]:
+        units, size = np.flatnonzero(self.num_tokens_of == 1), self.pools.block_size
         end = self.length_of[units]
         begin = np.maximum(end - (reach.window or end), 0)
+        most = _MAX_GROUP_SLOTS_ON_CPU if self._device.type == "cpu" else _MAX_GROUP_SLOTS
+        for group in _group(-(-end // size) - begin // size, most // size):
+            yield self._decode_view(reach, units[group], begin[group], end[group])
+
+    def _decode_view(self, reach: Reach, units: Int64s, begin: Int64s, end: Int64s) -> DecodeView:
         positions, slots = self._slots_to_read(units, begin, end)
         allowed = (positions >= begin[:, None]) & (positions < end[:, None])
         # Padding reads the unit's own newest slot: whatever another sequence left behind (a NaN, say) stays its own.
@@ -189,6 +196,18 @@ class PagedStep:
         within = np.arange(size)
         positions = (blocks[:, :, None] * size + within).reshape(len(units), -1)
         return positions, (tables[:, :, None] * size + within).reshape(len(units), -1)
+
+
+def _group(num_blocks: Int64s, most: int) -> Iterator[Int64s]:
+    """Places in `num_blocks`, in groups of similar size: one long unit must not make all others as expensive as itself.
+
+    Padded to its longest, a group at most doubles, and holds at most `most` blocks or one unit.
+    """
+    power = np.ceil(np.log2(num_blocks))
+    for each in np.unique(power):
+        alike = np.flatnonzero(power == each)
+        count = max(most // int(num_blocks[alike].max()), 1)
+        yield from (alike[first : first + count] for first in range(0, len(alike), count))
 
 
 def _append(array: NDArray[_T], fill: int) -> NDArray[_T]:

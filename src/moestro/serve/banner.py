@@ -48,11 +48,11 @@ def curl_line(started: Started) -> str:
 def _rows(started: Started) -> list[tuple[str, str]]:
     info, count = started.infos[0], len(started.infos)
     tokens = sum(each.num_blocks * each.block_size for each in started.infos)
-    experts = f", {info.num_experts} experts a layer" if info.num_experts else ", dense"
+    gate = f", {info.num_experts} experts a layer, top-{info.num_experts_per_token}" if info.num_experts else ", dense"
     phases = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in started.phases)
     return [
         ("model", ", ".join(started.names)),
-        ("network", f"{info.model_type}, {_human(info.num_parameters)} parameters, {info.num_layers} layers{experts}"),
+        ("network", f"{info.model_type}, {_human(info.num_parameters)} parameters, {info.num_layers} layers{gate}"),
         ("engines", f"{count} x {info.device}, {info.dtype}"),
         ("context", f"{info.max_model_len:,} tokens"),
         ("KV cache", f"{tokens:,} tokens: {tokens / info.max_model_len:.1f} sequences of the full context at once"),

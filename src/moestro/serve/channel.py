@@ -8,9 +8,8 @@ import os
 import threading
 import time
 from collections import deque
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
-import msgspec
 import zmq
 
 from moestro.serve.messages import (
@@ -29,13 +28,15 @@ _LINGER_MS = 2000
 _RETRY_MS = 20  # until the next try when the front door does not keep up
 _BEAT_MS = 500  # between signs of life
 _ORPHANED = 3  # exit status of a rank whose parent has gone
+_DEAF = 4  # of one whose thread here has failed: nobody could reach it any more
 
 
 class Channel:
     """Receives for the main loop and sends for it.
 
     The thread ends the whole process when `parent_fd` reaches its end: a rank never outlives its front door, even if
-    that was killed and the main loop is deep in a kernel. It also sends the signs of life.
+    that was killed and the main loop is deep in a kernel. It also sends the signs of life. When it fails, be it on a
+    message that does not decode, the process ends too: the front door notices, and no request is left without an end.
 
     Args:
         address: where the front door listens.
@@ -58,9 +59,12 @@ class Channel:
         self._thread = threading.Thread(target=self._run, args=(address, identity), name="channel", daemon=True)
         self._thread.start()
 
-    def receive(self, *, block: bool) -> list[ToRank]:
-        """All messages that have come; with `block`, waits for the first. Without, and with none, under 1 µs."""
-        messages = [self._inbox.get()] if block else []
+    def receive(self, wait_s: float | None) -> list[ToRank]:
+        """All messages that have come; waits `wait_s` for the first (None: for ever). With 0, and none: under 1 µs."""
+        messages = []
+        if wait_s != 0:
+            with contextlib.suppress(Empty):
+                messages.append(self._inbox.get(timeout=wait_s))
         while not self._inbox.empty():
             messages.append(self._inbox.get())
         return messages
@@ -83,6 +87,13 @@ class Channel:
     # --- the thread
 
     def _run(self, address: str, identity: bytes) -> None:
+        try:
+            self._exchange(address, identity)
+        except BaseException:
+            logger.exception("the channel to the front door has failed")
+            os._exit(_DEAF)
+
+    def _exchange(self, address: str, identity: bytes) -> None:
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
         for option, value in (
@@ -127,7 +138,4 @@ class Channel:
                 frame = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            try:
-                self._inbox.put(decode_to_rank(frame))
-            except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                logger.warning("dropped a malformed message: %s", error)
+            self._inbox.put(decode_to_rank(frame))

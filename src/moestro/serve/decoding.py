@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
@@ -24,9 +26,13 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _PLACE = re.compile(r"(.*) - at `\$\.?(.*)`$", re.DOTALL)
 
 
-def decode_completion(body: bytes) -> CompletionFields:
-    """The fields of `POST /v1/completions`; RequestError if this is no such body."""
-    return decode_fields(body, _COMPLETION, IN_COMPLETIONS)
+def decode_completion(body: bytes, check_prompt: Callable[[memoryview], None]) -> CompletionFields:
+    """The fields of `POST /v1/completions`; RequestError if this is no such body.
+
+    Args:
+        check_prompt: is shown the prompt's JSON before it is decoded, and may refuse it.
+    """
+    return decode_fields(body, _COMPLETION, IN_COMPLETIONS, {"prompt": check_prompt})
 
 
 def decode_chat(body: bytes) -> ChatFields:
@@ -34,12 +40,23 @@ def decode_chat(body: bytes) -> ChatFields:
     return decode_fields(body, _CHAT, IN_CHAT)
 
 
-def decode_fields(body: bytes, decoder: msgspec.json.Decoder[Fields], neutral: dict[str, tuple[object, ...]]) -> Fields:
-    """The fields that `decoder` reads; RequestError if this is no such body, or asks for what `neutral` bars."""
+def decode_fields(
+    body: bytes,
+    decoder: msgspec.json.Decoder[Fields],
+    neutral: dict[str, tuple[object, ...]],
+    checks: Mapping[str, Callable[[memoryview], None]] = MappingProxyType({}),
+) -> Fields:
+    """The fields that `decoder` reads; RequestError if this is no such body, or asks for what `neutral` bars.
+
+    Args:
+        checks: for some fields, what looks at their JSON before they are decoded.
+    """
     try:
         body.decode()  # msgspec looks at the UTF-8 of the values it keeps, and only at those
         raw = _RAW.decode(body)
         refuse_unsupported(raw, neutral)
+        for name in raw.keys() & checks.keys():
+            checks[name](memoryview(raw[name]))
         fields = decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error)) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -82,6 +83,7 @@ class Engines:
         self._now_ns = now_ns
         self._flights: dict[str, _Flight] = {}
         self._homeless: dict[str, int] = {}  # until when each waits
+        self._unsent_aborts: dict[int, list[str]] = {}  # by engine: ids of which it could not be told
         self._causes: dict[int, MoestroError] = {}
         self._is_up = [False] * router.num_engines
         self.loads = [RankLoad()] * router.num_engines
@@ -134,8 +136,8 @@ class Engines:
             return
         try:
             self._send(flight.engine, Abort((request_id,)))
-        except NoEngineError:
-            logger.debug("engine %d is gone, and %s with it", flight.engine, request_id)
+        except NoEngineError:  # it is gone, or does not keep up with what is sent
+            self._unsent_aborts.setdefault(flight.engine, []).append(request_id)
 
     def fail_all(self, error: RequestError) -> None:
         """End every request with `error`, and stop it on its engine."""
@@ -157,6 +159,13 @@ class Engines:
                 self._fail(request_id, NoEngineError())
             elif not self._place(self._flights[request_id]):
                 break
+
+    def retry_aborts(self) -> None:
+        """Tell the engines of the aborts that they could not be told of: else they would compute for nobody."""
+        for engine, request_ids in list(self._unsent_aborts.items()):
+            with contextlib.suppress(NoEngineError):
+                self._send(engine, Abort(tuple(request_ids)))
+                del self._unsent_aborts[engine]
 
     def fail_homeless(self) -> None:
         """No engine will come back: end the requests that wait for one."""
@@ -191,12 +200,13 @@ class Engines:
             case Failed():
                 kind = ConfigError if message.is_config else EngineDiedError
                 self._causes[engine] = kind(message.cause)
+                self._take_down(engine)
 
     def on_exit(self, engine: int, how: str) -> MoestroError:
         """A rank's process has ended: its requests end or move. `how`: one line. Returns the cause."""
         cause = self._causes.pop(engine, None) or EngineDiedError(f"engine {engine}: {how}")
-        self._is_up[engine] = False
-        self._router.set_routable(engine, routable=False)
+        self._take_down(engine)
+        self._unsent_aborts.pop(engine, None)
         self._router.set_num_running(engine, 0)
         self.loads[engine] = RankLoad()
         self.phases[engine].clear()
@@ -215,6 +225,11 @@ class Engines:
         return cause
 
     # --- inside
+
+    def _take_down(self, engine: int) -> None:
+        """Out of rotation until it is ready again."""
+        self._is_up[engine] = False
+        self._router.set_routable(engine, routable=False)
 
     def _send_somewhere(self, request: Request) -> int:
         while True:

@@ -24,7 +24,7 @@ class Sources:
 
     Attributes:
         model_name: the label that vLLM's dashboards choose by.
-        num_dropped: messages from ranks that did not decode.
+        num_dropped: messages that could not be read or taken in, and strangers'.
     """
 
     model_name: str
@@ -111,7 +111,7 @@ class _Figures(Collector):
         for reason, count in sorted(sources.metrics.refusals.items()):
             refused.add_metric((reason,), count)
         yield refused
-        text = "Malformed messages from engines, dropped."
+        text = "Messages that could not be read or taken in, and strangers'."
         yield CounterMetricFamily("moestro:messages_dropped", text, value=sources.num_dropped())
 
     def _gauge(self, name: str, text: str, values: Iterable[float]) -> Metric:

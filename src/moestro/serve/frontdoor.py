@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 
 import msgspec
 from aiohttp import web
 
 from moestro.serve.answers import AnswerForm, ChatForm, CompletionForm, heading
-from moestro.serve.body import MAX_BODY_BYTES, read_json
+from moestro.serve.body import MAX_BODY_BYTES, Bodies
 from moestro.serve.engines import Engines
 from moestro.serve.exposition import Exposition
 from moestro.serve.gate import gate
 from moestro.serve.generation import Generation
 from moestro.serve.metrics import Metrics
 from moestro.serve.operations import Operations
-from moestro.serve.prepare import Arrival, Job, ServedModel, chat_jobs, completion_jobs
+from moestro.serve.prepare import Arrival, Prepared, ServedModel, prepare_chat, prepare_completion
 from moestro.serve.preparing import PrepareThreads
 from moestro.serve.protocol import ModelCard, ModelList
 from moestro.serve.sse import EventStream, UsageWanted, stream
 from moestro.serve.text_api import TextApi
 from moestro.serve.traffic import Traffic
-from moestro.serve.validation import Options, parse_chat, parse_completion
 
 
 class FrontDoor:
@@ -39,6 +39,7 @@ class FrontDoor:
         self._engines = engines
         self._model = model
         self._write_timeout_s = write_timeout_s
+        self._bodies = Bodies()
         self._threads = PrepareThreads()
         self.traffic = Traffic()
 
@@ -52,7 +53,7 @@ class FrontDoor:
                 web.get("/v1/models/{name:.+}", self.model),
                 web.post("/v1/completions", self.completions),
                 web.post("/v1/chat/completions", self.chat),
-                *TextApi(self._model, self._threads).routes(),
+                *TextApi(self._model, self._bodies, self._threads).routes(),
                 *Operations(self._engines, self.traffic, exposition).routes(),
             ]
         )
@@ -66,30 +67,30 @@ class FrontDoor:
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
-        self.traffic.check_open()
-        ask = parse_completion(await read_json(http))
-        name = self._model.name_for(ask.options.model)
         arrival = Arrival(f"cmpl-{uuid.uuid4().hex}", time.monotonic_ns())
-        jobs = await self._threads.run(lambda: completion_jobs(ask, self._model, arrival))
-        form = CompletionForm(heading(arrival.answer_id, name, self._model.fingerprint), ask.options)
-        return await self._answer(http, jobs, form, ask.options)
+        prepared = await self._prepare(http, prepare_completion, arrival)
+        form = CompletionForm(heading(arrival.answer_id, prepared.name, self._model.fingerprint), prepared.options)
+        return await self._answer(http, prepared, form)
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
-        self.traffic.check_open()
-        ask = parse_chat(await read_json(http))
-        name = self._model.name_for(ask.options.model)
         arrival = Arrival(f"chatcmpl-{uuid.uuid4().hex}", time.monotonic_ns())
-        jobs = await self._threads.run(lambda: chat_jobs(ask, self._model, arrival))
-        form = ChatForm(heading(arrival.answer_id, name, self._model.fingerprint), ask.options)
-        return await self._answer(http, jobs, form, ask.options)
+        prepared = await self._prepare(http, prepare_chat, arrival)
+        form = ChatForm(heading(arrival.answer_id, prepared.name, self._model.fingerprint), prepared.options)
+        return await self._answer(http, prepared, form)
 
-    async def _answer(
-        self, http: web.Request, jobs: list[Job], form: AnswerForm, options: Options
-    ) -> web.StreamResponse:
+    async def _prepare(
+        self, http: web.Request, prepare: Callable[[bytes, ServedModel, Arrival], Prepared], arrival: Arrival
+    ) -> Prepared:
+        self.traffic.check_open()
+        async with self._bodies.reading(http) as body:
+            return await self._threads.run(lambda: prepare(body, self._model, arrival))
+
+    async def _answer(self, http: web.Request, prepared: Prepared, form: AnswerForm) -> web.StreamResponse:
+        options = prepared.options
         with (
             self.traffic.answering(),
-            Generation(self._engines, self._model.tokenizer, jobs) as generation,
+            Generation(self._engines, self._model.tokenizer, prepared.jobs) as generation,
         ):
             if options.stream:
                 wanted = UsageWanted(options.include_usage, options.continuous_usage)

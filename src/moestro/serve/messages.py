@@ -1,6 +1,7 @@
 """What the front door and a rank say to each other: msgspec structs over ZeroMQ, never pickle.
 
-A message that does not decode is dropped and counted; nothing in it is ever executed.
+Nothing in a message is ever executed. One that does not decode ends the rank that sent it, or was to read it: between
+our own processes it is a bug, and a request whose message is lost would never end. A stranger's is dropped and counted.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     num_layers: int
     num_experts: int  # of a layer; 0: a dense model
+    num_experts_per_token: int
     notes: tuple[str, ...] = ()  # what the operator should know, one sentence each
 
 

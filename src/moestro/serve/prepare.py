@@ -1,4 +1,4 @@
-"""From a checked ask to requests: tokenized, bounded, hashed. Plain functions; the front door runs them on threads."""
+"""From a body to requests: checked, tokenized, bounded, hashed. Plain functions, run on threads by the front door."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moestro.errors import PromptTooLongError, RequestError
 from moestro.serve.messages import ModelInfo
 from moestro.serve.refusals import UnknownModelError
 from moestro.serve.tokenizer import Tokenizer
-from moestro.serve.validation import ChatAsk, CompletionAsk, Options
+from moestro.serve.validation import ChatAsk, CompletionAsk, Options, parse_chat, parse_completion
 
 MAX_SCORES = 1_000_000  # log probabilities of prompts in one answer
 
@@ -29,6 +29,7 @@ class ServedModel:
         root: where it was loaded from.
         created: when it was loaded, in seconds since 1970.
         fingerprint: changes whenever answers may.
+        has_priorities: whether its engines look at `priority`.
     """
 
     names: tuple[str, ...]
@@ -37,6 +38,7 @@ class ServedModel:
     fingerprint: str
     info: ModelInfo
     tokenizer: Tokenizer
+    has_priorities: bool = False
 
     def name_for(self, asked: str | None) -> str:
         """The name to answer with; a client that names none means the only model there is."""
@@ -72,9 +74,35 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that is ready to be served.
+
+    Attributes:
+        name: of the model, to answer with.
+        jobs: one per choice, in order.
+    """
+
+    name: str
+    options: Options
+    jobs: list[Job]
+
+
+@dataclass(frozen=True, slots=True)
 class _Prompt:
     ids: Sequence[int]
     text: str | None  # for an echo
+
+
+def prepare_completion(body: bytes, model: ServedModel, arrival: Arrival) -> Prepared:
+    """From the body of `POST /v1/completions`; RequestError if it cannot be served."""
+    ask = parse_completion(body, model.info.max_model_len)
+    return Prepared(model.name_for(ask.options.model), ask.options, completion_jobs(ask, model, arrival))
+
+
+def prepare_chat(body: bytes, model: ServedModel, arrival: Arrival) -> Prepared:
+    """From the body of `POST /v1/chat/completions`; RequestError if it cannot be served."""
+    ask = parse_chat(body)
+    return Prepared(model.name_for(ask.options.model), ask.options, chat_jobs(ask, model, arrival))
 
 
 def completion_jobs(ask: CompletionAsk, model: ServedModel, arrival: Arrival) -> list[Job]:
@@ -112,6 +140,7 @@ def _prompt(prompt: str | tuple[int, ...], options: Options, model: ServedModel)
 
 
 def _jobs(prompts: Sequence[_Prompt], options: Options, model: ServedModel, arrival: Arrival) -> list[Job]:
+    _refuse_vain_priority(options.priority, model)
     refuse_foreign_ids("stop_token_ids", options.stop_token_ids, model.info.vocab_size)
     refuse_foreign_ids("logit_bias", [token_id for token_id, _ in options.logit_bias], model.info.vocab_size)
     scored = _scored(options)
@@ -163,9 +192,11 @@ def _seed(options: Options, copy: int) -> int:
 
 
 def _sampling(num_prompt_tokens: int, options: Options, info: ModelInfo) -> SamplingParams:
-    """Never clips: what cannot fit is refused, so that a short answer always means a short answer."""
+    """Never clips what the client asked for: what cannot fit is refused, a short answer always means a short answer."""
     room = info.max_model_len - num_prompt_tokens
     max_tokens = max(1, room) if options.max_tokens is None else options.max_tokens
+    if options.has_default_limit:
+        max_tokens = min(max_tokens, max(1, room))
     if max_tokens > room:
         raise PromptTooLongError(num_prompt_tokens, max_tokens, info.max_model_len)
     stops = tuple(dict.fromkeys((() if options.ignore_eos else info.eos_token_ids) + options.stop_token_ids))
@@ -194,6 +225,16 @@ def _scored(options: Options) -> int | None:
         count for count in (options.prompt_logprobs, options.logprobs if options.echo else None) if count is not None
     ]
     return max(wanted, default=None)
+
+
+def _refuse_vain_priority(priority: int, model: ServedModel) -> None:
+    if priority and not model.has_priorities:
+        raise RequestError(
+            f"priority {priority} would have no effect: this server serves first come, first served. Leave it out, or"
+            " start the server with --scheduling-policy priority.",
+            param="priority",
+            code="invalid_value",
+        )
 
 
 def _check_min_tokens(min_tokens: int, max_tokens: int, stops: tuple[int, ...], vocab_size: int) -> None:

@@ -75,19 +75,27 @@ class Steppable(Protocol):
         ...
 
 
+_LOOK_AGAIN_S = 50e-6  # a fraction of the shortest step, and long enough for other threads to have the interpreter
+
+
 def run_rank(rank: Steppable, channel: Channel, now_ns: Callable[[], int]) -> None:
-    """Serve until told to shut down: new messages between any two steps, and sleep only without work.
+    """Serve until told to shut down: new messages between any two steps, and sleep only without work, or for a moment
+    while a step of the accelerator is under way.
 
     Args:
         now_ns: the wall clock; the front door's `arrival_ns` must come from the same.
     """
     told = RankLoad()
+    wait_s: float | None = None
     while True:
-        messages = channel.receive(block=not rank.has_work)
+        messages = channel.receive(wait_s if rank.has_work else None)
         if not _obey(messages, rank, channel, now_ns):
             return
+        num_steps = rank.num_steps
         outputs = rank.step(now_ns())
         channel.num_steps = rank.num_steps
+        # Nothing done and nothing heard: to ask again at once would keep the channel's thread from the interpreter.
+        wait_s = 0 if messages or outputs or rank.num_steps != num_steps else _LOOK_AGAIN_S
         load = _load(rank.stats())
         if outputs or load != told:
             channel.send(Outputs(tuple(outputs), load))

@@ -29,6 +29,7 @@ _RETIRED = -1
 class RankSocket:
     """Sends to ranks by number and delivers what they say; what does not decode, or comes from a stranger, is counted.
 
+    A rank of which a message was lost is broken, for a request may wait for it: no more is heard of its process.
     What comes from a rank's process after another has taken its place is stale, and ignored.
 
     Args:
@@ -40,6 +41,7 @@ class RankSocket:
         self._identities = [identity_of(rank, 0) for rank in range(num_ranks)]
         self._ranks = {identity: rank for rank, identity in enumerate(self._identities)}
         self._deliver: Callable[[int, FromRank], None] | None = None
+        self._on_broken: Callable[[int], None] | None = None
         self.num_dropped = 0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -58,9 +60,10 @@ class RankSocket:
             raise ConfigError(f"cannot listen on {address} ({error}): set TMPDIR to a short writable path") from error
         self._loop = asyncio.get_running_loop()
 
-    def listen(self, deliver: Callable[[int, FromRank], None]) -> None:
-        """From now on call `deliver` on the event loop with (rank, message)."""
+    def listen(self, deliver: Callable[[int, FromRank], None], on_broken: Callable[[int], None]) -> None:
+        """From now on call `deliver` on the event loop with (rank, message), and `on_broken` when one was lost."""
         self._deliver = deliver
+        self._on_broken = on_broken
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._loop.call_soon(self._drain)
 
@@ -105,13 +108,23 @@ class RankSocket:
         rank = self._ranks.get(frames[0])
         if rank == _RETIRED:
             return
-        try:
-            if rank is None or len(frames) != 2:
-                raise msgspec.DecodeError("not a rank's message")
-            message = decode_from_rank(frames[1])
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        if rank is None:
             self.num_dropped += 1
-            logger.warning("dropped a malformed message (%d so far): %s", self.num_dropped, error)
+            logger.warning("dropped a stranger's message (%d dropped so far)", self.num_dropped)
             return
         assert self._deliver is not None
-        self._deliver(rank, message)
+        assert self._on_broken is not None
+        try:
+            self._deliver(rank, _decoded(frames))
+        except Exception:  # also of ours, in taking the message in: the others' messages must not wait for ever
+            self.num_dropped += 1
+            logger.exception("lost a message of rank %d (%d dropped so far)", rank, self.num_dropped)
+            self._ranks[frames[0]] = _RETIRED
+            self._on_broken(rank)
+
+
+def _decoded(frames: list[bytes]) -> FromRank:
+    if len(frames) != 2:
+        raise msgspec.DecodeError(f"a message has 2 frames, got {len(frames)}")
+    message: FromRank = decode_from_rank(frames[1])
+    return message

@@ -82,6 +82,11 @@ class Ranks:
         for rank in self._processes:
             self.signal(rank, signal.SIGKILL)
 
+    def is_running(self, rank: int) -> bool:
+        """Whether `rank` has a process that has not ended."""
+        process = self._processes.get(rank)
+        return process is not None and process.returncode is None
+
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to the process of `rank`, if it has one."""
         process = self._processes.get(rank)

@@ -145,6 +145,7 @@ class _Server:
             fingerprint=_fingerprint(self._settings, infos[0]),
             info=infos[0],
             tokenizer=tokenizer,
+            has_priorities=self._settings.limits.scheduling_policy == "priority",
         )
         return model, infos
 

@@ -83,7 +83,7 @@ class Supervisor:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Every rank's process is started; none of them outlives the block."""
-        self._wire.listen(self._on_message)
+        self._wire.listen(self._on_message, self._on_broken)
         try:
             for rank in range(len(self._ranks)):
                 await self._launch(rank)
@@ -114,6 +114,8 @@ class Supervisor:
 
     def _on_message(self, rank: int, message: FromRank) -> None:
         state, now = self._ranks[rank], now_ns()
+        if isinstance(message, Ready) and not self._processes.is_running(rank):
+            return  # the last words of a process that has ended
         state.pulse.heard(now)
         match message:
             case Heartbeat(num_steps):
@@ -123,6 +125,15 @@ class Supervisor:
                 state.pulse.ready(now)
                 state.rule.ready(now)
         self._engines.on_message(rank, message)
+
+    def _on_broken(self, rank: int) -> None:
+        if self._ranks[rank].is_running:  # else its end is known already, and all that was to be done for it is done
+            self._engines.set_trusted(rank, trusted=False)
+            self._kill(rank, "a message of it was lost")
+
+    def _kill(self, rank: int, why: str) -> None:
+        self._ranks[rank].hung = f"killed, for {why}"
+        self._processes.signal(rank, signal.SIGKILL)
 
     def _on_exit(self, rank: int, how: str) -> None:
         state = self._ranks[rank]
@@ -175,13 +186,13 @@ class Supervisor:
                 if state.is_running:
                     self._look_at(rank, state)
             self._engines.settle_homeless()
+            self._engines.retry_aborts()
 
     def _look_at(self, rank: int, state: _Rank) -> None:
         verdict = state.pulse.judge(self._engines.num_in_flight_on(rank), now_ns())
-        self._engines.set_trusted(rank, trusted=verdict is Verdict.FINE)
+        self._engines.set_trusted(rank, trusted=verdict is Verdict.FINE and not state.hung)
         if verdict is Verdict.HUNG and not state.hung:
-            state.hung = f"killed, for {state.pulse.reason}"
-            self._processes.signal(rank, signal.SIGKILL)
+            self._kill(rank, state.pulse.reason)
         if verdict is Verdict.STALLED and not state.is_stalled:
             self._metrics.engines[rank].num_stalls += 1
             logger.error("engine %d is out of rotation: %s; the stacks of its threads follow", rank, state.pulse.reason)

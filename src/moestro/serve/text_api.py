@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 from aiohttp import web
 
 from moestro.errors import RequestError
-from moestro.serve.body import read_json
+from moestro.serve.body import Bodies
 from moestro.serve.decoding import decode_fields
 from moestro.serve.prepare import ServedModel, refuse_foreign_ids, refuse_too_much_text
 from moestro.serve.preparing import PrepareThreads
@@ -56,8 +54,9 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeFields)
 class TextApi:
     """Text to token ids and back, on the threads that prepare requests."""
 
-    def __init__(self, model: ServedModel, threads: PrepareThreads) -> None:
+    def __init__(self, model: ServedModel, bodies: Bodies, threads: PrepareThreads) -> None:
         self._model = model
+        self._bodies = bodies
         self._threads = threads
 
     def routes(self) -> list[web.RouteDef]:
@@ -66,23 +65,24 @@ class TextApi:
 
     async def tokenize(self, http: web.Request) -> web.Response:
         """POST /tokenize."""
-        fields = decode_fields(await read_json(http), _TOKENIZE, {})
-        self._model.name_for(fields.model)
-        return _json(await self._threads.run(lambda: tokenized(fields, self._model)))
+        async with self._bodies.reading(http) as body:
+            return _json(await self._threads.run(lambda: tokenized(decode_fields(body, _TOKENIZE, {}), self._model)))
 
     async def detokenize(self, http: web.Request) -> web.Response:
         """POST /detokenize."""
-        fields = decode_fields(await read_json(http), _DETOKENIZE, {})
-        self._model.name_for(fields.model)
-        return _json(await self._threads.run(lambda: detokenized(fields.tokens, self._model)))
+        async with self._bodies.reading(http) as body:
+            return _json(
+                await self._threads.run(lambda: detokenized(decode_fields(body, _DETOKENIZE, {}), self._model))
+            )
 
 
 def tokenized(fields: TokenizeFields, model: ServedModel) -> Tokenized:
     """The tokens that a completion, or a chat completion, of the same fields would have.
 
     Raises:
-        RequestError: neither or both of prompt and messages, or more text than any prompt may have.
+        RequestError: another model, neither or both of prompt and messages, or more text than any prompt may have.
     """
+    model.name_for(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise RequestError("Send either prompt or messages.", param="prompt", code="invalid_value")
     if fields.messages is not None:
@@ -99,19 +99,20 @@ def tokenized(fields: TokenizeFields, model: ServedModel) -> Tokenized:
     return Tokenized(len(ids), model.info.max_model_len, ids, names)
 
 
-def detokenized(ids: Sequence[int], model: ServedModel) -> Detokenized:
-    """The text of `ids`, special tokens included.
+def detokenized(fields: DetokenizeFields, model: ServedModel) -> Detokenized:
+    """The text of the tokens, special ones included.
 
     Raises:
-        RequestError: ids that the model does not have, or more of them than it could read.
+        RequestError: another model, ids that it does not have, or more of them than it could read.
     """
-    limit = model.info.max_model_len
+    model.name_for(fields.model)
+    ids, limit = fields.tokens, model.info.max_model_len
     if len(ids) > limit:
         raise RequestError(
             f"tokens may hold {limit} ids at most, got {len(ids)}.", param="tokens", code="invalid_value"
         )
     refuse_foreign_ids("tokens", ids, model.info.vocab_size)
-    return Detokenized(model.tokenizer.backend.decode(list(ids), skip_special_tokens=False))
+    return Detokenized(model.tokenizer.backend.decode(ids, skip_special_tokens=False))
 
 
 def _json(value: object) -> web.Response:

@@ -115,13 +115,13 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """The text still held back at the end: bytes that never became a character."""
+        """The text held back at the end: bytes that never became a character; "" where they rewrite what is out."""
         if not self._held:
             return ""
         before = self._backend.decode(self._before)
         text = self._backend.decode(self._before + self._held)
         self._before, self._held = self._held, []
-        return text.removeprefix(before)
+        return text.removeprefix(before) if text.startswith(before) else ""
 
     def _step(self, token_id: int) -> str | None:
         try:

@@ -52,8 +52,10 @@ IN_CHAT = _BOTH | {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
+    "reasoning_effort": ("medium",),  # the API's default, as for verbosity
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from moestro.core.request import ServiceClass
-from moestro.errors import RequestError
+from moestro.errors import PromptTooLongError, RequestError
 from moestro.serve.decoding import decode_chat, decode_completion
 from moestro.serve.protocol import ContentPart, GenerationFields, Message
 from moestro.serve.refusals import shown
@@ -23,6 +26,7 @@ MAX_BIASES = 300
 MAX_LOGPROBS = 20
 ROLES = ("developer", "system", "user", "assistant", "tool")
 DEFAULT_COMPLETION_TOKENS = 16
+_IDS = re.compile(rb"\s*\[[\s\[]*[-0-9\]]")  # how a prompt in token ids begins
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")  # one spelling for each id
 
 
@@ -35,6 +39,7 @@ class Options:
     include_usage: bool
     continuous_usage: bool
     max_tokens: int | None
+    has_default_limit: bool  # `max_tokens` is the API's default: less will do near the end of the context
     min_tokens: int
     temperature: float | None
     top_p: float | None
@@ -73,14 +78,23 @@ class ChatAsk:
     options: Options
 
 
-def parse_completion(body: bytes) -> CompletionAsk:
-    """The checked request, or RequestError, which says what is wrong with the body."""
-    fields = decode_completion(body)
-    prompts, echo = _prompts(fields.prompt), bool(fields.echo)
+def parse_completion(body: bytes, max_prompt_ids: int = sys.maxsize) -> CompletionAsk:
+    """The checked request, or RequestError, which says what is wrong with the body.
+
+    Args:
+        max_prompt_ids: token ids of one prompt that are worth a look.
+    """
+    fields = decode_completion(body, lambda prompt: _refuse_swarm(prompt, max_prompt_ids))
+    echo = bool(fields.echo)
     limit = DEFAULT_COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
+    _refuse_too_many_ids(fields.prompt, limit, max_prompt_ids)
+    prompts = _prompts(fields.prompt)
     # With its prompt in front, an answer may be nothing more: that is how a prompt is scored.
     shape = _Shape(
-        _range("max_tokens", limit, 0 if echo else 1, 2**31 - 1), echo, _logprobs("logprobs", fields.logprobs)
+        _range("max_tokens", limit, 0 if echo else 1, 2**31 - 1),
+        echo=echo,
+        logprobs=_logprobs("logprobs", fields.logprobs),
+        has_default_limit=fields.max_tokens is None,
     )
     options = _options(fields, shape)
     if len(prompts) * options.n > MAX_CHOICES:
@@ -126,6 +140,7 @@ class _Shape:
     max_tokens: int | None
     echo: bool
     logprobs: int | None
+    has_default_limit: bool = False
 
 
 def _options(fields: GenerationFields, shape: _Shape) -> Options:
@@ -138,6 +153,7 @@ def _options(fields: GenerationFields, shape: _Shape) -> Options:
         include_usage=bool(extras and extras.include_usage),
         continuous_usage=bool(extras and extras.include_usage and extras.continuous_usage_stats),
         max_tokens=shape.max_tokens,
+        has_default_limit=shape.has_default_limit,
         min_tokens=_min_tokens(fields.min_tokens or 0, shape.max_tokens),
         temperature=_bounded("temperature", fields.temperature, 0, 2),
         top_p=_top_p(fields.top_p),
@@ -239,6 +255,33 @@ def _stop_token_ids(ids: Iterable[int]) -> tuple[int, ...]:
     if len(unique) > MAX_STOP_TOKEN_IDS:
         raise _invalid("stop_token_ids", f"may hold {MAX_STOP_TOKEN_IDS} ids at most, got {len(unique)}")
     return unique
+
+
+def _refuse_swarm(prompt: memoryview, limit: int) -> None:
+    """Refuse lists of ids by their punctuation: to decode millions of them would hold up the whole process.
+
+    What gets through is counted exactly once it is decoded.
+    """
+    if not _IDS.match(prompt):
+        return
+    chars = np.frombuffer(prompt, np.uint8)
+    starts = np.flatnonzero(chars == ord("["))
+    if len(starts) > MAX_PROMPTS + 1:
+        raise _invalid("prompt", f"must hold 1 to {MAX_PROMPTS} prompts, got {len(starts) - 1}")
+    # A list of n ids has n - 1 commas, and perhaps one behind it.
+    longest = max(int(np.count_nonzero(ids == ord(","))) for ids in np.split(chars, starts))
+    if longest > limit:
+        raise PromptTooLongError(longest, DEFAULT_COMPLETION_TOKENS, limit)
+
+
+def _refuse_too_many_ids(prompt: str | Sequence[str | int | list[int]], max_tokens: int, limit: int) -> None:
+    """What cannot fit is refused by its length alone: to look at millions of ids takes seconds."""
+    if isinstance(prompt, str):
+        return
+    is_one = bool(prompt) and isinstance(prompt[0], int)
+    longest = len(prompt) if is_one else max((len(item) for item in prompt if isinstance(item, list)), default=0)
+    if longest > limit:
+        raise PromptTooLongError(longest, max_tokens, limit)
 
 
 def _prompts(prompt: str | Sequence[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:

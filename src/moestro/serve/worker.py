@@ -64,7 +64,7 @@ class _PhaseTimer:
 
 
 def _build(spec: LaunchSpec, on_phase: Callable[[str], None]) -> tuple[Rank, ModelInfo]:
-    device, info = open_device(spec.model, on_phase)
+    device, info = open_device(spec.model, on_phase, spec.rank)
     settings = SchedulerSettings(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
@@ -89,6 +89,7 @@ def _model_info(model_id: str, info: LoadedInfo) -> ModelInfo:
         device=info.device,
         num_layers=info.num_layers,
         num_experts=info.num_experts,
+        num_experts_per_token=info.num_experts_per_token,
         notes=info.notes,
     )
 
