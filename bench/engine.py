@@ -168,7 +168,7 @@ def measure(args: argparse.Namespace, model: Model) -> list[dict[str, object]]:
     with systems(args, model) as found:
         for system in found.values():
             system.run(1, 2, seed=10_000)
-        for users in USERS:
+        for users in args.users:
             runs: dict[str, list[dict[str, float]]] = {name: [] for name in found}
             for number in track(range(args.rounds), description=f"{model.name}, {users} users"):
                 for name, system in found.items():
@@ -198,6 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for the random model and the servers' logs")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--users", type=int, nargs="+", default=list(USERS), choices=USERS)
     parser.add_argument("--models", nargs="+", default=["demo", "random-640m"], choices=["demo", "random-640m"])
     parser.add_argument("--vllm", type=Path, help="vLLM's command in a virtual environment of its own")
     parser.add_argument("--transformers", type=Path, help="Python of a virtual environment with transformers and torch")
