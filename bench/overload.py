@@ -1,0 +1,125 @@
+"""Ten times the load that the server can bear, for a minute: goodput beside the peak, refusals, memory.
+
+    python bench/overload.py [--seconds 60] [--json bench/results/overload.json]      # starts `moestro serve` itself
+
+The sustainable rate is what a closed load of as many users as may run reaches. Peak: the best goodput of open loads
+around that rate, each before a server that has rested. Goodput counts requests whose first token came within
+TTFT_SLO_MS and the others within TPOT_SLO_MS each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import psutil
+
+MOESTRO = str(Path(sys.executable).with_name("moestro"))
+PORT, INPUT_LEN, OUTPUT_LEN = 8192, 64, 16
+RUNNING, QUEUED = 32, 32  # what the server may hold
+TTFT_SLO_MS, TPOT_SLO_MS = 3000, 100
+URL = f"http://127.0.0.1:{PORT}"
+
+
+def bench(work: Path, num_prompts: int, *load: str) -> dict[str, object]:
+    """One run of `moestro bench`."""
+    out = work / "run.json"
+    sizes = ["--random-input-len", str(INPUT_LEN), "--random-output-len", str(OUTPUT_LEN)]
+    slos = ["--goodput", f"ttft:{TTFT_SLO_MS}", f"tpot:{TPOT_SLO_MS}"]
+    command = [MOESTRO, "bench", "--base-url", URL, "--num-prompts", str(num_prompts), *sizes, *slos, *load]
+    done = subprocess.run([*command, "--json", str(out)], capture_output=True, text=True, check=False)
+    assert out.exists(), done.stderr[-2000:]
+    return json.loads(out.read_text())["report"]
+
+
+def refusals(stop: threading.Event, found: list[dict[str, object]]) -> None:
+    """Ask once a second; keep how long a refusal took, and its Retry-After."""
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    while not stop.wait(1):
+        request = urllib.request.Request(f"{URL}/v1/completions", body, {"Content-Type": "application/json"})
+        started = time.perf_counter()
+        try:
+            urllib.request.urlopen(request, timeout=30).read()
+        except urllib.error.HTTPError as error:
+            ms = 1e3 * (time.perf_counter() - started)
+            found.append({"status": error.code, "retry_after": error.headers["Retry-After"], "ms": round(ms, 1)})
+
+
+def memory_mb(server: psutil.Process) -> list[float]:
+    """Resident memory of the front door and of each rank."""
+    return [round(p.memory_info().rss / 2**20, 1) for p in [server, *server.children(recursive=True)]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--json", type=Path, help="store the result here")
+    args = parser.parse_args()
+    limits = ["--max-num-seqs", str(RUNNING), "--max-num-queued-reqs", str(QUEUED), "--log-level", "warning"]
+    server = subprocess.Popen([MOESTRO, "serve", "--port", str(PORT), *limits])
+    try:
+        for _ in range(60):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{URL}/health", timeout=2):
+                break
+            time.sleep(1)
+        with tempfile.TemporaryDirectory() as directory:
+            result = measure(Path(directory), args.seconds, psutil.Process(server.pid))
+    finally:
+        server.terminate()
+        server.wait(30)
+    print(json.dumps(result, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measure(work: Path, seconds: float, server: psutil.Process) -> dict[str, object]:
+    rate = bench(work, 300, "--max-concurrency", str(RUNNING))["requests_per_s"]
+    probes = {}
+    for factor in (0.8, 1.0, 1.2):
+        report = bench(
+            work, int(10 * factor * rate), "--request-rate", str(factor * rate), "--seed", str(int(10 * factor))
+        )
+        probes[factor] = report["goodput"]["requests_per_s"]
+    before, stop, refused = memory_mb(server), threading.Event(), []
+    watcher = threading.Thread(target=refusals, args=(stop, refused))
+    watcher.start()
+    over = bench(work, int(10 * rate * seconds), "--request-rate", str(10 * rate), "--seed", "7")
+    stop.set()
+    watcher.join()
+    time.sleep(2)
+    after = memory_mb(server)
+    with urllib.request.urlopen(f"{URL}/load", timeout=5) as answer:
+        left = json.load(answer)
+    return {
+        "kind": "measured",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores; client, front door and rank share them",
+        "slo_ms": {"ttft": TTFT_SLO_MS, "tpot": TPOT_SLO_MS},
+        "sustainable_requests_per_s": rate,
+        "goodput_by_factor": probes,
+        "overload_goodput": over["goodput"]["requests_per_s"],
+        "overload_goodput_over_peak": over["goodput"]["requests_per_s"] / max(probes.values()),
+        "overload_requests": over["num_requests"],
+        "overload_seconds": over["duration_s"],
+        "overload_answered": over["num_ok"],
+        "overload_failures": {reason: failure["count"] for reason, failure in over["failures"].items()},
+        "client_is_valid": over["is_valid"],
+        "sampled_refusals": refused,
+        "memory_mb_before": before,
+        "memory_mb_after": after,
+        "left_over": left,
+    }
+
+
+if __name__ == "__main__":
+    main()
