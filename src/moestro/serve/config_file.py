@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from moestro.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
@@ -66,8 +68,6 @@ def _read_toml(text: str, path: Path) -> Iterator[Entry]:
 
 
 def _read_yaml(text: str, path: Path) -> Iterator[Entry]:
-    import yaml  # noqa: PLC0415  # few starts need it
-
     loader = yaml.SafeLoader(text)
     try:
         root = loader.get_single_node()
