@@ -66,6 +66,7 @@ class Units:
 
     Attributes:
         slot: int32[n], the sequence's row in its scheduler; names the unit until its result is taken.
+        serial: int64[n], the sequence's own number, from `Rank.add`; never given twice, where a slot is.
         start: int32[n], position of the first token.
         num_tokens: int32[n], at least 1.
         write_start: int32[n], the first position whose K and V are written. Larger than `start` only where a full
@@ -80,6 +81,7 @@ class Units:
     """
 
     slot: Int32s
+    serial: NDArray[np.int64]
     start: Int32s
     num_tokens: Int32s
     write_start: Int32s

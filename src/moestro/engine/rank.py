@@ -41,13 +41,16 @@ class Rank:
         self.executor = executor
         self.expert_counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None = None
 
-    def add(self, request: Request, now_ns: int) -> None:
+    def add(self, request: Request, now_ns: int) -> int:
         """Put a request in the waiting queue.
+
+        Returns:
+            Its serial, which its units carry: a device that holds scripts is told by it whose script is whose.
 
         Raises:
             RequestError: it is refused; nothing has changed.
         """
-        self.scheduler.add(request)
+        return self.scheduler.add(request)
 
     def abort(self, request_id: str, now_ns: int) -> None:
         """Drop a request within one step; unknown ids are ignored. No output follows."""

@@ -108,8 +108,11 @@ class Scheduler:
 
     # --- requests come and go ---------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request) -> int:
         """Put `request` in the waiting queue.
+
+        Returns:
+            Its serial: a number of its own in this scheduler, which its units carry.
 
         Raises:
             RequestError: it can never fit, or the queue is at its bound; nothing has changed.
@@ -123,6 +126,7 @@ class Scheduler:
         self._num_added += 1
         self.by_id[request.request_id] = sequence
         self.waiting.add(sequence)
+        return sequence.serial
 
     def abort(self, request_id: str) -> bool:
         """Drop a request; an unknown id is ignored, for it may just have ended. Returns whether it was known.
@@ -288,6 +292,7 @@ class Scheduler:
         width = int(table.capacity.take(slots).max()) // self.settings.block_size
         return Units(
             slot=slots,
+            serial=table.serial.take(slots),
             start=start,
             num_tokens=num_tokens,
             write_start=np.maximum(start, table.write_start.take(slots)),

@@ -97,6 +97,7 @@ class SequenceTable:
 
     Attributes:
         running: int32, slots in order of admission.
+        serial: int64[slots], `Sequence.serial`.
         num_tokens: int32[slots], tokens known.
         num_computed: int32[slots], tokens whose KV is in the pool (or on its way, while in flight).
         num_prompt: int32[slots].
@@ -119,6 +120,7 @@ class SequenceTable:
 
         self._block_size = block_size
         self.running: NDArray[np.int32] = np.empty(0, np.int32)
+        self.serial = np.zeros(num_slots, np.int64)
         self.num_tokens = column()
         self.num_computed = column()
         self.num_prompt = column()
@@ -165,6 +167,7 @@ class SequenceTable:
         request, num_tokens, num_blocks = sequence.request, sequence.num_tokens, len(sequence.blocks)
         sequence.slot = slot
         self.sequences[slot] = sequence
+        self.serial[slot] = sequence.serial
         self.num_tokens[slot] = num_tokens
         self.num_computed[slot] = num_computed
         self.num_prompt[slot] = request.num_prompt_tokens

@@ -136,6 +136,7 @@ def _units(parts: list[tuple[int, Int32s]], tables: Int32s) -> Units:
     start = np.array([first for first, _ in parts], np.int32)
     return Units(
         slot=np.arange(len(parts), dtype=np.int32),
+        serial=np.arange(len(parts)),
         start=start,
         num_tokens=np.array([len(tokens) for _, tokens in parts], np.int32),
         write_start=start,

@@ -121,6 +121,7 @@ def _one_token() -> Units:
     one = np.ones(1, np.int32)
     return Units(
         slot=0 * one,
+        serial=np.zeros(1, np.int64),
         start=0 * one,
         num_tokens=one,
         write_start=0 * one,

@@ -48,8 +48,8 @@ class Stats(Protocol):
 class Steppable(Protocol):
     """What `engine.rank.Rank` is to its driver."""
 
-    def add(self, request: Request, now_ns: int) -> None:
-        """Take a request, or raise RequestError."""
+    def add(self, request: Request, now_ns: int) -> int:
+        """Take a request, or raise RequestError. Returns its serial."""
         ...
 
     def abort(self, request_id: str, now_ns: int) -> None:
