@@ -40,16 +40,20 @@ class Router:
             NoEngineError: no engine is routable.
             QueueFullError: each that is has as many waiting requests as it may have.
         """
-        if not self._routable.any():
-            raise NoEngineError
         table = EngineTable(self._with_room(), self._num_in_flight.copy())
         decision = self._policy(request, table, self._num_decisions)
         self._num_decisions += 1
         self._num_in_flight[decision.engine] += 1
         return decision
 
+    def check_room(self) -> None:
+        """Raise what `submit` would raise now: a flood is refused before anybody reads what it sends."""
+        self._with_room()
+
     def _with_room(self) -> NDArray[np.bool_]:
         """bool[n], the routable engines whose queues are not full."""
+        if not self._routable.any():
+            raise NoEngineError
         if self._max_num_queued is None:
             return self._routable.copy()
         num_waiting = self._num_in_flight - self._num_running

@@ -28,12 +28,13 @@ class Sequence:
         generated: int32, tokens sampled before it was last preempted (zeros when a hashed trace is replayed).
         edits: what it wants changed in its logits; None: nothing.
         num_cached_tokens: prompt tokens taken from the prefix cache at first admission; None before it.
+        admitted_ns: when that was.
         prompt_logprobs: collected so far; None once delivered, or when none are wanted.
         is_aborted: to be dropped when its unit in flight returns.
     """
 
     __slots__ = (
-        "blocks", "edits", "generated", "hashes", "is_aborted", "num_cached_tokens",
+        "admitted_ns", "blocks", "edits", "generated", "hashes", "is_aborted", "num_cached_tokens",
         "prompt_logprobs", "request", "sampling_row", "serial", "slot", "stop_token_ids",
     )  # fmt: skip
 
@@ -45,6 +46,7 @@ class Sequence:
         self.hashes = split_hashes(request.block_hashes)
         self.generated: NDArray[np.int32] = np.empty(0, np.int32)
         self.num_cached_tokens: int | None = None
+        self.admitted_ns = 0
         self.is_aborted = False
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         wanted = request.sampling.prompt_logprobs is not None
