@@ -19,6 +19,9 @@ from pathlib import Path
 import aiohttp
 import serving
 
+from moestro.serve.protocol import ChatFields, CompletionFields
+from moestro.serve.text_api import DetokenizeFields, TokenizeFields
+
 PORT, USERS = 8191, 16
 URL = f"http://127.0.0.1:{PORT}"
 JUNK = [None, True, False, -1, 0, 1, 1.5, 2**31, 2**63, -(2**70), "", "x", "\ud7ff", [], {}, [[]], [None], {"a": 1}]
@@ -45,6 +48,9 @@ GOOD: dict[str, list[object]] = {
     "priority": [0],
     "service_class": ["ls", "be"],
     "response_format": [{"type": "text"}],
+    "best_of": [1, 2],
+    "stream_options": [{"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}],
+    "prompt_logprobs": [0, 2],
 }
 ONLY = {
     "/v1/completions": {
@@ -61,9 +67,23 @@ ONLY = {
         "top_logprobs": [2],
         "max_completion_tokens": [2],
     },
-    "/tokenize": {"prompt": ["abc"], "return_token_strs": [True]},
+    "/tokenize": {
+        "prompt": ["abc"],
+        "messages": [[{"role": "user", "content": "hi"}]],
+        "return_token_strs": [True],
+        "add_generation_prompt": [True, False],
+        "add_special_tokens": [True, False],
+    },
     "/detokenize": {"tokens": [[5, 6]]},
 }
+FIELDS = {
+    "/v1/completions": CompletionFields,
+    "/v1/chat/completions": ChatFields,
+    "/tokenize": TokenizeFields,
+    "/detokenize": DetokenizeFields,
+}
+for path, fields in FIELDS.items():  # a field that the API gains is fuzzed, or this ends here
+    assert set(fields.__struct_fields__) <= GOOD.keys() | ONLY[path].keys(), path
 
 
 def make_request(seed: int, number: int) -> tuple[str, bytes, bool]:
