@@ -48,14 +48,14 @@ class Choice:
         engine: the row chosen.
         score: its score, lower is better.
         reason: why, in a few words that an operator reads.
-        scores: float64[n] of all rows, unroutable ones too; None: the policy scores none.
+        scores: [n], of all rows, unroutable ones too; None: the policy scores none.
         detail: figures that `observe` will want back, or that explain the answer.
     """
 
     engine: int
     score: float
     reason: str
-    scores: NDArray[np.float64] | None = None
+    scores: NDArray[np.float64] | NDArray[np.int64] | None = None
     detail: Mapping[str, float] = field(default_factory=dict)
 
 
