@@ -8,8 +8,9 @@ import numpy as np
 
 from moestro.core.request import Output, Request, TokenLogprobs
 from moestro.core.work import Device, Executor
+from moestro.engine.emitted import Emitted
 from moestro.engine.fused import FusedExecutor
-from moestro.engine.scheduler import Emitted, Scheduler
+from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 
 
@@ -58,18 +59,22 @@ class Rank:
 
     def step(self, now_ns: int) -> list[Output]:
         """Take what is ready and, when nothing is in flight, submit the next plan. Returns what requests gained."""
-        outputs: list[Output] = []
+        return outputs_of(self.turn(now_ns))
+
+    def turn(self, now_ns: int) -> Emitted:
+        """As `step`, for a driver that sends no messages."""
+        emitted = Emitted()
         result = self.executor.poll(now_ns)
         if result is not None:
             if result.expert_counts is not None:
                 counts = self.expert_counts
                 self.expert_counts = result.expert_counts.copy() if counts is None else counts + result.expert_counts
-            outputs = outputs_of(self.scheduler.update(result, now_ns))
+            emitted = self.scheduler.update(result, now_ns)
         if self.scheduler.table.num_units_in_flight == 0:
             plan = self.scheduler.schedule(now_ns)
             if plan is not None:
                 self.executor.submit(plan, now_ns)
-        return outputs
+        return emitted
 
     @property
     def has_work(self) -> bool:
