@@ -47,6 +47,12 @@ def test_the_block_size_is_told_from_the_number_of_ids(write):
         read_trace(write("none.jsonl", line.format(33, [1, 2, 3, 4])))
 
 
+def test_ids_that_name_only_a_blocks_own_tokens_are_numbered_anew(write):
+    line = '{{"timestamp": 1, "input_length": 1024, "output_length": 1, "hash_ids": {}}}\n'
+    rows = read_trace(write("t.jsonl", "".join(line.format(ids) for ids in ([7, 9], [8, 9], [7, 9]))))
+    assert [ids.tolist() for ids in rows.hash_ids] == [[0, 1], [2, 3], [0, 1]]
+
+
 def test_azures_seven_digits_are_kept(write):
     rows = read_trace(write("t.csv", AZURE))
     assert np.diff(rows.timestamp_ns).tolist() == [20_040_100]

@@ -81,6 +81,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     `token_ids` is packed int32, or None when a hashed trace is replayed; `block_hashes` holds HASH_BYTES for each
     *full* block of the prompt, made once where the request enters, under `hash_key` (model, adapter, salt).
+    `user` and `session_id` say who asks and in which conversation, where that is known: policies that keep a user or a
+    conversation on one engine read them; they are names to compare, nothing more.
     """
 
     request_id: str
@@ -92,6 +94,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     hash_key: bytes = b""
     priority: int = 0  # lower is earlier
     service_class: ServiceClass = ServiceClass.LS  # carried; no policy looks at it yet
+    user: str | None = None
+    session_id: str | None = None
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 1:

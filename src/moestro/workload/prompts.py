@@ -43,24 +43,30 @@ class PromptKey:
         return state
 
 
-_SHARED, _BLOCKS, _OWN = range(3)
+_BLOCKS, _STREAMS = range(2)
 
 
 def token_ids(rows: Rows, index: int, vocab_size: int, key: PromptKey) -> Int32s:
     """int32[num_prompt_tokens], the prompt of request `index`, from 0 .. `vocab_size` - 1.
 
-    Equal hash ids give equal blocks; a last, partial block is the beginning of its block. What has no hash id is this
-    request's own.
+    Equal hash ids give equal blocks, and a last, partial block is the beginning of its block; prompts of one stream
+    begin alike. Beyond that a prompt is its request's own.
     """
     num_tokens = int(rows.num_prompt_tokens[index])
-    if rows.hash_ids is None:
-        head = _draw(key, _SHARED, np.arange(rows.num_shared_tokens), vocab_size)
-    else:
+    if rows.hash_ids is not None:
         starts = rows.hash_ids[index] * rows.block_size
         counters = (starts[:, None] + np.arange(rows.block_size)).reshape(-1)[:num_tokens]
         head = _draw(key, _BLOCKS, counters, vocab_size)
-    own = (index << 32) + np.arange(len(head), num_tokens)
-    return np.concatenate([head, _draw(key, _OWN, own, vocab_size)])
+        own = (index << 32) + np.arange(len(head), num_tokens)
+        return np.concatenate([head, _draw(key, _STREAMS, own, vocab_size)])
+    counters = np.arange(num_tokens)
+    if rows.streams is None or rows.stream is None:
+        return _draw(key, _STREAMS, counters + (index << 32), vocab_size)
+    segments = rows.streams.segments(int(rows.stream[index]))
+    for i, (owner, start) in enumerate(segments):
+        end = segments[i + 1][1] if i + 1 < len(segments) else num_tokens
+        counters[start:end] += owner << 32
+    return _draw(key, _STREAMS, counters, vocab_size)
 
 
 def text(rows: Rows, index: int, key: PromptKey) -> str:

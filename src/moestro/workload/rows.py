@@ -1,28 +1,56 @@
-"""A workload as columns: how long each request's prompt and answer are, and what prompts share."""
+"""A workload as columns: how long each request's prompt and answer are, who asks, and what prompts share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Streams:
+    """Texts that only ever grow, as a forest: each begins as its parent does, and leaves it after `start` tokens.
+
+    A conversation is a stream: each of its prompts, and each prompt with its answer, is a beginning of it. A system
+    prompt that many conversations share is their parent.
+
+    Attributes:
+        parent: int64[s], the stream that it begins as; -1: none.
+        start: int64[s], its first token of its own; 0 without a parent, and not below its parent's.
+    """
+
+    parent: Int64s
+    start: Int64s
+
+    def segments(self, stream: int) -> list[tuple[int, int]]:
+        """What the text of `stream` is made of: (the stream whose own tokens they are, the first of them), in order."""
+        found: list[tuple[int, int]] = []
+        while stream >= 0:
+            found.append((stream, int(self.start[stream])))
+            stream = int(self.parent[stream])
+        return found[::-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """n requests.
+    """n requests. What prompts share is said by `hash_ids` or by `stream`; with neither they share nothing.
 
     Attributes:
         num_prompt_tokens: int64[n]; 0 where the prompt is a text, whose tokens only the server counts.
         num_output_tokens: int64[n], the answer's length: a trace's hidden future, no policy sees it.
         timestamp_ns: int64[n], not decreasing, or None where nothing was recorded.
-        hash_ids: one int64[blocks] a request; equal ids are equal blocks after equal beginnings. None: prompts share
-            nothing but their first `num_shared_tokens`.
+        hash_ids: one int64[blocks] a request. An id names a block and all that lies before it.
         block_size: tokens of one hashed block.
-        num_shared_tokens: the beginning that all prompts have in common.
+        streams: the texts that prompts are beginnings of.
+        stream: int64[n], which of them each prompt is; its answer continues it.
         texts: the prompts themselves, where the file holds them.
+        user, session: int64[n], who asks, and in which conversation; None: nobody knows.
+        is_ls: bool[n], latency-sensitive rather than best-effort; None: all are.
+        is_generated: made by a generator, not recorded. Every result made from such rows says so.
     """
 
     num_prompt_tokens: Int64s
@@ -30,28 +58,43 @@ class Rows:
     timestamp_ns: Int64s | None = None
     hash_ids: tuple[Int64s, ...] | None = None
     block_size: int = 0
-    num_shared_tokens: int = 0
+    streams: Streams | None = None
+    stream: Int64s | None = None
     texts: tuple[str, ...] | None = None
+    user: Int64s | None = None
+    session: Int64s | None = None
+    is_ls: Bools | None = None
+    is_generated: bool = False
 
     def __len__(self) -> int:
         return len(self.num_output_tokens)
 
     def select(self, which: Int64s) -> Rows:
         """The requests `which`, int64[m], in that order."""
-        return replace(
-            self,
-            num_prompt_tokens=self.num_prompt_tokens[which],
-            num_output_tokens=self.num_output_tokens[which],
-            timestamp_ns=None if self.timestamp_ns is None else self.timestamp_ns[which],
-            hash_ids=None if self.hash_ids is None else tuple(self.hash_ids[i] for i in which),
-            texts=None if self.texts is None else tuple(self.texts[i] for i in which),
-        )
+        chosen: dict[str, object] = {}
+        for field in fields(self):
+            column = getattr(self, field.name)
+            if isinstance(column, np.ndarray):
+                chosen[field.name] = column[which]
+            elif isinstance(column, tuple):
+                chosen[field.name] = tuple(column[i] for i in which)
+        return replace(self, **chosen)  # type: ignore[arg-type]
 
 
 def equal_rows(num_requests: int, num_prompt_tokens: int, num_output_tokens: int, num_shared_tokens: int = 0) -> Rows:
     """Requests of equal lengths: prompts of `num_shared_tokens` in common, then `num_prompt_tokens` of their own."""
+    shared = num_shared_tokens > 0
     return Rows(
         num_prompt_tokens=np.full(num_requests, num_shared_tokens + num_prompt_tokens, np.int64),
         num_output_tokens=np.full(num_requests, num_output_tokens, np.int64),
-        num_shared_tokens=num_shared_tokens,
+        streams=_one_beginning(num_requests, num_shared_tokens) if shared else None,
+        stream=np.arange(1, num_requests + 1) if shared else None,
+        is_generated=True,
     )
+
+
+def _one_beginning(num_streams: int, num_shared_tokens: int) -> Streams:
+    """Stream 0 is what the streams 1 .. `num_streams` have in common."""
+    parent, start = np.zeros(num_streams + 1, np.int64), np.full(num_streams + 1, num_shared_tokens, np.int64)
+    parent[0], start[0] = -1, 0
+    return Streams(parent, start)

@@ -164,7 +164,7 @@ def rows_of(path: Path, entries: Sequence[Entry], form: Form, default_output_tok
         num_prompt_tokens=np.array([entry.num_prompt_tokens for entry in entries], np.int64),
         num_output_tokens=np.array([entry.num_output_tokens or default_output_tokens for entry in entries], np.int64),
         timestamp_ns=_times(entries) if issubclass(form.entry, Timed) else None,
-        hash_ids=tuple(np.array(entry.hash_ids, np.int64) for entry in entries) if form.entry is Hashed else None,
+        hash_ids=_chained([entry.hash_ids or [] for entry in entries]) if form.entry is Hashed else None,
         block_size=_block_size(path, entries) if form.entry is Hashed else 0,
         texts=tuple(entry.prompt or "" for entry in entries) if form.entry is Text else None,
     )
@@ -173,6 +173,27 @@ def rows_of(path: Path, entries: Sequence[Entry], form: Form, default_output_tok
 
 def _times(entries: Sequence[Entry]) -> Int64s:
     return np.array([entry.timestamp_ns for entry in entries], np.int64)
+
+
+def _chained(hash_ids: Sequence[list[int]]) -> tuple[Int64s, ...]:
+    """Ids that name a block and all before it: the trace's own where they do, otherwise numbered anew."""
+    before: dict[int, int] = {}
+    for ids in hash_ids:
+        if any(before.setdefault(own, parent) != parent for parent, own in zip([-1, *ids], ids, strict=False)):
+            return _renumbered(hash_ids)
+    return tuple(np.array(ids, np.int64) for ids in hash_ids)
+
+
+def _renumbered(hash_ids: Sequence[list[int]]) -> tuple[Int64s, ...]:
+    number: dict[tuple[int, int], int] = {}
+    found = []
+    for ids in hash_ids:
+        chain, parent = [], -1
+        for own in ids:
+            parent = number.setdefault((parent, own), len(number))
+            chain.append(parent)
+        found.append(np.array(chain, np.int64))
+    return tuple(found)
 
 
 def _block_size(path: Path, entries: Sequence[Entry]) -> int:

@@ -1,0 +1,108 @@
+"""Rows as requests without token ids, and each one's hidden future: what is replayed where no network runs.
+
+A request is made when it is asked for, so a million of them take no more memory than their columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.hashing import HASH_BYTES
+from moestro.core.request import Request, SamplingParams, ServiceClass
+from moestro.core.script import Script
+from moestro.errors import ConfigError
+from moestro.workload.block_names import block_names, block_numbers, check_block_size
+from moestro.workload.rows import Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestForm:
+    """How rows become requests.
+
+    Attributes:
+        block_size: the engine's.
+        hash_key: of block names, from `core.hashing.hash_key`; empty: the all-zero key.
+        max_tokens: what every client asks for; an answer that would be longer ends there. None: the longest answer of
+            the rows, one number for all, so that it tells a policy nothing of the single answer.
+        names_blocks: give blocks names. Without (prefix caching off) no block is ever found again, and none is made.
+        name: request ids are this and the row's number.
+    """
+
+    block_size: int
+    hash_key: bytes = b""
+    max_tokens: int | None = None
+    names_blocks: bool = True
+    name: str = "row"
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ConfigError(f"block_size must be at least 1, got {self.block_size}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if len(self.hash_key) not in {0, HASH_BYTES}:
+            raise ConfigError(f"hash_key must hold {HASH_BYTES} bytes or none, got {len(self.hash_key)}")
+
+
+class RequestMaker:
+    """Makes the request and the script of any row, at any time, in any order; the same row always gives the same.
+
+    `block_hashes` of a request covers every full block of its prompt. A script's covers the blocks that its answer
+    completes where the rows are streams (then the next turn's prompt finds them), and is empty where a trace tells
+    prompts only (Mooncake): there an answer's blocks get names when they come back in a later prompt.
+
+    Args:
+        rows: without texts; their tokens are not known here.
+
+    Raises:
+        ConfigError: the rows are texts, are none, or are hashed in blocks that do not fit the engine's.
+    """
+
+    def __init__(self, rows: Rows, form: RequestForm) -> None:
+        if rows.texts is not None:
+            raise ConfigError("prompts as text have no known tokens: tokenize them first, or give a trace of lengths")
+        if not len(rows):
+            raise ConfigError("there are no requests to make")
+        check_block_size(rows, form.block_size)
+        self.rows = rows
+        self.form = form
+        cap = int(rows.num_output_tokens.max()) if form.max_tokens is None else form.max_tokens
+        self._sampling = SamplingParams(max_tokens=cap)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def timed(self, offsets_ns: NDArray[np.int64]) -> Iterator[tuple[Request, Script]]:
+        """All rows in order, row i arriving at `offsets_ns[i]`, each made when it is its turn."""
+        for index, arrival_ns in enumerate(offsets_ns):
+            yield self.make(index, int(arrival_ns))
+
+    def make(self, index: int, arrival_ns: int) -> tuple[Request, Script]:
+        """Row `index` as it arrives then, and what will come of it."""
+        rows = self.rows
+        num_prompt, num_output = int(rows.num_prompt_tokens[index]), int(rows.num_output_tokens[index])
+        names, num_bytes = self._names(index, num_prompt, num_output)
+        request = Request(
+            request_id=f"{self.form.name}-{index}",
+            num_prompt_tokens=num_prompt,
+            sampling=self._sampling,
+            arrival_ns=arrival_ns,
+            block_hashes=names[:num_bytes],
+            hash_key=self.form.hash_key,
+            service_class=ServiceClass.LS if rows.is_ls is None or rows.is_ls[index] else ServiceClass.BE,
+            user=None if rows.user is None else f"user-{rows.user[index]}",
+            session_id=None if rows.session is None else f"session-{rows.session[index]}",
+        )
+        return request, Script(num_output, names[num_bytes:])
+
+    def _names(self, index: int, num_prompt: int, num_output: int) -> tuple[bytes, int]:
+        """Packed names of the blocks of the prompt, then of the answer; how many bytes are the prompt's."""
+        size = self.form.block_size
+        if not self.form.names_blocks:
+            return b"", 0
+        whole = num_prompt + num_output if self.rows.stream is not None else num_prompt
+        numbers = block_numbers(self.rows, index, whole, size)
+        return block_names(self.form.hash_key, numbers), num_prompt // size * HASH_BYTES
