@@ -1,0 +1,182 @@
+"""GPUs as a cost model knows them: published peaks, and the fractions of them that kernels reach.
+
+Peaks are the vendors' (dense, without sparsity). Efficiencies were fitted to tables of single operations, never to the
+end-to-end figures that they are judged by; `docs/costs.md` names the table behind each, and what it could not tell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moestro.errors import ConfigError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU's peaks, efficiencies (fractions of a peak) and fixed delays.
+
+    Attributes:
+        name: what messages and reports call it.
+        memory_bytes: what a process finds on it.
+        bf16_flops_per_s, fp8_flops_per_s: dense tensor-core peaks; 0: there is no FP8 arithmetic, and FP8 weights are
+            computed at bf16's rate.
+        memory_bytes_per_s: peak of its memory.
+        link_bytes_per_s: to its neighbours, one direction: NVLink, or PCIe where there is none.
+        gemm_memory, gemm_compute: what a plain matrix product reaches of memory and arithmetic.
+        kv_read: what decode attention reaches of memory.
+        prefill_attention: what prefill attention reaches of arithmetic.
+        expert_memory, expert_compute: what the fused experts reach of memory and arithmetic.
+        expert_overlap: p of (memory^p + compute^p)^(1/p): 1, the two add; large, the longer one hides the other.
+        expert_start_ns: of one call of the fused experts: sorting tokens by expert, launches.
+        attention_token_ns: of each new token of a prefill chunk, in attention of one layer: writing KV, rotary.
+        kernel_ns: of one small kernel within a CUDA graph.
+        all_to_all_start_ns: of one all-to-all.
+    """
+
+    name: str
+    memory_bytes: int
+    bf16_flops_per_s: float
+    fp8_flops_per_s: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    gemm_memory: float
+    gemm_compute: float
+    kv_read: float
+    prefill_attention: float
+    expert_memory: float
+    expert_compute: float
+    expert_overlap: float
+    expert_start_ns: float
+    attention_token_ns: float
+    kernel_ns: float
+    all_to_all_start_ns: float
+
+
+# Peaks: NVIDIA's data sheet of the A100 80 GB SXM (no FP8 units), and AIConfigurator's a100_sxm.yaml, which says the
+# same. Experts: AIConfigurator's grid of vLLM 0.14 (Qwen3 and Mixtral shapes, 1 to 4,096 tokens). GEMM and attention:
+# its grids, and Frontier's of an A800, the same chip. All-to-all: NCCL on two GPUs, 10.5 us for small messages.
+A100 = Gpu(
+    name="a100-80g",
+    memory_bytes=80 * GIB,
+    bf16_flops_per_s=312e12,
+    fp8_flops_per_s=0.0,
+    memory_bytes_per_s=2.039e12,
+    link_bytes_per_s=300e9,
+    gemm_memory=0.78,
+    gemm_compute=0.72,
+    kv_read=0.68,
+    prefill_attention=0.56,
+    expert_memory=0.75,
+    expert_compute=0.48,
+    expert_overlap=1.0,
+    expert_start_ns=31_000,
+    attention_token_ns=36,
+    kernel_ns=5_000,
+    all_to_all_start_ns=12_000,
+)
+
+# Peaks: NVIDIA's data sheet of the H20 (Hopper with fewer SMs and all of the memory). Efficiencies: the measured model
+# FLOPs utilisations that InferSim publishes for this GPU. Delays: as on the H100, no table says otherwise.
+H20 = Gpu(
+    name="h20-96g",
+    memory_bytes=96 * GIB,
+    bf16_flops_per_s=148e12,
+    fp8_flops_per_s=296e12,
+    memory_bytes_per_s=4.0e12,
+    link_bytes_per_s=450e9,
+    gemm_memory=0.80,
+    gemm_compute=0.88,
+    kv_read=0.74,
+    prefill_attention=0.88,
+    expert_memory=0.84,
+    expert_compute=0.75,
+    expert_overlap=1.2,
+    expert_start_ns=25_000,
+    attention_token_ns=12,
+    kernel_ns=4_000,
+    all_to_all_start_ns=10_000,
+)
+
+# Peaks: NVIDIA's data sheet of the H100 SXM 80 GB. Efficiencies: carried over from the H200, the same chip with slower
+# memory (no open table of single operations on this one was at hand); an assumption.
+H100 = Gpu(
+    name="h100",
+    memory_bytes=80 * GIB,
+    bf16_flops_per_s=989e12,
+    fp8_flops_per_s=1979e12,
+    memory_bytes_per_s=3.35e12,
+    link_bytes_per_s=450e9,
+    gemm_memory=0.80,
+    gemm_compute=0.70,
+    kv_read=0.80,
+    prefill_attention=0.58,
+    expert_memory=0.87,
+    expert_compute=0.62,
+    expert_overlap=1.19,
+    expert_start_ns=26_000,
+    attention_token_ns=6,
+    kernel_ns=4_000,
+    all_to_all_start_ns=9_000,
+)
+
+# Peaks: NVIDIA's data sheet of the H200 SXM, and AIConfigurator's h200_sxm.yaml. Efficiencies: its grids of vLLM 0.24
+# (experts of Qwen3 and Mixtral shapes, GEMM, attention) and of all-reduce.
+H200 = Gpu(
+    name="h200",
+    memory_bytes=141 * GIB,
+    bf16_flops_per_s=989e12,
+    fp8_flops_per_s=1979e12,
+    memory_bytes_per_s=4.8e12,
+    link_bytes_per_s=450e9,
+    gemm_memory=0.80,
+    gemm_compute=0.70,
+    kv_read=0.80,
+    prefill_attention=0.60,
+    expert_memory=0.89,
+    expert_compute=0.64,
+    expert_overlap=1.19,
+    expert_start_ns=26_000,
+    attention_token_ns=6,
+    kernel_ns=4_000,
+    all_to_all_start_ns=9_000,
+)
+
+# Peaks: NVIDIA's data sheet of the RTX PRO 6000 Blackwell; neighbours are reached over PCIe. Experts: LLMServingSim's
+# profile of single operations on this GPU, 6.15 us for each activated expert of Qwen3-30B-A3B. The all-to-all over PCIe
+# (30 us, 28 GB/s) is a guess: no table has it.
+RTX_PRO_6000 = Gpu(
+    name="rtx-pro-6000",
+    memory_bytes=96 * GIB,
+    bf16_flops_per_s=503e12,
+    fp8_flops_per_s=1007e12,
+    memory_bytes_per_s=1.6e12,
+    link_bytes_per_s=28e9,
+    gemm_memory=0.95,
+    gemm_compute=0.75,
+    kv_read=0.90,
+    prefill_attention=0.50,
+    expert_memory=0.96,
+    expert_compute=0.55,
+    expert_overlap=1.2,
+    expert_start_ns=28_000,
+    attention_token_ns=10,
+    kernel_ns=4_000,
+    all_to_all_start_ns=30_000,
+)
+
+GPUS = {gpu.name: gpu for gpu in (A100, H20, H100, H200, RTX_PRO_6000)}
+_OTHER_NAMES = {"a100": A100, "h20": H20}
+
+
+def gpu_named(name: str) -> Gpu:
+    """The GPU called `name`, in any case.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    gpu = GPUS.get(name.lower()) or _OTHER_NAMES.get(name.lower())
+    if gpu is None:
+        raise ConfigError(f"no constants for GPU {name!r}; known: {', '.join(GPUS)}")
+    return gpu

@@ -1,0 +1,92 @@
+"""What the simulator and the priced device ask of a cost model. Prices are integer nanoseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32] | NDArray[np.int64]
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The units of one step as far as they cost anything, one row each; both columns are those of `core.work.Units`.
+
+    A row of one token is a decode (a prompt's last token on its own costs the same), any other a prefill chunk.
+
+    Attributes:
+        start: int[n], tokens of the sequence that are in the KV cache already.
+        num_tokens: int[n], tokens to compute, at least 1.
+        num_other_tokens: tokens that the other ranks of its expert-parallel group compute in the same step, where they
+            are not priced with it: an idle rank counts 1.
+    """
+
+    start: Ints
+    num_tokens: Ints
+    num_other_tokens: int = 0
+
+
+class CostModel(Protocol):
+    """Prices steps of one rank."""
+
+    def step_ns(self, batch: Batch) -> int:
+        """What one step takes, from its plan to its sampled tokens; `batch` has at least one row."""
+        ...
+
+    def decode_rounds_ns(self, start: Ints, num_rounds: int) -> Int64s:
+        """What each of the coming `num_rounds` rounds takes in which every sequence decodes one token.
+
+        Args:
+            start: int[n], tokens of each sequence that are in the KV cache before the first round.
+
+        Returns:
+            int64[num_rounds]; entry i is exactly `step_ns` of a batch that starts at `start + i`.
+        """
+        ...
+
+
+class GroupCostModel(CostModel, Protocol):
+    """Prices steps of ranks in lock-step: an expert-parallel group, which waits for its slowest in every layer."""
+
+    @property
+    def num_ep_ranks(self) -> int:
+        """Ranks of the group."""
+        ...
+
+    def group_step_ns(self, batches: Sequence[Batch | None]) -> int:
+        """What one barrier step takes.
+
+        Args:
+            batches: of each rank; None: it idles, and computes one dummy token so that the others can go on. At least
+                one does not. Their `num_other_tokens` are not looked at.
+        """
+        ...
+
+    def group_decode_rounds_ns(self, starts: Sequence[Ints], num_rounds: int) -> Int64s:
+        """`decode_rounds_ns` of a group: entry i is exactly `group_step_ns` of that round.
+
+        Args:
+            starts: int[n], of each rank; empty: it idles.
+        """
+        ...
+
+
+class StageCostModel(Protocol):
+    """Prices what a flow device runs at a time: one stage of one layer."""
+
+    def attention_ns(self, layer: int, batch: Batch) -> int:
+        """Attention of `layer` with all that stands between two expert stages: norms, projections, gate."""
+        ...
+
+    def expert_ns(self, num_rows: int) -> int:
+        """One expert over `num_rows` tokens."""
+        ...
+
+    def sample_ns(self, num_sequences: int) -> int:
+        """The head, and the choice of a token for each sequence."""
+        ...

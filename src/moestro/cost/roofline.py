@@ -1,0 +1,319 @@
+"""The roofline cost model of one step: host, kernels of every layer, and ranks that wait for their slowest.
+
+Per step of an expert-parallel group (`docs/costs.md` has the whole model, its constants and its checks):
+
+    host + head + sum over layers of max over ranks of [dense + attention + small + 2 all-to-all + experts]
+
+Inside, prices are integer picoseconds: sums and maxima of integers do not depend on the order of summing, so k decode
+rounds priced at once are bit for bit the k steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.cost.gating import Gating, even_gating, zipf_popularity
+from moestro.cost.gpus import Gpu
+from moestro.cost.kernels import Chunks, Kernels
+from moestro.cost.model import Batch, Int64s, Ints
+from moestro.cost.networks import LayerGroup, Network
+
+PS_PER_NS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCost:
+    """What the engine's own code adds to a step: a constant, and a part for each sequence in it."""
+
+    step_ns: float
+    sequence_ns: float
+
+
+VLLM_HOST = HostCost(step_ns=1_500_000, sequence_ns=20_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RooflineSettings:
+    """What a roofline prices.
+
+    Attributes:
+        network, gpu: whose.
+        host: of the engine.
+        num_ep_ranks: ranks that share the experts and keep step, each with attention over requests of its own.
+        gating: which experts tokens choose and who holds them; None: popularity as zipf 0.6, spread evenly.
+    """
+
+    network: Network
+    gpu: Gpu
+    host: HostCost = VLLM_HOST
+    num_ep_ranks: int = 1
+    gating: Gating | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attention:
+    """What attention of one rank's batch costs in each layer group: constant parts, and contexts that decode reads."""
+
+    num_tokens: int
+    num_sequences: int
+    constant_ps: list[int]
+    contexts: Sequence[int | Int64s]  # of each group: tokens of context, in one step or in each of several rounds
+
+
+class Roofline:
+    """Prices steps of one rank, or of a group of ranks in lock-step.
+
+    Parts that depend on token counts alone are kept once computed, so that pricing a step takes a few microseconds.
+
+    Args:
+        settings: what to price.
+    """
+
+    def __init__(self, settings: RooflineSettings) -> None:
+        self.settings = settings
+        self.network = settings.network
+        self._groups = self.network.groups
+        self._kernels = Kernels(self.network, settings.gpu, settings.num_ep_ranks)
+        self._gating = settings.gating or _even(settings)
+        self._patterns = _patterns_of_groups(self._groups, None if self._gating is None else len(self._gating.copies))
+        self._decode_token_ps = self._kernels.decode_token_ns * PS_PER_NS
+        self._token_parts: dict[int, list[int]] = {}
+        self._expert_parts: dict[int, Int64s] = {}
+        self._expert_totals: dict[int, int] = {}
+        self._sequence_parts: dict[int, int] = {}
+        self._decode_totals: dict[tuple[int, int], int] = {}
+
+    @property
+    def num_ep_ranks(self) -> int:
+        """Ranks of the group."""
+        return self.settings.num_ep_ranks
+
+    # --- one rank ---------------------------------------------------------------------------------------------------
+
+    def step_ns(self, batch: Batch) -> int:
+        """See `CostModel.step_ns`. In a group: the step of a rank that is the slowest but for its experts."""
+        num, total = len(batch.start), int(batch.num_tokens.sum())
+        if num == total:
+            constant = self._decode_total_ps(num, batch.num_other_tokens)
+            reading = sum(
+                group.num_layers * round(self._decode_token_ps * contexts_of(batch.start, group.window))
+                for group in self._groups
+            )
+            return _ns(constant + reading)
+        attention = self._attention(batch)
+        layers = sum(
+            group.num_layers * (part + constant + round(self._decode_token_ps * int(contexts)))
+            for group, part, constant, contexts in zip(
+                self._groups, self._token_part(total), attention.constant_ps, attention.contexts, strict=True
+            )
+        )
+        return _ns(self._sequence_part(num) + self._expert_total(total + batch.num_other_tokens) + layers)
+
+    def decode_rounds_ns(self, start: Ints, num_rounds: int) -> Int64s:
+        """See `CostModel.decode_rounds_ns`."""
+        total = np.full(num_rounds, self._decode_total_ps(len(start), 0), np.int64)
+        for group in self._groups:
+            contexts = contexts_of_rounds(start, num_rounds, group.window)
+            total += group.num_layers * _rounded(self._decode_token_ps * contexts)
+        return _ns_array(total)
+
+    # --- a group of ranks -------------------------------------------------------------------------------------------
+
+    def group_step_ns(self, batches: Sequence[Batch | None]) -> int:
+        """See `GroupCostModel.group_step_ns`."""
+        ranks = [self._idle() if batch is None else self._attention(batch) for batch in batches]
+        return int(self._group_ns(ranks, 1)[0])
+
+    def group_decode_rounds_ns(self, starts: Sequence[Ints], num_rounds: int) -> Int64s:
+        """See `GroupCostModel.group_decode_rounds_ns`."""
+        ranks = [self._decoding(start, num_rounds) if len(start) else self._idle() for start in starts]
+        return self._group_ns(ranks, num_rounds)
+
+    def _group_ns(self, ranks: Sequence[_Attention], num_rounds: int) -> Int64s:
+        """int64[num_rounds]: in every layer all ranks wait for the slowest; host and head likewise."""
+        assert len(ranks) == self.num_ep_ranks, f"{len(ranks)} batches for a group of {self.num_ep_ranks} ranks"
+        experts = self._expert_part(sum(rank.num_tokens for rank in ranks))
+        total = np.full(num_rounds, max(self._sequence_part(rank.num_sequences) for rank in ranks), np.int64)
+        for g, (group, patterns) in enumerate(zip(self._groups, self._patterns, strict=True)):
+            own = np.empty((len(ranks), num_rounds), np.int64)
+            for r, rank in enumerate(ranks):
+                constant = self._token_part(rank.num_tokens)[g] + rank.constant_ps[g]
+                own[r] = constant + _rounded(self._decode_token_ps * np.asarray(rank.contexts[g], np.int64))
+            if not group.has_experts:
+                total += group.num_layers * own.max(axis=0)
+                continue
+            slowest = (own[None] + experts[patterns][:, :, None]).max(axis=1)
+            total += group.num_layers // len(patterns) * slowest.sum(axis=0)
+        return _ns_array(total)
+
+    # --- stages -----------------------------------------------------------------------------------------------------
+
+    def attention_ns(self, layer: int, batch: Batch) -> int:
+        """See `StageCostModel.attention_ns`."""
+        g = next(g for g, group in enumerate(self._groups) if layer in group.layers)
+        attention = self._attention(batch)
+        reading = round(self._decode_token_ps * int(attention.contexts[g]))
+        exchange = round(2 * self._kernels.all_to_all_ns(attention.num_tokens) * PS_PER_NS)
+        own = self._token_part(attention.num_tokens)[g] + attention.constant_ps[g] + reading
+        return _ns(own - exchange if self._groups[g].has_experts else own)
+
+    def expert_ns(self, num_rows: int) -> int:
+        """See `StageCostModel.expert_ns`."""
+        return round(self._kernels.one_expert_ns(num_rows))
+
+    def sample_ns(self, num_sequences: int) -> int:
+        """See `StageCostModel.sample_ns`."""
+        return round(self._kernels.head_ns(num_sequences))
+
+    # --- parts, in picoseconds --------------------------------------------------------------------------------------
+
+    def _token_part(self, num_tokens: int) -> list[int]:
+        """Of one layer of each group, all that depends on the rank's tokens alone."""
+        part = self._token_parts.get(num_tokens)
+        if part is None:
+            kernels, part = self._kernels, []
+            for group in self._groups:
+                cost = kernels.dense_ns(num_tokens, group) + kernels.small_ns(num_tokens)
+                exchange = round(2 * kernels.all_to_all_ns(num_tokens) * PS_PER_NS) if group.has_experts else 0
+                part.append(round(cost * PS_PER_NS) + exchange)
+            self._token_parts[num_tokens] = part
+        return part
+
+    def _expert_part(self, num_group_tokens: int) -> Int64s:
+        """int64[P, R], the fused experts of one layer of each pattern, on each rank."""
+        part = self._expert_parts.get(num_group_tokens)
+        if part is None:
+            if self._gating is None:
+                return np.zeros((1, 1), np.int64)
+            activated, copies = self._gating.activated(num_group_tokens), num_group_tokens * self._gating.copies
+            part = np.array(
+                [
+                    [round(self._kernels.experts_ns(a, c) * PS_PER_NS) for a, c in zip(row, copied, strict=True)]
+                    for row, copied in zip(activated.tolist(), copies.tolist(), strict=True)
+                ],
+                np.int64,
+            )
+            self._expert_parts[num_group_tokens] = part
+        return part
+
+    def _expert_total(self, num_group_tokens: int) -> int:
+        """Of all layers, the busiest rank's."""
+        total = self._expert_totals.get(num_group_tokens)
+        if total is None:
+            busiest = self._expert_part(num_group_tokens).max(axis=1)
+            total = sum(
+                group.num_layers // len(patterns) * int(busiest[patterns].sum())
+                for group, patterns in zip(self._groups, self._patterns, strict=True)
+                if group.has_experts
+            )
+            self._expert_totals[num_group_tokens] = total
+        return total
+
+    def _sequence_part(self, num_sequences: int) -> int:
+        """Host and head."""
+        part = self._sequence_parts.get(num_sequences)
+        if part is None:
+            host = self.settings.host
+            cost = host.step_ns + host.sequence_ns * num_sequences
+            cost += self._kernels.head_ns(num_sequences) if num_sequences else 0.0
+            part = self._sequence_parts[num_sequences] = round(cost * PS_PER_NS)
+        return part
+
+    def _decode_total_ps(self, num_sequences: int, num_other_tokens: int) -> int:
+        """A step of `num_sequences` decodes but for reading their contexts."""
+        key = (num_sequences, num_other_tokens)
+        total = self._decode_totals.get(key)
+        if total is None:
+            attention = round(self._kernels.decode_ns(num_sequences) * PS_PER_NS)
+            total = self._sequence_part(num_sequences) + self._expert_total(num_sequences + num_other_tokens)
+            for group, part in zip(self._groups, self._token_part(num_sequences), strict=True):
+                total += group.num_layers * (part + attention)
+            self._decode_totals[key] = total
+        return total
+
+    # --- attention of a batch ---------------------------------------------------------------------------------------
+
+    def _attention(self, batch: Batch) -> _Attention:
+        is_chunk = batch.num_tokens > 1
+        decoding = batch.start[~is_chunk]
+        chunks: Chunks = []
+        if len(decoding) < len(is_chunk):
+            chunks = list(zip(batch.start[is_chunk].tolist(), batch.num_tokens[is_chunk].tolist(), strict=True))
+        kernels, num_decodes = self._kernels, len(decoding)
+        constant = round(kernels.decode_ns(num_decodes) * PS_PER_NS) if num_decodes else 0
+        constant_ps, contexts = [], []
+        for group in self._groups:
+            prefill = round(kernels.prefill_ns(chunks, group.window) * PS_PER_NS) if chunks else 0
+            constant_ps.append(constant + prefill)
+            contexts.append(contexts_of(decoding, group.window))
+        return _Attention(num_decodes + sum(new for _, new in chunks), len(is_chunk), constant_ps, contexts)
+
+    def _decoding(self, start: Ints, num_rounds: int) -> _Attention:
+        constant = round(self._kernels.decode_ns(len(start)) * PS_PER_NS)
+        return _Attention(
+            num_tokens=len(start),
+            num_sequences=len(start),
+            constant_ps=[constant] * len(self._groups),
+            contexts=[contexts_of_rounds(start, num_rounds, group.window) for group in self._groups],
+        )
+
+    def _idle(self) -> _Attention:
+        """A rank without requests: one dummy token, no attention, no head."""
+        return _Attention(1, 0, [0] * len(self._groups), [0] * len(self._groups))
+
+
+def contexts_of(start: Ints, window: int | None) -> int:
+    """Tokens that decoding sequences attend to, in all, themselves included; `start` are those in the KV cache."""
+    if window is None:
+        return int(start.sum()) + len(start)
+    return int(np.minimum(start + 1, window).sum())
+
+
+def contexts_of_rounds(start: Ints, num_rounds: int, window: int | None) -> Int64s:
+    """int64[num_rounds], `contexts_of(start + i, window)` for round i, without a loop over rounds."""
+    contexts = np.arange(num_rounds, dtype=np.int64)
+    contexts *= len(start)
+    contexts += int(start.sum()) + len(start)
+    if window is not None:
+        # A sequence past its window stops growing: the rounds after which each does, counted, say how many still do.
+        room = np.clip(window - 1 - start, 0, num_rounds)
+        growing = len(start) - np.cumsum(np.bincount(room, minlength=num_rounds + 1)[:num_rounds])
+        contexts[0] = contexts_of(start, window)
+        contexts[1:] = contexts[0] + np.cumsum(growing[: num_rounds - 1])
+    return contexts
+
+
+def _even(settings: RooflineSettings) -> Gating | None:
+    experts = settings.network.experts
+    if experts is None:
+        return None
+    return even_gating(zipf_popularity(experts.num_experts, 0.6), experts.top_k, settings.num_ep_ranks)
+
+
+def _patterns_of_groups(groups: Sequence[LayerGroup], num_patterns: int | None) -> list[Int64s]:
+    """The gating pattern of each layer of each group: the only one, or one for each layer with experts, in order."""
+    with_experts = sorted(layer for group in groups if group.has_experts for layer in group.layers)
+    if num_patterns in (1, None):
+        return [np.zeros(1, np.int64) for _ in groups]
+    assert num_patterns == len(with_experts), f"{num_patterns} patterns for {len(with_experts)} layers with experts"
+    return [np.searchsorted(with_experts, [x for x in group.layers if group.has_experts]) for group in groups]
+
+
+def _rounded(picoseconds: NDArray[np.floating[Any]]) -> Int64s:
+    """As `round`, half to even, elementwise."""
+    result: Int64s = np.rint(picoseconds).astype(np.int64)
+    return result
+
+
+def _ns(picoseconds: int) -> int:
+    return (picoseconds + PS_PER_NS // 2) // PS_PER_NS
+
+
+def _ns_array(picoseconds: Int64s) -> Int64s:
+    result: Int64s = (picoseconds + PS_PER_NS // 2) // PS_PER_NS
+    return result
