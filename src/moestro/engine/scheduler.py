@@ -146,7 +146,7 @@ class Scheduler:
         slots, num_tokens, evicted = self._make_room(idle, chunk[: len(idle)], now_ns)
         if candidates and not evicted:
             kept_back = num_running - (num_free - self.pool.num_free)  # some have just taken theirs
-            new_slots, new_tokens = self._admit(candidates, chunk[len(idle) :], kept_back)
+            new_slots, new_tokens = self._admit(candidates, chunk[len(idle) :], kept_back, now_ns)
             slots, num_tokens = np.concatenate((slots, new_slots)), np.concatenate((num_tokens, new_tokens))
         if len(slots) == 0:
             return None
@@ -189,7 +189,9 @@ class Scheduler:
         num_cached = min(len(shared) * block_size, num_tokens - 1)
         return _Fit(shared, num_own, num_own + self.pool.num_free_among(shared), num_cached, num_tokens - num_cached)
 
-    def _admit(self, candidates: list[tuple[Sequence, int]], chunk: Int32s, kept_back: int) -> tuple[Int32s, Int32s]:
+    def _admit(
+        self, candidates: list[tuple[Sequence, int]], chunk: Int32s, kept_back: int, now_ns: int
+    ) -> tuple[Int32s, Int32s]:
         """Give slots, and blocks for all their known tokens, to candidates while `kept_back` blocks stay free.
 
         Returns:
@@ -206,7 +208,7 @@ class Scheduler:
             self.pool.share(fit.shared)
             sequence.blocks = fit.shared + self.pool.allocate_many(fit.num_own)
             if sequence.num_cached_tokens is None:
-                sequence.num_cached_tokens = fit.num_cached
+                sequence.num_cached_tokens, sequence.admitted_ns = fit.num_cached, now_ns
                 self.counts.num_queried_tokens += sequence.num_tokens
                 self.counts.num_hit_tokens += fit.num_cached
             new_slots.append(self.table.insert(sequence, fit.num_cached, len(fit.shared)))
@@ -251,6 +253,7 @@ class Scheduler:
         """Free the sequence's KV and let it wait again; it keeps its tokens, its arrival and its hashes."""
         sequence = self._free(slot)
         self.counts.num_preemptions += 1
+        sequence.num_preemptions += 1
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs = []  # they start again with the prompt
         self.waiting.add(sequence)

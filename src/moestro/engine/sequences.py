@@ -34,11 +34,13 @@ class Sequence:
         edits: what it wants changed in its logits; None: nothing.
         num_cached_tokens: prompt tokens taken from the prefix cache at first admission; None before it.
         prompt_logprobs: collected so far; None once delivered, or when none are wanted.
+        admitted_ns: when it was first given blocks; None before it.
+        num_preemptions: times that it gave them up again.
         is_aborted: to be dropped when its unit in flight returns.
     """
 
     __slots__ = (
-        "blocks", "edits", "generated", "hashes", "is_aborted", "num_cached_tokens",
+        "admitted_ns", "blocks", "edits", "generated", "hashes", "is_aborted", "num_cached_tokens", "num_preemptions",
         "prompt_logprobs", "request", "sampling_row", "serial", "slot", "stop_token_ids",
     )  # fmt: skip
 
@@ -50,6 +52,8 @@ class Sequence:
         self.hashes = split_hashes(request.block_hashes)
         self.generated = _NOTHING
         self.num_cached_tokens: int | None = None
+        self.admitted_ns: int | None = None
+        self.num_preemptions = 0
         self.is_aborted = False
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         wanted = request.sampling.prompt_logprobs is not None
@@ -98,9 +102,7 @@ def sampling_row(sampling: SamplingParams) -> NDArray[np.void]:
 _sampled = attrgetter(*(SAMPLING_ROW.names or ())[:-3])
 
 
-@lru_cache(
-    maxsize=256
-)  # those of a trace are all alike, and a row costs as much as the rest of a sequence
+@lru_cache(maxsize=256)  # those of a trace are all alike, and a row costs as much as the rest of a sequence
 def _row_of(*values: float) -> NDArray[np.void]:
     return np.array(values, SAMPLING_ROW)
 
