@@ -1,6 +1,6 @@
 """Do clients that leave at random moments leave anything behind?
 
-    python bench/disconnects.py [--clients 1000] [--url http://127.0.0.1:8000]
+    python bench/disconnects.py [--clients 1000] [--json bench/results/disconnects.json]     # starts `moestro serve`
 
 Each client leaves at a moment of its own: in the middle of its headers or its body, while its prompt is prepared, while
 it waits, between two tokens, or just after the end. Afterwards no request may run or wait, and no KV block be held.
@@ -14,9 +14,13 @@ import contextlib
 import json
 import random
 import time
-import urllib.request
 from collections import Counter
+from pathlib import Path
 from urllib.parse import urlsplit
+
+import serving
+
+PORT, ENGINES = 8193, 2
 
 
 def request(rng: random.Random) -> bytes:
@@ -52,16 +56,6 @@ async def leave_early(host: str, port: int, rng: random.Random) -> str:
     return "left after the end" if is_whole else "left in mid-answer"
 
 
-def loads(url: str) -> dict:
-    with urllib.request.urlopen(f"{url}/load") as reply:
-        return json.load(reply)
-
-
-def is_idle(figures: dict) -> bool:
-    gauges = ("num_running", "num_waiting", "kv_usage")
-    return not figures["server_load"] and not any(engine[name] for engine in figures["engines"] for name in gauges)
-
-
 async def leave_all(url: str, count: int, at_once: int, seed: int) -> Counter:
     place, rng = urlsplit(url), random.Random(seed)
     slots, ends = asyncio.Semaphore(at_once), Counter()
@@ -78,20 +72,30 @@ async def leave_all(url: str, count: int, at_once: int, seed: int) -> Counter:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--at-once", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="store the result here")
     asked = parser.parse_args()
-    began = time.monotonic()
-    for end, count in asyncio.run(leave_all(asked.url, asked.clients, asked.at_once, asked.seed)).most_common():
-        print(f"{count:6d}  {end}")
-    left = time.monotonic()
-    while not is_idle(figures := loads(asked.url)):
-        if time.monotonic() - left > 10:
-            raise SystemExit(f"after 10 s something is left: {figures}")
-        time.sleep(0.01)
-    print(f"{left - began:.1f} s; idle {time.monotonic() - left:.3f} s after the last client left: nothing is held")
+    with serving.moestro(PORT, "--engines", str(ENGINES), "--log-level", "warning", OMP_NUM_THREADS="1") as server:
+        began = time.monotonic()
+        ends = asyncio.run(leave_all(server.url, asked.clients, asked.at_once, asked.seed))
+        left = time.monotonic()
+        server.wait_until_idle()
+        idle = time.monotonic()
+    result = {
+        "kind": "measured",
+        "engines": ENGINES,
+        "clients": asked.clients,
+        "at_once": asked.at_once,
+        "seed": asked.seed,
+        "ends": dict(ends.most_common()),
+        "seconds": round(left - began, 1),
+        "idle_after_s": round(idle - left, 3),
+    }
+    print(json.dumps(result, indent=1))
+    if asked.json:
+        asked.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

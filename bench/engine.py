@@ -19,18 +19,15 @@ import platform
 import shutil
 import statistics
 import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.progress import track
+from serving import MOESTRO, started
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "src" / "moestro" / "assets" / "demo"
-MOESTRO = str(Path(sys.executable).with_name("moestro"))
 INPUT_LEN, OUTPUT_LEN = 128, 32
 USERS = (1, 8, 32)
 PORTS = {"moestro": 8181, "vllm": 8182}
@@ -63,26 +60,6 @@ def make_random_model(directory: Path) -> Path:
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             shutil.copy(DEMO / name, directory / name)
     return directory
-
-
-@contextlib.contextmanager
-def server(command: list[str], port: int, log: Path, **environment: str) -> Iterator[str]:
-    """A server that answers /health, stopped afterwards; yields its base URL."""
-    url = f"http://127.0.0.1:{port}"
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **environment})
-        try:
-            for _ in range(300):
-                with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
-                    break
-                assert process.poll() is None, f"{command[0]} ended; see {log}"
-                time.sleep(1)
-            else:
-                raise TimeoutError(f"{command[0]} is not ready; see {log}")
-            yield url
-        finally:
-            process.terminate()
-            process.wait(60)
 
 
 class HttpSystem:
@@ -141,21 +118,21 @@ def systems(args: argparse.Namespace, model: Model) -> Iterator[dict[str, HttpSy
         directory, name = str(model.directory), model.name
         command = [MOESTRO, "serve", directory, "--port", str(PORTS["moestro"])]
         command += ["--dtype", "bfloat16", "--max-model-len", "2048"]
-        url = stack.enter_context(server(command, PORTS["moestro"], args.work / f"moestro-{name}.log", **one))
-        found["moestro"] = HttpSystem(url, args.work)
+        log = args.work / f"moestro-{name}.log"
+        own = stack.enter_context(started(command, PORTS["moestro"], log, **one))
+        found["moestro"] = HttpSystem(own.url, args.work)
         if args.vllm:
             command = [str(args.vllm), "serve", directory, "--port", str(PORTS["vllm"]), "--dtype", "bfloat16"]
             command += ["--max-model-len", "2048"]
             extra = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
             log = args.work / f"vllm-{name}.log"
-            found["vllm"] = HttpSystem(
-                stack.enter_context(server(command, PORTS["vllm"], log, **one, **extra)), args.work
-            )
+            peer = stack.enter_context(started(command, PORTS["vllm"], log, **one, **extra))
+            found["vllm"] = HttpSystem(peer.url, args.work)
         if args.transformers:
-            peer = [str(args.transformers), str(ROOT / "bench" / "peers" / "transformers_cb.py"), directory]
+            command = [str(args.transformers), str(ROOT / "bench" / "peers" / "transformers_cb.py"), directory]
             log = stack.enter_context((args.work / f"transformers-{name}.log").open("w"))
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
-            process = stack.enter_context(subprocess.Popen(peer, env={**os.environ, **one}, **pipes))
+            process = stack.enter_context(subprocess.Popen(command, env={**os.environ, **one}, **pipes))
             stack.callback(process.terminate)
             assert json.loads(process.stdout.readline())["torch_threads"] == 1
             found["transformers"] = InProcessSystem(process)

@@ -12,15 +12,15 @@ import argparse
 import asyncio
 import json
 import random
-import subprocess
-import sys
 import time
-import urllib.request
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
+import serving
+
+from moestro.serve.protocol import ChatFields, CompletionFields
+from moestro.serve.text_api import DetokenizeFields, TokenizeFields
 
 PORT, USERS = 8191, 16
 URL = f"http://127.0.0.1:{PORT}"
@@ -48,6 +48,9 @@ GOOD: dict[str, list[object]] = {
     "priority": [0],
     "service_class": ["ls", "be"],
     "response_format": [{"type": "text"}],
+    "best_of": [1, 2],
+    "stream_options": [{"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}],
+    "prompt_logprobs": [0, 2],
 }
 ONLY = {
     "/v1/completions": {
@@ -64,9 +67,23 @@ ONLY = {
         "top_logprobs": [2],
         "max_completion_tokens": [2],
     },
-    "/tokenize": {"prompt": ["abc"], "return_token_strs": [True]},
+    "/tokenize": {
+        "prompt": ["abc"],
+        "messages": [[{"role": "user", "content": "hi"}]],
+        "return_token_strs": [True],
+        "add_generation_prompt": [True, False],
+        "add_special_tokens": [True, False],
+    },
     "/detokenize": {"tokens": [[5, 6]]},
 }
+FIELDS = {
+    "/v1/completions": CompletionFields,
+    "/v1/chat/completions": ChatFields,
+    "/tokenize": TokenizeFields,
+    "/detokenize": DetokenizeFields,
+}
+for path, fields in FIELDS.items():  # a field that the API gains is fuzzed, or this ends here
+    assert set(fields.__struct_fields__) <= GOOD.keys() | ONLY[path].keys(), path
 
 
 def make_request(seed: int, number: int) -> tuple[str, bytes, bool]:
@@ -136,35 +153,18 @@ async def fuzz(num_requests: int, seed: int) -> Counter[str]:
     return seen
 
 
-def left_over() -> dict[str, object]:
-    with urllib.request.urlopen(f"{URL}/load", timeout=5) as answer:
-        return json.load(answer)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="store the result here")
     args = parser.parse_args()
-    server = subprocess.Popen([str(Path(sys.executable).with_name("moestro")), "serve", "--port", str(PORT)])
-    try:
-        for _ in range(60):
-            with suppress(OSError), urllib.request.urlopen(f"{URL}/health", timeout=2):
-                break
-            time.sleep(1)
+    with serving.moestro(PORT) as server:
         started = time.monotonic()
         seen = asyncio.run(fuzz(args.requests, args.seed))
         seconds = time.monotonic() - started
-        time.sleep(1)
-        load = left_over()
-        assert load["server_load"] == 0, load
-        for engine in load["engines"]:
-            assert engine["num_running"] == engine["num_waiting"] == engine["kv_usage"] == 0, load
-        assert server.poll() is None, "the server ended"
-    finally:
-        server.terminate()
-        server.wait(30)
+        server.wait_until_idle()
+        assert server.process.poll() is None, "the server ended"
     result = {"kind": "measured", "requests": args.requests, "seed": args.seed, "seconds": round(seconds, 1), **seen}
     print(json.dumps(result))
     if args.json:

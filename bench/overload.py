@@ -10,12 +10,11 @@ TTFT_SLO_MS and the others within TPOT_SLO_MS each.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
+import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,8 +23,9 @@ import urllib.request
 from pathlib import Path
 
 import psutil
+import serving
+from serving import MOESTRO
 
-MOESTRO = str(Path(sys.executable).with_name("moestro"))
 PORT, INPUT_LEN, OUTPUT_LEN = 8192, 64, 16
 RUNNING, QUEUED = 32, 32  # what the server may hold
 TTFT_SLO_MS, TPOT_SLO_MS = 3000, 100
@@ -56,6 +56,15 @@ def refusals(stop: threading.Event, found: list[dict[str, object]]) -> None:
             found.append({"status": error.code, "retry_after": error.headers["Retry-After"], "ms": round(ms, 1)})
 
 
+def pin(front: psutil.Process) -> None:
+    """The rank has a core of its own, as it has a GPU in life; the front door shares the others with the client."""
+    (rank,) = front.children(recursive=True)
+    rank.cpu_affinity([0])
+    others = list(range(1, os.cpu_count() or 1))
+    front.cpu_affinity(others)
+    psutil.Process().cpu_affinity(others)  # and so its children's: the load generator's
+
+
 def memory_mb(server: psutil.Process) -> list[float]:
     """Resident memory of the front door and of each rank."""
     return [round(p.memory_info().rss / 2**20, 1) for p in [server, *server.children(recursive=True)]]
@@ -67,43 +76,34 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="store the result here")
     args = parser.parse_args()
     limits = ["--max-num-seqs", str(RUNNING), "--max-num-queued-reqs", str(QUEUED), "--log-level", "warning"]
-    server = subprocess.Popen([MOESTRO, "serve", "--port", str(PORT), *limits])
-    try:
-        for _ in range(60):
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{URL}/health", timeout=2):
-                break
-            time.sleep(1)
-        with tempfile.TemporaryDirectory() as directory:
-            result = measure(Path(directory), args.seconds, psutil.Process(server.pid))
-    finally:
-        server.terminate()
-        server.wait(30)
+    with serving.moestro(PORT, *limits, OMP_NUM_THREADS="1") as server, tempfile.TemporaryDirectory() as directory:
+        pin(psutil.Process(server.process.pid))
+        result = measure(Path(directory), args.seconds, server)
     print(json.dumps(result, indent=1))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def measure(work: Path, seconds: float, server: psutil.Process) -> dict[str, object]:
+def measure(work: Path, seconds: float, server: serving.Server) -> dict[str, object]:
+    process = psutil.Process(server.process.pid)
     rate = bench(work, 300, "--max-concurrency", str(RUNNING))["requests_per_s"]
     probes = {}
-    for factor in (0.8, 1.0, 1.2):
+    for factor in (0.8, 1.0, 1.2, 1.4, 1.7):
         report = bench(
             work, int(10 * factor * rate), "--request-rate", str(factor * rate), "--seed", str(int(10 * factor))
         )
         probes[factor] = report["goodput"]["requests_per_s"]
-    before, stop, refused = memory_mb(server), threading.Event(), []
+    before, stop, refused = memory_mb(process), threading.Event(), []
     watcher = threading.Thread(target=refusals, args=(stop, refused))
     watcher.start()
     over = bench(work, int(10 * rate * seconds), "--request-rate", str(10 * rate), "--seed", "7")
     stop.set()
     watcher.join()
-    time.sleep(2)
-    after = memory_mb(server)
-    with urllib.request.urlopen(f"{URL}/load", timeout=5) as answer:
-        left = json.load(answer)
+    left = server.wait_until_idle()
+    after = memory_mb(process)
     return {
         "kind": "measured",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores; client, front door and rank share them",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores; the rank has one, front door and client the others",
         "slo_ms": {"ttft": TTFT_SLO_MS, "tpot": TPOT_SLO_MS},
         "sustainable_requests_per_s": rate,
         "goodput_by_factor": probes,
@@ -114,7 +114,15 @@ def measure(work: Path, seconds: float, server: psutil.Process) -> dict[str, obj
         "overload_answered": over["num_ok"],
         "overload_failures": {reason: failure["count"] for reason, failure in over["failures"].items()},
         "client_is_valid": over["is_valid"],
-        "sampled_refusals": refused,
+        "sampled_refusals": {
+            "count": len(refused),
+            "with_retry_after": sum(refusal["retry_after"] is not None for refusal in refused),
+            "statuses": sorted({refusal["status"] for refusal in refused}),
+            "ms": {
+                "median": statistics.median(refusal["ms"] for refusal in refused),
+                "max": max(refusal["ms"] for refusal in refused),
+            },
+        },
         "memory_mb_before": before,
         "memory_mb_after": after,
         "left_over": left,

@@ -15,12 +15,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+import serving  # noqa: E402 - it lies beside the folder of this script
+
 DEMO = HERE.parents[1] / "src" / "moestro" / "assets" / "demo"
 MODEL, PORT = "moestro-demo", 8190
 URL = f"http://127.0.0.1:{PORT}"
@@ -108,12 +108,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="store the result here")
     args = parser.parse_args()
     result: dict[str, object] = {"kind": "measured", "model": MODEL}
-    server = subprocess.Popen([str(Path(sys.executable).with_name("moestro")), "serve", "--port", str(PORT)])
-    try:
-        for _ in range(60):
-            with suppress(OSError), urllib.request.urlopen(f"{URL}/health", timeout=2):
-                break
-            time.sleep(1)
+    with serving.moestro(PORT) as server:
         for name, client, command in (
             ("litellm", litellm, args.litellm),
             ("lm_eval", lm_eval, args.lm_eval),
@@ -123,12 +118,7 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as work:
                     result[name] = client(command, Path(work))
                 print(name, json.dumps(result[name]), flush=True)
-        with urllib.request.urlopen(f"{URL}/load", timeout=5) as answer:
-            result["left_over"] = json.load(answer)["server_load"]
-        assert result["left_over"] == 0
-    finally:
-        server.terminate()
-        server.wait(30)
+        result["left_over"] = server.wait_until_idle()["server_load"]
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 

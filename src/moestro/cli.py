@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -240,5 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except MoestroError as error:
         print(f"moestro: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except BrokenPipeError:  # whoever read our output, `head` say, has enough; Python would complain again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -133,6 +133,7 @@ def gained(request: Request, token_ids: tuple[int, ...], reason: FinishReason | 
         finish_reason=reason,
         logprobs=() if sampling.logprobs is None else tuple(scored(t, sampling.logprobs) for t in token_ids),
         prompt_logprobs=prompt,
+        admitted_ns=request.arrival_ns,
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -151,3 +154,12 @@ def test_a_queue_that_holds_nothing_is_refused(capsys):
 
 def test_an_unknown_flag_is_told_which_one_was_meant(capsys):
     assert "Did you mean --max-num-seqs?" in refused(capsys, "--max-num-sqs", "1")
+
+
+def test_a_reader_that_goes_away_early_gets_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", "from moestro.cli import main; main()", "serve", "--print-config"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")

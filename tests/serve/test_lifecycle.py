@@ -169,14 +169,16 @@ def test_requests_that_do_not_finish_in_time_hear_why(fake_command, tmp_path):
     assert server.stop() == 0
 
 
-def test_a_second_signal_does_not_wait(fake_command, tmp_path):
+def test_a_second_signal_does_not_wait_and_streams_hear_why(fake_command, tmp_path):
     server = Running((*fake_command, "--shutdown-timeout", "60"), tmp_path)
     connection = open_stream(server, max_tokens=4000)
     ranks = server.ranks()
     server.process.send_signal(signal.SIGTERM)
     wait_until(lambda: "stopping: 1 requests" in server.text)
     assert server.stop() == 0  # well within the 60 s
-    connection.close()
+    answer = read_to_end(connection)
+    assert b"shutting_down" in answer  # its clients hear why all the same
+    assert b"[DONE]" not in answer
     assert_nothing_is_left(server, ranks)
 
 

@@ -19,6 +19,8 @@ VLLM_NAMES = {
     "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",
     "vllm:request_time_per_output_token_seconds", "vllm:prompt_tokens", "vllm:generation_tokens",
     "vllm:request_success", "vllm:num_preemptions", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
+    "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds",
+    "vllm:request_prompt_tokens", "vllm:request_generation_tokens",
 }  # fmt: skip
 OWN_NAMES = {
     "moestro:engine_ready", "moestro:engine_restarts", "moestro:engine_stalls", "moestro:messages_dropped",
@@ -61,6 +63,10 @@ def test_a_request_moves_the_figures_by_what_it_was(fake):
     assert found['moestro:requests_refused_total{reason="invalid_value"}'] == 1
     assert found['vllm:time_to_first_token_seconds_count{engine="0"}'] == 3
     assert found['vllm:e2e_request_latency_seconds_count{engine="0"}'] == 2
+    assert found['vllm:request_queue_time_seconds_count{engine="0"}'] == 3
+    assert found['vllm:request_prompt_tokens_sum{engine="0"}'] > usage["prompt_tokens"]
+    assert found['vllm:request_generation_tokens_count{engine="0"}'] == 2
+    assert found['vllm:request_decode_time_seconds_sum{engine="0"}'] > 0
     assert found['vllm:generation_tokens_total{engine="0"}'] > usage["completion_tokens"]
     assert found['vllm:prompt_tokens_total{engine="0"}'] > usage["prompt_tokens"]
     assert found['vllm:prefix_cache_queries_total{engine="0"}'] > 0

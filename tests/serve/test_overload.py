@@ -78,6 +78,8 @@ def test_a_refusal_does_not_wait_for_the_engines_step_and_a_long_step_is_no_hang
     wait_until(lambda: call(server, "GET", "/load").json["server_load"] == 4)
     reply = complete(server)
     assert (reply.status, reply.headers["retry-after"], reply.json["error"]["code"]) == (503, "1", "queue_full")
+    unread = call(server, "POST", "/v1/completions", b"no JSON at all")
+    assert (unread.status, unread.json["error"]["code"]) == (503, "queue_full")  # refusing costs no decoding
     assert slow.is_alive()  # the engine is in the step in which it was
     for thread in (slow, *queued):
         thread.join()

@@ -99,7 +99,7 @@ class Router:
             NoEngineError: no engine is routable.
             QueueFullError: each that is has as many waiting requests as it may have.
         """
-        self._check_room()
+        self.check_room()
         view = self._view(request, now_ns)
         choice = self._policy.decide(view, Draws(self._settings.seed, self._num_decisions))
         engine = choice.engine
@@ -112,6 +112,24 @@ class Router:
             self._caches.routed(engine, request.block_hashes, now_ns)
         self._policy.observe(Routed(request, engine, hit_tokens, choice.detail, now_ns))
         return RouteDecision(engine, choice.score, choice.reason, hit_tokens)
+
+    def check_room(self) -> None:
+        """Raise what `submit` would raise now: a flood is refused before anybody reads what it sends.
+
+        Sets the column `routable`: in rotation, and with room in the queue.
+        """
+        columns, bound = self._columns, self._settings.max_num_queued
+        if not columns.is_up.any():
+            raise NoEngineError
+        if bound is None:
+            return
+        table = columns.table
+        is_up = columns.is_up[: len(table)]
+        num_waiting = table.num_in_flight + table.num_foreign - table.num_running.values
+        has_room = is_up & (num_waiting < bound)
+        if not has_room.any():
+            raise QueueFullError(int(num_waiting[is_up].sum()))
+        columns.routable[: len(table)] = has_room
 
     def first_token(self, request_id: str, now_ns: int) -> None:
         """The request's prompt is computed; said again, or of a request that is over, it changes nothing."""
@@ -203,21 +221,6 @@ class Router:
         return self._caches.num_bytes
 
     # --- inside
-
-    def _check_room(self) -> None:
-        """Set the column `routable`: in rotation, and with room in the queue."""
-        columns, bound = self._columns, self._settings.max_num_queued
-        if not columns.is_up.any():
-            raise NoEngineError
-        if bound is None:
-            return
-        table = columns.table
-        is_up = columns.is_up[: len(table)]
-        num_waiting = table.num_in_flight + table.num_foreign - table.num_running.values
-        has_room = is_up & (num_waiting < bound)
-        if not has_room.any():
-            raise QueueFullError(int(num_waiting[is_up].sum()))
-        columns.routable[: len(table)] = has_room
 
     def _view(self, request: Request, now_ns: int) -> RouteView:
         if self._policy.needs_hits:

@@ -134,3 +134,4 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # once, with the first token, or with the end without one
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache when it was first admitted
+    admitted_ns: int = 0  # when that was, by the rank's clock

@@ -129,6 +129,7 @@ def outputs_of(emitted: Emitted) -> list[Output]:
                 logprobs=logprobs,
                 prompt_logprobs=emitted.prompt_logprobs.get(row),
                 num_cached_tokens=sequence.num_cached_tokens or 0,
+                admitted_ns=sequence.admitted_ns,
             )
         )
     return outputs

@@ -33,8 +33,8 @@ class Sequence:
         generated: int32, tokens sampled before it was last preempted (zeros when a hashed trace is replayed).
         edits: what it wants changed in its logits; None: nothing.
         num_cached_tokens: prompt tokens taken from the prefix cache at first admission; None before it.
+        admitted_ns: when that was.
         prompt_logprobs: collected so far; None once delivered, or when none are wanted.
-        admitted_ns: when it was first given blocks; None before it.
         num_preemptions: times that it gave them up again.
         is_aborted: to be dropped when its unit in flight returns.
     """
@@ -52,7 +52,7 @@ class Sequence:
         self.hashes = split_hashes(request.block_hashes)
         self.generated = _NOTHING
         self.num_cached_tokens: int | None = None
-        self.admitted_ns: int | None = None
+        self.admitted_ns = 0
         self.num_preemptions = 0
         self.is_aborted = False
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)

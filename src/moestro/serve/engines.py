@@ -131,6 +131,10 @@ class Engines:
         """
         self._flights[request.request_id] = _Flight(request, inbox, self._send_somewhere(request))
 
+    def check_room(self) -> None:
+        """Raise what `submit` would raise now."""
+        self._router.check_room()
+
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Stop a request, if it has not ended; `reason`: under which its end is counted."""
         flight = self._end(request_id, reason)
@@ -266,17 +270,19 @@ class Engines:
         flight = self._flights.get(output.request_id)
         if flight is None or flight.engine != engine:
             return  # aborted, or moved, while this was on its way
-        self._measure(flight, len(output.token_ids), now_ns)
+        self._measure(flight, output, now_ns)
         if output.finish_reason is not None:
             self._end(output.request_id, output.finish_reason)
         flight.inbox.put_nowait(output)
 
-    def _measure(self, flight: _Flight, num_tokens: int, now_ns: int) -> None:
-        metrics = self._metrics.engines[flight.engine]
+    def _measure(self, flight: _Flight, output: Output, now_ns: int) -> None:
+        metrics, num_tokens = self._metrics.engines[flight.engine], len(output.token_ids)
         if not flight.has_output:
             flight.has_output = True
             self._router.first_token(flight.request.request_id, now_ns)
             metrics.num_prompt_tokens += flight.request.num_prompt_tokens
+            metrics.queue_s.observe((output.admitted_ns - flight.request.arrival_ns) / 1e9)
+            metrics.prefill_s.observe((now_ns - output.admitted_ns) / 1e9)
         if not num_tokens:
             return  # a prompt was scored, and nothing generated
         metrics.num_generated_tokens += num_tokens
@@ -309,6 +315,9 @@ class Engines:
         metrics.ended[reason] += 1
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             metrics.whole_s.observe((self._now_ns() - flight.request.arrival_ns) / 1e9)
+            metrics.decode_s.observe((flight.last_ns - flight.first_ns) / 1e9)
+            metrics.prompt_tokens.observe(flight.request.num_prompt_tokens)
+            metrics.generation_tokens.observe(flight.num_tokens)
             if flight.num_tokens > 1:
                 metrics.mean_gap_s.observe((flight.last_ns - flight.first_ns) / 1e9 / (flight.num_tokens - 1))
 

@@ -66,6 +66,11 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], Histogram]], ...] =
     ("inter_token_latency_seconds", "Each gap between two tokens of a request.", lambda m: m.gap_s),
     ("request_time_per_output_token_seconds", "Mean gap of each request that finished.", lambda m: m.mean_gap_s),
     ("e2e_request_latency_seconds", "From arrival to last token, of each that finished.", lambda m: m.whole_s),
+    ("request_queue_time_seconds", "From arrival until the request was first admitted.", lambda m: m.queue_s),
+    ("request_prefill_time_seconds", "From there to its first token.", lambda m: m.prefill_s),
+    ("request_decode_time_seconds", "From first to last token, of each that finished.", lambda m: m.decode_s),
+    ("request_prompt_tokens", "Prompt tokens of each that finished.", lambda m: m.prompt_tokens),
+    ("request_generation_tokens", "Tokens generated for each that finished.", lambda m: m.generation_tokens),
 )
 _OWN_COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
     ("engine_restarts", "Times that the engine's process was started again.", lambda m: m.num_restarts),

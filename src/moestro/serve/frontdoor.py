@@ -83,6 +83,7 @@ class FrontDoor:
         self, http: web.Request, prepare: Callable[[bytes, ServedModel, Arrival], Prepared], arrival: Arrival
     ) -> Prepared:
         self.traffic.check_open()
+        self._engines.check_room()  # before the body is decoded and tokenized: refusing must cost next to nothing
         async with self._bodies.reading(http) as body:
             return await self._threads.run(lambda: prepare(body, self._model, arrival))
 

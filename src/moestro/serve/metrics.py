@@ -21,6 +21,7 @@ _WHOLE_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
     *(1920.0, 7680.0),
 )
+_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
 
 class Histogram:
@@ -50,6 +51,8 @@ class EngineMetrics:
 
     Attributes:
         first_token_s, gap_s, mean_gap_s, whole_s: TTFT, ITL, TPOT and E2E, as the front door sees them.
+        queue_s, prefill_s, decode_s: the parts of E2E: until admitted, until the first token, until the last.
+        prompt_tokens, generation_tokens: of each request that finished.
         num_prompt_tokens: of requests that got their first output.
         num_generated_tokens: received from the engine, shown or not.
         ended: requests by how they ended.
@@ -58,8 +61,9 @@ class EngineMetrics:
     """
 
     __slots__ = (
-        "ended", "first_token_s", "gap_s", "mean_gap_s", "num_generated_tokens", "num_moved", "num_prompt_tokens",
-        "num_restarts", "num_stalls", "whole_s",
+        "decode_s", "ended", "first_token_s", "gap_s", "generation_tokens", "mean_gap_s", "num_generated_tokens",
+        "num_moved", "num_prompt_tokens", "num_restarts", "num_stalls", "prefill_s", "prompt_tokens", "queue_s",
+        "whole_s",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -67,6 +71,11 @@ class EngineMetrics:
         self.gap_s = Histogram(_GAP_S)
         self.mean_gap_s = Histogram(_GAP_S)
         self.whole_s = Histogram(_WHOLE_S)
+        self.queue_s = Histogram(_WHOLE_S)
+        self.prefill_s = Histogram(_WHOLE_S)
+        self.decode_s = Histogram(_WHOLE_S)
+        self.prompt_tokens = Histogram(_TOKENS)
+        self.generation_tokens = Histogram(_TOKENS)
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.ended = dict.fromkeys(FinishReason, 0)

@@ -182,9 +182,9 @@ class _Server:
                 patience = settings.shutdown_timeout
                 logger.info("stopping: %d requests have %g s to finish", front.traffic.num_answering, patience)
             await front.traffic.drain(settings.shutdown_timeout)
-            engines.fail_all(DrainingError())  # the rest hear why
         finally:
             stats.cancel()
+            engines.fail_all(DrainingError())  # the rest hear why, also when a second signal cuts this short
             await runner.cleanup()
             front.close()
 

@@ -147,7 +147,6 @@ class Cluster:
 
 
 def _note_end(results: Results, row: int, sequence: EngineSequence, now_ns: int) -> None:
-    assert sequence.admitted_ns is not None
     results.admitted_ns[row] = sequence.admitted_ns
     results.last_token_ns[row] = now_ns
     results.num_tokens[row] = len(sequence.generated)

@@ -1,0 +1,74 @@
+"""What the scripts here share: a server that is started, asked whether anything is left in it, and stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MOESTRO = str(Path(sys.executable).with_name("moestro"))
+_START_S = 300
+
+
+@dataclass
+class Server:
+    """One that answered /health when it was handed over."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+
+    def load(self) -> dict:
+        """`GET /load`: requests in hand, and what each engine holds."""
+        with urllib.request.urlopen(f"{self.url}/load", timeout=5) as answer:
+            return json.load(answer)
+
+    def all_ready(self) -> bool:
+        """Whether every engine takes requests, by `/metrics`."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        return all(line.endswith(" 1.0") for line in lines if line.startswith("moestro:engine_ready{"))
+
+    def wait_until_idle(self, patience_s: float = 10) -> dict:
+        """The last `load`, once nothing runs or waits and no block is held; AssertionError if that does not come."""
+        deadline = time.monotonic() + patience_s
+        while not is_idle(load := self.load()):
+            assert time.monotonic() < deadline, f"after {patience_s:g} s something is left: {load}"
+            time.sleep(0.01)
+        return load
+
+
+def is_idle(load: dict) -> bool:
+    gauges = ("num_running", "num_waiting", "kv_usage")
+    return not load["server_load"] and not any(engine[name] for engine in load["engines"] for name in gauges)
+
+
+@contextlib.contextmanager
+def started(command: list[str], port: int, log: Path | None = None, **environment: str) -> Iterator[Server]:
+    """Run `command`, wait until it answers /health on `port`, and stop it afterwards."""
+    url = f"http://127.0.0.1:{port}"
+    with log.open("w") if log else contextlib.nullcontext() as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **environment})
+        try:
+            deadline = time.monotonic() + _START_S
+            while True:
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
+                    break
+                assert process.poll() is None, f"{command[0]} ended; its log says why"
+                assert time.monotonic() < deadline, f"{command[0]} is not ready after {_START_S} s"
+                time.sleep(0.5)
+            yield Server(process, url)
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def moestro(port: int, *flags: str, log: Path | None = None, **environment: str) -> contextlib.AbstractContextManager:
+    """`moestro serve` with the demo model, unless `flags` name another."""
+    return started([MOESTRO, "serve", "--port", str(port), *flags], port, log, **environment)
