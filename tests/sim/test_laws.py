@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routers import router
 
+from moestro.core.views import Channel
 from moestro.cost.gpus import H20
 from moestro.cost.hf_config import network_named
 from moestro.cost.roofline import Roofline, RooflineSettings
@@ -16,13 +17,18 @@ from moestro.engine.settings import SchedulerSettings
 from moestro.policy.ordering import ORDERING
 from moestro.sim.cluster import Cluster
 from moestro.sim.group import Group
+from moestro.sim.prices import Barrier, OneRank
 from moestro.sim.results import ANSWERED, PENDING, REFUSED
+from moestro.sim.signals import ChannelSettings, SignalSettings
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows, Streams
 
 BLOCK_SIZE = 4
 NETWORK = network_named("gpt-oss-20b")
-COST = {ranks: Roofline(RooflineSettings(network=NETWORK, gpu=H20, num_ep_ranks=ranks)) for ranks in (1, 2)}
+PRICES = {
+    1: OneRank(Roofline(RooflineSettings(network=NETWORK, gpu=H20))),
+    2: Barrier(Roofline(RooflineSettings(network=NETWORK, gpu=H20, num_ep_ranks=2))),
+}
 
 
 def draw_rows(rng: np.random.Generator, num: int) -> Rows:
@@ -38,9 +44,37 @@ def draw_rows(rng: np.random.Generator, num: int) -> Rows:
     )
 
 
-def run(rows: Rows, offsets, bounds: SchedulerSettings, num_ep_ranks: int, *, jump: bool) -> Cluster:
-    groups = [Group(bounds, COST[num_ep_ranks], jump=jump) for _ in range(2)]
-    cluster = Cluster(groups, router(2 * num_ep_ranks, "least_loaded"))
+class Listener:
+    """A router that notes all that it is told."""
+
+    def __init__(self, num_engines: int) -> None:
+        self.router = router(num_engines, "least_loaded")
+        self.told = []
+
+    def __getattr__(self, name):
+        if name in {"report", "first_token", "ended"}:
+            return lambda *args: (self.told.append((name, *args)), getattr(self.router, name)(*args))
+        return getattr(self.router, name)
+
+
+def draw_signals(rng: np.random.Generator) -> SignalSettings:
+    """Each figure by a way of its own, with a delay of up to a few steps."""
+    channels = tuple(
+        ChannelSettings(
+            figures=(name,),
+            channel=rng.choice(list(Channel)),
+            delay_ms=float(rng.choice([0, 1, 40])),
+            period_ms=float(rng.choice([1, 7, 100])),
+        )
+        for name in ("num_waiting", "num_running", "kv_usage", "queued_prefill_tokens", "num_tokens")
+    )
+    return SignalSettings(response_delay_ms=float(rng.choice([0, 5])), channels=channels)
+
+
+def run(rows: Rows, offsets, bounds: SchedulerSettings, setting: tuple[int, SignalSettings], *, jump: bool) -> Cluster:
+    num_ep_ranks, signals = setting
+    groups = [Group(bounds, PRICES[num_ep_ranks], jump=jump) for _ in range(2)]
+    cluster = Cluster(groups, Listener(2 * num_ep_ranks), signals)
     cluster.results = cluster.run(RequestMaker(rows, RequestForm(block_size=BLOCK_SIZE)), offsets)
     return cluster
 
@@ -82,8 +116,10 @@ def test_a_jump_leaves_the_record_that_single_rounds_leave(
         enable_prefix_caching=caching,
         scheduling_policy=order,
     )
-    jumping = run(rows, offsets, bounds, num_ep_ranks, jump=True)
-    stepwise = run(rows, offsets, bounds, num_ep_ranks, jump=False)
+    setting = num_ep_ranks, draw_signals(rng)
+    jumping = run(rows, offsets, bounds, setting, jump=True)
+    stepwise = run(rows, offsets, bounds, setting, jump=False)
+    assert jumping.router.told == stepwise.router.told
     assert jumping.results.digest() == stepwise.results.digest()
     assert pools(jumping) == pools(stepwise)
     check_conserved(jumping, rows)

@@ -16,6 +16,7 @@ from moestro.engine.sequences import Sequence as EngineSequence
 from moestro.errors import RequestError
 from moestro.sim.group import Group, Seat
 from moestro.sim.results import ANSWERED, Results
+from moestro.sim.signals import AT_ONCE, Signals, SignalSettings
 from moestro.sim.world import Kind, World
 
 
@@ -56,11 +57,17 @@ class Cluster:
     Args:
         groups: the engines; engine numbers go through the groups in order.
         router: with as many engines, all routable.
-        signals: brings the router what it hears, late.
+        signals: what the router hears of the engines, and how late.
         on_arrival: called at each arrival, for progress bars.
     """
 
-    def __init__(self, groups: Sequence[Group], router: Router, on_arrival: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        router: Router,
+        signals: SignalSettings = AT_ONCE,
+        on_arrival: Callable[[], None] | None = None,
+    ) -> None:
         self.groups = groups
         self.router = router
         self.engines = [
@@ -69,6 +76,7 @@ class Cluster:
                 (g, i, seat) for g, group in enumerate(groups) for i, seat in enumerate(group.seats)
             )
         ]
+        self.signals = Signals(router, [(groups[engine.group], engine.index) for engine in self.engines], signals)
         self.world = World()
         self._first_engine = np.cumsum([0, *(len(group.seats) for group in groups)]).tolist()
         self._on_arrival = on_arrival
@@ -88,12 +96,14 @@ class Cluster:
                     world.at(times[num_arrived], Kind.ARRIVAL, num_arrived)
             elif self.groups[number].next_ns == world.now_ns:  # else it was cut short, and has another event
                 self._turn(number, results)
+        self.signals.bring_all()
         return results
 
     def _arrive(self, workload: Workload, row: int, results: Results) -> None:
         now_ns = self.world.now_ns
         if self._on_arrival is not None:
             self._on_arrival()
+        self.signals.bring(now_ns)
         request, script = workload.make(row, now_ns)
         results.arrival_ns[row] = now_ns
         results.num_prompt_tokens[row] = request.num_prompt_tokens
@@ -109,7 +119,7 @@ class Cluster:
         try:
             serial = group.add(engine.index, request, script, now_ns)
         except RequestError as error:
-            self.router.ended(request.request_id, now_ns)
+            self.signals.ended(request.request_id, now_ns, 0)
             results.refused(row, error.code or error.error_type, error.message)
             return
         results.engine[row] = engine.number
@@ -117,6 +127,8 @@ class Cluster:
         engine.without_token.add(serial)
         if group.next_ns != before_ns:
             assert group.next_ns is not None
+            for seat in range(len(group.seats)):
+                self.signals.cut(self._first_engine[engine.group] + seat)
             self.world.at(group.next_ns, Kind.STEP, engine.group)
 
     def _turn(self, number: int, results: Results) -> None:
@@ -127,6 +139,7 @@ class Cluster:
         emitted = group.turn(now_ns)
         for engine, gained in zip(self.engines[first:], emitted, strict=False):
             self._take(engine, gained, results)
+            self.signals.turned(engine.number, now_ns)
         if group.next_ns is not None:
             self.world.at(group.next_ns, Kind.STEP, number)
 
@@ -138,19 +151,19 @@ class Cluster:
                 if sequence.serial in without_token:
                     without_token.remove(sequence.serial)
                     results.first_token_ns[engine.row_of[sequence.serial]] = now_ns
-                    self.router.first_token(sequence.request.request_id, now_ns)
+                    self.signals.first_token(sequence.request.request_id, now_ns)
         for sequence, reason in zip(emitted.sequences, emitted.finish_reasons, strict=True):
             if reason is not None:
                 row = engine.row_of.pop(sequence.serial)
                 _note_end(results, row, sequence, now_ns)
-                self.router.ended(sequence.request.request_id, now_ns, len(sequence.generated))
+                self.signals.ended(sequence.request.request_id, now_ns, len(sequence.generated))
 
 
 def _note_end(results: Results, row: int, sequence: EngineSequence, now_ns: int) -> None:
     results.admitted_ns[row] = sequence.admitted_ns
     results.last_token_ns[row] = now_ns
     results.num_tokens[row] = len(sequence.generated)
-    results.num_hit_tokens[row] = sequence.num_cached_tokens
+    results.num_hit_tokens[row] = sequence.num_cached_tokens or 0
     results.num_preemptions[row] = sequence.num_preemptions
     results.status[row] = ANSWERED
 

@@ -1,4 +1,4 @@
-"""Ranks on virtual time: the production scheduler, executor and prefix cache over priced devices, in steps or in jumps.
+"""Ranks on virtual time: the production scheduler, executor and cache over scripted devices, in steps or jumps.
 
 A *round* is schedule, launch, update. Where the schedulers say that the coming rounds are all alike (`horizon`), they
 are taken at once: the cost model prices them, nothing is done until the last of them is over, and then `advance` has
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from moestro.core.request import Request
 from moestro.core.script import Script
 from moestro.core.work import Int32s, Plan
-from moestro.cost.model import CostModel, GroupCostModel
 from moestro.cost.priced_device import ScriptedDevice
 from moestro.engine.emitted import Emitted
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.rank import Rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
+from moestro.sim.prices import Prices
 
 Int64s = NDArray[np.int64]
 
@@ -55,24 +55,24 @@ class Group:
 
     Args:
         settings: of each rank.
-        cost: prices steps; of a group of several, `cost.num_ep_ranks` of them.
+        prices: what steps take, and how many ranks there are.
         jump: take steady rounds at once.
 
     Attributes:
         next_ns: when the step or jump under way ends; None: nothing is under way.
         began_ns: when it began.
-        num_rounds: rounds so far, and `num_turns` what they took: the difference was jumped over.
+        ends: int64[k], when each round of the jump under way ends; None: a single step is under way, or nothing.
+        num_turns: steps and jumps so far.
     """
 
-    def __init__(self, settings: SchedulerSettings, cost: CostModel | GroupCostModel, *, jump: bool = True) -> None:
-        num_ranks = getattr(cost, "num_ep_ranks", 1)
-        self.seats = [Seat(settings) for _ in range(num_ranks)]
+    def __init__(self, settings: SchedulerSettings, prices: Prices, *, jump: bool = True) -> None:
+        self.seats = [Seat(settings) for _ in range(prices.num_ranks)]
         self.next_ns: int | None = None
         self.began_ns = 0
         self.num_turns = 0
-        self._cost = cost
+        self._prices = prices
         self._jumps = jump
-        self._ends: Int64s | None = None  # of each round of the jump under way
+        self.ends: Int64s | None = None
 
     def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
         """Put a request in the waiting queue of a rank; the jump under way ends with the round under way.
@@ -88,9 +88,9 @@ class Group:
         taken.device.expect(serial, script)
         if self.next_ns is None:
             self.next_ns = now_ns
-        elif self._ends is not None:
-            self._ends = self._ends[: int(self._ends.searchsorted(now_ns)) + 1]
-            self.next_ns = int(self._ends[-1])
+        elif self.ends is not None:
+            self.ends = self.ends[: int(self.ends.searchsorted(now_ns)) + 1]
+            self.next_ns = int(self.ends[-1])
         return serial
 
     def turn(self, now_ns: int) -> list[Emitted]:
@@ -103,19 +103,19 @@ class Group:
         self.num_turns += 1
         num_rounds = self._num_rounds(now_ns) if self._jumps else 0
         if num_rounds:
-            self._ends = now_ns + np.cumsum(self._rounds_ns(num_rounds))
-            self.next_ns = int(self._ends[-1])
+            self.ends = now_ns + self._prices.rounds_ns([seat.computed for seat in self.seats], num_rounds).cumsum()
+            self.next_ns = int(self.ends[-1])
         else:
-            self._ends = None
+            self.ends = None
             self._begin(now_ns)
         return emitted
 
     def _collect(self, seat: Seat, now_ns: int) -> Emitted:
         seat.plan = None
-        if self._ends is None:
+        if self.ends is None:
             emitted = seat.rank.collect(now_ns)
         elif len(seat.running):
-            num_rounds = len(self._ends)
+            num_rounds = len(self.ends)
             told, finished = seat.device.complete_rounds(seat.running, seat.computed, num_rounds)
             emitted = seat.rank.scheduler.advance(num_rounds, told, finished)
         else:
@@ -130,7 +130,7 @@ class Group:
         most, nobody = _LONGEST_JUMP, True
         for seat in self.seats:
             scheduler = seat.rank.scheduler
-            seat.running = _NOBODY
+            seat.running = seat.computed = _NOBODY
             if not scheduler.has_work:
                 continue
             most = min(most, scheduler.horizon(now_ns))
@@ -144,24 +144,14 @@ class Group:
             nobody = False
         return 0 if nobody else most
 
-    def _rounds_ns(self, num_rounds: int) -> Int64s:
-        if len(self.seats) == 1:
-            return self._cost.decode_rounds_ns(self.seats[0].computed, num_rounds)
-        starts = [seat.computed if len(seat.running) else _NOBODY for seat in self.seats]
-        return self._cost.group_decode_rounds_ns(starts, num_rounds)
-
     def _begin(self, now_ns: int) -> None:
         """Submit a plan of each rank that has one."""
         self.next_ns = None
         for seat in self.seats:
             seat.plan = seat.rank.begin(now_ns)
         batches = [seat.device.batch for seat in self.seats]
-        if len(batches) == 1:
-            if batches[0] is not None:
-                self.next_ns = now_ns + self._cost.step_ns(batches[0])
-        elif any(batch is not None for batch in batches):
-            self.next_ns = now_ns + self._cost.group_step_ns(batches)
-        if self.next_ns is not None:
+        if any(batch is not None for batch in batches):
+            self.next_ns = now_ns + self._prices.step_ns(batches)
             for seat in self.seats:
                 if seat.plan is not None:
                     seat.device.finish_at(self.next_ns)

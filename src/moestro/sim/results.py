@@ -23,7 +23,6 @@ class Results:
 
     Args:
         num_requests, num_engines: how many.
-        num_asked_tokens: int64[n], how long each answer was to be; None: as the trace says, whatever it says.
 
     Attributes:
         arrival_ns, admitted_ns, first_token_ns, last_token_ns: int64[n]; admitted: given KV blocks for the first time.
@@ -48,7 +47,7 @@ class Results:
         self.is_best_effort = np.zeros(num_requests, np.bool_)
         self.status = np.zeros(num_requests, np.uint8)
         self.refusals: dict[str, tuple[int, str]] = {}
-        self.prefill_ns: list[dict[int, float]] = [{} for _ in range(num_engines)]
+        self.prefill_ns: list[dict[int, int]] = [{} for _ in range(num_engines)]
 
     def __len__(self) -> int:
         return len(self.arrival_ns)
@@ -59,15 +58,16 @@ class Results:
         count, first = self.refusals.get(word, (0, text))
         self.refusals[word] = (count + 1, first)
 
-    def prefilled(self, engine: int, start_ns: int, duration_ns: float) -> None:
+    def prefilled(self, engine: int, start_ns: int, duration_ns: int) -> None:
         """`engine` spent so much of a step that began then on prompts."""
         windows, window = self.prefill_ns[engine], start_ns // WINDOW_NS
-        windows[window] = windows.get(window, 0.0) + duration_ns
+        windows[window] = windows.get(window, 0) + duration_ns
 
     @property
     def is_answered(self) -> NDArray[np.bool_]:
         """bool[n], to its end."""
-        return self.status == ANSWERED
+        answered: NDArray[np.bool_] = self.status == ANSWERED
+        return answered
 
     def digest(self) -> str:
         """A hash of every column: two simulations with one digest did the same."""
@@ -131,7 +131,8 @@ class Results:
         asked = np.bincount(window, self.num_prompt_tokens[rows])
         found = np.bincount(window, self.num_hit_tokens[rows])
         ratio = np.full(len(asked), np.nan)
-        return np.divide(found, asked, out=ratio, where=asked > 0)
+        np.divide(found, asked, out=ratio, where=asked > 0)
+        return ratio
 
 
 def _count(times_ns: Int64s, at_ns: Int64s) -> Int64s:
