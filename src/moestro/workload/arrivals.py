@@ -38,6 +38,15 @@ def gamma(num_requests: int, rate: float, burstiness: float, rng: np.random.Gene
     return _scaled(np.cumsum(rng.gamma(burstiness, size=num_requests)), rate)
 
 
+def weibull(num_requests: int, rate: float, shape: float, rng: np.random.Generator) -> Int64s:
+    """Weibull gaps of mean 1 / `rate` seconds: what half of ServeGen's clients show (arXiv 2505.09999, section 3).
+
+    Args:
+        shape: 1 is Poisson, less comes in bursts, with a longer tail than gamma's, more is steadier.
+    """
+    return _scaled(np.cumsum(rng.weibull(shape, size=num_requests)), rate)
+
+
 def replay(timestamp_ns: Int64s, rng: np.random.Generator) -> Int64s:
     """A trace's own times, from 0; a trace with coarse stamps is spread first (see `spread`)."""
     return spread(timestamp_ns - timestamp_ns[0], rng)
@@ -52,6 +61,25 @@ def at_rate(offsets_ns: Int64s, rate: float) -> Int64s:
     if offsets_ns[-1] <= 0:
         raise ConfigError("the trace's requests all carry one timestamp: give --arrivals poisson")
     return _scaled(offsets_ns.astype(np.float64), rate)
+
+
+def at_load(offsets_ns: Int64s, saturation_rate: float, share: float) -> Int64s:
+    """The same pattern at a share of the highest rate that a system was measured to hold.
+
+    Papers state loads so, because their absolute rates belong to their machines (LMetric, section 4.1: half of it).
+
+    Args:
+        saturation_rate: requests a second.
+        share: 1 is saturation itself; more overloads.
+
+    Raises:
+        ConfigError: one of them is not above 0, or all requests arrive at once.
+    """
+    if not saturation_rate > 0 or not share > 0:
+        raise ConfigError(
+            f"a load is a share above 0 of a measured rate above 0, got {share:g} of {saturation_rate:g} requests/s"
+        )
+    return at_rate(offsets_ns, saturation_rate * share)
 
 
 def faster(offsets_ns: Int64s, factor: float) -> Int64s:

@@ -51,6 +51,7 @@ class Rows:
         user, session: int64[n], who asks, and in which conversation; None: nobody knows.
         is_ls: bool[n], latency-sensitive rather than best-effort; None: all are.
         is_generated: made by a generator, not recorded. Every result made from such rows says so.
+        num_left_out: requests of the file that are not among the rows because they had failed.
     """
 
     num_prompt_tokens: Int64s
@@ -65,6 +66,7 @@ class Rows:
     session: Int64s | None = None
     is_ls: Bools | None = None
     is_generated: bool = False
+    num_left_out: int = 0
 
     def __len__(self) -> int:
         return len(self.num_output_tokens)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,9 @@ class Entry(msgspec.Struct, kw_only=True):
     num_output_tokens: int | None = None
     hash_ids: list[int] | None = None
     prompt: str | None = None
+    session: str | None = None
+    chat: int | None = None
+    parent: int | None = None
 
 
 class Lengths(Entry, kw_only=True):
@@ -49,6 +53,13 @@ class Hashed(Timed, kw_only=True):
     hash_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**48)]]
 
 
+class Turn(Hashed, kw_only=True):
+    """A request that names the one before it in its conversation; -1: it is the first."""
+
+    chat: int
+    parent: int
+
+
 class Text(Entry, kw_only=True):
     """A request with its prompt."""
 
@@ -56,22 +67,35 @@ class Text(Entry, kw_only=True):
     num_output_tokens: Count | None = None
 
 
+_DATE = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:?\d\d)?")
+
+
 def _number_ns(unit_ns: int) -> Callable[[Any], int]:
-    """From a number of units; an integer stays exact."""
+    """From a number of units, or its text; an integer stays exact."""
 
     def convert(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"expected a number as the time, got {value!r}")
-        return round(value * unit_ns)
+        try:
+            if isinstance(value, str):
+                value = int(value) if value.isdigit() else float(value)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return round(value * unit_ns)
+        except (TypeError, ValueError, OverflowError):
+            pass
+        raise ValueError(f"expected a number as the time, got {value!r}")
 
     return convert
 
 
 def _date_ns(value: Any) -> int:
-    """Azure's stamps carry seven digits, one more than `datetime` keeps."""
-    whole, _, digits = str(value).partition(".")
-    seconds = (datetime.fromisoformat(whole) - datetime(1970, 1, 1)).total_seconds()
-    return int(seconds) * NS_PER_S + int(digits[:9].ljust(9, "0"))
+    """Azure's stamps: in 2023 seven digits after the second, one more than `datetime` keeps; in 2024 with a zone."""
+    found = _DATE.fullmatch(str(value))
+    if found is None:
+        raise ValueError(f"expected a date and time such as 2023-11-16 18:17:03.9799600, got {value!r}")
+    whole, digits, zone = found.groups()
+    when = datetime.fromisoformat(whole + (zone or "+00:00").replace("Z", "+00:00"))
+    return int((when - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds()) * NS_PER_S + int(
+        (digits or "0").ljust(9, "0")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +108,7 @@ class Form:
         entry: what a row must be in our words.
         names: our words by the form's.
         time_ns: how its time becomes `timestamp_ns`, where it has one.
+        failed: the field that is 0 where a request failed: such rows are no requests, and are counted.
     """
 
     name: str
@@ -92,6 +117,11 @@ class Form:
     entry: type[Entry]
     names: dict[str, str]
     time_ns: Callable[[Any], int] | None = None
+    failed: str | None = None
+
+    def has_failed(self, fields: dict[str, Any]) -> bool:
+        """Whether the row is a request that brought nothing."""
+        return self.failed is not None and str(fields.get(self.failed)) in {"0", "0.0"}
 
     def read(self, fields: dict[str, Any]) -> Entry:
         """One row; a field that is missing or null is missing.
@@ -111,19 +141,42 @@ class Form:
             raise ValueError(text.replace("$.", "")) from None
 
 
+_HASHED = {
+    "timestamp": "timestamp_ns",
+    "input_length": "num_prompt_tokens",
+    "output_length": "num_output_tokens",
+    "hash_ids": "hash_ids",
+}
 FORMS = (
     Form(
+        "Bailian",
+        frozenset({*_HASHED, "chat_id", "parent_chat_id"}),
+        "timestamp (seconds), input_length, output_length (at least 1), hash_ids, chat_id, parent_chat_id (-1: none)",
+        Turn,
+        _HASHED | {"chat_id": "chat", "parent_chat_id": "parent"},
+        _number_ns(NS_PER_S),
+    ),
+    Form(
         "Mooncake",
-        frozenset({"timestamp", "input_length", "output_length", "hash_ids"}),
+        frozenset(_HASHED),
         "timestamp (milliseconds), input_length, output_length (at least 1), hash_ids (whole numbers)",
         Hashed,
-        {
-            "timestamp": "timestamp_ns",
-            "input_length": "num_prompt_tokens",
-            "output_length": "num_output_tokens",
-            "hash_ids": "hash_ids",
-        },
+        _HASHED,
         _number_ns(1_000_000),
+    ),
+    Form(
+        "BurstGPT",
+        frozenset({"Timestamp", "Request tokens", "Response tokens"}),
+        "Timestamp (seconds), Request tokens, Response tokens (0: it failed), Session ID (may be missing)",
+        Timed,
+        {
+            "Timestamp": "timestamp_ns",
+            "Request tokens": "num_prompt_tokens",
+            "Response tokens": "num_output_tokens",
+            "Session ID": "session",
+        },
+        _number_ns(NS_PER_S),
+        failed="Response tokens",
     ),
     Form(
         "LLMServingSim",
@@ -160,19 +213,39 @@ FORMS = (
 
 def rows_of(path: Path, entries: Sequence[Entry], form: Form, default_output_tokens: int) -> Rows:
     """Entries as columns, in order of time where there are times (stable: ties keep the file's order)."""
+    is_hashed = issubclass(form.entry, Hashed)
     rows = Rows(
         num_prompt_tokens=np.array([entry.num_prompt_tokens for entry in entries], np.int64),
         num_output_tokens=np.array([entry.num_output_tokens or default_output_tokens for entry in entries], np.int64),
         timestamp_ns=_times(entries) if issubclass(form.entry, Timed) else None,
-        hash_ids=_chained([entry.hash_ids or [] for entry in entries]) if form.entry is Hashed else None,
-        block_size=_block_size(path, entries) if form.entry is Hashed else 0,
+        hash_ids=_chained([entry.hash_ids or [] for entry in entries]) if is_hashed else None,
+        block_size=_block_size(path, entries) if is_hashed else 0,
         texts=tuple(entry.prompt or "" for entry in entries) if form.entry is Text else None,
+        session=_sessions(entries),
     )
     return rows if rows.timestamp_ns is None else rows.select(np.argsort(rows.timestamp_ns, kind="stable"))
 
 
 def _times(entries: Sequence[Entry]) -> Int64s:
     return np.array([entry.timestamp_ns for entry in entries], np.int64)
+
+
+def _sessions(entries: Sequence[Entry]) -> Int64s | None:
+    """Conversations numbered from 0 in the order in which they begin; a request that names none is one of its own."""
+    if all(entry.session is None and entry.chat is None for entry in entries):
+        return None
+    first_of: dict[int, int] = {}
+    number: dict[tuple[str, int | str], int] = {}
+    found = []
+    for i, entry in enumerate(entries):
+        name: tuple[str, int | str] = ("row", i)
+        if entry.session:
+            name = ("session", entry.session)
+        elif entry.chat is not None and entry.parent is not None:
+            first_of[entry.chat] = entry.chat if entry.parent < 0 else first_of.get(entry.parent, entry.parent)
+            name = ("chat", first_of[entry.chat])
+        found.append(number.setdefault(name, len(number)))
+    return np.array(found, np.int64)
 
 
 def _chained(hash_ids: Sequence[list[int]]) -> tuple[Int64s, ...]:

@@ -3,30 +3,28 @@
 | form | fields | what it gives |
 |---|---|---|
 | Mooncake | timestamp (ms), input_length, output_length, hash_ids | times, lengths, shared blocks |
+| Bailian (Qwen) | the same with timestamp in s, chat_id, parent_chat_id | times, lengths, shared blocks, sessions |
+| BurstGPT | Timestamp (s), Request tokens, Response tokens, Session ID (may be missing) | times, lengths, sessions |
 | LLMServingSim | arrival_time (s), input_toks, output_toks | times, lengths |
 | custom (vLLM bench) | prompt, output_tokens (may be missing) | texts |
 | Azure | TIMESTAMP (date and time), ContextTokens, GeneratedTokens | times, lengths |
 | lengths | input_length, output_length | lengths |
+| ShareGPT (`.json`) | conversations of from, value | texts: what each conversation begins with |
 """
 
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import islice
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-import msgspec
-import zstandard
-
 from moestro.errors import ConfigError
+from moestro.workload.files import open_lines, read_jsonl
 from moestro.workload.rows import Rows
+from moestro.workload.sharegpt import first_turns
 from moestro.workload.trace_forms import FORMS, Entry, Form, rows_of
-
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def read_trace(path: Path, limit: int | None = None, default_output_tokens: int = 64) -> Rows:
@@ -38,38 +36,35 @@ def read_trace(path: Path, limit: int | None = None, default_output_tokens: int 
     Raises:
         ConfigError: not a trace; the text names the file, the line and what is expected there.
     """
-    try:
-        with _lines_of(path) as lines:
-            reader = _csv if path.name.removesuffix(".zst").endswith(".csv") else _jsonl
-            entries, form = _entries(path, reader(path, lines), limit)
-    except (OSError, UnicodeDecodeError, zstandard.ZstdError, csv.Error) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    return rows_of(path, entries, form, default_output_tokens)
+    kind = path.name.removesuffix(".zst")
+    with open_lines(path) as lines:
+        if kind.endswith(".json"):
+            return first_turns(path, lines.read(), limit)
+        entries, form, num_failed = _entries(path, (_csv if kind.endswith(".csv") else read_jsonl)(path, lines), limit)
+    return replace(rows_of(path, entries, form, default_output_tokens), num_left_out=num_failed)
 
 
-@contextmanager
-def _lines_of(path: Path) -> Iterator[TextIO]:
-    if path.suffix != ".zst":
-        with path.open(encoding="utf-8", newline="") as lines:
-            yield lines
-        return
-    with path.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as unpacked:
-        yield io.TextIOWrapper(unpacked, encoding="utf-8", newline="")
-
-
-def _entries(path: Path, numbered: Iterator[tuple[int, dict[str, Any]]], limit: int | None) -> tuple[list[Entry], Form]:
+def _entries(
+    path: Path, numbered: Iterator[tuple[int, dict[str, Any]]], limit: int | None
+) -> tuple[list[Entry], Form, int]:
     form: Form | None = None
     entries: list[Entry] = []
-    for number, fields in islice(numbered, limit):
+    num_failed = 0
+    for number, fields in numbered:
         form = form or _form_of(path, number, fields)
+        if form.has_failed(fields):
+            num_failed += 1
+            continue
         try:
             entries.append(form.read(fields))
         except ValueError as error:
             text = f"{path}, line {number}: {error}; expected {form.name}'s fields: {form.expected}"
             raise ConfigError(text) from None
-    if form is None:
+        if len(entries) == limit:
+            break
+    if form is None or not entries:
         raise ConfigError(f"{path} holds no requests")
-    return entries, form
+    return entries, form, num_failed
 
 
 def _form_of(path: Path, number: int, fields: dict[str, Any]) -> Form:
@@ -78,15 +73,6 @@ def _form_of(path: Path, number: int, fields: dict[str, Any]) -> Form:
             return form
     known = "; ".join(f"{form.name}: {form.expected}" for form in FORMS)
     raise ConfigError(f"{path}, line {number}: its fields are {', '.join(fields)}; expected one of {known}")
-
-
-def _jsonl(path: Path, lines: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(lines, 1):
-        if not line.isspace():
-            try:
-                yield number, _decode(line)
-            except (msgspec.DecodeError, RecursionError) as error:
-                raise ConfigError(f"{path}, line {number}: expected one JSON object a line: {error}") from None
 
 
 def _csv(path: Path, lines: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -13,32 +14,51 @@ from moestro.errors import ConfigError
 from moestro.serve.bench.client import Endpoint
 from moestro.serve.bench.load import Load
 from moestro.serve.bench.settings import ArrivalSettings, BenchSettings, EndpointType, RequestSettings
-from moestro.workload.arrivals import at_rate, constant, faster, gamma, poisson, replay
+from moestro.workload.arrivals import at_rate, constant, faster, gamma, poisson, replay, weibull
+from moestro.workload.length_shapes import draw_shape
 from moestro.workload.prompts import PromptKey, text, token_ids
 from moestro.workload.rows import Rows, equal_rows
+from moestro.workload.servegen import Span, draw_requests, read_clients
+from moestro.workload.session_generator import steady_rows
+from moestro.workload.session_shapes import SHAPES
 from moestro.workload.traces import read_trace
 
-_RANDOM_PROMPTS = 200
+_USUAL_PROMPTS = 200
 _WARM_UP_RUN = 0
 
 
-def make_rows(settings: RequestSettings) -> Rows:
+def make_rows(settings: RequestSettings, rate: float | None = None) -> Rows:
     """The requests asked for.
+
+    Args:
+        rate: requests a second at which generated sessions come; None or inf: 1, to be stretched.
 
     Raises:
         ConfigError: the trace cannot be read, or holds fewer than --num-prompts.
     """
-    if settings.dataset_path is None:
-        return equal_rows(
-            settings.num_prompts or _RANDOM_PROMPTS,
-            settings.random_input_len,
-            settings.random_output_len,
-            settings.random_prefix_len,
-        )
-    rows = read_trace(settings.dataset_path, settings.num_prompts, settings.random_output_len)
-    if settings.num_prompts is not None and len(rows) < settings.num_prompts:
-        raise ConfigError(f"{settings.dataset_path} holds {len(rows)} requests: lower --num-prompts or leave it out")
-    return rows
+    count = settings.num_prompts or _USUAL_PROMPTS
+    if settings.dataset_path is not None:
+        return _read_rows(settings, settings.dataset_path)
+    if settings.dataset_name in SHAPES:
+        pace = 1.0 if rate is None or rate == math.inf else rate
+        return steady_rows(SHAPES[settings.dataset_name], count, pace, settings.seed)
+    return equal_rows(count, settings.random_input_len, settings.random_output_len, settings.random_prefix_len)
+
+
+def _read_rows(settings: RequestSettings, path: Path) -> Rows:
+    wanted = settings.num_prompts
+    if settings.dataset_name == "servegen":
+        rows = draw_requests(read_clients(path), Span(), settings.seed)
+        wanted = wanted or _USUAL_PROMPTS
+    elif settings.length_shape is not None:
+        rows = read_trace(path, None, settings.random_output_len)
+        rng = np.random.default_rng(settings.seed)
+        return draw_shape(rows, settings.length_shape, wanted or _USUAL_PROMPTS, rng)
+    else:
+        rows = read_trace(path, wanted, settings.random_output_len)
+    if wanted is not None and len(rows) < wanted:
+        raise ConfigError(f"{path} holds {len(rows)} requests: lower --num-prompts or leave it out")
+    return rows if wanted is None else rows.select(np.arange(wanted))
 
 
 def fit(rows: Rows, max_model_len: int | None, skip: bool) -> Rows:  # noqa: FBT001 the operator's --skip-too-long
@@ -131,7 +151,9 @@ def make_offsets(
         raise ConfigError(f"--arrivals {kind} needs a --request-rate")
     if kind == "constant":
         return constant(len(rows), rate)
-    return gamma(len(rows), rate, arrivals.burstiness, rng) if kind == "gamma" else poisson(len(rows), rate, rng)
+    if kind == "poisson":
+        return poisson(len(rows), rate, rng)
+    return (gamma if kind == "gamma" else weibull)(len(rows), rate, arrivals.burstiness, rng)
 
 
 def _replayed(rows: Rows, arrivals: ArrivalSettings, rate: float | None, rng: np.random.Generator) -> NDArray[np.int64]:

@@ -63,6 +63,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     conditions: Conditions
     settings: dict[str, object]
     num_skipped: int  # a trace's requests left out by --skip-too-long
+    is_generated: bool = False  # the requests come from a generator rather than from a trace
     report: Report | None
     found: Found | None = None
     probes: tuple[Probe, ...] = ()

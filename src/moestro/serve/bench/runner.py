@@ -48,7 +48,7 @@ def bench(settings: BenchSettings, console: Console) -> Measured:
     """
     slos = parse_slos(settings.goals.goodput)
     _raise_open_files()
-    asked = make_rows(settings.requests)
+    asked = make_rows(settings.requests, settings.arrivals.request_rate)
     endpoint = uvloop.run(_find(settings.endpoint))
     rows = fit(asked, endpoint.max_model_len, settings.requests.skip_too_long)
     measurement = _Measurement(settings, endpoint, Loads(settings, endpoint, rows), slos, console)
@@ -60,6 +60,7 @@ def bench(settings: BenchSettings, console: Console) -> Measured:
         conditions=conditions,
         settings=settings_as_told(settings),
         num_skipped=len(asked) - len(rows),
+        is_generated=rows.is_generated,
         report=report,
         found=found,
         probes=tuple(measurement.probes),
@@ -151,6 +152,8 @@ async def _find(settings: EndpointSettings) -> Endpoint:
 def _tell(console: Console, settings: BenchSettings, result: Result) -> None:
     report, conditions = result.report, result.conditions
     console.print(f"{conditions.model} at {conditions.url}", markup=False, highlight=False, soft_wrap=True)
+    if result.is_generated and settings.requests.dataset_name != "random":
+        console.print("requests       generated, not recorded", highlight=False)
     if result.num_skipped:
         console.print(f"skipped        {result.num_skipped} requests longer than the model's context", highlight=False)
     if report is not None:

@@ -13,10 +13,11 @@ from typing import Annotated, Literal
 from cyclopts import Group, Parameter
 
 from moestro.errors import ConfigError
+from moestro.workload.length_shapes import Shape
 
 EndpointType = Literal["completions", "chat"]
-DatasetName = Literal["random", "trace"]
-ArrivalKind = Literal["auto", "poisson", "gamma", "constant", "trace"]
+DatasetName = Literal["random", "trace", "servegen", "chat", "api_agent", "coder", "tool_agent"]
+ArrivalKind = Literal["auto", "poisson", "gamma", "weibull", "constant", "trace"]
 
 _ENDPOINT = Group.create_ordered("Endpoint", help="Which server is measured.")
 _REQUESTS = Group.create_ordered("Requests", help="What is asked.")
@@ -64,11 +65,16 @@ class RequestSettings:
     """The requests."""
 
     dataset_name: Annotated[DatasetName, Parameter(group=_REQUESTS)] = "random"
-    "random: prompts of equal length, of random tokens. trace: as --dataset-path recorded them."
+    (
+        "random: prompts of equal length, of random tokens. trace: as --dataset-path recorded them. servegen: drawn from"
+        " the clients in --dataset-path. chat, api_agent, coder, tool_agent: generated sessions (docs/workloads.md)."
+    )
     dataset_path: Annotated[Path | None, Parameter(group=_REQUESTS)] = None
-    "A trace (.jsonl or .csv, .zst allowed): Mooncake with hash ids, Azure, lengths, or prompts as text."
+    "A trace (.jsonl, .csv or ShareGPT's .json; also .zst), its form told by its fields; or ServeGen's clients."
     num_prompts: Annotated[int | None, Parameter(group=_REQUESTS)] = None
-    "How many requests: by default 200 random ones, or the whole trace."
+    "How many requests: by default 200, or the whole trace."
+    length_shape: Annotated[Shape | None, Parameter(group=_REQUESTS)] = None
+    "Draw --num-prompts of the trace's lengths so that their prompts have one of Gimbal's five shapes."
     random_input_len: Annotated[int, Parameter(group=_REQUESTS)] = 256
     "Tokens of a random prompt, beyond the prefix."
     random_output_len: Annotated[int, Parameter(group=_REQUESTS)] = 64
@@ -95,8 +101,12 @@ class RequestSettings:
         ):
             if value is not None:
                 _check(flag, value, value >= low, f"at least {low}")
-        if (self.dataset_name == "trace") != (self.dataset_path is not None):
-            raise ConfigError("--dataset-name trace and --dataset-path FILE go together: give both or neither")
+        if (self.dataset_name in {"trace", "servegen"}) != (self.dataset_path is not None):
+            raise ConfigError(
+                "--dataset-name trace (or servegen) and --dataset-path FILE go together: give both or neither"
+            )
+        if self.length_shape is not None and self.dataset_name != "trace":
+            raise ConfigError("--length-shape draws from a trace's lengths: give --dataset-name trace too")
 
 
 @Parameter(name="*")
@@ -109,7 +119,7 @@ class ArrivalSettings:
     arrivals: Annotated[ArrivalKind, Parameter(group=_ARRIVALS)] = "auto"
     "The pattern at that rate; auto: the trace's if it has times, otherwise poisson, or gamma with --burstiness."
     burstiness: Annotated[float, Parameter(group=_ARRIVALS)] = 1.0
-    "Shape of gamma arrivals: 1 is poisson, less comes in bursts, more is steadier."
+    "Shape of gamma or weibull arrivals: 1 is poisson, less comes in bursts, more is steadier."
     rate_factor: Annotated[float, Parameter(group=_ARRIVALS)] = 1.0
     "Replay a trace this many times as fast as it was recorded."
     max_concurrency: Annotated[int | None, Parameter(group=_ARRIVALS)] = None
@@ -127,8 +137,10 @@ class ArrivalSettings:
         _check("--num-warmups", self.num_warmups, self.num_warmups >= 0, "at least 0")
         if self.rate_factor != 1 and self.request_rate is not None:
             raise ConfigError("--rate-factor and --request-rate both set a trace's speed: give one of them")
-        if self.burstiness != 1 and self.arrivals not in {"auto", "gamma"}:
-            raise ConfigError(f"--burstiness shapes gamma arrivals, not --arrivals {self.arrivals}: drop one of them")
+        if self.burstiness != 1 and self.arrivals not in {"auto", "gamma", "weibull"}:
+            raise ConfigError(
+                f"--burstiness shapes gamma and weibull arrivals, not --arrivals {self.arrivals}: drop one of them"
+            )
 
 
 @Parameter(name="*")
@@ -193,7 +205,7 @@ class BenchSettings:
             raise ConfigError(
                 "--find-rate starts at --request-rate, which cannot be inf: give a guess, or leave it out"
             )
-        if self.arrivals.arrivals == "trace" and self.requests.dataset_name != "trace":
+        if self.arrivals.arrivals == "trace" and self.requests.dataset_name == "random":
             raise ConfigError("--arrivals trace needs times to replay: give --dataset-name trace --dataset-path FILE")
 
 

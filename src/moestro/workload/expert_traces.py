@@ -1,0 +1,149 @@
+"""Recorded choices of gates: which experts real tokens went to. What placement is planned on and skew is taken from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import msgspec
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from moestro.errors import ConfigError
+from moestro.workload.files import open_lines, read_jsonl
+
+UInt8s = NDArray[np.uint8]
+Int64s = NDArray[np.int64]
+
+_PIECE_BYTES = 1 << 20
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """One answer: the rows offset .. offset + num_tokens of the tokens.
+
+    Attributes:
+        dataset, category: the benchmark and the subject that its question is from.
+        prompt_tokens: of the question, whose routing was not recorded.
+    """
+
+    dataset: str
+    category: str
+    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    offset: Annotated[int, msgspec.Meta(ge=0)]
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutingTrace:
+    """The experts of every generated token.
+
+    Attributes:
+        experts: uint8[tokens, layers, top_k], one byte a choice: 88,539 tokens of GPT-OSS-20B are 8.5 MB.
+        generations: in order, one after the other.
+    """
+
+    experts: UInt8s
+    generations: tuple[Generation, ...]
+
+    def tokens_of(self, generation: Generation) -> UInt8s:
+        """uint8[num_tokens, layers, top_k], a view."""
+        return self.experts[generation.offset : generation.offset + generation.num_tokens]
+
+    def counts(self, num_experts: int, tokens: slice = slice(None)) -> Int64s:
+        """int64[layers, num_experts], how many of `tokens` chose each expert.
+
+        Counted layer by layer, so that no array of the tokens' size is made beside the trace.
+        """
+        part = self.experts[tokens]
+        return np.stack([np.bincount(part[:, i].reshape(-1), minlength=num_experts) for i in range(part.shape[1])])
+
+
+def read_routing(experts: Path, index: Path) -> RoutingTrace:
+    """A routing trace: `experts` is a NumPy file (.npy, .zst allowed) of uint8, `index` its generations as JSON lines.
+
+    Raises:
+        ConfigError: one cannot be read, is of another form, or the two do not fit together.
+    """
+    generations = []
+    with open_lines(index) as lines:
+        for number, fields in read_jsonl(index, lines):
+            try:
+                generations.append(msgspec.convert(fields, Generation))
+            except msgspec.ValidationError as error:
+                needed = ", ".join(Generation.__struct_fields__)
+                raise ConfigError(f"{index}, line {number}: {error}; expected {needed}") from None
+    array = _read_npy(experts)
+    ends = [each.offset + each.num_tokens for each in generations]
+    if [0, *ends[:-1]] != [each.offset for each in generations] or ends[-1:] != [len(array)]:
+        raise ConfigError(f"{index} does not list the {len(array)} tokens of {experts} one after the other")
+    return RoutingTrace(array, tuple(generations))
+
+
+class _Counts(msgspec.Struct):
+    expert_counts: dict[str, list[list[int]]]
+    crosslayer: dict[str, list[list[list[int]]]] = {}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertCounts:
+    """How often the experts of one checkpoint were chosen, by domain of text.
+
+    Attributes:
+        by_domain: domain to int64[recorded layers, experts].
+        next_layer: domain to int64[recorded layers - 1, experts, experts]: the choice in one recorded layer and in the
+            next recorded one; empty where it was not recorded.
+    """
+
+    by_domain: dict[str, Int64s]
+    next_layer: dict[str, Int64s]
+
+
+def read_expert_counts(path: Path) -> dict[str, ExpertCounts]:
+    """Counts by checkpoint, as OLMoE's authors released them: of layers 0, 7 and 15, for OLMoE and Mixtral.
+
+    Raises:
+        ConfigError: it cannot be read or is of another form.
+    """
+    with open_lines(path) as lines:
+        try:
+            found = msgspec.json.decode(lines.read(), type=dict[str, _Counts])
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{path}: expected expert_counts by checkpoint and domain: {error}") from None
+    return {
+        name: ExpertCounts(
+            {domain: np.array(counts, np.int64) for domain, counts in each.expert_counts.items()},
+            {domain: np.array(counts, np.int64) for domain, counts in each.crosslayer.items()},
+        )
+        for name, each in found.items()
+    }
+
+
+def _read_npy(path: Path) -> UInt8s:
+    try:
+        with path.open("rb") as packed:
+            if path.suffix != ".zst":
+                return _fill(path, packed)
+            with zstandard.ZstdDecompressor().stream_reader(packed) as unpacked:
+                return _fill(path, unpacked)
+    except (OSError, ValueError, zstandard.ZstdError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _fill(path: Path, source: BinaryIO) -> UInt8s:
+    """Piece by piece into the array: the file is never in memory twice, packed or not."""
+    version = np.lib.format.read_magic(source)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = read(source)
+    if dtype != np.uint8 or len(shape) != 3 or is_fortran:
+        raise ConfigError(f"{path} holds {dtype}{list(shape)}: expected uint8[tokens, layers, top_k] in C order")
+    array = np.empty(shape, np.uint8)
+    flat, num_read = array.reshape(-1), 0
+    while num_read < array.size:
+        piece = source.read(_PIECE_BYTES)
+        if not piece:
+            raise ConfigError(f"{path} ends {array.size - num_read} bytes too early")
+        flat[num_read : num_read + len(piece)] = np.frombuffer(piece, np.uint8)
+        num_read += len(piece)
+    return array

@@ -1,0 +1,49 @@
+"""Files of text, line by line, packed or not."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+import zstandard
+
+from moestro.errors import ConfigError
+
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+@contextmanager
+def open_lines(path: Path) -> Iterator[TextIO]:
+    """The text of `path`, unpacked if its name ends in .zst.
+
+    Raises:
+        ConfigError: it cannot be read, found out now or while it is read.
+    """
+    try:
+        if path.suffix != ".zst":
+            with path.open(encoding="utf-8", newline="") as lines:
+                yield lines
+            return
+        with path.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as unpacked:
+            yield io.TextIOWrapper(unpacked, encoding="utf-8", newline="")
+    except (OSError, UnicodeDecodeError, zstandard.ZstdError, csv.Error) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def read_jsonl(path: Path, lines: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, its fields) for each line that is not blank.
+
+    Raises:
+        ConfigError: a line is no JSON object.
+    """
+    for number, line in enumerate(lines, 1):
+        if not line.isspace():
+            try:
+                yield number, _decode(line)
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise ConfigError(f"{path}, line {number}: expected one JSON object a line: {error}") from None

@@ -1,0 +1,103 @@
+"""Gimbal's five shapes of a length mix: random, central, descending, two-end, average (v1, section V-A4, figure 5).
+
+The paper names them and shows pictures; it defines none of them in words. Two readings fit. `draw_shape` takes
+"modifying the distributional shape of the BurstGPT traces", "we sample 1,000 requests according to each distribution"
+by the word: each shape is how often which prompt length occurs. `arrange_shape` takes the shapes as orders in which
+requests of one length mix arrive. A result names its reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.errors import ConfigError
+from moestro.workload.rows import Int64s, Rows
+
+Shape = Literal["random", "central", "descending", "two-end", "average"]
+SHAPES: tuple[Shape, ...] = ("random", "central", "descending", "two-end", "average")
+LONGEST = 3000  # tokens: 97.6 % of BurstGPT's requests are not longer (Gimbal v1, section V-A2, the threshold of load)
+
+_Floats = NDArray[np.float64]
+# Where in 0 .. 1 (of the longest prompt) the share u of all requests lies below: the inverse of each distribution.
+_QUANTILES: dict[str, Callable[[_Floats], _Floats]] = {
+    "average": lambda u: u,  # flat
+    "descending": lambda u: 1 - np.sqrt(1 - u),  # falls in a straight line to 0
+    "central": lambda u: np.where(
+        u < 0.5, np.sqrt(u / 2), 1 - np.sqrt((1 - u) / 2)
+    ),  # a triangle, its top in the middle
+    "two-end": lambda u: 0.5 + np.sign(u - 0.5) * np.sqrt(np.abs(u - 0.5) / 2),  # the triangle upside down
+}
+
+
+def draw_shape(rows: Rows, shape: Shape, num_requests: int, rng: np.random.Generator, longest: int = LONGEST) -> Rows:
+    """Requests of `rows`, drawn so that their prompt lengths have the shape, in random order.
+
+    "random" draws every request alike, without putting it back as long as there are enough: the mix as it is. The
+    others draw a length, and take a request whose prompt is as near to it as any; where long ones are rare they come
+    repeatedly. Answers stay with their prompts.
+
+    Args:
+        rows: lengths; what they share and when they came is dropped.
+        longest: tokens where a shape ends; "random" has no end.
+
+    Raises:
+        ConfigError: there is no such shape, or the prompts are texts, whose lengths are not known.
+    """
+    _check(shape)
+    if rows.texts is not None:
+        raise ConfigError("prompts as text have no known lengths, so no shape can be drawn from them")
+    order = np.argsort(rows.num_prompt_tokens, kind="stable")
+    if shape == "random":
+        return _lengths(rows, rng.choice(len(rows), num_requests, replace=num_requests > len(rows)))
+    wanted = _QUANTILES[shape](rng.random(num_requests)) * longest
+    return _lengths(rows, order[_nearest(rows.num_prompt_tokens[order], wanted, rng)])
+
+
+def arrange_shape(rows: Rows, shape: Shape, rng: np.random.Generator) -> Rows:
+    """The same requests in another order: where in time the long prompts come.
+
+    "random": anywhere. "central": in the middle. "descending": first. "two-end": first and last. "average": everywhere
+    alike, so that each stretch of the order has the mix of the whole.
+
+    Raises:
+        ConfigError: there is no such shape.
+    """
+    _check(shape)
+    count = len(rows)
+    shuffled = rng.permutation(count)
+    falling = shuffled[np.argsort(-rows.num_prompt_tokens[shuffled], kind="stable")]
+    place = np.arange(count)
+    distance = np.abs(place - (count - 1) / 2)  # from the middle
+    places = {
+        "random": rng.permutation(count),
+        "descending": place,
+        "central": np.argsort(distance, kind="stable"),
+        "two-end": np.argsort(-distance, kind="stable"),
+        "average": np.argsort(np.argsort((place * (5**0.5 - 1) / 2) % 1, kind="stable"), kind="stable"),
+    }[shape]
+    order = np.empty(count, np.int64)
+    order[places] = falling
+    return _lengths(rows, order)
+
+
+def _nearest(lengths: Int64s, wanted: _Floats, rng: np.random.Generator) -> Int64s:
+    """For each wanted length, one at random of the places in `lengths` (rising) that hold the nearest."""
+    right = np.searchsorted(lengths, wanted).clip(max=len(lengths) - 1)
+    left = (right - 1).clip(min=0)
+    nearest = np.where(wanted - lengths[left] < lengths[right] - wanted, lengths[left], lengths[right])
+    first, end = np.searchsorted(lengths, nearest, "left"), np.searchsorted(lengths, nearest, "right")
+    place: Int64s = first + np.floor(rng.random(len(wanted)) * (end - first)).astype(np.int64)
+    return place
+
+
+def _lengths(rows: Rows, which: Int64s) -> Rows:
+    return Rows(rows.num_prompt_tokens[which], rows.num_output_tokens[which])
+
+
+def _check(shape: str) -> None:
+    if shape not in SHAPES:
+        raise ConfigError(f"there is no length shape {shape!r}: give one of {', '.join(SHAPES)}")

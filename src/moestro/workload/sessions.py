@@ -1,0 +1,120 @@
+"""Conversations: a turn's prompt is all that was said before and something new, and comes a while after the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moestro.core.clock import NS_PER_S
+from moestro.workload.rows import Int64s, Rows, Streams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How long answers are taken to last where nothing computes them: a guess, to be stated with the result.
+
+    Attributes:
+        ttft_s: seconds to the first token.
+        tpot_s: seconds for each token.
+    """
+
+    ttft_s: float = 0.5
+    tpot_s: float = 0.02
+
+    def service_ns(self, num_output_tokens: Int64s) -> Int64s:
+        """int64[n], from arrival to the end of the answer."""
+        guess: Int64s = np.rint((self.ttft_s + self.tpot_s * num_output_tokens) * NS_PER_S).astype(np.int64)
+        return guess
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sessions:
+    """s sessions of n turns in all, in closed loop: a turn arrives `think_ns` after the one before it has ended.
+
+    Attributes:
+        rows: the turns, in order of session and then of turn, without times; `rows.session` numbers from 0.
+        start_ns: int64[s], when each first turn arrives, not decreasing.
+        think_ns: int64[n], from the end of the turn before; 0 for a first turn.
+    """
+
+    rows: Rows
+    start_ns: Int64s
+    think_ns: Int64s
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+    @property
+    def first_rows(self) -> Int64s:
+        """int64[s], the row of each session's first turn."""
+        assert self.rows.session is not None, "turns belong to sessions"
+        return np.searchsorted(self.rows.session, np.arange(len(self)))
+
+    def starting(self, start_ns: Int64s) -> Sessions:
+        """The same sessions, beginning at int64[s] times, not decreasing."""
+        return replace(self, start_ns=start_ns)
+
+    def next_turn(self, row: int, ended_ns: int) -> tuple[int, int] | None:
+        """The turn after `row`, which ended then, and when it arrives; None: it was the last."""
+        session = self.rows.session
+        assert session is not None, "turns belong to sessions"
+        if row + 1 == len(session) or session[row + 1] != session[row]:
+            return None
+        return row + 1, ended_ns + int(self.think_ns[row + 1])
+
+    def open_loop(self, pace: Pace) -> Rows:
+        """The turns at fixed times, in their order, as if every answer lasted as long as `pace` guesses.
+
+        Where answers last longer, turns come before the ones that they follow have ended, which no user does: use the
+        closed loop wherever something can drive it.
+        """
+        session = self.rows.session
+        assert session is not None, "turns belong to sessions"
+        steps = self.think_ns.copy()
+        steps[1:] += pace.service_ns(self.rows.num_output_tokens)[:-1]
+        steps[self.first_rows] = 0
+        since_all = np.cumsum(steps)
+        arrival_ns = self.start_ns[session] + since_all - since_all[self.first_rows][session]
+        timed = replace(self.rows, timestamp_ns=arrival_ns)
+        return timed.select(np.argsort(arrival_ns, kind="stable"))
+
+
+def prompt_lengths(
+    session: Int64s, num_head_tokens: Int64s, num_new_tokens: Int64s, num_output_tokens: Int64s
+) -> Int64s:
+    """int64[n], the prompt of each turn: what the session begins with, and all inputs and answers up to its own input.
+
+    Args:
+        session: int64[n], 0, 0, …, 1, …: the session of each turn.
+        num_head_tokens: int64[s].
+        num_new_tokens, num_output_tokens: int64[n].
+    """
+    first = np.searchsorted(session, np.arange(len(num_head_tokens)))
+    said = np.cumsum(num_new_tokens + num_output_tokens)
+    before = (said - num_new_tokens - num_output_tokens)[first]
+    return num_head_tokens[session] + said - num_output_tokens - before[session]
+
+
+def grown(first_row: Int64s, num_new_tokens: Int64s, num_output_tokens: Int64s, think_ns: int) -> Sessions:
+    """Sessions that share nothing, of a user each, all beginning at 0.
+
+    Args:
+        first_row: int64[s + 1]; session k has the turns first_row[k] .. first_row[k + 1] - 1.
+        num_new_tokens, num_output_tokens: int64[n], of each turn.
+        think_ns: before every turn but a first.
+    """
+    num_sessions = len(first_row) - 1
+    session = np.repeat(np.arange(num_sessions), np.diff(first_row))
+    none = np.zeros(num_sessions, np.int64)
+    rows = Rows(
+        num_prompt_tokens=prompt_lengths(session, none, num_new_tokens, num_output_tokens),
+        num_output_tokens=num_output_tokens,
+        streams=Streams(none - 1, none),
+        stream=session,
+        user=session,
+        session=session,
+    )
+    think = np.full(len(session), think_ns, np.int64)
+    think[first_row[:-1]] = 0
+    return Sessions(rows, none, think)

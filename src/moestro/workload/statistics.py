@@ -1,0 +1,182 @@
+"""Figures of a workload, by which a trace is recognised and a generator is judged."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.clock import NS_PER_S
+from moestro.workload.block_names import UInt64s, block_numbers, check_block_size
+from moestro.workload.rows import Int64s, Rows
+
+_PEAK_S = 10
+
+
+class Lengths(msgspec.Struct, frozen=True):
+    """Of tokens or seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+class Reuse(msgspec.Struct, frozen=True):
+    """What an unlimited prefix cache would find of the prompts.
+
+    Attributes:
+        block_size: tokens of its blocks.
+        hit_share: tokens of full blocks that stood in an earlier prompt, of all prompt tokens.
+        own_session_share: of those, the ones that were last used by the same session; None: sessions are not known.
+        reused_share: different blocks that stood in more than one prompt.
+        again_s: seconds since a block that is found was last used; None: times are not known.
+    """
+
+    block_size: int
+    hit_share: float
+    own_session_share: float | None
+    reused_share: float
+    again_s: Lengths | None
+
+
+class Turns(msgspec.Struct, frozen=True):
+    """Sessions of requests.
+
+    Attributes:
+        num_sessions: how many.
+        single_share: those of one request.
+        follow_up_share: requests that are not a session's first.
+        gap_s: from one request to the next of the session; None: times are not known, or nobody asks twice.
+    """
+
+    num_sessions: int
+    single_share: float
+    follow_up_share: float
+    gap_s: Lengths | None
+
+
+class Statistics(msgspec.Struct, frozen=True):
+    """Of one workload.
+
+    Attributes:
+        rate: requests a second from the first to the last; None: times are not known.
+        gap_cv: coefficient of variation of the gaps between requests.
+        peak_over_mean: requests of the busiest 10 s, over those of the average ones.
+    """
+
+    num_requests: int
+    is_generated: bool
+    prompt_tokens: Lengths
+    output_tokens: Lengths
+    rate: float | None
+    gap_cv: float | None
+    peak_over_mean: float | None
+    reuse: Reuse | None
+    turns: Turns | None
+
+
+def measure(rows: Rows, block_size: int = 16) -> Statistics:
+    """The figures of `rows`, which are in order of time where they have times.
+
+    Args:
+        block_size: of the unlimited cache; only where prompts share anything.
+    """
+    rate, gap_cv, peak = _times(rows.timestamp_ns)
+    shares = rows.hash_ids is not None or rows.stream is not None
+    return Statistics(
+        num_requests=len(rows),
+        is_generated=rows.is_generated,
+        prompt_tokens=_lengths(rows.num_prompt_tokens),
+        output_tokens=_lengths(rows.num_output_tokens),
+        rate=rate,
+        gap_cv=gap_cv,
+        peak_over_mean=peak,
+        reuse=_reuse(rows, block_size) if shares else None,
+        turns=None if rows.session is None else _turns(rows.session, rows.timestamp_ns),
+    )
+
+
+def lru_hit_share(rows: Rows, block_size: int, num_blocks: int) -> float:
+    """Share of prompt tokens that one cache of `num_blocks` blocks finds; who was not used longest leaves first.
+
+    Prompts come one after the other, each whole, with no regard to time.
+    """
+    check_block_size(rows, block_size)
+    cache: OrderedDict[int, None] = OrderedDict()
+    num_found = 0
+    for index in range(len(rows)):
+        numbers = block_numbers(rows, index, int(rows.num_prompt_tokens[index]), block_size).tolist()
+        found = next((i for i, number in enumerate(numbers) if number not in cache), len(numbers))
+        num_found += found
+        for number in reversed(numbers):  # the end of a prompt is of less use than its beginning, and leaves first
+            cache[number] = None
+            cache.move_to_end(number)
+        while len(cache) > num_blocks:
+            cache.popitem(last=False)
+    return num_found * block_size / int(rows.num_prompt_tokens.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Uses:
+    """Every use of a block by a prompt after its first: which request, and which one before it.
+
+    `reused_share` as in `Reuse`.
+    """
+
+    request: Int64s
+    before: Int64s
+    reused_share: float
+
+
+def _reuse(rows: Rows, block_size: int) -> Reuse:
+    uses = _uses(rows, block_size)
+    times = rows.timestamp_ns
+    own = None if rows.session is None else rows.session[uses.request] == rows.session[uses.before]
+    again = None if times is None or not len(uses.request) else times[uses.request] - times[uses.before]
+    return Reuse(
+        block_size=block_size,
+        hit_share=len(uses.request) * block_size / int(rows.num_prompt_tokens.sum()),
+        own_session_share=None if own is None or not len(own) else float(own.mean()),
+        reused_share=uses.reused_share,
+        again_s=None if again is None else _lengths(again / NS_PER_S),
+    )
+
+
+def _uses(rows: Rows, block_size: int) -> _Uses:
+    check_block_size(rows, block_size)
+    blocks = [block_numbers(rows, i, int(n), block_size) for i, n in enumerate(rows.num_prompt_tokens)]
+    flat: UInt64s = np.concatenate(blocks)
+    request = np.repeat(np.arange(len(rows)), [len(each) for each in blocks])
+    order = np.argsort(flat, kind="stable")  # uses of one block stand together, in order of requests
+    is_again = np.append(False, flat[order][1:] == flat[order][:-1])
+    again = np.flatnonzero(is_again)
+    num_blocks = len(flat) - len(again)
+    num_reused = int((is_again[1:] & ~is_again[:-1]).sum())
+    return _Uses(request[order[again]], request[order[again - 1]], num_reused / max(1, num_blocks))
+
+
+def _turns(session: Int64s, timestamp_ns: Int64s | None) -> Turns:
+    counts = np.unique(session, return_counts=True)[1]
+    gap_s = None
+    if timestamp_ns is not None and len(counts) < len(session):
+        order = np.argsort(session, kind="stable")
+        same = session[order][1:] == session[order][:-1]
+        gap_s = _lengths(np.diff(timestamp_ns[order])[same] / NS_PER_S)
+    return Turns(len(counts), float((counts == 1).mean()), 1 - len(counts) / len(session), gap_s)
+
+
+def _times(timestamp_ns: Int64s | None) -> tuple[float | None, float | None, float | None]:
+    if timestamp_ns is None or timestamp_ns[-1] == timestamp_ns[0]:
+        return None, None, None
+    gaps = np.diff(timestamp_ns)
+    counts = np.bincount((timestamp_ns - timestamp_ns[0]) // (_PEAK_S * NS_PER_S))
+    rate = (len(timestamp_ns) - 1) / int(timestamp_ns[-1] - timestamp_ns[0]) * NS_PER_S
+    return rate, float(gaps.std() / gaps.mean()), float(counts.max() / counts.mean())
+
+
+def _lengths(values: NDArray[np.int64] | NDArray[np.float64]) -> Lengths:
+    return Lengths(float(values.mean()), *(float(each) for each in np.percentile(values, [50, 90, 99])))

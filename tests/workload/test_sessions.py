@@ -1,0 +1,157 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moestro.core.hashing import split_hashes
+from moestro.errors import ConfigError
+from moestro.workload.requests import RequestForm, RequestMaker
+from moestro.workload.session_generator import generate, labelled, steady_rows
+from moestro.workload.session_shapes import SHAPES, App, LogNormal, SessionShape
+from moestro.workload.sessions import Pace, grown
+from moestro.workload.statistics import measure
+
+S = 1_000_000_000
+SMALL = SessionShape(
+    like="nothing",
+    single_share=0.5,
+    mean_turns=2.5,
+    apps=(App(0.6, 40), App(0.4, 24)),
+    num_users=5,
+    user_skew=1.0,
+    user_tokens=LogNormal(12, 0.5),
+    first_tokens=LogNormal(30, 1.0),
+    next_tokens=LogNormal(10, 1.0),
+    output_tokens=LogNormal(8, 0.5),
+    think_s=LogNormal(3, 1.0),
+    max_model_len=600,
+)
+# What is published of the traces that the shapes are made like; docs/workloads.md has the sources.
+PUBLISHED = {
+    "chat": (43_058, 5.98, 16, {"mean": 2331, "p50": 1046, "out": 430, "hit": 0.579, "own": 0.711, "single": 0.61, "gap": 110.6}),
+    "api_agent": (43_200, 6.0, 16, {"mean": 915, "p50": 574, "out": 92, "hit": 0.542, "single": 1.0}),
+    "coder": (43_011, 5.97, 16, {"mean": 5748, "p50": 4540, "out": 808, "hit": 0.664, "own": 0.398, "single": 0.747, "gap": 117.7}),
+    "tool_agent": (23_608, 6.67, 512, {"mean": 8596, "p50": 6346, "out": 182, "hit": 0.553}),
+}  # fmt: skip
+
+
+@given(st.sampled_from([SMALL, *SHAPES.values()]), st.integers(1, 400), st.floats(0.01, 1000), st.integers(0, 3))
+def test_a_turn_is_all_that_was_said_and_something_new(shape, num_requests, rate, seed):
+    sessions = generate(shape, num_requests, rate, seed)
+    rows = sessions.rows
+    assert len(rows) == num_requests
+    assert rows.is_generated
+    before = None
+    for i in range(num_requests):
+        same = before is not None and rows.session[i] == rows.session[before]
+        if same:
+            assert rows.stream[i] == rows.stream[before]
+            assert rows.user[i] == rows.user[before]
+            assert rows.num_prompt_tokens[i] > rows.num_prompt_tokens[before] + rows.num_output_tokens[before]
+            assert sessions.next_turn(before, 100) == (i, 100 + sessions.think_ns[i])
+        else:
+            assert rows.session[i] == (0 if before is None else rows.session[before] + 1)
+            assert rows.num_prompt_tokens[i] > rows.streams.start[rows.stream[i]]
+            assert before is None or sessions.next_turn(before, 100) is None
+        before = i
+    assert sessions.next_turn(num_requests - 1, 0) is None
+    assert (rows.num_prompt_tokens + rows.num_output_tokens <= shape.max_model_len).all()
+    assert len(sessions) == rows.session[-1] + 1
+
+
+@given(st.integers(1, 200), st.integers(0, 3))
+def test_open_loop_is_closed_loop_with_answers_that_last_as_guessed(num_requests, seed):
+    sessions, pace = generate(SMALL, num_requests, 5, seed), Pace(ttft_s=0.25, tpot_s=0.125)
+    arrivals = {}
+    for row, start in zip(sessions.first_rows.tolist(), sessions.start_ns.tolist(), strict=True):
+        turn = (row, start)
+        while turn is not None:
+            arrivals[turn[0]] = turn[1]
+            lasts = S // 4 + int(sessions.rows.num_output_tokens[turn[0]]) * S // 8
+            turn = sessions.next_turn(turn[0], turn[1] + lasts)
+    assert sorted(arrivals) == list(range(num_requests))
+    rows = sessions.open_loop(pace)
+    assert rows.timestamp_ns.tolist() == sorted(arrivals.values())
+    assert sorted(rows.num_prompt_tokens) == sorted(sessions.rows.num_prompt_tokens)
+
+
+def test_every_turn_finds_what_was_said_before_it():
+    sessions = generate(SMALL, 300, 5, 0)
+    maker = RequestMaker(sessions.rows, RequestForm(block_size=16))
+    before = None
+    for i in range(300):
+        request, script = maker.make(i, 0)
+        if before is not None and request.session_id == before[0].session_id:
+            assert request.block_hashes.startswith(before[0].block_hashes + before[1].block_hashes)
+        before = request, script
+
+
+def test_sessions_of_an_app_share_its_system_prompt_and_a_users_share_more():
+    rows = generate(SMALL, 400, 5, 0).rows
+    maker = RequestMaker(rows, RequestForm(block_size=1))
+    shared = {True: set(), False: set()}
+    names = [split_hashes(maker.make(i, 0)[0].block_hashes) for i in range(60)]
+    for i in range(60):
+        for j in range(i):
+            if rows.session[i] != rows.session[j]:
+                common = sum(a == b for a, b in zip(names[i], names[j], strict=False))
+                shared[rows.user[i] == rows.user[j]].add(common)
+    assert shared[False] == {0, 24, 40}
+    assert max(shared[True]) > 40
+
+
+def test_the_same_seed_gives_the_same_sessions_and_another_others():
+    first, again, other = (generate(SMALL, 50, 5, seed) for seed in (1, 1, 2))
+    assert (first.rows.num_prompt_tokens == again.rows.num_prompt_tokens).all()
+    assert (first.start_ns == again.start_ns).all()
+    assert (first.rows.num_prompt_tokens != other.rows.num_prompt_tokens).any()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_has_the_figures_of_the_trace_that_it_is_made_like(name):
+    count, rate, block_size, published = PUBLISHED[name]
+    found = measure(steady_rows(SHAPES[name], count, rate, 5), block_size)
+    values = {
+        "mean": found.prompt_tokens.mean,
+        "p50": found.prompt_tokens.p50,
+        "out": found.output_tokens.mean,
+        "hit": found.reuse.hit_share,
+        "own": found.reuse.own_session_share,
+        "single": found.turns.single_share,
+        "gap": found.turns.gap_s.p50 if found.turns.gap_s else None,
+    }
+    assert found.is_generated
+    assert found.rate == pytest.approx(rate, rel=0.05)
+    for word, value in published.items():
+        assert values[word] == pytest.approx(value, rel=0.2), word
+
+
+def test_a_window_of_sessions_begins_amid_them_at_its_full_rate():
+    rows = steady_rows(SMALL, 4000, 10, 0)
+    assert rows.timestamp_ns[0] == 0
+    thirds = np.histogram(rows.timestamp_ns, 3, (0, rows.timestamp_ns[-1]))[0]
+    assert thirds.min() > 0.85 * 4000 / 3
+
+
+def test_conversations_without_times_can_be_given_any():
+    told = grown(np.array([0, 2, 3]), np.array([10, 5, 7]), np.array([3, 4, 2]), S)
+    assert told.rows.num_prompt_tokens.tolist() == [10, 18, 7]
+    rows = told.starting(np.array([5 * S, 6 * S])).open_loop(Pace(ttft_s=2, tpot_s=0))
+    assert rows.timestamp_ns.tolist() == [5 * S, 6 * S, 8 * S]
+    assert rows.session.tolist() == [0, 1, 0]
+
+
+def test_labels_have_the_share_asked_for_and_leave_the_rest_alone():
+    rows = labelled(generate(SMALL, 5000, 5, 0).rows, 0.2, seed=3)
+    assert rows.is_ls.mean() == pytest.approx(0.2, abs=0.02)
+    assert (rows.is_ls == labelled(rows, 0.2, seed=3).is_ls).all()
+    assert not labelled(rows, 0, seed=1).is_ls.any()
+    assert labelled(rows, 1, seed=1).is_ls.all()
+    with pytest.raises(ConfigError, match=r"within 0 .. 1, got 20"):
+        labelled(rows, 20, seed=0)
+
+
+@pytest.mark.parametrize(("count", "rate"), [(0, 1), (1, 0), (1, float("inf")), (1, float("nan"))])
+def test_a_workload_that_cannot_be_is_refused(count, rate):
+    with pytest.raises(ConfigError, match="at least 1|above 0"):
+        generate(SMALL, count, rate, 0)
