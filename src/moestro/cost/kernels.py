@@ -71,14 +71,16 @@ class Kernels:
         return 2 * self._gpu.kernel_ns + num_sequences * self.decode_sequence_ns
 
     def prefill_ns(self, chunks: Chunks, window: int | None) -> float:
-        """Attention of a layer over prefill chunks."""
+        """Attention of a layer over prefill chunks: arithmetic, or reading what a short chunk has cached."""
         gpu, attention = self._gpu, self._network.attention
-        num_new = sum(new for _, new in chunks)
         pair_s = attention.prefill_flops / 2 / (gpu.bf16_flops_per_s * gpu.prefill_attention)
-        total_s = pair_s * twice_num_pairs(chunks, window)
-        if attention.expand_flops:
-            num_latents = num_new + sum(cached for cached, _ in chunks)
-            total_s += num_latents * attention.expand_flops / (self._flops_per_s * gpu.gemm_compute)
+        token_s = attention.kv_bytes_per_token / (gpu.memory_bytes_per_s * gpu.kv_read)
+        expand_s = attention.expand_flops / (self._flops_per_s * gpu.gemm_compute)
+        num_new, total_s = 0, 0.0
+        for cached, new in chunks:
+            num_new += new
+            num_read = new + (cached if window is None else min(cached, window))
+            total_s += max(pair_s * twice_num_pairs(cached, new, window), token_s * num_read) + expand_s * num_read
         return 2 * gpu.kernel_ns + num_new * gpu.attention_token_ns + _NS * total_s
 
     def experts_ns(self, num_activated: float, num_copies: float) -> float:
@@ -113,15 +115,14 @@ class Kernels:
         return self.gemm_ns(num_sequences, (self._network.vocab_size, self._network.hidden_size), 2.0)
 
 
-def twice_num_pairs(chunks: Chunks, window: int | None) -> int:
-    """Twice the pairs (query, key) that causal attention over the chunks computes: an integer, 2 q c + q**2 each.
+def twice_num_pairs(cached: int, new: int, window: int | None) -> int:
+    """Twice the pairs (query, key) that causal attention of a chunk computes: an integer, 2 q c + q**2.
 
-    With a window a query looks back at `window` tokens at most.
+    Args:
+        cached, new: tokens in the KV cache, and queries.
+        window: tokens that a query looks back at, at most; None: all.
     """
     if window is None:
-        return sum(new * (2 * cached + new) for cached, new in chunks)
-    total = 0
-    for cached, new in chunks:
-        growing = min(max(window - cached, 0), new)  # queries that still see everything before them
-        total += growing * (2 * cached + growing) + 2 * (new - growing) * window
-    return total
+        return new * (2 * cached + new)
+    growing = min(max(window - cached, 0), new)  # queries that still see everything before them
+    return growing * (2 * cached + growing) + 2 * (new - growing) * window

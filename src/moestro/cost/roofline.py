@@ -34,7 +34,7 @@ class HostCost:
     sequence_ns: float
 
 
-VLLM_HOST = HostCost(step_ns=1_500_000, sequence_ns=20_000)
+VLLM_HOST = HostCost(step_ns=1_500_000, sequence_ns=30_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
