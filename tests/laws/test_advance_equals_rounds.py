@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.request import Request, SamplingParams
 from moestro.core.work import StepResult
+from moestro.engine.emitted import Emitted
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 
@@ -68,12 +69,12 @@ class Scripts:
         left = [
             self.length[scheduler.table.at(s).request.request_id] - self.num_generated(scheduler, s) for s in running
         ]
-        return min(left) - 1
+        return min(left)
 
-    def one_round(self, scheduler: Scheduler) -> None:
+    def one_round(self, scheduler: Scheduler) -> Emitted:
         plan = scheduler.schedule(0)
         if plan is None:
-            return
+            return Emitted()
         units, table = plan.units, scheduler.table
         finished = np.zeros(len(units), np.bool_)
         block_hashes = {}
@@ -85,14 +86,17 @@ class Scripts:
             packed = self.hashes(request, max(start, known * BLOCK_SIZE), end)
             if packed:
                 block_hashes[i] = packed
-        scheduler.update(StepResult(units.slot, finished=finished, block_hashes=block_hashes), 0)
+        return scheduler.update(StepResult(units.slot, finished=finished, block_hashes=block_hashes), 0)
 
-    def advance(self, scheduler: Scheduler, num_rounds: int) -> None:
+    def advance(self, scheduler: Scheduler, num_rounds: int) -> Emitted:
         table, packed = scheduler.table, {}
+        finished = []
         for slot in table.running.tolist():
-            start = int(table.num_computed[slot])
-            packed[slot] = self.hashes(table.at(slot).request, start, start + num_rounds)
-        scheduler.advance(num_rounds, packed)
+            request, start = table.at(slot).request, int(table.num_computed[slot])
+            packed[slot] = self.hashes(request, start, start + num_rounds)
+            if self.num_generated(scheduler, slot) + num_rounds >= self.length[request.request_id]:
+                finished.append(slot)
+        return scheduler.advance(num_rounds, packed, finished)
 
 
 def snapshot(scheduler: Scheduler) -> dict:
@@ -112,6 +116,11 @@ def snapshot(scheduler: Scheduler) -> dict:
         "num_steps": scheduler.num_steps,
         "counts": scheduler.counts,
     }
+
+
+def ends(emitted: Emitted) -> list:
+    told = zip(emitted.sequences, emitted.finish_reasons, strict=True)
+    return [(sequence.serial, reason) for sequence, reason in told if reason is not None]
 
 
 @settings(max_examples=200, deadline=None)
@@ -136,7 +145,7 @@ def test_advance_equals_rounds(seed, num_blocks, max_num_seqs, order, caching):
     stepwise, jumping = Scheduler(bounds), Scheduler(bounds)
     scripts = Scripts(rng)
     arrivals = sorted((int(rng.integers(0, 60)), i) for i in range(12))
-    now, jumped = 0, 0
+    now = 0
     while arrivals or jumping.has_work:
         while arrivals and arrivals[0][0] <= now:
             request = scripts.request(arrivals.pop(0)[1])
@@ -147,13 +156,12 @@ def test_advance_equals_rounds(seed, num_blocks, max_num_seqs, order, caching):
             limit = min(limit, scripts.rounds_until_one_ends(jumping), arrivals[0][0] - now if arrivals else limit)
         if limit > 0:
             num_rounds = int(rng.integers(1, limit + 1))
-            scripts.advance(jumping, num_rounds)
-            jumped += num_rounds
+            ended = ends(scripts.advance(jumping, num_rounds))
         else:
             num_rounds = 1
-            scripts.one_round(jumping)
-        for _ in range(num_rounds):
-            scripts.one_round(stepwise)
+            ended = ends(scripts.one_round(jumping))
+        singly = [end for _ in range(num_rounds) for end in ends(scripts.one_round(stepwise))]
+        assert ended == singly
         now += num_rounds
         assert snapshot(jumping) == snapshot(stepwise)
         jumping.check()
@@ -167,7 +175,7 @@ def test_a_long_decode_is_jumped_over_in_few_pieces():
     scripts.length["r"] = 300
     assert scheduler.horizon(0) == 0, "the prompt has to be scheduled"
     scripts.one_round(scheduler)
-    assert scheduler.horizon(0) == 298, "299 tokens are left, and the last one ends it"
+    assert scheduler.horizon(0) == 299, "so many tokens are left, and the last one ends it"
 
 
 def test_the_horizon_ends_where_blocks_run_out():

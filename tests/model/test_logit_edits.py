@@ -36,7 +36,7 @@ def edits_of(requests, known, rows=None) -> LogitEdits | None:
 
 
 def edited(requests, known, logits) -> np.ndarray:
-    sampling = np.array([sampling_row(request) for request in requests])
+    sampling = np.array([sampling_row(request.sampling) for request in requests])
     edits = edits_of(requests, known)
     return edit_logits(torch.from_numpy(logits), edits, np.arange(len(requests)), sampling).numpy()
 

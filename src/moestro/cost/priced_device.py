@@ -109,7 +109,7 @@ class ScriptedDevice:
     # --- many rounds at once ----------------------------------------------------------------------------------------
 
     def rounds_until_finish(self, slots: Int32s, num_computed: Int32s) -> int:
-        """Coming decode rounds that end no script; the one after them does, or has to be launched to be known.
+        """Coming decode rounds, up to the first that ends a script and with it; 0: nobody knows before the next.
 
         Args:
             slots: int32[n], the scheduler's running sequences, nothing in flight.
@@ -117,13 +117,16 @@ class ScriptedDevice:
         """
         if len(slots) == 0 or int(slots.max()) >= len(self._serial):
             return 0
-        return max(int((self._ends_at.take(slots) - num_computed).min()) - 1, 0)
+        return max(int((self._ends_at.take(slots) - num_computed).min()), 0)
 
-    def complete_rounds(self, slots: Int32s, num_computed: Int32s, num_rounds: int) -> dict[int, bytes]:
+    def complete_rounds(
+        self, slots: Int32s, num_computed: Int32s, num_rounds: int
+    ) -> tuple[dict[int, bytes], list[int]]:
         """The effect of launching `num_rounds` decode rounds, at most `rounds_until_finish`.
 
         Returns:
-            By slot, the packed hashes of the generated blocks that they fill: what `Scheduler.advance` is given.
+            What `Scheduler.advance` is given: by slot, the packed hashes of the generated blocks that they fill; and
+            the slots whose scripts end in the last of them.
         """
         end = num_computed + num_rounds
         told = {}
@@ -131,7 +134,10 @@ class ScriptedDevice:
             packed = self._fill(int(slots[row]), int(end[row]))
             if packed:
                 told[int(slots[row])] = packed
-        return told
+        finished: list[int] = slots[end >= self._ends_at.take(slots)].tolist()
+        for slot in finished:
+            self.forget(int(self._serial[slot]))
+        return told, finished
 
     # --- answers ----------------------------------------------------------------------------------------------------
 

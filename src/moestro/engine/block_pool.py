@@ -55,46 +55,64 @@ class BlockPool:
 
     def share(self, blocks: list[int]) -> None:
         """Add one holder to each of `blocks`, which are cached or held."""
+        ref_count = self._ref_count
         for block in blocks:
-            if self._ref_count[block] == 0:
+            if ref_count[block] == 0:
                 del self._cached[block]
-            self._ref_count[block] += 1
+            ref_count[block] += 1
 
     def allocate(self) -> int:
         """A block of one's own: a blank one, else the cached one unused the longest, whose prefix is forgotten.
 
         The caller looks at `num_free` first: an empty pool is a bug here.
         """
-        if self._blank:
-            block = self._blank.pop()
-        elif self._cached:
+        return self.allocate_many(1)[0]
+
+    def allocate_many(self, num_blocks: int) -> list[int]:
+        """The blocks that `num_blocks` calls of `allocate` would give, in their order."""
+        if num_blocks > self.num_free:
+            raise InvariantError(f"allocation of {num_blocks} blocks from a pool of {self.num_free}")
+        blank, ref_count = self._blank, self._ref_count
+        kept = max(len(blank) - num_blocks, 0)
+        blocks = blank[kept:]
+        blocks.reverse()
+        del blank[kept:]
+        for _ in range(num_blocks - len(blocks)):
             block, _ = self._cached.popitem(last=False)
             del self._block_of[self._hash_of.pop(block)]
-        else:
-            raise InvariantError("allocate() on an empty pool")
-        self._ref_count[block] = 1
-        return block
+            blocks.append(block)
+        for block in blocks:
+            ref_count[block] = 1
+        return blocks
 
     def release(self, blocks: list[int]) -> None:
         """Take one holder from each of a sequence's `blocks`, given in the order of its tokens.
 
         The last ones become free first, so that a long prefix is forgotten from its end.
         """
+        ref_count, hash_of, cached, blank = self._ref_count, self._hash_of, self._cached, self._blank
         for block in reversed(blocks):
-            if self._ref_count[block] < 1:
+            count = ref_count[block] - 1
+            if count > 0:
+                ref_count[block] = count
+                continue
+            if count < 0:
                 raise InvariantError(f"release of block {block}, which nobody holds")
-            self._ref_count[block] -= 1
-            if self._ref_count[block] == 0:
-                if block in self._hash_of:
-                    self._cached[block] = None
-                else:
-                    self._blank.append(block)
+            ref_count[block] = 0
+            if block in hash_of:
+                cached[block] = None
+            else:
+                blank.append(block)
 
-    def remember(self, block: int, block_hash: bytes) -> None:
-        """`block`, held and now full, holds the KV that `block_hash` names. The first block of a hash keeps it."""
-        if self._enabled and block_hash not in self._block_of and block not in self._hash_of:
-            self._block_of[block_hash] = block
-            self._hash_of[block] = block_hash
+    def remember(self, blocks: list[int], hashes: list[bytes]) -> None:
+        """Each of `blocks`, held and now full, holds the KV that its hash names. The first block of a hash keeps it."""
+        if not self._enabled:
+            return
+        block_of, hash_of = self._block_of, self._hash_of
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if block_hash not in block_of and block not in hash_of:
+                block_of[block_hash] = block
+                hash_of[block] = block_hash
 
     def check(self, held: list[list[int]]) -> None:
         """Recount everything against the block lists that sequences hold.

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from moestro.core.request import Output, Request, TokenLogprobs
-from moestro.core.work import Device, Executor
+from moestro.core.work import Device, Executor, Plan
+from moestro.engine.emitted import Emitted
 from moestro.engine.fused import FusedExecutor
-from moestro.engine.scheduler import Emitted, Scheduler
+from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 
 
@@ -60,18 +61,28 @@ class Rank:
 
     def step(self, now_ns: int) -> list[Output]:
         """Take what is ready and, when nothing is in flight, submit the next plan. Returns what requests gained."""
-        outputs: list[Output] = []
-        result = self.executor.poll(now_ns)
-        if result is not None:
-            if result.expert_counts is not None:
-                counts = self.expert_counts
-                self.expert_counts = result.expert_counts.copy() if counts is None else counts + result.expert_counts
-            outputs = outputs_of(self.scheduler.update(result, now_ns))
-        if self.scheduler.table.num_units_in_flight == 0:
-            plan = self.scheduler.schedule(now_ns)
-            if plan is not None:
-                self.executor.submit(plan, now_ns)
+        outputs = outputs_of(self.collect(now_ns))
+        self.begin(now_ns)
         return outputs
+
+    def collect(self, now_ns: int) -> Emitted:
+        """Take what is ready: the first half of `step`."""
+        result = self.executor.poll(now_ns)
+        if result is None:
+            return Emitted()
+        if result.expert_counts is not None:
+            counts = self.expert_counts
+            self.expert_counts = result.expert_counts.copy() if counts is None else counts + result.expert_counts
+        return self.scheduler.update(result, now_ns)
+
+    def begin(self, now_ns: int) -> Plan | None:
+        """Submit the next plan, if nothing is in flight and there is one: the second half of `step`. Returns it."""
+        if self.scheduler.table.num_units_in_flight:
+            return None
+        plan = self.scheduler.schedule(now_ns)
+        if plan is not None:
+            self.executor.submit(plan, now_ns)
+        return plan
 
     @property
     def has_work(self) -> bool:

@@ -9,18 +9,19 @@ The scheduler decides and keeps books. It neither computes, nor sleeps, nor read
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.request import FinishReason, Request, TokenLogprobs
+from moestro.core.request import FinishReason, Request
 from moestro.core.views import BatchLimits, BatchView, EvictView
 from moestro.core.work import LOGITS_NONE, LOGITS_PROMPT, Int32s, Plan, StepResult, Units
 from moestro.engine.block_pool import BlockPool
-from moestro.engine.rounds import TAKE, block_events, rounds_that_fit
+from moestro.engine.emitted import Emitted
+from moestro.engine.rounds import TAKE, block_events, blocks_taken, rounds_that_fit
 from moestro.engine.sequences import Sequence, SequenceTable
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.waiting import WaitingQueue, rank_in_order
@@ -29,25 +30,6 @@ from moestro.policy.admission import AdmitLimits, admit
 from moestro.policy.batching import BATCHING
 from moestro.policy.eviction import EVICTION
 from moestro.policy.ordering import ORDERING
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Emitted:
-    """Tokens sampled in one step, one row per sequence that gained one.
-
-    Attributes:
-        sequences: who.
-        token_ids: what (-1 when a hashed trace is replayed, or max_tokens is 0 and the prompt is over).
-        finish_reasons: None while it goes on.
-        logprobs: by row.
-        prompt_logprobs: by row, all of the prompt's, with the first token.
-    """
-
-    sequences: list[Sequence] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    finish_reasons: list[FinishReason | None] = field(default_factory=list)
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -165,7 +147,7 @@ class Scheduler:
         if candidates and not evicted:
             kept_back = num_running - (num_free - self.pool.num_free)  # some have just taken theirs
             new_slots, new_tokens = self._admit(candidates, chunk[len(idle) :], kept_back, now_ns)
-            slots, num_tokens = np.append(slots, new_slots), np.append(num_tokens, new_tokens)
+            slots, num_tokens = np.concatenate((slots, new_slots)), np.concatenate((num_tokens, new_tokens))
         if len(slots) == 0:
             return None
         self.num_steps += 1
@@ -224,10 +206,9 @@ class Scheduler:
                 break
             self.waiting.remove(sequence)
             self.pool.share(fit.shared)
-            sequence.blocks = fit.shared + [self.pool.allocate() for _ in range(fit.num_own)]
+            sequence.blocks = fit.shared + self.pool.allocate_many(fit.num_own)
             if sequence.num_cached_tokens is None:
-                sequence.num_cached_tokens = fit.num_cached
-                sequence.admitted_ns = now_ns
+                sequence.num_cached_tokens, sequence.admitted_ns = fit.num_cached, now_ns
                 self.counts.num_queried_tokens += sequence.num_tokens
                 self.counts.num_hit_tokens += fit.num_cached
             new_slots.append(self.table.insert(sequence, fit.num_cached, len(fit.shared)))
@@ -272,6 +253,7 @@ class Scheduler:
         """Free the sequence's KV and let it wait again; it keeps its tokens, its arrival and its hashes."""
         sequence = self._free(slot)
         self.counts.num_preemptions += 1
+        sequence.num_preemptions += 1
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs = []  # they start again with the prompt
         self.waiting.add(sequence)
@@ -340,7 +322,7 @@ class Scheduler:
             assert collected is not None
             collected.extend(entries)
         for index, packed in result.block_hashes.items():
-            table.at(int(slots[index])).learn_hashes(packed)
+            table.learn_hashes(int(slots[index]), packed)
         self._remember_full_blocks(slots, computed)
         return self._emit(result, np.flatnonzero(computed == table.num_tokens.take(slots)))
 
@@ -366,8 +348,9 @@ class Scheduler:
         sequence = table.at(slot)
         if sequence.request.token_ids is not None:
             sequence.extend_hashes(num_full, block_size, table.token_ids[slot])
-        for i in range(int(table.next_full_at[slot]) // block_size - 1, min(num_full, len(sequence.hashes))):
-            self.pool.remember(sequence.blocks[i], sequence.hashes[i])
+        first, end = int(table.next_full_at[slot]) // block_size - 1, min(num_full, len(sequence.hashes))
+        if first < end:
+            self.pool.remember(sequence.blocks[first:end], sequence.hashes[first:end])
         table.next_full_at[slot] = (num_full + 1) * block_size
 
     def _emit(self, result: StepResult, sampled: NDArray[np.int64]) -> Emitted:
@@ -389,9 +372,10 @@ class Scheduler:
         reasons: list[FinishReason | None] = [None] * len(slots)
         for row in np.flatnonzero(num_tokens + 1 >= table.last_num_tokens.take(slots)).tolist():
             reasons[row] = FinishReason.LENGTH
-        scripted = () if result.finished is None else np.flatnonzero(result.finished[sampled]).tolist()
-        stopped = [row for row, sequence in enumerate(sequences) if tokens[row] in sequence.stop_token_ids]
-        for row in (*scripted, *stopped):
+        stopped = [] if result.finished is None else np.flatnonzero(result.finished[sampled]).tolist()
+        if result.token_ids is not None:
+            stopped += [row for row, sequence in enumerate(sequences) if tokens[row] in sequence.stop_token_ids]
+        for row in stopped:
             reasons[row] = FinishReason.STOP
         emitted = Emitted(sequences, tokens, reasons)
         if result.logprobs:
@@ -423,8 +407,8 @@ class Scheduler:
         """An upper bound on the coming rounds in which every running sequence decodes one token and nothing is decided.
 
         From what the scheduler may know: blocks, max_tokens, the batch policy, and waiting requests that could enter.
-        0: the next round must be scheduled. A stop token or the end of a script ends rounds earlier: the caller asks
-        the device for that.
+        0: the next round must be scheduled. Sequences may end in the last of these rounds. A stop token or the end of a
+        script ends rounds earlier: the caller asks the device for that.
         """
         table, running = self.table, self.table.running
         if len(running) == 0 or table.num_units_in_flight:
@@ -433,7 +417,7 @@ class Scheduler:
         if not view.is_decode.all() or not (self.batch(view, self.limits) == 1).all():
             return 0
         computed, capacity, block_size = table.num_computed[running], table.capacity[running], self.settings.block_size
-        most = max(int((table.last_num_tokens[running] - table.num_tokens[running]).min()) - 1, 0)  # then one ends
+        most = int((table.last_num_tokens[running] - table.num_tokens[running]).min())
         if len(self.waiting) and table.num_free_slots:
             if self._candidates(view, now_ns):
                 return 0
@@ -441,25 +425,54 @@ class Scheduler:
             most = min(most, int((block_size - computed % block_size).min()))
         return rounds_that_fit(computed, capacity // block_size, block_size, self.pool.num_free, most)
 
-    def advance(self, num_rounds: int, block_hashes: dict[int, bytes] | None = None) -> None:
+    def advance(
+        self, num_rounds: int, block_hashes: dict[int, bytes] | None = None, finished: list[int] | None = None
+    ) -> Emitted:
         """The effect of `num_rounds` <= `horizon` rounds of schedule and update, for sequences without token ids.
 
         Args:
             block_hashes: by slot, the hashes of the blocks of generated tokens that these rounds complete, packed.
+            finished: slots whose script ends in the last of these rounds.
+
+        Returns:
+            The sequences that ended in it, and why; of the others' tokens there is nothing to tell.
         """
         table, running = self.table, self.table.running
         for slot, packed in (block_hashes or {}).items():
-            table.at(slot).learn_hashes(packed)
-        computed, held = table.num_computed[running], table.capacity[running] // self.settings.block_size
-        for rounds, kind, row in block_events(computed, held, self.settings.block_size, num_rounds):
+            table.learn_hashes(slot, packed)
+        self._advance_blocks(num_rounds)
+        table.num_computed[running] += num_rounds
+        table.num_tokens[running] += num_rounds
+        self.num_steps += num_rounds
+        at_last = running[table.num_tokens.take(running) >= table.last_num_tokens.take(running)].tolist()
+        if not at_last and not finished:
+            return Emitted()
+        reasons = dict.fromkeys(at_last, FinishReason.LENGTH) | dict.fromkeys(finished or (), FinishReason.STOP)
+        ended = [slot for slot in running.tolist() if slot in reasons]
+        emitted = Emitted([table.at(slot) for slot in ended], [-1] * len(ended), [reasons[slot] for slot in ended])
+        for sequence in emitted.sequences:
+            self._end(sequence)
+        return emitted
+
+    def _advance_blocks(self, num_rounds: int) -> None:
+        """Take and remember the blocks of `num_rounds` rounds, in the order in which single rounds do it."""
+        table, running, block_size = self.table, self.table.running, self.settings.block_size
+        computed, held = table.num_computed.take(running), table.capacity.take(running) // block_size
+        next_full = table.next_full_at.take(running)
+        num_full = (computed + num_rounds) // block_size
+        if np.count_nonzero(np.minimum(num_full, table.num_hashes.take(running)) * block_size >= next_full) == 0:
+            # Nothing to remember, so all that counts is who takes a block before whom.
+            slots = running.take(blocks_taken(computed, held, block_size, num_rounds)).tolist()
+            if slots:
+                table.add_blocks(slots, self.pool.allocate_many(len(slots)))
+            table.next_full_at[running] = np.maximum(next_full, (num_full + 1) * block_size)
+            return
+        for rounds, kind, row in block_events(computed, held, block_size, num_rounds):
             slot = int(running[row])
             if kind == TAKE:
                 table.add_block(slot, self.pool.allocate())
             else:
-                self._remember(slot, (int(computed[row]) + rounds + 1) // self.settings.block_size)
-        table.num_computed[running] += num_rounds
-        table.num_tokens[running] += num_rounds
-        self.num_steps += num_rounds
+                self._remember(slot, (int(computed[row]) + rounds + 1) // block_size)
 
     def check(self) -> None:
         """Recount blocks and slots from scratch.

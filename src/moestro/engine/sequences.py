@@ -7,13 +7,18 @@ it waits after a preemption.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from operator import attrgetter
+
 import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.hashing import HASH_BYTES, ROOT, block_hash, split_hashes
-from moestro.core.request import Request, TokenLogprobs
+from moestro.core.request import Request, SamplingParams, TokenLogprobs
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Int32s, LogitEdits
 from moestro.engine.logit_edits import SequenceEdits, join_edits
+
+_NOTHING = np.empty(0, np.int32)
 
 
 class Sequence:
@@ -30,11 +35,12 @@ class Sequence:
         num_cached_tokens: prompt tokens taken from the prefix cache at first admission; None before it.
         admitted_ns: when that was.
         prompt_logprobs: collected so far; None once delivered, or when none are wanted.
+        num_preemptions: times that it gave them up again.
         is_aborted: to be dropped when its unit in flight returns.
     """
 
     __slots__ = (
-        "admitted_ns", "blocks", "edits", "generated", "hashes", "is_aborted", "num_cached_tokens",
+        "admitted_ns", "blocks", "edits", "generated", "hashes", "is_aborted", "num_cached_tokens", "num_preemptions",
         "prompt_logprobs", "request", "sampling_row", "serial", "slot", "stop_token_ids",
     )  # fmt: skip
 
@@ -44,14 +50,15 @@ class Sequence:
         self.slot: int | None = None
         self.blocks: list[int] = []
         self.hashes = split_hashes(request.block_hashes)
-        self.generated: NDArray[np.int32] = np.empty(0, np.int32)
+        self.generated = _NOTHING
         self.num_cached_tokens: int | None = None
         self.admitted_ns = 0
+        self.num_preemptions = 0
         self.is_aborted = False
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         wanted = request.sampling.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wanted else None
-        self.sampling_row = sampling_row(request)
+        self.sampling_row = sampling_row(request.sampling)
         edits_logits = request.sampling.edits_logits and request.token_ids is not None  # a trace has no logits
         self.edits = SequenceEdits(request) if edits_logits else None
 
@@ -83,15 +90,21 @@ class Sequence:
         self.hashes.extend(split_hashes(packed))
 
 
-def sampling_row(request: Request) -> NDArray[np.void]:
-    """SAMPLING_ROW of a request; shape ()."""
-    sampling = request.sampling
-    counts = {
-        "num_logprobs": -1 if sampling.logprobs is None else sampling.logprobs,
-        "num_prompt_logprobs": -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs,
-    }
-    names = SAMPLING_ROW.names or ()
-    return np.array(tuple(counts[n] if n in counts else getattr(sampling, n) for n in names), SAMPLING_ROW)
+def sampling_row(sampling: SamplingParams) -> NDArray[np.void]:
+    """SAMPLING_ROW of a request, shape (); not to be written to, for requests that sample alike share it."""
+    counts = (
+        -1 if sampling.logprobs is None else sampling.logprobs,
+        -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs,
+    )
+    return _row_of(*_sampled(sampling), *counts, sampling.seed)
+
+
+_sampled = attrgetter(*(SAMPLING_ROW.names or ())[:-3])
+
+
+@lru_cache(maxsize=256)  # those of a trace are all alike, and a row costs as much as the rest of a sequence
+def _row_of(*values: float) -> NDArray[np.void]:
+    return np.array(values, SAMPLING_ROW)
 
 
 class SequenceTable:
@@ -107,6 +120,7 @@ class SequenceTable:
         capacity: int32[slots], tokens for which it holds blocks.
         write_start: int32[slots], positions below it lie in shared blocks and are never written.
         next_full_at: int32[slots], tokens with KV at which its next block is full and the pool is told.
+        num_hashes: int32[slots], hashes of full blocks known of a sequence without token ids.
         num_in_flight: int32[slots], tokens of its unit in flight; 0: idle.
         wants_prompt_logprobs, edits_logits: bool[slots].
         block_table: int32[slots, max blocks].
@@ -130,6 +144,7 @@ class SequenceTable:
         self.capacity = column()
         self.write_start = column()
         self.next_full_at = column()
+        self.num_hashes = column()
         self.num_in_flight = column()
         self.wants_prompt_logprobs = np.zeros(num_slots, np.bool_)
         self.edits_logits = np.zeros(num_slots, np.bool_)
@@ -177,6 +192,7 @@ class SequenceTable:
         self.capacity[slot] = num_blocks * self._block_size
         self.next_full_at[slot] = (num_shared + 1) * self._block_size
         self.write_start[slot] = num_shared * self._block_size
+        self.num_hashes[slot] = len(sequence.hashes)
         self.num_in_flight[slot] = 0
         self.wants_prompt_logprobs[slot] = sequence.prompt_logprobs is not None
         self.edits_logits[slot] = sequence.edits is not None
@@ -188,19 +204,20 @@ class SequenceTable:
         self.num_scoring += request.sampling.max_tokens == 0
         if request.token_ids is not None:
             self.token_ids[slot, : request.num_prompt_tokens] = request.token_array()
-        self.token_ids[slot, request.num_prompt_tokens : num_tokens] = sequence.generated
-        self.token_ids[slot, num_tokens] = 0  # not what an earlier sequence left: it is looked up, for nothing
-        self.running = np.append(self.running, np.int32(slot))
+            self.token_ids[slot, request.num_prompt_tokens : num_tokens] = sequence.generated
+            self.token_ids[slot, num_tokens] = 0  # not what an earlier sequence left: it is looked up, for nothing
+        self.running = np.concatenate((self.running, np.array((slot,), np.int32)))
         return slot
 
     def remove(self, slot: int) -> Sequence:
         """Take the sequence and its tokens out of its slot; its blocks are the caller's to release."""
         sequence = self.at(slot)
-        generated = self.token_ids[slot, sequence.request.num_prompt_tokens : self.num_tokens[slot]]
-        sequence.generated = generated.copy()
+        start, end = sequence.request.num_prompt_tokens, int(self.num_tokens[slot])
+        is_hashed = sequence.request.token_ids is None
+        sequence.generated = np.zeros(end - start, np.int32) if is_hashed else self.token_ids[slot, start:end].copy()
         sequence.slot = None
         self.sequences[slot] = None
-        self.num_hashed -= sequence.request.token_ids is None
+        self.num_hashed -= is_hashed
         self.num_wanting_prompt_logprobs -= bool(self.wants_prompt_logprobs[slot])
         self.num_editing -= sequence.edits is not None
         self.num_scoring -= sequence.request.sampling.max_tokens == 0
@@ -214,6 +231,22 @@ class SequenceTable:
         self.block_table[slot, len(blocks)] = block
         blocks.append(block)
         self.capacity[slot] += self._block_size
+
+    def add_blocks(self, slots: list[int], blocks: list[int]) -> None:
+        """As `add_block`, for each pair of them; a slot may come more than once."""
+        positions = []
+        for slot, block in zip(slots, blocks, strict=True):
+            held = self.at(slot).blocks
+            positions.append(len(held))
+            held.append(block)
+        self.block_table[slots, positions] = blocks
+        np.add.at(self.capacity, slots, self._block_size)
+
+    def learn_hashes(self, slot: int, packed: bytes) -> None:
+        """The sequence completes blocks, or will before they are looked for, whose hashes its script knows."""
+        sequence = self.at(slot)
+        sequence.learn_hashes(packed)
+        self.num_hashes[slot] = len(sequence.hashes)
 
     def take_prompt_logprobs(self, slot: int) -> tuple[TokenLogprobs, ...]:
         """All of the prompt's, once; the entry after its last token is the answer's and is dropped."""

@@ -1,0 +1,27 @@
+"""What one step gained: a scheduler says it, its driver makes messages of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moestro.core.request import FinishReason, TokenLogprobs
+from moestro.engine.sequences import Sequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Emitted:
+    """Tokens sampled in one step, one row per sequence that gained one.
+
+    Attributes:
+        sequences: who.
+        token_ids: what (-1 when a hashed trace is replayed, or max_tokens is 0 and the prompt is over).
+        finish_reasons: None while it goes on.
+        logprobs: by row.
+        prompt_logprobs: by row, all of the prompt's, with the first token.
+    """
+
+    sequences: list[Sequence] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reasons: list[FinishReason | None] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

@@ -1,0 +1,180 @@
+"""Many engines on virtual time behind the production router: a workload goes in, `Results` come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.cluster.router import Router
+from moestro.core.request import Request, ServiceClass
+from moestro.core.script import Script
+from moestro.engine.emitted import Emitted
+from moestro.engine.sequences import Sequence as EngineSequence
+from moestro.errors import RequestError
+from moestro.sim.group import Group, Seat
+from moestro.sim.results import ANSWERED, Results
+from moestro.sim.signals import AT_ONCE, Signals, SignalSettings
+from moestro.sim.world import Kind, World
+
+
+class Workload(Protocol):
+    """Requests made when they are asked for, as `workload.requests.RequestMaker` does."""
+
+    def __len__(self) -> int:
+        """How many."""
+        ...
+
+    def make(self, index: int, arrival_ns: int) -> tuple[Request, Script]:
+        """One of them, and what will come of it."""
+        ...
+
+
+class Engine:
+    """An engine as the cluster sees it: a seat in a group, and who is on it.
+
+    Attributes:
+        row_of: row of the results, by serial, of what is on it.
+        without_token: serials of those that have no token yet.
+    """
+
+    __slots__ = ("group", "index", "number", "row_of", "seat", "without_token")
+
+    def __init__(self, number: int, group: int, index: int, seat: Seat) -> None:
+        self.number = number
+        self.group = group
+        self.index = index
+        self.seat = seat
+        self.row_of: dict[int, int] = {}
+        self.without_token: set[int] = set()
+
+
+class Cluster:
+    """Runs a workload to its end.
+
+    Args:
+        groups: the engines; engine numbers go through the groups in order.
+        router: with as many engines, all routable.
+        signals: what the router hears of the engines, and how late.
+        on_arrival: called at each arrival, for progress bars.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        router: Router,
+        signals: SignalSettings = AT_ONCE,
+        on_arrival: Callable[[], None] | None = None,
+    ) -> None:
+        self.groups = groups
+        self.router = router
+        self.engines = [
+            Engine(number, group, index, seat)
+            for number, (group, index, seat) in enumerate(
+                (g, i, seat) for g, group in enumerate(groups) for i, seat in enumerate(group.seats)
+            )
+        ]
+        self.signals = Signals(router, [(groups[engine.group], engine.index) for engine in self.engines], signals)
+        self.world = World()
+        self._first_engine = np.cumsum([0, *(len(group.seats) for group in groups)]).tolist()
+        self._on_arrival = on_arrival
+
+    def run(self, workload: Workload, offsets_ns: NDArray[np.int64]) -> Results:
+        """Let request i of `workload` arrive at `offsets_ns[i]` (int64[n], in order), till all are answered."""
+        results = Results(len(workload), len(self.engines))
+        world, times = self.world, offsets_ns.tolist()
+        num_arrived, num_requests = 0, len(times)
+        world.at(times[0], Kind.ARRIVAL, 0)
+        while (event := world.next()) is not None:
+            kind, number = event
+            if kind is Kind.ARRIVAL:
+                self._arrive(workload, number, results)
+                num_arrived += 1
+                if num_arrived < num_requests:
+                    world.at(times[num_arrived], Kind.ARRIVAL, num_arrived)
+            elif self.groups[number].next_ns == world.now_ns:  # else it was cut short, and has another event
+                self._turn(number, results)
+        self.signals.bring_all()
+        return results
+
+    def _arrive(self, workload: Workload, row: int, results: Results) -> None:
+        now_ns = self.world.now_ns
+        if self._on_arrival is not None:
+            self._on_arrival()
+        self.signals.bring(now_ns)
+        request, script = workload.make(row, now_ns)
+        results.arrival_ns[row] = now_ns
+        results.num_prompt_tokens[row] = request.num_prompt_tokens
+        results.is_best_effort[row] = request.service_class is ServiceClass.BE
+        try:
+            decision = self.router.submit(request, now_ns)
+        except RequestError as error:
+            results.refused(row, error.code or error.error_type, error.message)
+            return
+        engine = self.engines[decision.engine]
+        group = self.groups[engine.group]
+        before_ns = group.next_ns
+        try:
+            serial = group.add(engine.index, request, script, now_ns)
+        except RequestError as error:
+            self.signals.ended(request.request_id, now_ns, 0)
+            results.refused(row, error.code or error.error_type, error.message)
+            return
+        results.engine[row] = engine.number
+        engine.row_of[serial] = row
+        engine.without_token.add(serial)
+        if group.next_ns != before_ns:
+            assert group.next_ns is not None
+            for seat in range(len(group.seats)):
+                self.signals.cut(self._first_engine[engine.group] + seat)
+            self.world.at(group.next_ns, Kind.STEP, engine.group)
+
+    def _turn(self, number: int, results: Results) -> None:
+        now_ns, group = self.world.now_ns, self.groups[number]
+        first = self._first_engine[number]
+        for engine in self.engines[first : first + len(group.seats)]:
+            _count_prefill(engine, group.began_ns, now_ns, results)
+        emitted = group.turn(now_ns)
+        for engine, gained in zip(self.engines[first:], emitted, strict=False):
+            self._take(engine, gained, results)
+            self.signals.turned(engine.number, now_ns)
+        if group.next_ns is not None:
+            self.world.at(group.next_ns, Kind.STEP, number)
+
+    def _take(self, engine: Engine, emitted: Emitted, results: Results) -> None:
+        """Note who gained a first token, and who ended."""
+        now_ns, without_token = self.world.now_ns, engine.without_token
+        if without_token:
+            for sequence in emitted.sequences:
+                if sequence.serial in without_token:
+                    without_token.remove(sequence.serial)
+                    results.first_token_ns[engine.row_of[sequence.serial]] = now_ns
+                    self.signals.first_token(sequence.request.request_id, now_ns)
+        for sequence, reason in zip(emitted.sequences, emitted.finish_reasons, strict=True):
+            if reason is not None:
+                row = engine.row_of.pop(sequence.serial)
+                _note_end(results, row, sequence, now_ns)
+                self.signals.ended(sequence.request.request_id, now_ns, len(sequence.generated))
+
+
+def _note_end(results: Results, row: int, sequence: EngineSequence, now_ns: int) -> None:
+    results.admitted_ns[row] = sequence.admitted_ns
+    results.last_token_ns[row] = now_ns
+    results.num_tokens[row] = len(sequence.generated)
+    results.num_hit_tokens[row] = sequence.num_cached_tokens or 0
+    results.num_preemptions[row] = sequence.num_preemptions
+    results.status[row] = ANSWERED
+
+
+def _count_prefill(engine: Engine, began_ns: int, now_ns: int, results: Results) -> None:
+    """Of a step that is over, the time that went into prompts: its share of the tokens."""
+    plan = engine.seat.plan
+    if plan is None:
+        return
+    num_tokens = plan.units.num_tokens
+    total = int(num_tokens.sum())
+    if total > len(num_tokens):
+        num_prefill = total - int(np.count_nonzero(num_tokens == 1))
+        results.prefilled(engine.number, began_ns, (now_ns - began_ns) * num_prefill // total)

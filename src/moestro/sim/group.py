@@ -1,0 +1,157 @@
+"""Ranks on virtual time: the production scheduler, executor and cache over scripted devices, in steps or jumps.
+
+A *round* is schedule, launch, update. Where the schedulers say that the coming rounds are all alike (`horizon`), they
+are taken at once: the cost model prices them, nothing is done until the last of them is over, and then `advance` has
+the effect of all. A request that arrives in between shortens the jump to the round that is under way; nothing has to be
+undone, because nothing was done yet. With `jump=False` every round is taken on its own: the oracle of the laws.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.request import Request
+from moestro.core.script import Script
+from moestro.core.work import Int32s, Plan
+from moestro.cost.priced_device import ScriptedDevice
+from moestro.engine.emitted import Emitted
+from moestro.engine.fused import FusedExecutor
+from moestro.engine.rank import Rank
+from moestro.engine.scheduler import Scheduler
+from moestro.engine.settings import SchedulerSettings
+from moestro.sim.prices import Prices
+
+Int64s = NDArray[np.int64]
+
+_LONGEST_JUMP = 1024  # rounds; a longer one is split, for most are cut by the next arrival and priced in vain
+_NOBODY = np.empty(0, np.int32)
+
+
+class Seat:
+    """One rank of a group.
+
+    Attributes:
+        rank: the production one.
+        device: answers its items from scripts; the group says when.
+        plan: of the step under way; None: it idles in it, or the group is in a jump.
+        running, computed: int32[n], of the jump under way: the slots that decode, and the positions they begin at.
+    """
+
+    __slots__ = ("computed", "device", "plan", "rank", "running")
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.device = ScriptedDevice(settings.block_size)
+        self.rank = Rank(Scheduler(settings), FusedExecutor(self.device))
+        self.plan: Plan | None = None
+        self.running: Int32s = _NOBODY
+        self.computed: Int32s = _NOBODY
+
+
+class Group:
+    """Ranks that keep step: all begin a step together, and the busiest sets its end. One rank is the usual case.
+
+    The driver calls `turn` when the time is `next_ns`, and `add` when a request arrives.
+
+    Args:
+        settings: of each rank.
+        prices: what steps take, and how many ranks there are.
+        jump: take steady rounds at once.
+
+    Attributes:
+        next_ns: when the step or jump under way ends; None: nothing is under way.
+        began_ns: when it began.
+        ends: int64[k], when each round of the jump under way ends; None: a single step is under way, or nothing.
+        num_turns: steps and jumps so far.
+    """
+
+    def __init__(self, settings: SchedulerSettings, prices: Prices, *, jump: bool = True) -> None:
+        self.seats = [Seat(settings) for _ in range(prices.num_ranks)]
+        self.next_ns: int | None = None
+        self.began_ns = 0
+        self.num_turns = 0
+        self._prices = prices
+        self._jumps = jump
+        self.ends: Int64s | None = None
+
+    def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
+        """Put a request in the waiting queue of a rank; the jump under way ends with the round under way.
+
+        Returns:
+            Its serial there.
+
+        Raises:
+            RequestError: it is refused; nothing has changed.
+        """
+        taken = self.seats[seat]
+        serial = taken.rank.add(request, now_ns)
+        taken.device.expect(serial, script)
+        if self.next_ns is None:
+            self.next_ns = now_ns
+        elif self.ends is not None:
+            self.ends = self.ends[: int(self.ends.searchsorted(now_ns)) + 1]
+            self.next_ns = int(self.ends[-1])
+        return serial
+
+    def turn(self, now_ns: int) -> list[Emitted]:
+        """What was under way is over, and the next step or jump begins. Returns what each rank's requests gained.
+
+        Of a jump only the sequences that ended are told.
+        """
+        emitted = [self._collect(seat, now_ns) for seat in self.seats]
+        self.began_ns = now_ns
+        self.num_turns += 1
+        num_rounds = self._num_rounds(now_ns) if self._jumps else 0
+        if num_rounds:
+            self.ends = now_ns + self._prices.rounds_ns([seat.computed for seat in self.seats], num_rounds).cumsum()
+            self.next_ns = int(self.ends[-1])
+        else:
+            self.ends = None
+            self._begin(now_ns)
+        return emitted
+
+    def _collect(self, seat: Seat, now_ns: int) -> Emitted:
+        seat.plan = None
+        if self.ends is None:
+            emitted = seat.rank.collect(now_ns)
+        elif len(seat.running):
+            num_rounds = len(self.ends)
+            told, finished = seat.device.complete_rounds(seat.running, seat.computed, num_rounds)
+            emitted = seat.rank.scheduler.advance(num_rounds, told, finished)
+        else:
+            return Emitted()
+        for sequence, reason in zip(emitted.sequences, emitted.finish_reasons, strict=True):
+            if reason is not None:
+                seat.device.forget(sequence.serial)
+        return emitted
+
+    def _num_rounds(self, now_ns: int) -> int:
+        """Coming rounds that are all alike; 0: the next one has to be scheduled."""
+        most, nobody = _LONGEST_JUMP, True
+        for seat in self.seats:
+            scheduler = seat.rank.scheduler
+            seat.running = seat.computed = _NOBODY
+            if not scheduler.has_work:
+                continue
+            most = min(most, scheduler.horizon(now_ns))
+            if most == 0:
+                return 0
+            seat.running = scheduler.table.running
+            seat.computed = scheduler.table.num_computed.take(seat.running)
+            most = min(most, seat.device.rounds_until_finish(seat.running, seat.computed))
+            if most == 0:
+                return 0
+            nobody = False
+        return 0 if nobody else most
+
+    def _begin(self, now_ns: int) -> None:
+        """Submit a plan of each rank that has one."""
+        self.next_ns = None
+        for seat in self.seats:
+            seat.plan = seat.rank.begin(now_ns)
+        batches = [seat.device.batch for seat in self.seats]
+        if any(batch is not None for batch in batches):
+            self.next_ns = now_ns + self._prices.step_ns(batches)
+            for seat in self.seats:
+                if seat.plan is not None:
+                    seat.device.finish_at(self.next_ns)

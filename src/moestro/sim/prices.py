@@ -1,0 +1,64 @@
+"""What a step of a group costs, be it one rank on its own or several that wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from moestro.cost.model import Batch, CostModel, GroupCostModel, Int64s, Ints
+
+
+class Prices(Protocol):
+    """Prices the steps of `num_ranks` ranks that begin and end together. One batch or start a rank."""
+
+    @property
+    def num_ranks(self) -> int:
+        """That keep step."""
+        ...
+
+    def step_ns(self, batches: Sequence[Batch | None]) -> int:
+        """What a step takes; None: the rank idles in it. At least one does not."""
+        ...
+
+    def rounds_ns(self, starts: Sequence[Ints], num_rounds: int) -> Int64s:
+        """int64[num_rounds], what each of the coming decode rounds takes; an empty start: the rank idles."""
+        ...
+
+
+class OneRank:
+    """A rank on its own."""
+
+    num_ranks = 1
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+
+    def step_ns(self, batches: Sequence[Batch | None]) -> int:
+        """See `Prices.step_ns`."""
+        (batch,) = batches
+        assert batch is not None, "a step of nobody"
+        return self._cost.step_ns(batch)
+
+    def rounds_ns(self, starts: Sequence[Ints], num_rounds: int) -> Int64s:
+        """See `Prices.rounds_ns`."""
+        return self._cost.decode_rounds_ns(starts[0], num_rounds)
+
+
+class Barrier:
+    """An expert-parallel group in lock-step: its busiest rank sets the time."""
+
+    def __init__(self, cost: GroupCostModel) -> None:
+        self._cost = cost
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the group."""
+        return self._cost.num_ep_ranks
+
+    def step_ns(self, batches: Sequence[Batch | None]) -> int:
+        """See `Prices.step_ns`."""
+        return self._cost.group_step_ns(batches)
+
+    def rounds_ns(self, starts: Sequence[Ints], num_rounds: int) -> Int64s:
+        """See `Prices.rounds_ns`."""
+        return self._cost.group_decode_rounds_ns(starts, num_rounds)

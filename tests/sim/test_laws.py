@@ -1,0 +1,143 @@
+"""Laws of the simulator: jumps change nothing, one seed gives one record, requests and blocks are conserved."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from routers import router
+
+from moestro.core.views import Channel
+from moestro.cost.gpus import H20
+from moestro.cost.hf_config import network_named
+from moestro.cost.roofline import Roofline, RooflineSettings
+from moestro.engine.settings import SchedulerSettings
+from moestro.policy.ordering import ORDERING
+from moestro.sim.cluster import Cluster
+from moestro.sim.group import Group
+from moestro.sim.prices import Barrier, OneRank
+from moestro.sim.results import ANSWERED, PENDING, REFUSED
+from moestro.sim.signals import ChannelSettings, SignalSettings
+from moestro.workload.requests import RequestForm, RequestMaker
+from moestro.workload.rows import Rows, Streams
+
+BLOCK_SIZE = 4
+NETWORK = network_named("gpt-oss-20b")
+PRICES = {
+    1: OneRank(Roofline(RooflineSettings(network=NETWORK, gpu=H20))),
+    2: Barrier(Roofline(RooflineSettings(network=NETWORK, gpu=H20, num_ep_ranks=2))),
+}
+
+
+def draw_rows(rng: np.random.Generator, num: int) -> Rows:
+    """Short requests, many of which continue a conversation, some longer than an engine can ever hold."""
+    num_streams = 4
+    prompts = rng.integers(1, 40, num)
+    return Rows(
+        num_prompt_tokens=np.where(rng.random(num) < 0.03, 200, prompts),
+        num_output_tokens=rng.integers(1, 30, num),
+        streams=Streams(np.full(num_streams, -1), np.zeros(num_streams, np.int64)),
+        stream=rng.integers(0, num_streams, num),
+        is_ls=rng.random(num) < 0.5,
+    )
+
+
+class Listener:
+    """A router that notes all that it is told."""
+
+    def __init__(self, num_engines: int) -> None:
+        self.router = router(num_engines, "least_loaded")
+        self.told = []
+
+    def __getattr__(self, name):
+        if name in {"report", "first_token", "ended"}:
+            return lambda *args: (self.told.append((name, *args)), getattr(self.router, name)(*args))
+        return getattr(self.router, name)
+
+
+def draw_signals(rng: np.random.Generator) -> SignalSettings:
+    """Each figure by a way of its own, with a delay of up to a few steps."""
+    channels = tuple(
+        ChannelSettings(
+            figures=(name,),
+            channel=rng.choice(list(Channel)),
+            delay_ms=float(rng.choice([0, 1, 40])),
+            period_ms=float(rng.choice([1, 7, 100])),
+        )
+        for name in ("num_waiting", "num_running", "kv_usage", "queued_prefill_tokens", "num_tokens")
+    )
+    return SignalSettings(response_delay_ms=float(rng.choice([0, 5])), channels=channels)
+
+
+def run(rows: Rows, offsets, bounds: SchedulerSettings, setting: tuple[int, SignalSettings], *, jump: bool) -> Cluster:
+    num_ep_ranks, signals = setting
+    groups = [Group(bounds, PRICES[num_ep_ranks], jump=jump) for _ in range(2)]
+    cluster = Cluster(groups, Listener(2 * num_ep_ranks), signals)
+    cluster.results = cluster.run(RequestMaker(rows, RequestForm(block_size=BLOCK_SIZE)), offsets)
+    return cluster
+
+
+def pools(cluster: Cluster) -> list:
+    """What the engines' block pools look like: a jump must leave the very same blocks in the very same order."""
+    found = []
+    for engine in cluster.engines:
+        scheduler = engine.seat.rank.scheduler
+        scheduler.check()
+        pool = scheduler.pool
+        found.append((list(pool._blank), list(pool._cached.items()), dict(pool._hash_of), scheduler.counts))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(18, 60),
+    max_num_seqs=st.integers(1, 12),
+    order=st.sampled_from(sorted(ORDERING)),
+    caching=st.booleans(),
+    num_ep_ranks=st.sampled_from([1, 1, 2]),
+    max_num_queued_reqs=st.sampled_from([3, 1000]),
+)
+def test_a_jump_leaves_the_record_that_single_rounds_leave(
+    seed, num_blocks, max_num_seqs, order, caching, num_ep_ranks, max_num_queued_reqs
+):
+    rng = np.random.default_rng(seed)
+    rows = draw_rows(rng, 40)
+    offsets = np.sort(rng.integers(0, int(rng.integers(1, 400)) * 1_000_000, len(rows)))
+    bounds = SchedulerSettings(
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_model_len=72,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=24,
+        max_num_queued_reqs=max_num_queued_reqs,
+        enable_prefix_caching=caching,
+        scheduling_policy=order,
+    )
+    setting = num_ep_ranks, draw_signals(rng)
+    jumping = run(rows, offsets, bounds, setting, jump=True)
+    stepwise = run(rows, offsets, bounds, setting, jump=False)
+    assert jumping.router.told == stepwise.router.told
+    assert jumping.results.digest() == stepwise.results.digest()
+    assert pools(jumping) == pools(stepwise)
+    check_conserved(jumping, rows)
+
+
+def check_conserved(cluster: Cluster, rows: Rows) -> None:
+    results = cluster.results
+    assert not (results.status == PENDING).any(), "every request is answered or refused"
+    assert sum(count for count, _ in results.refusals.values()) == (results.status == REFUSED).sum()
+    answered = results.status == ANSWERED
+    assert (results.num_tokens[answered] == rows.num_output_tokens[answered]).all()
+    times = (results.arrival_ns, results.admitted_ns, results.first_token_ns, results.last_token_ns)
+    for earlier, later in pairwise(times):
+        assert (earlier[answered] <= later[answered]).all()
+    assert (results.num_hit_tokens < results.num_prompt_tokens).all()
+    assert cluster.router.num_in_flight == 0
+    for engine in cluster.engines:
+        pool = engine.seat.rank.scheduler.pool
+        assert pool.num_free == pool.num_blocks
+        assert not engine.row_of
+        assert not engine.without_token

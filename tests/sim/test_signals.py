@@ -1,0 +1,112 @@
+import numpy as np
+import pytest
+from routers import router
+
+from moestro.core.views import NEVER_NS, Channel
+from moestro.engine.settings import SchedulerSettings
+from moestro.errors import ConfigError
+from moestro.sim.cluster import Cluster
+from moestro.sim.group import Group
+from moestro.sim.prices import OneRank
+from moestro.sim.signals import ChannelSettings, SignalSettings
+from moestro.workload.requests import RequestForm, RequestMaker
+from moestro.workload.rows import equal_rows
+
+MS = 1_000_000
+BOUNDS = SchedulerSettings(num_blocks=100, block_size=16, max_model_len=1600)
+
+
+class TenMilliseconds:
+    """A cost model for which every step takes as long."""
+
+    def step_ns(self, batch) -> int:
+        return 10 * MS
+
+    def decode_rounds_ns(self, start, num_rounds):
+        return np.full(num_rounds, 10 * MS)
+
+
+class Watcher:
+    """The router's table, as it was at each arrival."""
+
+    def __init__(self, watched) -> None:
+        self.watched = watched
+        self.seen = []
+
+    def __getattr__(self, name):
+        return getattr(self.watched, name)
+
+    def submit(self, request, now_ns):
+        table = self.watched.table
+        figures = ("num_waiting", "num_running", "kv_usage", "num_tokens", "queued_prefill_tokens")
+        row = {name: (getattr(table, name).values[0], int(getattr(table, name).as_of_ns[0])) for name in figures}
+        self.seen.append(row | {"num_in_flight": int(table.num_in_flight[0])})
+        return self.watched.submit(request, now_ns)
+
+
+def seen_at(arrivals_ms, signals: SignalSettings, *, num_output_tokens=100) -> list[dict]:
+    """What the router of one engine knows at each arrival, prompts of 32 tokens; every step takes 10 ms."""
+    watcher = Watcher(router(1, "round_robin"))
+    cluster = Cluster([Group(BOUNDS, OneRank(TenMilliseconds()))], watcher, signals)
+    rows = equal_rows(len(arrivals_ms), 32, num_output_tokens)
+    cluster.run(RequestMaker(rows, RequestForm(block_size=16)), np.array(arrivals_ms) * MS)
+    return watcher.seen
+
+
+def channel(*figures, **how) -> ChannelSettings:
+    return ChannelSettings(figures=figures, **how)
+
+
+def test_each_column_has_an_age_of_its_own():
+    signals = SignalSettings(
+        channels=(
+            channel("num_running", delay_ms=1.0),
+            channel("kv_usage", channel=Channel.BROADCAST, period_ms=100, delay_ms=2.0),
+            channel("num_waiting", channel=Channel.POLLED, period_ms=50, delay_ms=30.0),
+        )
+    )
+    *_, seen = seen_at([0, 375], signals)
+    assert seen["num_in_flight"] == 1, "the router's own count is never late"
+    # The first request's prompt is one step, so that steps end at 10, 20, ... 370.
+    assert seen["num_running"] == (1, 370 * MS)
+    # Broadcast at 300; the step that begins then computes token 32 + 30 and makes it 63, in 4 blocks.
+    assert seen["kv_usage"] == (4 / 100, 300 * MS)
+    assert seen["num_waiting"] == (0, 300 * MS), "what was read at 350 is still on its way"
+    assert seen["num_tokens"][1] == NEVER_NS, "no channel brings it"
+
+
+@pytest.mark.parametrize("delay_ms", [0, 1, 9, 10, 95, 1000])
+def test_a_piggybacked_figure_is_as_old_as_its_delay_and_a_step_at_most(delay_ms):
+    seen = seen_at(
+        [0, 1205], SignalSettings(channels=(channel("num_tokens", delay_ms=delay_ms),)), num_output_tokens=500
+    )
+    last_step = (1205 - delay_ms) // 10 * 10
+    assert seen[-1]["num_tokens"] == (32 + last_step / 10, last_step * MS)
+
+
+def test_an_idle_engine_that_is_polled_speaks_of_now_and_one_that_piggybacks_of_its_last_step():
+    polled, said = channel("num_running", channel=Channel.POLLED, period_ms=100), channel("num_tokens")
+    *_, seen = seen_at([0, 950], SignalSettings(channels=(polled, said)), num_output_tokens=3)
+    assert seen["num_running"] == (0, 900 * MS)
+    assert seen["num_tokens"] == (0, 30 * MS)
+
+
+def test_ends_are_heard_late():
+    signals = SignalSettings(response_delay_ms=50.0)
+    seen = seen_at([0, 30, 79, 81, 100], signals, num_output_tokens=3)
+    assert [each["num_in_flight"] for each in seen] == [0, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: channel("num_cats"),
+        lambda: channel("expert_pressure"),
+        lambda: channel("num_running", delay_ms=-1.0),
+        lambda: channel("num_running", period_ms=0.0),
+        lambda: SignalSettings(response_delay_ms=-1.0),
+    ],
+)
+def test_impossible_signals_are_refused(wrong):
+    with pytest.raises(ConfigError, match="signals"):
+        wrong()
