@@ -234,6 +234,42 @@ def bench(
         save_plot(results.plot, measured)
 
 
+@app.command
+def sim(
+    scenario: Path,
+    *,
+    json: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    """Rehearse on virtual time: the production router, schedulers and policies, with modelled step durations.
+
+    * moestro sim examples/three_routers.toml runs a file; `examples/` explains what one may hold.
+
+    Parameters
+    ----------
+    scenario
+        A TOML file: the workload, the engines, and the policies to compare.
+    json
+        Write all figures to this file.
+    plot
+        Draw latencies, load, prefill, hits and queues into this directory.
+    """
+    from moestro.sim.settings import read_settings
+    from moestro.sim.verb import show, simulate, write_json
+
+    if plot is not None:
+        try:
+            from moestro.sim.plots import save_plots
+        except ImportError as error:
+            raise ConfigError("--plot needs matplotlib: pip install 'moestro[plots]'") from error
+    report, runs = simulate(read_settings(scenario), scenario.parent)
+    show(report)
+    if json is not None:
+        write_json(json, report)
+    if plot is not None:
+        save_plots(plot, runs)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The `moestro` command: exit status 2 for what the operator can put right, 1 for what failed."""
     try:

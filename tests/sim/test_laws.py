@@ -15,6 +15,7 @@ from moestro.cost.hf_config import network_named
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerSettings
 from moestro.policy.ordering import ORDERING
+from moestro.sim.arrivals import AtTimes
 from moestro.sim.cluster import Cluster
 from moestro.sim.group import Group
 from moestro.sim.prices import Barrier, OneRank
@@ -75,7 +76,7 @@ def run(rows: Rows, offsets, bounds: SchedulerSettings, setting: tuple[int, Sign
     num_ep_ranks, signals = setting
     groups = [Group(bounds, PRICES[num_ep_ranks], jump=jump) for _ in range(2)]
     cluster = Cluster(groups, Listener(2 * num_ep_ranks), signals)
-    cluster.results = cluster.run(RequestMaker(rows, RequestForm(block_size=BLOCK_SIZE)), offsets)
+    cluster.results = cluster.run(RequestMaker(rows, RequestForm(block_size=BLOCK_SIZE)), AtTimes(offsets))
     return cluster
 
 

@@ -5,6 +5,7 @@ from routers import router
 from moestro.core.views import NEVER_NS, Channel
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
+from moestro.sim.arrivals import AtTimes
 from moestro.sim.cluster import Cluster
 from moestro.sim.group import Group
 from moestro.sim.prices import OneRank
@@ -49,7 +50,7 @@ def seen_at(arrivals_ms, signals: SignalSettings, *, num_output_tokens=100) -> l
     watcher = Watcher(router(1, "round_robin"))
     cluster = Cluster([Group(BOUNDS, OneRank(TenMilliseconds()))], watcher, signals)
     rows = equal_rows(len(arrivals_ms), 32, num_output_tokens)
-    cluster.run(RequestMaker(rows, RequestForm(block_size=16)), np.array(arrivals_ms) * MS)
+    cluster.run(RequestMaker(rows, RequestForm(block_size=16)), AtTimes(np.array(arrivals_ms) * MS))
     return watcher.seen
 
 

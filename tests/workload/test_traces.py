@@ -90,7 +90,11 @@ def test_no_more_than_asked_for_is_read(write):
         ("t.jsonl", MOONCAKE.replace('"timestamp": 0, ', ""), "line 3: .*missing required field `timestamp`"),
         ("t.jsonl", MOONCAKE.replace(": 7", ": 0"), "line 3: Expected `int` >= 1"),
         ("t.jsonl", MOONCAKE.replace(": 3000", ': "now"'), "line 1: expected a number as the time, got 'now'"),
-        ("t.csv", AZURE.replace("2023-11-16 18:17:04.0", "today"), "line 3: expected a date and time such as .*, got 'today"),
+        (
+            "t.csv",
+            AZURE.replace("2023-11-16 18:17:04.0", "today"),
+            "line 3: expected a date and time such as .*, got 'today",
+        ),
         ("t.csv", AZURE.replace(",3,8", ",3"), "line 3: expected as many fields as the header has"),
         ("t.csv", "input_length,output_length\n", "holds no requests"),
         ("t.jsonl", "", "holds no requests"),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moestro.cluster.router import Router
 from moestro.core.request import Request, ServiceClass
@@ -14,6 +13,7 @@ from moestro.core.script import Script
 from moestro.engine.emitted import Emitted
 from moestro.engine.sequences import Sequence as EngineSequence
 from moestro.errors import RequestError
+from moestro.sim.arrivals import Arrivals, AtTimes
 from moestro.sim.group import Group, Seat
 from moestro.sim.results import ANSWERED, Results
 from moestro.sim.signals import AT_ONCE, Signals, SignalSettings
@@ -80,24 +80,38 @@ class Cluster:
         self.world = World()
         self._first_engine = np.cumsum([0, *(len(group.seats) for group in groups)]).tolist()
         self._on_arrival = on_arrival
+        self._arrivals: Arrivals = AtTimes(np.empty(0, np.int64))
+        self._firsts: Iterator[tuple[int, int]] = iter(())
 
-    def run(self, workload: Workload, offsets_ns: NDArray[np.int64]) -> Results:
-        """Let request i of `workload` arrive at `offsets_ns[i]` (int64[n], in order), till all are answered."""
+    def run(self, workload: Workload, arrivals: Arrivals) -> Results:
+        """Let the requests of `workload` arrive, and wait until all are answered."""
         results = Results(len(workload), len(self.engines))
-        world, times = self.world, offsets_ns.tolist()
-        num_arrived, num_requests = 0, len(times)
-        world.at(times[0], Kind.ARRIVAL, 0)
+        world, firsts = self.world, zip(arrivals.start_ns.tolist(), arrivals.first_rows.tolist(), strict=True)
+        self._arrivals, self._firsts = arrivals, iter(firsts)
+        self._await_next()
         while (event := world.next()) is not None:
             kind, number = event
-            if kind is Kind.ARRIVAL:
+            if kind is Kind.FIRST_ARRIVAL:
+                self._await_next()
                 self._arrive(workload, number, results)
-                num_arrived += 1
-                if num_arrived < num_requests:
-                    world.at(times[num_arrived], Kind.ARRIVAL, num_arrived)
+            elif kind is Kind.ARRIVAL:
+                self._arrive(workload, number, results)
             elif self.groups[number].next_ns == world.now_ns:  # else it was cut short, and has another event
                 self._turn(number, results)
         self.signals.bring_all()
         return results
+
+    def _await_next(self) -> None:
+        """Only the next of the arrivals that are known beforehand is among the events, so that a million fit."""
+        first = next(self._firsts, None)
+        if first is not None:
+            self.world.at(first[0], Kind.FIRST_ARRIVAL, first[1])
+
+    def _over(self, row: int) -> None:
+        """A request is over: what follows it has its time now."""
+        following = self._arrivals.next_turn(row, self.world.now_ns)
+        if following is not None:
+            self.world.at(following[1], Kind.ARRIVAL, following[0])
 
     def _arrive(self, workload: Workload, row: int, results: Results) -> None:
         now_ns = self.world.now_ns
@@ -112,6 +126,7 @@ class Cluster:
             decision = self.router.submit(request, now_ns)
         except RequestError as error:
             results.refused(row, error.code or error.error_type, error.message)
+            self._over(row)
             return
         engine = self.engines[decision.engine]
         group = self.groups[engine.group]
@@ -121,6 +136,7 @@ class Cluster:
         except RequestError as error:
             self.signals.ended(request.request_id, now_ns, 0)
             results.refused(row, error.code or error.error_type, error.message)
+            self._over(row)
             return
         results.engine[row] = engine.number
         engine.row_of[serial] = row
@@ -157,6 +173,7 @@ class Cluster:
                 row = engine.row_of.pop(sequence.serial)
                 _note_end(results, row, sequence, now_ns)
                 self.signals.ended(sequence.request.request_id, now_ns, len(sequence.generated))
+                self._over(row)
 
 
 def _note_end(results: Results, row: int, sequence: EngineSequence, now_ns: int) -> None:

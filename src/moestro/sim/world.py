@@ -12,8 +12,9 @@ class Kind(IntEnum):
     Whoever arrives exactly when a step ends is seen by the next one, as in a rank's loop, which reads its inbox first.
     """
 
-    ARRIVAL = 0
-    STEP = 1
+    FIRST_ARRIVAL = 0  # of a request whose time was known from the beginning
+    ARRIVAL = 1  # of one that follows another
+    STEP = 2
 
 
 class World:

@@ -1,0 +1,101 @@
+"""What a simulation leaves behind: the figures of each policy, as JSON and side by side."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from moestro import __version__
+from moestro.sim.results import WINDOW_NS, Results
+from moestro.workload.report import Report, make_report
+from moestro.workload.slos import Slos
+
+_NUM_LOOKS = 512  # moments at which the load of engines is compared
+
+
+class PrefillSplit(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of prefill served in a window of `window_s`, of the two engines that served the most and the least.
+
+    As LMetric compares engines (section 4.2). Means over the windows of the run.
+    """
+
+    window_s: float
+    most_engine: int
+    most_s: float
+    least_engine: int
+    least_s: float
+
+
+class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy's run.
+
+    Attributes:
+        title: of the policy.
+        report: as the load generator makes it.
+        num_preemptions: of all requests.
+        num_refused: requests that no engine took.
+        load_imbalance: largest over mean, at least 1: of the mean numbers of requests in flight on the engines.
+        max_queue_depth: of any engine at a time.
+        prefill: see there.
+        digest: of the record; equal digests are equal runs.
+    """
+
+    title: str
+    report: Report
+    num_preemptions: int
+    num_refused: int
+    load_imbalance: float
+    max_queue_depth: int
+    prefill: PrefillSplit
+    digest: str
+
+
+class SimReport(msgspec.Struct, frozen=True, kw_only=True):
+    """All of a simulation.
+
+    Attributes:
+        kind: of evidence.
+        moestro: version.
+        workload: in a few words.
+        is_generated: it was drawn by a generator, not recorded.
+        settings: as told.
+        outcomes: the first is what the others are compared with.
+    """
+
+    kind: str = "simulated"
+    moestro: str = __version__
+    workload: str
+    is_generated: bool
+    settings: object
+    outcomes: tuple[PolicyOutcome, ...]
+
+
+def outcome_of(title: str, results: Results, slos: Slos | None) -> PolicyOutcome:
+    """The figures of one run."""
+    seconds = results.prefill_seconds()
+    most, least = results.most_different_engines()
+    at_ns = looks(results)
+    load = np.array([results.in_flight(engine, at_ns).mean() for engine in range(results.num_engines)])
+    depth = max(int(results.queue_depth(engine, results.arrival_ns).max()) for engine in range(results.num_engines))
+    return PolicyOutcome(
+        title=title,
+        report=make_report(results.records(), slos),
+        num_preemptions=int(results.num_preemptions.sum()),
+        num_refused=sum(count for count, _ in results.refusals.values()),
+        load_imbalance=float(load.max() / load.mean()) if load.any() else 1.0,
+        max_queue_depth=depth,
+        prefill=PrefillSplit(
+            window_s=WINDOW_NS / 1e9,
+            most_engine=most,
+            most_s=float(seconds[most].mean()),
+            least_engine=least,
+            least_s=float(seconds[least].mean()),
+        ),
+        digest=results.digest(),
+    )
+
+
+def looks(results: Results) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """int64[m], moments spread evenly over the run."""
+    end_ns = max(int(results.last_token_ns.max()), int(results.arrival_ns.max()))
+    return np.linspace(0, end_ns, _NUM_LOOKS).astype(np.int64)

@@ -1,0 +1,126 @@
+"""From settings to things that run: the workload, the engines, the router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moestro.cluster.router import Router
+from moestro.cluster.settings import EngineSpec, RouterSettings
+from moestro.cost.capacity import kv_blocks
+from moestro.cost.gpus import gpu_named
+from moestro.cost.hf_config import network_named
+from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
+from moestro.engine.settings import SchedulerSettings
+from moestro.policy.routing.registry import make_policy
+from moestro.sim.arrivals import Arrivals
+from moestro.sim.cluster import Cluster, Workload
+from moestro.sim.group import Group
+from moestro.sim.incoming import describe, make_workload
+from moestro.sim.prices import Barrier, OneRank, Prices
+from moestro.sim.results import Results
+from moestro.sim.settings import EngineSettings, PolicySettings, SimSettings
+from moestro.workload.requests import RequestForm, RequestMaker
+
+OnArrival = Callable[[], None] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scenario:
+    """A workload and engines for it, ready to be run under any policies.
+
+    Attributes:
+        workload, arrivals: what comes, and when.
+        bounds: of each rank, but for its policies.
+        prices: of a group's steps.
+        num_groups: how many there are.
+        source: the workload in a few words, for titles.
+        is_generated: requests were made, not recorded: results say so.
+    """
+
+    workload: Workload
+    arrivals: Arrivals
+    bounds: SchedulerSettings
+    prices: Prices
+    num_groups: int
+    source: str
+    is_generated: bool
+
+
+def make_scenario(settings: SimSettings, directory: Path) -> Scenario:
+    """What `settings` describe; relative paths are looked for in `directory`.
+
+    Raises:
+        ConfigError: a name is not known, a file cannot be read, a request cannot fit.
+    """
+    rows, arrivals = make_workload(settings.workload, directory, settings.seed)
+    form = RequestForm(
+        block_size=settings.engines.block_size,
+        max_tokens=settings.workload.max_tokens,
+        names_blocks=settings.engines.enable_prefix_caching,
+    )
+    return Scenario(
+        workload=RequestMaker(rows, form),
+        arrivals=arrivals,
+        bounds=make_bounds(settings.engines),
+        prices=make_prices(settings.engines),
+        num_groups=settings.engines.count,
+        source=describe(settings.workload),
+        is_generated=rows.is_generated,
+    )
+
+
+def make_prices(engines: EngineSettings) -> Prices:
+    """What steps of these engines cost."""
+    host = HostCost(
+        step_ns=VLLM_HOST.step_ns if engines.host_step_us is None else engines.host_step_us * 1e3,
+        sequence_ns=VLLM_HOST.sequence_ns if engines.host_sequence_us is None else engines.host_sequence_us * 1e3,
+    )
+    roofline = Roofline(
+        RooflineSettings(
+            network=network_named(engines.network),
+            gpu=gpu_named(engines.gpu),
+            host=host,
+            num_ep_ranks=engines.ep_ranks,
+        )
+    )
+    return OneRank(roofline) if engines.ep_ranks == 1 else Barrier(roofline)
+
+
+def make_bounds(engines: EngineSettings) -> SchedulerSettings:
+    """What each rank holds and does at once."""
+    num_blocks = engines.num_blocks or kv_blocks(
+        network_named(engines.network),
+        gpu_named(engines.gpu),
+        engines.block_size,
+        gpu_memory_utilization=engines.gpu_memory_utilization,
+        num_ep_ranks=engines.ep_ranks,
+    )
+    return SchedulerSettings(
+        num_blocks=num_blocks,
+        block_size=engines.block_size,
+        max_model_len=engines.max_model_len or num_blocks * engines.block_size,
+        max_num_seqs=engines.max_num_seqs,
+        max_num_batched_tokens=engines.max_num_batched_tokens,
+        max_num_queued_reqs=engines.max_num_queued_reqs,
+        enable_prefix_caching=engines.enable_prefix_caching,
+    )
+
+
+def run(scenario: Scenario, policy: PolicySettings, settings: SimSettings, on_arrival: OnArrival = None) -> Results:
+    """The scenario under one combination of policies.
+
+    Raises:
+        ConfigError: there is no policy of that name, or a setting of it is not allowed.
+    """
+    bounds = replace(scenario.bounds, scheduling_policy=policy.order, batch=policy.batch, evict=policy.evict)
+    groups = [Group(bounds, scenario.prices) for _ in range(scenario.num_groups)]
+    router = Router(
+        make_policy(policy.route, **policy.route_settings),
+        RouterSettings(block_size=bounds.block_size, seed=settings.seed),
+    )
+    for _ in range(scenario.num_groups * scenario.prices.num_ranks):
+        router.set_routable(router.add_engine(EngineSpec(num_blocks=bounds.num_blocks)), routable=True)
+    cluster = Cluster(groups, router, policy.signals or settings.signals, on_arrival)
+    return cluster.run(scenario.workload, scenario.arrivals)

@@ -1,0 +1,184 @@
+"""What a simulation is told: frozen settings from a TOML file, in which an unknown key is an error.
+
+Beside each key stands what it means; `examples/` has whole files to read.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from moestro.errors import ConfigError
+from moestro.sim.signals import AT_ONCE, SignalSettings
+from moestro.workload.length_shapes import Shape
+
+Pattern = Literal["trace", "poisson", "gamma", "weibull", "constant"]
+
+
+class WorkloadSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What comes in: a trace, generated sessions, or requests of one size. Exactly one of the three.
+
+    Attributes:
+        trace: a file that `workload.traces` reads; a relative path is looked for beside the configuration.
+        sessions: a shape of `workload.session_shapes`; turns come when the answer before them has ended.
+        prompt_tokens, output_tokens: of requests that are all alike.
+        num_requests: how many; of a trace: at most the first so many.
+        arrivals: trace: at the trace's own times; else at random times, or regular ones, `rate` requests a second.
+        rate: requests a second. Of a trace at its own times: these are stretched to it.
+        burstiness: of gamma and Weibull arrivals, their shape parameter; below 1 in bursts.
+        shape: the mix of lengths is drawn anew in one of Gimbal's five shapes.
+        ls_share: of requests that are latency-sensitive, drawn at random; unset: as the workload says.
+        max_tokens: what clients ask for; unset: the longest answer of all.
+    """
+
+    trace: str | None = None
+    sessions: str | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    num_requests: int | None = None
+    arrivals: Pattern | None = None
+    rate: float | None = None
+    burstiness: float = 1.0
+    shape: Shape | None = None
+    ls_share: float | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        given = [self.trace is not None, self.sessions is not None, self.prompt_tokens is not None]
+        if sum(given) != 1:
+            raise ConfigError("[workload] needs exactly one of trace, sessions, and prompt_tokens with output_tokens")
+        if (self.prompt_tokens is None) != (self.output_tokens is None):
+            raise ConfigError("[workload] prompt_tokens and output_tokens go together")
+        if self.trace is None and (self.num_requests is None or self.rate is None):
+            raise ConfigError("[workload] num_requests and rate say how many requests come, and how fast")
+        if self.sessions is not None and self.arrivals is not None:
+            raise ConfigError("[workload] sessions arrive at random, and their turns after the answers: drop arrivals")
+        if self.arrivals not in {None, "trace"} and self.rate is None:
+            raise ConfigError(f"[workload] arrivals = {self.arrivals!r} needs a rate, in requests a second")
+        if self.arrivals == "trace" and self.trace is None:
+            raise ConfigError("[workload] arrivals = 'trace' needs a trace")
+        if self.num_requests is not None and self.num_requests < 1:
+            raise ConfigError(f"[workload] num_requests must be at least 1, got {self.num_requests}")
+        if self.rate is not None and not 0 < self.rate < float("inf"):
+            raise ConfigError(f"[workload] rate must be above 0, got {self.rate}")
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engines, all alike, and what one step of them costs.
+
+    Attributes:
+        count: groups of `ep_ranks` ranks each; the router sees every rank as an engine.
+        ep_ranks: that share the experts and keep step.
+        gpu, network: whose steps are priced, by the names that `cost` knows.
+        host_step_us, host_sequence_us: what the engine's own code adds to a step, and for each sequence in it; unset:
+            vLLM's, as `cost` has it.
+        gpu_memory_utilization: what of the GPU's memory the engine takes.
+        num_blocks: KV blocks of a rank; unset: what fits beside the weights.
+        block_size, max_model_len, max_num_seqs, max_num_batched_tokens, max_num_queued_reqs, enable_prefix_caching:
+            as `moestro serve` has them; max_model_len unset: what the cache holds.
+    """
+
+    count: int = 1
+    ep_ranks: int = 1
+    gpu: str = "h20"
+    network: str = "qwen3-30b-a3b"
+    host_step_us: float | None = None
+    host_sequence_us: float | None = None
+    gpu_memory_utilization: float = 0.9
+    num_blocks: int | None = None
+    block_size: int = 16
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_num_queued_reqs: int = 1_000_000
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("count", "ep_ranks", "block_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"[engines] {name} must be at least 1, got {getattr(self, name)}")
+
+
+class PolicySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One combination of policies to run the workload under.
+
+    Attributes:
+        name: in tables; unset: the routing policy's.
+        route, route_settings: which engine gets a request: a routing policy, and its own settings.
+        order: which waiting request is next.
+        batch, evict: see `engine.settings`.
+        signals: what the router hears, and how late; unset: the file's [signals].
+    """
+
+    name: str = ""
+    route: str = "least_loaded"
+    route_settings: dict[str, object] = {}
+    order: str = "fcfs"
+    batch: str = "decode_first"
+    evict: str = "last_in_order"
+    signals: SignalSettings | None = None
+
+    @property
+    def title(self) -> str:
+        """What tables call it."""
+        return self.name or self.route
+
+
+class SloSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Upper bounds that a good request meets, milliseconds; unset: no bound."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+
+
+class SimSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All of a simulation.
+
+    Attributes:
+        seed: of everything drawn.
+        workload, engines, signals: see there.
+        policies: one run each; the first is what the others are compared with.
+        slos: what a request must meet to count as good.
+    """
+
+    workload: WorkloadSettings
+    engines: EngineSettings = EngineSettings()
+    signals: SignalSettings = AT_ONCE
+    policies: tuple[PolicySettings, ...] = (PolicySettings(),)
+    slos: SloSettings | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        titles = [policy.title for policy in self.policies]
+        if not titles or len(set(titles)) < len(titles):
+            raise ConfigError(
+                f"[[policies]] need at least one, and names of their own; got {', '.join(titles) or 'none'}"
+            )
+
+
+def read_settings(path: Path) -> SimSettings:
+    """The simulation that a TOML file describes.
+
+    Raises:
+        ConfigError: it cannot be read, a key or value is not allowed; the text names the file and the key.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        return msgspec.convert(tomllib.loads(text), SimSettings)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {_in_words(str(error))}") from error
+
+
+def _in_words(text: str) -> str:
+    """msgspec's message with TOML's way of naming a place."""
+    what, _, where = text.partition(" - at `$")
+    place = where.removesuffix("`").removeprefix(".").replace("[...]", "")
+    return f"{what} in [{place}]" if place else what

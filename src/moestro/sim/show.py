@@ -1,0 +1,91 @@
+"""What the operator sees: a progress bar on standard error, tables on standard output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from moestro.sim.outcome import PolicyOutcome, SimReport
+from moestro.workload.report import Spread
+
+_BATCH = 256  # requests between two looks at the bar: moving it costs as much as routing a request
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar for as long as the block runs; what it yields moves it by one. Nothing is drawn where nobody looks."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+        count = 0
+
+        def advance() -> None:
+            nonlocal count
+            count += 1
+            if count % _BATCH == 0:
+                bar.update(task, completed=count)
+
+        yield advance
+
+
+def print_report(console: Console, report: SimReport) -> None:
+    """One table, a column for each policy."""
+    origin = "generated" if report.is_generated else "recorded"
+    console.print(
+        f"simulated: {report.workload} ({origin}), {report.outcomes[0].report.num_requests:,} requests",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(_table(report.outcomes))
+    for outcome in report.outcomes:
+        for word, failure in outcome.report.failures.items():
+            console.print(f"{outcome.title}: {failure.count} {word}: {failure.example}", markup=False, soft_wrap=True)
+
+
+def _table(outcomes: Sequence[PolicyOutcome]) -> Table:
+    table = Table(title="Latency in ms; in brackets, the ratio to the first policy", title_justify="left")
+    table.add_column("")
+    for outcome in outcomes:
+        table.add_column(outcome.title, justify="right")
+    figures = [_figures(outcome) for outcome in outcomes]
+    for name, base in figures[0].items():
+        table.add_row(name, _cell(base), *(_cell(each[name]) + _ratio(each[name], base) for each in figures[1:]))
+    return table
+
+
+def _figures(outcome: PolicyOutcome) -> dict[str, float | None]:
+    report = outcome.report
+    figures = {
+        "TTFT mean": _of(report.ttft_ms, "mean"),
+        "TTFT p99": _of(report.ttft_ms, "p99"),
+        "TPOT mean": _of(report.tpot_ms, "mean"),
+        "TPOT p99": _of(report.tpot_ms, "p99"),
+        "E2E mean": _of(report.e2e_ms, "mean"),
+        "requests/s": report.requests_per_s,
+        "hit ratio": report.cached_share,
+        "imbalance": outcome.load_imbalance,
+        "max queue": float(outcome.max_queue_depth),
+        "preempted": float(outcome.num_preemptions),
+    }
+    return figures if report.goodput is None else figures | {"goodput": report.goodput.share}
+
+
+def _of(spread: Spread | None, name: str) -> float | None:
+    return None if spread is None else float(getattr(spread, name))
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.4g}"
+
+
+def _ratio(value: float | None, base: float | None) -> str:
+    return "" if value is None or not base else f" ({value / base:.3f})"
