@@ -115,3 +115,15 @@ INDICATORS: Mapping[str, Callable[[RouteView], Scores | Counts]] = {
         num_waiting, num_running, num_tokens, kv_usage, expert_pressure, speed,
     )
 }  # fmt: skip
+
+# What each looks at, for a policy that is made of them.
+HIT_INDICATORS = frozenset({"p_tokens", "new_tokens", "hit_ratio"})
+FIGURES_OF: Mapping[str, tuple[str, ...]] = {
+    "p_tokens": ("queued_prefill_tokens",),
+    "queued_prefill_tokens": ("queued_prefill_tokens",),
+    "num_waiting": ("num_waiting",),
+    "num_running": ("num_running",),
+    "num_tokens": ("num_tokens",),
+    "kv_usage": ("kv_usage",),
+    "expert_pressure": ("expert_pressure",),
+}

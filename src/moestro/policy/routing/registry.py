@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from pathlib import Path
 
 from moestro.errors import ConfigError
 from moestro.policy.routing.affinity import BoundedHash, Sticky
 from moestro.policy.routing.contract import RoutePolicy
+from moestro.policy.routing.expression import expression_policy
 from moestro.policy.routing.filtered import Aibrix, CacheAware, LlmdAffinity, LowestTtft
 from moestro.policy.routing.gimbal import GIMBAL_V2_NEEDS, GimbalV1, gimbal_v2_score
 from moestro.policy.routing.lmetric import LMetric
@@ -23,6 +25,7 @@ from moestro.policy.routing.load import (
     vllm_026_score,
 )
 from moestro.policy.routing.scoring import Scored
+from moestro.policy.routing.user_file import user_policy
 from moestro.policy.routing.weighted import PREBLE_NEEDS, Bailian, Dynamo, preble_score
 
 
@@ -73,6 +76,39 @@ ROUTING: dict[str, PolicyEntry] = {
 }
 
 
+def policy_from(text: str, score: str | None = None) -> RoutePolicy:
+    """The policy that an operator named.
+
+    Args:
+        text: a name in ROUTING, with settings if any (`bailian:hit_weight=0.55`), or `FILE.py:NAME`.
+        score: an expression over indicators, in place of `text`.
+
+    Raises:
+        ConfigError: there is no such policy, or it does not take these settings.
+    """
+    if score is not None:
+        return expression_policy(score)
+    name, _, rest = text.partition(":")
+    if name.endswith(".py"):
+        return user_policy(Path(name), rest)
+    settings = {}
+    for each in filter(None, rest.split(",")):
+        key, equals, value = each.partition("=")
+        if not equals:
+            raise ConfigError(f"--route-policy {text!r}: settings are written NAME:SETTING=VALUE,..., got {each!r}")
+        settings[key.strip()] = _number_or_word(value.strip())
+    return make_policy(name, **settings)
+
+
+def _number_or_word(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
 def make_policy(name: str, **settings: object) -> RoutePolicy:
     """The policy `name` with `settings` over its defaults.
 
@@ -86,4 +122,7 @@ def make_policy(name: str, **settings: object) -> RoutePolicy:
     for given in settings:
         if given not in known:
             raise ConfigError(f"route policy {name!r} has no setting {given!r}; it has: {', '.join(known) or 'none'}")
-    return make(**settings)
+    try:
+        return make(**settings)
+    except TypeError as error:  # a word where a number belongs
+        raise ConfigError(f"route policy {name!r}: {error}") from error
