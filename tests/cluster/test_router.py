@@ -1,49 +1,125 @@
 import pytest
+from routers import request, router
 
-from moestro.cluster.router import Router
-from moestro.core.request import Request, SamplingParams
+from moestro.core.views import EngineFigures
 from moestro.errors import ConfigError, InvariantError, NoEngineError, QueueFullError
+from moestro.policy.routing.registry import make_policy
 
-REQUEST = Request(request_id="r", num_prompt_tokens=1, sampling=SamplingParams(), arrival_ns=0)
+
+def submit(to, *names, now_ns=0, **fields):
+    return [to.submit(request(name, **fields), now_ns).engine for name in names]
 
 
 def test_requests_in_flight_are_counted_until_they_end():
-    router = Router(2, "least_loaded")
-    router.set_routable(0, routable=True)
-    router.set_routable(1, routable=True)
-    engines = [router.submit(REQUEST).engine for _ in range(4)]
+    two = router(2, "least_loaded")
+    engines = submit(two, "a", "b", "c", "d")
     assert sorted(engines) == [0, 0, 1, 1]
-    router.ended(1)
-    assert router.submit(REQUEST).engine == 1
-    assert router.num_in_flight == 4
+    two.ended("abcd"[engines.index(1)], 0)
+    assert submit(two, "e") == [1]
+    assert two.num_in_flight == 4
+    assert len(two.in_flight_on(1)) == 2
 
 
 def test_without_a_routable_engine_the_refusal_says_when_to_retry():
-    router = Router(2, "round_robin")
+    two = router(2, "round_robin")
+    for engine in (0, 1):
+        two.set_routable(engine, routable=False)
     with pytest.raises(NoEngineError) as refused:
-        router.submit(REQUEST)
+        submit(two, "a")
     assert (refused.value.http_status, refused.value.retry_after_s) == (503, 1)
 
 
 def test_a_full_queue_takes_nothing_and_the_refusal_says_when_to_retry():
-    router = Router(2, "least_loaded", max_num_queued=2)
-    for engine in (0, 1):
-        router.set_routable(engine, routable=True)
-    assert sorted(router.submit(REQUEST).engine for _ in range(4)) == [0, 0, 1, 1]
+    two = router(2, "least_loaded", max_num_queued=2)
+    engines = submit(two, "a", "b", "c", "d")
+    assert sorted(engines) == [0, 0, 1, 1]
     with pytest.raises(QueueFullError, match="4 waiting") as refused:
-        router.submit(REQUEST)
+        submit(two, "e")
     assert (refused.value.http_status, refused.value.retry_after_s) == (503, 1)
-    router.set_num_running(1, 1)  # one of its two waits no more
-    assert router.submit(REQUEST).engine == 1
-    router.ended(0)
-    assert router.submit(REQUEST).engine == 0
+    two.report(1, EngineFigures(num_running=1), 0, 0)  # one of its two waits no more
+    assert submit(two, "e") == [1]
+    two.ended("abcd"[engines.index(0)], 0)
+    assert submit(two, "f") == [0]
 
 
 def test_an_unknown_policy_names_the_known_ones():
     with pytest.raises(ConfigError, match="unknown route policy 'best'; known: round_robin, least_loaded"):
-        Router(1, "best")
+        make_policy("best")
+
+
+def test_an_unknown_setting_of_a_policy_is_named():
+    with pytest.raises(ConfigError, match=r"round_robin.*speed"):
+        make_policy("round_robin", speed=3)
 
 
 def test_ending_what_never_began_is_a_bug():
-    with pytest.raises(InvariantError, match="did not have"):
-        Router(1, "round_robin").ended(0)
+    with pytest.raises(InvariantError, match="was not in flight"):
+        router(1, "round_robin").ended("a", 0)
+
+
+def test_prompt_tokens_to_compute_are_counted_until_the_first_token():
+    one = router(1, "round_robin")
+    submit(one, "a", "b", num_prompt_tokens=100)
+    assert (one.table.prefill_tokens[0], one.table.num_prefilling[0], one.table.context_tokens[0]) == (200, 2, 200)
+    one.first_token("a", 1)
+    one.first_token("a", 2)
+    assert (one.table.prefill_tokens[0], one.table.num_prefilling[0], one.table.context_tokens[0]) == (100, 1, 200)
+    one.ended("b", 3)
+    one.first_token("b", 4)  # late
+    assert (one.table.prefill_tokens[0], one.table.num_prefilling[0], one.table.context_tokens[0]) == (0, 0, 100)
+
+
+def test_each_figure_keeps_its_own_age_and_an_older_one_changes_nothing():
+    one = router(1, "round_robin")
+    one.report(0, EngineFigures(kv_usage=0.5, num_running=3), 50, 60)
+    one.report(0, EngineFigures(kv_usage=0.1), 40, 70)
+    one.report(0, EngineFigures(num_running=2), 65, 70)
+    assert (one.table.kv_usage.values[0], one.table.kv_usage.as_of_ns[0]) == (0.5, 50)
+    assert (one.table.num_running.values[0], one.table.num_running.as_of_ns[0]) == (2, 65)
+    assert one.table.kv_usage.known(70, 20).tolist() == [True]
+    assert one.table.kv_usage.known(71, 20).tolist() == [False]
+    assert one.table.num_waiting.known(71, 1 << 60).tolist() == [False]
+
+
+def test_requests_that_are_not_this_routers_are_those_that_it_cannot_account_for():
+    one = router(1, "round_robin")
+    submit(one, "a", "b", now_ns=10)
+    submit(one, "c", now_ns=20)
+    one.ended("a", 25)
+    # At 15 the engine had a and b, and 5 of somebody else's; c it could not have seen.
+    one.report(0, EngineFigures(num_waiting=4, num_running=3, queued_prefill_tokens=7), 15, 30)
+    assert (one.table.num_foreign[0], one.table.num_unseen[0], one.table.unseen_prefill_tokens[0]) == (5, 1, 1)
+    submit(one, "d", now_ns=30)
+    assert one.table.num_unseen[0] == 2
+    one.ended("c", 31)
+    assert (one.table.num_unseen[0], one.table.unseen_prefill_tokens[0]) == (1, 1)
+    one.report(0, EngineFigures(num_waiting=0, num_running=2), 32, 33)
+    assert (one.table.num_foreign[0], one.table.num_unseen[0]) == (0, 0)
+
+
+def test_an_engine_that_was_started_again_has_said_nothing_and_holds_nothing():
+    one = router(1, "round_robin")
+    submit(one, "a", now_ns=5)
+    one.report(0, EngineFigures(kv_usage=0.5, num_running=9, num_waiting=0), 5, 5)
+    one.engine_lost(0, 6)
+    assert not one.table.kv_usage.known(6, 1 << 60).any()
+    assert one.table.num_foreign[0] == 0
+    one.ended("a", 7)
+    assert one.num_in_flight_on(0) == one.table.num_unseen[0] == 0
+
+
+def test_the_number_of_a_removed_engine_is_free_once_nothing_is_in_flight_there():
+    two = router(2, "round_robin")
+    submit(two, "a", "b")
+    two.remove_engine(0, 1)
+    assert two.add_engine() == 2
+    two.ended(two.in_flight_on(0)[0], 2)
+    assert two.add_engine() == 0
+    assert not two.is_routable(0)
+
+
+def test_many_engines_are_rows_of_one_table():
+    many = router(100, "least_loaded")
+    assert sorted(submit(many, *map(str, range(100)))) == list(range(100))
+    with pytest.raises(ValueError, match="read-only"):
+        many.table.num_in_flight[0] = 1

@@ -45,6 +45,8 @@ class Stats(msgspec.Struct):
     num_running: int
     num_waiting: int
     kv_usage: float
+    queued_prefill_tokens: int = 0
+    num_tokens: int = 0
     num_preemptions: int = 0
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
@@ -84,7 +86,10 @@ class FakeRank:
 
     def stats(self) -> Stats:
         running = self.num_running
-        return Stats(running, len(self.requests) - running, running / 64, 0, self.num_queried, self.num_queried // 2)
+        waiting = len(self.requests) - running
+        return Stats(
+            running, waiting, running / 64, num_queried_tokens=self.num_queried, num_hit_tokens=self.num_queried // 2
+        )
 
     def step(self, now_ns: int) -> list[Output]:
         time.sleep(0.002 if self.requests else 0)

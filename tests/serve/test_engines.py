@@ -6,9 +6,9 @@ import asyncio
 import random
 
 import pytest
+from routers import router
 from serve.fake_rank import INFO
 
-from moestro.cluster.router import Router
 from moestro.core.request import FinishReason, Output, Request, SamplingParams
 from moestro.errors import ConfigError, EngineDiedError, NoEngineError, QueueFullError
 from moestro.serve.engines import HOMELESS_S, Engines
@@ -33,7 +33,7 @@ class World:
         self.unreachable: set[int] = set()
         self.metrics = Metrics(num_engines)
         self.now_ns = 0
-        self.engines = Engines(Router(num_engines, "round_robin"), self.send, self.metrics, lambda: self.now_ns)
+        self.engines = Engines(empty_router(num_engines), self.send, self.metrics, lambda: self.now_ns)
         for engine in range(num_engines):
             self.engines.on_message(engine, Ready(INFO))
 
@@ -47,6 +47,13 @@ class World:
         for name in names:
             self.engines.submit(request(name), inbox)
         return inbox
+
+
+def empty_router(num_engines: int):
+    made = router(num_engines, "round_robin")
+    for engine in range(num_engines):
+        made.set_routable(engine, routable=False)
+    return made
 
 
 def run(test) -> None:
@@ -289,7 +296,7 @@ def test_at_the_end_all_hear_why():
 )
 def test_the_cause_of_a_failed_start_is_what_is_raised(message, kind, text):
     async def test():
-        engines = Engines(Router(1, "round_robin"), lambda engine, message: None, Metrics(1))
+        engines = Engines(empty_router(1), lambda engine, message: None, Metrics(1))
         if message:
             engines.on_message(0, message)
         engines.on_exit(0, "it ended")

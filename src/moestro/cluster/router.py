@@ -2,95 +2,232 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass
 
+import numpy as np
+
+from moestro.cluster.caches import EngineCaches
+from moestro.cluster.columns import EngineColumns
+from moestro.cluster.in_flight import Flight, InFlight
+from moestro.cluster.settings import ANY_ENGINE, DEFAULT_SETTINGS, EngineSpec, RouterSettings
 from moestro.core.request import Request
-from moestro.core.views import EngineTable
-from moestro.errors import ConfigError, InvariantError, NoEngineError, QueueFullError
-from moestro.policy.routing.basic import ROUTING, RouteDecision
+from moestro.core.rng import Draws
+from moestro.core.views import EngineFigures, EngineTable
+from moestro.errors import InvariantError, NoEngineError, QueueFullError
+from moestro.policy.routing.contract import Ended, EngineLost, FirstToken, Routed, RoutePolicy, RouteView
+
+
+@dataclass(frozen=True, slots=True)
+class RouteDecision:
+    """Which engine gets a request, and why.
+
+    Attributes:
+        engine: its number.
+        score: lower is better; what it means is the policy's affair.
+        reason: in a few words.
+        hit_tokens: of the prompt, that the engine's cache is thought to hold.
+    """
+
+    engine: int
+    score: float
+    reason: str
+    hit_tokens: int
 
 
 class Router:
     """Chooses an engine for each request and counts what is in flight on each.
 
     Args:
-        num_engines: engines, numbered from 0; none is routable until `set_routable`.
-        policy: a name in `ROUTING`.
-        max_num_queued: requests that may wait in one engine; None: no bound here. The engines keep the same bound, but
-            answer between two steps, which is late for a refusal.
+        policy: chooses.
+        settings: see there.
 
-    Invariant: `num_in_flight[e]` is the number of requests submitted to `e` and not `ended` since.
+    Invariants: no request goes to an engine that is not routable. `num_in_flight[e]` is the number of requests
+    submitted to `e` and not `ended` since. `now_ns` never goes back from call to call.
     """
 
-    def __init__(self, num_engines: int, policy: str, max_num_queued: int | None = None) -> None:
-        if policy not in ROUTING:
-            raise ConfigError(f"unknown route policy {policy!r}; known: {', '.join(ROUTING)}")
-        self._policy = ROUTING[policy]
-        self._routable = np.zeros(num_engines, np.bool_)
-        self._num_in_flight = np.zeros(num_engines, np.int32)
-        self._num_running = np.zeros(num_engines, np.int32)
-        self._max_num_queued = max_num_queued
+    def __init__(self, policy: RoutePolicy, settings: RouterSettings = DEFAULT_SETTINGS) -> None:
+        self._policy = policy
+        self._settings = settings
+        self._columns = EngineColumns()
+        self._flights = InFlight(self._columns)
+        self._caches = EngineCaches(settings.index_bytes, int(settings.predicted_expiry_s * 1e9))
+        self._removed: set[int] = set()  # gone, and with requests that have not ended
         self._num_decisions = 0
 
-    def submit(self, request: Request) -> RouteDecision:
+    # --- engines come and go
+
+    def add_engine(self, spec: EngineSpec = ANY_ENGINE) -> int:
+        """A new engine, not routable yet. Returns its number: the next, or that of one that was removed."""
+        engine = self._columns.add()
+        self._caches.add_engine(engine)
+        self.set_spec(engine, spec)
+        return engine
+
+    def set_spec(self, engine: int, spec: EngineSpec) -> None:
+        """What is known of `engine` now."""
+        self._columns.num_kv_tokens[engine] = (spec.num_blocks or 0) * self._settings.block_size
+        self._columns.speed[engine] = spec.speed
+        self._caches.set_capacity(engine, spec.num_blocks)
+
+    def remove_engine(self, engine: int, now_ns: int) -> None:
+        """`engine` is gone for good. What is in flight there is still to be `ended`; then its number is free."""
+        self.set_routable(engine, routable=False)
+        self.engine_lost(engine, now_ns)
+        self._removed.add(engine)
+        self._release(engine)
+
+    def set_routable(self, engine: int, *, routable: bool) -> None:
+        """Take `engine` into rotation, or out of it (what is in flight stays counted)."""
+        if routable and engine in self._removed:
+            raise InvariantError(f"engine {engine} was removed")
+        self._columns.is_up[engine] = routable
+        self._columns.routable[engine] = routable
+
+    def engine_lost(self, engine: int, now_ns: int) -> None:
+        """The process behind `engine` is another, or none: forget what the old one said, and what its cache held."""
+        self._columns.forget_figures(engine)
+        self._flights.forget(engine)
+        self._caches.cleared(engine)
+        self._policy.observe(EngineLost(engine, now_ns))
+
+    # --- requests come and go
+
+    def submit(self, request: Request, now_ns: int) -> RouteDecision:
         """Choose an engine and count the request there.
 
         Raises:
             NoEngineError: no engine is routable.
             QueueFullError: each that is has as many waiting requests as it may have.
         """
-        if not self._routable.any():
-            raise NoEngineError
-        table = EngineTable(self._with_room(), self._num_in_flight.copy())
-        decision = self._policy(request, table, self._num_decisions)
+        self._check_room()
+        view = self._view(request, now_ns)
+        choice = self._policy.decide(view, Draws(self._settings.seed, self._num_decisions))
+        engine = choice.engine
+        assert self._columns.routable[engine], f"the policy chose engine {engine}, which is not routable"
         self._num_decisions += 1
-        self._num_in_flight[decision.engine] += 1
-        return decision
+        hit_tokens = int(view.hit_tokens[engine])
+        num_prefill_tokens = max(1, request.num_prompt_tokens - hit_tokens)
+        self._flights.add(request.request_id, Flight(engine, now_ns, request.num_prompt_tokens, num_prefill_tokens))
+        if self._policy.needs_hits:
+            self._caches.routed(engine, request.block_hashes, now_ns)
+        self._policy.observe(Routed(request, engine, hit_tokens, choice.detail, now_ns))
+        return RouteDecision(engine, choice.score, choice.reason, hit_tokens)
 
-    def _with_room(self) -> NDArray[np.bool_]:
-        """bool[n], the routable engines whose queues are not full."""
-        if self._max_num_queued is None:
-            return self._routable.copy()
-        num_waiting = self._num_in_flight - self._num_running
-        has_room = self._routable & (num_waiting < self._max_num_queued)
-        if not has_room.any():
-            raise QueueFullError(int(num_waiting[self._routable].sum()))
-        return has_room
+    def first_token(self, request_id: str, now_ns: int) -> None:
+        """The request's prompt is computed; said again, or of a request that is over, it changes nothing."""
+        flight = self._flights.first_token(request_id)
+        if flight is not None:
+            self._policy.observe(FirstToken(request_id, flight.engine, now_ns))
 
-    def ended(self, engine: int) -> None:
-        """One request of `engine` came to its end, whatever it was."""
-        if self._num_in_flight[engine] == 0:
-            raise InvariantError(f"engine {engine} ended a request it did not have")
-        self._num_in_flight[engine] -= 1
+    def ended(self, request_id: str, now_ns: int, num_output_tokens: int | None = None) -> None:
+        """The request came to its end, whatever it was.
 
-    def set_routable(self, engine: int, *, routable: bool) -> None:
-        """Take `engine` into rotation, or out of it (what is in flight stays counted)."""
-        self._routable[engine] = routable
+        Args:
+            num_output_tokens: that it generated, if somebody counted.
+        """
+        flight = self._flights.ended(request_id, now_ns)
+        self._policy.observe(Ended(request_id, flight.engine, now_ns, num_output_tokens))
+        self._release(flight.engine)
 
-    def set_num_running(self, engine: int, num_running: int) -> None:
-        """`engine` said how many of its requests wait no more."""
-        self._num_running[engine] = num_running
+    # --- what the engines say
+
+    def report(self, engine: int, figures: EngineFigures, as_of_ns: int, now_ns: int) -> None:
+        """`engine` said these figures of itself; each that is older than what is known is ignored.
+
+        Args:
+            as_of_ns: until when its requests are in them, on this router's clock: all that it had been sent by then,
+                and nothing sent later. An engine that reads its inbox between steps says when it last read it.
+        """
+        as_of_ns = min(as_of_ns, now_ns)
+        taken = self._columns.report(engine, figures, as_of_ns)
+        if "num_waiting" in taken and "num_running" in taken:
+            assert figures.num_waiting is not None
+            assert figures.num_running is not None
+            self._flights.recount_requests(engine, figures.num_waiting + figures.num_running, as_of_ns)
+        if "queued_prefill_tokens" in taken:
+            self._flights.recount_prefill(engine, as_of_ns)
+
+    def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """`engine` holds these blocks (packed, 16 bytes each, a prompt's in order)."""
+        self._caches.stored(engine, hashes, now_ns)
+
+    def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """`engine` holds these blocks no more."""
+        self._caches.removed(engine, hashes)
+
+    def kv_cleared(self, engine: int, now_ns: int) -> None:
+        """`engine` holds no block."""
+        self._caches.cleared(engine)
+
+    def kv_lost(self, engine: int, now_ns: int) -> None:
+        """Events of `engine` were missed and will not be sent again: from now on it is predicted what it holds."""
+        self._caches.lost_track(engine)
+
+    # --- what is known
+
+    @property
+    def table(self) -> EngineTable:
+        """The engines, read-only, always as they are now."""
+        return self._columns.table
 
     @property
     def num_engines(self) -> int:
-        """In rotation or not."""
-        return len(self._routable)
+        """Rows, in rotation or not."""
+        return self._columns.num_rows
 
     def is_routable(self, engine: int) -> bool:
         """Whether `engine` is in rotation."""
-        return bool(self._routable[engine])
+        return bool(self._columns.is_up[engine])
+
+    def in_flight_on(self, engine: int) -> tuple[str, ...]:
+        """Ids of the requests on one engine, the longest there first."""
+        return self._flights.of_engine(engine)
 
     def num_in_flight_on(self, engine: int) -> int:
         """Requests on one engine."""
-        return int(self._num_in_flight[engine])
+        return int(self._columns.num_in_flight[engine])
 
     @property
     def num_in_flight(self) -> int:
         """Requests on all engines."""
-        return int(self._num_in_flight.sum())
+        return len(self._flights)
 
     @property
     def num_routable(self) -> int:
         """Engines in rotation."""
-        return int(self._routable.sum())
+        return int(self._columns.is_up.sum())
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory of the prefix indices, about."""
+        return self._caches.num_bytes
+
+    # --- inside
+
+    def _check_room(self) -> None:
+        """Set the column `routable`: in rotation, and with room in the queue."""
+        columns, bound = self._columns, self._settings.max_num_queued
+        if not columns.is_up.any():
+            raise NoEngineError
+        if bound is None:
+            return
+        table = columns.table
+        is_up = columns.is_up[: len(table)]
+        num_waiting = table.num_in_flight + table.num_foreign - table.num_running.values
+        has_room = is_up & (num_waiting < bound)
+        if not has_room.any():
+            raise QueueFullError(int(num_waiting[is_up].sum()))
+        columns.routable[: len(table)] = has_room
+
+    def _view(self, request: Request, now_ns: int) -> RouteView:
+        if self._policy.needs_hits:
+            hit_tokens = self._caches.match(request.block_hashes, now_ns) * self._settings.block_size
+        else:
+            hit_tokens = np.zeros(self._columns.num_rows, np.int64)
+        return RouteView(request, self._columns.table, hit_tokens, now_ns, self._num_decisions)
+
+    def _release(self, engine: int) -> None:
+        """Give back the number of an engine that was removed, once nothing is in flight there."""
+        if engine in self._removed and not self._columns.num_in_flight[engine]:
+            self._removed.remove(engine)
+            self._columns.give_back(engine)

@@ -30,3 +30,34 @@ def uniform(seed: NDArray[np.uint64], counter: NDArray[np.uint64]) -> NDArray[np
     with np.errstate(over="ignore"):
         state = mix64(mix64(seed + _GAMMA) + counter * _GAMMA)
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+_MASK = (1 << 64) - 1
+_GAMMA_INT = 0x9E3779B97F4A7C15
+
+
+class Draws:
+    """A short run of draws from one key, for a single decision: plain integers, because there are one or two.
+
+    Args:
+        seed: of the run.
+        key: of the decision; the same (seed, key) draws the same again.
+    """
+
+    __slots__ = ("_state",)
+
+    def __init__(self, seed: int, key: int) -> None:
+        self._state = (_mix(seed + _GAMMA_INT) + key * _GAMMA_INT) & _MASK
+
+    def below(self, n: int) -> int:
+        """The next draw, from 0 .. n - 1."""
+        self._state = (self._state + _GAMMA_INT) & _MASK
+        return _mix(self._state) * n >> 64
+
+
+def _mix(x: int) -> int:
+    """`mix64` of one plain integer."""
+    x &= _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)

@@ -3,22 +3,103 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+NEVER_NS = -(1 << 62)  # the age of what was never said: far in the past, and differences with it do not overflow
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EngineTable:
-    """Engines as a router knows them, one row each.
+
+class Channel(StrEnum):
+    """By which way figures come to a router."""
+
+    PIGGYBACKED = "piggybacked"  # with an engine's outputs, whenever they change
+    POLLED = "polled"  # read from the engine now and then, as from `/metrics`
+    BROADCAST = "broadcast"  # said by somebody on behalf of many engines
+
+
+class EngineFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine says of itself, any part of it; None: not said this time.
 
     Attributes:
-        routable: bool[n], ready and not draining.
-        num_in_flight: int32[n], requests sent and not ended: the router's own count, exact, age zero.
+        num_waiting, num_running: requests without, with KV blocks.
+        kv_usage: fraction of KV blocks held by sequences, 0 .. 1.
+        queued_prefill_tokens: prompt tokens that it has yet to compute, of waiting and of running requests.
+        num_tokens: context tokens of waiting and running requests (Gimbal's RunningLoad).
+        expert_pressure: load of the busiest of the expert devices that its tokens go to over the mean, at least 1.
+        channel: how this came.
+    """
+
+    num_waiting: int | None = None
+    num_running: int | None = None
+    kv_usage: float | None = None
+    queued_prefill_tokens: int | None = None
+    num_tokens: int | None = None
+    expert_pressure: float | None = None
+    channel: Channel = Channel.PIGGYBACKED
+
+
+FIGURES = tuple(name for name in EngineFigures.__struct_fields__ if name != "channel")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Figure:
+    """One reported figure of every engine, and how old it is.
+
+    Attributes:
+        values: float64[n]; without meaning where nothing was ever said.
+        as_of_ns: int64[n], when it was true, on the router's clock; NEVER_NS: nothing was ever said.
+    """
+
+    values: NDArray[np.float64]
+    as_of_ns: NDArray[np.int64]
+
+    def known(self, now_ns: int, max_age_ns: int) -> NDArray[np.bool_]:
+        """bool[n], said, and no longer than `max_age_ns` ago."""
+        return self.as_of_ns >= now_ns - max_age_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EngineTable:
+    """Engines as a router knows them, one row each. Read-only; it shows the router's columns as they are now.
+
+    The first columns are the router's own books: exact, age zero, and of its own requests only.
+
+    Attributes:
+        routable: bool[n], ready, not draining, and with room in the queue: the rows that may be chosen.
+        num_in_flight: int64[n], requests sent and not ended.
+        num_prefilling: int64[n], of these, without a first token.
+        prefill_tokens: int64[n], prompt tokens of those, less what their engine's cache was thought to hold.
+        context_tokens: int64[n], prompt tokens of all in flight.
+        num_unseen: int64[n], requests in flight that were sent after `num_waiting` was true.
+        unseen_prefill_tokens: int64[n], as `prefill_tokens`, of those sent after `queued_prefill_tokens` was true.
+        num_foreign: int64[n], requests that are not this router's, when `num_waiting` and `num_running` were true.
+        num_kv_tokens: int64[n], tokens that the KV cache holds; 0: not known.
+        speed: float64[n], relative to the others', as the operator says; 1: as they are.
+        num_waiting, num_running, kv_usage, queued_prefill_tokens, num_tokens, expert_pressure: as in `EngineFigures`.
     """
 
     routable: NDArray[np.bool_]
-    num_in_flight: NDArray[np.int32]
+    num_in_flight: NDArray[np.int64]
+    num_prefilling: NDArray[np.int64]
+    prefill_tokens: NDArray[np.int64]
+    context_tokens: NDArray[np.int64]
+    num_unseen: NDArray[np.int64]
+    unseen_prefill_tokens: NDArray[np.int64]
+    num_foreign: NDArray[np.int64]
+    num_kv_tokens: NDArray[np.int64]
+    speed: NDArray[np.float64]
+    num_waiting: Figure
+    num_running: Figure
+    kv_usage: Figure
+    queued_prefill_tokens: Figure
+    num_tokens: Figure
+    expert_pressure: Figure
+
+    def __len__(self) -> int:
+        return len(self.routable)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

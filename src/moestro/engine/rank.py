@@ -20,6 +20,8 @@ class RankStats:
     num_running: int
     num_waiting: int
     kv_usage: float  # fraction of blocks held by sequences, 0 .. 1
+    queued_prefill_tokens: int  # to compute before those that wait or prefill have a token, but for what is cached
+    num_tokens: int  # of sequences that run or wait
     num_preemptions: int
     num_queried_tokens: int
     num_hit_tokens: int
@@ -83,11 +85,15 @@ class Rank:
 
     def stats(self) -> RankStats:
         """Figures for routers, metrics and log lines."""
-        scheduler, counts = self.scheduler, self.scheduler.counts
+        scheduler, counts, table = self.scheduler, self.scheduler.counts, self.scheduler.table
+        known = table.num_tokens.take(table.running)
+        left = known - table.num_computed.take(table.running)
         return RankStats(
-            num_running=len(scheduler.table.running),
+            num_running=len(table.running),
             num_waiting=len(scheduler.waiting),
             kv_usage=1 - scheduler.pool.num_free / scheduler.pool.num_blocks,
+            queued_prefill_tokens=scheduler.waiting.num_tokens + int(left.sum(where=left > 1)),
+            num_tokens=scheduler.waiting.num_tokens + int(known.sum()),
             num_preemptions=counts.num_preemptions,
             num_queried_tokens=counts.num_queried_tokens,
             num_hit_tokens=counts.num_hit_tokens,

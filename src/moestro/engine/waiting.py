@@ -20,6 +20,9 @@ class WaitingQueue:
     """Sequences that hold no KV, in the order in which they came; the policy orders them when asked.
 
     Rows are appended and marked dead, and compacted when half are dead, so that a long queue costs no Python per row.
+
+    Attributes:
+        num_tokens: of all that wait.
     """
 
     def __init__(self) -> None:
@@ -27,6 +30,7 @@ class WaitingQueue:
         self._live = np.zeros(16, np.bool_)
         self._sequences: list[Sequence | None] = []
         self._row_of: dict[int, int] = {}
+        self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -42,12 +46,14 @@ class WaitingQueue:
         self._live[row] = True
         self._sequences.append(sequence)
         self._row_of[sequence.serial] = row
+        self.num_tokens += sequence.num_tokens
 
     def remove(self, sequence: Sequence) -> None:
         """Take `sequence`, which is in the queue, out of it."""
         row = self._row_of.pop(sequence.serial)
         self._live[row] = False
         self._sequences[row] = None
+        self.num_tokens -= sequence.num_tokens
 
     def in_order(self, policy: OrderPolicy, now_ns: int) -> Iterator[Sequence]:
         """The sequences, the first to be admitted first; the queue must not change while they are drawn."""

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moestro.cluster.router import Router
+from moestro.cluster.settings import EngineSpec
 from moestro.core.request import FinishReason, Output, Request
+from moestro.core.views import EngineFigures
 from moestro.errors import ConfigError, EngineDiedError, MoestroError, NoEngineError, QueueFullError, RequestError
 from moestro.serve.messages import (
     Abort,
@@ -178,9 +180,9 @@ class Engines:
         """Take in what a rank said."""
         match message:
             case Outputs():
-                self.loads[engine] = message.load
-                self._router.set_num_running(engine, message.load.num_running)
                 now_ns = self._now_ns()
+                self.loads[engine] = message.load
+                self._router.report(engine, _figures(message.load), message.as_of_ns, now_ns)
                 for output in message.outputs:
                     self._deliver(engine, output, now_ns)
             case Heartbeat():
@@ -193,6 +195,7 @@ class Engines:
                 logger.info("engine %d: %s took %.2f s", engine, message.name, message.seconds)
             case Ready():
                 self._is_up[engine] = True
+                self._router.set_spec(engine, EngineSpec(num_blocks=message.info.num_blocks))
                 self._router.set_routable(engine, routable=True)
                 if not self._ready[engine].done():
                     self._ready[engine].set_result(message.info)
@@ -207,7 +210,7 @@ class Engines:
         cause = self._causes.pop(engine, None) or EngineDiedError(f"engine {engine}: {how}")
         self._take_down(engine)
         self._unsent_aborts.pop(engine, None)
-        self._router.set_num_running(engine, 0)
+        self._router.engine_lost(engine, self._now_ns())
         self.loads[engine] = RankLoad()
         self.phases[engine].clear()
         if not self._ready[engine].done():
@@ -233,11 +236,11 @@ class Engines:
 
     def _send_somewhere(self, request: Request) -> int:
         while True:
-            engine = self._router.submit(request).engine
+            engine = self._router.submit(request, self._now_ns()).engine
             try:
                 self._send(engine, Add(request))
             except NoEngineError:  # its end will be noticed presently; until then it is out of rotation
-                self._router.ended(engine)
+                self._router.ended(request.request_id, self._now_ns())
                 self._router.set_routable(engine, routable=False)
             else:
                 return engine
@@ -245,7 +248,7 @@ class Engines:
     def _move(self, flight: _Flight) -> None:
         """Give a request of an engine that ended to another, now or when there is one."""
         self._metrics.engines[flight.engine].num_moved += 1
-        self._router.ended(flight.engine)
+        self._router.ended(flight.request.request_id, self._now_ns())
         flight.engine = _NOWHERE
         flight.num_moves += 1
         self._homeless[flight.request.request_id] = self._now_ns() + int(HOMELESS_S * 1e9)
@@ -272,6 +275,7 @@ class Engines:
         metrics = self._metrics.engines[flight.engine]
         if not flight.has_output:
             flight.has_output = True
+            self._router.first_token(flight.request.request_id, now_ns)
             metrics.num_prompt_tokens += flight.request.num_prompt_tokens
         if not num_tokens:
             return  # a prompt was scored, and nothing generated
@@ -295,7 +299,7 @@ class Engines:
             return None
         self._homeless.pop(request_id, None)
         if flight.engine != _NOWHERE:
-            self._router.ended(flight.engine)
+            self._router.ended(request_id, self._now_ns(), flight.num_tokens)
             if reason is not None:
                 self._count_end(flight, reason)
         return flight
@@ -307,3 +311,13 @@ class Engines:
             metrics.whole_s.observe((self._now_ns() - flight.request.arrival_ns) / 1e9)
             if flight.num_tokens > 1:
                 metrics.mean_gap_s.observe((flight.last_ns - flight.first_ns) / 1e9 / (flight.num_tokens - 1))
+
+
+def _figures(load: RankLoad) -> EngineFigures:
+    return EngineFigures(
+        num_waiting=load.num_waiting,
+        num_running=load.num_running,
+        kv_usage=load.kv_usage,
+        queued_prefill_tokens=load.queued_prefill_tokens,
+        num_tokens=load.num_tokens,
+    )

@@ -76,6 +76,8 @@ class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0  # fraction of KV blocks held by sequences, 0 .. 1
+    queued_prefill_tokens: int = 0  # to compute before those that wait or prefill have a token
+    num_tokens: int = 0  # of sequences that run or wait
     num_preemptions: int = 0
     num_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache
     num_hit_tokens: int = 0  # of these, found there
@@ -86,6 +88,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
     outputs: tuple[Output, ...]
     load: RankLoad
+    as_of_ns: int = 0  # when the rank last read its inbox: no request sent later is in these figures
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

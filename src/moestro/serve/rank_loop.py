@@ -30,6 +30,16 @@ class Stats(Protocol):
         ...
 
     @property
+    def queued_prefill_tokens(self) -> int:
+        """To compute before those that wait or prefill have a token."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Of sequences that run or wait."""
+        ...
+
+    @property
     def num_preemptions(self) -> int:
         """Times that a sequence gave up its KV."""
         ...
@@ -89,6 +99,7 @@ def run_rank(rank: Steppable, channel: Channel, now_ns: Callable[[], int]) -> No
     wait_s: float | None = None
     while True:
         messages = channel.receive(wait_s if rank.has_work else None)
+        as_of_ns = now_ns()
         if not _obey(messages, rank, channel, now_ns):
             return
         num_steps = rank.num_steps
@@ -98,7 +109,7 @@ def run_rank(rank: Steppable, channel: Channel, now_ns: Callable[[], int]) -> No
         wait_s = 0 if messages or outputs or rank.num_steps != num_steps else _LOOK_AGAIN_S
         load = _load(rank.stats())
         if outputs or load != told:
-            channel.send(Outputs(tuple(outputs), load))
+            channel.send(Outputs(tuple(outputs), load, as_of_ns))
             told = load
 
 
@@ -124,6 +135,8 @@ def _load(stats: Stats) -> RankLoad:
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         kv_usage=stats.kv_usage,
+        queued_prefill_tokens=stats.queued_prefill_tokens,
+        num_tokens=stats.num_tokens,
         num_preemptions=stats.num_preemptions,
         num_queried_tokens=stats.num_queried_tokens,
         num_hit_tokens=stats.num_hit_tokens,

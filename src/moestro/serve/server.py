@@ -20,8 +20,10 @@ from rich.console import Console
 
 from moestro import __version__
 from moestro.cluster.router import Router
+from moestro.cluster.settings import RouterSettings
 from moestro.config import ServerSettings, ServeSettings
 from moestro.errors import ConfigError, EngineDiedError
+from moestro.policy.routing.registry import make_policy
 from moestro.serve.banner import Started, print_banner
 from moestro.serve.connections import IDLE_S, listen
 from moestro.serve.engines import Engines
@@ -103,7 +105,12 @@ class _Server:
         server, limits = self._settings.server, self._settings.limits
         with private_address() as address, contextlib.closing(RankSocket(address, server.engines)) as wire:
             metrics = Metrics(server.engines)
-            router = Router(server.engines, server.route_policy, limits.max_num_queued_reqs)
+            settings = RouterSettings(
+                block_size=self._settings.model.block_size, max_num_queued=limits.max_num_queued_reqs
+            )
+            router = Router(make_policy(server.route_policy), settings)
+            for _ in range(server.engines):
+                router.add_engine()
             engines = Engines(router, wire.send, metrics)
             launching = Launching(
                 spec=lambda rank, launch: self._spec(rank, launch, address),

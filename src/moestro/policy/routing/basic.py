@@ -1,42 +1,38 @@
-"""The routing policies that look at nothing but counts."""
+"""The routing policies that look at nothing but the router's own counts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 
-from moestro.core.request import Request
-from moestro.core.views import EngineTable
+from moestro.core.rng import Draws
+from moestro.policy.routing.contract import Choice, RouteEvent, RouteView
 
 
-@dataclass(frozen=True, slots=True)
-class RouteDecision:
-    """Which engine, with what score (lower is better), and why."""
+class Stateless:
+    """A policy that has nothing to remember."""
 
-    engine: int
-    score: float
-    reason: str
+    needs_hits = False
 
-
-# (request, table, number of decisions so far) -> decision. At least one row is routable.
-RoutePolicy = Callable[[Request, EngineTable, int], RouteDecision]
+    def observe(self, event: RouteEvent) -> None:
+        """Nothing."""
 
 
-def round_robin(request: Request, table: EngineTable, decision_id: int) -> RouteDecision:
+class RoundRobin(Stateless):
     """The routable engines in turn."""
-    routable = np.flatnonzero(table.routable)
-    turn = decision_id % len(routable)
-    return RouteDecision(int(routable[turn]), float(turn), f"turn {turn} of {len(routable)}")
+
+    def decide(self, view: RouteView, draws: Draws) -> Choice:
+        """The next one."""
+        routable = np.flatnonzero(view.engines.routable)
+        turn = view.decision_id % len(routable)
+        return Choice(int(routable[turn]), float(turn), f"turn {turn} of {len(routable)}")
 
 
-def least_loaded(request: Request, table: EngineTable, decision_id: int) -> RouteDecision:
-    """Join the engine with the fewest requests in flight; ties go round, so that none is favoured."""
-    load = np.where(table.routable, table.num_in_flight, np.iinfo(np.int32).max)
-    tied = np.flatnonzero(load == load.min())
-    engine = int(tied[decision_id % len(tied)])
-    return RouteDecision(engine, float(load[engine]), f"{load[engine]} in flight, the fewest")
+class LeastLoaded(Stateless):
+    """Join the engine with the fewest requests in flight; ties are drawn for, so that none is favoured."""
 
-
-ROUTING: dict[str, RoutePolicy] = {"round_robin": round_robin, "least_loaded": least_loaded}
+    def decide(self, view: RouteView, draws: Draws) -> Choice:
+        """One of the emptiest."""
+        load = np.where(view.engines.routable, view.engines.num_in_flight, np.inf)
+        tied = np.flatnonzero(load == load.min())
+        engine = int(tied[draws.below(len(tied))])
+        return Choice(engine, float(load[engine]), f"{load[engine]:.0f} in flight, the fewest", load)

@@ -1,0 +1,104 @@
+"""The columns behind an `EngineTable`: written by the router, one row an engine, growing by doubling."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.views import FIGURES, NEVER_NS, EngineFigures, EngineTable, Figure
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+_FIRST_CAPACITY = 16
+_COUNTS = tuple(f.name for f in fields(EngineTable) if f.name not in {"routable", "speed", *FIGURES})
+
+
+class EngineColumns:
+    """Rows of engines, numbered from 0. A row that was given back is given out again.
+
+    Attributes:
+        is_up: bool[n], in rotation, be its queue full or not.
+        table: what policies see of the rows; the same memory, read-only.
+    """
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self._free: list[int] = []
+        self._allocate(_FIRST_CAPACITY)
+
+    def add(self) -> int:
+        """A row for a new engine, not routable yet."""
+        if self._free:
+            row = self._free.pop()
+        else:
+            if self.num_rows == self._capacity:
+                self._grow()
+            row = self.num_rows
+            self.num_rows += 1
+            self._show()
+        return row
+
+    def give_back(self, row: int) -> None:
+        """The row's engine is gone, with nothing in flight."""
+        assert not self.is_up[row]
+        assert not self.num_in_flight[row]
+        self._free.append(row)
+
+    def report(self, row: int, figures: EngineFigures, as_of_ns: int) -> set[str]:
+        """Take in what was said, but for what is older than what is known. Returns the names taken."""
+        taken = set()
+        for at, name in enumerate(FIGURES):
+            value = getattr(figures, name)
+            if value is not None and as_of_ns >= self._as_of_ns[at, row]:
+                self._values[at, row] = value
+                self._as_of_ns[at, row] = as_of_ns
+                taken.add(name)
+        return taken
+
+    def forget_figures(self, row: int) -> None:
+        """Nothing that was said of the row holds any more."""
+        self._values[:, row] = 0
+        self._as_of_ns[:, row] = NEVER_NS
+
+    def _allocate(self, capacity: int) -> None:
+        self._capacity = capacity
+        self.is_up = np.zeros(capacity, np.bool_)
+        self.routable = np.zeros(capacity, np.bool_)
+        self.num_in_flight = np.zeros(capacity, np.int64)
+        self.num_prefilling = np.zeros(capacity, np.int64)
+        self.prefill_tokens = np.zeros(capacity, np.int64)
+        self.context_tokens = np.zeros(capacity, np.int64)
+        self.num_unseen = np.zeros(capacity, np.int64)
+        self.unseen_prefill_tokens = np.zeros(capacity, np.int64)
+        self.num_foreign = np.zeros(capacity, np.int64)
+        self.num_kv_tokens = np.zeros(capacity, np.int64)
+        self.speed = np.ones(capacity, np.float64)
+        self._values = np.zeros((len(FIGURES), capacity), np.float64)
+        self._as_of_ns = np.full((len(FIGURES), capacity), NEVER_NS, np.int64)
+        self._show()
+
+    def _grow(self) -> None:
+        names = ("is_up", "routable", "speed", "_values", "_as_of_ns", *_COUNTS)
+        old, num_rows = {name: getattr(self, name) for name in names}, self._capacity
+        self._allocate(2 * num_rows)
+        for name, column in old.items():
+            getattr(self, name)[..., :num_rows] = column
+
+    def _show(self) -> None:
+        """Make the table anew, over the rows there are."""
+        n = self.num_rows
+        columns: dict[str, Any] = {
+            name: Figure(_read_only(values, n), _read_only(as_of_ns, n))
+            for name, values, as_of_ns in zip(FIGURES, self._values, self._as_of_ns, strict=True)
+        }
+        columns |= {name: _read_only(getattr(self, name), n) for name in ("routable", "speed", *_COUNTS)}
+        self.table = EngineTable(**columns)
+
+
+def _read_only(column: NDArray[Scalar], num_rows: int) -> NDArray[Scalar]:
+    view = column[:num_rows]
+    view.flags.writeable = False
+    return view

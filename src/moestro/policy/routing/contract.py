@@ -1,0 +1,109 @@
+"""What a routing policy sees, what it answers, and what it is told afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.request import Request
+from moestro.core.rng import Draws
+from moestro.core.views import EngineTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouteView:
+    """One request and the engines that it could go to. At least one row of `engines` is routable.
+
+    Attributes:
+        request: to be routed; what it will generate is in no view.
+        engines: see there.
+        hit_tokens: int64[n], tokens of the prompt in whole blocks, from its beginning, that each engine's cache is
+            thought to hold; all zero where nothing is known.
+        now_ns: the time of the decision.
+        decision_id: decisions before this one.
+    """
+
+    request: Request
+    engines: EngineTable
+    hit_tokens: NDArray[np.int64]
+    now_ns: int
+    decision_id: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """A policy's answer.
+
+    Attributes:
+        engine: the row chosen.
+        score: its score, lower is better.
+        reason: why, in a few words that an operator reads.
+        scores: float64[n] of all rows, unroutable ones too; None: the policy scores none.
+        detail: figures that `observe` will want back, or that explain the answer.
+    """
+
+    engine: int
+    score: float
+    reason: str
+    scores: NDArray[np.float64] | None = None
+    detail: Mapping[str, float] = field(default_factory=dict)
+
+
+class Routed(msgspec.Struct, frozen=True, tag=True):
+    """A decision was carried out."""
+
+    request: Request
+    engine: int
+    hit_tokens: int  # that the engine's cache was thought to hold
+    detail: Mapping[str, float]
+    now_ns: int
+
+
+class FirstToken(msgspec.Struct, frozen=True, tag=True):
+    """A request's prompt is computed."""
+
+    request_id: str
+    engine: int
+    now_ns: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A request is over, whatever its end was."""
+
+    request_id: str
+    engine: int
+    now_ns: int
+    num_output_tokens: int | None = None  # None: nobody counted
+
+
+class EngineLost(msgspec.Struct, frozen=True, tag=True):
+    """An engine was started again or taken away: what it knew is gone, and its number may come to mean another."""
+
+    engine: int
+    now_ns: int
+
+
+RouteEvent = Routed | FirstToken | Ended | EngineLost
+
+
+class RoutePolicy(Protocol):
+    """Chooses an engine for a request.
+
+    Attributes:
+        needs_hits: whether it looks at `hit_tokens`; a router keeps no prefix index for one that does not.
+    """
+
+    needs_hits: bool
+
+    def decide(self, view: RouteView, draws: Draws) -> Choice:
+        """A routable row. Changes nothing; equal state, view and draws give an equal answer."""
+        ...
+
+    def observe(self, event: RouteEvent) -> None:
+        """Take note; the only place where the policy's state changes."""
+        ...

@@ -1,0 +1,64 @@
+"""Routers and engine tables for tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moestro.cluster.columns import EngineColumns
+from moestro.cluster.router import Router
+from moestro.cluster.settings import ANY_ENGINE, RouterSettings
+from moestro.core.hashing import hash_blocks, hash_key
+from moestro.core.request import Request, SamplingParams
+from moestro.core.rng import Draws
+from moestro.core.views import NEVER_NS, EngineTable, Figure
+from moestro.policy.routing.contract import Choice, RoutePolicy, RouteView
+from moestro.policy.routing.registry import make_policy
+
+BLOCK_SIZE = 16
+FIGURES = ("num_waiting", "num_running", "kv_usage", "queued_prefill_tokens", "num_tokens", "expert_pressure")
+
+
+def request(name="r", num_prompt_tokens=1, prompt=None, **fields) -> Request:
+    """`prompt`: token ids, from which come length and block hashes."""
+    if prompt is not None:
+        tokens = np.asarray(prompt, np.int32)
+        fields["block_hashes"] = hash_blocks(hash_key("m"), tokens, BLOCK_SIZE)
+        num_prompt_tokens = len(tokens)
+    fields = {"sampling": SamplingParams(), "arrival_ns": 0} | fields
+    return Request(request_id=name, num_prompt_tokens=num_prompt_tokens, **fields)
+
+
+def router(num_engines: int, policy: str | RoutePolicy, spec=ANY_ENGINE, **settings) -> Router:
+    """A router whose engines are all routable."""
+    policy = make_policy(policy) if isinstance(policy, str) else policy
+    made = Router(policy, RouterSettings(**{"block_size": BLOCK_SIZE} | settings))
+    for _ in range(num_engines):
+        made.set_routable(made.add_engine(spec), routable=True)
+    return made
+
+
+def table(num_engines: int | None = None, as_of_ns: int = 0, **columns) -> EngineTable:
+    """Rows as given, all routable unless said otherwise; a figure given is known as of `as_of_ns`, others never."""
+    num_engines = num_engines or len(next(iter(columns.values())))
+    made = EngineColumns()
+    for _ in range(num_engines):
+        made.add()
+    made.routable[:] = True
+    fields = {name: getattr(made.table, name) for name in EngineTable.__dataclass_fields__}
+    for name, values in columns.items():
+        if name in FIGURES:
+            known = [value is not None for value in values]
+            as_of = np.where(known, as_of_ns, NEVER_NS)
+            fields[name] = Figure(np.array([value or 0 for value in values], np.float64), as_of)
+        else:
+            fields[name] = np.array(values, fields[name].dtype)
+    return EngineTable(**fields)
+
+
+def view(engines: EngineTable, hit_tokens=None, req=None, now_ns=0, decision_id=0) -> RouteView:
+    hits = np.zeros(len(engines), np.int64) if hit_tokens is None else np.array(hit_tokens, np.int64)
+    return RouteView(req or request(), engines, hits, now_ns, decision_id)
+
+
+def decide(policy: RoutePolicy, engines: EngineTable, decision_id=0, **what) -> Choice:
+    return policy.decide(view(engines, decision_id=decision_id, **what), Draws(0, decision_id))
