@@ -69,11 +69,15 @@ class Pool:
         Raises:
             OSError: it cannot be made; TimeoutError is one.
         """
-        address = self._address
-        async with asyncio.timeout(self._connect_s):
-            _, connection = await asyncio.get_running_loop().create_connection(
-                lambda: EngineConnection(self), address.host, address.port, ssl=address.tls
-            )
+        address, connection = self._address, EngineConnection(self)
+        try:
+            async with asyncio.timeout(self._connect_s):
+                await asyncio.get_running_loop().create_connection(
+                    lambda: connection, address.host, address.port, ssl=address.tls
+                )
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     def give_back(self, connection: EngineConnection) -> None:
