@@ -22,7 +22,7 @@ from moestro import __version__
 from moestro.cluster.router import Router
 from moestro.cluster.settings import RouterSettings
 from moestro.config import ServerSettings, ServeSettings
-from moestro.errors import ConfigError, EngineDiedError
+from moestro.errors import EngineDiedError
 from moestro.policy.routing.registry import make_policy
 from moestro.serve.banner import Started, print_banner
 from moestro.serve.connections import IDLE_S, bound_socket, listen

@@ -77,11 +77,11 @@ def plain_text(asked: Asked) -> bytes:
     Two prompts that begin alike have texts that begin alike; it is not the text that the engine's template writes. Token
     ids stay as they are spelt.
     """
-    parts = [bytes(raw) for raw in (asked.tools, asked.system, asked.instructions) if _is_given(raw)]
+    parts = [bytes(raw) for raw in (asked.tools, asked.system, asked.instructions) if raw is not _ABSENT]
     if asked.messages is not None:
         parts.append("".join([_said(message) for message in asked.messages]).encode())
     else:
-        parts.extend(_unquoted(bytes(raw)) for raw in (asked.prompt, asked.input, asked.text) if _is_given(raw))
+        parts += [_unquoted(bytes(raw)) for raw in (asked.prompt, asked.input, asked.text) if raw is not _ABSENT]
     return parts[0] if len(parts) == 1 else b"\n".join(parts)
 
 
@@ -117,21 +117,14 @@ def prompt_key(model: str | None, salt: str | None) -> bytes:
 
 def _said(message: Said) -> str:
     content = message.content
-    if content is None:
-        text = ""
-    elif isinstance(content, str):
-        text = content
-    else:
-        text = "".join([part.text if part.text is not None else _spelt(part.image_url) for part in content])
-    return f"{message.role}\n{text}{_spelt(message.tool_calls)}\n"
+    if not isinstance(content, str):
+        content = "".join([part.text or _spelt(part.image_url) for part in content or ()])
+    calls = message.tool_calls
+    return f"{message.role}\n{content}\n" if calls is _ABSENT else f"{message.role}\n{content}{_spelt(calls)}\n"
 
 
 def _spelt(raw: msgspec.Raw) -> str:
-    return bytes(raw).decode("utf-8", "replace") if _is_given(raw) else ""
-
-
-def _is_given(raw: msgspec.Raw) -> bool:
-    return raw is not _ABSENT and raw != b"null"
+    return bytes(raw).decode("utf-8", "replace")
 
 
 def _unquoted(raw: bytes) -> bytes:
@@ -158,7 +151,7 @@ def _sampling(max_tokens: int) -> SamplingParams:
 
 def _session(asked: Asked, incoming: Incoming) -> str | None:
     for name in _SESSION_HEADERS:
-        value = incoming.header(name)
+        value = incoming.named.get(name)
         if value:
             return _short(value.decode("latin-1"))
     return _short(asked.session_id or asked.prompt_cache_key)

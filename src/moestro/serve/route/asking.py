@@ -31,7 +31,7 @@ class _Whole:
         """It begins."""
         self._status = status
 
-    def body(self, data: bytes) -> None:
+    def body(self, data: bytes, *, is_last: bool) -> None:
         """A part of it."""
         if len(self._body) + len(data) > self._max_bytes:
             self.broken(f"its answer has more than {self._max_bytes} bytes")
@@ -72,7 +72,7 @@ async def ask(engine: Engine, path: str, timeout_s: float, max_bytes: int) -> tu
 
 
 async def _ask_on(connection: EngineConnection, engine: Engine, path: str, max_bytes: int) -> tuple[int, bytes]:
-    incoming = Incoming(b"GET", path.encode(), [], b"", is_last=False, is_old=False)
+    incoming = Incoming(b"GET", path.encode(), [], {}, b"", is_last=False, is_old=False)
     incoming.client, incoming.request_id = "127.0.0.1", "moestro-route"
     if not connection.is_open:
         raise NoAnswerError("it hung up at once")

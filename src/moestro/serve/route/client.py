@@ -35,7 +35,7 @@ class Answering(Protocol):
 class Handler(Protocol):
     """Answers requests."""
 
-    def refuses(self, headers: Headers, target: bytes) -> RequestError | None:
+    def refuses(self, named: dict[bytes, bytes], target: bytes) -> RequestError | None:
         """What is wrong with a request whose body has not come yet; None: nothing."""
 
     def handle(self, client: Client, incoming: Incoming) -> Answering | None:
@@ -108,6 +108,7 @@ class Client(asyncio.Protocol):
         self._parser = HttpRequestParser(self)
         self._address = ""
         self._headers: Headers = []
+        self._named: dict[bytes, bytes] = {}
         self._target = b""
         self._pieces: list[bytes] = []
         self._num_body_bytes = 0
@@ -118,6 +119,7 @@ class Client(asyncio.Protocol):
         self._is_lingering = False
         self._is_going_on = False
         self._ready: deque[Incoming] = deque()  # read, and not answered yet
+        self._out: list[bytes] = []  # to be written
         self._early = b""  # came while an answer was under way
         self._current: Incoming | None = None
         self._answering: Answering | None = None
@@ -186,7 +188,7 @@ class Client(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or (after the body) a trailer, which nobody gets."""
         if self._is_in_head:
-            self._headers.append((name, value))
+            self._headers.append((name.lower(), name, value))
 
     def on_headers_complete(self) -> None:
         """The body begins, if there is one."""
@@ -209,6 +211,7 @@ class Client(asyncio.Protocol):
                 self._parser.get_method(),
                 self._target,
                 self._headers,
+                self._named,
                 pieces[0] if len(pieces) == 1 else b"".join(pieces),
                 not self._parser.should_keep_alive(),
                 self._parser.get_http_version() == "1.0",
@@ -222,7 +225,7 @@ class Client(asyncio.Protocol):
         """A whole answer; `head` is open at its end and says how long the body is."""
         self._begin(head)
         if body and self._current is not None and self._current.method != b"HEAD":
-            self._write(body)
+            self._out.append(body)
         self.end()
 
     def refuse(self, error: RequestError, added: bytes = b"") -> None:
@@ -233,7 +236,7 @@ class Client(asyncio.Protocol):
         self.reply(own_head(error.http_status, "application/json", len(body), added), body)
 
     def begin(self, head: bytes, *, has_length: bool) -> None:
-        """An answer whose body comes in pieces; without a length in `head`, in chunks."""
+        """An answer whose body comes in pieces; without a length in `head`, in chunks. It goes out with the first."""
         assert self._current is not None, "there is no request to answer"
         self._let_go(_counted(len(self._current.body)))
         self._current.body = b""
@@ -244,17 +247,20 @@ class Client(asyncio.Protocol):
             head += b"Transfer-Encoding: chunked\r\n"
         self._begin(head)
 
-    def piece(self, data: bytes) -> None:
-        """More of the body, which is not empty."""
+    def piece(self, data: bytes, *, is_last: bool = False) -> None:
+        """More of the body, which is not empty; `is_last`: the end follows at once, and goes out with it."""
         if self._is_chunked:
-            self._write(b"%x\r\n%b\r\n" % (len(data), data))
+            self._out.append(b"%x\r\n%b\r\n" % (len(data), data))
         else:
-            self._write(data)
+            self._out.append(data)
+        if not is_last:
+            self._flush()
 
     def end(self) -> None:
         """The answer is complete; go on with the next request."""
         if self._is_chunked:
-            self._write(b"0\r\n\r\n")
+            self._out.append(b"0\r\n\r\n")
+        self._flush()
         current, self._current = self._current, None
         self._answering = None
         if self._transport is None or current is None:
@@ -333,26 +339,25 @@ class Client(asyncio.Protocol):
 
     def _check_head(self) -> RequestError | None:
         """What is wrong with the request that has begun; what waits for permission to go on gets it."""
-        limits, length, expects, size = self._clients.limits, 0, False, len(self._target)
-        for name, value in self._headers:
-            lower = name.lower()
-            size += len(name) + len(value)
-            if lower == b"content-length":
-                length = int(value)
-            elif lower == b"transfer-encoding" and value.lower() != b"chunked":
-                return HttpError(501, "Transfer-Encoding must be chunked.", "unsupported_transfer_encoding")
-            elif lower == b"expect":
-                expects = value.lower() == b"100-continue"
-        if size > MAX_HEAD_BYTES:
+        clients, limits = self._clients, self._clients.limits
+        self._named = named = {lower: value for lower, _, value in self._headers}
+        if self._num_head_bytes > MAX_HEAD_BYTES and self._head_size() > MAX_HEAD_BYTES:
             return _head_too_large()
-        if refusal := self._clients.handler.refuses(self._headers, self._target):
+        if named.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+            return HttpError(501, "Transfer-Encoding must be chunked.", "unsupported_transfer_encoding")
+        if refusal := clients.handler.refuses(named, self._target):
             return refusal
-        if length > limits.max_body_bytes:
+        if int(named.get(b"content-length", b"0")) > limits.max_body_bytes:
             return _too_large(limits.max_body_bytes)
         self.deadline_s = time.monotonic() + limits.body_s
-        if expects:
-            self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if named.get(b"expect", b"").lower() == b"100-continue":
+            self._out.append(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._flush()
         return None
+
+    def _head_size(self) -> int:
+        """Without what came with it."""
+        return sum(len(name) + len(value) for _, name, value in self._headers) + len(self._target)
 
     def _take(self, piece: bytes) -> None:
         """Keep a part of the body, if there is room for it."""
@@ -380,13 +385,13 @@ class Client(asyncio.Protocol):
             head += b"Connection: close\r\n"
         elif current is not None and current.is_old:
             head += b"Connection: keep-alive\r\n"
-        self._write(head + b"\r\n")
+        self._out.append(head + b"\r\n")
 
     def _end_with(self, error: RequestError) -> None:
         """Refuse what cannot be read to its end; what follows it cannot be trusted either."""
         self._pieces = []
         self._let_go(self._num_held_bytes)
-        self._current = Incoming(b"GET", b"", [], b"", is_last=True, is_old=False)
+        self._current = Incoming(b"GET", b"", [], {}, b"", is_last=True, is_old=False)
         self._is_chunked, self._is_lingering = False, True
         self.refuse(error)
 
@@ -396,9 +401,11 @@ class Client(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write_eof()
 
-    def _write(self, data: bytes) -> None:
+    def _flush(self) -> None:
+        """Each write is a system call, and each of these wakes somebody: as few as can be."""
+        out, self._out = self._out, []
         if self._transport is not None:
-            self._transport.write(data)
+            self._transport.writelines(out)
 
 
 def _too_large(limit: int) -> HttpError:

@@ -180,7 +180,7 @@ class Exchange:
                 return
         self._head = (status, headers)
 
-    def body(self, data: bytes) -> None:
+    def body(self, data: bytes, *, is_last: bool) -> None:
         """A part of the answer."""
         now_ns = time.monotonic_ns()
         engine = self._engine
@@ -190,7 +190,7 @@ class Exchange:
         if self._stage is _Stage.WAITING:
             self._begin(engine, now_ns)
         self._tail = data if len(data) >= _TAIL_BYTES else (self._tail + data)[-_TAIL_BYTES:]
-        self._client.piece(data)
+        self._client.piece(data, is_last=is_last)
 
     def done(self) -> None:
         """The answer is complete."""
@@ -345,7 +345,7 @@ class Exchange:
         head, has_length = answer_head(status, headers, self._own_lines())
         has_no_body = self._incoming.method == b"HEAD" or status in (204, 304)
         self._is_event_stream = any(
-            name.lower() == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
+            lower == b"content-type" and value.startswith(b"text/event-stream") for lower, _, value in headers
         )
         self._client.begin(head, has_length=has_length or has_no_body)
 
@@ -408,7 +408,7 @@ def _broken(cause: str) -> GenerationError:
 
 def _retry_after_ns(headers: Headers) -> int | None:
     """What `Retry-After` asks for, where it is a number of seconds; a date is not worth reading for an engine."""
-    for name, value in headers:
-        if name.lower() == b"retry-after" and value.isdigit() and len(value) <= 6:
+    for lower, _, value in headers:
+        if lower == b"retry-after" and value.isdigit() and len(value) <= 6:
             return int(value) * 1_000_000_000
     return None

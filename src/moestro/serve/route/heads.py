@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
-Headers = list[tuple[bytes, bytes]]
+Headers = list[tuple[bytes, bytes, bytes]]  # (name in lower case, name as it came, value)
 
 MAX_HEAD_BYTES = 64 << 10  # of one message; tokens in cookies and traces are long, nothing else is
 # Of one connection, not of the message (RFC 9110, 7.6.1), and what the proxy writes itself.
@@ -23,6 +22,8 @@ _NOT_TO_ENGINE = _HOP_BY_HOP | {
 }
 # An engine's own word on these would be taken for ours.
 _NOT_TO_CLIENT = _HOP_BY_HOP | {b"x-request-id", b"x-moestro-engine", b"x-moestro-reason"}
+_NEEDED = frozenset({b"content-length", b"content-type", b"authorization"})
+_BODILESS = frozenset({b"GET", b"HEAD", b"DELETE", b"OPTIONS"})
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _PLAIN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _NOT_IN_HEADER = re.compile(r"[^\x20-\x7e]")
@@ -35,6 +36,7 @@ class Incoming:
 
     Attributes:
         target: as it was sent: path and query.
+        named: values by name in lower case; of two of one name, the last.
         is_last: the connection ends after the answer.
         is_old: HTTP/1.0: no chunks.
     """
@@ -42,6 +44,7 @@ class Incoming:
     method: bytes
     target: bytes
     headers: Headers
+    named: dict[bytes, bytes]
     body: bytes
     is_last: bool
     is_old: bool
@@ -52,13 +55,6 @@ class Incoming:
     def path(self) -> str:
         """Without the query."""
         return self.target.partition(b"?")[0].decode("ascii", "replace")
-
-    def header(self, name: bytes) -> bytes | None:
-        """The first of that name, which is given in lower case."""
-        for known, value in self.headers:
-            if len(known) == len(name) and known.lower() == name:
-                return value
-        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,20 +80,19 @@ class EngineHead:
 
     def of(self, incoming: Incoming) -> bytes:
         """The head of the request that the engine gets; the body follows as it came."""
-        parts = [b"%b %b%b HTTP/1.1\r\nHost: %b\r\n" % (incoming.method, self.prefix, incoming.target, self.host)]
-        named = _named_by_connection(incoming.headers)
-        for name, value in incoming.headers:
-            lower = name.lower()
-            if lower not in self._dropped and lower not in named:
-                parts.append(b"%b: %b\r\n" % (name, value))
+        dropped = self._dropped
+        if b"connection" in incoming.named:
+            dropped |= _named_by_connection(incoming.headers)
+        parts = [b"%b %b%b HTTP/1.1\r\nHost: %b" % (incoming.method, self.prefix, incoming.target, self.host)]
+        parts += [b"%b: %b" % (name, value) for lower, name, value in incoming.headers if lower not in dropped]
         if self.authorization is not None:
-            parts.append(b"Authorization: %b\r\n" % self.authorization)
-        if incoming.body or incoming.method not in (b"GET", b"HEAD", b"DELETE", b"OPTIONS"):
-            parts.append(b"Content-Length: %d\r\n" % len(incoming.body))
-        before = incoming.header(b"x-forwarded-for")
-        chain = incoming.client.encode() if before is None else b"%b, %b" % (before, incoming.client.encode())
-        parts.append(b"X-Forwarded-For: %b\r\nX-Request-Id: %b\r\n\r\n" % (chain, incoming.request_id.encode()))
-        return b"".join(parts)
+            parts.append(b"Authorization: %b" % self.authorization)
+        if incoming.body or incoming.method not in _BODILESS:
+            parts.append(b"Content-Length: %d" % len(incoming.body))
+        before = incoming.named.get(b"x-forwarded-for")
+        chain = incoming.client if before is None else f"{before.decode('latin-1')}, {incoming.client}"
+        parts.append(f"X-Forwarded-For: {chain}\r\nX-Request-Id: {incoming.request_id}\r\n\r\n".encode("latin-1"))
+        return b"\r\n".join(parts)
 
 
 def answer_head(status: int, headers: Headers, added: bytes) -> tuple[bytes, bool]:
@@ -109,16 +104,11 @@ def answer_head(status: int, headers: Headers, added: bytes) -> tuple[bytes, boo
     Returns:
         The head, open at its end, and whether the engine said how long the body is.
     """
-    parts = [_status_line(status)]
-    named = _named_by_connection(headers)
-    has_length = False
-    for name, value in headers:
-        lower = name.lower()
-        if lower not in _NOT_TO_CLIENT and lower not in named:
-            parts.append(b"%b: %b\r\n" % (name, value))
-            has_length = has_length or lower == b"content-length"
-    parts.append(added)
-    return b"".join(parts), has_length
+    dropped, names = _NOT_TO_CLIENT, {lower for lower, _, _ in headers}
+    if b"connection" in names:
+        dropped |= _named_by_connection(headers)
+    parts = [b"%b: %b\r\n" % (name, value) for lower, name, value in headers if lower not in dropped]
+    return b"%b%b%b" % (_status_line(status), b"".join(parts), added), b"content-length" in names
 
 
 def own_head(status: int, content_type: str, length: int, added: bytes = b"") -> bytes:
@@ -129,7 +119,10 @@ def own_head(status: int, content_type: str, length: int, added: bytes = b"") ->
 
 def header_line(name: str, text: str) -> bytes:
     """One line, whatever the text is: what is no plain ASCII becomes a question mark, and the end is cut off."""
-    return f"{name}: {_NOT_IN_HEADER.sub('?', text[:_SHOWN_CHARS])}\r\n".encode()
+    text = text[:_SHOWN_CHARS]
+    if not (text.isascii() and text.isprintable()):
+        text = _NOT_IN_HEADER.sub("?", text)
+    return f"{name}: {text}\r\n".encode()
 
 
 def plain_id(given: bytes | None) -> str | None:
@@ -143,9 +136,6 @@ def _status_line(status: int) -> bytes:
 
 def _named_by_connection(headers: Headers) -> frozenset[bytes]:
     """Headers that `Connection` declares to be of this connection only."""
-    found: Iterable[bytes] = (
-        value.lower() for name, value in headers if len(name) == 10 and name.lower() == b"connection"
-    )
-    names = {part.strip() for value in found for part in value.split(b",")}
+    values = [value.lower() for lower, _, value in headers if lower == b"connection"]
     # Nobody may use it to take away what the message needs.
-    return frozenset(names - {b"", b"close", b"keep-alive", b"content-length", b"content-type", b"authorization"})
+    return frozenset(part.strip() for value in values for part in value.split(b",")) - _NEEDED

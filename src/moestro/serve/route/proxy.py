@@ -31,7 +31,7 @@ from moestro.serve.refusals import (
 from moestro.serve.route.asked import Asked, read
 from moestro.serve.route.client import Answering, Client
 from moestro.serve.route.exchange import Exchange, Shared
-from moestro.serve.route.heads import Headers, Incoming, own_head, plain_id
+from moestro.serve.route.heads import Incoming, own_head, plain_id
 
 logger = logging.getLogger(__name__)
 
@@ -88,14 +88,11 @@ class Proxy:
 
     # --- the connections' calls
 
-    def refuses(self, headers: Headers, target: bytes) -> RequestError | None:
+    def refuses(self, named: dict[bytes, bytes], target: bytes) -> RequestError | None:
         """What is wrong with a request whose body has not come yet."""
         if not self._keys or target.partition(b"?")[0] in _PROBES:
             return None
-        for name, value in headers:
-            if len(name) == 13 and name.lower() == b"authorization":
-                return None if self._keys.admit(value) else AuthenticationError()
-        return AuthenticationError()
+        return None if self._keys.admit(named.get(b"authorization", b"")) else AuthenticationError()
 
     def handle(self, client: Client, incoming: Incoming) -> Answering | None:
         """Answer now, or return who will."""
@@ -188,7 +185,7 @@ class Proxy:
 
     def _request_id(self, incoming: Incoming) -> str:
         """The client's own, if it is short, plain and not in use; otherwise a new one."""
-        given = plain_id(incoming.header(b"x-request-id"))
+        given = plain_id(incoming.named.get(b"x-request-id"))
         if given is None:
             return f"{self._prefix}{next(self._serial):x}"
         return given if given not in self._shared.active else f"{given[:100]}~{next(self._serial):x}"

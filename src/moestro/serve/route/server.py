@@ -7,9 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
-import ssl
 import time
-from collections.abc import AsyncIterator
 
 import uvloop
 
@@ -21,12 +19,11 @@ from moestro.cluster.settings import RouterSettings
 from moestro.policy.routing.registry import make_policy
 from moestro.serve.connections import accept, allow_open_files, bound_socket
 from moestro.serve.keys import ApiKeys
-from moestro.serve.refusals import DrainingError
 from moestro.serve.route.asked import BYTES_PER_TOKEN, request_from_text
 from moestro.serve.route.client import ClientLimits, Clients
 from moestro.serve.route.counts import Counts
 from moestro.serve.route.exchange import ExchangeRules, Shared
-from moestro.serve.route.fleet import Engine, Fleet
+from moestro.serve.route.fleet import Fleet
 from moestro.serve.route.heads import EngineHead
 from moestro.serve.route.journal import Journal
 from moestro.serve.route.proxy import Proxy, Reading, sweep_forever
@@ -102,8 +99,15 @@ class _Server:
         )
         reading = Reading(prepare=lambda a, i, n: request_from_text(a, i, n, s.routing.text_block_bytes))
         proxy = Proxy(shared, reading, ApiKeys(s.front.api_key), frozenset(s.front.open_path), lambda: b"")
-        clients = Clients(proxy, ClientLimits(max_body_bytes=s.front.max_body_bytes, body_s=s.front.body_timeout, write_s=s.front.write_timeout))
-        wr = WatchRules(health_s=s.engines.health_interval, timeout_s=s.engines.probe_timeout, metrics_s=s.engines.metrics_interval)
+        clients = Clients(
+            proxy,
+            ClientLimits(
+                max_body_bytes=s.front.max_body_bytes, body_s=s.front.body_timeout, write_s=s.front.write_timeout
+            ),
+        )
+        wr = WatchRules(
+            health_s=s.engines.health_interval, timeout_s=s.engines.probe_timeout, metrics_s=s.engines.metrics_interval
+        )
         watch = Watch([HealthWatch(fleet, wr), MetricsWatch(fleet, wr)])
         for url in urls:
             pool = Pool(Address(url.host, url.port, None), s.engines.connect_timeout)

@@ -23,8 +23,8 @@ class Sink(Protocol):
     def head(self, status: int, headers: Headers) -> None:
         """It begins."""
 
-    def body(self, data: bytes) -> None:
-        """A part of its body, as it came."""
+    def body(self, data: bytes, *, is_last: bool) -> None:
+        """A part of its body, as it came; `is_last`: the end follows at once."""
 
     def done(self) -> None:
         """It is complete; the connection is in other hands from now on."""
@@ -150,9 +150,7 @@ class EngineConnection(asyncio.Protocol):
         assert self._transport is not None
         assert self._sink is None, "an answer is under way"
         self._sink, self._is_bodiless = sink, is_bodiless
-        self._transport.write(head)
-        if body:
-            self._transport.write(body)
+        self._transport.writelines((head, body) if body else (head,))
 
     def pause(self) -> None:
         """Take in no more for now; the engine feels it."""
@@ -219,7 +217,7 @@ class EngineConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or (after the body) a trailer, which nobody gets."""
         if self._is_in_head:
-            self._headers.append((name, value))
+            self._headers.append((name.lower(), name, value))
 
     def on_headers_complete(self) -> None:
         """The body begins, if there is one."""
@@ -232,7 +230,7 @@ class EngineConnection(asyncio.Protocol):
         self._is_in_head = False
         self._is_head_due = True
         self._has_end = status in (204, 304) or any(
-            name.lower() in (b"content-length", b"transfer-encoding") for name, _ in self._headers
+            lower in (b"content-length", b"transfer-encoding") for lower, _, _ in self._headers
         )
 
     def on_body(self, piece: bytes) -> None:
@@ -260,7 +258,8 @@ class EngineConnection(asyncio.Protocol):
         elif self._pieces:
             pieces, self._pieces = self._pieces, []
             if self._sink is not None:  # nobody has left meanwhile
-                self._sink.body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+                data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+                self._sink.body(data, is_last=self._is_complete)
         if self._is_complete and self._sink is not None:
             self._finish()
 
