@@ -57,7 +57,7 @@ def table(num_engines: int | None = None, as_of_ns: int = 0, **columns) -> Engin
 
 def view(engines: EngineTable, hit_tokens=None, req=None, now_ns=0, decision_id=0) -> RouteView:
     hits = np.zeros(len(engines), np.int64) if hit_tokens is None else np.array(hit_tokens, np.int64)
-    return RouteView(req or request(), engines, hits, now_ns, decision_id)
+    return RouteView(req or request(), engines, hits, BLOCK_SIZE, now_ns, decision_id)
 
 
 def decide(policy: RoutePolicy, engines: EngineTable, decision_id=0, **what) -> Choice:
