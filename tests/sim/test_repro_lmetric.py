@@ -12,7 +12,7 @@ from rich.console import Console
 
 from moestro.errors import ConfigError
 from moestro.policy.routing.registry import make_policy
-from moestro.sim.repro.adversary import HOT_TOKENS, with_hot_prefix
+from moestro.sim.repro.adversary import HOT_TOKENS, OWN_TOKENS, with_hot_prefix
 from moestro.sim.repro.claims import claims_of
 from moestro.sim.repro.lmetric import QUICK, Reproduction
 from moestro.sim.repro.loads import generated_sources
@@ -85,13 +85,13 @@ def test_a_load_has_the_rate_that_was_asked_for():
 
 
 def test_hot_requests_share_their_long_beginning_and_nothing_with_others():
-    [chat, *_] = generated_sources(90)
-    maker = RequestMaker(with_hot_prefix(chat.load(2.0, 0), 0).rows, RequestForm(block_size=16))
-    requests = [maker.make(i, 0)[0] for i in range(90)]
-    hot = [request for i, request in enumerate(requests) if 30 <= i < 60 and request.num_prompt_tokens > HOT_TOKENS]
-    assert 4 < len(hot) < 25
+    [chat, *_] = generated_sources(600)
+    maker = RequestMaker(with_hot_prefix(chat.load(20.0, 0), 0).rows, RequestForm(block_size=16))
+    requests = [maker.make(i, 0)[0] for i in range(600)]
+    hot = [request for request in requests[200:400] if request.num_prompt_tokens == HOT_TOKENS + OWN_TOKENS]
+    assert 30 < len(hot) < 130
     assert len({request.block_hashes[: HOT_TOKENS // 16 * 16] for request in hot}) == 1
-    assert not any(hot[0].block_hashes[:16] == request.block_hashes[:16] for request in requests[:30])
+    assert not any(hot[0].block_hashes[:16] == request.block_hashes[:16] for request in requests[:200])
 
 
 def test_an_interval_holds_the_mean_and_is_wider_than_nothing():
@@ -102,7 +102,7 @@ def test_an_interval_holds_the_mean_and_is_wider_than_nothing():
 
 
 def test_a_load_that_is_not_there_is_named():
-    with pytest.raises(ConfigError, match="no load mooncake_conversation; Mooncake's are read from --traces"):
+    with pytest.raises(ConfigError, match="no load mooncake_conversation: Mooncake's traces are read from --traces"):
         reproduce_lmetric(
             Console(file=io.StringIO()), quick=True, traces=None, sources=("mooncake_conversation",), num_requests=10
         )
