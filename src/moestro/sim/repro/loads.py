@@ -65,7 +65,9 @@ def trace_sources(directory: Path, num_requests: int) -> list[Source]:
 
 
 def _steady(name: str, num_requests: int) -> Callable[[int], Rows]:
-    return lambda seed: steady_rows(SHAPES[name], num_requests, _NATURAL_RATE, seed)
+    # A window three times as long, and of it the middle: late turns are missing at the end of a short one.
+    middle = np.arange(num_requests, 2 * num_requests)
+    return lambda seed: steady_rows(SHAPES[name], 3 * num_requests, _NATURAL_RATE, seed).select(middle)
 
 
 def _window(rows: Rows, num_requests: int) -> Callable[[int], Rows]:
