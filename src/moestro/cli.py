@@ -270,6 +270,53 @@ def sim(
         save_plots(plot, runs)
 
 
+repro = App(name="repro", help="Make a paper's tables again, on virtual time, and set its claims beside what is found.")
+app.command(repro)
+
+
+@repro.command
+def lmetric(
+    *,
+    quick: Annotated[bool, Parameter(negative=())] = False,
+    loads: tuple[str, ...] | None = None,
+    num_requests: int | None = None,
+    traces: Path | None = None,
+    out: Path | None = None,
+) -> None:
+    """LMetric: 16 H20 engines with Qwen3-30B-A3B, every routing policy, five rates up to 90 % of saturation.
+
+    Parameters
+    ----------
+    quick
+        One load, two rates and seven policies: under a minute, to see what it does.
+    loads
+        Only these: chat, api_agent, coder, tool_agent (generated sessions), mooncake_conversation, mooncake_synthetic.
+    num_requests
+        Of each load; more make steadier figures, and take longer.
+    traces
+        A directory with mooncake_conversation.jsonl and mooncake_synthetic.jsonl (or .jsonl.zst), which Mooncake's
+        authors publish. Without it there are generated sessions alone.
+    out
+        A directory for lmetric.json and, where matplotlib is installed, pictures.
+    """
+    from rich.console import Console
+
+    from moestro.sim.repro.runner import reproduce_lmetric, save
+
+    console = Console()
+    found = reproduce_lmetric(console, quick=quick, traces=traces, sources=loads, num_requests=num_requests)
+    if out is None:
+        return
+    console.print(f"written: {save(found, out, 'lmetric')}")
+    try:
+        from moestro.sim.repro.draw import save_pictures
+    except ImportError:
+        console.print("no pictures: pip install 'moestro[plots]'")
+        return
+    for path in save_pictures(found.findings, out):
+        console.print(f"written: {path}")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The `moestro` command: exit status 2 for what the operator can put right, 1 for what failed."""
     try:
