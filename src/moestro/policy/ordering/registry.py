@@ -17,7 +17,7 @@ ORDERING: dict[str, PolicyEntry[OrderPolicy]] = {
     "priority": PolicyEntry(Priority, "The lowest `priority` first."),
     "sjf": PolicyEntry(Sjf, "The shortest prompt first; who has waited theta_age_s=5 goes before (Gimbal v1)."),
     "prefill_aware": PolicyEntry(
-        PrefillAware, "As sjf, by what is left of the prompt after cached prefixes (Gimbal v2)."
+        PrefillAware, "As sjf, by what is left of the prompt after cached prefixes (Gimbal v2, our reconstruction)."
     ),
     "edf": PolicyEntry(
         EarliestDeadline, "The earliest deadline first: arrival and ls_slo_s=3 or be_slo_s=30, by class."
