@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from moestro.cluster.columns import EngineColumns
 from moestro.cluster.router import Router
 from moestro.cluster.settings import ANY_ENGINE, RouterSettings
 from moestro.core.hashing import hash_blocks, hash_key
 from moestro.core.request import Request, SamplingParams
 from moestro.core.rng import Draws
-from moestro.core.views import NEVER_NS, EngineTable, Figure
+from moestro.core.views import FIGURES, NEVER_NS, EngineTable, Figure
 from moestro.policy.routing.contract import Choice, RoutePolicy, RouteView
 from moestro.policy.routing.registry import make_policy
 
 BLOCK_SIZE = 16
-FIGURES = ("num_waiting", "num_running", "kv_usage", "queued_prefill_tokens", "num_tokens", "expert_pressure")
 
 
 def request(name="r", num_prompt_tokens=1, prompt=None, **fields) -> Request:
@@ -39,12 +37,8 @@ def router(num_engines: int, policy: str | RoutePolicy, spec=ANY_ENGINE, **setti
 
 def table(num_engines: int | None = None, as_of_ns: int = 0, **columns) -> EngineTable:
     """Rows as given, all routable unless said otherwise; a figure given is known as of `as_of_ns`, others never."""
-    num_engines = num_engines or len(next(iter(columns.values())))
-    made = EngineColumns()
-    for _ in range(num_engines):
-        made.add()
-    made.routable[:] = True
-    fields = {name: getattr(made.table, name) for name in EngineTable.__dataclass_fields__}
+    blank = EngineTable.blank(num_engines or len(next(iter(columns.values()))))
+    fields = {name: getattr(blank, name) for name in EngineTable.__dataclass_fields__}
     for name, values in columns.items():
         if name in FIGURES:
             known = [value is not None for value in values]
@@ -57,7 +51,7 @@ def table(num_engines: int | None = None, as_of_ns: int = 0, **columns) -> Engin
 
 def view(engines: EngineTable, hit_tokens=None, req=None, now_ns=0, decision_id=0) -> RouteView:
     hits = np.zeros(len(engines), np.int64) if hit_tokens is None else np.array(hit_tokens, np.int64)
-    return RouteView(req or request(), engines, hits, now_ns, decision_id)
+    return RouteView(req or request(), engines, hits, BLOCK_SIZE, now_ns, decision_id)
 
 
 def decide(policy: RoutePolicy, engines: EngineTable, decision_id=0, **what) -> Choice:

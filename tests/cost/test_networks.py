@@ -74,7 +74,7 @@ def test_the_demo_model_s_own_config_is_read():
 def test_names_that_are_not_known_are_refused_with_those_that_are():
     with pytest.raises(ConfigError, match=r"no sizes for network 'gpt-5'.*qwen3-30b-a3b.*config\.json"):
         network_named("gpt-5")
-    with pytest.raises(ConfigError, match="no constants for GPU 'tpu'.*a100-80g"):
+    with pytest.raises(ConfigError, match=r"no constants for GPU 'tpu'.*a100-80g"):
         gpu_named("tpu")
     assert gpu_named("A100") is A100
 
@@ -98,7 +98,7 @@ def test_what_is_left_beside_the_weights_is_kv_cache():
 
 
 def test_a_network_that_does_not_fit_is_refused():
-    with pytest.raises(ConfigError, match="mixtral-8x7b does not fit a a100-80g: 93.4 GB of weights"):
+    with pytest.raises(ConfigError, match=r"mixtral-8x7b does not fit a a100-80g: 93.4 GB of weights"):
         kv_blocks(network_named("mixtral-8x7b"), A100, 16)
     with pytest.raises(ConfigError, match="gpu_memory_utilization"):
         kv_blocks(network_named("qwen3-30b-a3b"), H20, 16, gpu_memory_utilization=1.5)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.views import FIGURES, NEVER_NS, EngineFigures, EngineTable, Figure
+from moestro.core.views import FIGURES, NEVER_NS, OWN_COUNTS, EngineFigures, EngineTable, Figure
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 _FIRST_CAPACITY = 16
-_COUNTS = tuple(f.name for f in fields(EngineTable) if f.name not in {"routable", "speed", *FIGURES})
 
 
 class EngineColumns:
@@ -81,7 +79,7 @@ class EngineColumns:
         self._show()
 
     def _grow(self) -> None:
-        names = ("is_up", "routable", "speed", "_values", "_as_of_ns", *_COUNTS)
+        names = ("is_up", "routable", "speed", "_values", "_as_of_ns", *OWN_COUNTS)
         old, num_rows = {name: getattr(self, name) for name in names}, self._capacity
         self._allocate(2 * num_rows)
         for name, column in old.items():
@@ -94,7 +92,7 @@ class EngineColumns:
             name: Figure(_read_only(values, n), _read_only(as_of_ns, n))
             for name, values, as_of_ns in zip(FIGURES, self._values, self._as_of_ns, strict=True)
         }
-        columns |= {name: _read_only(getattr(self, name), n) for name in ("routable", "speed", *_COUNTS)}
+        columns |= {name: _read_only(getattr(self, name), n) for name in ("routable", "speed", *OWN_COUNTS)}
         self.table = EngineTable(**columns)
 
 

@@ -108,7 +108,7 @@ class Router:
         hit_tokens = int(view.hit_tokens[engine])
         num_prefill_tokens = max(1, request.num_prompt_tokens - hit_tokens)
         self._flights.add(request.request_id, Flight(engine, now_ns, request.num_prompt_tokens, num_prefill_tokens))
-        if self._policy.needs_hits:
+        if self._policy.needs.hits:
             self._caches.routed(engine, request.block_hashes, now_ns)
         self._policy.observe(Routed(request, engine, hit_tokens, choice.detail, now_ns))
         return RouteDecision(engine, choice.score, choice.reason, hit_tokens)
@@ -223,11 +223,12 @@ class Router:
     # --- inside
 
     def _view(self, request: Request, now_ns: int) -> RouteView:
-        if self._policy.needs_hits:
-            hit_tokens = self._caches.match(request.block_hashes, now_ns) * self._settings.block_size
+        block_size = self._settings.block_size
+        if self._policy.needs.hits:
+            hit_tokens = self._caches.match(request.block_hashes, now_ns) * block_size
         else:
             hit_tokens = np.zeros(self._columns.num_rows, np.int64)
-        return RouteView(request, self._columns.table, hit_tokens, now_ns, self._num_decisions)
+        return RouteView(request, self._columns.table, hit_tokens, block_size, now_ns, self._num_decisions)
 
     def _release(self, engine: int) -> None:
         """Give back the number of an engine that was removed, once nothing is in flight there."""

@@ -62,3 +62,23 @@ def hash_blocks(key: bytes, token_ids: NDArray[np.int32], block_size: int) -> by
 def split_hashes(packed: bytes) -> list[bytes]:
     """The packed form, one `bytes` per block."""
     return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
+
+
+def hash_text(key: bytes, text: bytes, block_bytes: int) -> bytes:
+    """Names for the full blocks of a prompt whose tokens are not known, packed, HASH_BYTES each.
+
+    As with token blocks a name covers everything before its block, under `key`: one hash runs over the whole text and
+    is read off at each border, which costs a third of hashing each block with its parent. Names of token blocks and of
+    text blocks are never the same, nor meant to be.
+
+    Args:
+        key: from `hash_key`.
+        text: the prompt, in UTF-8.
+        block_bytes: of one block.
+    """
+    running = blake2b(key=key, digest_size=HASH_BYTES)
+    add, name, names = running.update, running.digest, []
+    for start in range(0, len(text) - block_bytes + 1, block_bytes):
+        add(text[start : start + block_bytes])
+        names.append(name())
+    return b"".join(names)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -101,6 +102,18 @@ class EngineTable:
 
     def __len__(self) -> int:
         return len(self.routable)
+
+    @staticmethod
+    def blank(num_engines: int) -> EngineTable:
+        """Routable engines without requests, of which nothing is known."""
+        columns: dict[str, Any] = {name: np.zeros(num_engines, np.int64) for name in OWN_COUNTS}
+        for name in FIGURES:
+            columns[name] = Figure(np.zeros(num_engines), np.full(num_engines, NEVER_NS))
+        return EngineTable(routable=np.ones(num_engines, np.bool_), speed=np.ones(num_engines), **columns)
+
+
+# The columns that a router counts itself.
+OWN_COUNTS = tuple(each.name for each in fields(EngineTable) if each.name not in {"routable", "speed", *FIGURES})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

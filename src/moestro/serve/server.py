@@ -22,10 +22,10 @@ from moestro import __version__
 from moestro.cluster.router import Router
 from moestro.cluster.settings import RouterSettings
 from moestro.config import ServerSettings, ServeSettings
-from moestro.errors import ConfigError, EngineDiedError
+from moestro.errors import EngineDiedError
 from moestro.policy.routing.registry import make_policy
 from moestro.serve.banner import Started, print_banner
-from moestro.serve.connections import IDLE_S, listen
+from moestro.serve.connections import IDLE_S, bound_socket, listen
 from moestro.serve.engines import Engines
 from moestro.serve.exposition import Exposition, Sources
 from moestro.serve.frontdoor import FrontDoor
@@ -88,7 +88,7 @@ class _Server:
         assert main is not None
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, main)
-        with _bound_socket(self._settings.server.host, self._settings.server.port) as listener:
+        with bound_socket(self._settings.server.host, self._settings.server.port) as listener:
             async with self._cluster() as cluster:
                 model, infos = await self._load(cluster.engines)
                 await self._serve(cluster, model, listener, infos)
@@ -225,22 +225,6 @@ def _patience(server: ServerSettings) -> Patience:
         stall_ns=int(server.watchdog_timeout * 1e9),
         step_ns=int(server.step_timeout * 1e9),
     )
-
-
-def _bound_socket(host: str, port: int) -> socket.socket:
-    """Bound before anything is loaded, so that a taken port is known at once; it listens once there is an answer."""
-    listener = None
-    try:
-        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        if listener is not None:
-            listener.close()
-        text = f"cannot listen on {host}:{port} ({error.strerror}): give another --host or --port"
-        raise ConfigError(text) from error
-    return listener
 
 
 def _fingerprint(settings: ServeSettings, info: ModelInfo) -> str:

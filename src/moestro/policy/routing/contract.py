@@ -14,6 +14,9 @@ from moestro.core.request import Request
 from moestro.core.rng import Draws
 from moestro.core.views import EngineTable
 
+# Busy engines speak at every step, vLLM's coordinator at least every 4 s; what is older says little of a queue.
+FRESH_NS = 5_000_000_000
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouteView:
@@ -24,6 +27,7 @@ class RouteView:
         engines: see there.
         hit_tokens: int64[n], tokens of the prompt in whole blocks, from its beginning, that each engine's cache is
             thought to hold; all zero where nothing is known.
+        block_size: tokens of a block.
         now_ns: the time of the decision.
         decision_id: decisions before this one.
     """
@@ -31,6 +35,7 @@ class RouteView:
     request: Request
     engines: EngineTable
     hit_tokens: NDArray[np.int64]
+    block_size: int
     now_ns: int
     decision_id: int
 
@@ -43,14 +48,14 @@ class Choice:
         engine: the row chosen.
         score: its score, lower is better.
         reason: why, in a few words that an operator reads.
-        scores: float64[n] of all rows, unroutable ones too; None: the policy scores none.
+        scores: [n], of all rows, unroutable ones too; None: the policy scores none.
         detail: figures that `observe` will want back, or that explain the answer.
     """
 
     engine: int
     score: float
     reason: str
-    scores: NDArray[np.float64] | None = None
+    scores: NDArray[np.float64] | NDArray[np.int64] | None = None
     detail: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -91,14 +96,28 @@ class EngineLost(msgspec.Struct, frozen=True, tag=True):
 RouteEvent = Routed | FirstToken | Ended | EngineLost
 
 
-class RoutePolicy(Protocol):
-    """Chooses an engine for a request.
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a policy looks at beyond the router's own counts.
 
     Attributes:
-        needs_hits: whether it looks at `hit_tokens`; a router keeps no prefix index for one that does not.
+        hits: `hit_tokens`; a router keeps no prefix index for a policy that does not.
+        figures: names of `EngineFigures`, each believed while it is no older than FRESH_NS.
+        otherwise: what it does without a figure that is missing or old.
     """
 
-    needs_hits: bool
+    hits: bool = False
+    figures: tuple[str, ...] = ()
+    otherwise: str = ""
+
+
+class RoutePolicy(Protocol):
+    """Chooses an engine for a request."""
+
+    @property
+    def needs(self) -> Needs:
+        """What it looks at."""
+        ...
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """A routable row. Changes nothing; equal state, view and draws give an equal answer."""

@@ -4,11 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
+from pathlib import Path
 
 from moestro.errors import ConfigError
-from moestro.policy.routing.basic import LeastLoaded, RoundRobin
+from moestro.policy.routing.affinity import BoundedHash, Sticky
 from moestro.policy.routing.contract import RoutePolicy
+from moestro.policy.routing.expression import expression_policy
+from moestro.policy.routing.filtered import Aibrix, CacheAware, LlmdAffinity, LowestTtft
+from moestro.policy.routing.gimbal import GIMBAL_V2_NEEDS, GimbalV1, gimbal_v2_score
+from moestro.policy.routing.lmetric import LMetric
+from moestro.policy.routing.load import (
+    VLLM_NEEDS,
+    MostFreeKv,
+    PowerOfTwo,
+    RoundRobin,
+    Vllm027,
+    least_loaded_score,
+    vllm_026_score,
+)
+from moestro.policy.routing.scoring import Scored
+from moestro.policy.routing.user_file import user_policy
+from moestro.policy.routing.weighted import PREBLE_NEEDS, Bailian, Dynamo, preble_score
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +37,76 @@ class PolicyEntry:
     description: str
 
 
+def _least_loaded() -> RoutePolicy:
+    return Scored(least_loaded_score, "in flight")
+
+
+def _vllm_026() -> RoutePolicy:
+    return Scored(vllm_026_score, "4 * waiting + running", VLLM_NEEDS)
+
+
+def _preble() -> RoutePolicy:
+    return Scored(preble_score, "miss ratio * batch", PREBLE_NEEDS)
+
+
+def _gimbal_v2() -> RoutePolicy:
+    return Scored(gimbal_v2_score, "pressure", GIMBAL_V2_NEEDS)
+
+
 ROUTING: dict[str, PolicyEntry] = {
-    "round_robin": PolicyEntry(RoundRobin, "The engines in turn."),
-    "least_loaded": PolicyEntry(LeastLoaded, "Join the shortest queue: the fewest requests in flight."),
+    "round_robin": PolicyEntry(RoundRobin, "the engines in turn"),
+    "power_of_two": PolicyEntry(PowerOfTwo, "of two engines drawn, the one with fewer requests in flight"),
+    "least_loaded": PolicyEntry(_least_loaded, "join the shortest queue: the fewest requests in flight"),
+    "most_free_kv": PolicyEntry(MostFreeKv, "the most free KV memory (AMoE)"),
+    "vllm-0.26": PolicyEntry(_vllm_026, "4 * waiting + running (vLLM up to 0.26)"),
+    "vllm-0.27": PolicyEntry(Vllm027, "waiting + running, and KV pressure where any wait (vLLM from 0.27)"),
+    "bounded_hash": PolicyEntry(BoundedHash, "consistent hash of session, user or prefix, with bounded load"),
+    "session_affinity": PolicyEntry(partial(Sticky, by="session_id"), "the engine that served the session last"),
+    "user_affinity": PolicyEntry(partial(Sticky, by="user"), "the engine that served the user last"),
+    "bailian": PolicyEntry(Bailian, "miss ratio and relative batch, added with a weight (Bailian)"),
+    "dynamo": PolicyEntry(Dynamo, "blocks to prefill, less those cached, and blocks in decode (Dynamo)"),
+    "preble": PolicyEntry(_preble, "miss ratio * batch (Preble, AIGW)"),
+    "aibrix": PolicyEntry(Aibrix, "the best hit, unless batches differ too much (AIBrix)"),
+    "cache_aware": PolicyEntry(CacheAware, "the best match if good, else the smallest load (SGLang, SMG)"),
+    "llm-d": PolicyEntry(LowestTtft, "the lowest predicted TTFT (llm-d as in LMetric)"),
+    "llm-d-affinity": PolicyEntry(LlmdAffinity, "good hits first, unless they wait too long; fewest tokens (llm-d)"),
+    "gimbal-v1": PolicyEntry(GimbalV1, "KV use, then tokens in hand, then the user's last engine (Gimbal, Alg. 1)"),
+    "gimbal-v2": PolicyEntry(_gimbal_v2, "KV, prefill, queue and expert pressure (Gimbal v2, our reconstruction)"),
+    "lmetric": PolicyEntry(LMetric, "P-token * batch, with the hotspot detector (LMetric)"),
 }
+
+
+def policy_from(text: str, score: str | None = None) -> RoutePolicy:
+    """The policy that an operator named.
+
+    Args:
+        text: a name in ROUTING, with settings if any (`bailian:hit_weight=0.55`), or `FILE.py:NAME`.
+        score: an expression over indicators, in place of `text`.
+
+    Raises:
+        ConfigError: there is no such policy, or it does not take these settings.
+    """
+    if score is not None:
+        return expression_policy(score)
+    name, _, rest = text.partition(":")
+    if name.endswith(".py"):
+        return user_policy(Path(name), rest)
+    settings = {}
+    for each in filter(None, rest.split(",")):
+        key, equals, value = each.partition("=")
+        if not equals:
+            raise ConfigError(f"--route-policy {text!r}: settings are written NAME:SETTING=VALUE,..., got {each!r}")
+        settings[key.strip()] = _number_or_word(value.strip())
+    return make_policy(name, **settings)
+
+
+def _number_or_word(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def make_policy(name: str, **settings: object) -> RoutePolicy:
@@ -38,4 +122,7 @@ def make_policy(name: str, **settings: object) -> RoutePolicy:
     for given in settings:
         if given not in known:
             raise ConfigError(f"route policy {name!r} has no setting {given!r}; it has: {', '.join(known) or 'none'}")
-    return make(**settings)
+    try:
+        return make(**settings)
+    except TypeError as error:  # a word where a number belongs
+        raise ConfigError(f"route policy {name!r}: {error}") from error

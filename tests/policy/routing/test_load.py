@@ -1,7 +1,8 @@
 import pytest
 from routers import decide, table
 
-from moestro.policy.routing.basic import LeastLoaded, RoundRobin
+from moestro.policy.routing.load import RoundRobin
+from moestro.policy.routing.registry import make_policy
 
 
 def test_round_robin_visits_the_routable_engines_in_turn():
@@ -15,4 +16,4 @@ def test_round_robin_visits_the_routable_engines_in_turn():
 )
 def test_least_loaded_takes_the_emptiest_routable_engine_and_shares_ties(routable, load, engines):
     known = table(routable=routable, num_in_flight=load)
-    assert {decide(LeastLoaded(), known, i).engine for i in range(12)} == engines
+    assert {decide(make_policy("least_loaded"), known, i).engine for i in range(12)} == engines

@@ -1,0 +1,202 @@
+"""KV events on the wire: what vLLM and SGLang publish of their prefix caches, decoded. Reads bytes, keeps nothing.
+
+A message has three frames: topic, sequence number (8 bytes, big endian) and a msgpack payload, the batch
+`[ts, events, data_parallel_rank]`. An event is either an array that begins with its type's name and goes on in the
+order of the publisher's fields (vLLM until mid-2026, SGLang until its switch), or a map with the key "type". Sources:
+vllm/distributed/kv_events.py and sglang/srt/disaggregation/kv_events.py in their versions to date. What is newer than
+this page is tolerated: unknown keys are passed over, unknown events are counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
+
+from moestro.errors import MoestroError
+
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)  # in place of the sequence number, with an empty payload
+_SEQ_BYTES = 8
+
+BlockKey = int | bytes  # the publisher's own name of a block: opaque
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class KvEventError(MoestroError):
+    """A message that is not a KV event batch."""
+
+
+class BlockStored(msgspec.Struct, frozen=True):
+    """Full blocks that a cache now holds, one after the other, behind `parent_block_hash`.
+
+    Attributes:
+        parent_block_hash: None: the first block of a prompt is among them.
+        token_ids: of all the blocks; empty where the publisher does not know.
+        lora_id: of an adapter whose name is not told.
+        medium: the tier; None: the publisher has one only.
+        extra_keys: per block, what else its hash covers: the adapter's name, `[multimodal id, offset]`, the salt of
+            a first block, digests of prompt embeddings.
+        group_idx: the group of layers, in models whose layers are cached differently.
+        kv_cache_spec_kind: how that group's layers attend.
+        cache_salt: SGLang's place for it.
+        locality: "REMOTE": not in this engine.
+    """
+
+    block_hashes: list[BlockKey]
+    parent_block_hash: BlockKey | None
+    token_ids: list[TokenId]
+    block_size: int
+    lora_id: int | str | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    cache_salt: str | None = None
+    locality: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True):
+    """Blocks that a tier of a cache holds no more.
+
+    Attributes:
+        remaining_copy_counts: per block, copies that the tier still has.
+    """
+
+    block_hashes: list[BlockKey]
+    medium: str | None = None
+    group_idx: int | None = None
+    locality: str | None = None
+    remaining_copy_counts: list[int] | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True):
+    """The cache is empty."""
+
+
+class UnreadableRemoval(msgspec.Struct, frozen=True):
+    """Something was removed, and the event does not say legibly what."""
+
+
+Known = TypeVar("Known", BlockStored, BlockRemoved)
+Event = BlockStored | BlockRemoved | AllBlocksCleared | UnreadableRemoval
+
+
+class Message(NamedTuple):
+    """One message of the publisher's.
+
+    Attributes:
+        seq: its number; None: the end of a replay.
+    """
+
+    seq: int | None
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One payload.
+
+    Attributes:
+        ts_s: when it was published, seconds since 1970 by the publisher's clock.
+        dp_rank: whose cache it is, within a data-parallel server.
+        num_unknown: events of types that are not known here.
+        num_illegible: stored blocks that cannot be read, and so are not counted as held.
+    """
+
+    ts_s: float
+    events: list[Event]
+    dp_rank: int | None
+    num_unknown: int
+    num_illegible: int
+
+
+# The order of an array's values behind the name of the type.
+_STORED_FIELDS = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+)
+_REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
+_METADATA_AT = _STORED_FIELDS.index("lora_name")  # SGLang has a map here
+
+
+def decode_frames(frames: list[bytes]) -> Message:
+    """A published message (topic, number, payload) or a replayed one (an empty frame; of newer vLLM the topic; number,
+    payload).
+
+    Raises:
+        KvEventError: the frames are not those of a KV event publisher.
+    """
+    if len(frames) < 2 or len(frames[-2]) != _SEQ_BYTES:
+        sizes = [len(frame) for frame in frames]
+        raise KvEventError(f"expected frames of topic, 8 bytes of sequence number, payload; got {sizes} bytes")
+    if frames[-2] == END_OF_REPLAY:
+        return Message(None, b"")
+    return Message(int.from_bytes(frames[-2], "big"), frames[-1])
+
+
+def decode_batch(payload: bytes) -> Batch:
+    """One payload's events, in order.
+
+    Raises:
+        KvEventError: it is not a batch: what happened to the cache is then unknown.
+    """
+    try:
+        raw = msgspec.msgpack.decode(payload)
+    except msgspec.DecodeError as error:
+        raise KvEventError(f"not msgpack: {error}") from None
+    if isinstance(raw, dict):
+        raw = [raw.get("ts"), raw.get("events"), raw.get("data_parallel_rank", raw.get("attn_dp_rank"))]
+    if not isinstance(raw, list) or len(raw) < 2 or not isinstance(raw[1], list):
+        raise KvEventError("expected [ts, events, data_parallel_rank]")
+    if not isinstance(raw[0], int | float):
+        raise KvEventError(f"expected a time stamp first, got {type(raw[0]).__name__}")
+    dp_rank = raw[2] if len(raw) > 2 and isinstance(raw[2], int) else None
+    events: list[Event] = []
+    num_unknown = num_illegible = 0
+    for raw_event in raw[1]:
+        name, fields = _named_fields(raw_event)
+        if name == "BlockStored":
+            event = _convert(fields, BlockStored)
+            if event is None:
+                num_illegible += 1  # not to know of a block that is held costs a hit, and nothing else
+            else:
+                events.append(event)
+        elif name == "BlockRemoved":
+            events.append(_convert(fields, BlockRemoved) or UnreadableRemoval())
+        elif name == "AllBlocksCleared":
+            events.append(AllBlocksCleared())
+        else:
+            num_unknown += 1
+    return Batch(float(raw[0]), events, dp_rank, num_unknown, num_illegible)
+
+
+def _named_fields(raw: Any) -> tuple[str | None, dict[str, Any]]:
+    """An event's type and fields, from either encoding."""
+    if isinstance(raw, dict):
+        return raw.get("type"), raw
+    if not isinstance(raw, list) or not raw or not isinstance(raw[0], str):
+        return None, {}
+    name, values = raw[0], raw[1:]
+    if name == "BlockRemoved":
+        return name, dict(zip(_REMOVED_FIELDS, values, strict=False))
+    metadata = {}
+    if len(values) > _METADATA_AT and isinstance(values[_METADATA_AT], dict):
+        metadata, values = values[_METADATA_AT], values[:_METADATA_AT]
+    return name, dict(zip(_STORED_FIELDS, values, strict=False)) | metadata
+
+
+def _convert(fields: dict[str, Any], to: type[Known]) -> Known | None:
+    try:
+        return msgspec.convert(fields, to)
+    except msgspec.ValidationError:
+        return None

@@ -1,0 +1,221 @@
+"""A cost model that was measured: `moestro calibrate` writes the table, this reads it and prices by interpolation.
+
+The file is JSON (`Table` below, `docs/costs.md` in words): times of single steps on one machine with one checkpoint, of
+prefill chunks over (new, cached) tokens and of decodes over (sequences, context), and what the scheduler adds.
+
+    step = decode(D, C / D) + tokens(n) - tokens(D) + sum over chunks of reading(q) * (c + q / 2) + host
+
+`tokens` is what n tokens cost without attention, `reading(q)` what a chunk of q pays for each token that it attends to.
+Between measured points prices are linear, beyond the last as well; `largest` says where that is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.cost.model import Batch, Int64s, Ints
+from moestro.errors import ConfigError
+
+FORMAT = "moestro-cost-table-1"
+PS_PER_NS = 1000
+Floats = NDArray[np.float64]
+
+
+class PrefillPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One chunk of `new` tokens after `cached` ones, alone in a step."""
+
+    new: int
+    cached: int
+    ns: float  # the median of all repeats
+    spread: float  # their interquartile range over the median
+
+
+class DecodePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """`sequences` decodes in a step, each of which attends to `context` tokens."""
+
+    sequences: int
+    context: int
+    ns: float
+    spread: float
+
+
+class HostTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rank adds to the device's time: scheduling, results, outputs."""
+
+    step_ns: float
+    sequence_ns: float
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """The file."""
+
+    format: str
+    model: str
+    device: str
+    prefill: tuple[PrefillPoint, ...]
+    decode: tuple[DecodePoint, ...]
+    host: HostTimes
+    about: dict[str, Any] = {}  # machine, versions, when, settings, the check on other shapes: for people
+
+
+class MeasuredCost:
+    """Prices steps by a table.
+
+    Args:
+        table: measured points; of prefill at least two sizes, two of them with two cached lengths; of decode at least
+            two numbers of sequences, each at two contexts.
+
+    Attributes:
+        largest: what was measured at most: tokens of a chunk, sequences, tokens of context. Beyond it prices go on in
+            a straight line.
+
+    Raises:
+        ConfigError: points are missing; the text says which.
+    """
+
+    def __init__(self, table: Table) -> None:
+        if table.format != FORMAT:
+            raise ConfigError(f"the cost table is a {table.format!r}, this version reads {FORMAT!r}: calibrate again")
+        self._host = table.host
+        self._tokens, self._reading = _prefill_lines(table.prefill)
+        self._decode_rows = _decode_rows(table.decode)
+        self.largest = {
+            "chunk": max(point.new for point in table.prefill),
+            "sequences": max(point.sequences for point in table.decode),
+            "context": max(point.context for point in table.decode),
+        }
+        self._tokens_ps: dict[int, int] = {}
+        self._lines: dict[int, _Line] = {}
+
+    def step_ns(self, batch: Batch) -> int:
+        """See `CostModel.step_ns`."""
+        num, total = len(batch.start), int(batch.num_tokens.sum())
+        if num == total:
+            return _ns(self._host_ps(num) + self._decode_step_ps(batch.start))
+        is_chunk = batch.num_tokens > 1
+        chunks = zip(batch.start[is_chunk].tolist(), batch.num_tokens[is_chunk].tolist(), strict=True)
+        price = self._host_ps(num) + self._token_part(total)
+        price += sum(round(self._reading.at(new) * (cached + new / 2) * PS_PER_NS) for cached, new in chunks)
+        decoding = batch.start[~is_chunk]
+        if len(decoding):
+            price += max(self._decode_step_ps(decoding) - self._token_part(len(decoding)), 0)
+        return _ns(price)
+
+    def decode_rounds_ns(self, start: Ints, num_rounds: int) -> Int64s:
+        """See `CostModel.decode_rounds_ns`."""
+        num = len(start)
+        contexts = int(start.sum()) + num + num * np.arange(num_rounds, dtype=np.int64)
+        device = np.rint(self._line(num).along(contexts / num) * PS_PER_NS).astype(np.int64)
+        result: Int64s = (device + self._host_ps(num) + PS_PER_NS // 2) // PS_PER_NS
+        return result
+
+    def _host_ps(self, num_sequences: int) -> int:
+        return round((self._host.step_ns + self._host.sequence_ns * num_sequences) * PS_PER_NS)
+
+    def _token_part(self, num_tokens: int) -> int:
+        part = self._tokens_ps.get(num_tokens)
+        if part is None:
+            part = self._tokens_ps[num_tokens] = round(self._tokens.at(num_tokens) * PS_PER_NS)
+        return part
+
+    def _decode_step_ps(self, start: Ints) -> int:
+        """The device's part of a step of decodes."""
+        num = len(start)
+        return round(self._line(num).at((int(start.sum()) + num) / num) * PS_PER_NS)
+
+    def _line(self, num_sequences: int) -> _Line:
+        """Time over mean context for this number of sequences, between the two measured numbers around it."""
+        line = self._lines.get(num_sequences)
+        if line is None:
+            counts, contexts, ns = self._decode_rows
+            times = np.array([_Line(counts, column).at(num_sequences) for column in ns.T])
+            line = self._lines[num_sequences] = _Line(contexts, times)
+        return line
+
+
+class _Line:
+    """Straight between knots, and on beyond the last; flat below the first. Never falls.
+
+    Args:
+        x: float64[n], n >= 2, rising.
+        y: float64[n]; a knot lower than one before it is lifted to it, for more work is never less time.
+    """
+
+    def __init__(self, x: Floats, y: Floats) -> None:
+        self._x, self._y = np.asarray(x, np.float64), np.maximum.accumulate(np.asarray(y, np.float64))
+        self._slope = np.diff(self._y) / np.diff(self._x)
+        # The same knots as plain floats: one place at a time is looked up at every step.
+        knots = zip(self._x.tolist(), self._y.tolist(), self._slope.tolist(), strict=False)
+        self._knots: list[tuple[float, float, float]] = list(knots)
+        self._inner: list[float] = self._x[1:-1].tolist()
+
+    def at(self, x: float) -> float:
+        """The value at one place: bit for bit that of `along`."""
+        knot, y, slope = self._knots[bisect_right(self._inner, x)]
+        return y + slope * max(x - knot, 0.0)
+
+    def along(self, x: Floats) -> Floats:
+        """float64[k], the value at each place."""
+        knot = np.searchsorted(self._x[1:-1], x, side="right")
+        result: Floats = self._y[knot] + self._slope[knot] * np.maximum(x - self._x[knot], 0)
+        return result
+
+
+def _prefill_lines(points: tuple[PrefillPoint, ...]) -> tuple[_Line, _Line]:
+    """Over a chunk's size: its time without attention, and its time for each token that it attends to."""
+    rows: dict[int, list[PrefillPoint]] = {}
+    for point in sorted(points, key=lambda point: (point.new, point.cached)):
+        rows.setdefault(point.new, []).append(point)
+    with_cached = {new: row for new, row in rows.items() if len(row) > 1}
+    if len(rows) < 2 or len(with_cached) < 2 or any(row[0].cached for row in rows.values()):
+        raise ConfigError(
+            "the cost table needs prefill points of two chunk sizes or more, each with none cached, and two with more"
+        )
+    slopes = [_slope(row) for row in with_cached.values()]
+    reading = _Line(np.array(list(with_cached), np.float64), np.array(slopes))
+    sizes = np.array(list(rows), np.float64)
+    whole = np.array([row[0].ns for row in rows.values()])
+    return _Line(sizes, whole - reading.along(sizes) * sizes / 2), reading
+
+
+def _slope(row: list[PrefillPoint]) -> float:
+    """Nanoseconds for each cached token, least squares through the row's points; not below 0."""
+    cached, ns = np.array([point.cached for point in row], np.float64), np.array([point.ns for point in row])
+    centred = cached - cached.mean()
+    return max(float((centred * ns).sum() / (centred**2).sum()), 0.0)
+
+
+def _decode_rows(points: tuple[DecodePoint, ...]) -> tuple[Floats, Floats, Floats]:
+    """Numbers of sequences, contexts, and float64[numbers, contexts]; points that a row lacks lie on its line."""
+    rows: dict[int, list[DecodePoint]] = {}
+    for point in sorted(points, key=lambda point: (point.sequences, point.context)):
+        rows.setdefault(point.sequences, []).append(point)
+    if len(rows) < 2 or any(len(row) < 2 for row in rows.values()):
+        raise ConfigError("the cost table needs decode points of two numbers of sequences, each at two contexts")
+    contexts = np.array(sorted({point.context for point in points}), np.float64)
+    lines = [_Line(np.array([p.context for p in row]), np.array([p.ns for p in row])) for row in rows.values()]
+    return np.array(list(rows), np.float64), contexts, np.array([line.along(contexts) for line in lines])
+
+
+def _ns(picoseconds: int) -> int:
+    return (picoseconds + PS_PER_NS // 2) // PS_PER_NS
+
+
+def load_table(path: Path) -> Table:
+    """The table in `path`.
+
+    Raises:
+        ConfigError: it cannot be read, or is no cost table; the text says why.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Table)
+    except OSError as error:
+        raise ConfigError(f"the cost table {path} cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is no cost table of `moestro calibrate`: {error}") from error

@@ -1,0 +1,84 @@
+"""A policy of the user's own: a function or a class in a Python file, named `FILE.py:NAME`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moestro.core.request import Request, SamplingParams
+from moestro.core.rng import Draws
+from moestro.core.views import FIGURES, EngineTable
+from moestro.errors import ConfigError
+from moestro.policy.routing.contract import Needs, RoutePolicy, RouteView
+from moestro.policy.routing.scoring import Scored
+
+_ANYTHING = Needs(hits=True, figures=FIGURES, otherwise="what the file does")
+
+
+def user_policy(path: Path, name: str) -> RoutePolicy:
+    """Load the file and make the policy of what is called `name` there.
+
+    A function is a score: it takes a `RouteView` and returns float64[n], lower is better. A class is made without
+    arguments and is a `RoutePolicy`: `needs`, `decide`, `observe`. Either is tried once on two made-up engines.
+
+    Raises:
+        ConfigError: there is no such file or name in it, it cannot be run, or the trial fails; the text has the cause.
+    """
+    found = _load(path, name)
+    try:
+        policy = (
+            found() if isinstance(found, type) else Scored(_checked(found), name, Needs(hits=True, figures=FIGURES))
+        )
+        _try(policy)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"--route-policy {path}:{name} failed its trial: {type(error).__name__}: {error}") from error
+    return policy
+
+
+def _load(path: Path, name: str) -> Any:
+    if not path.is_file():
+        raise ConfigError(f"--route-policy {path}:{name}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(f"moestro_route_policy_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(
+            f"--route-policy {path}:{name}: {path} does not run: {type(error).__name__}: {error}"
+        ) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError(f"--route-policy {path}:{name}: {path} has no function or class {name!r}")
+    return found
+
+
+def _checked(score: Callable[[RouteView], Any]) -> Callable[[RouteView], Any]:
+    """`score`, whose answer is one number an engine."""
+
+    def checked(view: RouteView) -> Any:
+        scores = np.asarray(score(view), np.float64)
+        if scores.shape != (len(view.engines),):
+            raise ConfigError(f"--route-policy: it returned shape {scores.shape} for {len(view.engines)} engines")
+        return scores
+
+    return checked
+
+
+def _try(policy: RoutePolicy) -> None:
+    """One decision over two engines of which nothing is reported."""
+    request = Request(request_id="trial", num_prompt_tokens=1, sampling=SamplingParams(), arrival_ns=0)
+    engine = policy.decide(
+        RouteView(request, EngineTable.blank(2), np.zeros(2, np.int64), 16, 0, 0), Draws(0, 0)
+    ).engine
+    if engine not in (0, 1):
+        raise ConfigError(f"--route-policy: it chose engine {engine!r} of two")
+    assert policy.needs is not None
+    assert callable(policy.observe)

@@ -1,0 +1,1 @@
+"""`moestro route`: a router in front of engines that somebody else runs."""

@@ -1,0 +1,161 @@
+"""What a router reads of a request's body: the few fields that say where it should go. It never judges a body: what it
+cannot read goes to an engine as it is, which knows better what to say about it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import msgspec
+
+from moestro.core.hashing import hash_key, hash_text
+from moestro.core.request import Request, SamplingParams
+from moestro.serve.route.heads import Incoming
+
+BYTES_PER_TOKEN = 4  # of English text and common tokenizers; a unit of load and hits, not a measurement
+DEFAULT_MAX_TOKENS = 16
+_MAX_AFFINITY_CHARS = 256  # of names that clients make up
+_ABSENT = msgspec.Raw()  # a Raw cannot be in a union: null is one as well
+_SESSION_HEADERS = (b"x-session-affinity", b"x-session-id")
+
+
+class Part(msgspec.Struct):
+    """One part of a message's content."""
+
+    text: str | None = None
+    image_url: msgspec.Raw = _ABSENT
+
+
+class Said(msgspec.Struct):
+    """One message of a chat."""
+
+    role: str
+    content: str | list[Part] | None = None
+    tool_calls: msgspec.Raw = _ABSENT
+
+
+class Asked(msgspec.Struct):
+    """The fields that are looked at, of all of the APIs that begin with a prompt: OpenAI's completions, chats and
+    responses, Anthropic's messages, SGLang's generate.
+    """
+
+    model: str | None = None
+    messages: list[Said] | None = None
+    prompt: msgspec.Raw = _ABSENT
+    input: msgspec.Raw = _ABSENT
+    text: msgspec.Raw = _ABSENT
+    system: msgspec.Raw = _ABSENT
+    instructions: msgspec.Raw = _ABSENT
+    tools: msgspec.Raw = _ABSENT
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    user: str | None = None
+    session_id: str | None = None
+    prompt_cache_key: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+
+
+NOTHING = Asked()
+_decode = msgspec.json.Decoder(Asked).decode
+
+
+def read(body: bytes) -> Asked:
+    """What a body asks for; `NOTHING` where that cannot be read."""
+    if not body:
+        return NOTHING
+    try:
+        return _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return NOTHING
+
+
+def plain_text(asked: Asked) -> bytes:
+    """The prompt as one text: what templates write first (tools, instructions) first, then roles and contents.
+
+    Two prompts that begin alike have texts that begin alike; it is not the text that the engine's template writes. Token
+    ids stay as they are spelt.
+    """
+    parts = [bytes(raw) for raw in (asked.tools, asked.system, asked.instructions) if raw is not _ABSENT]
+    if asked.messages is not None:
+        parts.append("".join([_said(message) for message in asked.messages]).encode())
+    else:
+        parts += [_unquoted(bytes(raw)) for raw in (asked.prompt, asked.input, asked.text) if raw is not _ABSENT]
+    return parts[0] if len(parts) == 1 else b"\n".join(parts)
+
+
+def request_from_text(asked: Asked, incoming: Incoming, now_ns: int, block_bytes: int) -> Request:
+    """What the router decides by, without a tokenizer: blocks of text, and tokens by the length of it."""
+    text = plain_text(asked)
+    key = prompt_key(asked.model, asked.cache_salt)
+    num_tokens = max(1, (len(text) or len(incoming.body)) // BYTES_PER_TOKEN)
+    return make_request(asked, incoming, now_ns, (num_tokens, key, hash_text(key, text, block_bytes)))
+
+
+def make_request(asked: Asked, incoming: Incoming, now_ns: int, prompt: tuple[int, bytes, bytes]) -> Request:
+    """The request that a policy sees; `prompt`: its tokens, the key of its blocks' names, and these."""
+    num_tokens, key, block_hashes = prompt
+    return Request(
+        request_id=incoming.request_id,
+        num_prompt_tokens=num_tokens,
+        sampling=_sampling(_max_tokens(asked)),
+        arrival_ns=now_ns,
+        block_hashes=block_hashes,
+        hash_key=key,
+        priority=asked.priority or 0,
+        user=_short(asked.user),
+        session_id=_session(asked, incoming),
+    )
+
+
+@lru_cache(maxsize=4096)
+def prompt_key(model: str | None, salt: str | None) -> bytes:
+    """The key under which a prompt's blocks are named."""
+    return hash_key(model or "", None, salt)
+
+
+def _said(message: Said) -> str:
+    content = message.content
+    if not isinstance(content, str):
+        content = "".join([part.text or _spelt(part.image_url) for part in content or ()])
+    calls = message.tool_calls
+    return f"{message.role}\n{content}\n" if calls is _ABSENT else f"{message.role}\n{content}{_spelt(calls)}\n"
+
+
+def _spelt(raw: msgspec.Raw) -> str:
+    return bytes(raw).decode("utf-8", "replace")
+
+
+def _unquoted(raw: bytes) -> bytes:
+    """A JSON string's text. Of anything else, such as lists of texts or of token ids, the JSON serves as well."""
+    if not raw.startswith(b'"'):
+        return raw
+    try:
+        return msgspec.json.decode(raw, type=str).encode()
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return raw
+
+
+def _max_tokens(asked: Asked) -> int:
+    for limit in (asked.max_completion_tokens, asked.max_tokens, asked.max_output_tokens):
+        if limit is not None:
+            return min(max(0, limit), 1 << 31)
+    return DEFAULT_MAX_TOKENS
+
+
+@lru_cache(maxsize=4096)
+def _sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens)
+
+
+def _session(asked: Asked, incoming: Incoming) -> str | None:
+    for name in _SESSION_HEADERS:
+        value = incoming.named.get(name)
+        if value:
+            return _short(value.decode("latin-1"))
+    return _short(asked.session_id or asked.prompt_cache_key)
+
+
+def _short(name: str | None) -> str | None:
+    return None if not name else name[:_MAX_AFFINITY_CHARS]

@@ -1,0 +1,420 @@
+"""One client's connection: reads requests, whole, and writes answers, piece by piece. Plain callbacks, no tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+
+from moestro.errors import RequestError
+from moestro.serve.refusals import BodyTimeoutError, BusyError, HttpError, error_json
+from moestro.serve.route.heads import MAX_HEAD_BYTES, Headers, Incoming, own_head
+
+_HIGH_WATER_BYTES = 256 << 10  # of an answer that the client has not read yet; then its engine is made to wait
+_MAX_EARLY_BYTES = 64 << 10  # of requests sent before the answer to the one before; then they are left unread
+_SMALL_BYTES = 64 << 10  # of each body, that are not counted: large ones never crowd out ordinary requests
+
+
+class Answering(Protocol):
+    """What a connection tells whoever answers its request."""
+
+    def client_left(self) -> None:
+        """There is nobody to answer any more."""
+
+    def client_is_slow(self) -> None:
+        """Write no more for now."""
+
+    def client_is_ready(self) -> None:
+        """Write again."""
+
+
+class Handler(Protocol):
+    """Answers requests."""
+
+    def refuses(self, named: dict[bytes, bytes], target: bytes) -> RequestError | None:
+        """What is wrong with a request whose body has not come yet; None: nothing."""
+
+    def handle(self, client: Client, incoming: Incoming) -> Answering | None:
+        """Answer now, or return who will, and call `client`'s methods later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientLimits:
+    """Bounds of every connection.
+
+    Attributes:
+        max_body_bytes: of one request.
+        max_held_bytes: of all requests whose answers have not begun, without the first 64 KiB of each.
+        idle_s: until a connection without a request, or with half a head of one, is closed.
+        body_s: for a body to arrive.
+        write_s: that a client may leave its answer unread.
+        linger_s: for a client that is refused in the middle of its request to notice it.
+    """
+
+    max_body_bytes: int = 32 << 20
+    max_held_bytes: int = 256 << 20
+    idle_s: float = 75.0
+    body_s: float = 60.0
+    write_s: float = 60.0
+    linger_s: float = 3.0
+
+
+class Clients:
+    """All connections.
+
+    Attributes:
+        open: those that are.
+        num_held_bytes: of bodies, beyond what is small.
+    """
+
+    def __init__(self, handler: Handler, limits: ClientLimits) -> None:
+        self.handler = handler
+        self.limits = limits
+        self.open: set[Client] = set()
+        self.num_held_bytes = 0
+        self.is_closing = False
+
+    def __call__(self) -> Client:
+        """A protocol for a new connection."""
+        return Client(self)
+
+    def sweep(self, now_s: float) -> None:
+        """Close what has taken too long; to be called now and then."""
+        for client in [client for client in self.open if client.deadline_s < now_s]:
+            client.expire()
+
+    def close_idle(self) -> None:
+        """Connections without a request end now, the others after their answer."""
+        self.is_closing = True
+        for client in list(self.open):
+            client.close_if_idle()
+
+
+class Client(asyncio.Protocol):
+    """One connection.
+
+    Attributes:
+        deadline_s: when it is closed unless something happens before; on `time.monotonic`.
+        has_begun: the head of the current answer is out.
+    """
+
+    def __init__(self, clients: Clients) -> None:
+        self._clients = clients
+        self._transport: asyncio.Transport | None = None
+        self._parser = HttpRequestParser(self)
+        self._address = ""
+        self._headers: Headers = []
+        self._named: dict[bytes, bytes] = {}
+        self._target = b""
+        self._pieces: list[bytes] = []
+        self._num_body_bytes = 0
+        self._num_held_bytes = 0
+        self._num_head_bytes = 0
+        self._is_in_head = True
+        self._refusal: RequestError | None = None  # the last thing to be said on this connection
+        self._is_lingering = False
+        self._is_going_on = False
+        self._ready: deque[Incoming] = deque()  # read, and not answered yet
+        self._out: list[bytes] = []  # to be written
+        self._early = b""  # came while an answer was under way
+        self._current: Incoming | None = None
+        self._answering: Answering | None = None
+        self._is_chunked = False
+        self.has_begun = False
+        self.deadline_s = time.monotonic() + clients.limits.idle_s
+
+    # --- the transport's calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """It is open."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(_HIGH_WATER_BYTES)
+        peer = transport.get_extra_info("peername")
+        self._address = str(peer[0]) if peer else ""
+        self._clients.open.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is closed, by whom ever. A client that closes its sending side alone counts as gone, as it mostly is."""
+        self._clients.open.discard(self)
+        self._transport = None
+        self._let_go(self._num_held_bytes)
+        answering, self._answering = self._answering, None
+        self._current = None
+        self._ready.clear()
+        if answering is not None:
+            answering.client_left()
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than its engine writes."""
+        if self._current is not None:
+            self.deadline_s = time.monotonic() + self._clients.limits.write_s
+        if self._answering is not None:
+            self._answering.client_is_slow()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        if self._current is not None:
+            self.deadline_s = float("inf")
+        if self._answering is not None:
+            self._answering.client_is_ready()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came."""
+        if self._is_lingering:
+            return
+        if self._current is None:
+            self._feed(data)
+            self._go_on()
+            return
+        self._early += data
+        if len(self._early) > _MAX_EARLY_BYTES and self._transport is not None:
+            self._transport.pause_reading()
+
+    # --- the parser's calls
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._headers, self._target, self._pieces = [], b"", []
+        self._num_body_bytes = 0
+
+    def on_url(self, part: bytes) -> None:
+        """A part of the target."""
+        self._target += part
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or (after the body) a trailer, which nobody gets."""
+        if self._is_in_head:
+            self._headers.append((name.lower(), name, value))
+
+    def on_headers_complete(self) -> None:
+        """The body begins, if there is one."""
+        self._is_in_head = False
+        self._refusal = self._refusal or self._check_head()
+
+    def on_body(self, piece: bytes) -> None:
+        """A part of the body."""
+        if self._refusal is None:
+            self._take(piece)
+
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        pieces, self._pieces = self._pieces, []
+        self._is_in_head, self._num_head_bytes = True, 0
+        if self._refusal is not None:
+            return
+        self._ready.append(
+            Incoming(
+                self._parser.get_method(),
+                self._target,
+                self._headers,
+                self._named,
+                pieces[0] if len(pieces) == 1 else b"".join(pieces),
+                not self._parser.should_keep_alive(),
+                self._parser.get_http_version() == "1.0",
+                self._address,
+            )
+        )
+
+    # --- answers
+
+    def reply(self, head: bytes, body: bytes = b"") -> None:
+        """A whole answer; `head` is open at its end and says how long the body is."""
+        self._begin(head)
+        if body and self._current is not None and self._current.method != b"HEAD":
+            self._out.append(body)
+        self.end()
+
+    def refuse(self, error: RequestError, added: bytes = b"") -> None:
+        """An error in OpenAI's form; `added`: whole lines for its head."""
+        body = error_json(error)
+        if error.retry_after_s is not None:
+            added += b"Retry-After: %d\r\n" % error.retry_after_s
+        self.reply(own_head(error.http_status, "application/json", len(body), added), body)
+
+    def begin(self, head: bytes, *, has_length: bool) -> None:
+        """An answer whose body comes in pieces; without a length in `head`, in chunks. It goes out with the first."""
+        assert self._current is not None, "there is no request to answer"
+        self._let_go(_counted(len(self._current.body)))
+        self._current.body = b""
+        if not has_length and self._current.is_old:
+            self._current.is_last = True
+        elif not has_length:
+            self._is_chunked = True
+            head += b"Transfer-Encoding: chunked\r\n"
+        self._begin(head)
+
+    def piece(self, data: bytes, *, is_last: bool = False) -> None:
+        """More of the body, which is not empty; `is_last`: the end follows at once, and goes out with it."""
+        if self._is_chunked:
+            self._out.append(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            self._out.append(data)
+        if not is_last:
+            self._flush()
+
+    def end(self) -> None:
+        """The answer is complete; go on with the next request."""
+        if self._is_chunked:
+            self._out.append(b"0\r\n\r\n")
+        self._flush()
+        current, self._current = self._current, None
+        self._answering = None
+        if self._transport is None or current is None:
+            return
+        self._let_go(_counted(len(current.body)))
+        if self._is_lingering:
+            self._linger()
+        elif current.is_last or self._clients.is_closing:
+            self._transport.close()
+        else:
+            self.deadline_s = time.monotonic() + self._clients.limits.idle_s
+            self._go_on()
+
+    def cut(self) -> None:
+        """The answer cannot be completed: the connection ends as it stands, so that no client takes it for whole."""
+        self._answering = None
+        if self._transport is not None:
+            self._transport.close()  # what was written before is sent; the last chunk is not
+
+    def expire(self) -> None:
+        """The deadline has passed."""
+        if self._transport is None:
+            return
+        if self._current is not None or self._is_lingering:
+            self._transport.abort()  # it does not read, or does not hear
+        elif not self._is_in_head:
+            self._end_with(BodyTimeoutError(self._clients.limits.body_s))
+        else:
+            self._transport.close()
+
+    def close_if_idle(self) -> None:
+        """Close it, unless a request is being answered."""
+        if self._current is None and self._transport is not None:
+            self._transport.close()
+
+    # --- the rest
+
+    def _feed(self, data: bytes) -> None:
+        self._num_head_bytes += len(data)  # too many, where a body comes with the head; they are forgotten with it
+        try:
+            self._parser.feed_data(data)
+        except HttpParserUpgrade as upgrade:  # not offered: the request is served as it is, and the rest parsed anew
+            self._parser = HttpRequestParser(self)
+            self._early = data[upgrade.args[0] :]
+        except HttpParserError as error:
+            self._refusal = self._refusal or HttpError(400, f"Malformed HTTP: {error}.", "bad_request")
+        if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
+            self._refusal = self._refusal or _head_too_large()
+
+    def _go_on(self) -> None:
+        """Answer what has been read; a loop, for there may be thousands of requests in one read."""
+        if self._is_going_on:
+            return
+        self._is_going_on = True
+        while self._current is None and self._transport is not None and not self._transport.is_closing():
+            if self._ready:
+                self._answer(self._ready.popleft())
+            elif self._refusal is not None:
+                self._end_with(self._refusal)
+                break
+            elif self._early:
+                early, self._early = self._early, b""
+                self._transport.resume_reading()
+                self._feed(early)
+            else:
+                break
+        self._is_going_on = False
+
+    def _answer(self, incoming: Incoming) -> None:
+        self._current = incoming
+        self.deadline_s = float("inf")
+        self._is_chunked = self.has_begun = False
+        answering = self._clients.handler.handle(self, incoming)
+        if self._current is incoming:
+            self._answering = answering
+
+    def _check_head(self) -> RequestError | None:
+        """What is wrong with the request that has begun; what waits for permission to go on gets it."""
+        clients, limits = self._clients, self._clients.limits
+        self._named = named = {lower: value for lower, _, value in self._headers}
+        if self._num_head_bytes > MAX_HEAD_BYTES and self._head_size() > MAX_HEAD_BYTES:
+            return _head_too_large()
+        if named.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+            return HttpError(501, "Transfer-Encoding must be chunked.", "unsupported_transfer_encoding")
+        if refusal := clients.handler.refuses(named, self._target):
+            return refusal
+        if int(named.get(b"content-length", b"0")) > limits.max_body_bytes:
+            return _too_large(limits.max_body_bytes)
+        self.deadline_s = time.monotonic() + limits.body_s
+        if named.get(b"expect", b"").lower() == b"100-continue":
+            self._out.append(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._flush()
+        return None
+
+    def _head_size(self) -> int:
+        """Without what came with it."""
+        return sum(len(name) + len(value) for _, name, value in self._headers) + len(self._target)
+
+    def _take(self, piece: bytes) -> None:
+        """Keep a part of the body, if there is room for it."""
+        clients, limits, before = self._clients, self._clients.limits, self._num_body_bytes
+        self._num_body_bytes += len(piece)
+        if self._num_body_bytes > limits.max_body_bytes:
+            self._refusal = _too_large(limits.max_body_bytes)
+            return
+        growth = _counted(self._num_body_bytes) - _counted(before)
+        if growth and clients.num_held_bytes + growth > limits.max_held_bytes:
+            self._refusal = BusyError(len(clients.open))
+            return
+        clients.num_held_bytes += growth
+        self._num_held_bytes += growth
+        self._pieces.append(piece)
+
+    def _let_go(self, num_bytes: int) -> None:
+        self._clients.num_held_bytes -= num_bytes
+        self._num_held_bytes -= num_bytes
+
+    def _begin(self, head: bytes) -> None:
+        self.has_begun = True
+        current = self._current
+        if current is not None and (current.is_last or self._clients.is_closing):
+            head += b"Connection: close\r\n"
+        elif current is not None and current.is_old:
+            head += b"Connection: keep-alive\r\n"
+        self._out.append(head + b"\r\n")
+
+    def _end_with(self, error: RequestError) -> None:
+        """Refuse what cannot be read to its end; what follows it cannot be trusted either."""
+        self._pieces = []
+        self._let_go(self._num_held_bytes)
+        self._current = Incoming(b"GET", b"", [], {}, b"", is_last=True, is_old=False)
+        self._is_chunked, self._is_lingering = False, True
+        self.refuse(error)
+
+    def _linger(self) -> None:
+        """Close our side alone: a client in the middle of its request would lose the answer to a reset otherwise."""
+        self.deadline_s = time.monotonic() + self._clients.limits.linger_s
+        if self._transport is not None:
+            self._transport.write_eof()
+
+    def _flush(self) -> None:
+        """Each write is a system call, and each of these wakes somebody: as few as can be."""
+        out, self._out = self._out, []
+        if self._transport is not None:
+            self._transport.writelines(out)
+
+
+def _too_large(limit: int) -> HttpError:
+    return HttpError(413, f"The request body may have {limit} bytes.", "request_too_large")
+
+
+def _head_too_large() -> HttpError:
+    return HttpError(431, f"The head of a request may have {MAX_HEAD_BYTES} bytes.", "head_too_large")
+
+
+def _counted(num_bytes: int) -> int:
+    return max(0, num_bytes - _SMALL_BYTES)

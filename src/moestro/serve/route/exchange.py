@@ -1,0 +1,414 @@
+"""One request on its way: to an engine, to another if the first fails before it answers, and the answer back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from moestro.cluster.health import Condition
+from moestro.cluster.retry_budget import RetryBudget
+from moestro.cluster.router import RouteDecision
+from moestro.core.request import Request
+from moestro.errors import RequestError
+from moestro.serve.refusals import GenerationError, HttpError, error_json
+from moestro.serve.route.client import Client
+from moestro.serve.route.counts import Counts, usage_in
+from moestro.serve.route.fleet import Engine, Fleet
+from moestro.serve.route.heads import Headers, Incoming, answer_head, header_line
+from moestro.serve.route.journal import Journal
+from moestro.serve.route.upstream import EngineConnection
+
+_BUSY = frozenset({429, 503, 529})  # not now; 529 is Dynamo's and Anthropic's
+_FAILED = frozenset({500, 502, 504})
+_STALE_S = 1.0  # a kept connection that was closed by its engine in the meantime shows it at once
+_TAIL_BYTES = 4096
+_MAX_LOST = 1  # engines that one request may lose: what loses two may be what ends them
+_LEFT_STATUS = 499  # nginx' word for a client that did not wait
+
+
+class _Stage(Enum):
+    CHOOSING = auto()  # no engine has it
+    CONNECTING = auto()
+    WAITING = auto()  # sent; no byte of a body yet
+    ANSWERING = auto()  # bytes are on their way to the client
+    OVER = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeRules:
+    """How patient an exchange is.
+
+    Attributes:
+        max_retries: times that a request may go to another engine after an answer that was none.
+        first_byte_s: until the answer's body begins.
+        idle_s: between two bytes of it.
+        shows_route: whether answers say which engine gave them, and why it was chosen.
+    """
+
+    max_retries: int = 3
+    first_byte_s: float = 600.0
+    idle_s: float = 300.0
+    shows_route: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What all exchanges have in common.
+
+    Attributes:
+        active: those that are not over, by request id.
+    """
+
+    fleet: Fleet
+    rules: ExchangeRules
+    budget: RetryBudget
+    counts: Counts
+    journal: Journal
+    active: dict[str, Exchange]
+
+
+class Exchange:
+    """The answer to one client's request. `Router.ended` is called once for each `submit`, whatever happens.
+
+    Attributes:
+        deadline_s: when it is given up unless something happens before; on `time.monotonic`.
+    """
+
+    __slots__ = (
+        "_arrival_ns", "_client", "_connection", "_decision", "_engine", "_head", "_incoming", "_is_event_stream",
+        "_is_in_router", "_mark", "_model", "_num_lost", "_num_retries", "_request", "_sent_s", "_shared", "_stage",
+        "_status", "_tail", "_task", "_tried", "_why", "deadline_s",
+    )  # fmt: skip
+
+    def __init__(self, shared: Shared, client: Client, incoming: Incoming) -> None:
+        self._shared = shared
+        self._client = client
+        self._incoming = incoming
+        self._arrival_ns = time.monotonic_ns()
+        self.deadline_s = self._arrival_ns * 1e-9 + shared.rules.first_byte_s
+        self._stage = _Stage.CHOOSING
+        self._request: Request | None = None
+        self._model: str | None = None
+        self._engine: Engine | None = None
+        self._decision: RouteDecision | None = None
+        self._connection: EngineConnection | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._tried: list[int] = []
+        self._num_retries = self._num_lost = self._mark = self._status = 0
+        self._sent_s = 0.0
+        self._why = ""
+        self._head: tuple[int, Headers] | None = None
+        self._tail = b""
+        self._is_event_stream = self._is_in_router = False
+        shared.active[incoming.request_id] = self
+
+    def start(self, request: Request, model: str | None) -> None:
+        """Send the request to an engine that serves `model`."""
+        if self._stage is _Stage.OVER:
+            return  # its client left while it was read
+        self._request, self._model = request, model
+        self._shared.budget.request()
+        self._shared.counts.num_requests += 1
+        try:
+            self._choose()
+        except RequestError as error:
+            self.refuse(error)
+            return
+        self._send()
+
+    def refuse(self, error: RequestError) -> None:
+        """End it with an error of our own; an answer that has begun is cut off, with the cause in it if it is a stream."""
+        if self._stage is _Stage.OVER:
+            return
+        has_begun = self._stage is _Stage.ANSWERING
+        self._release_engine(completed=False)
+        self._shared.counts.refusals[error.code or error.error_type] += 1
+        self._finish(error.http_status)
+        if has_begun:
+            self._cut(error)
+        else:
+            self._client.refuse(error, self._own_lines())
+
+    def expire(self) -> None:
+        """The deadline has passed."""
+        rules = self._shared.rules
+        if self._engine is not None:
+            self._engine.health.breaker.failed(self._mark, time.monotonic_ns())
+            self._engine.counts.num_broken += 1
+        if self._stage is _Stage.ANSWERING:
+            self.refuse(_broken(f"the engine sent nothing for {rules.idle_s:g} s"))
+        else:
+            text = f"No engine began to answer within {rules.first_byte_s:g} s."
+            self.refuse(HttpError(504, text, "upstream_timeout"))
+
+    # --- the client's calls
+
+    def client_left(self) -> None:
+        """There is nobody to answer any more: the engine hears of it at once."""
+        if self._stage is _Stage.OVER:
+            return
+        if self._engine is not None:
+            self._engine.health.breaker.abandoned(self._mark)
+            self._engine.counts.num_left += 1
+        self._release_engine(completed=False)
+        self._finish(_LEFT_STATUS)
+
+    def client_is_slow(self) -> None:
+        """Take in no more for now; the client's patience is what counts."""
+        self.deadline_s = float("inf")
+        if self._connection is not None:
+            self._connection.pause()
+
+    def client_is_ready(self) -> None:
+        """Take in more."""
+        self.deadline_s = time.monotonic() + self._shared.rules.idle_s
+        if self._connection is not None:
+            self._connection.resume()
+
+    # --- the engine's calls
+
+    def head(self, status: int, headers: Headers) -> None:
+        """An answer begins. It is held until its body does: a server says "200" before it has computed anything."""
+        engine = self._engine
+        assert engine is not None
+        self._status = status
+        engine.counts.statuses[status] += 1
+        if status in _BUSY or status in _FAILED:
+            if self._take_failure(engine, status, headers):
+                return
+        self._head = (status, headers)
+
+    def body(self, data: bytes, *, is_last: bool) -> None:
+        """A part of the answer."""
+        now_ns = time.monotonic_ns()
+        engine = self._engine
+        assert engine is not None
+        engine.last_byte_ns = now_ns
+        self.deadline_s = now_ns * 1e-9 + self._shared.rules.idle_s
+        if self._stage is _Stage.WAITING:
+            self._begin(engine, now_ns)
+        self._tail = data if len(data) >= _TAIL_BYTES else (self._tail + data)[-_TAIL_BYTES:]
+        self._client.piece(data, is_last=is_last)
+
+    def done(self) -> None:
+        """The answer is complete."""
+        engine = self._engine
+        assert engine is not None
+        now_ns = time.monotonic_ns()
+        if self._stage is _Stage.WAITING:
+            self._begin(engine, now_ns)  # it had no body
+        self._release_engine(completed=True)
+        self._finish(self._status)
+        self._client.end()
+
+    def broken(self, cause: str) -> None:
+        """The engine hung up, or talked nonsense."""
+        connection, self._connection = self._connection, None
+        engine, now_ns = self._engine, time.monotonic_ns()
+        assert engine is not None
+        assert connection is not None
+        if self._stage is _Stage.ANSWERING:
+            engine.health.breaker.failed(self._mark, now_ns)
+            engine.counts.num_broken += 1
+            self._shared.fleet.look(engine, now_ns)
+            self.refuse(_broken(cause))
+        elif self._head is None and not connection.is_fresh and now_ns * 1e-9 - self._sent_s < _STALE_S:
+            self._connect()  # nobody's fault: it was closed while nothing was asked of it
+        else:
+            self._lose(engine, cause, now_ns, was_sent=True)
+
+    # --- to an engine
+
+    def _choose(self) -> None:
+        """Raises RequestError if no engine is left."""
+        assert self._request is not None
+        shared, before_ns = self._shared, time.monotonic_ns()
+        decision = shared.fleet.submit(self._request, self._model, self._tried, before_ns)
+        shared.counts.decision_s.observe((time.monotonic_ns() - before_ns) * 1e-9)
+        self._decision, self._is_in_router = decision, True
+        self._engine = engine = shared.fleet[decision.engine]
+        engine.counts.num_decisions += 1
+        self._tried.append(engine.row)
+        self._mark = shared.fleet.sent(engine)
+        shared.journal.routed(self._request, decision, engine.name, self._why)
+
+    def _send(self) -> None:
+        assert self._engine is not None
+        connection = self._engine.pool.take()
+        if connection is not None:
+            self._send_on(connection)
+        else:
+            self._connect()
+
+    def _connect(self) -> None:
+        self._stage = _Stage.CONNECTING
+        self._task = asyncio.get_running_loop().create_task(self._connect_and_send())
+
+    async def _connect_and_send(self) -> None:
+        engine = self._engine
+        assert engine is not None
+        try:
+            connection = await engine.pool.connect()
+        except OSError as error:
+            self._task = None
+            self._lose(engine, f"cannot connect: {error or 'it takes too long'}", time.monotonic_ns(), was_sent=False)
+            return
+        self._task = None
+        if connection.is_open:
+            self._send_on(connection)
+        else:
+            self._lose(engine, "it hung up at once", time.monotonic_ns(), was_sent=False)
+
+    def _send_on(self, connection: EngineConnection) -> None:
+        assert self._engine is not None
+        self._connection = connection
+        self._stage = _Stage.WAITING
+        self._sent_s = time.monotonic()
+        incoming = self._incoming
+        head = self._engine.head.of(incoming)
+        connection.send(head, incoming.body, self, is_bodiless=incoming.method == b"HEAD")
+
+    # --- elsewhere
+
+    def _lose(self, engine: Engine, cause: str, now_ns: int, *, was_sent: bool) -> None:
+        """The engine is gone, and no byte of an answer has come: go elsewhere."""
+        engine.health.breaker.failed(self._mark, now_ns, at_once=True)
+        engine.counts.num_unreachable += 1
+        self._shared.fleet.lost(engine, cause, now_ns)
+        self._connection = self._head = None
+        self._num_lost += was_sent
+        if self._num_lost <= _MAX_LOST and self._try_elsewhere("lost" if was_sent else "unreachable"):
+            self._shared.budget.charge(now_ns)
+            return
+        text = f"The engine ended before it answered ({cause}), and no other can take the request."
+        error = GenerationError(text, code="upstream_unavailable")
+        error.http_status = 502
+        self.refuse(error)
+
+    def _take_failure(self, engine: Engine, status: int, headers: Headers) -> bool:
+        """An answer that another engine may better. True: it is asked; False: the client gets the answer as it is."""
+        now_ns, shared = time.monotonic_ns(), self._shared
+        if status in _BUSY:
+            engine.health.busy(_retry_after_ns(headers), now_ns)
+            engine.health.breaker.abandoned(self._mark)
+        else:
+            engine.health.breaker.failed(self._mark, now_ns)
+        shared.fleet.look(engine, now_ns)
+        if self._num_retries >= shared.rules.max_retries or not shared.fleet.has_other(self._tried):
+            return False
+        if not shared.budget.grant(now_ns):
+            shared.counts.num_retries_denied += 1
+            return False
+        connection, self._connection = self._connection, None
+        if not self._try_elsewhere(f"answered {status}"):
+            self._connection = connection
+            return False
+        self._num_retries += 1
+        if connection is not None:
+            connection.close()
+        return True
+
+    def _try_elsewhere(self, cause: str) -> bool:
+        """Send the request to an engine that has not had it yet. False: none can take it."""
+        engine, decision = self._engine, self._decision
+        assert engine is not None
+        self._end_in_router(None)
+        self._why = f"{engine.name} {cause}"
+        try:
+            self._choose()
+        except RequestError:
+            self._engine, self._decision = engine, decision
+            return False
+        engine.counts.num_retried_away += 1
+        self._shared.counts.retries[cause] += 1
+        self._head = None
+        self._send()
+        return True
+
+    # --- back to the client
+
+    def _begin(self, engine: Engine, now_ns: int) -> None:
+        """The first byte of the answer: from here on there is no other engine."""
+        assert self._head is not None
+        status, headers = self._head
+        self._stage = _Stage.ANSWERING
+        if status < 300 and self._request is not None:
+            self._shared.fleet.router.first_token(self._request.request_id, now_ns)
+            engine.counts.first_byte_s.observe((now_ns - self._arrival_ns) * 1e-9)
+        engine.num_streaming += 1
+        if status not in _FAILED and status not in _BUSY:
+            engine.health.breaker.succeeded(self._mark, now_ns)
+            if engine.condition is not Condition.UP:
+                self._shared.fleet.look(engine, now_ns)
+        head, has_length = answer_head(status, headers, self._own_lines())
+        has_no_body = self._incoming.method == b"HEAD" or status in (204, 304)
+        self._is_event_stream = any(
+            lower == b"content-type" and value.startswith(b"text/event-stream") for lower, _, value in headers
+        )
+        self._client.begin(head, has_length=has_length or has_no_body)
+
+    def _own_lines(self) -> bytes:
+        lines = b"X-Request-Id: %b\r\n" % self._incoming.request_id.encode()
+        if not self._shared.rules.shows_route or self._engine is None or self._decision is None:
+            return lines
+        reason = f"{self._decision.reason}; {self._why}" if self._why else self._decision.reason
+        return lines + header_line("x-moestro-engine", self._engine.name) + header_line("x-moestro-reason", reason)
+
+    def _cut(self, error: RequestError) -> None:
+        """The one ending of a broken stream that every client notices, with the cause in it."""
+        if self._is_event_stream:
+            border = b"" if self._tail.endswith(b"\n\n") else b"\n\n"
+            self._client.piece(border + b"event: error\ndata: " + error_json(error) + b"\n\n")
+        self._client.cut()
+
+    # --- the end
+
+    def _release_engine(self, *, completed: bool) -> None:
+        """Nothing more is expected of the engine."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        connection, self._connection = self._connection, None
+        if connection is not None and not completed:
+            connection.close()
+        if self._engine is not None and self._stage is _Stage.ANSWERING:
+            self._engine.num_streaming -= 1
+
+    def _finish(self, status: int) -> None:
+        self._stage = _Stage.OVER
+        self.deadline_s = float("inf")
+        usage = usage_in(self._tail) if status == 200 else {}
+        if usage:
+            self._count_hits(usage)
+        self._end_in_router(usage.get(b"completion_tokens"))
+        self._shared.journal.ended(self._incoming.request_id, status, usage)
+        self._shared.active.pop(self._incoming.request_id, None)
+
+    def _end_in_router(self, num_output_tokens: int | None) -> None:
+        if self._is_in_router and self._request is not None:
+            self._is_in_router = False
+            self._shared.fleet.router.ended(self._request.request_id, time.monotonic_ns(), num_output_tokens)
+
+    def _count_hits(self, usage: dict[bytes, int]) -> None:
+        num_prompt_tokens = usage.get(b"prompt_tokens", 0)
+        if self._engine is None or self._decision is None or self._request is None or not num_prompt_tokens:
+            return
+        counts = self._engine.counts
+        counts.num_prompt_tokens += num_prompt_tokens
+        counts.num_hit_tokens += usage.get(b"cached_tokens", 0)
+        share = min(1.0, self._decision.hit_tokens / self._request.num_prompt_tokens)
+        counts.num_predicted_tokens += share * num_prompt_tokens
+
+
+def _broken(cause: str) -> GenerationError:
+    return GenerationError(f"The answer cannot be completed: {cause}.", code="upstream_disconnected")
+
+
+def _retry_after_ns(headers: Headers) -> int | None:
+    """What `Retry-After` asks for, where it is a number of seconds; a date is not worth reading for an engine."""
+    for lower, _, value in headers:
+        if lower == b"retry-after" and value.isdigit() and len(value) <= 6:
+            return int(value) * 1_000_000_000
+    return None

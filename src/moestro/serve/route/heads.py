@@ -1,0 +1,141 @@
+"""Heads of HTTP messages, on their way through: what is passed on, what is left out, what is added."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+Headers = list[tuple[bytes, bytes, bytes]]  # (name in lower case, name as it came, value)
+
+MAX_HEAD_BYTES = 64 << 10  # of one message; tokens in cookies and traces are long, nothing else is
+# Of one connection, not of the message (RFC 9110, 7.6.1), and what the proxy writes itself.
+_HOP_BY_HOP = frozenset(
+    {
+        *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
+        *(b"proxy-authenticate", b"proxy-authorization"),
+    }
+)
+_NOT_TO_ENGINE = _HOP_BY_HOP | {
+    *(b"host", b"content-length", b"expect", b"x-request-id"),
+    *(b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"),
+}
+# An engine's own word on these would be taken for ours.
+_NOT_TO_CLIENT = _HOP_BY_HOP | {b"x-request-id", b"x-moestro-engine", b"x-moestro-reason"}
+_NEEDED = frozenset({b"content-length", b"content-type", b"authorization"})
+_BODILESS = frozenset({b"GET", b"HEAD", b"DELETE", b"OPTIONS"})
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_PLAIN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_NOT_IN_HEADER = re.compile(r"[^\x20-\x7e]")
+_SHOWN_CHARS = 200
+
+
+@dataclass(slots=True)
+class Incoming:
+    """A client's request, whole.
+
+    Attributes:
+        target: as it was sent: path and query.
+        named: values by name in lower case; of two of one name, the last.
+        is_last: the connection ends after the answer.
+        is_old: HTTP/1.0: no chunks.
+    """
+
+    method: bytes
+    target: bytes
+    headers: Headers
+    named: dict[bytes, bytes]
+    body: bytes
+    is_last: bool
+    is_old: bool
+    client: str = ""
+    request_id: str = ""
+
+    @property
+    def path(self) -> str:
+        """Without the query."""
+        return self.target.partition(b"?")[0].decode("ascii", "replace")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHead:
+    """What heads of requests to one engine have in common.
+
+    Attributes:
+        host: the value of Host.
+        prefix: the path under which the engine's API lies; usually empty.
+        authorization: replaces the client's, where the engine has a key of its own.
+        drops_authorization: the client's is for this router alone.
+    """
+
+    host: bytes
+    prefix: bytes = b""
+    authorization: bytes | None = None
+    drops_authorization: bool = False
+    _dropped: frozenset[bytes] = field(init=False, default=frozenset())
+
+    def __post_init__(self) -> None:
+        drops = self.drops_authorization or self.authorization is not None
+        object.__setattr__(self, "_dropped", _NOT_TO_ENGINE | ({b"authorization"} if drops else set()))
+
+    def of(self, incoming: Incoming) -> bytes:
+        """The head of the request that the engine gets; the body follows as it came."""
+        dropped = self._dropped
+        if b"connection" in incoming.named:
+            dropped |= _named_by_connection(incoming.headers)
+        parts = [b"%b %b%b HTTP/1.1\r\nHost: %b" % (incoming.method, self.prefix, incoming.target, self.host)]
+        parts += [b"%b: %b" % (name, value) for lower, name, value in incoming.headers if lower not in dropped]
+        if self.authorization is not None:
+            parts.append(b"Authorization: %b" % self.authorization)
+        if incoming.body or incoming.method not in _BODILESS:
+            parts.append(b"Content-Length: %d" % len(incoming.body))
+        before = incoming.named.get(b"x-forwarded-for")
+        chain = incoming.client if before is None else f"{before.decode('latin-1')}, {incoming.client}"
+        parts.append(f"X-Forwarded-For: {chain}\r\nX-Request-Id: {incoming.request_id}\r\n\r\n".encode("latin-1"))
+        return b"\r\n".join(parts)
+
+
+def answer_head(status: int, headers: Headers, added: bytes) -> tuple[bytes, bool]:
+    """The head of an engine's answer for the client, without the line that says how the body is framed.
+
+    Args:
+        added: whole lines of ours.
+
+    Returns:
+        The head, open at its end, and whether the engine said how long the body is.
+    """
+    dropped, names = _NOT_TO_CLIENT, {lower for lower, _, _ in headers}
+    if b"connection" in names:
+        dropped |= _named_by_connection(headers)
+    parts = [b"%b: %b\r\n" % (name, value) for lower, name, value in headers if lower not in dropped]
+    return b"%b%b%b" % (_status_line(status), b"".join(parts), added), b"content-length" in names
+
+
+def own_head(status: int, content_type: str, length: int, added: bytes = b"") -> bytes:
+    """The head of an answer of our own, open at its end."""
+    typed = f"Content-Type: {content_type}\r\n" if length else ""
+    return _status_line(status) + f"{typed}Content-Length: {length}\r\n".encode() + added
+
+
+def header_line(name: str, text: str) -> bytes:
+    """One line, whatever the text is: what is no plain ASCII becomes a question mark, and the end is cut off."""
+    text = text[:_SHOWN_CHARS]
+    if not (text.isascii() and text.isprintable()):
+        text = _NOT_IN_HEADER.sub("?", text)
+    return f"{name}: {text}\r\n".encode()
+
+
+def plain_id(given: bytes | None) -> str | None:
+    """A client's request id, if it is short and plain."""
+    return given.decode() if given is not None and _PLAIN_ID.fullmatch(given) else None
+
+
+def _status_line(status: int) -> bytes:
+    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d Unknown\r\n" % status
+
+
+def _named_by_connection(headers: Headers) -> frozenset[bytes]:
+    """Headers that `Connection` declares to be of this connection only."""
+    values = [value.lower() for lower, _, value in headers if lower == b"connection"]
+    # Nobody may use it to take away what the message needs.
+    return frozenset(part.strip() for value in values for part in value.split(b",")) - _NEEDED

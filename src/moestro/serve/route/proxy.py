@@ -1,0 +1,215 @@
+"""What each path is: answered here, sent on to an engine, or unknown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from urllib.parse import unquote
+
+import msgspec
+
+from moestro import __version__
+from moestro.core.request import Request
+from moestro.errors import RequestError
+from moestro.serve.exposition import CONTENT_TYPE
+from moestro.serve.keys import ApiKeys
+from moestro.serve.preparing import PrepareThreads
+from moestro.serve.refusals import (
+    AuthenticationError,
+    DrainingError,
+    HttpError,
+    InternalError,
+    UnknownModelError,
+    shown,
+)
+from moestro.serve.route.asked import Asked, read
+from moestro.serve.route.client import Answering, Client
+from moestro.serve.route.exchange import Exchange, Shared
+from moestro.serve.route.heads import Incoming, own_head, plain_id
+
+logger = logging.getLogger(__name__)
+
+# Whatever begins with /v1/ is an API that clients are meant to use, but for these, which change an engine.
+_CLOSED = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+_OPEN_BESIDE_V1 = frozenset(
+    {
+        *("/tokenize", "/detokenize", "/score", "/rerank", "/v2/rerank", "/pooling", "/classify"),
+        *("/generate", "/encode", "/get_model_info", "/model_info"),
+    }
+)
+_PROBES = frozenset({b"/health", b"/ping", b"/ready", b"/readyz"})  # have no key
+
+Prepare = Callable[[Asked, Incoming, int], Request]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How a prompt becomes the names of its blocks.
+
+    Attributes:
+        prepare: makes the request that the router decides by.
+        threads: where it runs, if it takes too long for the event loop.
+    """
+
+    prepare: Prepare
+    threads: PrepareThreads | None = None
+
+
+class Proxy:
+    """Answers clients.
+
+    Args:
+        keys: one of which every request but a probe must carry; none: the door is open.
+        extra_paths: that engines are asked for too.
+        metrics: the text of `/metrics`.
+
+    Attributes:
+        is_draining: nothing new is taken.
+    """
+
+    def __init__(
+        self, shared: Shared, reading: Reading, keys: ApiKeys, extra_paths: frozenset[str], metrics: Callable[[], bytes]
+    ) -> None:
+        self._shared = shared
+        self._reading = reading
+        self._keys = keys
+        self._open_paths = _OPEN_BESIDE_V1 | extra_paths
+        self._metrics = metrics
+        self._prefix = f"req-{secrets.token_hex(4)}-"
+        self._serial = count(1)
+        self._work: set[asyncio.Task[None]] = set()
+        self.is_draining = False
+
+    # --- the connections' calls
+
+    def refuses(self, named: dict[bytes, bytes], target: bytes) -> RequestError | None:
+        """What is wrong with a request whose body has not come yet."""
+        if not self._keys or target.partition(b"?")[0] in _PROBES:
+            return None
+        return None if self._keys.admit(named.get(b"authorization", b"")) else AuthenticationError()
+
+    def handle(self, client: Client, incoming: Incoming) -> Answering | None:
+        """Answer now, or return who will."""
+        incoming.request_id = self._request_id(incoming)
+        path = incoming.path
+        try:
+            if self._is_for_engines(path):
+                return self._send_on(client, incoming)
+            self._answer_here(client, incoming, path)
+        except RequestError as error:
+            self._refuse(client, incoming, error)
+        except Exception:
+            logger.exception("%s: %s failed", incoming.request_id, shown(path))
+            self._refuse(client, incoming, InternalError(incoming.request_id))
+        return None
+
+    # --- to engines
+
+    def _is_for_engines(self, path: str) -> bool:
+        if path.startswith("/v1/"):
+            return path not in _CLOSED and path != "/v1/models" and not path.startswith("/v1/models/")
+        return path in self._open_paths
+
+    def _send_on(self, client: Client, incoming: Incoming) -> Exchange:
+        if self.is_draining:
+            raise DrainingError
+        exchange = Exchange(self._shared, client, incoming)
+        asked = read(incoming.body)
+        if self._reading.threads is None:
+            exchange.start(self._reading.prepare(asked, incoming, time.monotonic_ns()), asked.model)
+        else:
+            task = asyncio.get_running_loop().create_task(self._prepare_and_start(exchange, asked, incoming))
+            self._work.add(task)
+            task.add_done_callback(self._work.discard)
+        return exchange
+
+    async def _prepare_and_start(self, exchange: Exchange, asked: Asked, incoming: Incoming) -> None:
+        threads, prepare, now_ns = self._reading.threads, self._reading.prepare, time.monotonic_ns()
+        assert threads is not None
+        try:
+            request = await threads.run(lambda: prepare(asked, incoming, now_ns))
+        except RequestError as error:
+            exchange.refuse(error)
+        except Exception:
+            logger.exception("%s: reading its prompt failed", incoming.request_id)
+            exchange.refuse(InternalError(incoming.request_id))
+        else:
+            exchange.start(request, asked.model)
+
+    # --- here
+
+    def _answer_here(self, client: Client, incoming: Incoming, path: str) -> None:
+        if path in ("/health", "/ping"):
+            self._say(client, incoming, 200 if self._shared.fleet.num_up else 503)
+            return
+        if path in ("/ready", "/readyz"):
+            self._say(client, incoming, 200 if self._shared.fleet.num_up and not self.is_draining else 503)
+            return
+        if incoming.method not in (b"GET", b"HEAD"):
+            known = path in ("/version", "/metrics", "/v1/models") or path.startswith("/v1/models/")
+            raise HttpError(405, f"{shown(path)} answers GET.", "method_not_allowed") if known else _not_found(path)
+        if path == "/version":
+            self._say(client, incoming, 200, msgspec.json.encode({"version": __version__}))
+        elif path == "/metrics":
+            self._say(client, incoming, 200, self._metrics(), CONTENT_TYPE)
+        elif path == "/v1/models":
+            self._say(client, incoming, 200, self._shared.fleet.models.listed())
+        elif path.startswith("/v1/models/"):
+            name = unquote(path.removeprefix("/v1/models/"))
+            card = self._shared.fleet.models.card(name)
+            if card is None:
+                raise UnknownModelError(name)
+            self._say(client, incoming, 200, card)
+        else:
+            raise _not_found(path)
+
+    def _say(
+        self,
+        client: Client,
+        incoming: Incoming,
+        status: int,
+        body: bytes = b"",
+        content_type: str = "application/json",
+    ) -> None:
+        client.reply(own_head(status, content_type, len(body), _id_line(incoming)), body)
+
+    def _refuse(self, client: Client, incoming: Incoming, error: RequestError) -> None:
+        self._shared.counts.refusals[error.code or error.error_type] += 1
+        client.refuse(error, _id_line(incoming))
+
+    def _request_id(self, incoming: Incoming) -> str:
+        """The client's own, if it is short, plain and not in use; otherwise a new one."""
+        given = plain_id(incoming.named.get(b"x-request-id"))
+        if given is None:
+            return f"{self._prefix}{next(self._serial):x}"
+        return given if given not in self._shared.active else f"{given[:100]}~{next(self._serial):x}"
+
+
+def _not_found(path: str) -> HttpError:
+    text = f"There is no {shown(path)} here. Paths under /v1/ are the engines'; --open-path opens others."
+    return HttpError(404, text, "not_found")
+
+
+def _id_line(incoming: Incoming) -> bytes:
+    return b"X-Request-Id: %b\r\n" % incoming.request_id.encode()
+
+
+async def sweep_forever(shared: Shared, sweep_clients: Callable[[float], None], interval_s: float) -> None:
+    """Look at everything that has a deadline, again and again."""
+    while True:
+        await asyncio.sleep(interval_s)
+        now_ns = time.monotonic_ns()
+        now_s = now_ns * 1e-9
+        for exchange in [exchange for exchange in shared.active.values() if exchange.deadline_s < now_s]:
+            with contextlib.suppress(Exception):
+                exchange.expire()
+        sweep_clients(now_s)
+        for engine in shared.fleet:
+            engine.pool.sweep(now_s)
+            shared.fleet.look(engine, now_ns)

@@ -1,0 +1,283 @@
+"""Connections to one engine, kept alive and used again. Plain callbacks, no tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
+
+from moestro.serve.route.heads import MAX_HEAD_BYTES, Headers
+
+_HIGH_WATER_BYTES = 1 << 20  # a request's body is written at once; this only bounds what asyncio thinks of it
+_MAX_IDLE = 256  # connections kept without a request
+_MAX_IDLE_S = 60.0
+
+
+class Sink(Protocol):
+    """Gets an engine's answer."""
+
+    def head(self, status: int, headers: Headers) -> None:
+        """It begins."""
+
+    def body(self, data: bytes, *, is_last: bool) -> None:
+        """A part of its body, as it came; `is_last`: the end follows at once."""
+
+    def done(self) -> None:
+        """It is complete; the connection is in other hands from now on."""
+
+    def broken(self, cause: str) -> None:
+        """It will not be completed, or never began; the connection is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where an engine listens."""
+
+    host: str
+    port: int
+    tls: ssl.SSLContext | None = None
+
+
+class Pool:
+    """The connections to one engine.
+
+    Args:
+        connect_s: a connection must be made within so many seconds.
+    """
+
+    def __init__(self, address: Address, connect_s: float) -> None:
+        self._address = address
+        self._connect_s = connect_s
+        self._idle: list[EngineConnection] = []
+        self._all: set[EngineConnection] = set()
+
+    def take(self) -> EngineConnection | None:
+        """A connection that is open and free, the one used last, or None."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        return None
+
+    async def connect(self) -> EngineConnection:
+        """A new one.
+
+        Raises:
+            OSError: it cannot be made; TimeoutError is one.
+        """
+        address, connection = self._address, EngineConnection(self)
+        try:
+            async with asyncio.timeout(self._connect_s):
+                await asyncio.get_running_loop().create_connection(
+                    lambda: connection, address.host, address.port, ssl=address.tls
+                )
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def give_back(self, connection: EngineConnection) -> None:
+        """It is free again."""
+        if len(self._idle) < _MAX_IDLE:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def made(self, connection: EngineConnection) -> None:
+        """It is open."""
+        self._all.add(connection)
+
+    def lost(self, connection: EngineConnection) -> None:
+        """It is closed."""
+        self._all.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def sweep(self, now_s: float) -> None:
+        """Close what has been idle for long; to be called now and then. The list is in order of use."""
+        while self._idle and self._idle[0].idle_since_s < now_s - _MAX_IDLE_S:
+            self._idle.pop(0).close()
+
+    def close(self) -> None:
+        """Close all, those in use too."""
+        for connection in list(self._all):
+            connection.close()
+
+
+class EngineConnection(asyncio.Protocol):
+    """One connection to an engine.
+
+    Attributes:
+        is_fresh: it has carried no answer yet. One that has may have been closed by the engine while nothing was asked
+            of it, which is nobody's fault.
+        idle_since_s: on `time.monotonic`.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._parser = HttpResponseParser(self)
+        self._sink: Sink | None = None
+        self._is_bodiless = self._is_paused = False
+        self._reset()
+        self.is_fresh = True
+        self.idle_since_s = 0.0
+
+    def _reset(self) -> None:
+        self._status = 0
+        self._headers: Headers = []
+        self._pieces: list[bytes] = []
+        self._num_head_bytes = 0
+        self._is_in_head = True
+        self._has_end = False  # the answer says where it ends; otherwise it ends with the connection
+        self._is_head_due = False
+        self._is_complete = False
+        self._keeps_alive = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request can be sent."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def send(self, head: bytes, body: bytes, sink: Sink, *, is_bodiless: bool) -> None:
+        """Send a request; its answer goes to `sink`. `is_bodiless`: the answer to HEAD, which only looks as if it had a
+        body.
+        """
+        assert self._transport is not None
+        assert self._sink is None, "an answer is under way"
+        self._sink, self._is_bodiless = sink, is_bodiless
+        self._transport.writelines((head, body) if body else (head,))
+
+    def pause(self) -> None:
+        """Take in no more for now; the engine feels it."""
+        if self._transport is not None and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Take in more."""
+        if self._transport is not None and self._is_paused:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    def close(self) -> None:
+        """Leave the answer, if one is under way, and the connection; the engine notices at once."""
+        self._sink = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- the transport's calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """It is open."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(_HIGH_WATER_BYTES)
+        self._pool.made(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is closed."""
+        self._transport = None
+        self._pool.lost(self)
+        sink, self._sink = self._sink, None
+        if sink is None:
+            return
+        if exc is None and not self._is_in_head and not self._has_end:
+            sink.done()
+        else:
+            sink.broken(str(exc) if exc else "the connection was closed")
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came."""
+        if self._sink is None:
+            self.close()  # nothing was asked
+            return
+        if self._is_in_head:
+            self._num_head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (HttpParserError, HttpParserUpgrade) as error:
+            self._break(f"its answer is no HTTP: {error}")
+            return
+        if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
+            self._break("the head of its answer is too large")
+            return
+        self._deliver()
+
+    # --- the parser's calls
+
+    def on_message_begin(self) -> None:
+        """An answer begins."""
+        if self._is_complete:
+            self._keeps_alive = False  # it says more than it was asked
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or (after the body) a trailer, which nobody gets."""
+        if self._is_in_head:
+            self._headers.append((name.lower(), name, value))
+
+    def on_headers_complete(self) -> None:
+        """The body begins, if there is one."""
+        if self._is_complete:
+            return
+        status = self._parser.get_status_code()
+        if status < 200:
+            return
+        self._status = status
+        self._is_in_head = False
+        self._is_head_due = True
+        self._has_end = status in (204, 304) or any(
+            lower in (b"content-length", b"transfer-encoding") for lower, _, _ in self._headers
+        )
+
+    def on_body(self, piece: bytes) -> None:
+        """A part of the body."""
+        if not self._is_complete:
+            self._pieces.append(piece)
+
+    def on_message_complete(self) -> None:
+        """The answer is whole."""
+        if self._is_in_head:
+            self._headers = []  # it was an interim one (1xx)
+        elif not self._is_complete:
+            self._is_complete = True
+            self._keeps_alive = self._parser.should_keep_alive()
+
+    # --- the rest
+
+    def _deliver(self) -> None:
+        sink = self._sink
+        if self._is_head_due and sink is not None:
+            self._is_head_due = False
+            sink.head(self._status, self._headers)
+        if self._is_bodiless and not self._is_in_head:
+            self._is_complete, self._keeps_alive = True, False  # what the parser waits for does not come
+        elif self._pieces:
+            pieces, self._pieces = self._pieces, []
+            if self._sink is not None:  # nobody has left meanwhile
+                data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+                self._sink.body(data, is_last=self._is_complete)
+        if self._is_complete and self._sink is not None:
+            self._finish()
+
+    def _finish(self) -> None:
+        sink, self._sink = self._sink, None
+        if self._keeps_alive and self.is_open:
+            self.resume()
+            self._reset()
+            self.is_fresh = False
+            self.idle_since_s = time.monotonic()
+            self._pool.give_back(self)
+        else:
+            self.close()
+        if sink is not None:
+            sink.done()
+
+    def _break(self, cause: str) -> None:
+        sink = self._sink
+        self.close()
+        if sink is not None:
+            sink.broken(cause)
