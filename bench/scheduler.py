@@ -4,6 +4,10 @@
 
 Budgets (docs/architecture.md): 25 at 12 running sequences, 60 at 64. Beside each figure: the same step done by a plain
 twin, one Python object per sequence, which decides nothing and only keeps the same books.
+
+Then `schedule` alone with a long waiting queue whose first does not fit, for each order: with a queue that stays as it
+is, and with one to which a request comes and from which another goes at every step, so that it is sorted each time. No
+budget names these; `fcfs` with nobody waiting is beside them.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from moestro.core.request import Request, SamplingParams
 from moestro.core.work import StepResult
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
+from moestro.policy.ordering.registry import ORDERING
 
 BLOCK_SIZE, PROMPT, STEPS, REPEATS = 16, 256, 1000, 7
 
@@ -95,6 +100,66 @@ def plain_step_us(num_sequences: int) -> float:
     return (time.perf_counter_ns() - started) / STEPS / 1e3
 
 
+def full_scheduler(order: str, num_waiting: int) -> Scheduler:
+    """64 sequences decode in all of the pool but 16 blocks; `num_waiting` wait, the first of which never fits."""
+    per_sequence = (PROMPT + STEPS) // BLOCK_SIZE + 1
+    scheduler = Scheduler(
+        SchedulerSettings(
+            num_blocks=64 * per_sequence + 16,
+            block_size=BLOCK_SIZE,
+            max_model_len=PROMPT + STEPS + 100,
+            max_num_seqs=80,
+            max_num_batched_tokens=64 * PROMPT,
+            max_num_queued_reqs=num_waiting + 1,
+            scheduling_policy=order,
+        )
+    )
+    for i in range(64):
+        scheduler.add(make_request(i))
+    plan = scheduler.schedule(0)
+    assert plan is not None
+    assert len(scheduler.waiting) == 0
+    scheduler.update(StepResult(plan.units.slot, np.ones(len(plan.units), np.int32)), 0)
+    for slot in scheduler.table.running.tolist():  # all that they will ever need, so that only 16 blocks stay free
+        while len(scheduler.table.at(slot).blocks) < per_sequence:
+            scheduler.table.add_block(slot, scheduler.pool.allocate())
+    for i in range(64, 64 + num_waiting):
+        scheduler.add(make_request(i))
+    return scheduler
+
+
+def long_queue_us(order: str, num_waiting: int, *, changes: bool) -> float:
+    """Mean microseconds of `schedule` over 200 decode steps, each 50 ms after the one before."""
+    scheduler, spent, steps = full_scheduler(order, num_waiting), 0, 200
+    for step in range(-10, steps):
+        now_ns = (step + 10) * 50_000_000
+        if changes:
+            scheduler.abort(f"r{64 + step + 10}")
+            scheduler.add(make_request(10**6 + step))
+        started = time.perf_counter_ns()
+        plan = scheduler.schedule(now_ns)
+        if step >= 0:
+            spent += time.perf_counter_ns() - started
+        assert plan is not None
+        assert len(plan.units) == 64, "somebody entered"
+        scheduler.update(StepResult(plan.units.slot, np.ones(len(plan.units), np.int32)), now_ns)
+    return spent / steps / 1e3
+
+
+def long_queue_rows() -> list[dict[str, object]]:
+    """One row for each order; 0 waiting for comparison."""
+    rows: list[dict[str, object]] = []
+    for order, num_waiting in (("fcfs", 0), *((order, 1000) for order in ORDERING)):
+        row: dict[str, object] = {"running": 64, "waiting": num_waiting, "order": order}
+        for name, changes in (("queue_stays", False), ("queue_changes", True)):
+            if num_waiting or not changes:
+                times = sorted(long_queue_us(order, num_waiting, changes=changes) for _ in range(REPEATS))
+                row[f"schedule_us_{name}"] = {"min": times[0], "median": times[REPEATS // 2], "max": times[-1]}
+        rows.append(row)
+        print(json.dumps(row))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="store the result here")
@@ -114,6 +179,7 @@ def main() -> None:
             }
         )
         print(json.dumps(rows[-1]))
+    long_queue = long_queue_rows()
     if args.json:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
         machine = (
@@ -125,6 +191,7 @@ def main() -> None:
             "machine": machine,
             "repeats": REPEATS,
             "rows": rows,
+            "long_queue": long_queue,
         }
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,11 +14,17 @@ from cyclopts.config import Env
 
 from moestro import __version__
 from moestro.config import (
+    BATCH_POLICIES,
+    EVICT_POLICIES,
+    SCHEDULING_POLICIES,
+    BatchName,
     DeviceKind,
     Dtype,
+    EvictName,
     GenerationConfig,
     LoadFormat,
     ModelSettings,
+    OrderName,
     SchedulerLimits,
     ServerSettings,
     ServeSettings,
@@ -57,6 +63,12 @@ _SCHEDULING = Group.create_ordered("Scheduling", help="What one engine does in o
 _SERVER = Group.create_ordered("Server", help="Where clients reach it, and who may.")
 _ENGINES = Group.create_ordered("Engines", help="The processes behind the front door.")
 _CONFIG = Group.create_ordered("Configuration", help="Settings from a file.")
+
+
+def _policy(question: str, answers: Mapping[str, str]) -> Parameter:
+    """A flag that names a policy of one engine; its help says what each does."""
+    text = "\n\n".join([question, *(f"* {name}: {answer}" for name, answer in answers.items())])
+    return Parameter(group=_SCHEDULING, help=text, show_choices=False)
 
 
 @Parameter(name="*")
@@ -106,8 +118,15 @@ class SchedulingFlags:
     "Tokens of one step. Lower: long prompts disturb running answers less, and take longer themselves."
     max_num_queued_reqs: Annotated[int, Parameter(group=_SCHEDULING)] = 1024
     "Requests that may wait; one more is refused with 503 and Retry-After."
-    scheduling_policy: Annotated[Literal["fcfs", "priority"], Parameter(group=_SCHEDULING)] = "fcfs"
-    "Which waiting request is next: the first that came, or the one with the lowest `priority`."
+    scheduling_policy: Annotated[OrderName, _policy("Which waiting request is next.", SCHEDULING_POLICIES)] = "fcfs"
+    scheduling_policy_args: Annotated[tuple[str, ...], Parameter(group=_SCHEDULING, consume_multiple=True)] = ()
+    "Its settings, as NAME=NUMBER: --scheduling-policy-args theta_age_s=5."
+    batch_policy: Annotated[BatchName, _policy("Which sequences enter the next step.", BATCH_POLICIES)] = "decode_first"
+    batch_policy_args: Annotated[tuple[str, ...], Parameter(group=_SCHEDULING, consume_multiple=True)] = ()
+    "Its settings, as NAME=NUMBER."
+    evict_policy: Annotated[EvictName, _policy("Which sequence frees its KV, to be recomputed.", EVICT_POLICIES)] = (
+        "last_in_order"
+    )
     enable_prefix_caching: Annotated[bool, Parameter(group=_SCHEDULING)] = True
     "Compute the common beginning of prompts once."
 

@@ -4,32 +4,57 @@ reads it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from moestro.engine.settings import make_policies
 from moestro.errors import ConfigError
 from moestro.model.settings import DeviceKind, Dtype, GenerationConfig, LoadFormat, ModelSettings
+from moestro.policy.batching import BATCHING, BatchName
+from moestro.policy.eviction import EVICTION, EvictName
+from moestro.policy.ordering.registry import ORDERING, OrderName
+from moestro.policy.registry import parse_settings
 
 __all__ = [
+    "BATCH_POLICIES",
+    "EVICT_POLICIES",
+    "SCHEDULING_POLICIES",
+    "BatchName",
     "DeviceKind",
     "Dtype",
+    "EvictName",
     "GenerationConfig",
     "LoadFormat",
     "ModelSettings",
+    "OrderName",
     "SchedulerLimits",
     "ServeSettings",
     "ServerSettings",
 ]
 
+# What each policy does, in one line, for whoever asks for help.
+SCHEDULING_POLICIES = {name: entry.description for name, entry in ORDERING.items()}
+BATCH_POLICIES = {name: entry.description for name, entry in BATCHING.items()}
+EVICT_POLICIES = {name: entry.description for name, entry in EVICTION.items()}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """The part of `SchedulerSettings` that an operator chooses; the rest is known once the model is loaded."""
+    """The part of `SchedulerSettings` that an operator chooses; the rest is known once the model is loaded.
+
+    Attributes:
+        scheduling_policy_args, batch_policy_args: settings of these policies, each as NAME=NUMBER.
+    """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_num_queued_reqs: int = 1024
     scheduling_policy: str = "fcfs"
+    scheduling_policy_args: tuple[str, ...] = ()
+    batch_policy: str = "decode_first"
+    batch_policy_args: tuple[str, ...] = ()
+    evict_policy: str = "last_in_order"
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
@@ -41,6 +66,16 @@ class SchedulerLimits:
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least --max-num-seqs"
                 f" {self.max_num_seqs}, or not every running sequence could decode in one step"
             )
+        order = parse_settings("--scheduling-policy-args", self.scheduling_policy_args)
+        batch = parse_settings("--batch-policy-args", self.batch_policy_args)
+        make_policies((self.scheduling_policy, order), (self.batch_policy, batch), self.evict_policy)
+
+    def for_scheduler(self) -> dict[str, Any]:
+        """As keyword arguments of `SchedulerSettings`."""
+        given = asdict(self)
+        for kind in ("scheduling_policy", "batch_policy"):
+            given[f"{kind}_settings"] = parse_settings(kind, given.pop(f"{kind}_args"))
+        return given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

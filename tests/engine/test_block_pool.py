@@ -53,6 +53,28 @@ def test_the_prefix_unused_the_longest_is_forgotten_first():
     assert pool.find_prefix([b"old"]) == [old]
 
 
+@pytest.mark.parametrize("num_cached", range(6))
+@pytest.mark.parametrize("at_most", range(6))
+def test_the_estimate_of_a_cached_prefix_is_its_length_where_nothing_is_missing_inside(num_cached, at_most):
+    pool, hashes = BlockPool(8), [bytes([i]) * 16 for i in range(5)]
+    for block_hash in hashes[:num_cached]:
+        pool.remember([pool.allocate()], [block_hash])
+    assert pool.estimate_prefix(hashes, at_most) == len(pool.find_prefix(hashes[:at_most]))
+
+
+def test_the_version_changes_when_a_hash_comes_or_goes():
+    pool = BlockPool(1)
+    versions = [pool.version]
+    block = pool.allocate()
+    pool.remember([block], [b"a" * 16])
+    versions.append(pool.version)
+    pool.release([block])
+    versions.append(pool.version)
+    pool.allocate()
+    versions.append(pool.version)
+    assert versions == [0, 1, 1, 2]
+
+
 def test_taking_a_shared_block_counts_only_where_it_was_free():
     pool = BlockPool(3)
     block = pool.allocate()

@@ -135,7 +135,7 @@ class World:
         """Take whole rounds that end before the next event and decide nothing. Returns whether there were any."""
         table = self.scheduler.table
         slots, computed = table.running, table.num_computed[table.running]
-        limit = min(self.scheduler.horizon(self.now_ns), self.device.rounds_until_finish(slots, computed))
+        limit = min(self.scheduler.horizon(self.now_ns).num_rounds, self.device.rounds_until_finish(slots, computed))
         if limit == 0:
             return False
         limit = int(self.rng.integers(1, limit + 1))

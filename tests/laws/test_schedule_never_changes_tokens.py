@@ -18,13 +18,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_sampling import random_wishes
 
+from moestro.core.request import ServiceClass
 from moestro.core.work import Forward
 from moestro.engine.rank import build_rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import RequestError
+from moestro.policy.batching import BATCHING
+from moestro.policy.eviction import EVICTION
+from moestro.policy.ordering.registry import ORDERING
 
 BLOCK_SIZE = 4
+POLICIES = [
+    (order, batch, evict)
+    for order in ORDERING
+    for batch in BATCHING
+    for evict in EVICTION
+    if order == "qllm" or evict == "last_in_order"
+]
 
 
 def random_requests(rng: np.random.Generator, num: int, longest: int) -> list:
@@ -39,22 +50,22 @@ def random_requests(rng: np.random.Generator, num: int, longest: int) -> list:
         tokens = stems[rng.integers(3)][:length].copy()
         if rng.random() < 0.3:
             tokens[length // 2 :] = rng.integers(0, VOCAB_SIZE, length - length // 2)
-        requests.append(
-            make_request(
-                f"r{i}",
-                tokens,
-                block_size=BLOCK_SIZE,
-                salt="tenant" if rng.random() < 0.2 else None,
-                arrival_ns=i,
-                max_tokens=max_tokens,
-                temperature=float(rng.choice([0.0, 1.0])),
-                seed=int(rng.integers(2**63)),
-                stop_token_ids=tuple(rng.integers(0, VOCAB_SIZE, 2).tolist()),
-                prompt_logprobs=0 if rng.random() < 0.25 else None,
-                logprobs=1 if rng.random() < 0.25 else None,
-                **random_wishes(rng, VOCAB_SIZE, max_tokens),
-            )
+        request = make_request(
+            f"r{i}",
+            tokens,
+            block_size=BLOCK_SIZE,
+            salt="tenant" if rng.random() < 0.2 else None,
+            arrival_ns=i,
+            max_tokens=max_tokens,
+            temperature=float(rng.choice([0.0, 1.0])),
+            seed=int(rng.integers(2**63)),
+            stop_token_ids=tuple(rng.integers(0, VOCAB_SIZE, 2).tolist()),
+            prompt_logprobs=0 if rng.random() < 0.25 else None,
+            logprobs=1 if rng.random() < 0.25 else None,
+            **random_wishes(rng, VOCAB_SIZE, max_tokens),
         )
+        whose = {"service_class": ServiceClass(rng.choice(["ls", "be"])), "user": str(rng.choice(["ann", "bob"]))}
+        requests.append(msgspec.structs.replace(request, **whose))
     return requests
 
 
@@ -90,7 +101,8 @@ def check_scheduler(scheduler) -> None:
     scheduler.check()
     running = [scheduler.table.at(slot).serial for slot in scheduler.table.running.tolist()]
     waiting = [sequence.serial for sequence in scheduler.by_id.values() if sequence.slot is None]
-    if scheduler.settings.scheduling_policy == "fcfs" and running and waiting:
+    keeps_order = scheduler.settings.scheduling_policy == "fcfs" and "qllm" not in scheduler.settings.batch_policy
+    if keeps_order and running and waiting:
         assert max(running) < min(waiting), "a later arrival overtook"
 
 
@@ -104,12 +116,13 @@ def check_scheduler(scheduler) -> None:
     delay=st.integers(0, 2),
     caching=st.booleans(),
     abort_share=st.sampled_from([0.0, 0.15]),
-    policy=st.sampled_from(["fcfs", "fcfs", "priority"]),
+    policies=st.one_of(st.just(("fcfs", "decode_first", "last_in_order")), st.sampled_from(POLICIES)),
 )
 def test_every_history_gives_the_oracles_tokens(
-    seed, num_blocks, max_num_seqs, budget, max_chunk, delay, caching, abort_share, policy
+    seed, num_blocks, max_num_seqs, budget, max_chunk, delay, caching, abort_share, policies
 ):
     rng = np.random.default_rng(seed)
+    order, batch, evict = policies
     rank = build_rank(
         SchedulerSettings(
             num_blocks=num_blocks,
@@ -118,7 +131,11 @@ def test_every_history_gives_the_oracles_tokens(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_chunk=max_chunk,
-            scheduling_policy=policy,
+            scheduling_policy=order,
+            scheduling_policy_settings={"theta_age_s": 30e-9} if order in ("sjf", "prefill_aware", "qllm") else {},
+            batch_policy=batch,
+            batch_policy_settings={"max_batch": 3} if "qllm" in batch else {},
+            evict_policy=evict,
             enable_prefix_caching=caching,
         ),
         KvDevice(num_blocks, BLOCK_SIZE, delay),
@@ -273,6 +290,33 @@ def test_a_plan_carries_edits_only_while_a_unit_that_samples_asks_for_some():
         rank.scheduler.update(rank.executor.poll(0), 0)
     # Two chunks of the prompt, then the one that samples, and one token more.
     assert banned == [None, None, [[1], [1]], [[1], [1]], None, None, None, None, None]
+
+
+@pytest.mark.parametrize("policies", POLICIES, ids="-".join)
+def test_every_combination_of_policies_brings_everything_to_its_end(policies):
+    """Few blocks, so that all of them evict: the same tokens, and never idle with runnable work."""
+    order, batch, evict = policies
+    num_preemptions = 0
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        rank = build_rank(
+            SchedulerSettings(
+                num_blocks=9,
+                block_size=BLOCK_SIZE,
+                max_model_len=32,
+                max_num_seqs=6,
+                max_num_batched_tokens=20,
+                scheduling_policy=order,
+                batch_policy=batch,
+                evict_policy=evict,
+            ),
+            KvDevice(9, BLOCK_SIZE),
+        )
+        requests = random_requests(rng, 10, 32)
+        tokens, *_ = serve(rank, requests, rng)
+        assert tokens == {request.request_id: expected_tokens(request) for request in requests}
+        num_preemptions += rank.stats().num_preemptions
+    assert num_preemptions > 0
 
 
 def test_a_full_prefix_hit_computes_one_token_and_writes_no_shared_block():

@@ -6,11 +6,26 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
+import msgspec
 import pytest
 
 from moestro.cli import main
+from moestro.config import (
+    BATCH_POLICIES,
+    EVICT_POLICIES,
+    SCHEDULING_POLICIES,
+    BatchName,
+    EvictName,
+    OrderName,
+    SchedulerLimits,
+)
+from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
+from moestro.policy.batching import BATCHING
+from moestro.policy.eviction import EVICTION
+from moestro.policy.ordering.registry import ORDERING
 from moestro.serve.config_file import read_config_file
 
 YAML = """\
@@ -163,3 +178,51 @@ def test_a_reader_that_goes_away_early_gets_no_traceback():
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+# --- policies of an engine --------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_offers_every_policy_that_there_is():
+    assert get_args(OrderName) == tuple(ORDERING)
+    assert get_args(BatchName) == tuple(BATCHING)
+    assert get_args(EvictName) == tuple(EVICTION)
+
+
+def test_help_says_what_each_policy_does(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    for description in (*SCHEDULING_POLICIES.values(), *BATCH_POLICIES.values(), *EVICT_POLICIES.values()):
+        assert description.replace("`", "") in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--scheduling-policy", "sjf", "--scheduling-policy-args", "theta=5"), "'sjf' has no setting 'theta'"),
+        (("--scheduling-policy-args", "theta_age_s"), "--scheduling-policy-args 'theta_age_s' is no setting"),
+        (("--scheduling-policy-args", "a=nan"), "--scheduling-policy-args 'a=nan' is no setting"),
+        (("--scheduling-policy-args", "a=1", "a=2"), "--scheduling-policy-args gives a twice"),
+        (("--batch-policy", "qllm", "--batch-policy-args", "max_batch=0.5"), "max_batch must be a whole number"),
+        (("--evict-policy", "least_computed_be_first"), "goes with scheduling_policy qllm"),
+    ],
+)
+def test_a_setting_that_a_policy_cannot_have_ends_the_start(capsys, arguments, words):
+    assert words in refused(capsys, *arguments)
+
+
+def test_a_policys_settings_come_to_the_scheduler_as_numbers_also_infinite_ones():
+    limits = SchedulerLimits(
+        scheduling_policy="weighted_fair",
+        scheduling_policy_args=("weight:a=b=2", "output_cost=0"),
+        batch_policy="qllm",
+        batch_policy_args=("max_batch=8",),
+    )
+    limits = msgspec.json.decode(msgspec.json.encode(limits), type=SchedulerLimits)  # as a rank process gets it
+    settings = SchedulerSettings(num_blocks=8, block_size=4, max_model_len=32, **limits.for_scheduler())
+    assert settings.scheduling_policy_settings == {"weight:a=b": 2.0, "output_cost": 0.0}
+    assert settings.batch_policy_settings == {"max_batch": 8.0}
+    patient = SchedulerLimits(scheduling_policy="sjf", scheduling_policy_args=("theta_age_s=inf",))
+    assert patient.for_scheduler()["scheduling_policy_settings"] == {"theta_age_s": float("inf")}

@@ -41,6 +41,7 @@ def test_a_request_carries_its_tokens_its_hashes_and_when_it_came(model):
     assert request.request_id == "cmpl-1-0"
     assert request.arrival_ns == 42
     assert request.priority == 3
+    assert (request.user, requests(model, user="ann")[0].user, requests(model, user="")[0].user) == (None, "ann", None)
     assert request.token_array().tolist() == ids.tolist()
     assert request.hash_key == hash_key("fake", None, None)
     assert request.block_hashes == hash_blocks(request.hash_key, ids, 16)

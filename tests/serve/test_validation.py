@@ -83,6 +83,7 @@ def test_a_body_that_is_no_request_is_refused(body, code):
         ("stream_options", {"include_usage": True}),
         ("ignore_eos", "yes"),
         ("user", 1),
+        ("user", "x" * 1025),
         ("model", 1),
         *[
             ("suffix", "x"),

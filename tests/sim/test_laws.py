@@ -14,7 +14,8 @@ from moestro.cost.gpus import H20
 from moestro.cost.hf_config import network_named
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerSettings
-from moestro.policy.ordering import ORDERING
+from moestro.policy.batching import BATCHING
+from moestro.policy.ordering.registry import ORDERING
 from moestro.sim.arrivals import AtTimes
 from moestro.sim.cluster import Cluster
 from moestro.sim.group import Group
@@ -30,6 +31,27 @@ PRICES = {
     1: OneRank(Roofline(RooflineSettings(network=NETWORK, gpu=H20))),
     2: Barrier(Roofline(RooflineSettings(network=NETWORK, gpu=H20, num_ep_ranks=2))),
 }
+# Policies that go together; ages of a few steps, so that time alone changes orders.
+AGED = {"theta_age_s": 0.03}
+COMBINATIONS = [
+    *[
+        {
+            "scheduling_policy": order,
+            "scheduling_policy_settings": AGED if order in {"sjf", "prefill_aware", "qllm"} else {},
+        }
+        for order in ORDERING
+    ],
+    *[{"batch_policy": batch} for batch in BATCHING],
+    *[
+        {
+            "scheduling_policy": "qllm",
+            "scheduling_policy_settings": AGED,
+            "batch_policy": batch,
+            "evict_policy": "least_computed_be_first",
+        }
+        for batch in BATCHING
+    ],
+]
 
 
 def draw_rows(rng: np.random.Generator, num: int) -> Rows:
@@ -91,18 +113,18 @@ def pools(cluster: Cluster) -> list:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(18, 60),
     max_num_seqs=st.integers(1, 12),
-    order=st.sampled_from(sorted(ORDERING)),
+    combination=st.sampled_from(COMBINATIONS),
     caching=st.booleans(),
     num_ep_ranks=st.sampled_from([1, 1, 2]),
     max_num_queued_reqs=st.sampled_from([3, 1000]),
 )
 def test_a_jump_leaves_the_record_that_single_rounds_leave(
-    seed, num_blocks, max_num_seqs, order, caching, num_ep_ranks, max_num_queued_reqs
+    seed, num_blocks, max_num_seqs, combination, caching, num_ep_ranks, max_num_queued_reqs
 ):
     rng = np.random.default_rng(seed)
     rows = draw_rows(rng, 40)
@@ -115,7 +137,7 @@ def test_a_jump_leaves_the_record_that_single_rounds_leave(
         max_num_batched_tokens=24,
         max_num_queued_reqs=max_num_queued_reqs,
         enable_prefix_caching=caching,
-        scheduling_policy=order,
+        **combination,
     )
     setting = num_ep_ranks, draw_signals(rng)
     jumping = run(rows, offsets, bounds, setting, jump=True)

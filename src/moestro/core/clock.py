@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Protocol
 
 NS_PER_S = 1_000_000_000
+FOREVER_NS = 1 << 62  # a time that never comes; a time or a duration may still be added to it
+
+
+def to_ns(seconds: float) -> int:
+    """A duration from a setting, which is never negative nor NaN; infinite: FOREVER_NS."""
+    return min(round(min(seconds, FOREVER_NS) * NS_PER_S), FOREVER_NS)
 
 
 class Clock(Protocol):

@@ -34,6 +34,11 @@ def hash_key(model: str, adapter: str | None = None, salt: str | None = None) ->
     return digest.digest()
 
 
+def name_key(name: str | None) -> int:
+    """A number to tell names apart by, the same in every process; 0 for None."""
+    return 0 if name is None else int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+
+
 def block_hash(key: bytes, parent: bytes, token_ids: NDArray[np.int32]) -> bytes:
     """The hash of one full block: HASH_BYTES bytes.
 

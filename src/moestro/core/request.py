@@ -93,8 +93,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     block_hashes: bytes = b""
     hash_key: bytes = b""
     priority: int = 0  # lower is earlier
-    service_class: ServiceClass = ServiceClass.LS  # carried; no policy looks at it yet
-    user: str | None = None  # whose it is, as the client says; for affinity, never for access
+    service_class: ServiceClass = ServiceClass.LS
+    user: str | None = None  # whose it is, as the client says; for affinity and fair shares, never for access
     session_id: str | None = None  # the conversation that it continues
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ Invariant (`check`): blank + cached + held == num_blocks, and the hash map names
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 
 from moestro.errors import InvariantError
@@ -33,6 +34,7 @@ class BlockPool:
         self._ref_count = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self.version = 0  # goes up whenever a hash is remembered or forgotten
 
     @property
     def num_free(self) -> int:
@@ -48,6 +50,15 @@ class BlockPool:
                 break
             found.append(block)
         return found
+
+    def estimate_prefix(self, hashes: list[bytes], at_most: int) -> int:
+        """How many of the first `at_most` of `hashes` are cached, by bisection: some log2(at_most) look-ups.
+
+        It takes for granted that before a cached block all others are cached too. That fails only where two sequences
+        computed one prefix at the same time and the one whose blocks carry its hashes left first: then it may be wrong.
+        """
+        known = self._block_of
+        return bisect_left(hashes, 1, hi=min(at_most, len(hashes)), key=lambda name: name not in known)
 
     def num_free_among(self, blocks: list[int]) -> int:
         """How many of `blocks` (from `find_prefix`) are free: sharing them takes these from the pool."""
@@ -77,7 +88,9 @@ class BlockPool:
         blocks = blank[kept:]
         blocks.reverse()
         del blank[kept:]
-        for _ in range(num_blocks - len(blocks)):
+        num_forgotten = num_blocks - len(blocks)
+        self.version += num_forgotten
+        for _ in range(num_forgotten):
             block, _ = self._cached.popitem(last=False)
             del self._block_of[self._hash_of.pop(block)]
             blocks.append(block)
@@ -113,6 +126,7 @@ class BlockPool:
             if block_hash not in block_of and block not in hash_of:
                 block_of[block_hash] = block
                 hash_of[block] = block_hash
+                self.version += 1
 
     def check(self, held: list[list[int]]) -> None:
         """Recount everything against the block lists that sequences hold.

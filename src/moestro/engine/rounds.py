@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.work import Int32s
 
 TAKE, FILL = 0, 1  # within a round: schedule takes blocks, then update remembers the full ones
+
+
+class Horizon(NamedTuple):
+    """How far nothing is decided.
+
+    The rounds that may be taken at once are the first `num_rounds` of those that begin before `until_ns`. A round
+    begins when it is scheduled, which is when the one before it ends; the first begins now, so it always may.
+
+    Attributes:
+        num_rounds: see `Scheduler.horizon`.
+        until_ns: when time alone may change the order or the batch; FOREVER_NS: never.
+    """
+
+    num_rounds: int
+    until_ns: int
 
 
 def rounds_that_fit(num_computed: Int32s, num_blocks: Int32s, block_size: int, num_free: int, at_most: int) -> int:

@@ -10,26 +10,25 @@ The scheduler decides and keeps books. It neither computes, nor sleeps, nor read
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.clock import FOREVER_NS
 from moestro.core.request import FinishReason, Request
-from moestro.core.views import BatchLimits, BatchView, EvictView
+from moestro.core.views import BE, LS, BatchLimits, EvictView
 from moestro.core.work import LOGITS_NONE, LOGITS_PROMPT, Int32s, Plan, StepResult, Units
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.emitted import Emitted
-from moestro.engine.rounds import TAKE, block_events, blocks_taken, rounds_that_fit
+from moestro.engine.entering import Entrance
+from moestro.engine.policy_views import PolicyViews
+from moestro.engine.rounds import TAKE, Horizon, block_events, blocks_taken, rounds_that_fit
 from moestro.engine.sequences import Sequence, SequenceTable
 from moestro.engine.settings import SchedulerSettings
-from moestro.engine.waiting import WaitingQueue, rank_in_order
+from moestro.engine.waiting import WaitingQueue
 from moestro.errors import InvariantError
 from moestro.policy.admission import AdmitLimits, admit
-from moestro.policy.batching import BATCHING
-from moestro.policy.eviction import EVICTION
-from moestro.policy.ordering import ORDERING
+from moestro.policy.ordering.contract import Admitted, Left
 
 
 @dataclass(slots=True)
@@ -39,24 +38,6 @@ class SchedulerCounts:
     num_preemptions: int = 0
     num_queried_tokens: int = 0  # prompt tokens of admitted sequences
     num_hit_tokens: int = 0  # of these, taken from the prefix cache
-
-
-class _Fit(NamedTuple):
-    """What admitting a waiting sequence would take.
-
-    Attributes:
-        shared: cached blocks that it would share.
-        num_own: blocks that it would be given besides.
-        num_taken: free blocks that would be fewer: its own, and the shared ones that nobody holds now.
-        num_cached: tokens that it need not compute.
-        num_left: those that it must.
-    """
-
-    shared: list[int]
-    num_own: int
-    num_taken: int
-    num_cached: int
-    num_left: int
 
 
 class Scheduler:
@@ -73,18 +54,18 @@ class Scheduler:
         self.settings = settings
         self.pool = BlockPool(settings.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
         self.table = SequenceTable(settings.max_num_seqs, settings.max_model_len, settings.block_size)
-        self.waiting = WaitingQueue()
+        policies = settings.make_policies()
+        self.batch, self._evict, self._order = policies.batch, policies.evict, policies.order
+        self.waiting = WaitingQueue(policies.order, self.pool, settings.block_size)
+        self._entrance = Entrance(self.pool, self.table, self.waiting, settings.block_size)
+        self._views = PolicyViews(self.table, policies.order.promotes_after_ns)
         self.counts = SchedulerCounts()
         self.num_steps = 0
         self.by_id: dict[str, Sequence] = {}
-        self.batch = BATCHING[settings.batch]
         self.limits = BatchLimits(
             token_budget=settings.max_num_batched_tokens,
             max_chunk=settings.max_chunk or settings.max_num_batched_tokens,
         )
-        self._order = ORDERING[settings.scheduling_policy]
-        self._evict = EVICTION[settings.evict]
-        self._nobody_waits = np.zeros(settings.max_num_seqs, np.bool_)
         self._num_added = 0
         self._num_aborted_in_flight = 0
 
@@ -120,11 +101,12 @@ class Scheduler:
             return False
         if sequence.slot is None:
             self.waiting.remove(sequence)
+            self._leave(sequence)
         elif self.table.num_in_flight[sequence.slot]:
             sequence.is_aborted = True
             self._num_aborted_in_flight += 1
         else:
-            self._free(sequence.slot)
+            self._leave(sequence)
         return True
 
     @property
@@ -137,11 +119,15 @@ class Scheduler:
     def schedule(self, now_ns: int) -> Plan | None:
         """The next plan, or None when nothing can be computed now. May be called with units in flight."""
         idle = self.table.idle()
-        view = self._running_view(idle)
-        candidates = self._candidates(view, now_ns) if len(self.waiting) else []
-        if candidates:
-            view = _with_candidates(view, candidates)
-        chunk = self.batch(view, self.limits)
+        view = self._views.running(idle, now_ns)
+        candidates: list[tuple[Sequence, int]] = []
+        if len(self.waiting):
+            if self._evict.makes_way and self.batch.room(view, self.limits) > 0 and self._make_way(now_ns):
+                idle = self.table.idle()
+                view = self._views.running(idle, now_ns)
+            candidates = self._entrance.candidates(self.batch.room(view, self.limits), self.limits, now_ns)
+            view = self._views.with_candidates(view, candidates, now_ns) if candidates else view
+        chunk = self.batch.plan(view, self.limits)
         num_free, num_running = self.pool.num_free, len(self.table.running)
         slots, num_tokens, evicted = self._make_room(idle, chunk[: len(idle)], now_ns)
         if candidates and not evicted:
@@ -149,45 +135,33 @@ class Scheduler:
             new_slots, new_tokens = self._admit(candidates, chunk[len(idle) :], kept_back, now_ns)
             slots, num_tokens = np.concatenate((slots, new_slots)), np.concatenate((num_tokens, new_tokens))
         if len(slots) == 0:
-            return None
+            # Who was to be computed gave up its blocks instead: others are not kept waiting for the next call.
+            return self.schedule(now_ns) if evicted and not self.table.num_units_in_flight else None
         self.num_steps += 1
         return Plan(self.num_steps, self._units(slots, num_tokens))
 
-    def _running_view(self, slots: Int32s) -> BatchView:
-        # `take` costs half of what indexing does on columns of this length.
-        num_left = self.table.num_tokens.take(slots) - self.table.num_computed.take(slots)
-        return BatchView(num_left, num_left == 1, self._nobody_waits[: len(slots)])
+    def _make_way(self, now_ns: int) -> bool:
+        """Preempt best-effort sequences until the first in order, if it is latency-sensitive, has a place.
 
-    def _candidates(self, running: BatchView, now_ns: int) -> list[tuple[Sequence, int]]:
-        """Waiting sequences that could enter beside the running ones, in order, with the tokens each has to compute.
-
-        The first that does not fit stops the search: nobody overtakes it for being smaller. A block is kept back for
-        each running sequence, or the newcomer would be evicted again for the next one that grows.
+        Returns:
+            Whether any was preempted.
         """
-        found: list[tuple[Sequence, int]] = []
-        budget = self.limits.token_budget - int(np.minimum(running.num_left, self.limits.max_chunk).sum())
-        if budget <= 0 or self.table.num_free_slots == 0:
-            return found
-        num_free = self.pool.num_free - len(self.table.running)
-        for sequence in islice(self.waiting.in_order(self._order, now_ns), self.table.num_free_slots):
-            fit = self._fit(sequence)
-            num_free -= fit.num_taken
-            if num_free < 0:
+        head = next(self.waiting.in_order(now_ns))
+        if self._views.class_of(head, now_ns) == BE:
+            return False
+        preempted = False
+        while not self._entrance.has_place(head):
+            slots = self._yielding(now_ns)
+            if len(slots) == 0:
                 break
-            found.append((sequence, fit.num_left))
-            budget -= found[-1][1]
-            if budget <= 0:
-                break
-        return found
+            self._preempt(self._choose(slots, now_ns))
+            preempted = True
+        return preempted
 
-    def _fit(self, sequence: Sequence) -> _Fit:
-        """What admitting a waiting sequence now would take."""
-        block_size, num_tokens = self.settings.block_size, sequence.num_tokens
-        shared = self.pool.find_prefix(sequence.readable_hashes()[: num_tokens // block_size])
-        num_own = -(-num_tokens // block_size) - len(shared)
-        # The last token is computed even on a full hit: its logits are wanted.
-        num_cached = min(len(shared) * block_size, num_tokens - 1)
-        return _Fit(shared, num_own, num_own + self.pool.num_free_among(shared), num_cached, num_tokens - num_cached)
+    def _yielding(self, now_ns: int) -> Int32s:
+        """Slots of best-effort sequences without a unit in flight."""
+        idle = self.table.idle()
+        return idle[np.flatnonzero(self._views.classes(idle, now_ns) == BE)]
 
     def _admit(
         self, candidates: list[tuple[Sequence, int]], chunk: Int32s, kept_back: int, now_ns: int
@@ -200,9 +174,11 @@ class Scheduler:
         new_slots: list[int] = []
         new_tokens: list[int] = []
         for (sequence, _), tokens in zip(candidates, chunk.tolist(), strict=True):
+            if tokens == 0:
+                continue  # the batch policy would rather have others
             # Looked up again: a decode of this very plan may have taken a cached block.
-            fit = self._fit(sequence)
-            if tokens == 0 or fit.num_taken > self.pool.num_free - kept_back:
+            fit = self._entrance.fit(sequence)
+            if fit.num_taken > self.pool.num_free - kept_back:
                 break
             self.waiting.remove(sequence)
             self.pool.share(fit.shared)
@@ -211,6 +187,8 @@ class Scheduler:
                 sequence.num_cached_tokens, sequence.admitted_ns = fit.num_cached, now_ns
                 self.counts.num_queried_tokens += sequence.num_tokens
                 self.counts.num_hit_tokens += fit.num_cached
+                if self._order.observes:
+                    self.waiting.observe(Admitted(sequence.user, sequence.request.num_prompt_tokens))
             new_slots.append(self.table.insert(sequence, fit.num_cached, len(fit.shared)))
             new_tokens.append(min(tokens, fit.num_left))
         return np.array(new_slots, np.int32), np.array(new_tokens, np.int32)
@@ -233,7 +211,7 @@ class Scheduler:
         lost: set[int] = set()
         for slot in slots[missing].tolist():
             while slot not in lost and self.pool.num_free == 0:
-                victim = self._victim(now_ns)
+                victim = self._choose(self.table.idle(), now_ns)
                 lost.add(victim)
                 # Rather than give itself up, it waits for the blocks that a unit in flight may soon return.
                 if victim != slot or table.num_units_in_flight == 0:
@@ -243,11 +221,11 @@ class Scheduler:
         kept = np.array([slot not in lost for slot in slots.tolist()], np.bool_)
         return slots[kept], num_tokens[kept], bool(lost)
 
-    def _victim(self, now_ns: int) -> int:
-        """The slot that the evict policy gives up, among those without a unit in flight."""
-        slots = self.table.idle()
-        ranks = rank_in_order([self.table.at(slot) for slot in slots.tolist()], self._order, now_ns)
-        return int(slots[self._evict(EvictView(ranks, self.table.num_computed[slots]))])
+    def _choose(self, slots: Int32s, now_ns: int) -> int:
+        """The one of `slots`, none of which has a unit in flight, that the evict policy gives up."""
+        ranks = self.waiting.rank([self.table.at(slot) for slot in slots.tolist()], now_ns)
+        view = EvictView(ranks, self.table.num_computed[slots], self._views.classes(slots, now_ns))
+        return int(slots[self._evict.choose(view)])
 
     def _preempt(self, slot: int) -> None:
         """Free the sequence's KV and let it wait again; it keeps its tokens, its arrival and its hashes."""
@@ -331,7 +309,7 @@ class Scheduler:
         stays = np.array([not self.table.at(slot).is_aborted for slot in result.slot.tolist()], np.bool_)
         for slot in result.slot[~stays].tolist():
             self._num_aborted_in_flight -= 1
-            self._free(slot)
+            self._leave(self.table.at(slot))
         return result.select(np.flatnonzero(stays))
 
     def _remember_full_blocks(self, slots: Int32s, computed: Int32s) -> None:
@@ -390,9 +368,16 @@ class Scheduler:
         return emitted
 
     def _end(self, sequence: Sequence) -> None:
-        assert sequence.slot is not None
         del self.by_id[sequence.request.request_id]
-        self._free(sequence.slot)
+        self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence that is over out of its slot, if it has one, and tell the order policy."""
+        if sequence.slot is not None:
+            self._free(sequence.slot)
+        if self._order.observes:
+            num_generated = min(len(sequence.generated), sequence.request.sampling.max_tokens)
+            self.waiting.observe(Left(sequence.user, num_generated))
 
     def _free(self, slot: int) -> Sequence:
         """Take the sequence out of its slot and give its blocks back."""
@@ -403,27 +388,43 @@ class Scheduler:
 
     # --- many rounds at once ----------------------------------------------------------------------------------------
 
-    def horizon(self, now_ns: int) -> int:
+    def horizon(self, now_ns: int) -> Horizon:
         """An upper bound on the coming rounds in which every running sequence decodes one token and nothing is decided.
 
-        From what the scheduler may know: blocks, max_tokens, the batch policy, and waiting requests that could enter.
-        0: the next round must be scheduled. Sequences may end in the last of these rounds. A stop token or the end of a
-        script ends rounds earlier: the caller asks the device for that.
+        From what the scheduler may know: blocks, max_tokens, the policies, waiting requests that could enter, and the
+        time at which another could. No rounds: the next one must be scheduled. Sequences may end in the last of these
+        rounds. A stop token or the end of a script ends rounds earlier: the caller asks the device for that.
         """
         table, running = self.table, self.table.running
         if len(running) == 0 or table.num_units_in_flight:
-            return 0
-        view = self._running_view(running)
-        if not view.is_decode.all() or not (self.batch(view, self.limits) == 1).all():
-            return 0
-        computed, capacity, block_size = table.num_computed[running], table.capacity[running], self.settings.block_size
+            return Horizon(0, FOREVER_NS)
+        view = self._views.running(running, now_ns)
+        if not view.is_decode.all() or not (self.batch.plan(view, self.limits) == 1).all():
+            return Horizon(0, FOREVER_NS)
+        computed, block_size = table.num_computed[running], self.settings.block_size
+        num_blocks = table.capacity[running] // block_size
         most = int((table.last_num_tokens[running] - table.num_tokens[running]).min())
-        if len(self.waiting) and table.num_free_slots:
-            if self._candidates(view, now_ns):
-                return 0
+        until_ns = self._views.holds_until_ns(running, now_ns)
+        if len(self.waiting) and (room := self.batch.room(view, self.limits)) > 0 and self._may_let_in():
+            if self._entrance.candidates(room, self.limits, now_ns) or self._would_make_way(now_ns):
+                return Horizon(0, FOREVER_NS)
+            until_ns = min(until_ns, self.waiting.order_holds_until_ns(now_ns))
             # A block that becomes full may be the prefix for want of which the next request does not fit.
             most = min(most, int((block_size - computed % block_size).min()))
-        return rounds_that_fit(computed, capacity // block_size, block_size, self.pool.num_free, most)
+            if self._order.reads_cache:
+                # A block that is taken may be a cached one, and a prefix that the order counted on is no more.
+                most = min(most, int((num_blocks * block_size - computed).min()) + 1)
+        return Horizon(rounds_that_fit(computed, num_blocks, block_size, self.pool.num_free, most), until_ns)
+
+    def _may_let_in(self) -> bool:
+        """Whether it matters who is first in order while the running ones decode."""
+        return self.table.num_free_slots > 0 or self._evict.makes_way
+
+    def _would_make_way(self, now_ns: int) -> bool:
+        """Whether best effort would be preempted now for the first in order, for which there is no place."""
+        if not self._evict.makes_way or len(self._yielding(now_ns)) == 0:
+            return False
+        return self._views.class_of(next(self.waiting.in_order(now_ns)), now_ns) == LS
 
     def advance(
         self, num_rounds: int, block_hashes: dict[int, bytes] | None = None, finished: list[int] | None = None
@@ -484,14 +485,3 @@ class Scheduler:
         if sorted(s.slot for s in running if s.slot is not None) != sorted(self.table.running.tolist()):
             raise InvariantError("slots in use and running sequences differ")
         self.pool.check([sequence.blocks for sequence in running])
-
-
-def _with_candidates(view: BatchView, candidates: list[tuple[Sequence, int]]) -> BatchView:
-    """`view` with a row for each candidate behind the running ones."""
-    num_left = np.array([tokens for _, tokens in candidates], np.int32)
-    is_new = np.ones(len(candidates), np.bool_)
-    return BatchView(
-        np.concatenate([view.num_left, num_left]),
-        np.concatenate([view.is_decode, ~is_new]),
-        np.concatenate([view.is_waiting, is_new]),
-    )

@@ -13,8 +13,9 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.hashing import HASH_BYTES, ROOT, block_hash, split_hashes
-from moestro.core.request import Request, SamplingParams, TokenLogprobs
+from moestro.core.hashing import HASH_BYTES, ROOT, block_hash, name_key, split_hashes
+from moestro.core.request import Request, SamplingParams, ServiceClass, TokenLogprobs
+from moestro.core.views import BE, LS
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Int32s, LogitEdits
 from moestro.engine.logit_edits import SequenceEdits, join_edits
 
@@ -37,11 +38,13 @@ class Sequence:
         prompt_logprobs: collected so far; None once delivered, or when none are wanted.
         num_preemptions: times that it gave them up again.
         is_aborted: to be dropped when its unit in flight returns.
+        service_class: LS or BE, as the client said it.
+        user: `name_key` of the user.
     """
 
     __slots__ = (
         "admitted_ns", "blocks", "edits", "generated", "hashes", "is_aborted", "num_cached_tokens", "num_preemptions",
-        "prompt_logprobs", "request", "sampling_row", "serial", "slot", "stop_token_ids",
+        "prompt_logprobs", "request", "sampling_row", "serial", "service_class", "slot", "stop_token_ids", "user",
     )  # fmt: skip
 
     def __init__(self, request: Request, serial: int) -> None:
@@ -55,6 +58,8 @@ class Sequence:
         self.admitted_ns = 0
         self.num_preemptions = 0
         self.is_aborted = False
+        self.service_class = BE if request.service_class is ServiceClass.BE else LS
+        self.user = name_key(request.user)
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         wanted = request.sampling.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wanted else None
@@ -116,6 +121,8 @@ class SequenceTable:
         num_tokens: int32[slots], tokens known.
         num_computed: int32[slots], tokens whose KV is in the pool (or on its way, while in flight).
         num_prompt: int32[slots].
+        service_class: uint8[slots], LS or BE, as the client said it.
+        arrival_ns: int64[slots].
         last_num_tokens: int32[slots], `num_tokens` at which max_tokens ends it.
         capacity: int32[slots], tokens for which it holds blocks.
         write_start: int32[slots], positions below it lie in shared blocks and are never written.
@@ -126,8 +133,8 @@ class SequenceTable:
         block_table: int32[slots, max blocks].
         token_ids: int32[slots, max_model_len].
         sampling: SAMPLING_ROW[slots].
-        num_units_in_flight, num_hashed, num_wanting_prompt_logprobs, num_editing, num_scoring: rows for which that is
-            so (scoring: max_tokens is 0). Counted, so that the usual step, in which nobody does, does not look.
+        num_units_in_flight, num_hashed, num_wanting_prompt_logprobs, num_editing, num_scoring, num_be: rows for which
+            that is so (scoring: max_tokens is 0). Counted, so that the usual step, in which nobody does, does not look.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
@@ -140,6 +147,8 @@ class SequenceTable:
         self.num_tokens = column()
         self.num_computed = column()
         self.num_prompt = column()
+        self.service_class = np.zeros(num_slots, np.uint8)
+        self.arrival_ns = np.zeros(num_slots, np.int64)
         self.last_num_tokens = column()
         self.capacity = column()
         self.write_start = column()
@@ -156,6 +165,7 @@ class SequenceTable:
         self.num_wanting_prompt_logprobs = 0
         self.num_editing = 0
         self.num_scoring = 0
+        self.num_be = 0
         self.sequences: list[Sequence | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -188,6 +198,8 @@ class SequenceTable:
         self.num_tokens[slot] = num_tokens
         self.num_computed[slot] = num_computed
         self.num_prompt[slot] = request.num_prompt_tokens
+        self.service_class[slot] = sequence.service_class
+        self.arrival_ns[slot] = request.arrival_ns
         self.last_num_tokens[slot] = request.num_total_tokens
         self.capacity[slot] = num_blocks * self._block_size
         self.next_full_at[slot] = (num_shared + 1) * self._block_size
@@ -202,6 +214,7 @@ class SequenceTable:
         self.num_wanting_prompt_logprobs += sequence.prompt_logprobs is not None
         self.num_editing += sequence.edits is not None
         self.num_scoring += request.sampling.max_tokens == 0
+        self.num_be += sequence.service_class == BE
         if request.token_ids is not None:
             self.token_ids[slot, : request.num_prompt_tokens] = request.token_array()
             self.token_ids[slot, request.num_prompt_tokens : num_tokens] = sequence.generated
@@ -221,6 +234,7 @@ class SequenceTable:
         self.num_wanting_prompt_logprobs -= bool(self.wants_prompt_logprobs[slot])
         self.num_editing -= sequence.edits is not None
         self.num_scoring -= sequence.request.sampling.max_tokens == 0
+        self.num_be -= sequence.service_class == BE
         self.running = self.running[self.running != slot]
         self._free.append(slot)
         return sequence

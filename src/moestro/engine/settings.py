@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from moestro.errors import ConfigError
-from moestro.policy.batching import BATCHING
-from moestro.policy.eviction import EVICTION
-from moestro.policy.ordering import ORDERING
+from moestro.policy.batching import BATCHING, BatchPolicy
+from moestro.policy.eviction import EVICTION, EvictPolicy
+from moestro.policy.ordering.contract import OrderPolicy
+from moestro.policy.ordering.registry import ORDERING
+from moestro.policy.registry import make_policy
+
+
+class Policies(NamedTuple):
+    """Of one scheduler, and of no other, for they have state."""
+
+    order: OrderPolicy
+    batch: BatchPolicy
+    evict: EvictPolicy
+
+
+def make_policies(
+    order: tuple[str, Mapping[str, float]], batch: tuple[str, Mapping[str, float]], evict: str
+) -> Policies:
+    """Policies by name, the first two with their settings.
+
+    Raises:
+        ConfigError: they are unknown, or do not go together.
+    """
+    if evict not in EVICTION:
+        raise ConfigError(f"unknown evict_policy {evict!r}; known: {', '.join(EVICTION)}")
+    made = Policies(
+        make_policy("scheduling_policy", ORDERING, *order),
+        make_policy("batch_policy", BATCHING, *batch),
+        EVICTION[evict],
+    )
+    if made.evict.makes_way and not made.order.puts_ls_first:
+        first = [name for name, entry in ORDERING.items() if entry.make().puts_ls_first]
+        raise ConfigError(
+            f"evict_policy {evict!r} preempts best-effort sequences for latency-sensitive requests, so these must come"
+            f" first: it goes with scheduling_policy {' or '.join(first)}, not with {order[0]}"
+        )
+    return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +58,8 @@ class SchedulerSettings:
         max_chunk: tokens of one prefill chunk; None: the whole budget.
         max_num_queued_reqs: requests waiting; one more is refused.
         enable_prefix_caching: keep the KV of full blocks for prompts that begin alike.
-        scheduling_policy, batch, evict: policies by name (the first orders the waiting queue).
+        scheduling_policy, batch_policy, evict_policy: policies by name (the first orders the waiting queue).
+        scheduling_policy_settings, batch_policy_settings: theirs, by name.
     """
 
     num_blocks: int
@@ -34,8 +71,10 @@ class SchedulerSettings:
     max_num_queued_reqs: int = 1024
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
-    batch: str = "decode_first"
-    evict: str = "last_in_order"
+    scheduling_policy_settings: Mapping[str, float] = field(default_factory=dict)
+    batch_policy: str = "decode_first"
+    batch_policy_settings: Mapping[str, float] = field(default_factory=dict)
+    evict_policy: str = "last_in_order"
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
@@ -55,6 +94,16 @@ class SchedulerSettings:
                 f"max_model_len {self.max_model_len} does not fit in the KV cache of {self.num_blocks} blocks of"
                 f" {self.block_size} tokens: lower --max-model-len or raise --kv-cache-memory-bytes"
             )
-        for kind, known in (("scheduling_policy", ORDERING), ("batch", BATCHING), ("evict", EVICTION)):
-            if getattr(self, kind) not in known:
-                raise ConfigError(f"unknown {kind} {getattr(self, kind)!r}; known: {', '.join(known)}")
+        self.make_policies()
+
+    def make_policies(self) -> Policies:
+        """New ones, without any history.
+
+        Raises:
+            ConfigError: they are unknown, or do not go together.
+        """
+        return make_policies(
+            (self.scheduling_policy, self.scheduling_policy_settings),
+            (self.batch_policy, self.batch_policy_settings),
+            self.evict_policy,
+        )

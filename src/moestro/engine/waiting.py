@@ -2,35 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.views import WaitingView
+from moestro.core.work import Int32s
+from moestro.engine.block_pool import BlockPool
 from moestro.engine.sequences import Sequence
-from moestro.policy.ordering import OrderPolicy
+from moestro.policy.ordering.contract import OrderEvent, OrderPolicy
+
+MAX_LOOKED_UP = 64  # rows for which the prefix cache is asked, the oldest; log2(blocks) look-ups each
 
 _COLUMNS = np.dtype(
-    [("arrival_ns", np.int64), ("serial", np.int64), ("num_prompt_tokens", np.int32), ("priority", np.int32)]
+    [
+        ("arrival_ns", np.int64),
+        ("serial", np.int64),
+        ("user", np.int64),
+        ("num_prompt_tokens", np.int32),
+        ("num_tokens", np.int32),
+        ("priority", np.int32),
+        ("service_class", np.uint8),
+    ]
 )
 
 
 class WaitingQueue:
-    """Sequences that hold no KV, in the order in which they came; the policy orders them when asked.
+    """Sequences that hold no KV, in the order of the policy, which is asked again only when the order may have changed.
 
     Rows are appended and marked dead, and compacted when half are dead, so that a long queue costs no Python per row.
+
+    Args:
+        policy: orders the rows; its state changes through `observe` here and nowhere else.
+        pool: whose prefix cache is looked into for a policy that asks for it.
+        block_size: tokens of one block.
 
     Attributes:
         num_tokens: of all that wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: OrderPolicy, pool: BlockPool, block_size: int) -> None:
+        self.policy = policy
+        self._pool = pool
+        self._block_size = block_size
         self._rows = np.empty(16, _COLUMNS)
         self._live = np.zeros(16, np.bool_)
         self._sequences: list[Sequence | None] = []
         self._row_of: dict[int, int] = {}
         self.num_tokens = 0
+        self._order: NDArray[np.int64] = np.empty(0, np.int64)
+        # The order holds from the first of these times until before the second, while the pool's hashes stay.
+        self._from_ns = self._until_ns = 0
+        self._pool_version = 0
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -47,6 +71,7 @@ class WaitingQueue:
         self._sequences.append(sequence)
         self._row_of[sequence.serial] = row
         self.num_tokens += sequence.num_tokens
+        self._until_ns = self._from_ns
 
     def remove(self, sequence: Sequence) -> None:
         """Take `sequence`, which is in the queue, out of it."""
@@ -54,14 +79,65 @@ class WaitingQueue:
         self._live[row] = False
         self._sequences[row] = None
         self.num_tokens -= sequence.num_tokens
+        self._until_ns = self._from_ns
 
-    def in_order(self, policy: OrderPolicy, now_ns: int) -> Iterator[Sequence]:
+    def observe(self, event: OrderEvent) -> None:
+        """Tell the policy."""
+        self.policy.observe(event)
+        self._until_ns = self._from_ns
+
+    def in_order(self, now_ns: int) -> Iterator[Sequence]:
         """The sequences, the first to be admitted first; the queue must not change while they are drawn."""
-        rows = np.flatnonzero(self._live)
-        for row in rows[policy(_view(self._rows[rows]), now_ns)]:
+        self._sort(now_ns)
+        for row in self._order:
             sequence = self._sequences[row]
             assert sequence is not None, f"row {row} is dead"
             yield sequence
+
+    def order_holds_until_ns(self, now_ns: int) -> int:
+        """The first time after `now_ns` at which the order may differ though nothing happened but time."""
+        self._sort(now_ns)
+        return self._until_ns
+
+    def rank(self, sequences: list[Sequence], now_ns: int) -> NDArray[np.int64]:
+        """int64[n]: the place of each of `sequences`, which need not be here, in the policy's order of them."""
+        rows = np.array([_row(sequence) for sequence in sequences], _COLUMNS)
+        order = self.policy.order(self._view(rows, sequences.__getitem__), now_ns)
+        ranks = np.empty(len(sequences), np.int64)
+        ranks[order] = np.arange(len(sequences))
+        return ranks
+
+    def _sort(self, now_ns: int) -> None:
+        same_cache = not self.policy.reads_cache or self._pool_version == self._pool.version
+        if self._from_ns <= now_ns < self._until_ns and same_cache:
+            return
+        rows = np.flatnonzero(self._live)
+        view = self._view(self._rows[rows], lambda i: self._sequences[rows[i]])
+        self._order = rows[self.policy.order(view, now_ns)]
+        self._from_ns, self._until_ns = now_ns, self.policy.next_change_ns(view, now_ns)
+        self._pool_version = self._pool.version
+
+    def _view(self, rows: NDArray[np.void], sequence_at: Callable[[int], Sequence | None]) -> WaitingView:
+        """What the policy sees of `rows`, the i-th of which is that of `sequence_at(i)`."""
+        return WaitingView(
+            arrival_ns=rows["arrival_ns"],
+            num_prompt_tokens=rows["num_prompt_tokens"],
+            priority=rows["priority"],
+            serial=rows["serial"],
+            service_class=rows["service_class"],
+            user=rows["user"],
+            num_uncached=self._num_uncached(rows, sequence_at) if self.policy.reads_cache else None,
+        )
+
+    def _num_uncached(self, rows: NDArray[np.void], sequence_at: Callable[[int], Sequence | None]) -> Int32s:
+        num_uncached = rows["num_tokens"].copy()
+        for i in np.argsort(rows["arrival_ns"], kind="stable")[:MAX_LOOKED_UP].tolist():
+            sequence = sequence_at(i)
+            assert sequence is not None, f"row {i} is dead"
+            num_tokens = sequence.num_tokens
+            num_blocks = self._pool.estimate_prefix(sequence.readable_hashes(), num_tokens // self._block_size)
+            num_uncached[i] -= min(num_blocks * self._block_size, num_tokens - 1)
+        return num_uncached
 
     def _compact(self) -> None:
         """Drop dead rows; double the space when more than half are alive."""
@@ -75,18 +151,14 @@ class WaitingQueue:
         self._row_of = {int(serial): row for row, serial in enumerate(kept["serial"][: len(rows)].tolist())}
 
 
-def rank_in_order(sequences: list[Sequence], policy: OrderPolicy, now_ns: int) -> NDArray[np.int64]:
-    """int64[n]: the place of each of `sequences` in the policy's order."""
-    order = policy(_view(np.array([_row(sequence) for sequence in sequences], _COLUMNS)), now_ns)
-    ranks = np.empty(len(sequences), np.int64)
-    ranks[order] = np.arange(len(sequences))
-    return ranks
-
-
-def _row(sequence: Sequence) -> tuple[int, int, int, int]:
+def _row(sequence: Sequence) -> tuple[int, ...]:
     request = sequence.request
-    return request.arrival_ns, sequence.serial, request.num_prompt_tokens, request.priority
-
-
-def _view(rows: NDArray[np.void]) -> WaitingView:
-    return WaitingView(rows["arrival_ns"], rows["num_prompt_tokens"], rows["priority"], rows["serial"])
+    return (
+        request.arrival_ns,
+        sequence.serial,
+        sequence.user,
+        request.num_prompt_tokens,
+        sequence.num_tokens,
+        request.priority,
+        sequence.service_class,
+    )

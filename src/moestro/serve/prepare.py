@@ -178,6 +178,7 @@ def _request(ids: Sequence[int], options: Options, model: ServedModel, request_i
         hash_key=key,
         priority=options.priority,
         service_class=options.service_class,
+        user=options.user,
     )
 
 
@@ -230,8 +231,8 @@ def _scored(options: Options) -> int | None:
 def _refuse_vain_priority(priority: int, model: ServedModel) -> None:
     if priority and not model.has_priorities:
         raise RequestError(
-            f"priority {priority} would have no effect: this server serves first come, first served. Leave it out, or"
-            " start the server with --scheduling-policy priority.",
+            f"priority {priority} would have no effect: this server's scheduling policy does not look at it. Leave it"
+            " out, or start the server with --scheduling-policy priority.",
             param="priority",
             code="invalid_value",
         )

@@ -20,6 +20,7 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_SALT_CHARS = 1024
+MAX_USER_CHARS = 1024
 MAX_COPIES = 128  # n
 MAX_CHOICES = 1024  # prompts times n
 MAX_BIASES = 300
@@ -60,6 +61,7 @@ class Options:
     cache_salt: str | None
     priority: int
     service_class: ServiceClass
+    user: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,7 @@ def _options(fields: GenerationFields, shape: _Shape) -> Options:
         cache_salt=_salt(fields.cache_salt),
         priority=_range("priority", fields.priority or 0, -(2**31), 2**31 - 1),
         service_class=_service_class(fields.service_class),
+        user=_user(fields.user),
     )
 
 
@@ -232,6 +235,12 @@ def _salt(salt: str | None) -> str | None:
     if salt is not None and not 1 <= len(salt) <= MAX_SALT_CHARS:
         raise _invalid("cache_salt", f"must have 1 to {MAX_SALT_CHARS} characters, got {len(salt)}")
     return salt
+
+
+def _user(user: str | None) -> str | None:
+    if user is not None and len(user) > MAX_USER_CHARS:
+        raise _invalid("user", f"may have {MAX_USER_CHARS} characters at most, got {len(user)}")
+    return user or None
 
 
 def _service_class(given: str | None) -> ServiceClass:

@@ -12,7 +12,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
 
 import msgspec
 
@@ -69,7 +68,7 @@ def _build(spec: LaunchSpec, on_phase: Callable[[str], None]) -> tuple[Rank, Mod
         num_blocks=info.num_blocks,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
-        **asdict(spec.limits),
+        **spec.limits.for_scheduler(),
     )
     return build_rank(settings, device), _model_info(spec.model.model, info)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.clock import FOREVER_NS
 from moestro.core.request import Request
 from moestro.core.script import Script
 from moestro.core.work import Int32s, Plan
@@ -18,6 +19,7 @@ from moestro.cost.priced_device import ScriptedDevice
 from moestro.engine.emitted import Emitted
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.rank import Rank
+from moestro.engine.rounds import Horizon
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.sim.prices import Prices
@@ -26,6 +28,7 @@ Int64s = NDArray[np.int64]
 
 _LONGEST_JUMP = 1024  # rounds; a longer one is split, for most are cut by the next arrival and priced in vain
 _NOBODY = np.empty(0, np.int32)
+STEPWISE = Horizon(0, FOREVER_NS)
 
 
 class Seat:
@@ -101,10 +104,12 @@ class Group:
         emitted = [self._collect(seat, now_ns) for seat in self.seats]
         self.began_ns = now_ns
         self.num_turns += 1
-        num_rounds = self._num_rounds(now_ns) if self._jumps else 0
+        num_rounds, until_ns = self._steady(now_ns) if self._jumps else STEPWISE
         if num_rounds:
-            self.ends = now_ns + self._prices.rounds_ns([seat.computed for seat in self.seats], num_rounds).cumsum()
-            self.next_ns = int(self.ends[-1])
+            ends = self._prices.rounds_ns([seat.computed for seat in self.seats], num_rounds).cumsum() + now_ns
+            if until_ns < ends[-1]:  # a round that begins at that time or later is not steady any more
+                ends = ends[: int(ends.searchsorted(until_ns)) + 1]
+            self.ends, self.next_ns = ends, int(ends[-1])
         else:
             self.ends = None
             self._begin(now_ns)
@@ -125,24 +130,24 @@ class Group:
                 seat.device.forget(sequence.serial)
         return emitted
 
-    def _num_rounds(self, now_ns: int) -> int:
-        """Coming rounds that are all alike; 0: the next one has to be scheduled."""
-        most, nobody = _LONGEST_JUMP, True
+    def _steady(self, now_ns: int) -> Horizon:
+        """Coming rounds that are all alike, those that begin before a time; none: the next has to be scheduled."""
+        most, until_ns = 0, FOREVER_NS
         for seat in self.seats:
             scheduler = seat.rank.scheduler
             seat.running = seat.computed = _NOBODY
             if not scheduler.has_work:
                 continue
-            most = min(most, scheduler.horizon(now_ns))
-            if most == 0:
-                return 0
+            num_rounds, own_until_ns = scheduler.horizon(now_ns)
+            if num_rounds == 0:
+                return STEPWISE
             seat.running = scheduler.table.running
             seat.computed = scheduler.table.num_computed.take(seat.running)
-            most = min(most, seat.device.rounds_until_finish(seat.running, seat.computed))
-            if most == 0:
-                return 0
-            nobody = False
-        return 0 if nobody else most
+            num_rounds = min(num_rounds, seat.device.rounds_until_finish(seat.running, seat.computed))
+            if num_rounds == 0:
+                return STEPWISE
+            most, until_ns = min(most or _LONGEST_JUMP, num_rounds), min(until_ns, own_until_ns)
+        return Horizon(most, until_ns)
 
     def _begin(self, now_ns: int) -> None:
         """Submit a plan of each rank that has one."""

@@ -114,7 +114,14 @@ def run(scenario: Scenario, policy: PolicySettings, settings: SimSettings, on_ar
     Raises:
         ConfigError: there is no policy of that name, or a setting of it is not allowed.
     """
-    bounds = replace(scenario.bounds, scheduling_policy=policy.order, batch=policy.batch, evict=policy.evict)
+    bounds = replace(
+        scenario.bounds,
+        scheduling_policy=policy.scheduling_policy,
+        scheduling_policy_settings=policy.scheduling_policy_settings,
+        batch_policy=policy.batch_policy,
+        batch_policy_settings=policy.batch_policy_settings,
+        evict_policy=policy.evict_policy,
+    )
     groups = [Group(bounds, scenario.prices) for _ in range(scenario.num_groups)]
     router = Router(
         make_policy(policy.route, **policy.route_settings),

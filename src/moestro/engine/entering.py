@@ -1,0 +1,80 @@
+"""Who could enter: whether a waiting sequence finds a slot and blocks beside the running ones. Decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from moestro.core.views import BatchLimits
+from moestro.engine.block_pool import BlockPool
+from moestro.engine.sequences import Sequence, SequenceTable
+from moestro.engine.waiting import WaitingQueue
+
+
+class Fit(NamedTuple):
+    """What admitting a waiting sequence would take.
+
+    Attributes:
+        shared: cached blocks that it would share.
+        num_own: blocks that it would be given besides.
+        num_taken: free blocks that would be fewer: its own, and the shared ones that nobody holds now.
+        num_cached: tokens that it need not compute.
+        num_left: those that it must.
+    """
+
+    shared: list[int]
+    num_own: int
+    num_taken: int
+    num_cached: int
+    num_left: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """Looks at one scheduler's state, which it never changes."""
+
+    pool: BlockPool
+    table: SequenceTable
+    waiting: WaitingQueue
+    block_size: int
+
+    def fit(self, sequence: Sequence) -> Fit:
+        """What admitting a waiting sequence now would take."""
+        block_size, num_tokens = self.block_size, sequence.num_tokens
+        shared = self.pool.find_prefix(sequence.readable_hashes()[: num_tokens // block_size])
+        num_own = -(-num_tokens // block_size) - len(shared)
+        # The last token is computed even on a full hit: its logits are wanted.
+        num_cached = min(len(shared) * block_size, num_tokens - 1)
+        return Fit(shared, num_own, num_own + self.pool.num_free_among(shared), num_cached, num_tokens - num_cached)
+
+    def has_place(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence would find a slot and its blocks."""
+        return self.table.num_free_slots > 0 and self.fit(sequence).num_taken <= self._num_blocks()
+
+    def candidates(self, room: int, limits: BatchLimits, now_ns: int) -> list[tuple[Sequence, int]]:
+        """Waiting sequences that could enter beside the running ones, in order, with the tokens each has to compute.
+
+        The first that does not fit stops the search: nobody overtakes it for being smaller.
+
+        Args:
+            room: tokens that newcomers might be given; 0 or less: nobody is looked at.
+        """
+        found: list[tuple[Sequence, int]] = []
+        if room <= 0 or self.table.num_free_slots == 0:
+            return found
+        num_free = self._num_blocks()
+        for sequence in islice(self.waiting.in_order(now_ns), self.table.num_free_slots):
+            fit = self.fit(sequence)
+            num_free -= fit.num_taken
+            if num_free < 0:
+                break
+            found.append((sequence, fit.num_left))
+            room -= min(fit.num_left, limits.max_chunk)
+            if room <= 0:
+                break
+        return found
+
+    def _num_blocks(self) -> int:
+        """Free blocks for newcomers: one is kept back for each that runs, or a newcomer would soon be evicted again."""
+        return self.pool.num_free - len(self.table.running)

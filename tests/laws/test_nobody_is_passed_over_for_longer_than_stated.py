@@ -1,0 +1,103 @@
+"""Law: nobody who waits sees a request enter that arrived later by the order policy's bound or more."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from fake_device import KvDevice, make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moestro.core.request import ServiceClass
+from moestro.core.work import Forward
+from moestro.engine.scheduler import Scheduler
+from moestro.engine.settings import SchedulerSettings
+from moestro.policy.ordering.registry import ORDERING
+
+BOUNDED = {
+    "fcfs": {},
+    "sjf": {"theta_age_s": 20e-9},
+    "prefill_aware": {"theta_age_s": 20e-9},
+    "edf": {"ls_slo_s": 5e-9, "be_slo_s": 30e-9},
+    "qllm": {"theta_age_s": 20e-9},
+}
+
+
+def random_request(rng, i, now_ns):
+    length = int(rng.choice([rng.integers(1, 5), rng.integers(1, 25)]))
+    tokens = np.arange(length) if rng.random() < 0.5 else rng.integers(0, 50, length)  # prefixes are shared
+    request = make_request(f"r{i}", tokens, arrival_ns=now_ns, max_tokens=int(rng.integers(1, 8)))
+    return msgspec.structs.replace(
+        request, service_class=ServiceClass(rng.choice(["ls", "be"])), priority=int(rng.integers(3))
+    )
+
+
+def longest_passing_ns(scheduler: Scheduler, rng, num_requests: int) -> int:
+    """The most by which one that entered had arrived later than one that still waited then; -1: nobody was passed."""
+    device = KvDevice(scheduler.pool.num_blocks, 4)
+    longest_ns, added = -1, 0
+    for now_ns in range(10_000):
+        while added < num_requests and rng.random() < 0.4:
+            scheduler.add(random_request(rng, added, now_ns))
+            added += 1
+        waited = [sequence for sequence in scheduler.by_id.values() if sequence.slot is None]
+        plan = scheduler.schedule(now_ns)
+        entered = [s for s in waited if s.slot is not None]
+        for waiting in (s for s in waited if s.slot is None):
+            later = [s.request.arrival_ns for s in entered if s.serial > waiting.serial]
+            longest_ns = max([longest_ns, *(arrival_ns - waiting.request.arrival_ns for arrival_ns in later)])
+        if plan is not None:
+            device.launch(Forward(plan.units), now_ns)
+            for result in device.poll(now_ns):
+                scheduler.update(result, now_ns)
+        if added == num_requests and not scheduler.has_work:
+            return longest_ns
+    raise AssertionError("requests were left over")
+
+
+def scheduler_of(name, order_settings, **more):
+    return Scheduler(
+        SchedulerSettings(
+            block_size=4,
+            max_model_len=32,
+            max_num_batched_tokens=16,
+            scheduling_policy=name,
+            scheduling_policy_settings=order_settings,
+            **{"num_blocks": 12, "max_num_seqs": 4, **more},
+        )
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    name=st.sampled_from(sorted(BOUNDED)),
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(8, 30),
+    max_num_seqs=st.integers(1, 8),
+    batch_policy=st.sampled_from(["decode_first", "prefill_first", "run_to_completion"]),
+)
+def test_who_arrives_later_by_the_bound_never_enters_before(name, seed, num_blocks, max_num_seqs, batch_policy):
+    more = {"num_blocks": num_blocks, "max_num_seqs": max_num_seqs, "batch_policy": batch_policy}
+    scheduler = scheduler_of(name, BOUNDED[name], **more)
+    bound_ns = scheduler.waiting.policy.max_passed_over_ns
+    assert longest_passing_ns(scheduler, np.random.default_rng(seed), 40) < bound_ns
+
+
+def passing_ns(name, order_settings):
+    """In histories that are long and crowded."""
+    return max(longest_passing_ns(scheduler_of(name, order_settings), np.random.default_rng(s), 150) for s in range(2))
+
+
+@pytest.mark.parametrize("name", sorted(set(BOUNDED) - {"fcfs"}))
+def test_the_law_is_not_empty_requests_are_passed_over(name):
+    assert passing_ns(name, BOUNDED[name]) > 3
+
+
+@pytest.mark.parametrize("name", ["priority", "qllm"])
+def test_what_states_no_bound_passes_for_longer(name):
+    assert passing_ns(name, {}) > 30
+
+
+def test_every_order_is_here_or_states_no_bound_in_time():
+    assert {name for name, entry in ORDERING.items() if entry.make().max_passed_over_ns is not None} <= set(BOUNDED)
