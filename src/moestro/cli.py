@@ -39,6 +39,7 @@ from moestro.serve.bench.settings import (
     ResultSettings,
 )
 from moestro.serve.config_sources import ConfigFile, Origins, config_lines
+from moestro.serve.route.settings import RouteSettings
 
 ORIGINS = Origins()
 
@@ -220,6 +221,62 @@ def serve(
             server=ServerSettings(**front, **asdict(flags.engines)),
         )
     )
+
+
+@app.command
+def route(
+    *,
+    flags: RouteSettings = RouteSettings(),
+    config: Annotated[Path | None, Parameter(group=_CONFIG)] = None,
+    print_config: Annotated[bool, Parameter(group=_CONFIG, negative=())] = False,
+) -> None:
+    """Route requests to engines that run already: vLLM, SGLang, Moestro, or any other with OpenAI's API.
+
+    * moestro route --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 is all that is needed.
+    * moestro route --engine a=http://gpu1:8000 --engine b=http://gpu2:8000 calls them a and b.
+    * moestro explain REQUEST_ID tells why a request went where it went.
+
+    Parameters
+    ----------
+    config
+        A YAML or TOML file of settings, named as the flags are. Flags win over the environment, and both over the file.
+    print_config
+        Show every setting and where it came from, in a form that --config reads, and exit.
+    """
+    if print_config:
+        print("\n".join(config_lines(asdict(flags), ORIGINS)))
+        return
+    from moestro.serve.route.server import route as run
+
+    run(flags)
+
+
+@app.command
+def explain(
+    request_id: str,
+    *,
+    admin_url: str = "http://127.0.0.1:8081",
+    admin_api_key: Annotated[str | None, Parameter(show_default=False)] = None,
+    record: Path | None = None,
+) -> None:
+    """Tell which engine a request was routed to, with which scores, why, and how it came out.
+
+    Parameters
+    ----------
+    request_id
+        As the answer's x-request-id header has it.
+    admin_url
+        The admin plane of the running router.
+    admin_api_key
+        Its key, if it has one; better set as MOESTRO_ADMIN_API_KEY than shown in the process list.
+    record
+        Look in this file of moestro route --record instead.
+    """
+    from rich.console import Console
+
+    from moestro.serve.route.explain import explain as tell
+
+    tell(request_id, admin_url=admin_url, admin_api_key=admin_api_key, record=record, console=Console())
 
 
 @app.command
