@@ -153,7 +153,7 @@ class Router:
             num_output_tokens: that it generated, if somebody counted.
         """
         flight = self._flights.ended(request_id, now_ns)
-        self._policy.observe(Ended(request_id, flight.engine, now_ns, num_output_tokens))
+        self._policy.observe(Ended(request_id, flight.engine, flight.submit_ns, now_ns, num_output_tokens))
         self._release(flight.engine)
 
     # --- what the engines say
