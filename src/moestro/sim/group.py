@@ -76,6 +76,7 @@ class Group:
         self.num_turns = 0
         self._prices = prices
         self._jumps = jump
+        self._has_newcomer = False  # it will most likely enter: to ask how long nobody does is for nothing
         self.ends: Int64s | None = None
 
     def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
@@ -90,6 +91,7 @@ class Group:
         taken = self.seats[seat]
         serial = taken.rank.add(request, now_ns)
         taken.device.expect(serial, script)
+        self._has_newcomer = True
         if self.next_ns is None:
             self.next_ns = now_ns
         elif self.ends is not None:
@@ -105,7 +107,8 @@ class Group:
         emitted = [self._collect(seat, now_ns) for seat in self.seats]
         self.began_ns = now_ns
         self.num_turns += 1
-        num_rounds, until_ns = self._steady(now_ns) if self._jumps else STEPWISE
+        num_rounds, until_ns = self._steady(now_ns) if self._jumps and not self._has_newcomer else STEPWISE
+        self._has_newcomer = False
         if num_rounds:
             ends = self._prices.rounds_ns([seat.computed for seat in self.seats], num_rounds).cumsum() + now_ns
             if until_ns < ends[-1]:  # a round that begins at that time or later is not steady any more
