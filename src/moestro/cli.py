@@ -39,6 +39,7 @@ from moestro.serve.bench.settings import (
     ResultSettings,
 )
 from moestro.serve.config_sources import ConfigFile, Origins, config_lines
+from moestro.serve.route.settings import RouteSettings
 
 ORIGINS = Origins()
 
@@ -223,6 +224,62 @@ def serve(
 
 
 @app.command
+def route(
+    *,
+    flags: RouteSettings = RouteSettings(),
+    config: Annotated[Path | None, Parameter(group=_CONFIG)] = None,
+    print_config: Annotated[bool, Parameter(group=_CONFIG, negative=())] = False,
+) -> None:
+    """Route requests to engines that run already: vLLM, SGLang, Moestro, or any other with OpenAI's API.
+
+    * moestro route --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 is all that is needed.
+    * moestro route --engine a=http://gpu1:8000 --engine b=http://gpu2:8000 calls them a and b.
+    * moestro explain REQUEST_ID tells why a request went where it went.
+
+    Parameters
+    ----------
+    config
+        A YAML or TOML file of settings, named as the flags are. Flags win over the environment, and both over the file.
+    print_config
+        Show every setting and where it came from, in a form that --config reads, and exit.
+    """
+    if print_config:
+        print("\n".join(config_lines(asdict(flags), ORIGINS)))
+        return
+    from moestro.serve.route.server import route as run
+
+    run(flags)
+
+
+@app.command
+def explain(
+    request_id: str,
+    *,
+    admin_url: str = "http://127.0.0.1:8081",
+    admin_api_key: Annotated[str | None, Parameter(show_default=False)] = None,
+    record: Path | None = None,
+) -> None:
+    """Tell which engine a request was routed to, with which scores, why, and how it came out.
+
+    Parameters
+    ----------
+    request_id
+        As the answer's x-request-id header has it.
+    admin_url
+        The admin plane of the running router.
+    admin_api_key
+        Its key, if it has one; better set as MOESTRO_ADMIN_API_KEY than shown in the process list.
+    record
+        Look in this file of moestro route --record instead.
+    """
+    from rich.console import Console
+
+    from moestro.serve.route.explain import explain as tell
+
+    tell(request_id, admin_url=admin_url, admin_api_key=admin_api_key, record=record, console=Console())
+
+
+@app.command
 def bench(
     *,
     endpoint: EndpointSettings = EndpointSettings(),
@@ -287,6 +344,53 @@ def sim(
         write_json(json, report)
     if plot is not None:
         save_plots(plot, runs)
+
+
+repro = App(name="repro", help="Make a paper's tables again, on virtual time, and set its claims beside what is found.")
+app.command(repro)
+
+
+@repro.command
+def lmetric(
+    *,
+    quick: Annotated[bool, Parameter(negative=())] = False,
+    loads: tuple[str, ...] | None = None,
+    num_requests: int | None = None,
+    traces: Path | None = None,
+    out: Path | None = None,
+) -> None:
+    """LMetric: 16 H20 engines with Qwen3-30B-A3B, every routing policy, five rates up to 90 % of saturation.
+
+    Parameters
+    ----------
+    quick
+        One load, two rates and seven policies: under a minute, to see what it does.
+    loads
+        Only these: chat, api_agent, coder, tool_agent (generated sessions), mooncake_conversation, mooncake_synthetic.
+    num_requests
+        Of each load; more make steadier figures, and take longer.
+    traces
+        A directory with mooncake_conversation.jsonl and mooncake_synthetic.jsonl (or .jsonl.zst), which Mooncake's
+        authors publish. Without it there are generated sessions alone.
+    out
+        A directory for lmetric.json and, where matplotlib is installed, pictures.
+    """
+    from rich.console import Console
+
+    from moestro.sim.repro.runner import reproduce_lmetric, save
+
+    console = Console()
+    found = reproduce_lmetric(console, quick=quick, traces=traces, sources=loads, num_requests=num_requests)
+    if out is None:
+        return
+    console.print(f"written: {save(found, out, 'lmetric')}")
+    try:
+        from moestro.sim.repro.draw import save_pictures
+    except ImportError:
+        console.print("no pictures: pip install 'moestro[plots]'")
+        return
+    for path in save_pictures(found.findings, out):
+        console.print(f"written: {path}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

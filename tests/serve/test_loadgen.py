@@ -246,6 +246,15 @@ def test_a_trace_is_replayed_in_its_own_time_or_at_a_rate(tmp_path):
     assert len({tuple(prompt[512:]) for prompt in prompts}) == 4
 
 
+def test_a_result_with_generated_sessions_says_so():
+    asked = RequestSettings(dataset_name="api_agent", num_prompts=20, skip_too_long=True)
+    with Endpoint(whole()) as endpoint:
+        measured, shown = run(endpoint, requests=asked, arrivals=ArrivalSettings(request_rate=1000, num_warmups=0))
+    assert measured.result.is_generated
+    assert "generated, not recorded" in shown
+    assert measured.result.report.num_ok + measured.result.num_skipped == 20
+
+
 @pytest.mark.parametrize(
     ("where", "words"),
     [

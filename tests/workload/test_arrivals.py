@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moestro.errors import ConfigError
-from moestro.workload.arrivals import at_rate, constant, faster, gamma, poisson, replay, spread
+from moestro.workload.arrivals import at_load, at_rate, constant, faster, gamma, poisson, replay, spread, weibull
 
 S = 1_000_000_000
 
@@ -15,7 +15,12 @@ def rng(seed=0):
 
 @given(st.integers(1, 300), st.floats(0.01, 1000), st.floats(0.1, 20), st.integers(0, 5))
 def test_every_process_is_ordered_and_offers_exactly_the_rate_asked_for(count, rate, burstiness, seed):
-    for offsets in (constant(count, rate), poisson(count, rate, rng(seed)), gamma(count, rate, burstiness, rng(seed))):
+    for offsets in (
+        constant(count, rate),
+        poisson(count, rate, rng(seed)),
+        gamma(count, rate, burstiness, rng(seed)),
+        weibull(count, rate, burstiness, rng(seed)),
+    ):
         assert offsets.dtype == np.int64
         assert len(offsets) == count
         assert (np.diff(offsets) >= 0).all()
@@ -28,6 +33,13 @@ def test_gamma_gaps_vary_as_their_shape_says(burstiness):
     gaps = np.diff(gamma(20_000, 5, burstiness, rng())) / S
     assert gaps.mean() == pytest.approx(0.2, rel=0.01)
     assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
+
+
+@pytest.mark.parametrize(("shape", "cv"), [(0.5, 5**0.5), (1.0, 1.0), (2.0, 0.5227)])
+def test_weibull_gaps_vary_as_their_shape_says(shape, cv):
+    gaps = np.diff(weibull(20_000, 5, shape, rng())) / S
+    assert gaps.mean() == pytest.approx(0.2, rel=0.01)
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
 
 
 def test_poisson_arrivals_are_independent():
@@ -49,6 +61,14 @@ def test_a_replay_can_be_faster_or_brought_to_a_rate():
     offsets = np.array([0, 2, 8], np.int64) * S
     assert faster(offsets, 4).tolist() == [0, S // 2, 2 * S]
     assert at_rate(offsets, 3).tolist() == [0, S // 4, S]
+
+
+def test_a_load_is_a_share_of_what_was_measured():
+    offsets = np.array([0, 2, 8], np.int64) * S
+    assert at_load(offsets, 6, 0.5).tolist() == at_rate(offsets, 3).tolist()
+    for rate, share in ((0, 0.5), (6, 0), (float("nan"), 1)):
+        with pytest.raises(ConfigError, match="a share above 0 of a measured rate above 0"):
+            at_load(offsets, rate, share)
 
 
 def test_a_trace_of_one_stamp_has_no_rate():

@@ -60,6 +60,59 @@ def test_azures_seven_digits_are_kept(write):
     assert rows.hash_ids is None
 
 
+@pytest.mark.parametrize(
+    ("stamp", "since_epoch_ns"),
+    [
+        ("2024-05-10 00:00:00.009930+00:00", 1_715_299_200_009_930_000),
+        ("2024-05-12 00:00:00+00:00", 1_715_472_000_000_000_000),
+        ("2024-05-10 02:00:00.5+02:00", 1_715_299_200_500_000_000),
+        ("2024-05-10T00:00:00Z", 1_715_299_200_000_000_000),
+    ],
+)
+def test_azures_stamps_of_2024_carry_a_zone_and_sometimes_no_digits(write, stamp, since_epoch_ns):
+    rows = read_trace(write("t.csv", f"TIMESTAMP,ContextTokens,GeneratedTokens\n{stamp},2162,5\n"))
+    assert rows.timestamp_ns.tolist() == [since_epoch_ns]
+
+
+def test_bailians_turns_become_sessions_and_its_times_are_seconds(write):
+    line = (
+        '{{"chat_id": {}, "parent_chat_id": {}, "timestamp": {}, "input_length": 32, "output_length": 2,'
+        ' "type": "text", "turn": 1, "hash_ids": {}}}\n'
+    )
+    turns = [(5, -1, 0.25, [1, 2]), (7, 5, 1, [1, 2]), (8, 99, 2, [1, 3]), (9, 7, 3, [1, 2]), (10, 99, 4, [4, 2])]
+    rows = read_trace(write("t.jsonl", "".join(line.format(*turn) for turn in turns)))
+    assert rows.timestamp_ns.tolist() == [250_000_000, 10**9, 2 * 10**9, 3 * 10**9, 4 * 10**9]
+    assert rows.session.tolist() == [0, 0, 1, 0, 1], "a turn whose first one lies before the file stays with its kin"
+    assert rows.block_size == 16
+    assert [ids.tolist() for ids in rows.hash_ids] == [[0, 1], [0, 1], [0, 2], [0, 1], [3, 4]], (
+        "its ids are not chained"
+    )
+
+
+BURSTGPT = (
+    "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    "5,a,2.5,ChatGPT,472,18,490,Conversation log\n45,,1,GPT-4,20,30,50,API log\n"
+    "50,a,1,ChatGPT,0,0,0,Conversation log\n"
+    "118.5,a,9,GPT-4,417,276,693,Conversation log\n"
+)
+
+
+def test_burstgpts_failures_are_no_requests_and_are_counted(write):
+    rows = read_trace(write("t.csv", BURSTGPT))
+    assert rows.timestamp_ns.tolist() == [5 * 10**9, 45 * 10**9, 118_500_000_000]
+    assert rows.num_prompt_tokens.tolist() == [472, 20, 417]
+    assert rows.num_output_tokens.tolist() == [18, 30, 276]
+    assert rows.session.tolist() == [0, 1, 0]
+    assert rows.num_left_out == 1
+
+
+def test_burstgpts_first_release_names_no_sessions(write):
+    rows = read_trace(write("t.csv", "Timestamp,Model,Request tokens,Response tokens\n5,GPT-4,7,8\n"))
+    assert rows.session is None
+    with pytest.raises(ConfigError, match="holds no requests"):
+        read_trace(write("t.csv", "Timestamp,Model,Request tokens,Response tokens\n5,GPT-4,7,0\n"))
+
+
 def test_lengths_without_times(write):
     rows = read_trace(write("t.csv.zst", "input_length,output_length\n632,34\n220,7\n"))
     assert rows.timestamp_ns is None

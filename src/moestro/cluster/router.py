@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moestro.cluster.caches import EngineCaches
 from moestro.cluster.columns import EngineColumns
@@ -26,12 +27,18 @@ class RouteDecision:
         score: lower is better; what it means is the policy's affair.
         reason: in a few words.
         hit_tokens: of the prompt, that the engine's cache is thought to hold.
+        scores: [num_engines], every row's at that moment, unroutable ones too; None: the policy scores none.
+        all_hit_tokens: int64[num_engines], as `hit_tokens`, of every row.
+        routable: bool[num_engines], the rows that could be chosen.
     """
 
     engine: int
     score: float
     reason: str
     hit_tokens: int
+    scores: NDArray[np.float64] | NDArray[np.int64] | None
+    all_hit_tokens: NDArray[np.int64]
+    routable: NDArray[np.bool_]
 
 
 class Router:
@@ -111,7 +118,9 @@ class Router:
         if self._policy.needs.hits:
             self._caches.routed(engine, request.block_hashes, now_ns)
         self._policy.observe(Routed(request, engine, hit_tokens, choice.detail, now_ns))
-        return RouteDecision(engine, choice.score, choice.reason, hit_tokens)
+        return RouteDecision(
+            engine, choice.score, choice.reason, hit_tokens, choice.scores, view.hit_tokens, view.engines.routable
+        )
 
     def check_room(self) -> None:
         """Raise what `submit` would raise now: a flood is refused before anybody reads what it sends.

@@ -13,7 +13,7 @@ from cyclopts.config import Dict
 from moestro.errors import ConfigError
 from moestro.serve.config_file import read_config_file
 
-SECRETS = frozenset({"api_key"})
+SECRETS = frozenset({"api_key", "engine_api_key", "admin_api_key"})
 _NOT_IN_FILES = frozenset({"config", "print-config"})
 
 

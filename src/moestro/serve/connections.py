@@ -62,6 +62,7 @@ class TooMany(asyncio.Protocol):
     """Refuses, whatever is asked."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Say so and hang up."""
         error = ConnectionsFullError()
         body = error_json(error)
         head = (

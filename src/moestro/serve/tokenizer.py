@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
@@ -56,8 +57,17 @@ class Tokenizer:
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def render_chat(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """The prompt that the chat template makes of `messages`, up to where the assistant begins (unless told not to).
+
+        Args:
+            tools: as the API has them; templates that know none leave them out.
 
         Raises:
             RequestError: the model has no template, or its template refuses these messages.
@@ -70,7 +80,10 @@ class Tokenizer:
             )
         try:
             text = self._fast.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages),
+                tools=None if tools is None else list(tools),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # a template is a program that we did not write (transformers sandboxes it)
             raise RequestError(

@@ -11,8 +11,8 @@ from moestro.sim.arrivals import Arrivals, AtTimes
 from moestro.sim.settings import WorkloadSettings
 from moestro.workload.arrivals import at_rate, constant, gamma, poisson, replay, weibull
 from moestro.workload.length_shapes import draw_shape
-from moestro.workload.rows import Int64s, Rows, equal_rows
-from moestro.workload.session_generator import generate, labelled
+from moestro.workload.rows import Int64s, Rows, equal_rows, labelled
+from moestro.workload.session_generator import generate
 from moestro.workload.session_shapes import SHAPES
 from moestro.workload.traces import read_trace
 

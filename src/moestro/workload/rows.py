@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.errors import ConfigError
+
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
@@ -81,6 +83,17 @@ class Rows:
             elif isinstance(column, tuple):
                 chosen[field.name] = tuple(column[i] for i in which)
         return replace(self, **chosen)  # type: ignore[arg-type]
+
+
+def labelled(rows: Rows, ls_share: float, seed: int) -> Rows:
+    """The same requests, each latency-sensitive with the chance `ls_share` and best-effort otherwise (QLLM, section 5).
+
+    Raises:
+        ConfigError: the share is not within 0 .. 1.
+    """
+    if not 0 <= ls_share <= 1:
+        raise ConfigError(f"the share of latency-sensitive requests must be within 0 .. 1, got {ls_share:g}")
+    return replace(rows, is_ls=np.random.default_rng([seed, len(rows)]).random(len(rows)) < ls_share)
 
 
 def equal_rows(num_requests: int, num_prompt_tokens: int, num_output_tokens: int, num_shared_tokens: int = 0) -> Rows:

@@ -143,7 +143,7 @@ def _times(window: Window, factor: float, rng: np.random.Generator) -> Int64s:
     expected = window.rate * WINDOW_S * factor
     count = int(expected) + int(rng.random() < expected % 1)
     draw = rng.gamma if window.pattern == "Gamma" else rng.weibull
-    gaps = draw(window.shape, count + 1)  # the last one reaches to the end of the stretch
+    gaps = draw(window.shape, size=count + 1)  # the last one reaches to the end of the stretch
     since: NDArray[np.float64] = np.cumsum(gaps)
     times: Int64s = np.floor(since[:-1] / since[-1] * (WINDOW_S * NS_PER_S)).astype(np.int64)
     return times

@@ -116,14 +116,3 @@ def _beginnings(shape: SessionShape, num_sessions: int, rng: np.random.Generator
         start = np.append(start, np.repeat(app_tokens, shape.num_users))
         begin, head = num_apps + place, head + own[user]
     return Streams(np.append(parent, begin), np.append(start, head)), head, user
-
-
-def labelled(rows: Rows, ls_share: float, seed: int) -> Rows:
-    """The same requests, each latency-sensitive with the chance `ls_share` and best-effort otherwise (QLLM, section 5).
-
-    Raises:
-        ConfigError: the share is not within 0 .. 1.
-    """
-    if not 0 <= ls_share <= 1:
-        raise ConfigError(f"the share of latency-sensitive requests must be within 0 .. 1, got {ls_share:g}")
-    return replace(rows, is_ls=np.random.default_rng([seed, len(rows)]).random(len(rows)) < ls_share)

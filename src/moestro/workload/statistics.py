@@ -115,8 +115,8 @@ def lru_hit_share(rows: Rows, block_size: int, num_blocks: int) -> float:
         for number in reversed(numbers):  # the end of a prompt is of less use than its beginning, and leaves first
             cache[number] = None
             cache.move_to_end(number)
-        while len(cache) > num_blocks:
-            cache.popitem(last=False)
+            if len(cache) > num_blocks:
+                cache.popitem(last=False)
     return num_found * block_size / int(rows.num_prompt_tokens.sum())
 
 

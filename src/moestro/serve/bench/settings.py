@@ -66,11 +66,11 @@ class RequestSettings:
 
     dataset_name: Annotated[DatasetName, Parameter(group=_REQUESTS)] = "random"
     (
-        "random: prompts of equal length, of random tokens. trace: as --dataset-path recorded them. servegen: drawn from"
-        " the clients in --dataset-path. chat, api_agent, coder, tool_agent: generated sessions (docs/workloads.md)."
+        "random: prompts of equal length, of random tokens. trace: as --dataset-path recorded them. servegen: from the"
+        " clients in --dataset-path. chat, api_agent, coder, tool_agent: generated sessions (docs/workloads.md)."
     )
     dataset_path: Annotated[Path | None, Parameter(group=_REQUESTS)] = None
-    "A trace (.jsonl, .csv or ShareGPT's .json; also .zst), its form told by its fields; or ServeGen's clients."
+    "A trace (.jsonl, .csv, ShareGPT's .json; also .zst), its form told by its fields, or ServeGen's clients."
     num_prompts: Annotated[int | None, Parameter(group=_REQUESTS)] = None
     "How many requests: by default 200, or the whole trace."
     length_shape: Annotated[Shape | None, Parameter(group=_REQUESTS)] = None

@@ -15,7 +15,7 @@ from moestro.serve.route.heads import Incoming
 BYTES_PER_TOKEN = 4  # of English text and common tokenizers; a unit of load and hits, not a measurement
 DEFAULT_MAX_TOKENS = 16
 _MAX_AFFINITY_CHARS = 256  # of names that clients make up
-_ABSENT = msgspec.Raw()  # a Raw cannot be in a union: null is one as well
+ABSENT = msgspec.Raw()  # a Raw cannot be in a union: null is one as well
 _SESSION_HEADERS = (b"x-session-affinity", b"x-session-id")
 
 
@@ -23,7 +23,7 @@ class Part(msgspec.Struct):
     """One part of a message's content."""
 
     text: str | None = None
-    image_url: msgspec.Raw = _ABSENT
+    image_url: msgspec.Raw = ABSENT
 
 
 class Said(msgspec.Struct):
@@ -31,7 +31,9 @@ class Said(msgspec.Struct):
 
     role: str
     content: str | list[Part] | None = None
-    tool_calls: msgspec.Raw = _ABSENT
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: msgspec.Raw = ABSENT
 
 
 class Asked(msgspec.Struct):
@@ -41,12 +43,12 @@ class Asked(msgspec.Struct):
 
     model: str | None = None
     messages: list[Said] | None = None
-    prompt: msgspec.Raw = _ABSENT
-    input: msgspec.Raw = _ABSENT
-    text: msgspec.Raw = _ABSENT
-    system: msgspec.Raw = _ABSENT
-    instructions: msgspec.Raw = _ABSENT
-    tools: msgspec.Raw = _ABSENT
+    prompt: msgspec.Raw = ABSENT
+    input: msgspec.Raw = ABSENT
+    text: msgspec.Raw = ABSENT
+    system: msgspec.Raw = ABSENT
+    instructions: msgspec.Raw = ABSENT
+    tools: msgspec.Raw = ABSENT
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -74,14 +76,14 @@ def read(body: bytes) -> Asked:
 def plain_text(asked: Asked) -> bytes:
     """The prompt as one text: what templates write first (tools, instructions) first, then roles and contents.
 
-    Two prompts that begin alike have texts that begin alike; it is not the text that the engine's template writes. Token
-    ids stay as they are spelt.
+    Two prompts that begin alike have texts that begin alike; it is not the text that the engine's template writes.
+    Token ids stay as they are spelt.
     """
-    parts = [bytes(raw) for raw in (asked.tools, asked.system, asked.instructions) if raw is not _ABSENT]
+    parts = [bytes(raw) for raw in (asked.tools, asked.system, asked.instructions) if raw is not ABSENT]
     if asked.messages is not None:
         parts.append("".join([_said(message) for message in asked.messages]).encode())
     else:
-        parts += [_unquoted(bytes(raw)) for raw in (asked.prompt, asked.input, asked.text) if raw is not _ABSENT]
+        parts += [_unquoted(bytes(raw)) for raw in (asked.prompt, asked.input, asked.text) if raw is not ABSENT]
     return parts[0] if len(parts) == 1 else b"\n".join(parts)
 
 
@@ -120,7 +122,7 @@ def _said(message: Said) -> str:
     if not isinstance(content, str):
         content = "".join([part.text or _spelt(part.image_url) for part in content or ()])
     calls = message.tool_calls
-    return f"{message.role}\n{content}\n" if calls is _ABSENT else f"{message.role}\n{content}{_spelt(calls)}\n"
+    return f"{message.role}\n{content}\n" if calls is ABSENT else f"{message.role}\n{content}{_spelt(calls)}\n"
 
 
 def _spelt(raw: msgspec.Raw) -> str:

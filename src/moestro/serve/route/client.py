@@ -302,9 +302,8 @@ class Client(asyncio.Protocol):
         self._num_head_bytes += len(data)  # too many, where a body comes with the head; they are forgotten with it
         try:
             self._parser.feed_data(data)
-        except HttpParserUpgrade as upgrade:  # not offered: the request is served as it is, and the rest parsed anew
-            self._parser = HttpRequestParser(self)
-            self._early = data[upgrade.args[0] :]
+        except HttpParserUpgrade:
+            pass  # refused when its head was read: the parser takes its body for what follows an upgrade
         except HttpParserError as error:
             self._refusal = self._refusal or HttpError(400, f"Malformed HTTP: {error}.", "bad_request")
         if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
@@ -343,6 +342,8 @@ class Client(asyncio.Protocol):
         self._named = named = {lower: value for lower, _, value in self._headers}
         if self._num_head_bytes > MAX_HEAD_BYTES and self._head_size() > MAX_HEAD_BYTES:
             return _head_too_large()
+        if self._parser.should_upgrade():
+            return HttpError(501, "Connections are not upgraded here: leave out Upgrade.", "upgrade_not_supported")
         if named.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
             return HttpError(501, "Transfer-Encoding must be chunked.", "unsupported_transfer_encoding")
         if refusal := clients.handler.refuses(named, self._target):

@@ -119,7 +119,7 @@ class Exchange:
         self._send()
 
     def refuse(self, error: RequestError) -> None:
-        """End it with an error of our own; an answer that has begun is cut off, with the cause in it if it is a stream."""
+        """End it with an error of our own; an answer that has begun is cut off, a stream with the cause in it."""
         if self._stage is _Stage.OVER:
             return
         has_begun = self._stage is _Stage.ANSWERING
@@ -175,10 +175,9 @@ class Exchange:
         assert engine is not None
         self._status = status
         engine.counts.statuses[status] += 1
-        if status in _BUSY or status in _FAILED:
-            if self._take_failure(engine, status, headers):
-                return
-        self._head = (status, headers)
+        is_failure = status in _BUSY or status in _FAILED
+        if not (is_failure and self._take_failure(engine, status, headers)):
+            self._head = (status, headers)
 
     def body(self, data: bytes, *, is_last: bool) -> None:
         """A part of the answer."""
@@ -232,7 +231,7 @@ class Exchange:
         engine.counts.num_decisions += 1
         self._tried.append(engine.row)
         self._mark = shared.fleet.sent(engine)
-        shared.journal.routed(self._request, decision, engine.name, self._why)
+        shared.journal.routed(self._request, decision, self._why)
 
     def _send(self) -> None:
         assert self._engine is not None

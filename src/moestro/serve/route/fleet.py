@@ -66,6 +66,7 @@ class Fleet:
         self._rules = rules
         self._now_ns = now_ns
         self._by_row: dict[int, Engine] = {}
+        self._names: dict[int, str] = {}
         self._returning: set[int] = set()  # rows that are being brought up to their share
         self.models = Models()
 
@@ -88,6 +89,7 @@ class Fleet:
             if engine.name == name or engine.url == url:
                 raise ConfigError(f"engine {name}={url}: {engine.name}={engine.url} is there already")
         row = self.router.add_engine()
+        self._names[row] = name
         health = Health(self._rules, self._now_ns())
         engine = self._by_row[row] = Engine(row=row, name=name, url=url, pool=pool, head=head, health=health)
         return engine
@@ -102,6 +104,10 @@ class Fleet:
     def named(self, name: str) -> Engine | None:
         """The engine that people call `name`."""
         return next((engine for engine in self._by_row.values() if engine.name == name), None)
+
+    def name_of(self, row: int) -> str:
+        """What people call the engine of a row, be it gone."""
+        return self._names[row]
 
     def submit(self, request: Request, model: str | None, tried: Collection[int], now_ns: int) -> RouteDecision:
         """Let the router choose.
@@ -135,6 +141,10 @@ class Fleet:
             self.look(engine, self._now_ns())
         return mark
 
+    def look_now(self, engine: Engine) -> None:
+        """Judge `engine` anew, because something was done to it."""
+        self.look(engine, self._now_ns())
+
     def look(self, engine: Engine, now_ns: int) -> None:
         """Judge `engine` anew, and take it into rotation or out of it."""
         if self._by_row.get(engine.row) is not engine:
@@ -159,8 +169,9 @@ class Fleet:
     def lost(self, engine: Engine, cause: str, now_ns: int) -> None:
         """It cannot be reached, or hung up on a request: what its cache held is not to be relied on."""
         engine.unreachable = cause
-        self.router.engine_lost(engine.row, now_ns)
-        self.look(engine, now_ns)
+        if self._by_row.get(engine.row) is engine:
+            self.router.engine_lost(engine.row, now_ns)
+            self.look(engine, now_ns)
 
     def has_other(self, tried: Collection[int]) -> bool:
         """Whether an engine is in rotation that has not had its chance."""

@@ -45,7 +45,7 @@ _OPEN_BESIDE_V1 = frozenset(
 )
 _PROBES = frozenset({b"/health", b"/ping", b"/ready", b"/readyz"})  # have no key
 
-Prepare = Callable[[Asked, Incoming, int], Request]
+Prepare = Callable[[Asked, Incoming, int], Request]  # what is asked, the whole request, now_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

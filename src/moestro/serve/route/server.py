@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
-import time
+from collections.abc import AsyncIterator, Callable
 
 import uvloop
+from aiohttp import web
+from rich.console import Console
 
-from moestro.cluster.breaker import BreakerRules
-from moestro.cluster.health import HealthRules
-from moestro.cluster.retry_budget import RetryBudget, RetryRules
-from moestro.cluster.router import Router
-from moestro.cluster.settings import RouterSettings
-from moestro.policy.routing.registry import make_policy
 from moestro.serve.connections import accept, allow_open_files, bound_socket
-from moestro.serve.keys import ApiKeys
-from moestro.serve.route.asked import BYTES_PER_TOKEN, request_from_text
-from moestro.serve.route.client import ClientLimits, Clients
-from moestro.serve.route.counts import Counts
-from moestro.serve.route.exchange import ExchangeRules, Shared
-from moestro.serve.route.fleet import Fleet
-from moestro.serve.route.heads import EngineHead
-from moestro.serve.route.journal import Journal
-from moestro.serve.route.proxy import Proxy, Reading, sweep_forever
-from moestro.serve.route.settings import EngineUrl, RouteSettings
-from moestro.serve.route.upstream import Address, Pool
-from moestro.serve.route.watch import HealthWatch, MetricsWatch, Watch, WatchRules
+from moestro.serve.refusals import DrainingError
+from moestro.serve.route.admin import Admin
+from moestro.serve.route.banner import Started, print_banner
+from moestro.serve.route.parts import Parts, assemble
+from moestro.serve.route.proxy import sweep_forever
+from moestro.serve.route.settings import EngineUrl, RouteSettings, is_loopback
+from moestro.serve.route.statline import RouteLines, log_forever
+from moestro.serve.startup import process_age_s
 
 logger = logging.getLogger(__name__)
 
 _SWEEP_S = 0.25
+_STEP_S = 0.01
+_FAREWELL_S = 1.0  # for answers that are complete to reach their clients
+_FIRST_LOOK_S = 5.0  # the banner waits for the first word of every engine, so long at most
+_GC_THRESHOLD = 50_000  # requests leave no cycles; looking for them at every few hundred objects is wasted
 
 
 def route(settings: RouteSettings) -> None:
@@ -61,9 +58,15 @@ class _Server:
         assert main is not None
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, main)
-        urls = self._settings.engines.urls
-        with bound_socket(self._settings.front.host, self._settings.front.port) as listener:
-            await self._serve(listener, urls)
+        urls, front, admin = self._settings.engines.urls, self._settings.front, self._settings.admin
+        allow_open_files(2 * front.max_connections)  # each client may need an engine's connection
+        with (
+            bound_socket(front.host, front.port) as listener,
+            bound_socket(admin.admin_host, admin.admin_port) as admin_listener,
+        ):
+            parts = assemble(self._settings)
+            async with _running(parts, urls), _admin_plane(parts, admin_listener, self._settings):
+                await self._serve(parts, listener, admin_listener)
 
     def _on_signal(self, main: asyncio.Task[None]) -> None:
         if self._is_serving and not self._stop.is_set():
@@ -71,50 +74,103 @@ class _Server:
         else:
             main.cancel()
 
-    async def _serve(self, listener: socket.socket, urls: tuple[EngineUrl, ...]) -> None:
-        s = self._settings
-        block_tokens = max(1, s.routing.text_block_bytes // BYTES_PER_TOKEN)
-        router = Router(
-            make_policy(s.routing.route_policy),
-            RouterSettings(block_size=block_tokens, seed=s.routing.seed, index_bytes=s.routing.index_memory_bytes),
-        )
-        rules = HealthRules(
-            stall_ns=int(s.reliability.stall_timeout * 1e9),
-            slow_start_ns=int(s.reliability.slow_start * 1e9),
-            breaker=BreakerRules(num_in_row=s.reliability.breaker_failures),
-        )
-        fleet = Fleet(router, block_tokens, rules, time.monotonic_ns)
-        shared = Shared(
-            fleet=fleet,
-            rules=ExchangeRules(
-                max_retries=s.reliability.max_retries,
-                first_byte_s=s.reliability.first_byte_timeout,
-                idle_s=s.reliability.idle_timeout,
-                shows_route=s.front.route_headers,
-            ),
-            budget=RetryBudget(RetryRules(share=s.reliability.retry_share), time.monotonic_ns()),
-            counts=Counts(),
-            journal=Journal(),
-            active={},
-        )
-        reading = Reading(prepare=lambda a, i, n: request_from_text(a, i, n, s.routing.text_block_bytes))
-        proxy = Proxy(shared, reading, ApiKeys(s.front.api_key), frozenset(s.front.open_path), lambda: b"")
-        clients = Clients(
-            proxy,
-            ClientLimits(
-                max_body_bytes=s.front.max_body_bytes, body_s=s.front.body_timeout, write_s=s.front.write_timeout
-            ),
-        )
-        wr = WatchRules(
-            health_s=s.engines.health_interval, timeout_s=s.engines.probe_timeout, metrics_s=s.engines.metrics_interval
-        )
-        watch = Watch([HealthWatch(fleet, wr), MetricsWatch(fleet, wr)])
-        for url in urls:
-            pool = Pool(Address(url.host, url.port, None), s.engines.connect_timeout)
-            watch.begin(fleet.add(url.name, url.url, pool, EngineHead(host=f"{url.host}:{url.port}".encode())))
-        sweeper = asyncio.create_task(sweep_forever(shared, clients.sweep, _SWEEP_S))
-        allow_open_files(2 * s.front.max_connections)
-        door = await accept(clients, listener)
+    async def _serve(self, parts: Parts, listener: socket.socket, admin_listener: socket.socket) -> None:
+        await _first_look(parts)
+        door = await accept(parts.accept_client, listener)
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(_GC_THRESHOLD)
         self._is_serving = True
-        print("serving", listener.getsockname(), flush=True)
-        await self._stop.wait()
+        self._greet(parts, _url(listener), _url(admin_listener))
+        try:
+            await self._stop.wait()
+            await self._drain(parts)
+        finally:
+            door.close()
+            parts.clients.close_idle()
+
+    async def _drain(self, parts: Parts) -> None:
+        """What comes from now on hears that we stop; what runs has time to finish."""
+        active, patience_s = parts.shared.active, self._settings.front.shutdown_timeout
+        parts.proxy.is_draining = parts.clients.is_closing = True
+        if active:
+            logger.info("stopping: %d requests have %g s to finish", len(active), patience_s)
+        await _until(lambda: not active, patience_s)
+        for exchange in list(active.values()):
+            exchange.refuse(DrainingError())  # the rest hear why
+        parts.clients.close_idle()
+        await _until(lambda: not parts.clients.open, _FAREWELL_S)
+
+    def _greet(self, parts: Parts, url: str, admin_url: str) -> None:
+        settings = self._settings
+        if not settings.front.api_key and not is_loopback(settings.front.host):
+            logger.warning("listening on %s without --api-key: whoever reaches this machine can use it", url)
+        started = Started(
+            engines=parts.operator.views(),
+            choice=settings.routing.route_policy,
+            prompts=settings.routing.in_words,
+            url=url,
+            admin_url=admin_url,
+            needs_key=bool(settings.front.api_key),
+            seconds=process_age_s(),
+        )
+        print_banner(Console(stderr=True), started)
+
+
+@contextlib.asynccontextmanager
+async def _running(parts: Parts, urls: tuple[EngineUrl, ...]) -> AsyncIterator[None]:
+    """Everything that goes on by itself."""
+    for url in urls:
+        parts.operator.add(url)
+    tasks = [
+        asyncio.create_task(sweep_forever(parts.shared, parts.clients.sweep, _SWEEP_S)),
+        asyncio.create_task(log_forever(RouteLines(parts.shared.fleet, parts.shared.counts))),
+    ]
+    if parts.record is not None:
+        tasks.append(asyncio.create_task(parts.record.flush_forever()))
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await parts.operator.watch.close()
+        for engine in parts.shared.fleet:
+            engine.pool.close()
+        if parts.record is not None:
+            await parts.record.close()
+        if parts.threads is not None:
+            parts.threads.close()
+
+
+@contextlib.asynccontextmanager
+async def _admin_plane(parts: Parts, listener: socket.socket, settings: RouteSettings) -> AsyncIterator[None]:
+    admin = Admin(parts.operator, parts.shared.journal, parts.exposition.text)
+    runner = web.AppRunner(admin.app(settings.admin), access_log=None, shutdown_timeout=_FAREWELL_S)
+    await runner.setup()
+    await web.SockSite(runner, listener).start()
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+async def _first_look(parts: Parts) -> None:
+    """Until every engine has answered its first check, or not."""
+    await _until(
+        lambda: all(engine.condition != "unchecked" or engine.unreachable for engine in parts.shared.fleet),
+        min(_FIRST_LOOK_S, parts.operator.settings.probe_timeout),
+    )
+
+
+async def _until(condition: Callable[[], bool], seconds: float) -> None:
+    """Return once it holds, or after `seconds`."""
+    for _ in range(int(seconds / _STEP_S) + 1):
+        if condition():
+            return
+        await asyncio.sleep(_STEP_S)
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from cyclopts import Group, Parameter
 
 from moestro.errors import ConfigError
+from moestro.policy.routing.registry import ROUTING
 
 _NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,64}")
 
@@ -41,10 +42,12 @@ class EngineUrl:
     Attributes:
         name: how it is called in headers, logs and metrics.
         url: scheme, host and port, and perhaps the path under which its API lies.
+        netloc: host and port, as in a Host header.
     """
 
     name: str
     url: str
+    netloc: str
     host: str
     port: int
     path: str
@@ -68,11 +71,13 @@ class EngineUrl:
         if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or parts.username:
             raise ConfigError(f"--engine {text}: give http://HOST:PORT or NAME=http://HOST:PORT")
         port = port or (443 if parts.scheme == "https" else 80)
-        shown, path = f"[{host}]" if ":" in host else host, parts.path.rstrip("/").removesuffix("/v1")
-        name = name or f"{shown}:{port}"
+        netloc, path = f"[{host}]:{port}" if ":" in host else f"{host}:{port}", parts.path.rstrip("/")
+        path = path.removesuffix("/v1")
+        name = name or netloc
         if not _NAME.fullmatch(name):
             raise ConfigError(f"--engine {text}: a name has letters, digits and . _ : - in it, 64 at most")
-        return cls(name, f"{parts.scheme}://{shown}:{port}{path}", host, port, path, parts.scheme == "https")
+        is_tls = parts.scheme == "https"
+        return cls(name, f"{parts.scheme}://{netloc}{path}", netloc, host, port, path, is_tls)
 
 
 @Parameter(name="*")
@@ -80,7 +85,7 @@ class EngineUrl:
 class EngineSettings:
     """The engines."""
 
-    engine: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True)] = ()
+    engine: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True, show_default=False)] = ()
     "Where one is: http://HOST:PORT, or NAME=http://HOST:PORT to call it by name. Repeat it for each."
     engine_api_key: Annotated[str | None, Parameter(group=_ENGINES, show_default=False)] = field(
         default=None, repr=False
@@ -88,8 +93,10 @@ class EngineSettings:
     "Sent to engines in place of the client's key. Better set as MOESTRO_ENGINE_API_KEY than shown in the process list."
     connect_timeout: Annotated[float, Parameter(group=_ENGINES)] = 3.0
     "Seconds in which a connection to an engine must be made."
+    health_path: Annotated[str, Parameter(group=_ENGINES)] = "/health"
+    "What an engine is asked to see whether it is well; any answer below 300 says so."
     health_interval: Annotated[float, Parameter(group=_ENGINES)] = 5.0
-    "Seconds between looks at an engine's /health; one that is not well is looked at twice a second."
+    "Seconds between looks at an engine's health; one that is not well is looked at twice a second."
     metrics_interval: Annotated[float, Parameter(group=_ENGINES)] = 1.0
     "Seconds between looks at an engine's /metrics (its queue, its KV cache); 0: never."
     probe_timeout: Annotated[float, Parameter(group=_ENGINES)] = 3.0
@@ -120,8 +127,9 @@ class EngineSettings:
 class RoutingSettings:
     """The choice."""
 
-    route_policy: Annotated[str, Parameter(group=_ROUTING)] = "least_loaded"
-    "How an engine is chosen."
+    route_policy: Annotated[str, Parameter(group=_ROUTING, help=f"How an engine is chosen: {', '.join(ROUTING)}.")] = (
+        "least_loaded"
+    )
     tokenizer: Annotated[Path | None, Parameter(group=_ROUTING)] = None
     "Directory with the model's tokenizer.json and chat template: blocks of tokens instead of blocks of text."
     block_size: Annotated[int, Parameter(group=_ROUTING)] = 16
@@ -137,6 +145,13 @@ class RoutingSettings:
         _at_least("--block-size", self.block_size, 1)
         _at_least("--text-block-bytes", self.text_block_bytes, 16)
         _at_least("--index-memory-bytes", self.index_memory_bytes, 1 << 20)
+
+    @property
+    def in_words(self) -> str:
+        """How prompts are compared."""
+        if self.tokenizer is None:
+            return f"as text, in blocks of {self.text_block_bytes} bytes"
+        return f"as tokens of {self.tokenizer}, in blocks of {self.block_size}"
 
 
 @Parameter(name="*")
@@ -183,7 +198,7 @@ class FrontSettings:
     "Port to listen on; 0: any free one, shown at the start."
     api_key: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True, show_default=False)] = ()
     "Keys of which clients must send one as a bearer token; unset: the router asks for none, and hands on what it gets."
-    open_path: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True)] = ()
+    open_path: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True, show_default=False)] = ()
     "Paths outside /v1/ that are sent on to an engine too, such as /my_api. Engines' own administration is closed."
     route_headers: Annotated[bool, Parameter(group=_SERVER)] = True
     "Tell clients, in x-moestro-engine and x-moestro-reason, which engine answered and why."
@@ -250,6 +265,7 @@ class RecordSettings:
         _at_least("--remember", self.remember, 0)
 
 
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class RouteSettings:
     """All of `moestro route`."""

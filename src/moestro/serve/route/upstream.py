@@ -52,6 +52,7 @@ class Pool:
     def __init__(self, address: Address, connect_s: float) -> None:
         self._address = address
         self._connect_s = connect_s
+        self._max_idle = _MAX_IDLE
         self._idle: list[EngineConnection] = []
         self._all: set[EngineConnection] = set()
 
@@ -82,7 +83,7 @@ class Pool:
 
     def give_back(self, connection: EngineConnection) -> None:
         """It is free again."""
-        if len(self._idle) < _MAX_IDLE:
+        if len(self._idle) < self._max_idle:
             self._idle.append(connection)
         else:
             connection.close()
@@ -101,6 +102,11 @@ class Pool:
         """Close what has been idle for long; to be called now and then. The list is in order of use."""
         while self._idle and self._idle[0].idle_since_s < now_s - _MAX_IDLE_S:
             self._idle.pop(0).close()
+
+    def retire(self) -> None:
+        """Keep none: those in use close after their answers."""
+        self._max_idle = 0
+        self.sweep(float("inf"))
 
     def close(self) -> None:
         """Close all, those in use too."""

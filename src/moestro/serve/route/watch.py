@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 MODELS_EVERY_S = 10.0
 _MAX_MODELS_BYTES = 4 << 20
 _MAX_HEALTH_BYTES = 64 << 10
-_SOON_S = 0.5  # between checks of an engine that is not well: a server that starts is found quickly
+_SOON_S = 0.5
 
 Watcher = Callable[[Engine], Awaitable[None]]  # runs until it is cancelled
 
@@ -30,14 +30,21 @@ class WatchRules:
     """How often engines are asked.
 
     Attributes:
+        health_path: what is asked.
         health_s: between checks of an engine that is well.
         timeout_s: for it to answer.
         metrics_s: between readings of its `/metrics`; 0: they are not read.
     """
 
+    health_path: str = "/health"
     health_s: float = 5.0
     timeout_s: float = 3.0
     metrics_s: float = 1.0
+
+    @property
+    def soon_s(self) -> float:
+        """Between checks of an engine that is not well: a server that starts is found quickly."""
+        return min(_SOON_S, self.health_s)
 
 
 class Watch:
@@ -87,16 +94,16 @@ class HealthWatch:
             if passed:
                 engine.unreachable = ""
             self._fleet.look(engine, now_ns)
-            await asyncio.sleep(self._rules.health_s if engine.condition is Condition.UP else _SOON_S)
+            await asyncio.sleep(self._rules.health_s if engine.condition is Condition.UP else self._rules.soon_s)
 
     async def _check(self, engine: Engine) -> bool:
         try:
-            status, _ = await ask(engine, "/health", self._rules.timeout_s, _MAX_HEALTH_BYTES)
+            status, _ = await ask(engine, self._rules.health_path, self._rules.timeout_s, _MAX_HEALTH_BYTES)
         except NoAnswerError as error:
-            engine.unreachable = f"/health: {error}"
+            engine.unreachable = f"{self._rules.health_path}: {error}"
             return False
         if status >= 300:
-            engine.unreachable = f"/health answered {status}"
+            engine.unreachable = f"{self._rules.health_path} answered {status}"
         return status < 300
 
     async def _learn_models(self, engine: Engine) -> bool:

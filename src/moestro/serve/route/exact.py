@@ -1,0 +1,87 @@
+"""Exact mode: a prompt's blocks as the engines have them, by the model's own template and tokenizer. On threads, for it
+takes milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from moestro.core.hashing import hash_blocks
+from moestro.core.request import Request
+from moestro.errors import RequestError
+from moestro.serve.route.asked import ABSENT, Asked, Said, make_request, prompt_key, request_from_text
+from moestro.serve.route.heads import Incoming
+from moestro.serve.tokenizer import Tokenizer
+
+MAX_TEXT_BYTES = 4 << 20  # of a prompt that is tokenized here; a longer one would hold a thread for seconds
+
+_Ids = list[int]
+
+
+class ExactReader:
+    """Makes the router's request of a body.
+
+    A prompt that the template or the tokenizer cannot read is routed by its length alone; the engine will say what is
+    wrong with it. Of several prompts in one body the first is looked at.
+
+    Args:
+        block_size: tokens of a block, as the engines have it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, block_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._block_size = block_size
+
+    def __call__(self, asked: Asked, incoming: Incoming, now_ns: int) -> Request:
+        """The request, with its exact number of tokens and the names of its blocks."""
+        ids = self._ids(asked) if len(incoming.body) <= MAX_TEXT_BYTES else None
+        if not ids:
+            return request_from_text(asked, incoming, now_ns, len(incoming.body) + 1)  # no block is that long
+        key = prompt_key(asked.model, asked.cache_salt)
+        blocks = hash_blocks(key, np.array(ids, np.int32), self._block_size)
+        return make_request(asked, incoming, now_ns, (len(ids), key, blocks))
+
+    def _ids(self, asked: Asked) -> Sequence[int] | None:
+        try:
+            if asked.messages is not None:
+                text = self._tokenizer.render_chat([_message(said) for said in asked.messages], tools=_tools(asked))
+                return self._tokenizer.encode(text, add_special_tokens=False)
+            return self._prompt_ids(asked)
+        except (RequestError, msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
+            return None
+
+    def _prompt_ids(self, asked: Asked) -> Sequence[int] | None:
+        raw = asked.prompt if asked.prompt is not ABSENT else asked.text
+        if raw is ABSENT:
+            return None
+        prompt = msgspec.json.decode(raw, type=str | list[str | int | list[int]] | None)
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            prompt = prompt[0]  # the first of several
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt, add_special_tokens=True)
+        return msgspec.convert(prompt, _Ids | None)
+
+
+def _message(said: Said) -> dict[str, Any]:
+    content = said.content
+    if not isinstance(content, str):
+        parts = content or ()
+        if any(part.text is None for part in parts):
+            raise RequestError("A part of a message is no text: its tokens are not known here.")
+        content = "".join([part.text or "" for part in parts])
+    message: dict[str, Any] = {"role": said.role, "content": content}
+    if said.name is not None:
+        message["name"] = said.name
+    if said.tool_call_id is not None:
+        message["tool_call_id"] = said.tool_call_id
+    if said.tool_calls is not ABSENT:
+        message["tool_calls"] = msgspec.json.decode(said.tool_calls)
+    return message
+
+
+def _tools(asked: Asked) -> list[Any] | None:
+    return None if asked.tools is ABSENT else msgspec.json.decode(asked.tools, type=list[Any] | None)

@@ -1,0 +1,133 @@
+"""The parts of a router, put together from its settings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from functools import partial
+
+from moestro.cluster.breaker import BreakerRules
+from moestro.cluster.health import HealthRules
+from moestro.cluster.retry_budget import RetryBudget, RetryRules
+from moestro.cluster.router import Router
+from moestro.cluster.settings import RouterSettings
+from moestro.policy.routing.registry import make_policy
+from moestro.serve.connections import TooMany
+from moestro.serve.keys import ApiKeys
+from moestro.serve.preparing import PrepareThreads
+from moestro.serve.route.asked import BYTES_PER_TOKEN, request_from_text
+from moestro.serve.route.client import ClientLimits, Clients
+from moestro.serve.route.counts import Counts
+from moestro.serve.route.exact import ExactReader
+from moestro.serve.route.exchange import ExchangeRules, Shared
+from moestro.serve.route.exposition import RouteExposition
+from moestro.serve.route.fleet import Fleet
+from moestro.serve.route.journal import Journal, RecordFile
+from moestro.serve.route.operator import Operator
+from moestro.serve.route.proxy import Proxy, Reading
+from moestro.serve.route.settings import FrontSettings, ReliabilitySettings, RouteSettings, RoutingSettings
+from moestro.serve.route.watch import HealthWatch, MetricsWatch, Watch, WatchRules
+from moestro.serve.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A router, without the sockets that it listens on.
+
+    Attributes:
+        record: where stories go; None: nowhere.
+        threads: that prompts are read on; None: they are read at once.
+    """
+
+    shared: Shared
+    proxy: Proxy
+    clients: Clients
+    operator: Operator
+    exposition: RouteExposition
+    record: RecordFile | None
+    threads: PrepareThreads | None
+    max_connections: int
+
+    def accept_client(self) -> asyncio.BaseProtocol:
+        """A protocol for a new connection."""
+        return self.clients() if len(self.clients.open) < self.max_connections else TooMany()
+
+
+def assemble(settings: RouteSettings) -> Parts:
+    """All parts; nothing runs yet.
+
+    Raises:
+        ConfigError: the settings cannot be honoured.
+    """
+    routing, front = settings.routing, settings.front
+    router = Router(
+        make_policy(routing.route_policy),
+        RouterSettings(block_size=block_tokens(routing), seed=routing.seed, index_bytes=routing.index_memory_bytes),
+    )
+    fleet = Fleet(router, block_tokens(routing), _health_rules(settings.reliability), time.monotonic_ns)
+    counts = Counts()
+    record = RecordFile(settings.record.record) if settings.record.record else None
+    write = record.write if record else None
+    shared = Shared(
+        fleet=fleet,
+        rules=_exchange_rules(settings.reliability, front),
+        budget=RetryBudget(RetryRules(share=settings.reliability.retry_share), time.monotonic_ns()),
+        counts=counts,
+        journal=Journal(routing.route_policy, settings.record.remember, fleet.name_of, write),
+        active={},
+    )
+    exposition, keys, reading = RouteExposition(fleet, counts), ApiKeys(front.api_key), _reading(routing)
+    proxy = Proxy(shared, reading, keys, frozenset(front.open_path), exposition.text)
+    engines = settings.engines
+    rules = WatchRules(
+        health_path=engines.health_path,
+        health_s=engines.health_interval,
+        timeout_s=engines.probe_timeout,
+        metrics_s=engines.metrics_interval,
+    )
+    # What else feeds the router for as long as an engine is there, its KV events say, is one watcher more.
+    watch = Watch([HealthWatch(fleet, rules), MetricsWatch(fleet, rules)])
+    return Parts(
+        shared=shared,
+        proxy=proxy,
+        clients=Clients(proxy, _client_limits(front)),
+        operator=Operator(fleet, watch, engines, keys),
+        exposition=exposition,
+        record=record,
+        threads=reading.threads,
+        max_connections=front.max_connections,
+    )
+
+
+def block_tokens(routing: RoutingSettings) -> int:
+    """Tokens of one block of a prompt, about as many as its bytes where there is no tokenizer."""
+    return routing.block_size if routing.tokenizer else max(1, routing.text_block_bytes // BYTES_PER_TOKEN)
+
+
+def _reading(routing: RoutingSettings) -> Reading:
+    if routing.tokenizer is None:
+        return Reading(prepare=partial(request_from_text, block_bytes=routing.text_block_bytes))
+    reader = ExactReader(Tokenizer(routing.tokenizer), routing.block_size)
+    return Reading(prepare=reader, threads=PrepareThreads())
+
+
+def _health_rules(reliability: ReliabilitySettings) -> HealthRules:
+    return HealthRules(
+        stall_ns=int(reliability.stall_timeout * 1e9),
+        slow_start_ns=int(reliability.slow_start * 1e9),
+        breaker=BreakerRules(num_in_row=reliability.breaker_failures),
+    )
+
+
+def _exchange_rules(reliability: ReliabilitySettings, front: FrontSettings) -> ExchangeRules:
+    return ExchangeRules(
+        max_retries=reliability.max_retries,
+        first_byte_s=reliability.first_byte_timeout,
+        idle_s=reliability.idle_timeout,
+        shows_route=front.route_headers,
+    )
+
+
+def _client_limits(front: FrontSettings) -> ClientLimits:
+    return ClientLimits(max_body_bytes=front.max_body_bytes, body_s=front.body_timeout, write_s=front.write_timeout)

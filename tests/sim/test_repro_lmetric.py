@@ -1,0 +1,108 @@
+"""LMetric's reproduction, small: everything is run, and what is said of it follows from what was run."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from moestro.errors import ConfigError
+from moestro.policy.routing.registry import make_policy
+from moestro.sim.repro.adversary import HOT_TOKENS, OWN_TOKENS, with_hot_prefix
+from moestro.sim.repro.claims import claims_of
+from moestro.sim.repro.lmetric import QUICK, Reproduction
+from moestro.sim.repro.loads import generated_sources
+from moestro.sim.repro.runner import Reproduced, reproduce_lmetric, save
+from moestro.sim.repro.show import print_findings
+from moestro.sim.repro.testbed import measured, paired_interval, run, signals_of
+from moestro.workload.requests import RequestForm, RequestMaker
+
+TINY = replace(QUICK, num_requests=60, policies=("round_robin", "vllm-0.26", "bailian", "lmetric"), seeds=(1, 2))
+
+
+@pytest.fixture(scope="module")
+def found():
+    steps = []
+    reproduction = Reproduction(TINY, None, steps.append)
+    return reproduction, reproduction.run(), steps
+
+
+def test_as_many_runs_as_the_progress_bar_was_told(found):
+    reproduction, _, steps = found
+    assert len(steps) == reproduction.num_runs
+
+
+def test_every_policy_is_measured_at_every_rate_and_the_claims_follow(found):
+    _, findings, _ = found
+    assert {(cell.share, cell.policy) for cell in findings.cells} == {
+        (share, name) for share in TINY.shares for name in TINY.policies
+    }
+    assert len(findings.errors) == 2
+    assert [each.mitigation for each in findings.hotspots] == ["off", "filter", "load"]
+    sources = {claim.source.split(",")[0] for claim in claims_of(findings)}
+    assert {"abstract", "Fig. 11", "Fig. 13", "Fig. 18", "Fig. 19", "Fig. 15", "section 5.2"} <= sources
+
+
+def test_findings_are_shown_and_kept(found, tmp_path):
+    _, findings, _ = found
+    console, claims = Console(file=io.StringIO(), width=200), claims_of(findings)
+    print_findings(console, findings, claims)
+    shown = console.file.getvalue()
+    assert "generated sessions" in shown
+    assert "What the paper says" in shown
+    kept = json.loads(save(Reproduced(findings, claims), tmp_path / "new", "lmetric").read_text())
+    assert kept["findings"]["kind"] == "simulated"
+    assert len(kept["claims"]) == len(claims)
+
+
+def test_pictures_are_drawn(found, tmp_path):
+    draw = pytest.importorskip("moestro.sim.repro.draw")
+    paths = draw.save_pictures(found[1], tmp_path)
+    assert {path.name for path in paths} >= {"lmetric_rates_chat.png", "lmetric_tuning.png", "lmetric_prediction.png"}
+    assert all(path.stat().st_size > 10_000 for path in paths)
+
+
+def test_equal_seeds_give_equal_figures():
+    reproduction = Reproduction(TINY, None, lambda _: None)
+    [chat] = reproduction.sources
+    runs = []
+    for _ in range(2):
+        policy = make_policy("lmetric")
+        load = chat.load(20.0, 3)
+        runs.append(measured(run(reproduction.bed(chat), load, policy, signals_of("lmetric", policy))))
+    assert runs[0] == runs[1]
+
+
+def test_a_load_has_the_rate_that_was_asked_for():
+    [chat, *_] = generated_sources(50)
+    load = chat.load(12.5, 0)
+    assert load.rate == pytest.approx(12.5)
+    assert (np.diff(load.offsets_ns) >= 0).all()
+
+
+def test_hot_requests_share_their_long_beginning_and_nothing_with_others():
+    [chat, *_] = generated_sources(600)
+    maker = RequestMaker(with_hot_prefix(chat.load(20.0, 0), 0).rows, RequestForm(block_size=16))
+    requests = [maker.make(i, 0)[0] for i in range(600)]
+    hot = [request for request in requests[200:400] if request.num_prompt_tokens == HOT_TOKENS + OWN_TOKENS]
+    assert 30 < len(hot) < 130
+    assert len({request.block_hashes[: HOT_TOKENS // 16 * 16] for request in hot}) == 1
+    assert not any(hot[0].block_hashes[:16] == request.block_hashes[:16] for request in requests[:200])
+
+
+def test_an_interval_holds_the_mean_and_is_wider_than_nothing():
+    mean, low, high = paired_interval([1.0, 1.1, 0.9], [1.0, 1.0, 1.0], lambda _: 4.303)
+    assert mean == pytest.approx(0)
+    assert low < mean < high
+    assert paired_interval([1.0], [2.0], lambda _: 0.0)[1] == float("-inf")
+
+
+def test_a_load_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match="no load mooncake_conversation: Mooncake's traces are read from --traces"):
+        reproduce_lmetric(
+            Console(file=io.StringIO()), quick=True, traces=None, sources=("mooncake_conversation",), num_requests=10
+        )
