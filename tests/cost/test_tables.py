@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moestro.cost import tables
 from moestro.cost.model import Batch
 from moestro.cost.tables import (
     FORMAT,
@@ -150,3 +151,15 @@ def test_tables_with_too_few_points_are_refused():
         MeasuredCost(table(prefill=table().prefill[:4]))
     with pytest.raises(ConfigError, match="decode points of two numbers of sequences"):
         MeasuredCost(table(decode=table().decode[:4]))
+
+
+@settings(max_examples=100, deadline=None)
+@given(values=st.lists(st.floats(0, 100), min_size=1, max_size=12))
+def test_disturbed_knots_share_their_mean_and_stay_as_near_as_can_be(values):
+    y = np.array(values)
+    fitted = tables._never_falling(y)
+    assert (np.diff(fitted) >= 0).all()
+    assert fitted.mean() == pytest.approx(y.mean())
+    # The oracle: the greatest mean over intervals that end later, of the least over those that begin earlier.
+    oracle = [max(min(y[i : j + 1].mean() for j in range(k, len(y))) for i in range(k + 1)) for k in range(len(y))]
+    np.testing.assert_allclose(fitted, oracle, atol=1e-9)

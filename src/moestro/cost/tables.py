@@ -157,11 +157,11 @@ class _Line:
 
     Args:
         x: float64[n], n >= 2, rising.
-        y: float64[n]; a knot lower than one before it is lifted to it, for more work is never less time.
+        y: float64[n]; knots that fall share their mean, for more work is never less time.
     """
 
     def __init__(self, x: Floats, y: Floats) -> None:
-        self._x, self._y = np.asarray(x, np.float64), np.maximum.accumulate(np.asarray(y, np.float64))
+        self._x, self._y = np.asarray(x, np.float64), _never_falling(y)
         self._slope = np.diff(self._y) / np.diff(self._x)
         # The same knots as plain floats: one place at a time is looked up at every step.
         knots = zip(self._x.tolist(), self._y.tolist(), self._slope.tolist(), strict=False)
@@ -178,6 +178,20 @@ class _Line:
         knot = np.searchsorted(self._x[1:-1], x, side="right")
         result: Floats = self._y[knot] + self._slope[knot] * np.maximum(x - self._x[knot], 0)
         return result
+
+
+def _never_falling(y: Floats) -> Floats:
+    """The nearest values to `y`, in the mean square, of which none is below one before it (isotonic regression)."""
+    means: list[float] = []
+    counts: list[int] = []
+    for value in y.tolist():
+        means.append(value)
+        counts.append(1)
+        while len(means) > 1 and means[-2] > means[-1]:
+            mean, count = means.pop(), counts.pop()
+            means[-1] = (means[-1] * counts[-1] + mean * count) / (counts[-1] + count)
+            counts[-1] += count
+    return np.repeat(means, counts)
 
 
 def _prefill_lines(table: Table) -> tuple[_Line, _Line, _Line]:
