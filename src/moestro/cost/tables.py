@@ -3,10 +3,11 @@
 The file is JSON (`Table` below, `docs/costs.md` in words): times of single steps on one machine with one checkpoint, of
 prefill chunks over (new, cached) tokens and of decodes over (sequences, context), and what the scheduler adds.
 
-    step = decode(D, C / D) + tokens(n) - tokens(D) + sum over chunks of reading(q) * (c + q / 2) + host
+    step = decode(D, C / D) + tokens(n) - tokens(D) + sum over chunks of [own(q) * q + reading(q) * c] + host
 
-`tokens` is what n tokens cost without attention, `reading(q)` what a chunk of q pays for each token that it attends to.
-Between measured points prices are linear, beyond the last as well; `largest` says where that is.
+`tokens` is what n tokens cost in short chunks; `own(q)` what each token of a long chunk costs more, for its queries
+attend to each other; `reading(q)` what a chunk pays for each token that is cached before it. Between measured points
+these are straight lines, beyond the last as well; `largest` says where that is.
 """
 
 from __future__ import annotations
@@ -36,8 +37,17 @@ class PrefillPoint(msgspec.Struct, frozen=True, kw_only=True):
     spread: float  # their interquartile range over the median
 
 
+class ShortChunksPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Several chunks of `chunk` tokens in a step, `tokens` in all, nothing cached."""
+
+    tokens: int
+    chunk: int
+    ns: float
+    spread: float
+
+
 class DecodePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """`sequences` decodes in a step, each of which attends to `context` tokens."""
+    """`sequences` decodes in a step, which attend to `context` tokens in the mean."""
 
     sequences: int
     context: int
@@ -59,6 +69,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     device: str
     prefill: tuple[PrefillPoint, ...]
+    short_chunks: tuple[ShortChunksPoint, ...]
     decode: tuple[DecodePoint, ...]
     host: HostTimes
     about: dict[str, Any] = {}  # machine, versions, when, settings, the check on other shapes: for people
@@ -83,7 +94,7 @@ class MeasuredCost:
         if table.format != FORMAT:
             raise ConfigError(f"the cost table is a {table.format!r}, this version reads {FORMAT!r}: calibrate again")
         self._host = table.host
-        self._tokens, self._reading = _prefill_lines(table.prefill)
+        self._tokens, self._own, self._reading = _prefill_lines(table)
         self._decode_rows = _decode_rows(table.decode)
         self.largest = {
             "chunk": max(point.new for point in table.prefill),
@@ -101,7 +112,9 @@ class MeasuredCost:
         is_chunk = batch.num_tokens > 1
         chunks = zip(batch.start[is_chunk].tolist(), batch.num_tokens[is_chunk].tolist(), strict=True)
         price = self._host_ps(num) + self._token_part(total)
-        price += sum(round(self._reading.at(new) * (cached + new / 2) * PS_PER_NS) for cached, new in chunks)
+        price += sum(
+            round((self._own.at(new) * new + self._reading.at(new) * cached) * PS_PER_NS) for cached, new in chunks
+        )
         decoding = batch.start[~is_chunk]
         if len(decoding):
             price += max(self._decode_step_ps(decoding) - self._token_part(len(decoding)), 0)
@@ -144,11 +157,11 @@ class _Line:
 
     Args:
         x: float64[n], n >= 2, rising.
-        y: float64[n]; a knot lower than one before it is lifted to it, for more work is never less time.
+        y: float64[n]; knots that fall share their mean, for more work is never less time.
     """
 
     def __init__(self, x: Floats, y: Floats) -> None:
-        self._x, self._y = np.asarray(x, np.float64), np.maximum.accumulate(np.asarray(y, np.float64))
+        self._x, self._y = np.asarray(x, np.float64), _never_falling(y)
         self._slope = np.diff(self._y) / np.diff(self._x)
         # The same knots as plain floats: one place at a time is looked up at every step.
         knots = zip(self._x.tolist(), self._y.tolist(), self._slope.tolist(), strict=False)
@@ -167,21 +180,38 @@ class _Line:
         return result
 
 
-def _prefill_lines(points: tuple[PrefillPoint, ...]) -> tuple[_Line, _Line]:
-    """Over a chunk's size: its time without attention, and its time for each token that it attends to."""
+def _never_falling(y: Floats) -> Floats:
+    """The nearest values to `y`, in the mean square, of which none is below one before it (isotonic regression)."""
+    means: list[float] = []
+    counts: list[int] = []
+    for value in y.tolist():
+        means.append(value)
+        counts.append(1)
+        while len(means) > 1 and means[-2] > means[-1]:
+            mean, count = means.pop(), counts.pop()
+            means[-1] = (means[-1] * counts[-1] + mean * count) / (counts[-1] + count)
+            counts[-1] += count
+    return np.repeat(means, counts)
+
+
+def _prefill_lines(table: Table) -> tuple[_Line, _Line, _Line]:
+    """What tokens cost in short chunks; what a token of a longer one costs more; what it pays for a cached token."""
     rows: dict[int, list[PrefillPoint]] = {}
-    for point in sorted(points, key=lambda point: (point.new, point.cached)):
+    for point in sorted(table.prefill, key=lambda point: (point.new, point.cached)):
         rows.setdefault(point.new, []).append(point)
     with_cached = {new: row for new, row in rows.items() if len(row) > 1}
     if len(rows) < 2 or len(with_cached) < 2 or any(row[0].cached for row in rows.values()):
         raise ConfigError(
             "the cost table needs prefill points of two chunk sizes or more, each with none cached, and two with more"
         )
-    slopes = [_slope(row) for row in with_cached.values()]
-    reading = _Line(np.array(list(with_cached), np.float64), np.array(slopes))
-    sizes = np.array(list(rows), np.float64)
-    whole = np.array([row[0].ns for row in rows.values()])
-    return _Line(sizes, whole - reading.along(sizes) * sizes / 2), reading
+    reading = _Line(np.array(list(with_cached)), np.array([_slope(row) for row in with_cached.values()]))
+    sizes, whole = np.array(list(rows)), np.array([row[0].ns for row in rows.values()])
+    longest = min((point.chunk for point in table.short_chunks), default=max(rows))
+    short = {new: row[0].ns for new, row in rows.items() if new <= longest}
+    short |= {point.tokens: point.ns for point in table.short_chunks if point.tokens > longest}
+    tokens = _Line(np.array(sorted(short)), np.array([short[count] for count in sorted(short)]))
+    own = np.maximum(whole - tokens.along(sizes.astype(np.float64)), 0) * (sizes > longest)
+    return tokens, _Line(sizes, own / sizes), reading
 
 
 def _slope(row: list[PrefillPoint]) -> float:

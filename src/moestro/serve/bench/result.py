@@ -16,6 +16,7 @@ from moestro import __version__
 from moestro.errors import ConfigError
 from moestro.serve.bench.client import Endpoint
 from moestro.serve.bench.settings import BenchSettings
+from moestro.serve.machine import machine_name
 from moestro.workload.records import Records
 from moestro.workload.report import Report
 from moestro.workload.search import Verdict
@@ -78,7 +79,7 @@ def make_conditions(endpoint: Endpoint) -> Conditions:
         moestro=__version__,
         python=platform.python_version(),
         libraries={name: version(name) for name in _LIBRARIES},
-        machine=f"{platform.platform()}, {_cpu_model()}",
+        machine=machine_name(),
         num_cpus=os.cpu_count() or 0,
         load_average=round(os.getloadavg()[0], 2),
         url=endpoint.url,
@@ -135,12 +136,3 @@ def _without_keys(arguments: Sequence[str]) -> list[str]:
             flag, has_value, _ = argument.partition("=")
             shown.append(f"{flag}={_HIDDEN}" if flag == "--api-key" and has_value else argument)
     return shown
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown processor"

@@ -1,0 +1,1 @@
+"""`moestro calibrate`: measures what steps cost on this machine, for the simulator."""

@@ -1,0 +1,134 @@
+"""Which steps are measured: a grid of chunks, a grid of decodes, and other batches to check the table with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Forward, Units
+from moestro.cost.model import Batch
+
+SHORT_CHUNK = 64
+_MIN_CONTEXT = 16
+_SIZES = (1, 4, 16, 32, SHORT_CHUNK, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the device can hold, and how far the table shall reach.
+
+    Attributes:
+        max_model_len, max_num_seqs, max_num_batched_tokens: as of a server.
+        num_blocks, block_size: its KV cache.
+        vocab_size: token ids are below it.
+    """
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether the KV cache holds these sequences, none of them too long."""
+        ends = batch.start + batch.num_tokens
+        num_blocks = -(-ends // self.block_size)
+        return bool(int(ends.max()) <= self.max_model_len and int(num_blocks.sum()) <= self.num_blocks)
+
+
+def prefill_grid(limits: Limits) -> list[tuple[int, int]]:
+    """(new, cached): sizes in steps of two or less, each with nothing cached and with up to most of the context."""
+    most = min(limits.max_num_batched_tokens, limits.max_model_len - 1)
+    cached = [0, limits.max_model_len // 4, limits.max_model_len // 2, limits.max_model_len * 3 // 4]
+    return [(new, old) for new in _sizes(most) for old in cached if limits.fits(chunk(new, old))]
+
+
+def short_chunks_grid(limits: Limits) -> list[int]:
+    """Tokens of steps that are made of short chunks: from two of them to all that one step may have."""
+    counts = (size // SHORT_CHUNK * SHORT_CHUNK for size in _sizes(limits.max_num_batched_tokens))
+    return sorted({count for count in counts if count > SHORT_CHUNK and limits.fits(short_chunks(count))})
+
+
+def decode_grid(limits: Limits) -> list[tuple[int, int]]:
+    """(sequences, mean context): numbers in steps of two, contexts up to half of the longest."""
+    counts = sorted({*(2**i for i in range(20) if 2**i < limits.max_num_seqs), limits.max_num_seqs})
+    longest = limits.max_model_len - 1
+    contexts = sorted({min(_MIN_CONTEXT, longest // 8), *(longest // part for part in (8, 4, 2))})
+    return [(n, context) for n in counts for context in contexts if limits.fits(decodes(spread_contexts(n, context)))]
+
+
+def check_batches(limits: Limits, num_batches: int, rng: np.random.Generator) -> list[Batch]:
+    """Batches of other shapes than the grids': decodes of mixed contexts, one chunk, several, and both together."""
+    found: list[Batch] = []
+    while len(found) < num_batches:
+        kind = len(found) % 4
+        num_chunks = (0, 1, int(rng.integers(2, 5)), int(rng.integers(1, 3)))[kind]
+        num_decodes = int(rng.integers(2, limits.max_num_seqs + 1)) if kind in (0, 3) else 0
+        longest = limits.max_model_len - 1
+        mean = rng.uniform(0.1, 0.7) * longest
+        contexts = np.clip(rng.gamma(4, mean / 4, num_decodes), 2, longest).astype(np.int64)
+        share = min(limits.max_num_batched_tokens, longest) // max(num_chunks, 1)
+        new = np.exp(rng.uniform(np.log(8), np.log(max(share, 9)), num_chunks)).astype(np.int64)
+        cached = rng.integers(0, np.maximum(longest - new, 1)) * rng.integers(2, size=num_chunks)
+        batch = Batch(
+            np.concatenate([contexts - 1, cached]),
+            np.concatenate([np.ones(num_decodes, np.int64), new]).astype(np.int64),
+        )
+        if limits.fits(batch):
+            found.append(batch)
+    return found
+
+
+def _sizes(most: int) -> list[int]:
+    return [*(size for size in _SIZES if size < most), most]
+
+
+def chunk(new: int, cached: int) -> Batch:
+    """One prefill chunk."""
+    return Batch(np.array([cached]), np.array([new]))
+
+
+def short_chunks(num_tokens: int) -> Batch:
+    """Prefill chunks of SHORT_CHUNK tokens, `num_tokens` in all."""
+    num_chunks = num_tokens // SHORT_CHUNK
+    return Batch(np.zeros(num_chunks, np.int64), np.full(num_chunks, SHORT_CHUNK))
+
+
+def spread_contexts(num_sequences: int, mean: int) -> list[int]:
+    """Contexts from 0.2 to 1.8 of `mean`, evenly: a server's sequences are not of one age, and devices mind."""
+    shares = np.linspace(0.2, 1.8, num_sequences) if num_sequences > 1 else np.ones(1)
+    contexts: list[int] = np.maximum(np.rint(shares * mean), 1).astype(np.int64).tolist()
+    return contexts
+
+
+def decodes(contexts: list[int]) -> Batch:
+    """One decode of each context, its own token included."""
+    return Batch(np.array(contexts) - 1, np.ones(len(contexts), np.int64))
+
+
+def forward(batch: Batch, limits: Limits, rng: np.random.Generator) -> Forward:
+    """A work item of this shape: random tokens, each sequence with blocks of its own. What they hold costs no time."""
+    num_units = len(batch.start)
+    start, num_tokens = batch.start.astype(np.int32), batch.num_tokens.astype(np.int32)
+    num_blocks = -(-(start + num_tokens) // limits.block_size)
+    tables = np.zeros((num_units, int(num_blocks.max())), np.int32)
+    for row, first, count in zip(tables, np.cumsum(num_blocks) - num_blocks, num_blocks, strict=True):
+        row[:count] = np.arange(first, first + count)
+    sampling = np.zeros(num_units, SAMPLING_ROW)
+    sampling["temperature"], sampling["top_p"], sampling["repetition_penalty"] = 1, 1, 1
+    sampling["num_logprobs"], sampling["num_prompt_logprobs"] = -1, -1
+    sampling["seed"] = rng.integers(2**63, size=num_units)
+    units = Units(
+        slot=np.arange(num_units, dtype=np.int32),
+        serial=np.arange(num_units),
+        start=start,
+        num_tokens=num_tokens,
+        write_start=start,
+        logits=np.full(num_units, LOGITS_LAST, np.uint8),
+        block_tables=tables,
+        sampling=sampling,
+        token_ids=rng.integers(limits.vocab_size, size=int(num_tokens.sum()), dtype=np.int32),
+    )
+    return Forward(units)

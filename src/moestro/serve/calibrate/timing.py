@@ -1,0 +1,111 @@
+"""Times of work items on a real device, and of the rank's own work around it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.request import Request, SamplingParams
+from moestro.core.work import Device, Forward, StepResult
+from moestro.cost.tables import HostTimes
+from moestro.engine.rank import build_rank
+from moestro.engine.settings import SchedulerSettings
+
+_MOST_REPEATS, _ENOUGH_NS = 5, 20_000_000  # of one item in one round: short ones are repeated more
+_HOST_STEPS = 200
+Times = NDArray[np.int64]
+
+
+def once_ns(device: Device, item: Forward) -> int:
+    """Launch to result, nanoseconds; on an accelerator too, for a result is there when its work is done."""
+    started = time.perf_counter_ns()
+    device.launch(item, started)
+    while not device.poll(time.perf_counter_ns()):
+        pass
+    return time.perf_counter_ns() - started
+
+
+def times_ns(device: Device, items: Sequence[Forward], rounds: int, tick: Callable[[], None]) -> list[Times]:
+    """Every item's times. Each is launched once that does not count, then all take their turns, round by round.
+
+    Args:
+        tick: called after each item of each round, the first that does not count among them.
+    """
+    repeats = []
+    for item in items:
+        first = once_ns(device, item)
+        repeats.append(int(np.clip(_ENOUGH_NS // max(first, 1), 1, _MOST_REPEATS)))
+        tick()
+    times: list[list[int]] = [[] for _ in items]
+    for _ in range(rounds):
+        for item, count, found in zip(items, repeats, times, strict=True):
+            found += [once_ns(device, item) for _ in range(count)]
+            tick()
+    return [np.array(found) for found in times]
+
+
+def median_and_spread(times: Times) -> tuple[float, float]:
+    """The median, and the interquartile range over it."""
+    low, median, high = np.percentile(times, [25, 50, 75]).tolist()
+    return median, (high - low) / median
+
+
+class InstantDevice:
+    """Has every result at once: what a rank's step takes on it is the rank's own work."""
+
+    def __init__(self) -> None:
+        self._results: list[StepResult] = []
+
+    def launch(self, item: Forward, now_ns: int) -> None:
+        """Answer `item` with token 0 for each unit."""
+        self._results.append(StepResult(item.units.slot, np.zeros(len(item.units), np.int32)))
+
+    def poll(self, now_ns: int) -> list[StepResult]:
+        """What was launched."""
+        results, self._results = self._results, []
+        return results
+
+    def ready_at_ns(self) -> int | None:
+        """See `Device.ready_at_ns`."""
+        return None
+
+
+def host_step_ns(num_sequences: int, block_size: int) -> float:
+    """Median of a rank's own work in a step in which so many sequences decode."""
+    length = _HOST_STEPS + 20
+    settings = SchedulerSettings(
+        num_blocks=num_sequences * -(-(length + 16) // block_size) + num_sequences,
+        block_size=block_size,
+        max_model_len=length + 16,
+        max_num_seqs=num_sequences,
+        max_num_batched_tokens=16 * num_sequences,
+    )
+    rank = build_rank(settings, InstantDevice())
+    for i in range(num_sequences):
+        request = Request(
+            request_id=f"r{i}",
+            num_prompt_tokens=16,
+            sampling=SamplingParams(max_tokens=length),
+            arrival_ns=i,
+            token_ids=np.full(16, i, np.int32).tobytes(),
+        )
+        rank.add(request, 0)
+    rank.step(0)
+    rank.step(0)
+    found = []
+    for _ in range(_HOST_STEPS):
+        started = time.perf_counter_ns()
+        rank.step(0)
+        found.append(time.perf_counter_ns() - started)
+    return float(np.median(found))
+
+
+def host_times(max_num_seqs: int, block_size: int) -> HostTimes:
+    """The line through the rank's own work at one sequence, at half of the most, and at the most."""
+    counts = np.array(sorted({1, max(max_num_seqs // 2, 1), max_num_seqs}), np.float64)
+    found = np.array([host_step_ns(int(count), block_size) for count in counts])
+    slope, intercept = np.polyfit(counts, found, 1).tolist()
+    return HostTimes(step_ns=max(intercept, 0.0), sequence_ns=max(slope, 0.0))
