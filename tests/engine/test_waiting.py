@@ -130,10 +130,10 @@ def test_a_request_that_wants_prompt_logprobs_reads_no_cache():
     pool, policy = BlockPool(8), Seen()
     scored = sequence(0, num_prompt_tokens=8, hashes=hashes(1, 2)).request
     scored = msgspec.structs.replace(scored, sampling=SamplingParams(prompt_logprobs=0))
-    queue = queue_of(policy, pool, [Sequence(scored, 0)])
+    queue = queue_of(policy, pool, [Sequence(scored, 0), sequence(1, num_prompt_tokens=8, hashes=hashes(1, 2))])
     remember(pool, 1, 2)
-    assert serials(queue, 0) == [0]
-    assert policy.num_uncached == [8]
+    assert serials(queue, 0) == [1, 0]
+    assert policy.num_uncached == [8, 1]
 
 
 def test_only_the_oldest_are_looked_up():

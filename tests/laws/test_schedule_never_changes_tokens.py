@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import msgspec
 import numpy as np
 import pytest
@@ -247,7 +245,7 @@ def test_the_law_can_fail_a_device_that_writes_one_block_wrong_is_caught():
 def test_the_law_can_fail_a_device_that_ignores_a_wish_is_caught(name):
     class Deaf(KvDevice):
         def _read_all(self, units):
-            return super()._read_all(dataclasses.replace(units, edits=None))
+            return super()._read_all(msgspec.structs.replace(units, edits=None))
 
     wish = ((3, 9.0),) if name == "logit_bias" else 1.9
     request = make_request("r", range(6), max_tokens=20, **{name: wish})

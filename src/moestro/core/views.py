@@ -116,8 +116,7 @@ class EngineTable:
 OWN_COUNTS = tuple(each.name for each in fields(EngineTable) if each.name not in {"routable", "speed", *FIGURES})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WaitingView:
+class WaitingView(msgspec.Struct, frozen=True, eq=False, gc=False, kw_only=True):
     """Requests of one engine to be ordered, one row each: those that wait, or (for eviction) those that run.
 
     Attributes:
@@ -141,8 +140,7 @@ class WaitingView:
     num_uncached: NDArray[np.int32] | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BatchView:
+class BatchView(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Sequences that may enter the next plan: the running ones in order of admission, then the next to be admitted.
 
     Attributes:
@@ -169,8 +167,7 @@ class BatchLimits:
     max_chunk: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EvictView:
+class EvictView(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Running sequences whose KV could be freed now (none has a unit in flight), one row each.
 
     Attributes:

@@ -6,15 +6,16 @@ A *device* does work; an *executor* decides in which pieces.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.request import TokenLogprobs
 
 Int32s = NDArray[np.int32]
+Slots = NDArray[np.int64]  # NumPy's own width of an index: a narrower one is converted at every look-up
 
 # Which logits of a unit are wanted, a sum of flags. LAST: those of the last token, to sample the next one.
 # PROMPT: those of every token, to report the log probability of the prompt token after it.
@@ -37,8 +38,7 @@ SAMPLING_ROW = np.dtype(
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LogitEdits:
+class LogitEdits(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What changes the last logits of some units before a token is chosen. Ragged, so laid end to end as pairs.
 
     A pair is a column (index into the units, token id); only units with LOGITS_LAST are named. How strong the penalties
@@ -60,12 +60,11 @@ class LogitEdits:
     banned: Int32s
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Units:
+class Units(msgspec.Struct, frozen=True, eq=False, gc=False):
     """n units, in the order in which a device lays them end to end.
 
     Attributes:
-        slot: int32[n], the sequence's row in its scheduler; names the unit until its result is taken.
+        slot: int64[n], the sequence's row in its scheduler; names the unit until its result is taken.
         serial: int64[n], the sequence's own number, from `Rank.add`; never given twice, where a slot is.
         start: int32[n], position of the first token.
         num_tokens: int32[n], at least 1.
@@ -80,7 +79,7 @@ class Units:
         edits: changes to the logits; None in the usual step, in which no unit asks for any.
     """
 
-    slot: Int32s
+    slot: Slots
     serial: NDArray[np.int64]
     start: Int32s
     num_tokens: Int32s
@@ -96,8 +95,7 @@ class Units:
         return len(self.slot)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What one step computes. `step` counts the plans of one scheduler."""
 
     step: int
@@ -109,12 +107,11 @@ class Plan:
         return int(self.units.num_tokens.sum())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What became of some units (those of one plan, or fewer when others were preempted on the way).
 
     Attributes:
-        slot: int32[n], which units.
+        slot: int64[n], which units.
         token_ids: int32[n], the sampled token (-1 without LOGITS_LAST), or None from a priced device.
         finished: bool[n], sequences whose script ends here, or None from a device that cannot know.
         logprobs: by index into `slot`, the sampled token's.
@@ -123,12 +120,12 @@ class StepResult:
         expert_counts: int64[num_layers, num_experts] tokens each logical expert computed, or None (dense models).
     """
 
-    slot: Int32s
+    slot: Slots
     token_ids: Int32s | None = None
     finished: NDArray[np.bool_] | None = None
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    block_hashes: dict[int, bytes] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = msgspec.field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
+    block_hashes: dict[int, bytes] = msgspec.field(default_factory=dict)
     expert_counts: NDArray[np.int64] | None = None
 
     def select(self, rows: NDArray[np.int64]) -> StepResult:
@@ -145,8 +142,7 @@ class StepResult:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Forward:
+class Forward(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A work item: the whole network over these units, and the sampler."""
 
     units: Units

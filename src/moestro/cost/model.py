@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,8 +13,7 @@ Ints = NDArray[np.int32] | NDArray[np.int64]
 Int64s = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The units of one step as far as they cost anything, one row each; both columns are those of `core.work.Units`.
 
     A row of one token is a decode (a prompt's last token on its own costs the same), any other a prefill chunk.

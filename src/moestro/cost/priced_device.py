@@ -12,10 +12,11 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.script import Script
-from moestro.core.work import LOGITS_LAST, Forward, Int32s, StepResult
+from moestro.core.work import LOGITS_LAST, Forward, Int32s, Slots, StepResult
 from moestro.cost.model import Batch, CostModel, Int64s, Ints
 from moestro.errors import InvariantError
 
@@ -108,19 +109,23 @@ class ScriptedDevice:
 
     # --- many rounds at once ----------------------------------------------------------------------------------------
 
-    def rounds_until_finish(self, slots: Int32s, num_computed: Int32s) -> int:
+    def rounds_until_finish(self, slots: Slots, num_computed: Int32s) -> int:
         """Coming decode rounds, up to the first that ends a script and with it; 0: nobody knows before the next.
 
         Args:
-            slots: int32[n], the scheduler's running sequences, nothing in flight.
+            slots: int64[n], the scheduler's running sequences, nothing in flight.
             num_computed: int32[n], their tokens with KV.
         """
-        if len(slots) == 0 or int(slots.max()) >= len(self._serial):
+        if len(slots) == 0:
             return 0
-        return max(int((self._ends_at.take(slots) - num_computed).min()), 0)
+        try:
+            ends_at = self._ends_at.take(slots)
+        except IndexError:
+            return 0  # a slot in which nothing was ever launched
+        return max(int((ends_at - num_computed).min()), 0)
 
     def complete_rounds(
-        self, slots: Int32s, num_computed: Int32s, num_rounds: int
+        self, slots: Slots, num_computed: Int32s, num_rounds: int
     ) -> tuple[dict[int, bytes], list[int]]:
         """The effect of launching `num_rounds` decode rounds, at most `rounds_until_finish`.
 
@@ -130,11 +135,11 @@ class ScriptedDevice:
         """
         end = num_computed + num_rounds
         told = {}
-        for row in np.flatnonzero(end >= self._fills_at.take(slots)).tolist():
+        for row in _true_rows(end >= self._fills_at.take(slots)):
             packed = self._fill(int(slots[row]), int(end[row]))
             if packed:
                 told[int(slots[row])] = packed
-        finished: list[int] = slots[end >= self._ends_at.take(slots)].tolist()
+        finished: list[int] = slots.take(_true_rows(end >= self._ends_at.take(slots))).tolist()
         for slot in finished:
             self.forget(int(self._serial[slot]))
         return told, finished
@@ -148,23 +153,23 @@ class ScriptedDevice:
         samples = (units.logits & LOGITS_LAST).view(np.bool_)
         finished = samples & (end >= self._ends_at.take(units.slot))
         # A sequence whose prompt's length is not known yet shows up here, too: its first token says it.
-        for row in np.flatnonzero(finished).tolist():
+        for row in _true_rows(finished):
             finished[row] = self._sample(int(units.slot[row]), int(end[row]))
         block_hashes = {}
-        for row in np.flatnonzero(end >= self._fills_at.take(units.slot)).tolist():
+        for row in _true_rows(end >= self._fills_at.take(units.slot)):
             packed = self._fill(int(units.slot[row]), int(end[row]))
             if packed:
                 block_hashes[row] = packed
-        for row in np.flatnonzero(finished).tolist():
+        for row in _true_rows(finished):
             self.forget(int(units.serial[row]))
         return StepResult(units.slot, finished=finished, block_hashes=block_hashes)
 
-    def _bind(self, slots: Int32s, serials: Int64s) -> None:
+    def _bind(self, slots: Slots, serials: Int64s) -> None:
         """Load the columns of slots whose sequence has changed."""
         largest = int(slots.max())
         if largest >= len(self._serial):
             self._grow(2 * largest + 2)
-        for row in np.flatnonzero(self._serial.take(slots) != serials).tolist():
+        for row in _true_rows(self._serial.take(slots) != serials):
             slot, serial = int(slots[row]), int(serials[row])
             progress = self._progress.get(serial)
             if progress is None:
@@ -206,6 +211,11 @@ class ScriptedDevice:
         progress.num_hashes_told += len(packed) // HASH_BYTES
         self._load(progress)
         return packed
+
+
+def _true_rows(column: NDArray[np.bool_]) -> list[int]:
+    """Where `column` is true; cheap where it is nowhere, as it is in most steps."""
+    return column.nonzero()[0].tolist() if np.count_nonzero(column) else []
 
 
 class PricedDevice(ScriptedDevice):

@@ -240,10 +240,9 @@ class Roofline:
 
     def _attention(self, batch: Batch) -> _Attention:
         is_chunk = batch.num_tokens > 1
-        decoding = batch.start[~is_chunk]
-        chunks: Chunks = []
-        if len(decoding) < len(is_chunk):
-            chunks = list(zip(batch.start[is_chunk].tolist(), batch.num_tokens[is_chunk].tolist(), strict=True))
+        (rows,) = is_chunk.nonzero()
+        decoding = batch.start if len(rows) == 0 else batch.start[~is_chunk]
+        chunks: Chunks = list(zip(batch.start.take(rows).tolist(), batch.num_tokens.take(rows).tolist(), strict=True))
         kernels, num_decodes = self._kernels, len(decoding)
         constant = round(kernels.decode_ns(num_decodes) * PS_PER_NS) if num_decodes else 0
         constant_ps, contexts = [], []

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from moestro.core.request import FinishReason, TokenLogprobs
 from moestro.engine.sequences import Sequence
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Emitted:
+class Emitted(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Tokens sampled in one step, one row per sequence that gained one.
 
     Attributes:
@@ -20,8 +19,8 @@ class Emitted:
         prompt_logprobs: by row, all of the prompt's, with the first token.
     """
 
-    sequences: list[Sequence] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    finish_reasons: list[FinishReason | None] = field(default_factory=list)
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    sequences: list[Sequence] = msgspec.field(default_factory=list)
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    finish_reasons: list[FinishReason | None] = msgspec.field(default_factory=list)
+    logprobs: dict[int, TokenLogprobs] = msgspec.field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)

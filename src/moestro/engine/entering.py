@@ -30,6 +30,13 @@ class Fit(NamedTuple):
     num_left: int
 
 
+class Candidate(NamedTuple):
+    """A waiting sequence that could enter, and what it would take if nothing changed before."""
+
+    sequence: Sequence
+    fit: Fit
+
+
 @dataclass(frozen=True, slots=True)
 class Entrance:
     """Looks at one scheduler's state, which it never changes."""
@@ -52,15 +59,15 @@ class Entrance:
         """Whether a waiting sequence would find a slot and its blocks."""
         return self.table.num_free_slots > 0 and self.fit(sequence).num_taken <= self._num_blocks()
 
-    def candidates(self, room: int, limits: BatchLimits, now_ns: int) -> list[tuple[Sequence, int]]:
-        """Waiting sequences that could enter beside the running ones, in order, with the tokens each has to compute.
+    def candidates(self, room: int, limits: BatchLimits, now_ns: int) -> list[Candidate]:
+        """Waiting sequences that could enter beside the running ones, in order.
 
         The first that does not fit stops the search: nobody overtakes it for being smaller.
 
         Args:
             room: tokens that newcomers might be given; 0 or less: nobody is looked at.
         """
-        found: list[tuple[Sequence, int]] = []
+        found: list[Candidate] = []
         if room <= 0 or self.table.num_free_slots == 0:
             return found
         num_free = self._num_blocks()
@@ -69,7 +76,7 @@ class Entrance:
             num_free -= fit.num_taken
             if num_free < 0:
                 break
-            found.append((sequence, fit.num_left))
+            found.append(Candidate(sequence, fit))
             room -= min(fit.num_left, limits.max_chunk)
             if room <= 0:
                 break

@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
 from moestro.core.views import BE, LS, BatchView
-from moestro.core.work import Int32s
+from moestro.core.work import Slots
+from moestro.engine.entering import Candidate
 from moestro.engine.sequences import Sequence, SequenceTable
 
 
@@ -25,7 +26,7 @@ class PolicyViews:
         self._nobody_waits = np.zeros(len(table.sequences), np.bool_)
         self._all_ls = np.full(len(table.sequences), LS, np.uint8)
 
-    def running(self, slots: Int32s, now_ns: int) -> BatchView:
+    def running(self, slots: Slots, now_ns: int) -> BatchView:
         """Of the sequences in `slots`, which are all without a unit in flight."""
         table = self._table
         # `take` costs half of what indexing does on columns of this length.
@@ -33,24 +34,24 @@ class PolicyViews:
         classes, nobody_waits = self.classes(slots, now_ns), self._nobody_waits[: len(slots)]
         return BatchView(num_left, num_left == 1, nobody_waits, classes, table.num_units_in_flight)
 
-    def with_candidates(self, view: BatchView, candidates: list[tuple[Sequence, int]], now_ns: int) -> BatchView:
-        """`view` with a row for each candidate, given with the tokens that it has to compute, behind the others."""
-        is_new = np.ones(len(candidates), np.bool_)
-        classes = np.array([self.class_of(sequence, now_ns) for sequence, _ in candidates], np.uint8)
-        return BatchView(
-            np.concatenate([view.num_left, np.array([tokens for _, tokens in candidates], np.int32)]),
-            np.concatenate([view.is_decode, ~is_new]),
-            np.concatenate([view.is_waiting, is_new]),
-            np.concatenate([view.service_class, classes]),
-            view.num_in_flight,
-        )
+    def with_candidates(self, view: BatchView, candidates: list[Candidate], now_ns: int) -> BatchView:
+        """`view` with a row for each candidate behind the others."""
+        old, num = len(view.num_left), len(view.num_left) + len(candidates)
+        num_left, classes = np.empty(num, np.int32), np.empty(num, np.uint8)
+        is_decode, is_waiting = np.zeros(num, np.bool_), np.ones(num, np.bool_)
+        num_left[:old], classes[:old], is_decode[:old], is_waiting[:old] = (
+            view.num_left, view.service_class, view.is_decode, view.is_waiting
+        )  # fmt: skip
+        num_left[old:] = [candidate.fit.num_left for candidate in candidates]
+        classes[old:] = [self.class_of(candidate.sequence, now_ns) for candidate in candidates]
+        return BatchView(num_left, is_decode, is_waiting, classes, view.num_in_flight)
 
     def class_of(self, sequence: Sequence, now_ns: int) -> int:
         """LS or BE; LS too once the order policy has promoted it."""
         is_promoted = now_ns - sequence.request.arrival_ns >= self._promotes_after_ns
         return LS if is_promoted else sequence.service_class
 
-    def classes(self, slots: Int32s, now_ns: int) -> NDArray[np.uint8]:
+    def classes(self, slots: Slots, now_ns: int) -> NDArray[np.uint8]:
         """uint8[n]: `class_of` of the sequences in `slots`."""
         table = self._table
         if table.num_be == 0:
@@ -58,7 +59,9 @@ class PolicyViews:
         promoted = now_ns - table.arrival_ns.take(slots) >= self._promotes_after_ns
         return np.where(promoted, np.uint8(LS), table.service_class.take(slots))
 
-    def holds_until_ns(self, slots: Int32s, now_ns: int) -> int:
+    def holds_until_ns(self, slots: Slots, now_ns: int) -> int:
         """When the next of the sequences in `slots` is promoted; FOREVER_NS: none will be."""
+        if self._table.num_be == 0:
+            return FOREVER_NS
         promoted_ns = self._table.arrival_ns[slots] + self._promotes_after_ns
         return int(promoted_ns.min(initial=FOREVER_NS, where=self.classes(slots, now_ns) == BE))

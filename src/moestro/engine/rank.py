@@ -77,7 +77,7 @@ class Rank:
 
     def begin(self, now_ns: int) -> Plan | None:
         """Submit the next plan, if nothing is in flight and there is one: the second half of `step`. Returns it."""
-        if self.scheduler.table.num_units_in_flight:
+        if self.scheduler.table.num_units_in_flight or not self.scheduler.has_work:
             return None
         plan = self.scheduler.schedule(now_ns)
         if plan is not None:

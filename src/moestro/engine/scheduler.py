@@ -16,15 +16,16 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
 from moestro.core.request import FinishReason, Request
-from moestro.core.views import BE, LS, BatchLimits, EvictView
-from moestro.core.work import LOGITS_NONE, LOGITS_PROMPT, Int32s, Plan, StepResult, Units
+from moestro.core.views import BE, LS, BatchLimits, BatchView, EvictView
+from moestro.core.work import Int32s, Plan, Slots, StepResult
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.emitted import Emitted
-from moestro.engine.entering import Entrance
+from moestro.engine.entering import Candidate, Entrance
 from moestro.engine.policy_views import PolicyViews
 from moestro.engine.rounds import TAKE, Horizon, block_events, blocks_taken, rounds_that_fit
 from moestro.engine.sequences import Sequence, SequenceTable
 from moestro.engine.settings import SchedulerSettings
+from moestro.engine.units import make_units
 from moestro.engine.waiting import WaitingQueue
 from moestro.errors import InvariantError
 from moestro.policy.admission import AdmitLimits, admit
@@ -66,6 +67,7 @@ class Scheduler:
             token_budget=settings.max_num_batched_tokens,
             max_chunk=settings.max_chunk or settings.max_num_batched_tokens,
         )
+        self._decodes: dict[int, bool] = {}  # by number of sequences, whether all decode in one step
         self._num_added = 0
         self._num_aborted_in_flight = 0
 
@@ -120,7 +122,7 @@ class Scheduler:
         """The next plan, or None when nothing can be computed now. May be called with units in flight."""
         idle = self.table.idle()
         view = self._views.running(idle, now_ns)
-        candidates: list[tuple[Sequence, int]] = []
+        candidates: list[Candidate] = []
         if len(self.waiting):
             if self._evict.makes_way and self.batch.room(view, self.limits) > 0 and self._make_way(now_ns):
                 idle = self.table.idle()
@@ -128,17 +130,16 @@ class Scheduler:
             candidates = self._entrance.candidates(self.batch.room(view, self.limits), self.limits, now_ns)
             view = self._views.with_candidates(view, candidates, now_ns) if candidates else view
         chunk = self.batch.plan(view, self.limits)
-        num_free, num_running = self.pool.num_free, len(self.table.running)
+        num_free = self.pool.num_free
         slots, num_tokens, evicted = self._make_room(idle, chunk[: len(idle)], now_ns)
         if candidates and not evicted:
-            kept_back = num_running - (num_free - self.pool.num_free)  # some have just taken theirs
-            new_slots, new_tokens = self._admit(candidates, chunk[len(idle) :], kept_back, now_ns)
+            new_slots, new_tokens = self._admit(candidates, chunk[len(idle) :], num_free, now_ns)
             slots, num_tokens = np.concatenate((slots, new_slots)), np.concatenate((num_tokens, new_tokens))
         if len(slots) == 0:
             # Who was to be computed gave up its blocks instead: others are not kept waiting for the next call.
             return self.schedule(now_ns) if evicted and not self.table.num_units_in_flight else None
         self.num_steps += 1
-        return Plan(self.num_steps, self._units(slots, num_tokens))
+        return Plan(self.num_steps, make_units(self.table, slots, num_tokens))
 
     def _make_way(self, now_ns: int) -> bool:
         """Preempt best-effort sequences until the first in order, if it is latency-sensitive, has a place.
@@ -158,26 +159,28 @@ class Scheduler:
             preempted = True
         return preempted
 
-    def _yielding(self, now_ns: int) -> Int32s:
+    def _yielding(self, now_ns: int) -> Slots:
         """Slots of best-effort sequences without a unit in flight."""
         idle = self.table.idle()
         return idle[np.flatnonzero(self._views.classes(idle, now_ns) == BE)]
 
-    def _admit(
-        self, candidates: list[tuple[Sequence, int]], chunk: Int32s, kept_back: int, now_ns: int
-    ) -> tuple[Int32s, Int32s]:
-        """Give slots, and blocks for all their known tokens, to candidates while `kept_back` blocks stay free.
+    def _admit(self, candidates: list[Candidate], chunk: Int32s, num_free: int, now_ns: int) -> tuple[Slots, Int32s]:
+        """Give slots, and blocks for all their known tokens, to candidates; one block stays free for each that runs.
+
+        Args:
+            num_free: blocks that were free when they were looked for; running ones have taken the difference.
 
         Returns:
             Their slots, and their tokens in the plan.
         """
+        kept_back = len(self.table.running) - (num_free - self.pool.num_free)  # some have just taken theirs
         new_slots: list[int] = []
         new_tokens: list[int] = []
-        for (sequence, _), tokens in zip(candidates, chunk.tolist(), strict=True):
+        for (sequence, looked_up), tokens in zip(candidates, chunk.tolist(), strict=True):
             if tokens == 0:
                 continue  # the batch policy would rather have others
-            # Looked up again: a decode of this very plan may have taken a cached block.
-            fit = self._entrance.fit(sequence)
+            # Looked up again if blocks were given out: one of them may be a cached one.
+            fit = looked_up if self.pool.num_free == num_free else self._entrance.fit(sequence)
             if fit.num_taken > self.pool.num_free - kept_back:
                 break
             self.waiting.remove(sequence)
@@ -191,9 +194,9 @@ class Scheduler:
                     self.waiting.observe(Admitted(sequence.user, sequence.request.num_prompt_tokens))
             new_slots.append(self.table.insert(sequence, fit.num_cached, len(fit.shared)))
             new_tokens.append(min(tokens, fit.num_left))
-        return np.array(new_slots, np.int32), np.array(new_tokens, np.int32)
+        return np.array(new_slots, np.int64), np.array(new_tokens, np.int32)
 
-    def _make_room(self, idle: Int32s, chunk: Int32s, now_ns: int) -> tuple[Int32s, Int32s, bool]:
+    def _make_room(self, idle: Slots, chunk: Int32s, now_ns: int) -> tuple[Slots, Int32s, bool]:
         """Blocks for the planned tokens of running sequences, evicting where the pool is empty.
 
         Only a decode ever lacks one, and one at most: admission gives blocks for all known tokens.
@@ -221,7 +224,7 @@ class Scheduler:
         kept = np.array([slot not in lost for slot in slots.tolist()], np.bool_)
         return slots[kept], num_tokens[kept], bool(lost)
 
-    def _choose(self, slots: Int32s, now_ns: int) -> int:
+    def _choose(self, slots: Slots, now_ns: int) -> int:
         """The one of `slots`, none of which has a unit in flight, that the evict policy gives up."""
         ranks = self.waiting.rank([self.table.at(slot) for slot in slots.tolist()], now_ns)
         view = EvictView(ranks, self.table.num_computed[slots], self._views.classes(slots, now_ns))
@@ -235,49 +238,6 @@ class Scheduler:
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs = []  # they start again with the prompt
         self.waiting.add(sequence)
-
-    def _units(self, slots: Int32s, num_tokens: Int32s) -> Units:
-        """The plan's units, and their tokens marked as in flight."""
-        table = self.table
-        start = table.num_computed.take(slots)
-        # LOGITS_LAST is 1: a comparison is the column.
-        logits = (start + num_tokens == table.num_tokens.take(slots)).view(np.uint8)
-        if table.num_scoring:
-            logits[table.last_num_tokens[slots] == table.num_prompt[slots]] = LOGITS_NONE
-        following = None
-        if table.num_wanting_prompt_logprobs:
-            asks = table.wants_prompt_logprobs[slots]
-            logits[asks] |= LOGITS_PROMPT
-            following = self._token_ids(slots[asks], start[asks] + 1, num_tokens[asks])
-        edits = table.logit_edits(slots, logits) if table.num_editing else None
-        table.num_in_flight[slots] = num_tokens
-        table.num_units_in_flight += len(slots)
-        width = int(table.capacity.take(slots).max()) // self.settings.block_size
-        return Units(
-            slot=slots,
-            serial=table.serial.take(slots),
-            start=start,
-            num_tokens=num_tokens,
-            write_start=np.maximum(start, table.write_start.take(slots)),
-            logits=logits,
-            block_tables=table.block_table[:, :width].take(slots, 0),
-            sampling=table.sampling.take(slots),  # a fifth of what [slots] costs on rows of this kind
-            token_ids=self._token_ids(slots, start, num_tokens),
-            next_token_ids=following,
-            edits=edits,
-        )
-
-    def _token_ids(self, slots: Int32s, start: Int32s, num_tokens: Int32s) -> Int32s | None:
-        """The units' tokens end to end; None where hashed traces are replayed."""
-        table = self.table
-        if table.num_hashed:
-            return None
-        total = int(num_tokens.sum())
-        if total == len(slots):
-            return table.token_ids[slots, start]
-        row = np.repeat(slots, num_tokens)
-        first = np.repeat(start - (np.cumsum(num_tokens) - num_tokens), num_tokens)
-        return table.token_ids[row, first + np.arange(total, dtype=np.int32)]
 
     # --- update -----------------------------------------------------------------------------------------------------
 
@@ -302,7 +262,7 @@ class Scheduler:
         for index, packed in result.block_hashes.items():
             table.learn_hashes(int(slots[index]), packed)
         self._remember_full_blocks(slots, computed)
-        return self._emit(result, np.flatnonzero(computed == table.num_tokens.take(slots)))
+        return self._emit(result, computed == table.num_tokens.take(slots))
 
     def _without_aborted(self, result: StepResult) -> StepResult:
         """The result without sequences that were aborted while their unit was in flight; these leave now."""
@@ -312,7 +272,7 @@ class Scheduler:
             self._leave(self.table.at(slot))
         return result.select(np.flatnonzero(stays))
 
-    def _remember_full_blocks(self, slots: Int32s, computed: Int32s) -> None:
+    def _remember_full_blocks(self, slots: Slots, computed: Int32s) -> None:
         """Tell the pool of the blocks that are full now that `computed` tokens of each slot have KV."""
         filled = computed >= self.table.next_full_at.take(slots)
         if np.count_nonzero(filled):
@@ -327,49 +287,52 @@ class Scheduler:
         if sequence.request.token_ids is not None:
             sequence.extend_hashes(num_full, block_size, table.token_ids[slot])
         first, end = int(table.next_full_at[slot]) // block_size - 1, min(num_full, len(sequence.hashes))
-        if first < end:
-            self.pool.remember(sequence.blocks[first:end], sequence.hashes[first:end])
-        table.next_full_at[slot] = (num_full + 1) * block_size
+        self.pool.remember(sequence.blocks[first:end], sequence.hashes[first:end])
+        table.remembered(slot, end)
 
-    def _emit(self, result: StepResult, sampled: NDArray[np.int64]) -> Emitted:
+    def _emit(self, result: StepResult, sampled: NDArray[np.bool_]) -> Emitted:
         """Append the tokens of the units in rows `sampled` of the result; sequences that ended leave.
 
         One whose max_tokens is 0 ends as one whose last token has come, with a -1 that nobody is told.
         """
-        table = self.table
-        is_all = len(sampled) == len(result.slot)
-        slots = result.slot if is_all else result.slot[sampled]
+        table, slots, tokens, finished = self.table, result.slot, result.token_ids, result.finished
+        rows = None
+        if np.count_nonzero(sampled) < len(sampled):
+            (rows,) = sampled.nonzero()
+            slots = slots.take(rows)
+            tokens = None if tokens is None else tokens.take(rows)
+            finished = None if finished is None else finished.take(rows)
         num_tokens = table.num_tokens.take(slots)
-        tokens = [-1] * len(slots)
-        if result.token_ids is not None:
-            new = result.token_ids if is_all else result.token_ids[sampled]
-            table.token_ids[slots, num_tokens] = new
-            tokens = new.tolist()
-        table.num_tokens[slots] = num_tokens + 1
-        sequences = [table.at(slot) for slot in slots.tolist()]
-        reasons: list[FinishReason | None] = [None] * len(slots)
-        for row in np.flatnonzero(num_tokens + 1 >= table.last_num_tokens.take(slots)).tolist():
+        if tokens is not None:
+            table.token_ids[slots, num_tokens] = tokens
+        num_tokens += 1
+        table.num_tokens[slots] = num_tokens
+        emitted = Emitted(table.at_all(slots), [-1] * len(slots) if tokens is None else tokens.tolist())
+        emitted.finish_reasons.extend([None] * len(slots))
+        reasons = emitted.finish_reasons
+        for row in _true_rows(num_tokens >= table.last_num_tokens.take(slots)):
             reasons[row] = FinishReason.LENGTH
-        stopped = [] if result.finished is None else np.flatnonzero(result.finished[sampled]).tolist()
-        if result.token_ids is not None:
-            stopped += [row for row, sequence in enumerate(sequences) if tokens[row] in sequence.stop_token_ids]
+        stopped = [] if finished is None else _true_rows(finished)
+        if tokens is not None:
+            told = zip(emitted.sequences, emitted.token_ids, strict=True)
+            stopped += [row for row, (sequence, token) in enumerate(told) if token in sequence.stop_token_ids]
         for row in stopped:
             reasons[row] = FinishReason.STOP
-        emitted = Emitted(sequences, tokens, reasons)
         if result.logprobs:
-            row_of = {index: row for row, index in enumerate(sampled.tolist())}
+            row_of = {index: row for row, index in enumerate(range(len(slots)) if rows is None else rows.tolist())}
             emitted.logprobs.update({row_of[index]: entry for index, entry in result.logprobs.items()})
         if table.num_wanting_prompt_logprobs:
-            for row in np.flatnonzero(table.wants_prompt_logprobs[slots]).tolist():
+            for row in _true_rows(table.wants_prompt_logprobs.take(slots)):
                 emitted.prompt_logprobs[row] = table.take_prompt_logprobs(int(slots[row]))
-        for sequence, reason in zip(sequences, reasons, strict=True):
-            if reason is not None:
-                self._end(sequence)
+        self._end_all(emitted)
         return emitted
 
-    def _end(self, sequence: Sequence) -> None:
-        del self.by_id[sequence.request.request_id]
-        self._leave(sequence)
+    def _end_all(self, emitted: Emitted) -> None:
+        """Let the sequences leave that have a reason to."""
+        for sequence, reason in zip(emitted.sequences, emitted.finish_reasons, strict=True):
+            if reason is not None:
+                del self.by_id[sequence.request.request_id]
+                self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence that is over out of its slot, if it has one, and tell the order policy."""
@@ -399,11 +362,10 @@ class Scheduler:
         if len(running) == 0 or table.num_units_in_flight:
             return Horizon(0, FOREVER_NS)
         view = self._views.running(running, now_ns)
-        if not view.is_decode.all() or not (self.batch.plan(view, self.limits) == 1).all():
+        if np.count_nonzero(view.is_decode) < len(running) or not self._decodes_all(view):
             return Horizon(0, FOREVER_NS)
-        computed, block_size = table.num_computed[running], self.settings.block_size
-        num_blocks = table.capacity[running] // block_size
-        most = int((table.last_num_tokens[running] - table.num_tokens[running]).min())
+        computed, block_size = table.num_computed.take(running), self.settings.block_size
+        most = int((table.last_num_tokens.take(running) - computed).min()) - 1
         until_ns = self._views.holds_until_ns(running, now_ns)
         if len(self.waiting) and (room := self.batch.room(view, self.limits)) > 0 and self._may_let_in():
             if self._entrance.candidates(room, self.limits, now_ns) or self._would_make_way(now_ns):
@@ -413,8 +375,23 @@ class Scheduler:
             most = min(most, int((block_size - computed % block_size).min()))
             if self._order.reads_cache:
                 # A block that is taken may be a cached one, and a prefix that the order counted on is no more.
-                most = min(most, int((num_blocks * block_size - computed).min()) + 1)
-        return Horizon(rounds_that_fit(computed, num_blocks, block_size, self.pool.num_free, most), until_ns)
+                most = min(most, int((table.capacity.take(running) - computed).min()) + 1)
+        if -(-most // block_size) * len(running) > self.pool.num_free:
+            num_blocks = table.capacity.take(running) // block_size
+            most = rounds_that_fit(computed, num_blocks, block_size, self.pool.num_free, most)
+        return Horizon(most, until_ns)
+
+    def _decodes_all(self, view: BatchView) -> bool:
+        """Whether the batch policy takes every row of `view`, which are decodes.
+
+        Where all are latency-sensitive it is asked once for each number of rows: its answer depends on nothing else.
+        """
+        if self.table.num_be:
+            return bool((self.batch.plan(view, self.limits) == 1).all())
+        known = self._decodes.get(len(view.num_left))
+        if known is None:
+            known = self._decodes[len(view.num_left)] = bool((self.batch.plan(view, self.limits) == 1).all())
+        return known
 
     def _may_let_in(self) -> bool:
         """Whether it matters who is first in order while the running ones decode."""
@@ -442,38 +419,41 @@ class Scheduler:
         for slot, packed in (block_hashes or {}).items():
             table.learn_hashes(slot, packed)
         self._advance_blocks(num_rounds)
-        table.num_computed[running] += num_rounds
-        table.num_tokens[running] += num_rounds
         self.num_steps += num_rounds
-        at_last = running[table.num_tokens.take(running) >= table.last_num_tokens.take(running)].tolist()
+        num_tokens = table.num_computed.take(running) + num_rounds
+        table.num_computed[running] = num_tokens
+        num_tokens += 1
+        table.num_tokens[running] = num_tokens
+        at_last = _true_rows(num_tokens >= table.last_num_tokens.take(running))
         if not at_last and not finished:
             return Emitted()
-        reasons = dict.fromkeys(at_last, FinishReason.LENGTH) | dict.fromkeys(finished or (), FinishReason.STOP)
+        reasons = dict.fromkeys(running.take(at_last).tolist(), FinishReason.LENGTH)
+        reasons |= dict.fromkeys(finished or (), FinishReason.STOP)
         ended = [slot for slot in running.tolist() if slot in reasons]
         emitted = Emitted([table.at(slot) for slot in ended], [-1] * len(ended), [reasons[slot] for slot in ended])
-        for sequence in emitted.sequences:
-            self._end(sequence)
+        self._end_all(emitted)
         return emitted
 
     def _advance_blocks(self, num_rounds: int) -> None:
         """Take and remember the blocks of `num_rounds` rounds, in the order in which single rounds do it."""
         table, running, block_size = self.table, self.table.running, self.settings.block_size
-        computed, held = table.num_computed.take(running), table.capacity.take(running) // block_size
-        next_full = table.next_full_at.take(running)
-        num_full = (computed + num_rounds) // block_size
-        if np.count_nonzero(np.minimum(num_full, table.num_hashes.take(running)) * block_size >= next_full) == 0:
-            # Nothing to remember, so all that counts is who takes a block before whom.
-            slots = running.take(blocks_taken(computed, held, block_size, num_rounds)).tolist()
-            if slots:
-                table.add_blocks(slots, self.pool.allocate_many(len(slots)))
-            table.next_full_at[running] = np.maximum(next_full, (num_full + 1) * block_size)
+        computed, capacity = table.num_computed.take(running), table.capacity.take(running)
+        end = computed + num_rounds
+        if np.count_nonzero(end >= table.next_full_at.take(running)):
+            for rounds, kind, row in block_events(computed, capacity // block_size, block_size, num_rounds):
+                slot, position = int(running[row]), int(computed[row]) + rounds + 1
+                if kind == TAKE:
+                    table.add_block(slot, self.pool.allocate())
+                elif position >= table.next_full_at[slot]:
+                    self._remember(slot, position // block_size)
             return
-        for rounds, kind, row in block_events(computed, held, block_size, num_rounds):
-            slot = int(running[row])
-            if kind == TAKE:
-                table.add_block(slot, self.pool.allocate())
-            else:
-                self._remember(slot, (int(computed[row]) + rounds + 1) // block_size)
+        # Nothing to remember, so all that counts is who takes a block before whom.
+        short = _true_rows(end > capacity)
+        if short:
+            held = capacity.take(short) // block_size
+            taken = blocks_taken(computed.take(short), held, block_size, num_rounds)
+            slots = running.take(short).take(taken).tolist()
+            table.add_blocks(slots, self.pool.allocate_many(len(slots)))
 
     def check(self) -> None:
         """Recount blocks and slots from scratch.
@@ -485,3 +465,8 @@ class Scheduler:
         if sorted(s.slot for s in running if s.slot is not None) != sorted(self.table.running.tolist()):
             raise InvariantError("slots in use and running sequences differ")
         self.pool.check([sequence.blocks for sequence in running])
+
+
+def _true_rows(column: NDArray[np.bool_]) -> list[int]:
+    """Where `column` is true; cheap where it is nowhere, as it is in most steps."""
+    return column.nonzero()[0].tolist() if np.count_nonzero(column) else []

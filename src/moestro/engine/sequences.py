@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from moestro.core.hashing import HASH_BYTES, ROOT, block_hash, name_key, split_hashes
 from moestro.core.request import Request, SamplingParams, ServiceClass, TokenLogprobs
 from moestro.core.views import BE, LS
-from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Int32s, LogitEdits
+from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, LogitEdits, Slots
 from moestro.engine.logit_edits import SequenceEdits, join_edits
 
 _NOTHING = np.empty(0, np.int32)
+NEVER = np.iinfo(np.int32).max
 
 
 class Sequence:
@@ -116,7 +117,7 @@ class SequenceTable:
     """Columns of the running sequences; a row is a *slot*.
 
     Attributes:
-        running: int32, slots in order of admission.
+        running: int64, slots in order of admission.
         serial: int64[slots], `Sequence.serial`.
         num_tokens: int32[slots], tokens known.
         num_computed: int32[slots], tokens whose KV is in the pool (or on its way, while in flight).
@@ -126,8 +127,8 @@ class SequenceTable:
         last_num_tokens: int32[slots], `num_tokens` at which max_tokens ends it.
         capacity: int32[slots], tokens for which it holds blocks.
         write_start: int32[slots], positions below it lie in shared blocks and are never written.
-        next_full_at: int32[slots], tokens with KV at which its next block is full and the pool is told.
-        num_hashes: int32[slots], hashes of full blocks known of a sequence without token ids.
+        next_full_at: int32[slots], tokens with KV at which its next block is full and the pool is told, if its hash can
+            be known; else NEVER.
         num_in_flight: int32[slots], tokens of its unit in flight; 0: idle.
         wants_prompt_logprobs, edits_logits: bool[slots].
         block_table: int32[slots, max blocks].
@@ -141,8 +142,8 @@ class SequenceTable:
         def column(*shape: int) -> NDArray[np.int32]:
             return np.zeros((num_slots, *shape), np.int32)
 
-        self._block_size = block_size
-        self.running: NDArray[np.int32] = np.empty(0, np.int32)
+        self.block_size = block_size
+        self.running: Slots = np.empty(0, np.int64)
         self.serial = np.zeros(num_slots, np.int64)
         self.num_tokens = column()
         self.num_computed = column()
@@ -153,7 +154,6 @@ class SequenceTable:
         self.capacity = column()
         self.write_start = column()
         self.next_full_at = column()
-        self.num_hashes = column()
         self.num_in_flight = column()
         self.wants_prompt_logprobs = np.zeros(num_slots, np.bool_)
         self.edits_logits = np.zeros(num_slots, np.bool_)
@@ -180,6 +180,10 @@ class SequenceTable:
         assert sequence is not None, f"slot {slot} is empty"
         return sequence
 
+    def at_all(self, slots: Slots) -> list[Sequence]:
+        """The sequences in `slots`, which are all in use."""
+        return list(map(self.sequences.__getitem__, slots.tolist()))  # type: ignore[arg-type]
+
     def insert(self, sequence: Sequence, num_computed: int, num_shared: int) -> int:
         """Give `sequence`, whose blocks are set, a slot at the end of `running`.
 
@@ -201,10 +205,10 @@ class SequenceTable:
         self.service_class[slot] = sequence.service_class
         self.arrival_ns[slot] = request.arrival_ns
         self.last_num_tokens[slot] = request.num_total_tokens
-        self.capacity[slot] = num_blocks * self._block_size
-        self.next_full_at[slot] = (num_shared + 1) * self._block_size
-        self.write_start[slot] = num_shared * self._block_size
-        self.num_hashes[slot] = len(sequence.hashes)
+        self.capacity[slot] = num_blocks * self.block_size
+        has_names = request.token_ids is not None or len(sequence.hashes) > num_shared
+        self.next_full_at[slot] = (num_shared + 1) * self.block_size if has_names else NEVER
+        self.write_start[slot] = num_shared * self.block_size
         self.num_in_flight[slot] = 0
         self.wants_prompt_logprobs[slot] = sequence.prompt_logprobs is not None
         self.edits_logits[slot] = sequence.edits is not None
@@ -219,7 +223,7 @@ class SequenceTable:
             self.token_ids[slot, : request.num_prompt_tokens] = request.token_array()
             self.token_ids[slot, request.num_prompt_tokens : num_tokens] = sequence.generated
             self.token_ids[slot, num_tokens] = 0  # not what an earlier sequence left: it is looked up, for nothing
-        self.running = np.concatenate((self.running, np.array((slot,), np.int32)))
+        self.running = np.concatenate((self.running, np.array((slot,), np.int64)))
         return slot
 
     def remove(self, slot: int) -> Sequence:
@@ -244,7 +248,7 @@ class SequenceTable:
         blocks = self.at(slot).blocks
         self.block_table[slot, len(blocks)] = block
         blocks.append(block)
-        self.capacity[slot] += self._block_size
+        self.capacity[slot] += self.block_size
 
     def add_blocks(self, slots: list[int], blocks: list[int]) -> None:
         """As `add_block`, for each pair of them; a slot may come more than once."""
@@ -254,13 +258,20 @@ class SequenceTable:
             positions.append(len(held))
             held.append(block)
         self.block_table[slots, positions] = blocks
-        np.add.at(self.capacity, slots, self._block_size)
+        np.add.at(self.capacity, slots, self.block_size)
 
     def learn_hashes(self, slot: int, packed: bytes) -> None:
         """The sequence completes blocks, or will before they are looked for, whose hashes its script knows."""
         sequence = self.at(slot)
+        if packed and self.next_full_at[slot] == NEVER:
+            self.next_full_at[slot] = (len(sequence.hashes) + 1) * self.block_size
         sequence.learn_hashes(packed)
-        self.num_hashes[slot] = len(sequence.hashes)
+
+    def remembered(self, slot: int, num_blocks: int) -> None:
+        """The pool was told of the first `num_blocks` blocks of the sequence."""
+        sequence = self.at(slot)
+        has_names = sequence.request.token_ids is not None or len(sequence.hashes) > num_blocks
+        self.next_full_at[slot] = (num_blocks + 1) * self.block_size if has_names else NEVER
 
     def take_prompt_logprobs(self, slot: int) -> tuple[TokenLogprobs, ...]:
         """All of the prompt's, once; the entry after its last token is the answer's and is dropped."""
@@ -272,7 +283,7 @@ class SequenceTable:
         self.num_wanting_prompt_logprobs -= 1
         return entries
 
-    def logit_edits(self, slots: Int32s, logits: NDArray[np.uint8]) -> LogitEdits | None:
+    def logit_edits(self, slots: Slots, logits: NDArray[np.uint8]) -> LogitEdits | None:
         """What units at `slots` that want `logits` ask to be changed in them; None: nothing."""
         rows = np.flatnonzero(self.edits_logits[slots] & (logits & LOGITS_LAST != 0)).tolist()
         sequences, tokens = [], []
@@ -283,7 +294,7 @@ class SequenceTable:
             tokens.append(self.token_ids[slot, : self.num_tokens[slot]])
         return join_edits(rows, sequences, tokens) if rows else None
 
-    def idle(self) -> NDArray[np.int32]:
+    def idle(self) -> Slots:
         """Slots without a unit in flight, in order of admission."""
         running = self.running
         return running[self.num_in_flight.take(running) == 0] if self.num_units_in_flight else running

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.clock import FOREVER_NS
 from moestro.core.views import WaitingView
 from moestro.core.work import Int32s
 from moestro.engine.block_pool import BlockPool
@@ -112,6 +113,10 @@ class WaitingQueue:
         if self._from_ns <= now_ns < self._until_ns and same_cache:
             return
         rows = np.flatnonzero(self._live)
+        if len(rows) == 1:
+            self._order, self._from_ns, self._until_ns = rows, now_ns, FOREVER_NS
+            self._pool_version = self._pool.version
+            return
         view = self._view(self._rows[rows], lambda i: self._sequences[rows[i]])
         self._order = rows[self.policy.order(view, now_ns)]
         self._from_ns, self._until_ns = now_ns, self.policy.next_change_ns(view, now_ns)

@@ -120,7 +120,7 @@ def _find_experts(model: nn.Module, num_layers: int) -> list[tuple[int, Any]]:
 def _one_token() -> Units:
     one = np.ones(1, np.int32)
     return Units(
-        slot=0 * one,
+        slot=np.zeros(1, np.int64),
         serial=np.zeros(1, np.int64),
         start=0 * one,
         num_tokens=one,

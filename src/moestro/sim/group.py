@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from moestro.core.clock import FOREVER_NS
 from moestro.core.request import Request
 from moestro.core.script import Script
-from moestro.core.work import Int32s, Plan
+from moestro.core.work import Int32s, Plan, Slots
 from moestro.cost.priced_device import ScriptedDevice
 from moestro.engine.emitted import Emitted
 from moestro.engine.fused import FusedExecutor
@@ -27,6 +27,7 @@ from moestro.sim.prices import Prices
 Int64s = NDArray[np.int64]
 
 _LONGEST_JUMP = 1024  # rounds; a longer one is split, for most are cut by the next arrival and priced in vain
+_NO_SLOTS = np.empty(0, np.int64)
 _NOBODY = np.empty(0, np.int32)
 STEPWISE = Horizon(0, FOREVER_NS)
 
@@ -38,7 +39,7 @@ class Seat:
         rank: the production one.
         device: answers its items from scripts; the group says when.
         plan: of the step under way; None: it idles in it, or the group is in a jump.
-        running, computed: int32[n], of the jump under way: the slots that decode, and the positions they begin at.
+        running, computed: int64[n], int32[n], of the jump under way: who decodes, and from which position on.
     """
 
     __slots__ = ("computed", "device", "plan", "rank", "running")
@@ -47,7 +48,7 @@ class Seat:
         self.device = ScriptedDevice(settings.block_size)
         self.rank = Rank(Scheduler(settings), FusedExecutor(self.device))
         self.plan: Plan | None = None
-        self.running: Int32s = _NOBODY
+        self.running: Slots = _NO_SLOTS
         self.computed: Int32s = _NOBODY
 
 
@@ -75,6 +76,7 @@ class Group:
         self.num_turns = 0
         self._prices = prices
         self._jumps = jump
+        self._has_newcomer = False  # it will most likely enter: to ask how long nobody does is for nothing
         self.ends: Int64s | None = None
 
     def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
@@ -89,6 +91,7 @@ class Group:
         taken = self.seats[seat]
         serial = taken.rank.add(request, now_ns)
         taken.device.expect(serial, script)
+        self._has_newcomer = True
         if self.next_ns is None:
             self.next_ns = now_ns
         elif self.ends is not None:
@@ -104,7 +107,8 @@ class Group:
         emitted = [self._collect(seat, now_ns) for seat in self.seats]
         self.began_ns = now_ns
         self.num_turns += 1
-        num_rounds, until_ns = self._steady(now_ns) if self._jumps else STEPWISE
+        num_rounds, until_ns = self._steady(now_ns) if self._jumps and not self._has_newcomer else STEPWISE
+        self._has_newcomer = False
         if num_rounds:
             ends = self._prices.rounds_ns([seat.computed for seat in self.seats], num_rounds).cumsum() + now_ns
             if until_ns < ends[-1]:  # a round that begins at that time or later is not steady any more
@@ -135,7 +139,7 @@ class Group:
         most, until_ns = 0, FOREVER_NS
         for seat in self.seats:
             scheduler = seat.rank.scheduler
-            seat.running = seat.computed = _NOBODY
+            seat.running, seat.computed = _NO_SLOTS, _NOBODY
             if not scheduler.has_work:
                 continue
             num_rounds, own_until_ns = scheduler.horizon(now_ns)
