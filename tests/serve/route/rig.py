@@ -254,8 +254,12 @@ class Rig:
         self.port = port
         self.callers: list[Caller] = []
 
-    async def caller(self, **options: Any) -> Caller:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24, **options)
+    async def caller(self, connected: socket.socket | None = None) -> Caller:
+        """A new connection, or one that was made with options of its own."""
+        if connected is None:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
+        else:
+            reader, writer = await asyncio.open_connection(sock=connected, limit=1 << 16)
         self.callers.append(Caller(reader, writer))
         return self.callers[-1]
 
@@ -318,6 +322,9 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
     finally:
         sweeper.cancel()
         door.close()
+        parts.clients.close()
+        for caller in made.callers:
+            caller.hang_up()
         await parts.operator.watch.close()
         for engine in parts.shared.fleet:
             engine.pool.close()

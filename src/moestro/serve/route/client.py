@@ -94,6 +94,13 @@ class Clients:
             client.close_if_idle()
 
 
+    def close(self) -> None:
+        """All end at once, as they stand."""
+        self.is_closing = True
+        for client in list(self.open):
+            client.abort()
+
+
 class Client(asyncio.Protocol):
     """One connection.
 
@@ -290,6 +297,11 @@ class Client(asyncio.Protocol):
             self._end_with(BodyTimeoutError(self._clients.limits.body_s))
         else:
             self._transport.close()
+
+    def abort(self) -> None:
+        """End it at once, whatever is unsent."""
+        if self._transport is not None:
+            self._transport.abort()
 
     def close_if_idle(self) -> None:
         """Close it, unless a request is being answered."""

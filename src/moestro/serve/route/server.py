@@ -87,7 +87,7 @@ class _Server:
             await self._drain(parts)
         finally:
             door.close()
-            parts.clients.close_idle()
+            parts.clients.close()
 
     async def _drain(self, parts: Parts) -> None:
         """What comes from now on hears that we stop; what runs has time to finish."""
