@@ -282,6 +282,7 @@ class KvStream:
         """Go on with what there is."""
         self._replay = None
         self._rest_until_ns = now_ns + self._rules.rest_ns
+        self._is_rebuild_due = True
         if self._next is not None:
             self._lose(now_ns)
         self._release(now_ns)
