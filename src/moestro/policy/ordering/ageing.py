@@ -40,7 +40,7 @@ class Sjf(_Ageing):
     """Shortest prompt first; who has waited `theta_age_s` goes before, as it came. Nobody's output is predicted.
 
     Source: Gimbal v1, Algorithm 2: its high priority (line 4) is before every length, its prefill length (line 6) is
-    the prompt's, cached or not. Requests of one priority are served as they came. The age is the paper's (section V-A2):
+    the prompt's, cached or not. Requests of one priority are served as they came. The age is the paper's (V-A2):
     5 s, with a P99 TTFT of 4.9 s under high load.
     """
 

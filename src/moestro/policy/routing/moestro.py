@@ -147,7 +147,8 @@ class _Mean:
 
 def _excess(others: Scores | Counts, since: Scores, routable: Mask) -> Scores:
     """By how much each engine has more than the one that has least, beyond what may have changed since."""
-    return np.maximum(others - others[routable].min() - since, 0.0)
+    excess: Scores = np.maximum(others - others[routable].min() - since, 0.0)
+    return excess
 
 
 def _missing_tokens(view: RouteView, needed: Scores) -> Scores:

@@ -93,7 +93,6 @@ class Clients:
         for client in list(self.open):
             client.close_if_idle()
 
-
     def close(self) -> None:
         """All end at once, as they stand."""
         self.is_closing = True
