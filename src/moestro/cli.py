@@ -16,15 +16,17 @@ from moestro import __version__
 from moestro.config import (
     BATCH_POLICIES,
     EVICT_POLICIES,
+    PACED_NETWORK,
     SCHEDULING_POLICIES,
     BatchName,
-    DeviceKind,
     Dtype,
     EvictName,
     GenerationConfig,
     LoadFormat,
     ModelSettings,
     OrderName,
+    PacedArithmetic,
+    PacedSettings,
     SchedulerLimits,
     ServerSettings,
     ServeSettings,
@@ -82,8 +84,13 @@ class ModelFlags:
     "Directory with tokenizer.json and the chat template, if it is not the model's own."
     dtype: Annotated[Dtype, Parameter(group=_MODEL)] = "auto"
     "Of weights, activations and KV cache; auto: what the checkpoint was saved in."
-    device: Annotated[DeviceKind, Parameter(group=_MODEL)] = "auto"
-    "Where it runs; auto: an accelerator if there is one."
+    device: Annotated[str, Parameter(group=_MODEL)] = "auto"
+    (
+        "Where it runs: cpu, cuda, or auto: an accelerator if there is one. paced:h20 plays a GPU that is not there:"
+        " real processes whose steps take as long as a cost model says; MODEL then names the network, qwen3-30b-a3b."
+    )
+    paced_arithmetic: Annotated[PacedArithmetic, Parameter(group=_MODEL)] = "demo"
+    "What a paced device answers: demo: tokens of the demo model; none: a fixed sequence, and torch is not loaded."
     load_format: Annotated[LoadFormat, Parameter(group=_MODEL)] = "auto"
     "dummy: random weights of the right shapes, to measure speed without a download."
     gate_override: Annotated[str | None, Parameter(group=_MODEL)] = None
@@ -213,13 +220,20 @@ def serve(
     from moestro.serve.server import serve as run
 
     network, front = asdict(flags.network), asdict(flags.server)
+    arithmetic, paced = network.pop("paced_arithmetic"), None
+    if flags.network.device.startswith("paced:"):
+        paced = PacedSettings(device=flags.network.device, network=model or PACED_NETWORK, arithmetic=arithmetic)
+        model, network["device"] = None, "cpu"
     front["tokenizer"] = network.pop("tokenizer")
-    front["served_model_name"] = flags.server.served_model_name or (model or DEMO_NAME,)
+    front["served_model_name"] = flags.server.served_model_name or (
+        (model or DEMO_NAME) if paced is None else paced.network,
+    )
     run(
         ServeSettings(
             model=ModelSettings(model=str(locate_model(model)), **network, **asdict(flags.memory)),
             limits=SchedulerLimits(**asdict(flags.scheduling)),
             server=ServerSettings(**front, **asdict(flags.engines)),
+            paced=paced,
         )
     )
 

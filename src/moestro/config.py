@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from moestro.cost.gpus import gpu_named
+from moestro.cost.hf_config import network_named
 from moestro.engine.settings import make_policies
 from moestro.errors import ConfigError
 from moestro.model.settings import DeviceKind, Dtype, GenerationConfig, LoadFormat, ModelSettings
@@ -19,6 +21,7 @@ from moestro.policy.registry import parse_settings
 __all__ = [
     "BATCH_POLICIES",
     "EVICT_POLICIES",
+    "PACED_NETWORK",
     "SCHEDULING_POLICIES",
     "BatchName",
     "DeviceKind",
@@ -28,10 +31,15 @@ __all__ = [
     "LoadFormat",
     "ModelSettings",
     "OrderName",
+    "PacedArithmetic",
+    "PacedSettings",
     "SchedulerLimits",
     "ServeSettings",
     "ServerSettings",
 ]
+
+PACED_NETWORK = "qwen3-30b-a3b"
+PacedArithmetic = Literal["demo", "none"]
 
 # What each policy does, in one line, for whoever asks for help.
 SCHEDULING_POLICIES = {name: entry.description for name, entry in ORDERING.items()}
@@ -131,12 +139,48 @@ class ServerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PacedSettings:
+    """A device that is not there: steps take as long as a cost model says.
+
+    Attributes:
+        device: as the operator wrote it: paced:GPU, or paced:FILE of a table that `moestro calibrate` wrote.
+        network: whose steps are priced, by the names that `cost` knows.
+        arithmetic: demo: the demo network computes the answers, within the modelled time; none: nothing is computed,
+            torch is not loaded, and answers are a fixed sequence of tokens.
+        max_model_len: tokens of the longest sequence, where the operator names none.
+    """
+
+    device: str
+    network: str = PACED_NETWORK
+    arithmetic: PacedArithmetic = "demo"
+    max_model_len: int = 32_768
+
+    def __post_init__(self) -> None:
+        if self.table is None:
+            gpu_named(self.gpu)
+            network_named(self.network)
+        elif self.arithmetic == "none":
+            raise ConfigError("--paced-arithmetic none needs a GPU and a network by name: its KV cache is theirs")
+
+    @property
+    def gpu(self) -> str:
+        """By name."""
+        return self.device.removeprefix("paced:")
+
+    @property
+    def table(self) -> Path | None:
+        """A file of measured steps; None: the GPU goes by name."""
+        return Path(self.gpu) if self.gpu.endswith(".json") else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
     """All of `moestro serve`."""
 
     model: ModelSettings
     limits: SchedulerLimits
     server: ServerSettings
+    paced: PacedSettings | None = None
 
 
 def _check_range(flag: str, value: float, low: float, high: float = float("inf")) -> None:

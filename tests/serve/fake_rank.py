@@ -80,6 +80,9 @@ class FakeRank:
     def is_stuck(self) -> bool:
         return any(request.priority == STUCK for request, _ in self.requests.values())
 
+    def ready_at_ns(self) -> None:
+        return None
+
     @property
     def has_work(self) -> bool:
         return bool(self.requests)

@@ -84,6 +84,10 @@ class Rank:
             self.executor.submit(plan, now_ns)
         return plan
 
+    def ready_at_ns(self) -> int | None:
+        """When the next result will be there; None: nothing is under way, or only the hardware knows."""
+        return self.executor.ready_at_ns()
+
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""

@@ -6,7 +6,7 @@ import signal
 
 import msgspec
 
-from moestro.config import SchedulerLimits
+from moestro.config import PacedSettings, SchedulerLimits
 from moestro.model.settings import ModelSettings
 
 STACK_DUMP = signal.SIGUSR1  # a rank that has loaded answers it with the stacks of all its threads, on stderr
@@ -22,3 +22,4 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
     model: ModelSettings
     limits: SchedulerLimits
+    paced: PacedSettings | None = None

@@ -70,6 +70,10 @@ class Steppable(Protocol):
         """Do one step's work."""
         ...
 
+    def ready_at_ns(self) -> int | None:
+        """When the next result will be there; None: nothing is under way, or only the hardware knows."""
+        ...
+
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
@@ -89,8 +93,8 @@ _LOOK_AGAIN_S = 50e-6  # a fraction of the shortest step, and long enough for ot
 
 
 def run_rank(rank: Steppable, channel: Channel, now_ns: Callable[[], int]) -> None:
-    """Serve until told to shut down: new messages between any two steps, and sleep only without work, or for a moment
-    while a step of the accelerator is under way.
+    """Serve until told to shut down: new messages between any two steps, and sleep only without work, until the
+    device has said that it will be ready, or for a moment while a step of the accelerator is under way.
 
     Args:
         now_ns: the wall clock; the front door's `arrival_ns` must come from the same.
@@ -105,12 +109,20 @@ def run_rank(rank: Steppable, channel: Channel, now_ns: Callable[[], int]) -> No
         num_steps = rank.num_steps
         outputs = rank.step(now_ns())
         channel.num_steps = rank.num_steps
-        # Nothing done and nothing heard: to ask again at once would keep the channel's thread from the interpreter.
-        wait_s = 0 if messages or outputs or rank.num_steps != num_steps else _LOOK_AGAIN_S
+        wait_s = _wait_s(rank, now_ns, has_news=bool(messages or outputs or rank.num_steps != num_steps))
         load = _load(rank.stats())
         if outputs or load != told:
             channel.send(Outputs(tuple(outputs), load, as_of_ns))
             told = load
+
+
+def _wait_s(rank: Steppable, now_ns: Callable[[], int], *, has_news: bool) -> float:
+    """How long to listen before the next step."""
+    ready_ns = rank.ready_at_ns()
+    if ready_ns is not None:
+        return max(ready_ns - now_ns(), 0) / 1e9
+    # Nothing done and nothing heard: to ask again at once would keep the channel's thread from the interpreter.
+    return 0 if has_news else _LOOK_AGAIN_S
 
 
 def _obey(messages: Sequence[ToRank], rank: Steppable, channel: Channel, now_ns: Callable[[], int]) -> bool:

@@ -20,6 +20,7 @@ from moestro.serve.launch_spec import LaunchSpec
 logger = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-m", "moestro.serve.worker")
+PACED_WORKER = (sys.executable, "-m", "moestro.serve.paced_worker")
 _LAST_WORDS_S = 0.2  # for messages that a rank sent just before it ended
 _KILL_AFTER_S = 5.0  # between asking a rank to leave and making it
 

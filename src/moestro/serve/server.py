@@ -35,7 +35,7 @@ from moestro.serve.metrics import Metrics
 from moestro.serve.prepare import ServedModel
 from moestro.serve.pulse import Patience
 from moestro.serve.rank_socket import RankSocket
-from moestro.serve.ranks import WORKER, now_ns, private_address
+from moestro.serve.ranks import PACED_WORKER, WORKER, now_ns, private_address
 from moestro.serve.refusals import DrainingError
 from moestro.serve.startup import StartClock
 from moestro.serve.statline import StatLines, log_forever
@@ -47,11 +47,11 @@ logger = logging.getLogger(__name__)
 _FAREWELL_S = 1.0  # for answers that are complete to reach their clients
 
 
-def serve(settings: ServeSettings, command: Sequence[str] = WORKER) -> None:
+def serve(settings: ServeSettings, command: Sequence[str] | None = None) -> None:
     """Serve until SIGTERM or SIGINT; a second one does not wait for requests to finish.
 
     Args:
-        command: what a rank process runs.
+        command: what a rank process runs; None: what the settings need.
 
     Raises:
         ConfigError: the settings cannot be honoured; the text says what to do.
@@ -60,7 +60,11 @@ def serve(settings: ServeSettings, command: Sequence[str] = WORKER) -> None:
     level = settings.server.log_level.upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     with contextlib.suppress(asyncio.CancelledError):
-        uvloop.run(_Server(settings, command).run())
+        uvloop.run(_Server(settings, command or _command(settings)).run())
+
+
+def _command(settings: ServeSettings) -> Sequence[str]:
+    return PACED_WORKER if settings.paced is not None and settings.paced.arithmetic == "none" else WORKER
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,7 @@ class _Server:
             log_level=self._settings.server.log_level,
             model=self._settings.model,
             limits=self._settings.limits,
+            paced=self._settings.paced,
         )
 
     async def _load(self, engines: Engines) -> tuple[ServedModel, list[ModelInfo]]:

@@ -1,76 +1,28 @@
-"""The rank process: `python -m moestro.serve.worker`, its launch spec one line of JSON on stdin.
-
-It serves until the front door says `Shutdown`, or until stdin ends because the front door is gone.
-"""
+"""The rank process with a network: `python -m moestro.serve.worker`."""
 
 from __future__ import annotations
 
-import faulthandler
-import logging
-import signal
 import sys
-import time
-import traceback
-from collections.abc import Callable
 
 import msgspec
 
-from moestro.engine.rank import Rank, build_rank
-from moestro.engine.settings import SchedulerSettings
-from moestro.errors import ConfigError, MoestroError
+from moestro.core.work import Device
+from moestro.engine.rank import Rank
 from moestro.model.device import open_device
 from moestro.model.info import LoadedInfo
-from moestro.serve.channel import Channel
-from moestro.serve.launch_spec import STACK_DUMP, LaunchSpec
-from moestro.serve.messages import Failed, ModelInfo, Phase, Ready, identity_of
-from moestro.serve.rank_loop import run_rank
+from moestro.serve.launch_spec import LaunchSpec
+from moestro.serve.messages import ModelInfo
+from moestro.serve.paced import PACED_NOTE, NetworkAnswers, PacedDevice, cost_of
+from moestro.serve.rank_process import OnPhase, make_rank, run_process
 
 
-def main() -> int:
-    """Run one rank; returns its exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front door decides when to leave
-    faulthandler.enable()
-    faulthandler.register(STACK_DUMP)  # needs no interpreter lock: it also answers when the main loop hangs in a kernel
-    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=LaunchSpec)
-    logging.basicConfig(level=spec.log_level.upper(), format=f"%(levelname)s engine {spec.rank}: %(message)s")
-    channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno())
-    try:
-        rank, info = _build(spec, _PhaseTimer(spec.launched_ns, channel))
-        channel.send(Ready(info))
-        run_rank(rank, channel, time.monotonic_ns)
-    except Exception as error:
-        if not isinstance(error, ConfigError):
-            traceback.print_exc()
-        channel.send(Failed(_cause(error), isinstance(error, ConfigError)))
-        return 1
-    else:
-        return 0
-    finally:
-        channel.close()
-
-
-class _PhaseTimer:
-    """Told when a phase begins, reports the one before: together they account for every second."""
-
-    def __init__(self, launched_ns: int, channel: Channel) -> None:
-        self._name, self._since_ns = "load libraries", launched_ns
-        self._channel = channel
-
-    def __call__(self, name: str) -> None:
-        now_ns = time.monotonic_ns()
-        self._channel.send(Phase(self._name, (now_ns - self._since_ns) / 1e9))
-        self._name, self._since_ns = name, now_ns
-
-
-def _build(spec: LaunchSpec, on_phase: Callable[[str], None]) -> tuple[Rank, ModelInfo]:
-    device, info = open_device(spec.model, on_phase, spec.rank)
-    settings = SchedulerSettings(
-        num_blocks=info.num_blocks,
-        block_size=info.block_size,
-        max_model_len=info.max_model_len,
-        **spec.limits.for_scheduler(),
-    )
-    return build_rank(settings, device), _model_info(spec.model.model, info)
+def _build(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
+    loaded: tuple[Device, LoadedInfo] = open_device(spec.model, on_phase, spec.rank)
+    device, info = loaded[0], _model_info(spec.model.model, loaded[1])
+    if spec.paced is not None:
+        device = PacedDevice(cost_of(spec.paced), NetworkAnswers(device))
+        info = msgspec.structs.replace(info, device=spec.paced.device, notes=(*info.notes, PACED_NOTE))
+    return make_rank(spec, device, info), info
 
 
 def _model_info(model_id: str, info: LoadedInfo) -> ModelInfo:
@@ -93,11 +45,5 @@ def _model_info(model_id: str, info: LoadedInfo) -> ModelInfo:
     )
 
 
-def _cause(error: Exception) -> str:
-    """One line: an error of ours says what to do; any other gets its type, which often says more than its text."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, MoestroError) else f"{type(error).__name__}: {text}"
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_process(_build))

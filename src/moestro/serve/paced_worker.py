@@ -1,0 +1,22 @@
+"""The rank process without a network: `python -m moestro.serve.paced_worker`. It never loads torch."""
+
+from __future__ import annotations
+
+import sys
+
+from moestro.engine.rank import Rank
+from moestro.serve.launch_spec import LaunchSpec
+from moestro.serve.messages import ModelInfo
+from moestro.serve.paced import FixedAnswers, PacedDevice, cost_of, paced_info
+from moestro.serve.rank_process import OnPhase, make_rank, run_process
+
+
+def _build(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
+    assert spec.paced is not None, "started for a paced device"
+    on_phase("price")
+    info = paced_info(spec.paced, spec.model)
+    return make_rank(spec, PacedDevice(cost_of(spec.paced), FixedAnswers()), info), info
+
+
+if __name__ == "__main__":
+    sys.exit(run_process(_build))

@@ -1,0 +1,84 @@
+"""A rank process: its launch spec one line of JSON on stdin, then the rank's loop. What the rank is made of comes in.
+
+It serves until the front door says `Shutdown`, or until stdin ends because the front door is gone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import msgspec
+
+from moestro.core.work import Device
+from moestro.engine.rank import Rank, build_rank
+from moestro.engine.settings import SchedulerSettings
+from moestro.errors import ConfigError, MoestroError
+from moestro.serve.channel import Channel
+from moestro.serve.launch_spec import STACK_DUMP, LaunchSpec
+from moestro.serve.messages import Failed, ModelInfo, Phase, Ready, identity_of
+from moestro.serve.rank_loop import run_rank
+
+OnPhase = Callable[[str], None]  # told when a phase of the start begins
+
+
+def run_process(build: Callable[[LaunchSpec, OnPhase], tuple[Rank, ModelInfo]]) -> int:
+    """Run one rank; returns its exit status.
+
+    Args:
+        build: makes it, and says what the front door must know of it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front door decides when to leave
+    faulthandler.enable()
+    faulthandler.register(STACK_DUMP)  # needs no interpreter lock: it also answers when the main loop hangs in a kernel
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=LaunchSpec)
+    logging.basicConfig(level=spec.log_level.upper(), format=f"%(levelname)s engine {spec.rank}: %(message)s")
+    channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno())
+    try:
+        rank, info = build(spec, _PhaseTimer(spec.launched_ns, channel))
+        channel.send(Ready(info))
+        run_rank(rank, channel, time.monotonic_ns)
+    except Exception as error:
+        if not isinstance(error, ConfigError):
+            traceback.print_exc()
+        channel.send(Failed(_cause(error), isinstance(error, ConfigError)))
+        return 1
+    else:
+        return 0
+    finally:
+        channel.close()
+
+
+class _PhaseTimer:
+    """Told when a phase begins, reports the one before: together they account for every second."""
+
+    def __init__(self, launched_ns: int, channel: Channel) -> None:
+        self._name, self._since_ns = "load libraries", launched_ns
+        self._channel = channel
+
+    def __call__(self, name: str) -> None:
+        now_ns = time.monotonic_ns()
+        self._channel.send(Phase(self._name, (now_ns - self._since_ns) / 1e9))
+        self._name, self._since_ns = name, now_ns
+
+
+def make_rank(spec: LaunchSpec, device: Device, info: ModelInfo) -> Rank:
+    """The rank that `spec` asks for, on `device`."""
+    settings = SchedulerSettings(
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        **spec.limits.for_scheduler(),
+    )
+    return build_rank(settings, device)
+
+
+def _cause(error: Exception) -> str:
+    """One line: an error of ours says what to do; any other gets its type, which often says more than its text."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, MoestroError) else f"{type(error).__name__}: {text}"
