@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 
-from moestro.engine.rank import Rank, build_rank
+from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError, MoestroError
+from moestro.flow.core import StepPolicy
 from moestro.model.device import open_device
 from moestro.model.info import LoadedInfo
+from moestro.model.staged_open import open_staged_device
+from moestro.policy.stepping.basic import in_order
+from moestro.policy.stepping.qllm import ExpertLevelPreemption
 from moestro.serve.channel import Channel
 from moestro.serve.launch_spec import STACK_DUMP, LaunchSpec
 from moestro.serve.messages import Failed, ModelInfo, Phase, Ready, identity_of
@@ -63,14 +69,32 @@ class _PhaseTimer:
 
 
 def _build(spec: LaunchSpec, on_phase: Callable[[str], None]) -> tuple[Rank, ModelInfo]:
+    if spec.stepping.mode == "preemptive":
+        return _build_preemptive(spec, on_phase)
     device, info = open_device(spec.model, on_phase, spec.rank)
-    settings = SchedulerSettings(
+    return build_rank(_scheduler_settings(spec, info), device), _model_info(spec.model.model, info)
+
+
+def _build_preemptive(spec: LaunchSpec, on_phase: Callable[[str], None]) -> tuple[Rank, ModelInfo]:
+    stepping, limits = spec.stepping, spec.limits
+    max_tokens, max_bytes = limits.max_num_batched_tokens, stepping.max_parked_bytes
+    device, info = open_staged_device(spec.model, max_tokens, max_bytes, on_phase, spec.rank)
+    policy: StepPolicy = in_order
+    if stepping.step_policy == "qllm":
+        wait_ns = None if math.isinf(stepping.max_be_wait) else round(stepping.max_be_wait * 1e9)
+        policy = ExpertLevelPreemption(max_wait_ns=wait_ns)
+    settings = replace(_scheduler_settings(spec, info), max_num_urgent_seqs=limits.max_num_seqs)
+    launch_ahead = 1 if device.works_when_polled else 2
+    return build_preemptive_rank(settings, device, policy, launch_ahead), _model_info(spec.model.model, info)
+
+
+def _scheduler_settings(spec: LaunchSpec, info: LoadedInfo) -> SchedulerSettings:
+    return SchedulerSettings(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         **spec.limits.for_scheduler(),
     )
-    return build_rank(settings, device), _model_info(spec.model.model, info)
 
 
 def _model_info(model_id: str, info: LoadedInfo) -> ModelInfo:
