@@ -287,7 +287,16 @@ def route(
         return
     from moestro.serve.route.server import route as run
 
-    run(flags)
+    routing = flags.routing
+    if routing.tokenizer is None:
+        from moestro.serve.route.reading import text_reading
+
+        reading = text_reading(routing.text_block_bytes)
+    else:  # the tokenizer's libraries take seconds to load
+        from moestro.serve.route.exact import exact_reading
+
+        reading = exact_reading(routing.tokenizer, routing.block_size)
+    run(flags, reading)
 
 
 @app.command

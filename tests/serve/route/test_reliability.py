@@ -366,7 +366,7 @@ class TestManyAtOnce:
         async def one(it) -> str:
             caller: Caller = await it.caller()
             caller.ask(body={"stream": True})
-            status, headers = await caller.head()
+            status, _ = await caller.head()
             if status != 200:
                 return f"failed {status}"
             body = await _all_of(caller)

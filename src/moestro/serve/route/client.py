@@ -239,6 +239,8 @@ class Client(asyncio.Protocol):
         body = error_json(error)
         if error.retry_after_s is not None:
             added += b"Retry-After: %d\r\n" % error.retry_after_s
+        if error.http_status == 401:
+            added += b"WWW-Authenticate: Bearer\r\n"
         self.reply(own_head(error.http_status, "application/json", len(body), added), body)
 
     def begin(self, head: bytes, *, has_length: bool) -> None:

@@ -146,13 +146,6 @@ class RoutingSettings:
         _at_least("--text-block-bytes", self.text_block_bytes, 16)
         _at_least("--index-memory-bytes", self.index_memory_bytes, 1 << 20)
 
-    @property
-    def in_words(self) -> str:
-        """How prompts are compared."""
-        if self.tokenizer is None:
-            return f"as text, in blocks of {self.text_block_bytes} bytes"
-        return f"as tokens of {self.tokenizer}, in blocks of {self.block_size}"
-
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
