@@ -24,10 +24,12 @@ from moestro.serve.route.exchange import ExchangeRules, Shared
 from moestro.serve.route.exposition import RouteExposition
 from moestro.serve.route.fleet import Fleet
 from moestro.serve.route.journal import Journal, RecordFile
+from moestro.serve.route.kv_exposition import KvFigures
+from moestro.serve.route.kv_watch import KvEventsWatch
 from moestro.serve.route.operator import Operator
 from moestro.serve.route.proxy import Proxy, Reading
 from moestro.serve.route.settings import FrontSettings, ReliabilitySettings, RouteSettings, RoutingSettings
-from moestro.serve.route.watch import HealthWatch, MetricsWatch, Watch, WatchRules
+from moestro.serve.route.watch import HealthWatch, MetricsWatch, Watch, Watcher, WatchRules
 from moestro.serve.tokenizer import Tokenizer
 
 
@@ -38,6 +40,7 @@ class Parts:
     Attributes:
         record: where stories go; None: nowhere.
         threads: that prompts are read on; None: they are read at once.
+        kv_events: follows the engines' caches; None: nobody publishes.
     """
 
     shared: Shared
@@ -47,6 +50,7 @@ class Parts:
     exposition: RouteExposition
     record: RecordFile | None
     threads: PrepareThreads | None
+    kv_events: KvEventsWatch | None
     max_connections: int
 
     def accept_client(self) -> asyncio.BaseProtocol:
@@ -86,8 +90,12 @@ def assemble(settings: RouteSettings) -> Parts:
         timeout_s=engines.probe_timeout,
         metrics_s=engines.metrics_interval,
     )
-    # What else feeds the router for as long as an engine is there, its KV events say, is one watcher more.
-    watch = Watch([HealthWatch(fleet, rules), MetricsWatch(fleet, rules)])
+    kv_events = None
+    if engines.kv_sources:
+        kv_events = KvEventsWatch(fleet, engines.kv_sources, routing.block_size, engines.kv_tiers)
+        exposition.add(KvFigures(kv_events))
+    watchers: list[Watcher] = [HealthWatch(fleet, rules), MetricsWatch(fleet, rules)]
+    watch = Watch([*watchers, kv_events] if kv_events else watchers)
     return Parts(
         shared=shared,
         proxy=proxy,
@@ -96,6 +104,7 @@ def assemble(settings: RouteSettings) -> Parts:
         exposition=exposition,
         record=record,
         threads=reading.threads,
+        kv_events=kv_events,
         max_connections=front.max_connections,
     )
 
