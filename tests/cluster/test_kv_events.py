@@ -43,6 +43,15 @@ def test_blocks_come_and_go_in_the_order_of_events(setting):
     assert setting.sink.said[-1] == "cleared"
 
 
+def test_what_the_router_has_forgotten_is_told_again(setting):
+    setting.feed.tell_again(0)
+    assert setting.sink.said == []
+    setting.publish(stored([1, 2], None, TOKENS))
+    setting.sink.held.clear()
+    setting.feed.tell_again(0)
+    assert setting.held == set(NAMES)
+
+
 def test_a_second_rank_on_a_stream_is_kept_apart(setting, caplog):
     setting.publish(stored([1], None, TOKENS[:4]), rank=1)
     setting.publish(removed([1]), rank=0)

@@ -10,7 +10,7 @@ TOKENS = list(range(12))
 
 
 def names(tokens: list[int], adapter: str | None = None, salt: str | None = None) -> bytes:
-    return hash_blocks(hash_key(MODEL, adapter, salt), np.array(tokens, np.int32), BLOCK_SIZE)
+    return hash_blocks(hash_key(adapter or MODEL, None, salt), np.array(tokens, np.int32), BLOCK_SIZE)
 
 
 class Cache:
@@ -151,6 +151,12 @@ def test_no_more_blocks_are_followed_than_allowed():
     assert cache.counts.over_bound == 1
     cache.remove([2])
     assert cache.store([2, 3], 1, TOKENS[4:]) == names(TOKENS)[16:32]
+
+
+def test_all_that_is_held_can_be_told_again(cache):
+    cache.store([1, 2, 3], None, TOKENS)
+    cache.remove([2])
+    assert cache.blocks.names() == names(TOKENS)[:16] + names(TOKENS)[32:]
 
 
 def test_nothing_of_what_was_forgotten_is_known(cache):

@@ -109,13 +109,3 @@ def test_who_gave_way_loses_no_token(batch_policy):
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
     assert rank.stats().num_preemptions > 0
     assert tokens == {r.request_id: expected_tokens(r) for r in requests}
-
-
-def test_when_all_that_a_plan_had_chosen_is_evicted_others_run_in_the_same_step():
-    rank = rank_of(num_blocks=9, batch_policy="qllm_mixed", max_num_batched_tokens=8)
-    rank.add(request("old", 28, 2, "be"), 0)
-    assert plans(rank, 1) == [{"old": 8}]
-    rank.add(request("now", 3, 9), 1)
-    # Under `fcfs` the newer one gives itself up for want of a block, and the older one's prompt had to wait for it.
-    assert plans(rank, 8) == [{"now": 3, "old": 5}, *[{"now": 1}] * 5, {"old": 8}, {"old": 7}]
-    assert rank.stats().num_preemptions == 1

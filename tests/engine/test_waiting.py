@@ -2,14 +2,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from moestro.core.clock import FOREVER_NS
 from moestro.core.hashing import HASH_BYTES, name_key
-from moestro.core.request import Request, SamplingParams, ServiceClass
+from moestro.core.request import Request, SamplingParams
 from moestro.core.views import WaitingView
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.sequences import Sequence
 from moestro.engine.waiting import MAX_LOOKED_UP, WaitingQueue
-from moestro.policy.ordering.ageing import PrefillAware, Qllm, Sjf
+from moestro.policy.ordering.ageing import PrefillAware, Sjf
 from moestro.policy.ordering.basic import Fcfs
 from moestro.policy.ordering.contract import Admitted
 from moestro.policy.ordering.registry import ORDERING
@@ -75,13 +74,6 @@ def test_the_policy_is_asked_again_only_when_the_order_may_have_changed():
     assert policy.num_asked == 2
     queue.add(sequence(2, 5, num_prompt_tokens=1))
     assert serials(queue, 5) == [0, 2, 1]
-
-
-def test_one_that_waits_alone_may_still_be_promoted():
-    alone = sequence(0, 3)
-    assert queue_of(Sjf(theta_age_s=5e-9), sequences=[alone]).order_holds_until_ns(4) == FOREVER_NS
-    alone = Sequence(msgspec.structs.replace(alone.request, service_class=ServiceClass.BE), 0)
-    assert queue_of(Qllm(theta_age_s=5e-9), sequences=[alone]).order_holds_until_ns(4) == 8, "and others make way then"
 
 
 def test_an_earlier_time_is_asked_about_again():

@@ -114,7 +114,7 @@ class WaitingQueue:
         if self._from_ns <= now_ns < self._until_ns and same_cache:
             return
         rows = np.flatnonzero(self._live)
-        if len(rows) == 1 and self.policy.promotes_after_ns == FOREVER_NS:  # else time changes what it may do
+        if len(rows) == 1:
             self._order, self._from_ns, self._until_ns = rows, now_ns, FOREVER_NS
             self._pool_version = self._pool.version
             return

@@ -328,6 +328,8 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
         for caller in made.callers:
             caller.hang_up()
         await parts.operator.watch.close()
+        if parts.kv_events is not None:
+            parts.kv_events.close()
         for engine in parts.shared.fleet:
             engine.pool.close()
         for engine in engines:

@@ -11,7 +11,7 @@ from moestro.cluster.health import HealthRules
 from moestro.cluster.retry_budget import RetryBudget, RetryRules
 from moestro.cluster.router import Router
 from moestro.cluster.settings import RouterSettings
-from moestro.policy.routing.registry import make_policy
+from moestro.policy.routing.registry import policy_from
 from moestro.serve.connections import TooMany
 from moestro.serve.keys import ApiKeys
 from moestro.serve.preparing import PrepareThreads
@@ -21,11 +21,13 @@ from moestro.serve.route.exchange import ExchangeRules, Shared
 from moestro.serve.route.exposition import RouteExposition
 from moestro.serve.route.fleet import Fleet
 from moestro.serve.route.journal import Journal, RecordFile
+from moestro.serve.route.kv_exposition import KvFigures
+from moestro.serve.route.kv_watch import KvEventsWatch
 from moestro.serve.route.operator import Operator
 from moestro.serve.route.proxy import Proxy
 from moestro.serve.route.reading import Reading
 from moestro.serve.route.settings import FrontSettings, ReliabilitySettings, RouteSettings
-from moestro.serve.route.watch import HealthWatch, MetricsWatch, Watch, WatchRules
+from moestro.serve.route.watch import HealthWatch, MetricsWatch, Watch, Watcher, WatchRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Parts:
     Attributes:
         record: where stories go; None: nowhere.
         threads: that prompts are read on; None: they are read at once.
+        kv_events: follows the engines' caches; None: nobody publishes.
     """
 
     shared: Shared
@@ -44,6 +47,7 @@ class Parts:
     exposition: RouteExposition
     record: RecordFile | None
     threads: PrepareThreads | None
+    kv_events: KvEventsWatch | None
     max_connections: int
 
     def accept_client(self) -> asyncio.BaseProtocol:
@@ -62,7 +66,7 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
     """
     routing, front = settings.routing, settings.front
     router = Router(
-        make_policy(routing.route_policy),
+        policy_from(routing.route_policy, routing.route_score),
         RouterSettings(block_size=reading.block_tokens, seed=routing.seed, index_bytes=routing.index_memory_bytes),
     )
     fleet = Fleet(router, reading.block_tokens, _health_rules(settings.reliability), time.monotonic_ns)
@@ -86,8 +90,12 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
         timeout_s=engines.probe_timeout,
         metrics_s=engines.metrics_interval,
     )
-    # What else feeds the router for as long as an engine is there, its KV events say, is one watcher more.
-    watch = Watch([HealthWatch(fleet, rules), MetricsWatch(fleet, rules)])
+    kv_events = None
+    if engines.kv_sources:
+        kv_events = KvEventsWatch(fleet, engines.kv_sources, routing.block_size, engines.kv_tiers)
+        exposition.add(KvFigures(kv_events))
+    watchers: list[Watcher] = [HealthWatch(fleet, rules), MetricsWatch(fleet, rules)]
+    watch = Watch([*watchers, kv_events] if kv_events else watchers)
     return Parts(
         shared=shared,
         proxy=proxy,
@@ -96,6 +104,7 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
         exposition=exposition,
         record=record,
         threads=reading.threads,
+        kv_events=kv_events,
         max_connections=front.max_connections,
     )
 

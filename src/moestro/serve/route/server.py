@@ -140,6 +140,8 @@ async def _running(parts: Parts, urls: tuple[EngineUrl, ...]) -> AsyncIterator[N
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await parts.operator.watch.close()
+        if parts.kv_events is not None:
+            parts.kv_events.close()
         for engine in parts.shared.fleet:
             engine.pool.close()
         if parts.record is not None:
