@@ -193,7 +193,7 @@ class EngineFlags:
     engines: Annotated[int, Parameter(group=_ENGINES)] = 1
     "Processes, each with the whole model; requests are spread over them."
     route_policy: Annotated[str, Parameter(group=_ENGINES)] = "least_loaded"
-    "Which engine gets a request: least_loaded or round_robin."
+    "Which engine gets a request: a name of docs/policies.md (with settings: bailian:hit_weight=0.5), or FILE.py:NAME."
     startup_timeout: Annotated[float, Parameter(group=_ENGINES)] = 600.0
     "Seconds that engines have to be ready."
     engine_timeout: Annotated[float, Parameter(group=_ENGINES)] = 60.0
