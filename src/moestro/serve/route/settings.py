@@ -143,8 +143,8 @@ class EngineSettings:
         return tuple(EngineUrl.parse(text) for text in self.engine)
 
 
-_ROUTE_POLICY = f"""How an engine is chosen: {", ".join(ROUTING)}; with settings (bailian:hit_weight=0.5), or FILE.py:NAME,
-a policy of your own."""
+_ROUTE_POLICY = f"""How an engine is chosen: {", ".join(ROUTING)}; with settings (bailian:hit_weight=0.5),
+or FILE.py:NAME, a policy of your own."""
 
 
 @Parameter(name="*")
