@@ -113,8 +113,8 @@ class MemoryFlags:
     "Tokens of the longest sequence, prompt and answer; unset: what the model was made for, if it fits."
     block_size: Annotated[int, Parameter(group=_MEMORY)] = 16
     "Tokens of one KV block: the grain of memory and of prefix caching."
-    kv_cache_memory_bytes: Annotated[int, Parameter(group=_MEMORY)] = 1 << 30
-    "Bytes of KV cache of each engine. More of it: more sequences at once, more prefixes kept."
+    kv_cache_memory_bytes: Annotated[int | None, Parameter(group=_MEMORY)] = None
+    "Bytes of KV cache of each engine; more of it: more sequences at once. Unset: 1 GiB, or what a paced GPU has left."
     num_gpu_blocks_override: Annotated[int | None, Parameter(group=_MEMORY)] = None
     "KV blocks of each engine, whatever the bytes above say; for experiments with scarce memory."
 
@@ -243,17 +243,25 @@ def serve(
     from moestro.serve.server import serve as run
 
     network, front = asdict(flags.network), asdict(flags.server)
-    arithmetic, paced = network.pop("paced_arithmetic"), None
-    if flags.network.device.startswith("paced:"):
-        paced = PacedSettings(device=flags.network.device, network=model or PACED_NETWORK, arithmetic=arithmetic)
+    memory = {name: value for name, value in asdict(flags.memory).items() if value is not None}
+    arithmetic, paced, device = network.pop("paced_arithmetic"), None, flags.network.device
+    front["tokenizer"] = tokenizer = network.pop("tokenizer")
+    if device.startswith("paced:"):
+        paced = PacedSettings(
+            device=device,
+            network=model or PACED_NETWORK,
+            arithmetic=arithmetic,
+            tokenizer=None if tokenizer is None else str(tokenizer),
+            kv_cache_memory_bytes=memory.get("kv_cache_memory_bytes"),
+        )
         model, network["device"] = None, "cpu"
-    front["tokenizer"] = network.pop("tokenizer")
-    front["served_model_name"] = flags.server.served_model_name or (
-        (model or DEMO_NAME) if paced is None else paced.network,
-    )
+    elif arithmetic == "none":
+        raise ConfigError("--paced-arithmetic none goes with --device paced:GPU alone: no other answers without torch")
+    name = (model or DEMO_NAME) if paced is None else paced.network
+    front["served_model_name"] = flags.server.served_model_name or (name,)
     run(
         ServeSettings(
-            model=ModelSettings(model=str(locate_model(model)), **network, **asdict(flags.memory)),
+            model=ModelSettings(model=str(locate_model(model)), **network, **memory),
             limits=SchedulerLimits(**asdict(flags.scheduling)),
             stepping=SteppingSettings(**asdict(flags.stepping)),
             server=ServerSettings(**front, **asdict(flags.engines)),

@@ -177,12 +177,16 @@ class PacedSettings:
         arithmetic: demo: the demo network computes the answers, within the modelled time; none: nothing is computed,
             torch is not loaded, and answers are a fixed sequence of tokens.
         max_model_len: tokens of the longest sequence, where the operator names none.
+        tokenizer: a directory, where it is not the demo model's.
+        kv_cache_memory_bytes: of the network that is played; None: what its GPU has beside the weights.
     """
 
     device: str
     network: str = PACED_NETWORK
     arithmetic: PacedArithmetic = "demo"
     max_model_len: int = 32_768
+    tokenizer: str | None = None
+    kv_cache_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.table is None:

@@ -234,6 +234,7 @@ def _patience(server: ServerSettings) -> Patience:
 
 
 def _fingerprint(settings: ServeSettings, info: ModelInfo) -> str:
-    """Changes with whatever may change an answer."""
-    parts = (__version__, str(settings.model), info.dtype, info.device)
-    return "fp_" + hashlib.blake2b("\0".join(parts).encode(), digest_size=5).hexdigest()
+    """Changes with whatever may change an answer, and says `paced` where durations are modelled."""
+    parts = (__version__, str(settings.model), str(settings.paced), info.dtype, info.device)
+    kind = "fp_" if settings.paced is None else "fp_paced_"
+    return kind + hashlib.blake2b("\0".join(parts).encode(), digest_size=5).hexdigest()
