@@ -88,10 +88,7 @@ class ModelFlags:
     dtype: Annotated[Dtype, Parameter(group=_MODEL)] = "auto"
     "Of weights, activations and KV cache; auto: what the checkpoint was saved in."
     device: Annotated[str, Parameter(group=_MODEL)] = "auto"
-    (
-        "Where it runs: cpu, cuda, or auto: an accelerator if there is one. paced:h20 plays a GPU that is not there:"
-        " real processes whose steps take as long as a cost model says; MODEL then names the network, qwen3-30b-a3b."
-    )
+    "Where it runs: cpu, cuda, auto (an accelerator if there is one), or paced:h20, modelled durations of MODEL there."
     paced_arithmetic: Annotated[PacedArithmetic, Parameter(group=_MODEL)] = "demo"
     "What a paced device answers: demo: tokens of the demo model; none: a fixed sequence, and torch is not loaded."
     load_format: Annotated[LoadFormat, Parameter(group=_MODEL)] = "auto"
@@ -257,8 +254,7 @@ def serve(
         model, network["device"] = None, "cpu"
     elif arithmetic == "none":
         raise ConfigError("--paced-arithmetic none goes with --device paced:GPU alone: no other answers without torch")
-    name = (model or DEMO_NAME) if paced is None else paced.network
-    front["served_model_name"] = flags.server.served_model_name or (name,)
+    front["served_model_name"] = flags.server.served_model_name or (paced.network if paced else model or DEMO_NAME,)
     run(
         ServeSettings(
             model=ModelSettings(model=str(locate_model(model)), **network, **memory),
