@@ -36,8 +36,8 @@ ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "src" / "moestro" / "assets" / "demo"
 POLICIES = ("round_robin", "lmetric", "moestro")
 ROUTE_PORT, ADMIN_PORT, VLLM_PORT, EVENTS_PORT, REPLAY_PORT = 8140, 8150, 8160, 8162, 8164
-BLOCK_SIZE, NUM_BLOCKS = 32, 150
-NUM_CONVERSATIONS, NUM_AT_A_TIME, NUM_TURNS, NUM_WORDS, NUM_ANSWER_TOKENS = 10, 4, 4, 110, 32
+BLOCK_SIZE, NUM_BLOCKS = 32, 330
+NUM_CONVERSATIONS, NUM_AT_A_TIME, NUM_TURNS, NUM_WORDS, NUM_ANSWER_TOKENS = 10, 4, 4, 400, 32
 WORDS = ("def", "return", "class", "self", "value", "list", "index", "name", "path", "import", "raise", "error", "text")
 FIGURES = {"hit_ratio": "hit ratio", "ttft_p50_ms": "TTFT p50, ms", "ttft_mean_ms": "TTFT mean, ms"}
 
@@ -74,6 +74,7 @@ def router(at: int, policy: str, log: Path) -> contextlib.AbstractContextManager
     """`moestro route` with one policy, before both servers."""
     flags = [serving.MOESTRO, "route", "--port", str(ROUTE_PORT + at), "--admin-port", str(ADMIN_PORT + at)]
     flags += ["--tokenizer", str(DEMO), "--block-size", str(BLOCK_SIZE), "--route-policy", policy]
+    flags += ["--record", str(log / f"route_{policy}.jsonl")]
     for i in range(2):
         flags += ["--engine", f"e{i}=http://127.0.0.1:{VLLM_PORT + i}"]
         flags += ["--kv-events", f"e{i}=tcp://*:{EVENTS_PORT + i}", "--kv-replay", f"e{i}=tcp://*:{REPLAY_PORT + i}"]
