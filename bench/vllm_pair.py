@@ -81,8 +81,9 @@ def router(at: int, policy: str, log: Path) -> contextlib.AbstractContextManager
     return serving.started(flags, ROUTE_PORT + at, log / f"route_{policy}.log")
 
 
-def read(url: str, method: str = "GET") -> str:
-    with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=30) as answer:
+def read(url: str, body: bytes | None = None) -> str:
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
         return answer.read().decode()
 
 
@@ -101,8 +102,11 @@ def prefix_figures() -> tuple[float, float]:
 
 
 def empty_caches() -> None:
+    """In both servers; a request each, since vLLM tells of it with its next step only."""
     for i in range(2):
-        read(f"http://127.0.0.1:{VLLM_PORT + i}/reset_prefix_cache", "POST")
+        url = f"http://127.0.0.1:{VLLM_PORT + i}"
+        read(f"{url}/reset_prefix_cache", b"")
+        read(f"{url}/v1/completions", json.dumps({"model": "m", "prompt": "x", "max_tokens": 1}).encode())
 
 
 async def ask(session: aiohttp.ClientSession, url: str, messages: list[dict]) -> Turn:
