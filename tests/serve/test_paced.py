@@ -10,6 +10,7 @@ import pytest
 from fake_device import KvDevice, make_request
 from serve.running import REAL, Running, call, complete, is_idle, load, wait_until
 
+from moestro.cli import main
 from moestro.config import PacedSettings
 from moestro.cost.gpus import H20
 from moestro.cost.hf_config import network_named
@@ -19,6 +20,7 @@ from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.serve.paced import FixedAnswers, NetworkAnswers, PacedDevice
+from moestro.workload.request_record import read_request_record
 
 COST = Roofline(RooflineSettings(network=network_named("qwen3-30b-a3b"), gpu=H20))
 BOUNDS = SchedulerSettings(num_blocks=64, block_size=4, max_model_len=64)
@@ -107,3 +109,27 @@ def test_a_network_s_tokens_are_passed_on():
 def test_a_device_that_nobody_knows_is_refused(given, words):
     with pytest.raises(ConfigError, match=words):
         PacedSettings(**given)
+
+
+def test_a_record_of_the_server_can_be_replayed_under_another_policy(tmp_path, capsys):
+    record = tmp_path / "record.jsonl"
+    flags = ("--device", "paced:h20", "--paced-arithmetic", "none", "--engines", "2", "--record", str(record))
+    server = Running((*REAL, *flags), tmp_path)
+    try:
+        for i in range(6):
+            complete(server, prompt="def f(x):\n    return x\n" * (1 + i), max_tokens=5)
+        assert complete(server, prompt="", max_tokens=-1).status == 400, "what is refused is in no record"
+        assert server.stop() == 0
+    finally:
+        server.kill()
+    read = read_request_record(record)
+    assert [request.num_output_tokens for request in read.requests] == [5] * 6
+    assert {request.engine for request in read.requests} == {0, 1}
+    for request in read.requests:
+        assert request.arrival_ns <= request.admitted_ns < request.first_token_ns < request.last_token_ns
+        assert len(request.block_hashes) == request.num_prompt_tokens // 16 * 16
+    with pytest.raises(SystemExit):
+        main(["sim", "--replay", str(record), "--policy", "lmetric"])
+    said = capsys.readouterr().out
+    assert "Under lmetric (simulated):" in said
+    assert "6 requests recorded under least_loaded" in said
