@@ -40,6 +40,8 @@ def decode(lengths: list[int]) -> Forward:
     sampling["num_logprobs"], sampling["num_prompt_logprobs"] = -1, -1
     units = Units(
         slot=np.arange(num_units, dtype=np.int32),
+        serial=np.arange(num_units),
+        service_class=np.zeros(num_units, np.uint8),
         start=start,
         num_tokens=np.ones(num_units, np.int32),
         write_start=start,

@@ -110,7 +110,7 @@ def full_scheduler(order: str, num_waiting: int) -> Scheduler:
             max_model_len=PROMPT + STEPS + 100,
             max_num_seqs=80,
             max_num_batched_tokens=64 * PROMPT,
-            max_num_queued_reqs=num_waiting + 1,
+            max_num_queued_reqs=64 + num_waiting + 1,
             scheduling_policy=order,
         )
     )

@@ -92,7 +92,7 @@ class Prompt:
 
     def names(self) -> list[bytes | None]:
         """Ours, made from the whole prompt at once; None from a picture on."""
-        key = hash_key(MODEL, self.adapter, self.salt)
+        key = hash_key(self.adapter or MODEL, None, self.salt)
         names: list[bytes | None] = list(split_hashes(hash_blocks(key, np.array(self.tokens, np.int32), BLOCK_SIZE)))
         if self.picture is not None:
             names[self.picture :] = [None] * len(names[self.picture :])

@@ -23,6 +23,7 @@ from moestro.config import (
     EvictName,
     GenerationConfig,
     LoadFormat,
+    Mode,
     ModelSettings,
     OrderName,
     PacedArithmetic,
@@ -30,6 +31,8 @@ from moestro.config import (
     SchedulerLimits,
     ServerSettings,
     ServeSettings,
+    SteppingSettings,
+    StepPolicyName,
 )
 from moestro.errors import ConfigError, MoestroError
 from moestro.serve.bench.settings import (
@@ -142,6 +145,25 @@ class SchedulingFlags:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+class SteppingFlags:
+    """In which pieces one engine computes."""
+
+    mode: Annotated[Mode, Parameter(group=_SCHEDULING)] = "fused"
+    (
+        "fused: one forward pass a step. preemptive: a step stops between any two expert batches when a request with"
+        ' "service_class": "ls" comes, and goes on from there later; requests that do not say are "ls". With'
+        " --scheduling-policy qllm --evict-policy least_computed_be_first they also come first where KV is scarce."
+    )
+    step_policy: Annotated[StepPolicyName, Parameter(group=_SCHEDULING)] = "qllm"
+    "In preemptive mode, what runs next. qllm: ls requests first; in_order: nobody is preempted."
+    max_be_wait: Annotated[float, Parameter(group=_SCHEDULING)] = 1.0
+    'In preemptive mode, seconds for which a step of "be" requests may be passed over; inf: for ever.'
+    max_parked_bytes: Annotated[int | None, Parameter(group=_SCHEDULING)] = None
+    "In preemptive mode, bytes of the KV cache's memory for what is inside the network; unset: two full steps."
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
 class ServerFlags:
     """The front door."""
 
@@ -173,7 +195,7 @@ class EngineFlags:
     engines: Annotated[int, Parameter(group=_ENGINES)] = 1
     "Processes, each with the whole model; requests are spread over them."
     route_policy: Annotated[str, Parameter(group=_ENGINES)] = "least_loaded"
-    "Which engine gets a request: least_loaded or round_robin."
+    "Which engine gets a request: a name of docs/policies.md (with settings: bailian:hit_weight=0.5), or FILE.py:NAME."
     startup_timeout: Annotated[float, Parameter(group=_ENGINES)] = 600.0
     "Seconds that engines have to be ready."
     engine_timeout: Annotated[float, Parameter(group=_ENGINES)] = 60.0
@@ -192,6 +214,7 @@ class ServeFlags:
     network: ModelFlags = field(default_factory=ModelFlags)
     memory: MemoryFlags = field(default_factory=MemoryFlags)
     scheduling: SchedulingFlags = field(default_factory=SchedulingFlags)
+    stepping: SteppingFlags = field(default_factory=SteppingFlags)
     server: ServerFlags = field(default_factory=ServerFlags)
     engines: EngineFlags = field(default_factory=EngineFlags)
 
@@ -234,6 +257,7 @@ def serve(
         ServeSettings(
             model=ModelSettings(model=str(locate_model(model)), **network, **asdict(flags.memory)),
             limits=SchedulerLimits(**asdict(flags.scheduling)),
+            stepping=SteppingSettings(**asdict(flags.stepping)),
             server=ServerSettings(**front, **asdict(flags.engines)),
             paced=paced,
         )
@@ -265,7 +289,16 @@ def route(
         return
     from moestro.serve.route.server import route as run
 
-    run(flags)
+    routing = flags.routing
+    if routing.tokenizer is None:
+        from moestro.serve.route.reading import text_reading
+
+        reading = text_reading(routing.text_block_bytes)
+    else:  # the tokenizer's libraries take seconds to load
+        from moestro.serve.route.exact import exact_reading
+
+        reading = exact_reading(routing.tokenizer, routing.block_size)
+    run(flags, reading)
 
 
 @app.command

@@ -4,9 +4,9 @@ reads it.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_named
@@ -29,6 +29,7 @@ __all__ = [
     "EvictName",
     "GenerationConfig",
     "LoadFormat",
+    "Mode",
     "ModelSettings",
     "OrderName",
     "PacedArithmetic",
@@ -36,6 +37,8 @@ __all__ = [
     "SchedulerLimits",
     "ServeSettings",
     "ServerSettings",
+    "StepPolicyName",
+    "SteppingSettings",
 ]
 
 PACED_NETWORK = "qwen3-30b-a3b"
@@ -45,6 +48,8 @@ PacedArithmetic = Literal["demo", "none"]
 SCHEDULING_POLICIES = {name: entry.description for name, entry in ORDERING.items()}
 BATCH_POLICIES = {name: entry.description for name, entry in BATCHING.items()}
 EVICT_POLICIES = {name: entry.description for name, entry in EVICTION.items()}
+Mode = Literal["fused", "preemptive"]
+StepPolicyName = Literal["qllm", "in_order"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +89,30 @@ class SchedulerLimits:
         for kind in ("scheduling_policy", "batch_policy"):
             given[f"{kind}_settings"] = parse_settings(kind, given.pop(f"{kind}_args"))
         return given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteppingSettings:
+    """In which pieces an engine computes.
+
+    Attributes:
+        mode: `fused`: one forward pass a step. `preemptive`: a step stops between any two expert batches for a request
+            of class `ls`, and goes on from there when that one has passed.
+        step_policy: what runs next in `preemptive` mode: `qllm`, urgent first; `in_order`, nobody is preempted.
+        max_be_wait: seconds for which a step of best-effort requests may be passed over; inf: for ever.
+        max_parked_bytes: of what is inside the network, taken from the KV cache's memory; None: two full steps.
+    """
+
+    mode: Mode = "fused"
+    step_policy: StepPolicyName = "qllm"
+    max_be_wait: float = 1.0
+    max_parked_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("--mode", self.mode, get_args(Mode))
+        _check_choice("--step-policy", self.step_policy, get_args(StepPolicyName))
+        _check_range("--max-be-wait", self.max_be_wait, 0)
+        _check_range("--max-parked-bytes", self.max_parked_bytes or 1, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +212,25 @@ class ServeSettings:
     limits: SchedulerLimits
     server: ServerSettings
     paced: PacedSettings | None = None
+    stepping: SteppingSettings = field(default_factory=SteppingSettings)
+
+    def __post_init__(self) -> None:
+        limits = self.limits
+        if self.stepping.mode == "preemptive" and self.paced is not None:
+            raise ConfigError(
+                f"--mode preemptive does not run on --device {self.paced.device} yet: leave one of the two out"
+            )
+        if self.stepping.mode == "preemptive" and limits.max_num_batched_tokens < 2 * limits.max_num_seqs:
+            raise ConfigError(
+                f"--mode preemptive runs --max-num-seqs {limits.max_num_seqs} sequences of each class:"
+                f" --max-num-batched-tokens {limits.max_num_batched_tokens} must be at least twice as many, or not"
+                " every one could decode in one step"
+            )
+
+
+def _check_choice(flag: str, given: str, allowed: tuple[str, ...]) -> None:
+    if given not in allowed:
+        raise ConfigError(f"{flag} {given!r} is unknown: give one of {', '.join(allowed)}")
 
 
 def _check_range(flag: str, value: float, low: float, high: float = float("inf")) -> None:

@@ -39,6 +39,13 @@ def test_failed_checks_in_a_row_take_it_out_and_one_that_passes_brings_it_back(h
     assert health.condition(0, 0, 20 * S) is Condition.UP
 
 
+def test_an_engine_without_requests_is_found_to_be_down_too(health):
+    for second in (10, 15):
+        health.checked(second * S, passed=False)
+        found = health.condition(0, 0, second * S)
+    assert found is Condition.DOWN
+
+
 def test_checks_that_fail_while_answers_flow_do_not_count(health):
     for second in range(10):
         health.progressed(5, second * S)

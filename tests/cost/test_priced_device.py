@@ -33,6 +33,7 @@ def forward(*rows: tuple[int, int, int, int, bool]) -> Forward:
         Units(
             slot=slot.astype(np.int32),
             serial=serial.astype(np.int64),
+            service_class=np.zeros(len(rows), np.uint8),
             start=start,
             num_tokens=num_tokens.astype(np.int32),
             write_start=start,

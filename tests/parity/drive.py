@@ -65,6 +65,7 @@ def make_units(parts: list[tuple[int, list[int]]], tables: np.ndarray, **columns
         **{
             "slot": np.arange(len(parts), dtype=np.int32),
             "serial": np.arange(len(parts)),
+            "service_class": np.zeros(len(parts), np.uint8),
             "start": start,
             "num_tokens": np.array([len(tokens) for _, tokens in parts], np.int32),
             "write_start": start,

@@ -165,7 +165,7 @@ def test_neutral_values_are_accepted_also_of_what_is_not_supported():
     neutral = {
         "logprobs": None, "echo": False, "best_of": 1, "suffix": None, "presence_penalty": 0.0, "frequency_penalty": 0,
         "logit_bias": {}, "min_p": None, "min_tokens": 0, "repetition_penalty": None, "prompt_logprobs": None,
-        "response_format": {"type": "text"}, "service_class": "ls", "n": 1, "stop": None, "seed": None, "user": "me",
+        "response_format": {"type": "text"}, "service_class": "ls", "n": 1, "stop": None, "seed": None, "user": "",
         "stream": False, "temperature": None, "cache_salt": None,
     }  # fmt: skip
     assert completion(**neutral) == completion()
@@ -173,7 +173,7 @@ def test_neutral_values_are_accepted_also_of_what_is_not_supported():
 
 
 def test_what_says_nothing_about_the_answer_is_accepted():
-    fields = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "x"}
+    fields = {"metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "x"}
     assert completion(**fields) == completion()
     assert chat(**fields) == chat()
 

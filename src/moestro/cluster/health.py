@@ -7,6 +7,8 @@ from enum import StrEnum
 
 from moestro.cluster.breaker import Breaker, BreakerRules, BreakerState
 
+_RECENT_NS = 500_000_000
+
 
 class Condition(StrEnum):
     """Why an engine gets requests, or does not; the first that holds, in this order."""
@@ -55,7 +57,8 @@ class Health:
         self.is_draining = False
         self._num_failed_checks: int | None = None  # in a row; None: never checked
         self._busy_until_ns = now_ns
-        self._progress_ns = now_ns
+        self._heard_ns: int | None = None  # when anything came out of it
+        self._progress_ns = now_ns  # the same, or when it last had nothing to do
         self._num_at_progress = 0
         self._counter: float | None = None  # of tokens, as the engine reported it last
         self._counter_ns = now_ns
@@ -70,7 +73,7 @@ class Health:
         if passed:
             self._num_failed_checks = 0
             self.breaker.check_passed(now_ns)
-        elif self._num_failed_checks is not None and now_ns - self._progress_ns >= self._rules.default_busy_ns:
+        elif self._num_failed_checks is not None and (self._heard_ns is None or now_ns - self._heard_ns >= _RECENT_NS):
             self._num_failed_checks += 1
 
     def busy(self, for_ns: int | None, now_ns: int) -> None:
@@ -80,7 +83,7 @@ class Health:
 
     def progressed(self, num_in_flight: int, now_ns: int) -> None:
         """Something came out of it, while it had `num_in_flight` requests of ours."""
-        self._progress_ns = now_ns
+        self._heard_ns = self._progress_ns = now_ns
         self._num_at_progress = num_in_flight
 
     def counted(self, num_tokens: float, num_in_flight: int, now_ns: int) -> None:
@@ -135,7 +138,7 @@ class Health:
     def _is_stalled(self, num_in_flight: int, num_streaming: int, now_ns: int) -> bool:
         """Whole answers say nothing until they are complete: silence counts only where something should be heard."""
         if num_in_flight == 0:
-            self.progressed(0, now_ns)  # it has nothing to get on with
+            self._progress_ns, self._num_at_progress = now_ns, 0
             return False
         stall_ns = self._rules.stall_ns
         is_audible = num_streaming > 0 or (self._counter is not None and now_ns - self._counter_ns < stall_ns)

@@ -128,6 +128,12 @@ class KvFeed:
         self.stream.replayed(message.seq, message.payload, now_ns)
         return False
 
+    def tell_again(self, now_ns: int) -> None:
+        """Tell the sink all that is held: it has forgotten."""
+        hashes = self._blocks.names()
+        if hashes:
+            self._sink.kv_stored(self._engine, hashes, now_ns)
+
     # --- from the stream
 
     def apply(self, payload: bytes, now_ns: int) -> None:

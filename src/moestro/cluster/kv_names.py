@@ -28,7 +28,7 @@ class NamingRules(msgspec.Struct, frozen=True, kw_only=True):
     """How a publisher's blocks get our names.
 
     Attributes:
-        model: the served model's name, as in the `hash_key` of requests.
+        model: the name by which clients ask for the model; for an adapter they ask by the adapter's.
         block_size: tokens of a block, as in the `hash_blocks` of requests.
         tiers: names of the media, upper case, whose blocks are hits.
         max_num_blocks: that are followed; of a cache with more, the rest is left out.
@@ -104,6 +104,10 @@ class NamedBlocks:
     def num_blocks(self) -> int:
         """Held, in any tier that serves hits."""
         return len(self._held)
+
+    def names(self) -> bytes:
+        """All that is held, packed, parents mostly before their children."""
+        return b"".join([block.name for block in self._held.values()])
 
     def forget(self) -> None:
         """Nothing is held, or it is not known what is."""
@@ -212,7 +216,8 @@ class NamedBlocks:
         """What the event's first block continues; None: nobody knows."""
         if event.parent_block_hash is None:
             salt = event.cache_salt or _salt(extra, event.lora_name)
-            return _Chain(ROOT, hash_key(self._rules.model, event.lora_name, salt), (event.lora_name, salt))
+            key = hash_key(event.lora_name or self._rules.model, None, salt)
+            return _Chain(ROOT, key, (event.lora_name, salt))
         parent = self._held.get(event.parent_block_hash) or self._left.get(event.parent_block_hash)
         return _Chain(parent.name, parent.key, (event.lora_name,)) if parent else None
 

@@ -210,6 +210,11 @@ class KvStream:
         """When to call `tick`."""
         return self._silent_at_ns if self._replay is None else self._replay.deadline_ns
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether nothing speaks for another process, or for batches that have not come."""
+        return self._is_connected and self._replay is None
+
     # --- inside
 
     def _begin(self, now_ns: int) -> None:
@@ -282,6 +287,7 @@ class KvStream:
         """Go on with what there is."""
         self._replay = None
         self._rest_until_ns = now_ns + self._rules.rest_ns
+        self._is_rebuild_due = True
         if self._next is not None:
             self._lose(now_ns)
         self._release(now_ns)

@@ -152,7 +152,7 @@ def decode_batch(payload: bytes) -> Batch:
     """
     try:
         raw = msgspec.msgpack.decode(payload)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:  # texts, map keys and depth, too
         raise KvEventError(f"not msgpack: {error}") from None
     if isinstance(raw, dict):
         raw = [raw.get("ts"), raw.get("events"), raw.get("data_parallel_rank", raw.get("attn_dp_rank"))]

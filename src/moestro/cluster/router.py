@@ -113,14 +113,15 @@ class Router:
         assert self._columns.routable[engine], f"the policy chose engine {engine}, which is not routable"
         self._num_decisions += 1
         hit_tokens = int(view.hit_tokens[engine])
+        # Both may be columns, which go on changing.
+        scores = None if choice.scores is None else choice.scores.copy()
+        routable = view.engines.routable.copy()
         num_prefill_tokens = max(1, request.num_prompt_tokens - hit_tokens)
         self._flights.add(request.request_id, Flight(engine, now_ns, request.num_prompt_tokens, num_prefill_tokens))
         if self._policy.needs.hits:
             self._caches.routed(engine, request.block_hashes, now_ns)
         self._policy.observe(Routed(request, engine, hit_tokens, choice.detail, now_ns))
-        return RouteDecision(
-            engine, choice.score, choice.reason, hit_tokens, choice.scores, view.hit_tokens, view.engines.routable
-        )
+        return RouteDecision(engine, choice.score, choice.reason, hit_tokens, scores, view.hit_tokens, routable)
 
     def check_room(self) -> None:
         """Raise what `submit` would raise now: a flood is refused before anybody reads what it sends.
@@ -153,7 +154,7 @@ class Router:
             num_output_tokens: that it generated, if somebody counted.
         """
         flight = self._flights.ended(request_id, now_ns)
-        self._policy.observe(Ended(request_id, flight.engine, now_ns, num_output_tokens))
+        self._policy.observe(Ended(request_id, flight.engine, flight.submit_ns, now_ns, num_output_tokens))
         self._release(flight.engine)
 
     # --- what the engines say

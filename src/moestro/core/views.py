@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 NEVER_NS = -(1 << 62)  # the age of what was never said: far in the past, and differences with it do not overflow
 LS, BE = 0, 1  # `ServiceClass` as the views' columns have it
+NUM_CLASSES = 2
 
 
 class Channel(StrEnum):
@@ -179,3 +180,61 @@ class EvictView(msgspec.Struct, frozen=True, eq=False, gc=False):
     order_rank: NDArray[np.int64]
     num_computed_tokens: NDArray[np.int32]
     service_class: NDArray[np.uint8]
+
+
+ATTENTION = 0  # the group of a layer's attention; of layer `num_layers`, the sampler
+EVERY_EXPERT = -1  # in a `Run`: all expert queues of the layer, one batch after another
+NOBODY_WAITS_NS = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueueTable:
+    """The micro-queues of one device: tokens that wait, by class, layer and group.
+
+    A group is the attention (`ATTENTION`) or a physical expert (1 more than its id). Layer `num_layers` has the sampler
+    as its attention and no experts. Classes are `LS` and `BE`.
+
+    Attributes:
+        n: int32[classes, num_layers + 1, 1 + num_experts], tokens.
+        oldest_ns: int64, as `n`: when the first of them to come to the device came there; `NOBODY_WAITS_NS`:
+            none waits.
+        runnable: bool[num_layers + 1, 1 + num_experts]. Tokens wait, and some can run now: an attention also wants
+            places for its tokens, which come free when other tokens complete a layer.
+        num_expert_tokens: int32[classes, num_layers + 1], sum of `n` over a layer's experts.
+        num_free_places: tokens that could start on a layer's experts now.
+    """
+
+    n: NDArray[np.int32]
+    oldest_ns: NDArray[np.int64]
+    runnable: NDArray[np.bool_]
+    num_expert_tokens: NDArray[np.int32]
+    num_free_places: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A step policy's answer: run this micro-queue next.
+
+    Attributes:
+        layer, group: a queue with runnable tokens; group `EVERY_EXPERT`: all expert queues of the layer, ascending.
+            These run without asking again, expert by expert, unless new work comes to the device in between.
+        max_rows: tokens at most. Attention takes whole units: those that fit, and the first of the first class always.
+        until: of an attention: its units go on, stage by stage as in a forward pass, until they stand before the
+            attention of this layer (`num_layers`: the sampler; more: until they are done) or new work comes to the
+            device. 0: no further than their experts' queues.
+        classes: who may run, the first ones first: with (LS, BE), best-effort tokens fill what latency-sensitive ones
+            leave of `max_rows`.
+    """
+
+    layer: int
+    group: int
+    max_rows: int
+    classes: tuple[int, ...]
+    until: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A step policy's answer: nothing now; ask again at `until_ns`, or when work or a result comes."""
+
+    until_ns: int

@@ -6,6 +6,7 @@ A *device* does work; an *executor* decides in which pieces.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -66,6 +67,7 @@ class Units(msgspec.Struct, frozen=True, eq=False, gc=False):
     Attributes:
         slot: int64[n], the sequence's row in its scheduler; names the unit until its result is taken.
         serial: int64[n], the sequence's own number, from `Rank.add`; never given twice, where a slot is.
+        service_class: uint8[n], LS or BE.
         start: int32[n], position of the first token.
         num_tokens: int32[n], at least 1.
         write_start: int32[n], the first position whose K and V are written. Larger than `start` only where a full
@@ -81,6 +83,7 @@ class Units(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     slot: Slots
     serial: NDArray[np.int64]
+    service_class: NDArray[np.uint8]
     start: Int32s
     num_tokens: Int32s
     write_start: Int32s
@@ -171,8 +174,30 @@ class Executor(Protocol):
         """Start a plan."""
         ...
 
-    def poll(self, now_ns: int) -> StepResult | None:
-        """Units that are done, or None; every submitted unit comes back exactly once."""
+    def start(self, now_ns: int) -> None:
+        """Let the device have what it has room for: called when all that is known now was submitted."""
+        ...
+
+    def poll(self, now_ns: int, is_wanted: Callable[[], bool] = ...) -> StepResult | None:
+        """Units that are done, or None; every submitted unit that is not recalled comes back exactly once.
+
+        Args:
+            is_wanted: asked now and then by an executor that works while it is polled: whether to leave off.
+        """
+        ...
+
+    def recall(self, slots: Slots, now_ns: int) -> Slots:
+        """Give up units in flight as if they had never been submitted; answers the slots of those that could be."""
+        ...
+
+    @property
+    def overlaps_plans(self) -> bool:
+        """Whether a later plan may pass an earlier one."""
+        ...
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of work begun since the start; stands still when nothing can be computed."""
         ...
 
     def ready_at_ns(self) -> int | None:

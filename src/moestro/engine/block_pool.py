@@ -58,6 +58,8 @@ class BlockPool:
         computed one prefix at the same time and the one whose blocks carry its hashes left first: then it may be wrong.
         """
         known = self._block_of
+        if not hashes or hashes[0] not in known:
+            return 0  # the usual case, at once
         return bisect_left(hashes, 1, hi=min(at_most, len(hashes)), key=lambda name: name not in known)
 
     def num_free_among(self, blocks: list[int]) -> int:

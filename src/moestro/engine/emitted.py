@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
 from moestro.core.request import FinishReason, TokenLogprobs
@@ -24,3 +26,12 @@ class Emitted(msgspec.Struct, frozen=True, eq=False, gc=False):
     finish_reasons: list[FinishReason | None] = msgspec.field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """A scheduler's totals since the start."""
+
+    num_preemptions: int = 0
+    num_queried_tokens: int = 0  # prompt tokens of admitted sequences
+    num_hit_tokens: int = 0  # of these, taken from the prefix cache

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from moestro.core.views import BatchLimits
+from moestro.core.views import BE, BatchLimits
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.sequences import Sequence, SequenceTable
 from moestro.engine.waiting import WaitingQueue
@@ -39,12 +39,17 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """Looks at one scheduler's state, which it never changes."""
+    """Looks at one scheduler's state, which it never changes.
+
+    Attributes:
+        max_num_be: best-effort sequences that may run at once.
+    """
 
     pool: BlockPool
     table: SequenceTable
     waiting: WaitingQueue
     block_size: int
+    max_num_be: int
 
     def fit(self, sequence: Sequence) -> Fit:
         """What admitting a waiting sequence now would take."""
@@ -59,22 +64,29 @@ class Entrance:
         """Whether a waiting sequence would find a slot and its blocks."""
         return self.table.num_free_slots > 0 and self.fit(sequence).num_taken <= self._num_blocks()
 
-    def candidates(self, room: int, limits: BatchLimits, now_ns: int) -> list[Candidate]:
+    def candidates(
+        self, room: int, limits: BatchLimits, now_ns: int, service_class: int | None = None
+    ) -> list[Candidate]:
         """Waiting sequences that could enter beside the running ones, in order.
 
         The first that does not fit stops the search: nobody overtakes it for being smaller.
 
         Args:
             room: tokens that newcomers might be given; 0 or less: nobody is looked at.
+            service_class: only sequences of this class; None: all.
         """
         found: list[Candidate] = []
         if room <= 0 or self.table.num_free_slots == 0:
             return found
-        num_free = self._num_blocks()
-        for sequence in islice(self.waiting.in_order(now_ns), self.table.num_free_slots):
+        num_free, num_be = self._num_blocks(), self.table.num_be
+        waiting = self.waiting.in_order(now_ns)
+        if service_class is not None:
+            waiting = (sequence for sequence in waiting if sequence.service_class == service_class)
+        for sequence in islice(waiting, self.table.num_free_slots):
             fit = self.fit(sequence)
             num_free -= fit.num_taken
-            if num_free < 0:
+            num_be += sequence.service_class == BE
+            if num_free < 0 or num_be > self.max_num_be:
                 break
             found.append(Candidate(sequence, fit))
             room -= min(fit.num_left, limits.max_chunk)

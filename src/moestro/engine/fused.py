@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
-from moestro.core.work import Device, Forward, Plan, StepResult
+import numpy as np
+
+from moestro.core.work import Device, Forward, Plan, Slots, StepResult
 
 
 class FusedExecutor:
@@ -12,17 +15,32 @@ class FusedExecutor:
 
     Args:
         device: where the work is done.
+
+    Attributes:
+        overlaps_plans: False: plans end in the order in which they came.
+        num_pieces: plans submitted.
     """
+
+    overlaps_plans = False
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._results: deque[StepResult] = deque()
+        self.num_pieces = 0
 
     def submit(self, plan: Plan, now_ns: int) -> None:
         """Start `plan`."""
+        self.num_pieces += 1
         self._device.launch(Forward(plan.units), now_ns)
 
-    def poll(self, now_ns: int) -> StepResult | None:
+    def start(self, now_ns: int) -> None:
+        """Nothing: a plan starts when it is submitted."""
+
+    def recall(self, slots: Slots, now_ns: int) -> Slots:
+        """No unit: a forward pass that has begun ends."""
+        return np.empty(0, np.int64)
+
+    def poll(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> StepResult | None:
         """The oldest result that was not taken yet, if any is ready."""
         self._results.extend(self._device.poll(now_ns))
         return self._results.popleft() if self._results else None

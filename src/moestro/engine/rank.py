@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from moestro.core.request import Output, Request, TokenLogprobs
-from moestro.core.work import Device, Executor, Plan
+from moestro.core.stages import StagedDevice
+from moestro.core.views import BE, LS
+from moestro.core.work import Device, Executor, Plan, Slots
 from moestro.engine.emitted import Emitted
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
+from moestro.flow.core import StepPolicy
+from moestro.flow.executor import FlowExecutor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +38,8 @@ class Rank:
 
     Args:
         scheduler: decides and keeps books.
-        executor: does the work. One plan is in flight at a time.
+        executor: does the work. One plan is in flight at a time; where plans may overlap and best-effort units are in
+            flight, a second one, of latency-sensitive units alone, passes them.
 
     Attributes:
         expert_counts: int64[num_layers, num_experts], tokens each logical expert computed so far; None: dense.
@@ -42,6 +48,8 @@ class Rank:
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self._has_news = False  # something happened for which latency-sensitive units might be scheduled
+        self._passing: Slots = np.empty(0, np.int64)  # slots of the plan that passes, not done yet
         self.expert_counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None = None
 
     def add(self, request: Request, now_ns: int) -> int:
@@ -53,34 +61,60 @@ class Rank:
         Raises:
             RequestError: it is refused; nothing has changed.
         """
+        self._has_news = True
         return self.scheduler.add(request)
 
     def abort(self, request_id: str, now_ns: int) -> None:
         """Drop a request within one step; unknown ids are ignored. No output follows."""
         self.scheduler.abort(request_id)
 
-    def step(self, now_ns: int) -> list[Output]:
-        """Take what is ready and, when nothing is in flight, submit the next plan. Returns what requests gained."""
-        outputs = outputs_of(self.collect(now_ns))
+    def step(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> list[Output]:
+        """Take what is ready and submit the next plan. Returns what requests gained.
+
+        Args:
+            is_wanted: whether the caller has something to say (a new request): an executor that works while it is
+                polled then leaves off at its next checkpoint.
+        """
+        self._pass_by(now_ns)  # before anything else runs: what came meanwhile may be more urgent
+        outputs = outputs_of(self.collect(now_ns, is_wanted))
         self.begin(now_ns)
         return outputs
 
-    def collect(self, now_ns: int) -> Emitted:
+    def collect(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> Emitted:
         """Take what is ready: the first half of `step`."""
-        result = self.executor.poll(now_ns)
+        result = self.executor.poll(now_ns, is_wanted)
         if result is None:
             return Emitted()
+        self._has_news = True
+        if len(self._passing):
+            self._passing = np.setdiff1d(self._passing, result.slot)
         if result.expert_counts is not None:
             counts = self.expert_counts
             self.expert_counts = result.expert_counts.copy() if counts is None else counts + result.expert_counts
         return self.scheduler.update(result, now_ns)
 
     def begin(self, now_ns: int) -> Plan | None:
-        """Submit the next plan, if nothing is in flight and there is one: the second half of `step`. Returns it."""
-        if self.scheduler.table.num_units_in_flight or not self.scheduler.has_work:
+        """Submit the next plan, if there is one and it may run now: the second half of `step`. Returns it."""
+        plan = self._pass_by(now_ns)
+        if plan is None and self.scheduler.table.num_units_in_flight == 0 and self.scheduler.has_work:
+            self._has_news = False
+            plan = self.scheduler.schedule(now_ns)
+            if plan is not None:
+                self.executor.submit(plan, now_ns)
+        self.executor.start(now_ns)
+        return plan
+
+    def _pass_by(self, now_ns: int) -> Plan | None:
+        """Submit a plan of latency-sensitive units that passes what is in flight, if that may be and is worth it."""
+        table = self.scheduler.table
+        if not (self._has_news and self.executor.overlaps_plans and table.num_units_in_flight):
             return None
-        plan = self.scheduler.schedule(now_ns)
+        if len(self._passing) or not len(table.in_flight(BE)):
+            return None
+        self._has_news = False
+        plan = self.scheduler.schedule(now_ns, LS)
         if plan is not None:
+            self._passing = plan.units.slot
             self.executor.submit(plan, now_ns)
         return plan
 
@@ -95,8 +129,8 @@ class Rank:
 
     @property
     def num_steps(self) -> int:
-        """Plans submitted since the start; stands still when there is work and nothing can be computed."""
-        return self.scheduler.num_steps
+        """Pieces of work since the start; stands still when there is work and nothing can be computed."""
+        return self.executor.num_pieces
 
     def stats(self) -> RankStats:
         """Figures for routers, metrics and log lines."""
@@ -118,6 +152,19 @@ class Rank:
 def build_rank(settings: SchedulerSettings, device: Device) -> Rank:
     """A rank in `fused` mode on `device`."""
     return Rank(Scheduler(settings), FusedExecutor(device))
+
+
+def build_preemptive_rank(
+    settings: SchedulerSettings, device: StagedDevice, policy: StepPolicy, launch_ahead: int = 1
+) -> Rank:
+    """A rank in `preemptive` mode on `device`.
+
+    Args:
+        policy: what the device runs next.
+        launch_ahead: items with the device at once; 2 on an accelerator (see `FlowCore`).
+    """
+    executor = FlowExecutor(device, policy, launch_ahead)
+    return Rank(Scheduler(settings, executor.recall), executor)
 
 
 def outputs_of(emitted: Emitted) -> list[Output]:

@@ -9,7 +9,7 @@ The scheduler decides and keeps books. It neither computes, nor sleeps, nor read
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from moestro.core.request import FinishReason, Request
 from moestro.core.views import BE, LS, BatchLimits, BatchView, EvictView
 from moestro.core.work import Int32s, Plan, Slots, StepResult
 from moestro.engine.block_pool import BlockPool
-from moestro.engine.emitted import Emitted
+from moestro.engine.emitted import Emitted, SchedulerCounts
 from moestro.engine.entering import Candidate, Entrance
 from moestro.engine.policy_views import PolicyViews
 from moestro.engine.rounds import TAKE, Horizon, block_events, blocks_taken, rounds_that_fit
@@ -31,14 +31,8 @@ from moestro.errors import InvariantError
 from moestro.policy.admission import AdmitLimits, admit
 from moestro.policy.ordering.contract import Admitted, Left
 
-
-@dataclass(slots=True)
-class SchedulerCounts:
-    """Totals since the start."""
-
-    num_preemptions: int = 0
-    num_queried_tokens: int = 0  # prompt tokens of admitted sequences
-    num_hit_tokens: int = 0  # of these, taken from the prefix cache
+# (slots, now_ns) -> those whose unit in flight was given up.
+Recall = Callable[[Slots, int], Slots]
 
 
 class Scheduler:
@@ -46,19 +40,22 @@ class Scheduler:
 
     Args:
         settings: bounds and policies.
+        recall: gives up units in flight (see `core.work.Executor.recall`), so that best-effort sequences of which the
+            device has nothing may be evicted too; None: a unit in flight protects its sequence.
 
-    Invariants: a sequence with a unit in flight is neither scheduled nor evicted; a shared block is never written;
-    blocks are conserved (`check`).
+    Invariants: a sequence with a unit in flight is neither scheduled nor, unless that is recalled, evicted; a shared
+    block is never written; blocks are conserved (`check`).
     """
 
-    def __init__(self, settings: SchedulerSettings) -> None:
+    def __init__(self, settings: SchedulerSettings, recall: Recall | None = None) -> None:
         self.settings = settings
         self.pool = BlockPool(settings.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
-        self.table = SequenceTable(settings.max_num_seqs, settings.max_model_len, settings.block_size)
+        self.table = SequenceTable(settings.num_slots, settings.max_model_len, settings.block_size)
         policies = settings.make_policies()
         self.batch, self._evict, self._order = policies.batch, policies.evict, policies.order
         self.waiting = WaitingQueue(policies.order, self.pool, settings.block_size)
-        self._entrance = Entrance(self.pool, self.table, self.waiting, settings.block_size)
+        self._entrance = Entrance(self.pool, self.table, self.waiting, settings.block_size, settings.max_num_seqs)
+        self._recall = recall
         self._views = PolicyViews(self.table, policies.order.promotes_after_ns)
         self.counts = SchedulerCounts()
         self.num_steps = 0
@@ -118,16 +115,21 @@ class Scheduler:
 
     # --- schedule ---------------------------------------------------------------------------------------------------
 
-    def schedule(self, now_ns: int) -> Plan | None:
-        """The next plan, or None when nothing can be computed now. May be called with units in flight."""
-        idle = self.table.idle()
+    def schedule(self, now_ns: int, service_class: int | None = None) -> Plan | None:
+        """The next plan, or None when nothing can be computed now. May be called with units in flight.
+
+        Args:
+            service_class: only sequences of this class; None: all.
+        """
+        idle = self.table.idle(service_class)
         view = self._views.running(idle, now_ns)
         candidates: list[Candidate] = []
         if len(self.waiting):
             if self._evict.makes_way and self.batch.room(view, self.limits) > 0 and self._make_way(now_ns):
-                idle = self.table.idle()
+                idle = self.table.idle(service_class)
                 view = self._views.running(idle, now_ns)
-            candidates = self._entrance.candidates(self.batch.room(view, self.limits), self.limits, now_ns)
+            room = self.batch.room(view, self.limits)
+            candidates = self._entrance.candidates(room, self.limits, now_ns, service_class)
             view = self._views.with_candidates(view, candidates, now_ns) if candidates else view
         chunk = self.batch.plan(view, self.limits)
         num_free = self.pool.num_free
@@ -137,7 +139,7 @@ class Scheduler:
             slots, num_tokens = np.concatenate((slots, new_slots)), np.concatenate((num_tokens, new_tokens))
         if len(slots) == 0:
             # Who was to be computed gave up its blocks instead: others are not kept waiting for the next call.
-            return self.schedule(now_ns) if evicted and not self.table.num_units_in_flight else None
+            return self.schedule(now_ns, service_class) if evicted and not self.table.num_units_in_flight else None
         self.num_steps += 1
         return Plan(self.num_steps, make_units(self.table, slots, num_tokens))
 
@@ -151,18 +153,37 @@ class Scheduler:
         if self._views.class_of(head, now_ns) == BE:
             return False
         preempted = False
-        while not self._entrance.has_place(head):
-            slots = self._yielding(now_ns)
-            if len(slots) == 0:
-                break
-            self._preempt(self._choose(slots, now_ns))
-            preempted = True
+        slots = self._yielding(now_ns)
+        while not self._entrance.has_place(head) and len(slots):
+            victim = self._choose(slots, now_ns)
+            slots = slots[slots != victim]
+            if self._may_go(victim, now_ns):
+                self._preempt(victim)
+                preempted = True
         return preempted
 
     def _yielding(self, now_ns: int) -> Slots:
-        """Slots of best-effort sequences without a unit in flight."""
-        idle = self.table.idle()
-        return idle[np.flatnonzero(self._views.classes(idle, now_ns) == BE)]
+        """Slots of best-effort sequences that might go."""
+        slots = self._evictable()
+        return slots[np.flatnonzero(self._views.classes(slots, now_ns) == BE)]
+
+    def _evictable(self) -> Slots:
+        """Slots without a unit in flight, and those of best-effort sequences whose unit might be recalled."""
+        table = self.table
+        if self._recall is None or not table.num_units_in_flight:
+            return table.idle()
+        return np.concatenate((table.idle(), table.in_flight(BE)))
+
+    def _may_go(self, slot: int, now_ns: int) -> bool:
+        """Whether the sequence in `slot` has no unit in flight, or none any more."""
+        table = self.table
+        if self._recall is None or not table.num_in_flight[slot]:
+            return True
+        if table.at(slot).is_aborted or not len(self._recall(np.array([slot], np.int64), now_ns)):
+            return False  # the device has something of it
+        table.num_in_flight[slot] = 0
+        table.num_units_in_flight -= 1
+        return True
 
     def _admit(self, candidates: list[Candidate], chunk: Int32s, num_free: int, now_ns: int) -> tuple[Slots, Int32s]:
         """Give slots, and blocks for all their known tokens, to candidates; one block stays free for each that runs.
@@ -214,7 +235,7 @@ class Scheduler:
         lost: set[int] = set()
         for slot in slots[missing].tolist():
             while slot not in lost and self.pool.num_free == 0:
-                victim = self._choose(self.table.idle(), now_ns)
+                victim = self._victim(now_ns)
                 lost.add(victim)
                 # Rather than give itself up, it waits for the blocks that a unit in flight may soon return.
                 if victim != slot or table.num_units_in_flight == 0:
@@ -224,8 +245,15 @@ class Scheduler:
         kept = np.array([slot not in lost for slot in slots.tolist()], np.bool_)
         return slots[kept], num_tokens[kept], bool(lost)
 
+    def _victim(self, now_ns: int) -> int:
+        """The slot that the evict policy gives up, of those that can go; there is one without a unit in flight."""
+        slots = self._evictable()
+        while not self._may_go(victim := self._choose(slots, now_ns), now_ns):
+            slots = slots[slots != victim]
+        return victim
+
     def _choose(self, slots: Slots, now_ns: int) -> int:
-        """The one of `slots`, none of which has a unit in flight, that the evict policy gives up."""
+        """The one of `slots` that the evict policy gives up."""
         ranks = self.waiting.rank([self.table.at(slot) for slot in slots.tolist()], now_ns)
         view = EvictView(ranks, self.table.num_computed[slots], self._views.classes(slots, now_ns))
         return int(slots[self._evict.choose(view)])

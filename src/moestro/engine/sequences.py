@@ -294,7 +294,16 @@ class SequenceTable:
             tokens.append(self.token_ids[slot, : self.num_tokens[slot]])
         return join_edits(rows, sequences, tokens) if rows else None
 
-    def idle(self) -> Slots:
-        """Slots without a unit in flight, in order of admission."""
-        running = self.running
-        return running[self.num_in_flight.take(running) == 0] if self.num_units_in_flight else running
+    def idle(self, service_class: int | None = None) -> Slots:
+        """Slots (those of `service_class`; None: all) without a unit in flight, in order of admission."""
+        slots = self.running if service_class is None else self._of_class(service_class)
+        return slots[self.num_in_flight.take(slots) == 0] if self.num_units_in_flight else slots
+
+    def in_flight(self, service_class: int) -> Slots:
+        """Slots of `service_class` with a unit in flight, in order of admission."""
+        slots = self._of_class(service_class)
+        return slots[self.num_in_flight.take(slots) > 0]
+
+    def _of_class(self, service_class: int) -> Slots:
+        slots: Slots = self.running[self.service_class.take(self.running) == service_class]
+        return slots

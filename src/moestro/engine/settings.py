@@ -54,6 +54,8 @@ class SchedulerSettings:
         num_blocks, block_size: the KV pool: blocks, and tokens a block.
         max_model_len: tokens of one sequence, prompt and output; at most `num_blocks * block_size`.
         max_num_seqs: sequences that hold KV at once.
+        max_num_urgent_seqs: more of them, for latency-sensitive sequences alone: these need not wait until a
+            best-effort one ends. 0: classes are alike in this.
         max_num_batched_tokens: the token budget of one step.
         max_chunk: tokens of one prefill chunk; None: the whole budget.
         max_num_queued_reqs: requests waiting; one more is refused.
@@ -66,6 +68,7 @@ class SchedulerSettings:
     block_size: int
     max_model_len: int
     max_num_seqs: int = 64
+    max_num_urgent_seqs: int = 0
     max_num_batched_tokens: int = 2048
     max_chunk: int | None = None
     max_num_queued_reqs: int = 1024
@@ -80,14 +83,15 @@ class SchedulerSettings:
         for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_num_queued_reqs < 0:
-            raise ConfigError(f"max_num_queued_reqs must not be negative, got {self.max_num_queued_reqs}")
+        for name in ("max_num_queued_reqs", "max_num_urgent_seqs"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.max_chunk is not None and self.max_chunk < 1:
             raise ConfigError(f"max_chunk must be at least 1, got {self.max_chunk}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens < self.num_slots:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"
-                f" ({self.max_num_seqs}), or not every running sequence could decode in one step"
+                f" and max_num_urgent_seqs ({self.num_slots}), or not every running sequence could decode in one step"
             )
         if self.max_model_len > self.num_blocks * self.block_size:
             raise ConfigError(
@@ -95,6 +99,11 @@ class SchedulerSettings:
                 f" {self.block_size} tokens: lower --max-model-len or raise --kv-cache-memory-bytes"
             )
         self.make_policies()
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences of all classes that hold KV at once."""
+        return self.max_num_seqs + self.max_num_urgent_seqs
 
     def make_policies(self) -> Policies:
         """New ones, without any history.

@@ -27,6 +27,7 @@ def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
     return Units(
         slot=slots,
         serial=table.serial.take(slots),
+        service_class=table.service_class.take(slots),
         start=start,
         num_tokens=num_tokens,
         write_start=np.maximum(start, table.write_start.take(slots)),

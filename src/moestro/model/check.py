@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moestro.core.rng import uniform
+from moestro.core.views import LS
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, SAMPLING_ROW, Int32s, Units
 from moestro.errors import MoestroError, UnsupportedModelError
 from moestro.model.experts import EXPERTS
@@ -125,18 +126,19 @@ def _run_in_chunks(network: Network, tokens: Int32s) -> tuple[Tensor, set[int | 
     pools = KVPools(2 * num_blocks, _BLOCK_SIZE)
     # Blocks from the highest down; the other sequence has the rest. It is the same tokens, backwards.
     tables = np.arange(2 * num_blocks, dtype=np.int32)[::-1].reshape(2, num_blocks)
-    network.logits(PagedStep(_units([(0, tokens[:first])], tables[:1]), pools, network.device))
-    both = _units([(0, tokens[::-1][: first + 1]), (first, tokens[first:])], tables[::-1])
+    network.logits(PagedStep(paged_units([(0, tokens[:first])], tables[:1]), pools, network.device))
+    both = paged_units([(0, tokens[::-1][: first + 1]), (first, tokens[first:])], tables[::-1])
     step = PagedStep(both, pools, network.device)
     return network.logits(step)[first + 1 :], step.windows
 
 
-def _units(parts: list[tuple[int, Int32s]], tables: Int32s) -> Units:
+def paged_units(parts: list[tuple[int, Int32s]], tables: Int32s) -> Units:
     """Units that want all logits, from (first position, tokens)."""
     start = np.array([first for first, _ in parts], np.int32)
     return Units(
         slot=np.arange(len(parts), dtype=np.int32),
         serial=np.arange(len(parts)),
+        service_class=np.full(len(parts), LS, np.uint8),
         start=start,
         num_tokens=np.array([len(tokens) for _, tokens in parts], np.int32),
         write_start=start,

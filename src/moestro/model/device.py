@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from moestro.core.request import SamplingDefaults
 from moestro.core.work import Forward, StepResult
 from moestro.model.check import check_network
 from moestro.model.gate_override import make_override
@@ -58,19 +61,66 @@ class TorchDevice:
         return None
 
 
-def open_device(
-    settings: ModelSettings, on_phase: Callable[[str], None] = lambda _: None, rank: int = 0
-) -> tuple[TorchDevice, LoadedInfo]:
-    """Load a network and give it all of its KV cache.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CheckedNetwork:
+    """A loaded, checked and packed network, before anybody knows how much memory is left for its KV cache.
 
-    Args:
-        on_phase: called with a phase's name when the phase begins, and with `ready` at the end.
-        rank: of several accelerators, which one it takes (see `choose_device`).
-
-    Raises:
-        ConfigError: the settings ask for something impossible; the text says what to do.
-        UnsupportedModelError: this checkpoint cannot run here, and why.
+    Attributes:
+        config: transformers' config.
+        network: it.
+        probe: pools of one block, in the shapes of its K and V.
+        num_chosen: experts that a token visits; 0: a dense network.
+        max_model_len: what is wanted, before the KV cache is known.
+        eos_token_ids, sampling_defaults: as `LoadedInfo`.
+        notes: what the operator should know.
     """
+
+    config: Any
+    network: Network
+    probe: KVPools
+    num_chosen: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    sampling_defaults: SamplingDefaults
+    notes: tuple[str, ...]
+
+    def allocate(self, settings: ModelSettings) -> tuple[KVPools, LoadedInfo]:
+        """The KV cache that `settings` allow, and what is known then.
+
+        Raises:
+            ConfigError: they ask for something impossible.
+        """
+        probe, network, notes, wanted_len = self.probe, self.network, self.notes, self.max_model_len
+        num_blocks = choose_num_blocks(settings, probe.bytes_per_block)
+        max_model_len = fit_max_model_len(settings, wanted_len, num_blocks, probe.bytes_per_block)
+        if max_model_len < wanted_len:
+            held = f"the {max_model_len} tokens that the KV cache holds"
+            notes += (f"max_model_len is lowered from {wanted_len} to {held}.",)
+        if self.config.model_type not in TESTED_FAMILIES:
+            name = self.config.model_type
+            notes += (f"model_type {name!r} is not a tested family; it passed a comparison with transformers.",)
+        return probe.allocate(num_blocks), LoadedInfo(
+            model_type=self.config.model_type,
+            dtype=str(network.dtype).removeprefix("torch."),
+            device=network.device.type,
+            max_model_len=max_model_len,
+            vocab_size=network.config.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            sampling_defaults=self.sampling_defaults,
+            num_blocks=num_blocks,
+            block_size=settings.block_size,
+            num_layers=network.num_layers,
+            num_experts=network.num_experts,
+            num_experts_per_token=self.num_chosen,
+            num_parameters=network.num_parameters,
+            notes=notes,
+        )
+
+
+def open_network(
+    settings: ModelSettings, on_phase: Callable[[str], None] = lambda _: None, rank: int = 0
+) -> CheckedNetwork:
+    """Load a network, check it and bring its weights into the form in which it runs. As `open_device`."""
     on_phase("read config")
     config = read_config(settings)
     wanted_len = choose_max_model_len(settings, getattr(config.get_text_config(), "max_position_embeddings", None))
@@ -84,30 +134,33 @@ def open_device(
         network.override = make_override(settings.gate_override, network.gate_shape(num_chosen), settings.seed)
     on_phase("pack weights")
     network.pack()
-    on_phase("allocate KV cache")
-    num_blocks = choose_num_blocks(settings, probe.bytes_per_block)
-    max_model_len = fit_max_model_len(settings, wanted_len, num_blocks, probe.bytes_per_block)
-    if max_model_len < wanted_len:
-        notes += (f"max_model_len is lowered from {wanted_len} to the {max_model_len} tokens that the KV cache holds.",)
-    if config.model_type not in TESTED_FAMILIES:
-        notes += (
-            f"model_type {config.model_type!r} is not a tested family; it passed a comparison with transformers.",
-        )
-    device = TorchDevice(network, probe.allocate(num_blocks))
-    on_phase("ready")
-    return device, LoadedInfo(
-        model_type=config.model_type,
-        dtype=str(network.dtype).removeprefix("torch."),
-        device=network.device.type,
-        max_model_len=max_model_len,
-        vocab_size=network.config.vocab_size,
+    return CheckedNetwork(
+        config=config,
+        network=network,
+        probe=probe,
+        num_chosen=num_chosen,
+        max_model_len=wanted_len,
         eos_token_ids=eos_token_ids(recommended, config),
         sampling_defaults=defaults,
-        num_blocks=num_blocks,
-        block_size=settings.block_size,
-        num_layers=network.num_layers,
-        num_experts=network.num_experts,
-        num_experts_per_token=num_chosen,
-        num_parameters=network.num_parameters,
         notes=notes,
     )
+
+
+def open_device(
+    settings: ModelSettings, on_phase: Callable[[str], None] = lambda _: None, rank: int = 0
+) -> tuple[TorchDevice, LoadedInfo]:
+    """Load a network and give it all of its KV cache.
+
+    Args:
+        on_phase: called with a phase's name when the phase begins, and with `ready` at the end.
+        rank: of several accelerators, which one it takes (see `choose_device`).
+
+    Raises:
+        ConfigError: the settings ask for something impossible; the text says what to do.
+        UnsupportedModelError: this checkpoint cannot run here, and why.
+    """
+    checked = open_network(settings, on_phase, rank)
+    on_phase("allocate KV cache")
+    pools, info = checked.allocate(settings)
+    on_phase("ready")
+    return TorchDevice(checked.network, pools), info

@@ -6,7 +6,7 @@ float32, whatever order the gate named them in: the same sum, bit for bit, where
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
@@ -53,10 +53,12 @@ class Routing:
 
     Attributes:
         counts: int64[num_layers, num_experts], tokens that each expert computed since `begin`.
+        stand_in: called in place of all experts, with their arguments; None: the experts compute.
     """
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
         self._shape, self._device = (num_layers, num_experts), device
+        self.stand_in: Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor] | None = None
         self.begin(None)
 
     def begin(self, chosen: Tensor | None) -> None:
@@ -121,6 +123,8 @@ def routed_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k
     """
     tag = getattr(module, _TAG)
     assert isinstance(tag, ExpertLayer)
+    if tag.routing.stand_in is not None:
+        return tag.routing.stand_in(module, hidden, top_k_index, top_k_weights)
     if tag.routing.chosen is not None:
         top_k_index = tag.routing.chosen[tag.place]
     experts = cast(PackedExperts, module)
@@ -130,11 +134,11 @@ def routed_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k
     counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=hidden.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
     tag.routing.counts[tag.layer, : experts.num_experts] += counts
-    if hidden.is_cuda and _can_group(experts, hidden):
+    if hidden.is_cuda and can_group(experts, hidden):
         done = run_grouped(experts, rows, counts)
     else:
         done = run_each(experts, rows, counts, tag.packed)
-    return _combine(done, by_expert, top_k_weights).to(hidden.dtype)
+    return combine(done, by_expert, top_k_weights).to(hidden.dtype)
 
 
 def run_each(
@@ -149,22 +153,48 @@ def run_each(
         counts: int64[experts], rows of each.
         packed: as `ExpertLayer.packed`.
     """
-    multiply = packed_linear if packed else torch.matmul if experts.is_transposed else functional.linear
     out, start = torch.empty_like(rows), 0
-    up, up_bias, down, down_bias = _weights(experts)
     for expert, count in enumerate(counts.tolist()):
-        if not count:
-            continue
-        first, second = packed[expert] if packed else (up[expert], down[expert])
-        inner = multiply(rows[start : start + count], first)
-        if up_bias is not None:
-            inner += up_bias[expert]
-        outer = multiply(_activate(experts, inner), second)
-        if down_bias is not None:
-            outer += down_bias[expert]
-        out[start : start + count] = _normalize(experts, outer)
-        start += count
+        if count:
+            out[start : start + count] = run_one(experts, expert, rows[start : start + count], packed)
+            start += count
     return out
+
+
+def run_one(experts: PackedExperts, expert: int, rows: Tensor, packed: Sequence[tuple[Tensor, Tensor]] = ()) -> Tensor:
+    """[rows, hidden size] of one expert, not weighted. `rows`: [rows, hidden size]."""
+    multiply = packed_linear if packed else torch.matmul if experts.is_transposed else functional.linear
+    up, up_bias, down, down_bias = _weights(experts)
+    first, second = packed[expert] if packed else (up[expert], down[expert])
+    inner = multiply(rows, first)
+    if up_bias is not None:
+        inner += up_bias[expert]
+    outer = multiply(_activate(experts, inner), second)
+    if down_bias is not None:
+        outer += down_bias[expert]
+    return _normalize(experts, outer)
+
+
+def packed_weights(module: nn.Module) -> Sequence[tuple[Tensor, Tensor]]:
+    """`ExpertLayer.packed` of a tagged experts module."""
+    tag = getattr(module, _TAG)
+    assert isinstance(tag, ExpertLayer)
+    return tag.packed
+
+
+def add_contributions(contributions: Tensor, weights: Tensor) -> Tensor:
+    """[tokens, hidden size] in at least float32: what `routed_experts` makes of them, bit for bit.
+
+    Args:
+        contributions: [tokens, k, hidden size], of each token in ascending expert id.
+        weights: [tokens, k], in the same order.
+    """
+    precision = torch.promote_types(contributions.dtype, torch.float32)
+    weights = weights.to(precision)
+    total = contributions[:, 0].to(precision) * weights[:, :1]
+    for k in range(1, weights.shape[1]):
+        total += contributions[:, k].to(precision) * weights[:, k : k + 1]
+    return total
 
 
 def run_grouped(experts: PackedExperts, rows: Tensor, counts: Tensor) -> Tensor:
@@ -188,7 +218,7 @@ def register_experts() -> None:
     ExpertsInterface.register(EXPERTS, routed_experts)
 
 
-def _combine(rows: Tensor, by_expert: Tensor, weights: Tensor) -> Tensor:
+def combine(rows: Tensor, by_expert: Tensor, weights: Tensor) -> Tensor:
     """[tokens, hidden size] in at least float32.
 
     Args:
@@ -228,7 +258,7 @@ def _normalize(experts: PackedExperts, outer: Tensor) -> Tensor:
     return outer
 
 
-def _can_group(experts: PackedExperts, rows: Tensor) -> bool:
+def can_group(experts: PackedExperts, rows: Tensor) -> bool:
     """Whether this torch has the grouped kernels; they want bfloat16 and rows of whole 16-byte words."""
     sizes = (*_weights(experts)[0].shape[1:], *experts.down_proj.shape[1:])
     return hasattr(functional, "grouped_mm") and rows.dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from moestro.core.views import LS
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Units
 from moestro.errors import UnsupportedModelError
 from moestro.model.attention import STEP_ARGUMENT
@@ -28,8 +29,10 @@ class Network:
         config: the text part of the model's config.
         device, dtype: of its weights.
         num_parameters: in all; tied ones once.
+        num_experts, bytes_per_expert: of the layer that has most, and of the largest; 0: a dense model.
         routing: what its experts share; None: a dense model.
         override: replaces its gates' choices; None: it does not.
+        experts: (layer, experts module), ascending.
     """
 
     def __init__(self, model: Any) -> None:
@@ -40,11 +43,12 @@ class Network:
         self.dtype: torch.dtype = model.dtype
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.override: GateOverride | None = None
-        self._experts = _find_experts(model, self.num_layers)
-        self.num_experts = max((int(module.num_experts) for _, module in self._experts), default=0)
-        self.routing = Routing(self.num_layers, self.num_experts, self.device) if self._experts else None
+        self.experts = _find_experts(model, self.num_layers)
+        self.bytes_per_expert = max((_bytes_per_expert(module) for _, module in self.experts), default=0)
+        self.num_experts = max((int(module.num_experts) for _, module in self.experts), default=0)
+        self.routing = Routing(self.num_layers, self.num_experts, self.device) if self.experts else None
         if self.routing is not None:
-            tag_experts(self._experts, self.routing)
+            tag_experts(self.experts, self.routing)
 
     def pack(self) -> None:
         """Bring the weights into the layout of the CPU's kernels, where it has some.
@@ -52,7 +56,7 @@ class Network:
         Afterwards only our own functions can run the network: transformers' experts would miss their weights.
         """
         if can_pack(self.device, self.dtype):
-            for _, module in self._experts:
+            for _, module in self.experts:
                 pack_experts(module)
             pack_linears(self.model)
 
@@ -67,7 +71,7 @@ class Network:
             UnsupportedModelError: the network does something that a paged step cannot.
         """
         if self.routing is not None:
-            self.routing.begin(self._choose_experts(step))
+            self.routing.begin(self.choose_experts(step))
         answer = self.model(
             input_ids=step.input_ids,
             position_ids=step.position_ids,
@@ -97,10 +101,11 @@ class Network:
 
     def gate_shape(self, num_chosen: int) -> GateShape:
         """The gates, for an override."""
-        layers = tuple(layer for layer, _ in self._experts)
+        layers = tuple(layer for layer, _ in self.experts)
         return GateShape(layers=layers, num_experts=self.num_experts, num_chosen=num_chosen)
 
-    def _choose_experts(self, step: PagedStep) -> Tensor | None:
+    def choose_experts(self, step: PagedStep) -> Tensor | None:
+        """int64[layers with experts, tokens, k], what the override says; None: the gates choose."""
         if self.override is None:
             return None
         return step.upload(self.override.choose(step.positions, step.token_ids))
@@ -117,11 +122,17 @@ def _find_experts(model: nn.Module, num_layers: int) -> list[tuple[int, Any]]:
     return sorted((pair for pair in found if pair[0] < num_layers), key=lambda pair: pair[0])
 
 
+def _bytes_per_expert(module: Any) -> int:
+    total: int = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    return total // int(module.num_experts)
+
+
 def _one_token() -> Units:
     one = np.ones(1, np.int32)
     return Units(
         slot=np.zeros(1, np.int64),
         serial=np.zeros(1, np.int64),
+        service_class=np.full(1, LS, np.uint8),
         start=0 * one,
         num_tokens=one,
         write_start=0 * one,

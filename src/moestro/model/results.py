@@ -102,8 +102,8 @@ def compute_result(step: PagedStep, logits: Tensor, expert_counts: Tensor | None
     prompt = _measure_prompts(step, logits)
     if logits.device.type == "cpu":
         return PendingResult(units, sampled_units, tokens, sampled, prompt, expert_counts)
-    tokens, sampled, prompt = _to_host(tokens), _measured_to_host(sampled), _measured_to_host(prompt)
-    expert_counts = None if expert_counts is None else _to_host(expert_counts)
+    tokens, sampled, prompt = to_host(tokens), _measured_to_host(sampled), _measured_to_host(prompt)
+    expert_counts = None if expert_counts is None else to_host(expert_counts)
     done = cast(Any, torch.cuda.Event)()
     done.record(torch.cuda.current_stream(logits.device))  # the process's current device may be another
     return PendingResult(units, sampled_units, tokens, sampled, prompt, expert_counts, done)
@@ -139,9 +139,11 @@ def _measure_prompts(step: PagedStep, logits: Tensor) -> Measured | None:
 
 
 def _measured_to_host(measured: Measured | None) -> Measured | None:
-    return measured and Measured(measured.units, measured.num_top, measured.tensors.map(_to_host))
+    return measured and Measured(measured.units, measured.num_top, measured.tensors.map(to_host))
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy that the host may read once the step's event has passed."""
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy that the host may read once the step's event has passed; on a CPU the tensor itself."""
+    if tensor.device.type == "cpu":
+        return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

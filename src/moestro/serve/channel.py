@@ -69,6 +69,10 @@ class Channel:
             messages.append(self._inbox.get())
         return messages
 
+    def has_messages(self) -> bool:
+        """Whether `receive` would have something now; well under 1 µs."""
+        return not self._inbox.empty()
+
     def send(self, message: FromRank) -> None:
         """Leave `message` for the thread to send."""
         self._outbox.append(message)

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+REQUEST_ID = web.RequestKey("request_id", str)
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/readyz"})  # probes have no key
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
@@ -29,7 +30,7 @@ def gate(app: web.Application, api_keys: tuple[str, ...], refusals: Counter[str]
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        request["request_id"] = _request_id(request)
+        request[REQUEST_ID] = _request_id(request)
         try:
             if keys and request.path not in OPEN_PATHS and not keys.admit(request.headers.get("Authorization", "")):
                 raise AuthenticationError
@@ -41,8 +42,8 @@ def gate(app: web.Application, api_keys: tuple[str, ...], refusals: Counter[str]
         except web.HTTPException as error:
             return _translated(request, error)
         except Exception:
-            logger.exception("%s: %s %s failed", request["request_id"], request.method, shown(request.path))
-            return _refusal(InternalError(request["request_id"]))
+            logger.exception("%s: %s %s failed", request[REQUEST_ID], request.method, shown(request.path))
+            return _refusal(InternalError(request[REQUEST_ID]))
 
     app.middlewares.append(middleware)
     app.on_response_prepare.append(_add_headers)
@@ -55,7 +56,7 @@ def _request_id(http: web.Request) -> str:
 
 
 async def _add_headers(http: web.Request, response: web.StreamResponse) -> None:
-    response.headers["X-Request-Id"] = http["request_id"]
+    response.headers["X-Request-Id"] = http[REQUEST_ID]
     response.headers["Server"] = "moestro"
 
 

@@ -6,14 +6,14 @@ import signal
 
 import msgspec
 
-from moestro.config import PacedSettings, SchedulerLimits
+from moestro.config import PacedSettings, SchedulerLimits, SteppingSettings
 from moestro.model.settings import ModelSettings
 
 STACK_DUMP = signal.SIGUSR1  # a rank that has loaded answers it with the stacks of all its threads, on stderr
 
 
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank: who it is, where the front door listens, what to load and how much to take on."""
+    """One rank: who it is, where the front door listens, what to load, how much to take on and how to compute it."""
 
     rank: int
     launch: int  # 0, and one more at every restart
@@ -22,4 +22,5 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
     model: ModelSettings
     limits: SchedulerLimits
+    stepping: SteppingSettings
     paced: PacedSettings | None = None

@@ -66,8 +66,8 @@ class Steppable(Protocol):
         """Drop a request."""
         ...
 
-    def step(self, now_ns: int) -> list[Output]:
-        """Do one step's work."""
+    def step(self, now_ns: int, is_wanted: Callable[[], bool] = ...) -> list[Output]:
+        """Do one step's work, or leave off at a checkpoint once `is_wanted`."""
         ...
 
     def ready_at_ns(self) -> int | None:
@@ -93,8 +93,8 @@ _LOOK_AGAIN_S = 50e-6  # a fraction of the shortest step, and long enough for ot
 
 
 def run_rank(rank: Steppable, channel: Channel, now_ns: Callable[[], int]) -> None:
-    """Serve until told to shut down: new messages between any two steps, and sleep only without work, until the
-    device has said that it will be ready, or for a moment while a step of the accelerator is under way.
+    """Serve until told to shut down: new messages between any two steps (in preemptive mode, pieces of them), and sleep
+    only without work, until the device has said that it will be ready, or for a moment while the accelerator works.
 
     Args:
         now_ns: the wall clock; the front door's `arrival_ns` must come from the same.
@@ -107,7 +107,7 @@ def run_rank(rank: Steppable, channel: Channel, now_ns: Callable[[], int]) -> No
         if not _obey(messages, rank, channel, now_ns):
             return
         num_steps = rank.num_steps
-        outputs = rank.step(now_ns())
+        outputs = rank.step(now_ns(), channel.has_messages)
         channel.num_steps = rank.num_steps
         wait_s = _wait_s(rank, now_ns, has_news=bool(messages or outputs or rank.num_steps != num_steps))
         load = _load(rank.stats())

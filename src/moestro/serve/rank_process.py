@@ -68,14 +68,18 @@ class _PhaseTimer:
 
 
 def make_rank(spec: LaunchSpec, device: Device, info: ModelInfo) -> Rank:
-    """The rank that `spec` asks for, on `device`."""
-    settings = SchedulerSettings(
+    """The rank that `spec` asks for in `fused` mode, on `device`."""
+    return build_rank(scheduler_settings(spec, info), device)
+
+
+def scheduler_settings(spec: LaunchSpec, info: ModelInfo) -> SchedulerSettings:
+    """What the operator chose, and what is known now that the model is loaded."""
+    return SchedulerSettings(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         **spec.limits.for_scheduler(),
     )
-    return build_rank(settings, device)
 
 
 def _cause(error: Exception) -> str:

@@ -23,7 +23,7 @@ from moestro.cluster.router import Router
 from moestro.cluster.settings import RouterSettings
 from moestro.config import ServerSettings, ServeSettings
 from moestro.errors import EngineDiedError
-from moestro.policy.routing.registry import make_policy
+from moestro.policy.routing.registry import policy_from
 from moestro.serve.banner import Started, print_banner
 from moestro.serve.connections import IDLE_S, bound_socket, listen
 from moestro.serve.engines import Engines
@@ -114,7 +114,7 @@ class _Server:
             settings = RouterSettings(
                 block_size=self._settings.model.block_size, max_num_queued=limits.max_num_queued_reqs
             )
-            router = Router(make_policy(server.route_policy), settings)
+            router = Router(policy_from(server.route_policy), settings)
             for _ in range(server.engines):
                 router.add_engine()
             engines = Engines(router, wire.send, metrics)
@@ -138,6 +138,7 @@ class _Server:
             model=self._settings.model,
             limits=self._settings.limits,
             paced=self._settings.paced,
+            stepping=self._settings.stepping,
         )
 
     async def _load(self, engines: Engines) -> tuple[ServedModel, list[ModelInfo]]:

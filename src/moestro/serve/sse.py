@@ -13,6 +13,7 @@ from aiohttp import web
 
 from moestro.errors import RequestError
 from moestro.serve.answers import AnswerForm
+from moestro.serve.gate import REQUEST_ID
 from moestro.serve.generation import Generation, Piece
 from moestro.serve.protocol import Answer, Usage
 from moestro.serve.refusals import InternalError, error_json
@@ -41,7 +42,7 @@ class EventStream:
     """
 
     def __init__(self, http: web.Request, write_timeout_s: float) -> None:
-        self.request_id: str = http["request_id"]
+        self.request_id: str = http[REQUEST_ID]
         self._http = http
         self._response = web.StreamResponse(headers=_HEADERS)
         self._write_timeout_s = write_timeout_s

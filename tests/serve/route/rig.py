@@ -1,4 +1,4 @@
-"""A router on a real socket before fake engines, all in one event loop; the clients of the tests speak raw HTTP to it."""
+"""A router on a real socket before fake engines, all in one event loop; the tests speak raw HTTP to it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import uvloop
 from moestro.serve.connections import accept, bound_socket
 from moestro.serve.route.parts import Parts, assemble
 from moestro.serve.route.proxy import sweep_forever
+from moestro.serve.route.reading import text_reading
 from moestro.serve.route.settings import (
     AdminSettings,
     EngineSettings,
@@ -254,8 +255,12 @@ class Rig:
         self.port = port
         self.callers: list[Caller] = []
 
-    async def caller(self, **options: Any) -> Caller:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24, **options)
+    async def caller(self, connected: socket.socket | None = None) -> Caller:
+        """A new connection, or one that was made with options of its own."""
+        if connected is None:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
+        else:
+            reader, writer = await asyncio.open_connection(sock=connected, limit=1 << 16)
         self.callers.append(Caller(reader, writer))
         return self.callers[-1]
 
@@ -300,7 +305,8 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
     for engine in engines:
         await engine.start()
     urls = tuple(f"{engine.name}=http://127.0.0.1:{engine.port}" for engine in engines)
-    parts = assemble(settings_of(engine=urls, **settings))
+    given = settings_of(engine=urls, **settings)
+    parts = assemble(given, text_reading(given.routing.text_block_bytes))
     listener: socket.socket = bound_socket("127.0.0.1", 0)
     door = await accept(parts.accept_client, listener)
     for url in urls:
@@ -318,7 +324,12 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
     finally:
         sweeper.cancel()
         door.close()
+        parts.clients.close()
+        for caller in made.callers:
+            caller.hang_up()
         await parts.operator.watch.close()
+        if parts.kv_events is not None:
+            parts.kv_events.close()
         for engine in parts.shared.fleet:
             engine.pool.close()
         for engine in engines:

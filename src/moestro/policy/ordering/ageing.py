@@ -40,8 +40,8 @@ class Sjf(_Ageing):
     """Shortest prompt first; who has waited `theta_age_s` goes before, as it came. Nobody's output is predicted.
 
     Source: Gimbal v1, Algorithm 2: its high priority (line 4) is before every length, its prefill length (line 6) is
-    the prompt's, cached or not. Requests of one priority are served as they came. The paper recommends an age below the
-    P99 TTFT of normal operation and gives no figure; 5 s is ours.
+    the prompt's, cached or not. Requests of one priority are served as they came. The age is the paper's (V-A2):
+    5 s, with a P99 TTFT of 4.9 s under high load.
     """
 
     def order(self, view: WaitingView, now_ns: int) -> NDArray[np.int64]:

@@ -80,6 +80,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     engine: int
+    sent_ns: int
     now_ns: int
     num_output_tokens: int | None = None  # None: nobody counted
 

@@ -36,19 +36,36 @@ def hit_ratio(view: RouteView) -> Scores:
     return view.hit_tokens / view.request.num_prompt_tokens
 
 
-def queued_prefill_tokens(view: RouteView) -> Scores:
-    """Prompt tokens that were sent to each engine and are not computed.
+def own_prefill_tokens(view: RouteView) -> Scores:
+    """Prompt tokens that this router sent to each engine and that are not computed.
 
-    The router's own count is of whole prompts, until their first token. What the engine said is of parts of them, of
-    prompts that others sent too, and lacks what was sent since; where nobody else sends, the lesser of both is nearer.
+    The router's own count is of whole prompts, until their first token; what the engine said is of parts of them. Where
+    nobody else sends, the lesser of both is nearer.
     """
     engines = view.engines
-    known = fresh(view, engines.queued_prefill_tokens)
     own = engines.prefill_tokens.astype(np.float64)
+    known = fresh(view, engines.queued_prefill_tokens) & (engines.num_foreign == 0)
     if not known.any():
         return own
-    said = engines.queued_prefill_tokens.values + engines.unseen_prefill_tokens
-    return np.where(known & (engines.num_foreign > 0), said, np.fmin(np.where(known, said, np.inf), own))
+    return np.minimum(own, np.where(known, _said_prefill_tokens(view), np.inf))
+
+
+def foreign_prefill_tokens(view: RouteView) -> Scores:
+    """Prompt tokens that others sent to each engine and that were not computed when it last spoke."""
+    engines = view.engines
+    known = fresh(view, engines.queued_prefill_tokens) & (engines.num_foreign > 0)
+    return np.where(known, np.maximum(_said_prefill_tokens(view) - engines.prefill_tokens, 0.0), 0.0)
+
+
+def queued_prefill_tokens(view: RouteView) -> Scores:
+    """Prompt tokens that anybody sent to each engine and that are not computed."""
+    own = own_prefill_tokens(view)
+    return own + foreign_prefill_tokens(view) if view.engines.num_foreign.any() else own
+
+
+def _said_prefill_tokens(view: RouteView) -> Scores:
+    """What each engine said, and what it was sent since."""
+    return view.engines.queued_prefill_tokens.values + view.engines.unseen_prefill_tokens
 
 
 def p_tokens(view: RouteView) -> Scores:

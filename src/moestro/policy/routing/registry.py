@@ -24,6 +24,7 @@ from moestro.policy.routing.load import (
     least_loaded_score,
     vllm_026_score,
 )
+from moestro.policy.routing.moestro import Moestro
 from moestro.policy.routing.scoring import Scored
 from moestro.policy.routing.user_file import user_policy
 from moestro.policy.routing.weighted import PREBLE_NEEDS, Bailian, Dynamo, preble_score
@@ -73,6 +74,7 @@ ROUTING: dict[str, PolicyEntry] = {
     "gimbal-v1": PolicyEntry(GimbalV1, "KV use, then tokens in hand, then the user's last engine (Gimbal, Alg. 1)"),
     "gimbal-v2": PolicyEntry(_gimbal_v2, "KV, prefill, queue and expert pressure (Gimbal v2, our reconstruction)"),
     "lmetric": PolicyEntry(LMetric, "P-token * batch, with the hotspot detector (LMetric)"),
+    "moestro": PolicyEntry(Moestro, "the least delay caused, in prompt tokens: LMetric's product mended (ours)"),
 }
 
 

@@ -123,6 +123,7 @@ def forward(batch: Batch, limits: Limits, rng: np.random.Generator) -> Forward:
     units = Units(
         slot=np.arange(num_units, dtype=np.int32),
         serial=np.arange(num_units),
+        service_class=np.zeros(num_units, np.uint8),
         start=start,
         num_tokens=num_tokens,
         write_start=start,

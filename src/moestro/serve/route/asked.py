@@ -73,17 +73,22 @@ def read(body: bytes) -> Asked:
         return NOTHING
 
 
+def is_given(raw: msgspec.Raw) -> bool:
+    """Whether a field was there, and was not null."""
+    return raw is not ABSENT and bytes(raw) != b"null"
+
+
 def plain_text(asked: Asked) -> bytes:
     """The prompt as one text: what templates write first (tools, instructions) first, then roles and contents.
 
     Two prompts that begin alike have texts that begin alike; it is not the text that the engine's template writes.
     Token ids stay as they are spelt.
     """
-    parts = [bytes(raw) for raw in (asked.tools, asked.system, asked.instructions) if raw is not ABSENT]
+    parts = [bytes(raw) for raw in (asked.tools, asked.system, asked.instructions) if is_given(raw)]
     if asked.messages is not None:
         parts.append("".join([_said(message) for message in asked.messages]).encode())
     else:
-        parts += [_unquoted(bytes(raw)) for raw in (asked.prompt, asked.input, asked.text) if raw is not ABSENT]
+        parts += [_unquoted(bytes(raw)) for raw in (asked.prompt, asked.input, asked.text) if is_given(raw)]
     return parts[0] if len(parts) == 1 else b"\n".join(parts)
 
 
@@ -121,8 +126,8 @@ def _said(message: Said) -> str:
     content = message.content
     if not isinstance(content, str):
         content = "".join([part.text or _spelt(part.image_url) for part in content or ()])
-    calls = message.tool_calls
-    return f"{message.role}\n{content}\n" if calls is ABSENT else f"{message.role}\n{content}{_spelt(calls)}\n"
+    calls = _spelt(message.tool_calls) if is_given(message.tool_calls) else ""
+    return f"{message.role}\n{content}{calls}\n"
 
 
 def _spelt(raw: msgspec.Raw) -> str:

@@ -93,6 +93,12 @@ class Clients:
         for client in list(self.open):
             client.close_if_idle()
 
+    def close(self) -> None:
+        """All end at once, as they stand."""
+        self.is_closing = True
+        for client in list(self.open):
+            client.abort()
+
 
 class Client(asyncio.Protocol):
     """One connection.
@@ -233,6 +239,8 @@ class Client(asyncio.Protocol):
         body = error_json(error)
         if error.retry_after_s is not None:
             added += b"Retry-After: %d\r\n" % error.retry_after_s
+        if error.http_status == 401:
+            added += b"WWW-Authenticate: Bearer\r\n"
         self.reply(own_head(error.http_status, "application/json", len(body), added), body)
 
     def begin(self, head: bytes, *, has_length: bool) -> None:
@@ -290,6 +298,11 @@ class Client(asyncio.Protocol):
             self._end_with(BodyTimeoutError(self._clients.limits.body_s))
         else:
             self._transport.close()
+
+    def abort(self) -> None:
+        """End it at once, whatever is unsent."""
+        if self._transport is not None:
+            self._transport.abort()
 
     def close_if_idle(self) -> None:
         """Close it, unless a request is being answered."""

@@ -5,21 +5,37 @@ takes milliseconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from moestro.core.hashing import hash_blocks
 from moestro.core.request import Request
 from moestro.errors import RequestError
-from moestro.serve.route.asked import ABSENT, Asked, Said, make_request, prompt_key, request_from_text
+from moestro.serve.preparing import PrepareThreads
+from moestro.serve.route.asked import Asked, Said, is_given, make_request, prompt_key, request_from_text
 from moestro.serve.route.heads import Incoming
+from moestro.serve.route.reading import Reading
 from moestro.serve.tokenizer import Tokenizer
 
 MAX_TEXT_BYTES = 4 << 20  # of a prompt that is tokenized here; a longer one would hold a thread for seconds
 
-_Ids = list[int]
+
+def exact_reading(directory: Path, block_size: int) -> Reading:
+    """Prompts as tokens, in blocks of `block_size`, by the tokenizer in `directory`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return Reading(
+        prepare=ExactReader(Tokenizer(directory), block_size),
+        block_tokens=block_size,
+        words=f"as tokens of {directory}, in blocks of {block_size}",
+        threads=PrepareThreads(),
+    )
 
 
 class ExactReader:
@@ -39,31 +55,28 @@ class ExactReader:
     def __call__(self, asked: Asked, incoming: Incoming, now_ns: int) -> Request:
         """The request, with its exact number of tokens and the names of its blocks."""
         ids = self._ids(asked) if len(incoming.body) <= MAX_TEXT_BYTES else None
-        if not ids:
+        if ids is None or not len(ids):
             return request_from_text(asked, incoming, now_ns, len(incoming.body) + 1)  # no block is that long
         key = prompt_key(asked.model, asked.cache_salt)
-        blocks = hash_blocks(key, np.array(ids, np.int32), self._block_size)
-        return make_request(asked, incoming, now_ns, (len(ids), key, blocks))
+        return make_request(asked, incoming, now_ns, (len(ids), key, hash_blocks(key, ids, self._block_size)))
 
-    def _ids(self, asked: Asked) -> Sequence[int] | None:
+    def _ids(self, asked: Asked) -> NDArray[np.int32] | None:
         try:
-            if asked.messages is not None:
-                text = self._tokenizer.render_chat([_message(said) for said in asked.messages], tools=_tools(asked))
-                return self._tokenizer.encode(text, add_special_tokens=False)
-            return self._prompt_ids(asked)
+            return np.array(self._id_list(asked), np.int32)
         except (RequestError, msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
             return None
 
-    def _prompt_ids(self, asked: Asked) -> Sequence[int] | None:
-        raw = asked.prompt if asked.prompt is not ABSENT else asked.text
-        if raw is ABSENT:
-            return None
-        prompt = msgspec.json.decode(raw, type=str | list[str | int | list[int]] | None)
+    def _id_list(self, asked: Asked) -> Sequence[int]:
+        if asked.messages is not None:
+            text = self._tokenizer.render_chat([_message(said) for said in asked.messages], tools=_tools(asked))
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        raw = asked.prompt if is_given(asked.prompt) else asked.text
+        prompt = msgspec.json.decode(raw, type=str | list[str | int | list[int]])
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             prompt = prompt[0]  # the first of several
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt, add_special_tokens=True)
-        return msgspec.convert(prompt, _Ids | None)
+        return msgspec.convert(prompt, list[int])
 
 
 def _message(said: Said) -> dict[str, Any]:
@@ -78,10 +91,10 @@ def _message(said: Said) -> dict[str, Any]:
         message["name"] = said.name
     if said.tool_call_id is not None:
         message["tool_call_id"] = said.tool_call_id
-    if said.tool_calls is not ABSENT:
+    if is_given(said.tool_calls):
         message["tool_calls"] = msgspec.json.decode(said.tool_calls)
     return message
 
 
 def _tools(asked: Asked) -> list[Any] | None:
-    return None if asked.tools is ABSENT else msgspec.json.decode(asked.tools, type=list[Any] | None)
+    return msgspec.json.decode(asked.tools, type=list[Any]) if is_given(asked.tools) else None

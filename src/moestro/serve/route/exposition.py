@@ -41,6 +41,10 @@ class RouteExposition:
         self._registry.register(_Figures(fleet, counts))
         ProcessCollector(registry=self._registry)
 
+    def add(self, collector: Collector) -> None:
+        """Write what this one collects, too."""
+        self._registry.register(collector)
+
     def text(self) -> bytes:
         """All figures as they are now."""
         return generate_latest(self._registry)

@@ -34,6 +34,7 @@ class Engine:
         last_byte_ns: when anything of an answer came from it.
         num_streaming: answers that have begun and not ended.
         unreachable: why it could not be reached the last time; "": it could.
+        num_forgotten: times that the router was told to forget what the engine held.
     """
 
     row: int
@@ -47,6 +48,7 @@ class Engine:
     last_byte_ns: int = 0
     num_streaming: int = 0
     unreachable: str = ""
+    num_forgotten: int = 0
 
 
 class Fleet:
@@ -170,7 +172,7 @@ class Fleet:
         """It cannot be reached, or hung up on a request: what its cache held is not to be relied on."""
         engine.unreachable = cause
         if self._by_row.get(engine.row) is engine:
-            self.router.engine_lost(engine.row, now_ns)
+            self._forget(engine, now_ns)
             self.look(engine, now_ns)
 
     def has_other(self, tried: Collection[int]) -> bool:
@@ -214,7 +216,11 @@ class Fleet:
         level = logging.INFO if after in (Condition.DRAINING, Condition.PROBING, Condition.BUSY) else logging.WARNING
         logger.log(level, "engine %s is %s%s", engine.name, after, cause)
         if after in _CONDITIONS_OF_A_NEW_PROCESS and before not in _CONDITIONS_OF_A_NEW_PROCESS:
-            self.router.engine_lost(engine.row, now_ns)
+            self._forget(engine, now_ns)
+
+    def _forget(self, engine: Engine, now_ns: int) -> None:
+        engine.num_forgotten += 1
+        self.router.engine_lost(engine.row, now_ns)
 
     def breaker_state(self, engine: Engine) -> BreakerState:
         """Of `engine`, now."""

@@ -116,18 +116,7 @@ class Journal:
             if len(self._entries) >= self._remember:
                 self._entries.popitem(last=False)
             entry = self._entries[request.request_id] = _Entry(request.request_id, request.num_prompt_tokens)
-        # The columns behind them go on changing.
-        scores = None if decision.scores is None else decision.scores.copy()
-        frozen = RouteDecision(
-            decision.engine,
-            decision.score,
-            decision.reason,
-            decision.hit_tokens,
-            scores,
-            decision.all_hit_tokens,
-            decision.routable.copy(),
-        )
-        entry.attempts.append((frozen, because))
+        entry.attempts.append((decision, because))
 
     def ended(self, request_id: str, status: int, usage: dict[bytes, int]) -> None:
         """It is over."""

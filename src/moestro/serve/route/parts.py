@@ -5,30 +5,29 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from functools import partial
 
 from moestro.cluster.breaker import BreakerRules
 from moestro.cluster.health import HealthRules
 from moestro.cluster.retry_budget import RetryBudget, RetryRules
 from moestro.cluster.router import Router
 from moestro.cluster.settings import RouterSettings
-from moestro.policy.routing.registry import make_policy
+from moestro.policy.routing.registry import policy_from
 from moestro.serve.connections import TooMany
 from moestro.serve.keys import ApiKeys
 from moestro.serve.preparing import PrepareThreads
-from moestro.serve.route.asked import BYTES_PER_TOKEN, request_from_text
 from moestro.serve.route.client import ClientLimits, Clients
 from moestro.serve.route.counts import Counts
-from moestro.serve.route.exact import ExactReader
 from moestro.serve.route.exchange import ExchangeRules, Shared
 from moestro.serve.route.exposition import RouteExposition
 from moestro.serve.route.fleet import Fleet
 from moestro.serve.route.journal import Journal, RecordFile
+from moestro.serve.route.kv_exposition import KvFigures
+from moestro.serve.route.kv_watch import KvEventsWatch
 from moestro.serve.route.operator import Operator
-from moestro.serve.route.proxy import Proxy, Reading
-from moestro.serve.route.settings import FrontSettings, ReliabilitySettings, RouteSettings, RoutingSettings
-from moestro.serve.route.watch import HealthWatch, MetricsWatch, Watch, WatchRules
-from moestro.serve.tokenizer import Tokenizer
+from moestro.serve.route.proxy import Proxy
+from moestro.serve.route.reading import Reading
+from moestro.serve.route.settings import FrontSettings, ReliabilitySettings, RouteSettings
+from moestro.serve.route.watch import HealthWatch, MetricsWatch, Watch, Watcher, WatchRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,7 @@ class Parts:
     Attributes:
         record: where stories go; None: nowhere.
         threads: that prompts are read on; None: they are read at once.
+        kv_events: follows the engines' caches; None: nobody publishes.
     """
 
     shared: Shared
@@ -47,6 +47,7 @@ class Parts:
     exposition: RouteExposition
     record: RecordFile | None
     threads: PrepareThreads | None
+    kv_events: KvEventsWatch | None
     max_connections: int
 
     def accept_client(self) -> asyncio.BaseProtocol:
@@ -54,18 +55,21 @@ class Parts:
         return self.clients() if len(self.clients.open) < self.max_connections else TooMany()
 
 
-def assemble(settings: RouteSettings) -> Parts:
+def assemble(settings: RouteSettings, reading: Reading) -> Parts:
     """All parts; nothing runs yet.
+
+    Args:
+        reading: how prompts become the names of their blocks.
 
     Raises:
         ConfigError: the settings cannot be honoured.
     """
     routing, front = settings.routing, settings.front
     router = Router(
-        make_policy(routing.route_policy),
-        RouterSettings(block_size=block_tokens(routing), seed=routing.seed, index_bytes=routing.index_memory_bytes),
+        policy_from(routing.route_policy, routing.route_score),
+        RouterSettings(block_size=reading.block_tokens, seed=routing.seed, index_bytes=routing.index_memory_bytes),
     )
-    fleet = Fleet(router, block_tokens(routing), _health_rules(settings.reliability), time.monotonic_ns)
+    fleet = Fleet(router, reading.block_tokens, _health_rules(settings.reliability), time.monotonic_ns)
     counts = Counts()
     record = RecordFile(settings.record.record) if settings.record.record else None
     write = record.write if record else None
@@ -77,7 +81,7 @@ def assemble(settings: RouteSettings) -> Parts:
         journal=Journal(routing.route_policy, settings.record.remember, fleet.name_of, write),
         active={},
     )
-    exposition, keys, reading = RouteExposition(fleet, counts), ApiKeys(front.api_key), _reading(routing)
+    exposition, keys = RouteExposition(fleet, counts), ApiKeys(front.api_key)
     proxy = Proxy(shared, reading, keys, frozenset(front.open_path), exposition.text)
     engines = settings.engines
     rules = WatchRules(
@@ -86,8 +90,12 @@ def assemble(settings: RouteSettings) -> Parts:
         timeout_s=engines.probe_timeout,
         metrics_s=engines.metrics_interval,
     )
-    # What else feeds the router for as long as an engine is there, its KV events say, is one watcher more.
-    watch = Watch([HealthWatch(fleet, rules), MetricsWatch(fleet, rules)])
+    kv_events = None
+    if engines.kv_sources:
+        kv_events = KvEventsWatch(fleet, engines.kv_sources, routing.block_size, engines.kv_tiers)
+        exposition.add(KvFigures(kv_events))
+    watchers: list[Watcher] = [HealthWatch(fleet, rules), MetricsWatch(fleet, rules)]
+    watch = Watch([*watchers, kv_events] if kv_events else watchers)
     return Parts(
         shared=shared,
         proxy=proxy,
@@ -96,20 +104,9 @@ def assemble(settings: RouteSettings) -> Parts:
         exposition=exposition,
         record=record,
         threads=reading.threads,
+        kv_events=kv_events,
         max_connections=front.max_connections,
     )
-
-
-def block_tokens(routing: RoutingSettings) -> int:
-    """Tokens of one block of a prompt, about as many as its bytes where there is no tokenizer."""
-    return routing.block_size if routing.tokenizer else max(1, routing.text_block_bytes // BYTES_PER_TOKEN)
-
-
-def _reading(routing: RoutingSettings) -> Reading:
-    if routing.tokenizer is None:
-        return Reading(prepare=partial(request_from_text, block_bytes=routing.text_block_bytes))
-    reader = ExactReader(Tokenizer(routing.tokenizer), routing.block_size)
-    return Reading(prepare=reader, threads=PrepareThreads())
 
 
 def _health_rules(reliability: ReliabilitySettings) -> HealthRules:

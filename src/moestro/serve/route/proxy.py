@@ -8,18 +8,15 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
 from urllib.parse import unquote
 
 import msgspec
 
 from moestro import __version__
-from moestro.core.request import Request
 from moestro.errors import RequestError
 from moestro.serve.exposition import CONTENT_TYPE
 from moestro.serve.keys import ApiKeys
-from moestro.serve.preparing import PrepareThreads
 from moestro.serve.refusals import (
     AuthenticationError,
     DrainingError,
@@ -32,6 +29,7 @@ from moestro.serve.route.asked import Asked, read
 from moestro.serve.route.client import Answering, Client
 from moestro.serve.route.exchange import Exchange, Shared
 from moestro.serve.route.heads import Incoming, own_head, plain_id
+from moestro.serve.route.reading import Reading
 
 logger = logging.getLogger(__name__)
 
@@ -44,21 +42,6 @@ _OPEN_BESIDE_V1 = frozenset(
     }
 )
 _PROBES = frozenset({b"/health", b"/ping", b"/ready", b"/readyz"})  # have no key
-
-Prepare = Callable[[Asked, Incoming, int], Request]  # what is asked, the whole request, now_ns
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """How a prompt becomes the names of its blocks.
-
-    Attributes:
-        prepare: makes the request that the router decides by.
-        threads: where it runs, if it takes too long for the event loop.
-    """
-
-    prepare: Prepare
-    threads: PrepareThreads | None = None
 
 
 class Proxy:

@@ -20,6 +20,7 @@ from moestro.serve.route.admin import Admin
 from moestro.serve.route.banner import Started, print_banner
 from moestro.serve.route.parts import Parts, assemble
 from moestro.serve.route.proxy import sweep_forever
+from moestro.serve.route.reading import Reading
 from moestro.serve.route.settings import EngineUrl, RouteSettings, is_loopback
 from moestro.serve.route.statline import RouteLines, log_forever
 from moestro.serve.startup import process_age_s
@@ -33,8 +34,11 @@ _FIRST_LOOK_S = 5.0  # the banner waits for the first word of every engine, so l
 _GC_THRESHOLD = 50_000  # requests leave no cycles; looking for them at every few hundred objects is wasted
 
 
-def route(settings: RouteSettings) -> None:
+def route(settings: RouteSettings, reading: Reading) -> None:
     """Route until SIGTERM or SIGINT; a second one does not wait for requests to finish.
+
+    Args:
+        reading: how prompts become the names of their blocks.
 
     Raises:
         ConfigError: the settings cannot be honoured; the text says what to do.
@@ -42,14 +46,15 @@ def route(settings: RouteSettings) -> None:
     level = settings.front.log_level.upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     with contextlib.suppress(asyncio.CancelledError):
-        uvloop.run(_Server(settings).run())
+        uvloop.run(_Server(settings, reading).run())
 
 
 class _Server:
     """One run."""
 
-    def __init__(self, settings: RouteSettings) -> None:
+    def __init__(self, settings: RouteSettings, reading: Reading) -> None:
         self._settings = settings
+        self._reading = reading
         self._stop = asyncio.Event()
         self._is_serving = False
 
@@ -64,7 +69,7 @@ class _Server:
             bound_socket(front.host, front.port) as listener,
             bound_socket(admin.admin_host, admin.admin_port) as admin_listener,
         ):
-            parts = assemble(self._settings)
+            parts = assemble(self._settings, self._reading)
             async with _running(parts, urls), _admin_plane(parts, admin_listener, self._settings):
                 await self._serve(parts, listener, admin_listener)
 
@@ -87,7 +92,7 @@ class _Server:
             await self._drain(parts)
         finally:
             door.close()
-            parts.clients.close_idle()
+            parts.clients.close()
 
     async def _drain(self, parts: Parts) -> None:
         """What comes from now on hears that we stop; what runs has time to finish."""
@@ -108,7 +113,7 @@ class _Server:
         started = Started(
             engines=parts.operator.views(),
             choice=settings.routing.route_policy,
-            prompts=settings.routing.in_words,
+            prompts=self._reading.words,
             url=url,
             admin_url=admin_url,
             needs_key=bool(settings.front.api_key),
@@ -135,6 +140,8 @@ async def _running(parts: Parts, urls: tuple[EngineUrl, ...]) -> AsyncIterator[N
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await parts.operator.watch.close()
+        if parts.kv_events is not None:
+            parts.kv_events.close()
         for engine in parts.shared.fleet:
             engine.pool.close()
         if parts.record is not None:

@@ -13,6 +13,7 @@ from cyclopts import Group, Parameter
 
 from moestro.errors import ConfigError
 from moestro.policy.routing.registry import ROUTING
+from moestro.serve.route.kv_sources import KvSources
 
 _NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,64}")
 
@@ -101,6 +102,16 @@ class EngineSettings:
     "Seconds between looks at an engine's /metrics (its queue, its KV cache); 0: never."
     probe_timeout: Annotated[float, Parameter(group=_ENGINES)] = 3.0
     "Seconds in which it must answer these."
+    kv_events: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True, show_default=False)] = ()
+    "Where engines publish KV events: tcp://*:PORT, as vLLM is told it, for all; or NAME=tcp://HOST:PORT for one."
+    kv_replay: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True, show_default=False)] = ()
+    "Their replay_endpoint, likewise: without it a lost message costs all that was known of an engine's cache."
+    kv_tiers: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True)] = (
+        "GPU",
+        "CPU",
+        "CPU_PINNED",
+    )
+    "Media, as the events name them, whose blocks count as hits."
 
     def __post_init__(self) -> None:
         _above("--connect-timeout", self.connect_timeout)
@@ -109,6 +120,16 @@ class EngineSettings:
         _at_least("--metrics-interval", self.metrics_interval, 0)
         if self.engine_api_key == "":
             raise ConfigError("--engine-api-key is empty: give a key, or leave the flag out")
+        self.kv_sources.check_names([url.name for url in map(EngineUrl.parse, self.engine)])
+
+    @property
+    def kv_sources(self) -> KvSources:
+        """Who publishes KV events.
+
+        Raises:
+            ConfigError: what is given is no endpoint.
+        """
+        return KvSources(self.kv_events, self.kv_replay)
 
     @property
     def urls(self) -> tuple[EngineUrl, ...]:
@@ -122,14 +143,18 @@ class EngineSettings:
         return tuple(EngineUrl.parse(text) for text in self.engine)
 
 
+_ROUTE_POLICY = f"""How an engine is chosen: {", ".join(ROUTING)}; with settings (bailian:hit_weight=0.5),
+or FILE.py:NAME, a policy of your own."""
+
+
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class RoutingSettings:
     """The choice."""
 
-    route_policy: Annotated[str, Parameter(group=_ROUTING, help=f"How an engine is chosen: {', '.join(ROUTING)}.")] = (
-        "least_loaded"
-    )
+    route_policy: Annotated[str, Parameter(group=_ROUTING, help=_ROUTE_POLICY)] = "least_loaded"
+    route_score: Annotated[str | None, Parameter(group=_ROUTING)] = None
+    "In place of a policy: an expression over indicators, the lowest wins: 'p_tokens * (batch_size + 1)'."
     tokenizer: Annotated[Path | None, Parameter(group=_ROUTING)] = None
     "Directory with the model's tokenizer.json and chat template: blocks of tokens instead of blocks of text."
     block_size: Annotated[int, Parameter(group=_ROUTING)] = 16
@@ -145,13 +170,6 @@ class RoutingSettings:
         _at_least("--block-size", self.block_size, 1)
         _at_least("--text-block-bytes", self.text_block_bytes, 16)
         _at_least("--index-memory-bytes", self.index_memory_bytes, 1 << 20)
-
-    @property
-    def in_words(self) -> str:
-        """How prompts are compared."""
-        if self.tokenizer is None:
-            return f"as text, in blocks of {self.text_block_bytes} bytes"
-        return f"as tokens of {self.tokenizer}, in blocks of {self.block_size}"
 
 
 @Parameter(name="*")
@@ -276,6 +294,10 @@ class RouteSettings:
     front: FrontSettings = field(default_factory=FrontSettings)
     admin: AdminSettings = field(default_factory=AdminSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
+
+    def __post_init__(self) -> None:
+        if self.engines.kv_sources and self.routing.tokenizer is None:
+            raise ConfigError("--kv-events tells of blocks of tokens: give --tokenizer, and the engines' --block-size")
 
 
 def is_loopback(host: str) -> bool:

@@ -17,6 +17,7 @@ from moestro.workload.traces import read_trace
 
 MOONCAKE_BLOCK = 512  # tokens of a block of Mooncake's traces, which tell no more
 SESSION_BLOCK = 16  # vLLM's
+_NUM_UNSEEN = 5  # windows of a trace beside the one that is looked at
 _NATURAL_RATE = 8.0  # requests a second at which sessions are drawn; a load then scales their times, as the paper does
 
 
@@ -29,12 +30,14 @@ class Source:
         block_size: the finest that its prompts tell.
         is_generated: made like a trace, and not one.
         rows_of: from a seed: its requests, with times. Another seed gives other sessions, or another window of a trace.
+        num_unseen: seeds beside 0 that give requests which have none in common.
     """
 
     name: str
     block_size: int
     is_generated: bool
     rows_of: Callable[[int], Rows]
+    num_unseen: int
 
     def load(self, rate: float, seed: int) -> Load:
         """It, in time scaled to `rate` requests a second."""
@@ -47,19 +50,31 @@ class Source:
 def generated_sources(num_requests: int) -> list[Source]:
     """Sessions like LMetric's chat, API, coder and tool-agent traces."""
     return [
-        Source(name=name, block_size=SESSION_BLOCK, is_generated=True, rows_of=_steady(name, num_requests))
+        Source(
+            name=name,
+            block_size=SESSION_BLOCK,
+            is_generated=True,
+            rows_of=_steady(name, num_requests),
+            num_unseen=1 << 30,
+        )
         for name in SHAPES
     ]
 
 
 def trace_sources(directory: Path, num_requests: int) -> list[Source]:
-    """Of Mooncake's two traces those that `directory` holds; a seed chooses the window of `num_requests`."""
+    """Of Mooncake's two traces those in `directory`, in windows of `num_requests` or, if less, a sixth of the trace."""
     sources = []
     for name in ("mooncake_conversation", "mooncake_synthetic"):
         for path in (directory / f"{name}.jsonl", directory / f"{name}.jsonl.zst"):
             if path.exists():
-                window = _window(read_trace(path), num_requests)
-                sources.append(Source(name=name, block_size=MOONCAKE_BLOCK, is_generated=False, rows_of=window))
+                rows = read_trace(path)
+                window = _window(rows, min(num_requests, len(rows) // (1 + _NUM_UNSEEN)))
+                sources.append(
+                    Source(
+                        name=name, block_size=MOONCAKE_BLOCK, is_generated=False, rows_of=window,
+                        num_unseen=_NUM_UNSEEN,
+                    )
+                )  # fmt: skip
                 break
     return sources
 
@@ -71,11 +86,9 @@ def _steady(name: str, num_requests: int) -> Callable[[int], Rows]:
 
 
 def _window(rows: Rows, num_requests: int) -> Callable[[int], Rows]:
-    room = max(0, len(rows) - num_requests)
-
     def window(seed: int) -> Rows:
-        # Windows of consecutive seeds lie as far apart as the trace allows.
-        first = round(room * ((seed * 0.6180339887498949) % 1))
-        return rows.select(np.arange(first, min(first + num_requests, len(rows))))
+        """Seed 0: the first; consecutive seeds: the next ones, which do not overlap."""
+        first = num_requests * (0 if seed == 0 else 1 + (seed - 1) % _NUM_UNSEEN)
+        return rows.select(np.arange(first, first + num_requests))
 
     return window

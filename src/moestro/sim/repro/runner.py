@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moestro.errors import ConfigError
-from moestro.policy.routing.registry import ROUTING
 from moestro.sim.repro.claims import Claim, claims_of
 from moestro.sim.repro.lmetric import QUICK, Findings, Plan, Reproduction
 from moestro.sim.repro.show import print_findings
@@ -38,7 +37,6 @@ def reproduce_lmetric(
         ConfigError: a load is not known, or its trace is not at hand.
     """
     plan = QUICK if quick else Plan()
-    plan = replace(plan, policies=tuple(name for name in plan.policies if name in ROUTING))
     if sources is not None:
         plan = replace(plan, sources=sources)
     if num_requests is not None:

@@ -23,7 +23,7 @@ from moestro.sim.arrivals import AtTimes
 from moestro.sim.cluster import Cluster
 from moestro.sim.group import Group
 from moestro.sim.prices import OneRank
-from moestro.sim.results import Results
+from moestro.sim.results import WINDOW_NS, Results
 from moestro.sim.signals import ChannelSettings, SignalSettings
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
@@ -104,7 +104,7 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Latencies and hits leave out the first LEAD_IN of the requests; imbalances are max over mean, >= 1."""
+    """One run, without the first LEAD_IN of the requests; imbalances are max over mean, at least 1."""
 
     num_requests: int
     ttft_ms: Latency
@@ -113,7 +113,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     request_imbalance: float
     prefill_imbalance: float
     unlike_prefill_s: tuple[float, float]  # prefill seconds a window, of the two most different engines
-    requests_per_s: float  # answered, in the middle 80 % of the answers
+    requests_per_s: float  # answered, in the middle 80 % of all answers
 
 
 def run(bed: Testbed, load: Load, policy: RoutePolicy, signals: SignalSettings, seed: int = 0) -> Results:
@@ -147,17 +147,17 @@ def measured(results: Results) -> Measured:
     counted = slice(int(LEAD_IN * len(results)), None)
     gaps = results.num_tokens[counted].astype(np.int64) - 1
     spans = (results.last_token_ns - results.first_token_ns)[counted]
-    prefill = results.prefill_seconds()
-    most, least = results.most_different_engines()
-    requests = np.bincount(results.engine, minlength=results.num_engines)
+    prefill = _counted_prefill(results, int(LEAD_IN * len(results)))
+    work = prefill.sum(1)
+    requests = np.bincount(results.engine[counted], minlength=results.num_engines)
     return Measured(
         num_requests=len(results),
         ttft_ms=_latency((results.first_token_ns - results.arrival_ns)[counted]),
         tpot_ms=_latency(spans[gaps > 0] / gaps[gaps > 0]),
         hit_ratio=float(results.num_hit_tokens[counted].sum() / results.num_prompt_tokens[counted].sum()),
         request_imbalance=float(requests.max() / requests.mean()),
-        prefill_imbalance=float(prefill.sum(1).max() / prefill.sum(1).mean()),
-        unlike_prefill_s=(float(prefill[most].mean()), float(prefill[least].mean())),
+        prefill_imbalance=float(work.max() / work.mean()),
+        unlike_prefill_s=(float(prefill[work.argmax()].mean()), float(prefill[work.argmin()].mean())),
         requests_per_s=_middle_rate(results.last_token_ns),
     )
 
@@ -182,6 +182,12 @@ def paired_interval(
         return mean, float("-inf"), float("inf")
     half = quantile(len(ratios) - 1) * float(ratios.std(ddof=1)) / len(ratios) ** 0.5
     return mean, mean - half, mean + half
+
+
+def _counted_prefill(results: Results, first_row: int) -> Floats:
+    """float64[engines, windows], prefill seconds while requests came, from that one on."""
+    first, last = results.arrival_ns[first_row] // WINDOW_NS, results.arrival_ns.max() // WINDOW_NS
+    return results.prefill_seconds()[:, first : last + 1]
 
 
 def _latency(values_ns: NDArray[np.int64] | Floats) -> Latency:

@@ -1,0 +1,40 @@
+"""A step policy of one's own: experts that are at hand run first, the others when enough tokens wait for them.
+
+Where not all experts fit into fast memory, a batch of one that does not costs its weights' way there. This policy lets
+tokens gather before such an expert, and lets them wait no longer than `max_wait_ns` after they came to the device.
+Nothing is skipped: every token still gets all of its experts, and so the same answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moestro.core.views import ATTENTION, BE, LS, QueueTable, Run
+
+ALL = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class SelectiveExperts:
+    """Runs what costs no transfer while there is some.
+
+    Args:
+        resident: physical experts of every layer that are at hand.
+        min_tokens: tokens for whose sake another expert is fetched.
+        max_wait_ns: after which a token waits for nobody.
+    """
+
+    resident: frozenset[int]
+    min_tokens: int = 8
+    max_wait_ns: int = 50_000_000
+
+    def __call__(self, view: QueueTable, now_ns: int) -> Run:
+        """What runs next: deep layers first, so that what was begun ends."""
+        tokens, oldest_ns = view.n.sum(axis=0), view.oldest_ns.min(axis=0)
+        fetched = np.ones(tokens.shape[1], np.bool_)
+        fetched[[ATTENTION, *(1 + expert for expert in self.resident)]] = False
+        ready = view.runnable & (~fetched | (tokens >= self.min_tokens) | (oldest_ns <= now_ns - self.max_wait_ns))
+        layers, groups = np.nonzero(ready if ready.any() else view.runnable)
+        return Run(int(layers[-1]), int(groups[-1]), ALL, (LS, BE))

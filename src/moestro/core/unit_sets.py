@@ -1,0 +1,102 @@
+"""Parts and unions of `Units`: units of several plans travel together, and those of one plan apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.work import LOGITS_PROMPT, Int32s, LogitEdits, Units
+
+Int64s = NDArray[np.int64]
+_COLUMNS = ("slot", "serial", "service_class", "start", "num_tokens", "write_start", "logits", "sampling")
+
+
+def select_units(units: Units, index: Int64s) -> Units:
+    """The units at `index`, distinct, in that order."""
+    spans = _spans(units.num_tokens, index)
+    following = units.next_token_ids
+    if following is not None:
+        asks = units.logits & LOGITS_PROMPT != 0
+        following = following[_spans(np.where(asks, units.num_tokens, 0), index)]
+        following = following if len(following) else None
+    return Units(
+        **{name: getattr(units, name)[index] for name in _COLUMNS},
+        block_tables=units.block_tables[index],
+        token_ids=None if units.token_ids is None else units.token_ids[spans],
+        next_token_ids=following,
+        edits=None if units.edits is None else _select_edits(units.edits, index, len(units)),
+    )
+
+
+def join_units(parts: Sequence[Units]) -> Units:
+    """All units of `parts`, at least one, in order. Either all parts carry token ids or none does."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    following = [part.next_token_ids for part in parts if part.next_token_ids is not None]
+    tokens = [part.token_ids for part in parts if part.token_ids is not None]
+    assert len(tokens) in (0, len(parts)), "units of a hashed trace beside units with tokens"
+    width = max(part.block_tables.shape[1] for part in parts)
+    return Units(
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS},
+        block_tables=np.concatenate([_widen(part.block_tables, width) for part in parts]),
+        token_ids=np.concatenate(tokens) if tokens else None,
+        next_token_ids=np.concatenate(following) if following else None,
+        edits=_join_edits(parts),
+    )
+
+
+def token_spans(first: NDArray[np.integer], num_tokens: NDArray[np.integer]) -> Int64s:
+    """first[0], first[0] + 1, ... (num_tokens[0] of them), then those of the next: int64[sum of num_tokens]."""
+    ends = num_tokens.cumsum()
+    total = int(ends[-1]) if len(ends) else 0
+    spans: Int64s = np.arange(total) + np.repeat(first - (ends - num_tokens), num_tokens)
+    return spans
+
+
+def _spans(num_tokens: Int32s, index: Int64s) -> Int64s:
+    """Places of the tokens of the units at `index` among the tokens of all."""
+    return token_spans((num_tokens.cumsum() - num_tokens)[index], num_tokens[index])
+
+
+def _widen(tables: Int32s, width: int) -> Int32s:
+    """Columns past a sequence's last block are arbitrary valid ids: 0 is one."""
+    return np.pad(tables, ((0, 0), (0, width - tables.shape[1])))
+
+
+def _select_edits(edits: LogitEdits, index: Int64s, num_units: int) -> LogitEdits | None:
+    new = np.full(num_units, -1, np.int32)
+    new[index] = np.arange(len(index))
+
+    def keep(pairs: Int32s) -> tuple[Int32s, Int64s]:
+        """Pairs under their new index, by unit, and where they were."""
+        kept = np.flatnonzero(new[pairs[0]] >= 0)
+        kept = kept[np.argsort(new[pairs[0, kept]], kind="stable")]
+        return np.stack([new[pairs[0, kept]], pairs[1, kept]]), kept
+
+    said, said_at = keep(edits.said)
+    biased, biased_at = keep(edits.biased)
+    banned, _ = keep(edits.banned)
+    if not (said.size or biased.size or banned.size):
+        return None
+    return LogitEdits(said, edits.generated[said_at], biased, edits.bias[biased_at], banned)
+
+
+def _join_edits(parts: Sequence[Units]) -> LogitEdits | None:
+    shifted = []
+    offset = 0
+    for part in parts:
+        if part.edits is not None:
+            shifted.append((part.edits, np.array([[offset], [0]], np.int32)))
+        offset += len(part)
+    if not shifted:
+        return None
+    return LogitEdits(
+        said=np.concatenate([edits.said + by for edits, by in shifted], axis=1),
+        generated=np.concatenate([edits.generated for edits, _ in shifted]),
+        biased=np.concatenate([edits.biased + by for edits, by in shifted], axis=1),
+        bias=np.concatenate([edits.bias for edits, _ in shifted]),
+        banned=np.concatenate([edits.banned + by for edits, by in shifted], axis=1),
+    )

@@ -1,0 +1,91 @@
+"""The flow executor: the flow core over a device that works in stages."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from moestro.core.stages import StagedDevice
+from moestro.core.work import Plan, Slots, StepResult
+from moestro.flow.core import Done, Emit, Event, FlowCore, Launch, StepPolicy, Submitted, Tick, Withdraw
+
+
+class FlowExecutor:
+    """Computes plans micro-queue by micro-queue; any number of plans may be inside.
+
+    Args:
+        device: does the work.
+        policy: chooses what runs next.
+        launch_ahead: items with the device at once; see `FlowCore`.
+
+    Attributes:
+        overlaps_plans: True.
+        num_pieces: pieces of work done since the start; stands still when nothing can be computed.
+    """
+
+    overlaps_plans = True
+
+    def __init__(self, device: StagedDevice, policy: StepPolicy, launch_ahead: int = 1) -> None:
+        self._device = device
+        self._core = FlowCore(device.shape, policy, launch_ahead)
+        self._results: deque[StepResult] = deque()
+        self.num_pieces = 0
+
+    def submit(self, plan: Plan, now_ns: int) -> None:
+        """Let a plan in. Expert batches of other plans that have not begun go back to their queues."""
+        self._tell(Submitted(plan), now_ns)
+
+    def start(self, now_ns: int) -> None:
+        """Give the device what it has room for, unless it works only when it is polled."""
+        if self._core.has_room and not self._device.works_when_polled:
+            self._tell(Tick(), now_ns)
+
+    def poll(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> StepResult | None:
+        """The oldest result that was not taken yet, if any is ready.
+
+        A device that works when it is polled, or whose end nobody can tell, is polled on: piece by piece (at most one
+        expert batch each) until there is a result, or `is_wanted` says that the caller has something else to do. With
+        several plans inside this returns after every piece, so that the policy is asked at a time that is true.
+        """
+        while not self._results:
+            if self._core.has_room:
+                self._tell(Tick(), now_ns)
+            if self._core.num_launched == 0:
+                break
+            done = self._device.poll(now_ns)
+            for result in done:
+                self._tell(Done(result), now_ns)
+            if not done and self._device.ready_at_ns() is not None:
+                break
+            self.num_pieces += 1
+            if self._core.num_plans > 1 or is_wanted():
+                break
+        return self._results.popleft() if self._results else None
+
+    def ready_at_ns(self) -> int | None:
+        """When the device will have a result or the policy wants to be asked; None: neither, or the hardware knows."""
+        times = [at for at in (self._device.ready_at_ns(), self._core.wake_ns) if at is not None]
+        return min(times, default=None)
+
+    def recall(self, slots: Slots, now_ns: int) -> Slots:
+        """Forget parked units, as if they had never been submitted.
+
+        Returns:
+            Those of `slots` of which that is so: they will have no result. Of the others, the device has something.
+        """
+        if self._device.works_when_polled and self._core.num_launched:
+            # What the device has not begun comes back at once, and units that only wait are free to go.
+            self._device.withdraw(now_ns)
+            for result in self._device.poll(now_ns):
+                self._tell(Done(result), now_ns)
+        return self._core.recall(slots)
+
+    def _tell(self, event: Event, now_ns: int) -> None:
+        for command in self._core.on_event(now_ns, event):
+            match command:
+                case Launch(item):
+                    self._device.launch(item, now_ns)
+                case Withdraw():
+                    self._device.withdraw(now_ns)
+                case Emit(result):
+                    self._results.append(result)

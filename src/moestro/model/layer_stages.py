@@ -1,0 +1,241 @@
+"""One decoder layer in stages: up to the gate, and from the experts' sum on. Between them, anything may happen.
+
+Three ways, each checked at load against running the layer whole (`staged_network`):
+
+    direct      the canonical layer (norm, attention, residual, norm, gate, experts, shared experts, residual), whose
+                parts are called one by one: 34 families of transformers 5 have exactly this forward
+    replayed    any other layer with routed experts: its own forward runs twice, with stand-ins for what must not run:
+                up to the experts, and again with the attention's and the experts' results put in
+    whole       a layer without experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moestro.errors import UnsupportedModelError
+from moestro.model.experts import Routing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attended:
+    """A layer up to its gate.
+
+    Attributes:
+        hidden: [tokens, hidden size], kept as the tokens' residual stream; after a layer without experts, its output.
+        inputs: [tokens, hidden size], what the experts read; None: the layer has none, and is done.
+        topk_ids: int64[tokens, k], topk_weights: [tokens, k], as the gate says.
+        mixed: [tokens, hidden size], the attention's output, where completing the layer needs it.
+    """
+
+    hidden: Tensor
+    inputs: Tensor | None = None
+    topk_ids: Tensor | None = None
+    topk_weights: Tensor | None = None
+    mixed: Tensor | None = None
+
+
+class LayerStages(Protocol):
+    """How one layer is run in stages. `arguments`: the keyword arguments that the network hands to the layer."""
+
+    keeps_mixed: bool
+
+    def attend(self, hidden: Tensor, arguments: dict[str, Any]) -> Attended:
+        """Run the layer up to its gate. `hidden`: [tokens, hidden size], the layer's input."""
+        ...
+
+    def complete(self, hidden: Tensor, inputs: Tensor, mixed: Tensor | None, total: Tensor) -> Tensor:
+        """[tokens, hidden size], the layer's output.
+
+        Args:
+            hidden, inputs, mixed: as `Attended`.
+            total: [tokens, hidden size], the weighted sum of the routed experts, in the dtype of `hidden`.
+        """
+        ...
+
+
+class WholeLayer:
+    """A layer without routed experts."""
+
+    keeps_mixed = False
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+
+    def attend(self, hidden: Tensor, arguments: dict[str, Any]) -> Attended:
+        """All of the layer."""
+        return Attended(run_whole(self._layer, hidden, arguments))
+
+    def complete(self, hidden: Tensor, inputs: Tensor, mixed: Tensor | None, total: Tensor) -> Tensor:
+        """Never called."""
+        raise AssertionError("a layer without experts is complete at once")
+
+
+# (the layer's `mlp`, what the experts read, their sum) -> the `mlp`'s output.
+Finish = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+def _routed_alone(mlp: Any, inputs: Tensor, total: Tensor) -> Tensor:
+    return total
+
+
+def _with_shared_experts(mlp: Any, inputs: Tensor, total: Tensor) -> Tensor:
+    return total + mlp.shared_experts(inputs)  # type: ignore[no-any-return]
+
+
+def _with_gated_shared_expert(mlp: Any, inputs: Tensor, total: Tensor) -> Tensor:
+    shared = mlp.shared_expert(inputs)
+    return total + torch.sigmoid(mlp.shared_expert_gate(inputs)) * shared  # type: ignore[no-any-return]
+
+
+class DirectLayer:
+    """The canonical decoder layer.
+
+    Args:
+        layer: with `input_layernorm`, `self_attn`, `post_attention_layernorm`, and `mlp` with `gate` or `router`.
+        finish: what `mlp` does with the sum of its routed experts.
+        corrects: whether `mlp` keeps the gate's correction and hands it over.
+    """
+
+    keeps_mixed = False
+
+    def __init__(self, layer: Any, finish: Finish, *, corrects: bool) -> None:
+        self._layer, self._finish = layer, finish
+        self._gate = layer.mlp.gate if hasattr(layer.mlp, "gate") else layer.mlp.router
+        self._correction = (layer.mlp.e_score_correction_bias,) if corrects else ()
+
+    def attend(self, hidden: Tensor, arguments: dict[str, Any]) -> Attended:
+        """See `LayerStages`."""
+        layer, stream = self._layer, hidden[None]
+        mixed, _ = layer.self_attn(hidden_states=layer.input_layernorm(stream), **arguments)
+        stream = stream + mixed
+        inputs = layer.post_attention_layernorm(stream)[0]
+        _, weights, ids = self._gate(inputs, *self._correction)
+        return Attended(stream[0], inputs, ids, weights)
+
+    def complete(self, hidden: Tensor, inputs: Tensor, mixed: Tensor | None, total: Tensor) -> Tensor:
+        """See `LayerStages`."""
+        return hidden + self._finish(self._layer.mlp, inputs, total)
+
+
+class _ExpertsReached(Exception):  # noqa: N818 - no error: the way out of a forward that must not go on
+    """Carries the arguments of the experts."""
+
+
+class ReplayedLayer:
+    """Any layer with one attention and one set of routed experts: its own forward, run twice.
+
+    Args:
+        layer: with a child `self_attn`.
+        routing: of its experts.
+    """
+
+    keeps_mixed = True
+
+    def __init__(self, layer: nn.Module, routing: Routing) -> None:
+        self._layer, self._routing = layer, routing
+        self._arguments: dict[str, Any] = {}
+
+    def attend(self, hidden: Tensor, arguments: dict[str, Any]) -> Attended:
+        """See `LayerStages`."""
+        self._arguments = arguments
+        attention = _Recorder(self._layer.get_submodule("self_attn"))
+        try:
+            with _replaced(self._layer, "self_attn", attention), self._experts(_leave):
+                run_whole(self._layer, hidden, arguments)
+        except _ExpertsReached as reached:
+            inputs, ids, weights = reached.args
+            return Attended(hidden, inputs, ids, weights, attention.output[0])
+        raise UnsupportedModelError("A layer did not reach its experts.")
+
+    def complete(self, hidden: Tensor, inputs: Tensor, mixed: Tensor | None, total: Tensor) -> Tensor:
+        """See `LayerStages`."""
+        assert mixed is not None
+        attention = _Answer(self._layer.get_submodule("self_attn"), mixed[None])
+        with _replaced(self._layer, "self_attn", attention), self._experts(lambda *_: total):
+            # What the arguments say of the tokens concerns the attention alone.
+            return run_whole(self._layer, hidden, self._arguments)
+
+    @contextmanager
+    def _experts(self, stand_in: Callable[..., Tensor]) -> Iterator[None]:
+        self._routing.stand_in = stand_in
+        try:
+            yield
+        finally:
+            self._routing.stand_in = None
+
+
+def direct_plans(layer: Any) -> Iterator[DirectLayer]:
+    """The direct way that the layer's parts suggest, if they are there; whether it is right remains to be seen."""
+    mlp = getattr(layer, "mlp", None)
+    parts = ("input_layernorm", "self_attn", "post_attention_layernorm")
+    if mlp is None or not all(hasattr(layer, part) for part in parts):
+        return
+    if not any(hasattr(mlp, gate) for gate in ("gate", "router")):
+        return
+    finish = _routed_alone
+    if getattr(mlp, "shared_experts", None) is not None:
+        finish = _with_shared_experts
+    elif getattr(mlp, "shared_expert_gate", None) is not None:
+        finish = _with_gated_shared_expert
+    yield DirectLayer(layer, finish, corrects=hasattr(mlp, "e_score_correction_bias"))
+
+
+def run_whole(layer: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """[tokens, hidden size]: a layer on [tokens, hidden size], whatever form its answer has."""
+    answer = layer(hidden[None], **arguments)
+    stream: Tensor = answer[0] if isinstance(answer, tuple) else answer
+    return stream[0]
+
+
+def _leave(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    raise _ExpertsReached(hidden, top_k_index, top_k_weights)
+
+
+class _Double(nn.Module):
+    """Stands where another module stood; what the network asks of that one beside calling it, it still gets."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["original"] = original  # not a child: it stays where it is
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["original"], name)
+
+
+class _Recorder(_Double):
+    """Calls the original and keeps what it answered."""
+
+    output: Tensor
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        answer = self.__dict__["original"](*args, **kwargs)
+        self.__dict__["output"] = answer[0] if isinstance(answer, tuple) else answer
+        return answer
+
+
+class _Answer(_Double):
+    """Answers what it was given."""
+
+    def __init__(self, original: nn.Module, output: Tensor) -> None:
+        super().__init__(original)
+        self.__dict__["output"] = output
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return self.__dict__["output"], None
+
+
+@contextmanager
+def _replaced(parent: nn.Module, name: str, double: nn.Module) -> Iterator[None]:
+    original = parent._modules[name]
+    parent._modules[name] = double
+    try:
+        yield
+    finally:
+        parent._modules[name] = original

@@ -1,0 +1,229 @@
+"""Stage items as pieces: between any two of them the device may be told to stop."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moestro.core.stages import Attention, Experts, Passage, Sample, StageItem, StageShape
+from moestro.core.work import Units
+from moestro.model.arena import Arena
+from moestro.model.experts import can_group, combine, run_grouped
+from moestro.model.layer_stages import Attended
+from moestro.model.pools import KVPools
+from moestro.model.results import PendingResult, compute_result, to_host
+from moestro.model.staged_network import Entered, StagedNetwork
+from moestro.model.step import PagedStep
+from moestro.model.upload import upload
+
+_KNOWN_STEPS = 8  # waves that are met again in the next layer: one that runs, a few that are parked
+
+Pieces = Generator[None, None, None]
+
+
+@dataclass(slots=True, eq=False)
+class Progress:
+    """How far an item has come.
+
+    Attributes:
+        item: it.
+        is_withdrawn: it is to stop before its next piece.
+        num_batches: of an `Experts`, begun so far.
+        layer, first_open: of a `Passage`, where its units stand; see `core.stages.Stopped`.
+        topk_ids: int32[tokens, k] on its way to the host, of units that stand among the experts of a layer.
+        counts: int64[layers, experts], of a `Passage`.
+        result: of units that are through.
+    """
+
+    item: StageItem
+    is_withdrawn: bool = False
+    num_batches: int = 0
+    layer: int = 0
+    first_open: int = 0
+    topk_ids: Tensor | None = None
+    counts: Tensor | None = None
+    result: PendingResult | None = None
+
+
+class StageRunner:
+    """Runs items on a network, piece by piece.
+
+    Args:
+        staged: the network.
+        pools: its KV cache.
+        shape: how many tokens may be inside.
+        piece_bytes: experts whose weights are fewer bytes together are one piece.
+    """
+
+    def __init__(self, staged: StagedNetwork, pools: KVPools, shape: StageShape, piece_bytes: int) -> None:
+        network = staged.network
+        self._staged, self._pools, self._shape = staged, pools, shape
+        self._device = network.device
+        self._experts_a_piece = max(piece_bytes // max(network.bytes_per_expert, 1), 1)
+        self._arena = Arena(
+            shape, network.config.hidden_size, network.dtype, network.device, keeps_mixed=staged.keeps_mixed
+        )
+        self._known: OrderedDict[int, tuple[Units, Entered]] = OrderedDict()
+
+    def pieces(self, progress: Progress) -> Pieces:
+        """A generator that does one piece of the item at each `next`."""
+        match progress.item:
+            case Attention() as item:
+                return self._attend(item, progress)
+            case Experts() as item:
+                return self._run_experts(item, progress)
+            case Passage() as item:
+                return self._pass(item, progress)
+            case Sample() as item:
+                return self._sample(item, progress)
+
+    def _attend(self, item: Attention, progress: Progress) -> Pieces:
+        entered = self._enter(item.units)
+        hidden = entered.hidden if item.layer == 0 else self._arena.read_hidden(item.rows)
+        attended = self._staged.attend(item.layer, hidden, entered)
+        if attended.inputs is None:
+            self._arena.write_hidden(item.rows, attended.hidden)
+        else:
+            progress.topk_ids = to_host(self._arena.write_attended(item.rows, item.places, attended).to(torch.int32))
+        yield from ()
+
+    def _run_experts(self, item: Experts, progress: Progress) -> Pieces:
+        if len(item.places):
+            inputs = self._arena.read_inputs(item.places)
+            done, end = torch.empty_like(inputs), 0
+            pairs = list(zip(item.experts.tolist(), item.counts.tolist(), strict=True))
+            for batch in self._batches(item.layer, inputs, pairs):
+                if progress.num_batches:
+                    yield
+                if progress.is_withdrawn:
+                    break
+                end += self._run_batch(item.layer, inputs, done, end, batch)
+                progress.num_batches += len(batch)
+            if end:
+                self._arena.write_contributions(item.places[:end], item.choices[:end], done[:end])
+        if progress.num_batches == len(item.experts) and len(item.complete_rows):
+            attended, total = self._arena.read_attended(item.complete_rows, item.complete_places)
+            self._arena.write_hidden(item.complete_rows, self._staged.complete(item.layer, attended, total))
+
+    def _pass(self, item: Passage, progress: Progress) -> Pieces:
+        entered, num_layers = self._enter(item.units), self._shape.num_layers
+        hidden = entered.hidden if item.layer == 0 else self._arena.read_hidden(item.rows)
+        if self._shape.num_experts:
+            shape = (num_layers, self._shape.num_experts)
+            progress.counts = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        for layer in range(item.layer, min(item.until, num_layers)):
+            progress.layer = layer
+            if layer > item.layer:
+                yield
+            if progress.is_withdrawn:
+                self._arena.write_hidden(item.rows, hidden)
+                return
+            attended = self._staged.attend(layer, hidden, entered)
+            if attended.inputs is None:
+                hidden = attended.hidden
+                continue
+            yield
+            total = yield from self._pass_experts(item, attended, progress)
+            if total is None:
+                return
+            hidden = self._staged.complete(layer, attended, total)
+        progress.layer = min(item.until, num_layers)
+        if item.until > num_layers:
+            yield
+            if not progress.is_withdrawn:
+                self._finish(item.units, entered, hidden, progress)
+                return
+        self._arena.write_hidden(item.rows, hidden)
+
+    def _pass_experts(
+        self, item: Passage, attended: Attended, progress: Progress
+    ) -> Generator[None, None, Tensor | None]:
+        """[tokens, hidden size], the weighted sum of the experts; None: stopped, and everything is in the arena."""
+        ids, weights, inputs = attended.topk_ids, attended.topk_weights, attended.inputs
+        assert ids is not None
+        assert weights is not None
+        assert inputs is not None
+        assert progress.counts is not None
+        by_expert = ids.reshape(-1).argsort(stable=True)
+        counts = progress.counts[progress.layer]
+        counts.scatter_add_(0, ids.reshape(-1), torch.ones_like(by_expert))
+        rows = inputs.index_select(0, by_expert // ids.shape[1])
+        if rows.is_cuda and can_group(self._staged.experts_of(progress.layer), rows):
+            # The host learns nothing of where the tokens go: the accelerator never waits.
+            done = run_grouped(self._staged.experts_of(progress.layer), rows, counts)
+            return combine(done, by_expert, weights)
+        done, end = torch.empty_like(rows), 0
+        present = [(expert, count) for expert, count in enumerate(counts.tolist()) if count]
+        for batch in self._batches(progress.layer, rows, present):
+            if end:
+                yield
+            if progress.is_withdrawn:
+                progress.first_open = batch[0][0]
+                counts[progress.first_open :] = 0
+                self._stand(item, attended, done[:end], progress)
+                return None
+            end += self._run_batch(progress.layer, rows, done, end, batch)
+        return combine(done, by_expert, weights)
+
+    def _stand(self, item: Passage, attended: Attended, done: Tensor, progress: Progress) -> None:
+        """Keep a passage that stops among a layer's experts. `done`: answers of the pairs with the lowest experts."""
+        ids = self._arena.write_attended(item.rows, item.places, attended).to(torch.int32)
+        progress.topk_ids = to_host(ids)
+        if len(done):
+            # By expert and then by token: the order in which the rows stand, whatever that of a token's choices was.
+            pairs = ids.reshape(-1).argsort(stable=True)[: len(done)].cpu().numpy()
+            token, choice = np.divmod(pairs, ids.shape[1])
+            self._arena.write_contributions(item.places[token], choice.astype(np.int32), done)
+
+    def _batches(self, layer: int, rows: Tensor, pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+        """(expert, its rows) in pieces."""
+        size = self._experts_a_piece
+        if rows.is_cuda and can_group(self._staged.experts_of(layer), rows):
+            size = len(pairs)
+        return [pairs[first : first + size] for first in range(0, len(pairs), size)]
+
+    def _run_batch(self, layer: int, rows: Tensor, done: Tensor, begin: int, batch: list[tuple[int, int]]) -> int:
+        """Fill `done` from `begin` with what the batch's experts answer to `rows`; how many rows that were."""
+        num_rows = sum(count for _, count in batch)
+        if rows.is_cuda and can_group(self._staged.experts_of(layer), rows):
+            counts = np.zeros(self._shape.num_experts, np.int64)
+            counts[[expert for expert, _ in batch]] = [count for _, count in batch]
+            module = self._staged.experts_of(layer)
+            done[begin : begin + num_rows] = run_grouped(
+                module, rows[begin : begin + num_rows], upload(counts, self._device)
+            )
+            return num_rows
+        at = begin
+        for expert, count in batch:
+            done[at : at + count] = self._staged.run_expert(layer, expert, rows[at : at + count])
+            at += count
+        return num_rows
+
+    def _sample(self, item: Sample, progress: Progress) -> Pieces:
+        entered = self._enter(item.units)
+        self._finish(item.units, entered, self._arena.read_hidden(item.rows), progress)
+        yield from ()
+
+    def _finish(self, units: Units, entered: Entered, hidden: Tensor, progress: Progress) -> None:
+        step = entered.step
+        wanted = hidden if len(step.logit_rows) == len(hidden) else hidden[step.upload(step.logit_rows)]
+        logits = self._staged.logits(wanted, step)
+        progress.result = compute_result(step, logits, progress.counts)
+        self._known.pop(id(units), None)
+
+    def _enter(self, units: Units) -> Entered:
+        """The units as a step; once for all layers, for the same units come as the same object."""
+        known = self._known.get(id(units))
+        if known is None:
+            step = PagedStep(units, self._pools, self._device)
+            known = self._known[id(units)] = (units, self._staged.enter(step))  # kept, so that its id stays its own
+            if len(self._known) > _KNOWN_STEPS:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(id(units))
+        return known[1]

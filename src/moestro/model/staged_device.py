@@ -1,0 +1,140 @@
+"""The torch device that works in stages. On a CPU it works while it is polled, a piece a poll; an accelerator works on
+while the host goes on, and is never more than a few pieces ahead, so that what is more urgent is soon next.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from moestro.core.stages import (
+    Attention,
+    AttentionDone,
+    Experts,
+    ExpertsDone,
+    StageItem,
+    StageResult,
+    StageShape,
+    Stopped,
+)
+from moestro.core.work import Int32s
+from moestro.model.pools import KVPools
+from moestro.model.stage_pieces import Pieces, Progress, StageRunner
+from moestro.model.staged_network import StagedNetwork
+
+_PIECES_AHEAD = 2  # of an accelerator: one that it works on, and one so that it never waits for the host
+# To look up after each expert would cost more than a small one takes. A CPU reads that in some 100 µs.
+_PIECE_BYTES = 2 << 20
+_OVER = object()
+
+
+@dataclass(slots=True, eq=False)
+class _Launched:
+    """An item under way.
+
+    Attributes:
+        progress: how far it has come.
+        pieces: each `next` does one.
+        events: one for each piece that an accelerator has not been seen to end.
+        is_over: all pieces were begun.
+    """
+
+    progress: Progress
+    pieces: Pieces
+    events: deque[Any] = field(default_factory=deque)  # torch.cuda.Event, whose methods torch leaves untyped
+    is_over: bool = False
+
+
+class StagedTorchDevice:
+    """Computes stage items.
+
+    Args:
+        staged: the network.
+        pools: its KV cache.
+        shape: how many tokens may be inside.
+        piece_bytes: experts whose weights are fewer bytes together are one piece, between whose experts nothing stops.
+    """
+
+    def __init__(
+        self, staged: StagedNetwork, pools: KVPools, shape: StageShape, piece_bytes: int = _PIECE_BYTES
+    ) -> None:
+        self.shape = shape
+        self.pools = pools
+        self.staged = staged
+        self._device = staged.network.device
+        self._is_cpu = self._device.type == "cpu"
+        self._runner = StageRunner(staged, pools, shape, piece_bytes)
+        self._running: deque[_Launched] = deque()
+
+    @property
+    def works_when_polled(self) -> bool:
+        """True on a CPU."""
+        return self._is_cpu
+
+    def launch(self, item: StageItem, now_ns: int) -> None:
+        """Start `item`. Items that touch the same blocks, rows or places run in launch order."""
+        progress = Progress(item)
+        self._running.append(_Launched(progress, self._runner.pieces(progress)))
+        if not self._is_cpu:
+            self._work_ahead()
+
+    def poll(self, now_ns: int) -> list[StageResult]:
+        """Do, or wait for, one piece; the result of the item whose last piece it was."""
+        if not self._running:
+            return []
+        first = self._running[0]
+        if self._is_cpu:
+            self._do_piece(first)
+        else:
+            if first.events:
+                first.events.popleft().synchronize()  # leaves the interpreter to other threads
+            self._work_ahead()
+        if not first.is_over or first.events:
+            return []
+        self._running.popleft()
+        return [_result(first.progress)]
+
+    def withdraw(self, now_ns: int) -> None:
+        """Begin no more pieces of the items under way that can stop between two."""
+        for launched in self._running:
+            launched.progress.is_withdrawn = True
+
+    def ready_at_ns(self) -> int | None:
+        """None: only the hardware knows."""
+        return None
+
+    def _do_piece(self, launched: _Launched) -> None:
+        with torch.inference_mode():
+            launched.is_over = next(launched.pieces, _OVER) is _OVER
+
+    def _work_ahead(self) -> None:
+        """Begin pieces, in order, while the accelerator has few that it has not ended."""
+        ahead = sum(len(launched.events) for launched in self._running)
+        for launched in self._running:
+            while not launched.is_over and ahead < _PIECES_AHEAD:
+                self._do_piece(launched)
+                event = cast(Any, torch.cuda.Event)()
+                event.record(torch.cuda.current_stream(self._device))
+                launched.events.append(event)
+                ahead += 1
+
+
+def _result(progress: Progress) -> StageResult:
+    """What an item that is over answers."""
+    if progress.result is not None:
+        return progress.result.read()
+    match progress.item:
+        case Attention():
+            return AttentionDone(_ids(progress.topk_ids))
+        case Experts():
+            return ExpertsDone(progress.num_batches)
+    counts = None if progress.counts is None else progress.counts.cpu().numpy()
+    return Stopped(progress.layer, _ids(progress.topk_ids), progress.first_open, counts)
+
+
+def _ids(topk_ids: Tensor | None) -> Int32s | None:
+    return None if topk_ids is None else topk_ids.numpy()

@@ -1,0 +1,79 @@
+"""Opens the device that works in stages: the network, its KV cache, and room for the tokens inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from moestro.core.stages import StageShape
+from moestro.errors import ConfigError
+from moestro.model.arena import bytes_per_token
+from moestro.model.device import CheckedNetwork, open_network
+from moestro.model.info import LoadedInfo
+from moestro.model.settings import ModelSettings
+from moestro.model.staged_device import StagedTorchDevice
+from moestro.model.staged_network import StagedNetwork
+
+NUM_PLANS = 2  # inside at once: one that is parked, and one that passes it
+
+
+def open_staged_device(
+    settings: ModelSettings,
+    max_tokens: int,
+    max_parked_bytes: int | None = None,
+    on_phase: Callable[[str], None] = lambda _: None,
+    rank: int = 0,
+) -> tuple[StagedTorchDevice, LoadedInfo]:
+    """As `open_device`, for a device that works in stages.
+
+    Args:
+        max_tokens: of one plan.
+        max_parked_bytes: for the tokens inside the network, taken from the KV cache's memory; None: what two plans
+            take. With less, a plan that passes another may have to wait until that one's layer is complete.
+
+    Raises:
+        ConfigError: as `open_device`; or the bytes do not hold one plan; or nothing is left for the KV cache.
+        UnsupportedModelError: as `open_device`; or the network cannot run in stages.
+    """
+    checked = open_network(settings, on_phase, rank)
+    staged = StagedNetwork(checked.network)
+    shape, parked_bytes = _choose_shape(checked, staged, max_tokens, max_parked_bytes)
+    on_phase("allocate KV cache")
+    left = settings.kv_cache_memory_bytes - parked_bytes
+    if left < 1 and settings.num_gpu_blocks_override is None:
+        raise ConfigError(
+            f"Tokens inside the network take {parked_bytes} bytes, as much as --kv-cache-memory-bytes"
+            f" {settings.kv_cache_memory_bytes} has: raise it, or lower --max-num-batched-tokens."
+        )
+    pools, info = checked.allocate(replace(settings, kv_cache_memory_bytes=max(left, 1)))
+    device = StagedTorchDevice(staged, pools, shape)
+    on_phase("ready")
+    return device, info
+
+
+def _choose_shape(
+    checked: CheckedNetwork, staged: StagedNetwork, max_tokens: int, max_parked_bytes: int | None
+) -> tuple[StageShape, int]:
+    """As many places as the bytes hold, and the bytes that all of it takes."""
+    network = checked.network
+    row_bytes, place_bytes = bytes_per_token(
+        network.config.hidden_size, checked.num_chosen, network.dtype.itemsize, keeps_mixed=staged.keeps_mixed
+    )
+    num_rows = NUM_PLANS * max_tokens
+    num_places = num_rows if any(staged.is_sparse) else 1
+    least = num_rows * row_bytes + min(max_tokens, num_places) * place_bytes
+    if max_parked_bytes is not None:
+        if max_parked_bytes < least:
+            raise ConfigError(
+                f"--max-parked-bytes {max_parked_bytes} does not hold one step of {max_tokens} tokens: give at least"
+                f" {least}, or lower --max-num-batched-tokens."
+            )
+        num_places = min(num_places, (max_parked_bytes - num_rows * row_bytes) // place_bytes)
+    shape = StageShape(
+        is_sparse=staged.is_sparse,
+        num_experts=network.num_experts,
+        num_chosen=checked.num_chosen,
+        num_rows=num_rows,
+        num_places=num_places,
+    )
+    return shape, num_rows * row_bytes + num_places * place_bytes

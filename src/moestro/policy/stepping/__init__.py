@@ -1,0 +1,1 @@
+"""What one device runs next: each looks at the micro-queues and chooses."""

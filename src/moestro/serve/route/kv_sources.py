@@ -1,0 +1,85 @@
+"""Where engines publish their KV events: what the operator writes, and what it means for each engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from moestro.errors import ConfigError
+
+_ENDPOINT = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})|ipc://.+")
+_ALL = ""  # engines
+
+
+@dataclass(frozen=True, slots=True)
+class KvSource:
+    """One publisher.
+
+    Attributes:
+        events: its endpoint, as zmq has it.
+        replay: where it is asked for what was missed; None: nowhere.
+    """
+
+    events: str
+    replay: str | None
+
+
+class KvSources:
+    """The publishers of all engines.
+
+    Args:
+        events: `tcp://*:PORT`, the same port at every engine's own address, as vLLM is told it; or
+            `NAME=tcp://HOST:PORT` of one engine, which goes first.
+        replay: the replay endpoints, likewise.
+
+    Raises:
+        ConfigError: one is no endpoint, or there is a replay of what is not published.
+    """
+
+    def __init__(self, events: Collection[str], replay: Collection[str]) -> None:
+        self._events = _by_engine("--kv-events", events)
+        self._replay = _by_engine("--kv-replay", replay)
+        lone = next((name for name in self._replay if name not in self._events and _ALL not in self._events), None)
+        if lone is not None:
+            raise ConfigError(f"--kv-replay {self._replay[lone]} is for events that --kv-events does not name")
+
+    def __bool__(self) -> bool:
+        return bool(self._events)
+
+    def check_names(self, known: Collection[str]) -> None:
+        """Raise ConfigError if an engine is named that is not among `known`."""
+        for name in (self._events | self._replay).keys() - {_ALL, *known}:
+            raise ConfigError(f"--kv-events names engine {name}, and there is none: {', '.join(sorted(known))}")
+
+    def of(self, name: str, host: str) -> KvSource | None:
+        """The publisher of the engine called `name` at `host`; None: it has none."""
+        events = self._events.get(name, self._events.get(_ALL))
+        if events is None:
+            return None
+        replay = self._replay.get(name, self._replay.get(_ALL))
+        return KvSource(_at(events, host), None if replay is None else _at(replay, host))
+
+
+def _by_engine(flag: str, given: Collection[str]) -> dict[str, str]:
+    endpoints: dict[str, str] = {}
+    for text in given:
+        name, separator, endpoint = text.partition("=")
+        if not separator:
+            name, endpoint = _ALL, text
+        if not _ENDPOINT.fullmatch(endpoint) or (endpoint.startswith("tcp:") and not _port_is_real(endpoint)):
+            raise ConfigError(f"{flag} {text}: give tcp://*:PORT for all engines, or NAME=tcp://HOST:PORT for one")
+        if name == _ALL and "*" not in endpoint:
+            raise ConfigError(f"{flag} {text}: say whose it is, NAME={endpoint}; tcp://*:PORT stands for all engines")
+        if name in endpoints:
+            raise ConfigError(f"{flag} {text}: {endpoints[name]} is given already")
+        endpoints[name] = endpoint
+    return endpoints
+
+
+def _port_is_real(endpoint: str) -> bool:
+    return 0 < int(endpoint.rpartition(":")[2]) <= 65535
+
+
+def _at(endpoint: str, host: str) -> str:
+    return endpoint.replace("//*:", f"//[{host}]:" if ":" in host else f"//{host}:")

@@ -1,0 +1,40 @@
+"""How a prompt becomes the names of its blocks. Without a tokenizer here; `exact.py` has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from moestro.core.request import Request
+from moestro.serve.preparing import PrepareThreads
+from moestro.serve.route.asked import BYTES_PER_TOKEN, Asked, request_from_text
+from moestro.serve.route.heads import Incoming
+
+Prepare = Callable[[Asked, Incoming, int], Request]  # what is asked, the whole request, now_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How prompts are read.
+
+    Attributes:
+        prepare: makes the request that the router decides by.
+        block_tokens: tokens of one block, or about as many.
+        words: how prompts are compared, for the operator.
+        threads: where it runs, if it takes too long for the event loop.
+    """
+
+    prepare: Prepare
+    block_tokens: int
+    words: str
+    threads: PrepareThreads | None = None
+
+
+def text_reading(block_bytes: int) -> Reading:
+    """Prompts as text, in blocks of `block_bytes`."""
+    return Reading(
+        prepare=partial(request_from_text, block_bytes=block_bytes),
+        block_tokens=max(1, block_bytes // BYTES_PER_TOKEN),
+        words=f"as text, in blocks of {block_bytes} bytes",
+    )

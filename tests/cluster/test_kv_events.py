@@ -1,0 +1,106 @@
+import logging
+
+import numpy as np
+import pytest
+from fake_publisher import BLOCK_SIZE, MODEL, Sink, frames, payload, removed, stored
+
+from moestro.cluster.kv_events import KvFeed, KvFeedSettings
+from moestro.cluster.kv_names import NamingRules
+from moestro.core.hashing import hash_blocks, hash_key, split_hashes
+
+TOKENS = list(range(8))
+NAMES = split_hashes(hash_blocks(hash_key(MODEL), np.array(TOKENS, np.int32), BLOCK_SIZE))
+
+
+class Setting:
+    def __init__(self) -> None:
+        self.sink = Sink()
+        naming = NamingRules(model=MODEL, block_size=BLOCK_SIZE)
+        self.feed = KvFeed(self.sink, KvFeedSettings(engine=5, name="e5", naming=naming, can_replay=False))
+        self.num_published = 0
+
+    def publish(self, *events: dict, rank: int = 0) -> None:
+        self.feed.live(frames(self.num_published, payload(*events, rank=rank)), 0)
+        self.num_published += 1
+
+    @property
+    def held(self) -> set[bytes]:
+        return self.sink.held.get(5, set())
+
+
+@pytest.fixture
+def setting() -> Setting:
+    return Setting()
+
+
+def test_blocks_come_and_go_in_the_order_of_events(setting):
+    setting.publish(stored([1, 2], None, TOKENS), removed([2]))
+    assert setting.held == {NAMES[0]}
+    setting.publish(removed([1]), stored([1, 2], None, TOKENS))
+    assert setting.held == set(NAMES)
+    setting.publish({"type": "AllBlocksCleared"})
+    assert setting.held == set()
+    assert setting.sink.said[-1] == "cleared"
+
+
+def test_what_the_router_has_forgotten_is_told_again(setting):
+    setting.feed.tell_again(0)
+    assert setting.sink.said == []
+    setting.publish(stored([1, 2], None, TOKENS))
+    setting.sink.held.clear()
+    setting.feed.tell_again(0)
+    assert setting.held == set(NAMES)
+
+
+def test_a_second_rank_on_a_stream_is_kept_apart(setting, caplog):
+    setting.publish(stored([1], None, TOKENS[:4]), rank=1)
+    setting.publish(removed([1]), rank=0)
+    assert setting.held == {NAMES[0]}
+    assert setting.feed.counts.other_rank == 1
+    assert "ranks 1 and 0" in caplog.text
+
+
+def test_another_block_size_is_told_once_and_in_words(setting, caplog):
+    for _ in range(2):
+        setting.publish(stored([1], None, TOKENS, block_size=8))
+    assert setting.held == set()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "e5: its KV blocks have 8 tokens, the router's 4" in record.getMessage()
+
+
+@pytest.mark.parametrize("bad", [{"type": "BlockRemoved"}, {"type": "BlockRemoved", "block_hashes": "all"}])
+def test_a_removal_that_cannot_be_read_leaves_nothing_believed(setting, bad):
+    setting.publish(stored([1], None, TOKENS[:4]), bad, stored([2], None, TOKENS[4:]))
+    assert setting.sink.said == ["stored", "lost", "stored"]
+    assert setting.feed.num_blocks == 1
+
+
+def test_a_batch_that_cannot_be_read_leaves_nothing_believed(setting, caplog):
+    setting.publish(stored([1], None, TOKENS[:4]))
+    setting.feed.live(frames(1, b"\xc1"), 0)
+    assert setting.held == set()
+    assert setting.feed.counts.illegible == 1
+    assert "cannot be read" in caplog.text
+
+
+def test_a_message_of_somebody_else_changes_nothing(setting, caplog):
+    setting.publish(stored([1], None, TOKENS[:4]))
+    setting.feed.live([b"hello"], 0)
+    assert setting.held == {NAMES[0]}
+    assert "none of a KV event publisher's" in caplog.text
+
+
+def test_hashes_that_do_not_chain_are_told_and_not_believed(setting, caplog):
+    setting.publish(stored([1], None, TOKENS[:4]), stored([2, 1], None, TOKENS[4:] + TOKENS[:4]))
+    assert setting.sink.said == ["stored", "lost"]
+    assert "one hash is given to different blocks" in caplog.text
+
+
+def test_a_restarted_engine_holds_nothing_and_may_be_of_another_rank(setting):
+    setting.publish(stored([1], None, TOKENS[:4]), rank=0)
+    setting.num_published = 0
+    setting.publish(stored([1], None, TOKENS[4:]), rank=1)
+    assert setting.sink.said == ["stored", "cleared", "stored"]
+    assert setting.held != {NAMES[0]}
+    assert setting.feed.counts.stream.restarts == 1

@@ -1,0 +1,204 @@
+"""What preemption must do, and the defects that others had with it, each by name."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from fake_device import make_request
+from fake_stages import FakeStages, expected_tokens, make_shape
+
+from moestro.core.request import ServiceClass
+from moestro.engine.rank import build_preemptive_rank
+from moestro.engine.settings import SchedulerSettings
+from moestro.policy.stepping.basic import in_order
+from moestro.policy.stepping.qllm import ExpertLevelPreemption
+
+BLOCK_SIZE, BUDGET, NUM_LAYERS = 4, 24, 4
+ALONE = ExpertLevelPreemption(max_wait_ns=None, max_merged=0)  # urgent tokens take nobody along
+
+
+def request(name: str, service_class: str, length: int = 6, max_tokens: int = 3, first: int = 0):
+    tokens = (np.arange(length) * 7 + first) % 50
+    made = make_request(name, tokens, max_tokens=max_tokens, block_size=BLOCK_SIZE)
+    return msgspec.structs.replace(made, service_class=ServiceClass(service_class))
+
+
+class Served:
+    """A rank on a device of integers, one piece a step."""
+
+    def __init__(self, policy=ExpertLevelPreemption(max_wait_ns=None), *, places: int | None = None, num_blocks=64):  # noqa: B008
+        shape = make_shape(2 * BUDGET, places)
+        self.device = FakeStages(shape, num_blocks, BLOCK_SIZE)
+        self.device.may_forget = num_blocks < 64
+        bounds = SchedulerSettings(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_model_len=32,
+            max_num_seqs=4,
+            max_num_urgent_seqs=4,
+            max_num_batched_tokens=BUDGET,
+            scheduling_policy="qllm",
+            evict_policy="least_computed_be_first",
+        )
+        self.rank = build_preemptive_rank(bounds, self.device, policy)
+        self.requests, self.tokens, self.ended, self.now_ns = {}, {}, [], 0
+
+    def add(self, request) -> int:
+        self.requests[request.request_id] = request
+        return self.rank.add(request, self.now_ns)
+
+    def pieces(self, count: int) -> None:
+        """So many pieces of work: the rank is wanted after each."""
+        for _ in range(count):
+            for output in self.rank.step(self.now_ns, lambda: True):
+                self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                if output.finish_reason:
+                    self.ended.append(output.request_id)
+            self.now_ns += 1
+
+    def until(self, what: str, layer: int) -> None:
+        """Until a piece of this kind in this layer was done."""
+        for _ in range(1000):
+            if self.device.log and self.device.log[-1][:2] == (what, layer):
+                return
+            self.pieces(1)
+        raise AssertionError(f"no {what} in layer {layer}")
+
+    def finish(self) -> None:
+        for _ in range(5000):
+            if not self.rank.has_work:
+                break
+            self.pieces(1)
+        assert not self.rank.has_work, "parked work was forgotten"
+        for name, asked in self.requests.items():
+            assert self.tokens[name] == expected_tokens(asked, self.device.shape), name
+
+
+def test_an_urgent_request_is_next_after_the_piece_that_runs():
+    served = Served(ALONE)
+    served.add(request("be", "be", 20))
+    served.until("expert", 2)
+    urgent = served.add(request("ls", "ls", first=3))
+    before = len(served.device.log)
+    served.pieces(2)
+    assert served.device.log[before] == ("attention", 0, [urgent])
+    served.finish()
+    assert served.ended == ["ls", "be"]
+
+
+def test_without_preemption_it_waits_for_the_step():
+    served = Served(in_order)
+    served.add(request("be", "be", 20))
+    served.until("expert", 2)
+    urgent = served.add(request("ls", "ls", first=3))
+    before = len(served.device.log)
+    served.finish()
+    after = served.device.log[before:]
+    assert after.index(("attention", 0, [urgent])) > after.index(("sample", NUM_LAYERS, [0]))
+
+
+def test_where_urgent_tokens_reach_parked_ones_they_go_on_together():
+    served = Served(ExpertLevelPreemption(max_wait_ns=None, max_merged=60))
+    parked = served.add(request("be", "be", 20))
+    served.until("expert", 2)
+    urgent = served.add(request("ls", "ls", first=3))
+    served.until("sample", NUM_LAYERS)
+    both = [entry[:2] for entry in served.device.log if set(entry[2]) == {parked, urgent}]
+    assert ("expert", 2) in both
+    assert ("attention", 3) in both
+    assert ("attention", 1) not in both
+    served.finish()
+
+
+def test_a_parked_step_begins_nothing_again():
+    """QLLM's second version restarted a deferred token at layer 0 and appended its K and V again."""
+    served = Served()
+    parked = served.add(request("be", "be", 20, max_tokens=1))
+    served.until("expert", 2)
+    served.add(request("ls", "ls", first=3))
+    served.finish()
+    attended = [layer for what, layer, serials in served.device.log if what == "attention" and parked in serials]
+    assert attended == list(range(NUM_LAYERS)), "each layer's attention, and so its K and V, once"
+
+
+def test_a_preempted_layer_contributes_in_full():
+    """One version answered zeros for the experts of a preempted batch; another lost the gate's weights."""
+    served = Served()
+    served.add(request("be", "be", 20, max_tokens=1))
+    served.until("expert", 2)
+    served.add(request("ls", "ls", first=3, max_tokens=1))
+    served.finish()  # every token's contributions are checked against the oracle's
+    sparse = [layer for layer, is_sparse in enumerate(served.device.shape.is_sparse) if is_sparse]
+    for serial, length in ((0, 20), (1, 6)):
+        for position in range(length):
+            for layer in sparse:
+                visits = [n for key, n in served.device.executed.items() if key[:3] == (serial, position, layer)]
+                assert visits == [1] * served.device.shape.num_chosen
+
+
+def test_parked_work_goes_on_when_nothing_else_runs():
+    """QLLM's first version resumed a parked token only when a later batch passed its layer."""
+    served = Served()
+    served.add(request("be", "be", 20))
+    served.until("expert", 3)
+    served.add(request("ls", "ls", 2, max_tokens=1, first=3))
+    served.finish()
+    assert served.ended == ["ls", "be"]
+
+
+def test_without_ageing_a_stream_of_urgent_requests_starves_the_others_and_with_it_does_not():
+    def last_step_of_best_effort(policy) -> int:
+        served = Served(policy)
+        served.add(request("be", "be", 8, max_tokens=1))
+        served.until("attention", 1)
+        for number in range(40):
+            served.add(request(f"ls{number}", "ls", 4, max_tokens=2, first=number))
+            served.pieces(30)
+            if "be" in served.ended:
+                return number
+        served.finish()
+        return 40
+
+    assert last_step_of_best_effort(ALONE) == 40
+    assert last_step_of_best_effort(ExpertLevelPreemption(max_wait_ns=200, max_merged=0)) < 15
+
+
+def test_with_no_room_for_more_parked_state_the_layer_that_was_begun_is_completed_first():
+    served = Served(ALONE, places=BUDGET)
+    parked = served.add(request("be", "be", BUDGET))
+    served.until("expert", 2)
+    urgent = served.add(request("ls", "ls", first=3))
+    before = len(served.device.log)
+    served.finish()
+    after = served.device.log[before:]
+    passed = after.index(("attention", 0, [urgent]))
+    assert {entry[1] for entry in after[:passed]} == {2}, "no more than what is left of the layer"
+    assert any(parked in entry[2] for entry in after[passed:]), "and then it is parked"
+
+
+def test_an_urgent_request_takes_the_kv_of_the_best_effort_sequence_with_least_computed():
+    served = Served(num_blocks=12)
+    served.add(request("old", "be", 20, max_tokens=12))
+    served.pieces(80)
+    served.add(request("young", "be", 8, max_tokens=8, first=1))
+    served.pieces(60)
+    served.until("expert", 2)
+    served.add(request("ls", "ls", 16, max_tokens=2, first=3))
+    served.finish()
+    assert served.ended.index("ls") == 0
+    assert served.rank.scheduler.counts.num_preemptions == 1
+    assert served.ended == ["ls", "old", "young"]
+
+
+def test_while_urgent_tokens_can_run_nothing_runs_without_some():
+    served = Served(ALONE)
+    urgent = set()
+    for number in range(6):
+        served.add(request(f"be{number}", "be", 7, first=number))
+        served.pieces(9)
+        urgent.add(served.add(request(f"ls{number}", "ls", 5, first=10 + number)))
+        before = len(served.device.log)
+        served.pieces(12)
+        for _, _, serials in served.device.log[before + 1 :]:
+            assert urgent & set(serials)
+    served.finish()

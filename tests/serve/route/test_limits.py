@@ -1,0 +1,270 @@
+"""What the router bears of clients and of engines, and what it says when it is too much."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+
+import pytest
+from serve.route.rig import CHAT, FakeEngine, Received, Wire, looped, request_bytes, rig
+
+from moestro.serve.route.heads import MAX_HEAD_BYTES
+
+MALFORMED = {
+    "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "two lengths": b"POST /v1/x HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+    "length and chunks": b"POST /v1/x HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "a negative length": b"POST /v1/x HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+    "a folded header": b"POST /v1/x HTTP/1.1\r\nA: b\r\n c\r\n\r\n",
+    "bare line feeds": b"POST /v1/x HTTP/1.1\nA: b\n\n",
+    "a zero byte": b"POST /v1/x HTTP/1.1\r\nA: \x00\r\n\r\n",
+    "a space before the colon": b"POST /v1/x HTTP/1.1\r\nA : b\r\n\r\n",
+    "a bad chunk": b"POST /v1/x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+}
+
+
+@pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED)
+@looped
+async def test_malformed_http_is_refused_in_openais_form_and_the_connection_ends(data):
+    engine = FakeEngine("e")
+    async with rig(engine) as it:
+        caller = await it.caller()
+        caller.send(data)
+        answer = await caller.answer()
+        assert (answer.status, answer.code) == (400, "bad_request")
+        assert answer.json["error"].keys() == {"message", "type", "param", "code"}
+        assert answer.headers["connection"] == "close"
+        assert await caller.is_closed()
+        assert not engine.received
+
+
+@looped
+async def test_a_coding_that_is_not_known_is_refused():
+    async with rig(FakeEngine("e")) as it:
+        answer = await it.call(Transfer_Encoding="gzip, chunked", body=b"")
+        assert answer.status in (400, 501)
+
+
+@looped
+async def test_what_came_before_malformed_bytes_is_still_answered():
+    async with rig(FakeEngine("e")) as it:
+        caller = await it.caller()
+        caller.send(request_bytes(body={}) + b"GARBAGE\r\n\r\n")
+        assert (await caller.answer()).status == 200
+        assert (await caller.answer()).status == 400
+        assert await caller.is_closed()
+
+
+@looped
+async def test_a_head_has_a_bound_in_one_read_or_in_many():
+    async with rig(FakeEngine("e")) as it:
+        assert (await it.call(X_Long="v" * (MAX_HEAD_BYTES + 1))).status == 431
+        assert (await it.call(X_Long="v" * (MAX_HEAD_BYTES - 1000))).status == 200
+        caller = await it.caller()
+        caller.send(b"GET /v1/models HTTP/1.1\r\n")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(MAX_HEAD_BYTES // 1000 + 2):
+                caller.send(b"X: " + b"v" * 1000 + b"\r\n")
+                await caller.writer.drain()
+                await asyncio.sleep(0)
+        assert (await caller.answer()).code == "head_too_large"
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@looped
+async def test_a_body_has_a_bound_which_is_known_before_it_is_read(is_chunked):
+    engine = FakeEngine("e")
+    async with rig(engine, max_body_bytes=10_000) as it:
+        caller = await it.caller()
+        if is_chunked:
+            caller.send(f"POST {CHAT} HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+            for _ in range(11):
+                caller.send(b"3e8\r\n" + b"x" * 1000 + b"\r\n")
+        else:
+            caller.send(f"POST {CHAT} HTTP/1.1\r\nContent-Length: 10001\r\n\r\n".encode())
+        answer = await caller.answer()
+        assert (answer.status, answer.code) == (413, "request_too_large")
+        caller.send(b"x" * 10_000)  # a client that goes on hears the answer all the same
+        assert await caller.is_closed()
+        assert not engine.received
+        assert (await it.call(body=b"x" * 10_000)).status == 200
+
+
+@looped
+async def test_all_bodies_together_have_a_bound_too():
+    async with rig(FakeEngine("e")) as it:
+        it.parts.clients.limits = type(it.parts.clients.limits)(max_held_bytes=300_000)
+        holding = await it.caller()
+        whole = request_bytes(body=b"x" * 300_000)
+        holding.send(whole[:-1])
+        await it.until(lambda: it.parts.clients.num_held_bytes > 200_000)
+        refused = await it.call(body=b"x" * 300_000)
+        assert (refused.status, refused.code, refused.headers["retry-after"]) == (503, "overloaded", "1")
+        assert (await it.call(body=b"x" * 1000)).status == 200
+        holding.send(whole[-1:])
+        assert (await holding.answer()).status == 200
+        assert it.parts.clients.num_held_bytes == 0
+
+
+@looped
+async def test_a_body_must_arrive_in_time():
+    async with rig(FakeEngine("e"), body_timeout=0.1) as it:
+        caller = await it.caller()
+        caller.send(request_bytes(body=b"x" * 100)[:-50])
+        answer = await caller.answer()
+        assert (answer.status, answer.code) == (408, "request_timeout")
+
+
+@looped
+async def test_a_connection_without_a_request_is_closed_after_a_while_and_so_is_half_a_head():
+    async with rig(FakeEngine("e")) as it:
+        it.parts.clients.limits = type(it.parts.clients.limits)(idle_s=0.1)
+        idle, slow, used = await it.caller(), await it.caller(), await it.caller()
+        slow.send(b"GET /v1/models HT")
+        used.ask()
+        assert (await used.answer()).status == 200
+        for caller in (idle, slow, used):
+            assert await caller.is_closed()
+
+
+@looped
+async def test_one_connection_too_many_hears_so():
+    async with rig(FakeEngine("e"), max_connections=2) as it:
+        kept = [await it.caller(), await it.caller()]
+        for caller in kept:
+            caller.ask()
+            assert (await caller.answer()).status == 200
+        refused = await (await it.caller()).answer()
+        assert (refused.status, refused.code, refused.headers["retry-after"]) == (503, "too_many_connections", "1")
+        kept[0].hang_up()
+        await it.until(lambda: len(it.parts.clients.open) == 1)
+        assert (await it.call()).status == 200
+
+
+@looped
+async def test_a_slow_reader_makes_its_engine_wait_and_loses_nothing():
+    total, written = 40 << 20, 0
+
+    async def script(engine: FakeEngine, wire: Wire, request: Received) -> None:
+        nonlocal written
+        wire.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % total)
+        while written < total:
+            if wire.transport.get_write_buffer_size() < 1 << 20:
+                wire.write(b"x" * (1 << 18))
+                written += 1 << 18
+            await asyncio.sleep(0)
+
+    async with rig(FakeEngine("e", script)) as it:
+        # Small buffers in the kernel, so that not all of it fits there.
+        plain = socket.socket()
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        plain.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(plain, ("127.0.0.1", it.port))
+        caller = await it.caller(plain)
+        caller.ask()
+        await asyncio.sleep(0.3)
+        stuck_at = written
+        assert stuck_at < total
+        await asyncio.sleep(0.1)
+        assert written == stuck_at, "the engine was not made to wait"
+        status, _ = await caller.head()
+        body = await caller.reader.readexactly(total)
+        assert (status, len(body)) == (200, total)
+
+
+@looped
+async def test_a_client_that_does_not_read_is_cut_off_and_its_engine_freed():
+    async def script(engine: FakeEngine, wire: Wire, request: Received) -> None:
+        wire.open_stream()
+        while True:
+            wire.chunk(b"x" * 100_000)
+            await asyncio.sleep(0.001)
+
+    engine = FakeEngine("e", script)
+    async with rig(engine, write_timeout=0.2) as it:
+        plain = socket.socket()
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        plain.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(plain, ("127.0.0.1", it.port))
+        plain.send(request_bytes(body={}))
+        await it.until(lambda: bool(engine.received))
+        await it.until_idle()
+        plain.close()
+
+
+@looped
+async def test_requests_sent_ahead_are_left_unread_when_they_are_many():
+    release = asyncio.Event()
+
+    async def script(engine: FakeEngine, wire: Wire, request: Received) -> None:
+        await release.wait()
+        wire.reply()
+
+    async with rig(FakeEngine("e", script)) as it:
+        caller = await it.caller()
+        one = request_bytes(body=b"x" * 1000)
+        caller.send(one)
+        await it.until(lambda: it.num_in_flight == 1)
+        for _ in range(20_000):
+            caller.send(one)
+        await asyncio.sleep(0.2)
+        [client] = it.parts.clients.open
+        assert len(client._early) < 1 << 20
+        release.set()
+        for _ in range(100):
+            assert (await caller.answer()).status == 200
+
+
+BAD_ANSWERS = {
+    "no HTTP": b"<html>hello</html>",
+    "an endless head": b"HTTP/1.1 200 OK\r\n" + b"X: " + b"y" * (2 * MAX_HEAD_BYTES),
+    "an upgrade": b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\n",
+    "length and chunks": b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("data", BAD_ANSWERS.values(), ids=BAD_ANSWERS)
+@looped
+async def test_an_engine_that_talks_nonsense_is_a_bad_gateway(data):
+    async def script(engine: FakeEngine, wire: Wire, request: Received) -> None:
+        wire.write(data)
+
+    async with rig(FakeEngine("e", script)) as it:
+        answer = await it.call()
+        assert (answer.status, answer.code) == (502, "upstream_unavailable")
+
+
+@looped
+async def test_an_answer_that_goes_on_after_its_end_is_not_the_next_clients_answer():
+    async def script(engine: FakeEngine, wire: Wire, request: Received) -> None:
+        wire.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil")
+
+    async with rig(FakeEngine("e", script)) as it:
+        caller = await it.caller()
+        for _ in range(3):
+            caller.ask()
+            assert (await caller.answer()).body == b"ok"
+
+
+@looped
+async def test_law_random_bytes_never_stop_the_router():
+    """Valid requests with bytes changed, cut and doubled: it answers or hangs up, and serves the next one."""
+    rng = random.Random(2)
+    good = request_bytes(body={"messages": [{"role": "user", "content": "hi"}]}, X_A="b", Expect="100-continue")
+    async with rig(FakeEngine("e"), body_timeout=0.05) as it:
+        it.parts.clients.limits = type(it.parts.clients.limits)(idle_s=0.05, body_s=0.05, linger_s=0.05)
+        for _ in range(300):
+            data = bytearray(good * rng.choice([1, 1, 2]))
+            for _ in range(rng.randrange(1, 6)):
+                at = rng.randrange(len(data))
+                data[at : at + rng.choice([0, 1, 1, 4])] = rng.randbytes(rng.choice([0, 1, 1, 3]))
+            caller = await it.caller()
+            for start in range(0, len(data), 97):
+                caller.send(bytes(data[start : start + 97]))
+                await asyncio.sleep(0)
+            if rng.random() < 0.3:
+                caller.hang_up()
+        assert (await it.call()).status == 200

@@ -1,0 +1,195 @@
+"""`moestro route` and `moestro explain` as an operator runs them, before a `moestro serve`."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import openai
+import pytest
+from serve.running import MOESTRO, Running, call, complete, open_stream, read_to_end, wait_until
+
+from moestro.cli import main
+
+ROUTE = (MOESTRO, "route", "--admin-port", "0", "--metrics-interval", "0.2")
+
+
+def route_to(*engines: Running, flags: tuple[str, ...] = ()) -> tuple[str, ...]:
+    return (*ROUTE, *(part for engine in engines for part in ("--engine", engine.url)), *flags)
+
+
+def admin_url(running: Running) -> str:
+    found = re.search(r"(http://127\.0\.0\.1:\d+)/admin/engines", running.text)
+    assert found, running.text
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def routed(fake, tmp_path_factory) -> Iterator[Running]:
+    directory = tmp_path_factory.mktemp("route")
+    running = Running(route_to(fake, flags=("--record", str(directory / "record.jsonl"))), directory)
+    yield running
+    running.kill()
+
+
+def test_the_banner_tells_what_is_behind_it_and_where_it_is(routed, fake):
+    for words in ("1 of 1 up", fake.url, "moestro-demo", "least_loaded", "as text", "/admin/explain", routed.url):
+        assert words in routed.text
+
+
+def test_the_openai_client_does_not_notice(server, tmp_path):
+    running = Running(route_to(server), tmp_path)
+    try:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        [model] = client.models.list().data
+        messages = [{"role": "user", "content": "hi"}]
+        raw = client.chat.completions.with_raw_response.create(
+            model=model.id, messages=messages, max_tokens=8, temperature=0
+        )
+        whole = raw.parse()
+        assert raw.headers["x-moestro-engine"] == server.url.removeprefix("http://")
+        assert whole.usage.prompt_tokens_details.cached_tokens is not None
+        chunks = list(
+            client.chat.completions.create(
+                model=model.id,
+                messages=messages,
+                max_tokens=8,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == whole.choices[0].message.content
+        assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            client.completions.create(model="none", prompt="x")
+        figures = call(running, "GET", "/metrics").body.decode()
+        assert f'moestro:route_prompt_tokens_total{{engine="{server.url[7:]}"}} ' in figures
+    finally:
+        assert running.stop() == 0
+
+
+def test_a_request_is_explained_from_the_router_and_from_its_record(routed, capsys):
+    complete(routed, max_tokens=3)
+    answer = call(routed, "POST", "/v1/completions", {"prompt": "def f(x):"}, X_Request_Id="explain-me")
+    assert answer.headers["x-request-id"] == "explain-me"
+    record = routed.directory / "record.jsonl"
+    wait_until(lambda: b"explain-me" in record.read_bytes())
+    told = []
+    for place in (("--admin-url", admin_url(routed)), ("--record", str(record))):
+        with pytest.raises(SystemExit) as ended:
+            main(["explain", "explain-me", *place])
+        assert ended.value.code == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1]
+    for words in ("explain-me", "answered 200", answer.headers["x-moestro-engine"], "prompt tokens"):
+        assert words in told[0]
+    stories = [json.loads(line) for line in record.read_text().splitlines()]
+    assert all(story["attempts"] for story in stories)
+    assert "def f" not in record.read_text(), "prompts are not in the record"
+
+
+@pytest.mark.parametrize(
+    ("place", "words", "code"),
+    [
+        (("--admin-url", "http://127.0.0.1:1"), "no router answers", 1),
+        (("--record", "/missing/file"), "cannot be read", 2),
+    ],
+)
+def test_what_cannot_be_explained_is_said_so(place, words, code, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", "none", *place])
+    assert ended.value.code == code
+    assert words in capsys.readouterr().err
+
+
+def test_what_nobody_knows_is_said_so(routed, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", "none", "--admin-url", admin_url(routed)])
+    assert ended.value.code == 2
+    assert "Nothing is known of request none" in capsys.readouterr().err
+
+
+def test_a_stopped_router_finishes_what_runs_and_refuses_what_comes(fake, tmp_path):
+    running = Running(route_to(fake), tmp_path)
+    stream = open_stream(running, max_tokens=100, priority=5)
+    waiting = socket.create_connection(running.address)
+    ended: list[bytes] = []
+    reader = threading.Thread(target=lambda: ended.append(read_to_end(stream)))
+    reader.start()
+    running.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: call(running, "GET", "/ready").status == 503)
+    assert call(running, "GET", "/health").status == 200
+    refused = complete(running)
+    assert (refused.status, refused.json["error"]["code"]) == (503, "shutting_down")
+    assert running.process.wait(10) == 0
+    reader.join()
+    waiting.close()
+    assert b"data: [DONE]" in ended[0]
+
+
+def test_a_second_signal_does_not_wait(fake, tmp_path):
+    running = Running(route_to(fake, flags=("--shutdown-timeout", "60")), tmp_path)
+    stream = open_stream(running, max_tokens=4000)
+    running.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "stopping: 1 requests" in running.text)
+    began = time.monotonic()
+    assert running.stop(signal.SIGINT) == 0
+    assert time.monotonic() - began < 4
+    stream.close()
+
+
+def test_what_has_not_ended_in_time_hears_why(fake, tmp_path):
+    running = Running(route_to(fake, flags=("--shutdown-timeout", "0.2")), tmp_path)
+    stream = open_stream(running, max_tokens=4000)
+    assert running.stop() == 0
+    rest = read_to_end(stream)
+    assert b"event: error" in rest
+    assert b'"code":"shutting_down"' in rest
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ((), "give --engine http://HOST:PORT"),
+        (("--engine", "localhost"), "NAME=http://HOST:PORT"),
+        (("--engine", "http://a:1", "--engine", "x=http://a:1"), "is there already"),
+        (("--engine", "http://a:1", "--route-policy", "nearest"), "unknown route policy"),
+        (("--engine", "http://a:1", "--tokenizer", "/missing"), "tokenizer.json"),
+        (("--engine", "http://a:1", "--record", "/missing/x"), "cannot be written"),
+        (("--engine", "http://a:1", "--admin-host", "0.0.0.0"), "--admin-api-key"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(flags, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["route", "--port", "0", "--admin-port", "0", *flags])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_taken_port_is_known_at_once(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as ended:
+        main(["route", "--engine", "http://a:1", "--admin-port", "0", "--port", str(taken.getsockname()[1])])
+    assert ended.value.code == 2
+    assert "give another" in capsys.readouterr().err
+
+
+def test_settings_come_from_flags_environment_and_file_and_secrets_stay(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "route.yaml"
+    path.write_text("engine: [http://a:1, b=http://b:2]\nmax-retries: 5\nengine_api_key: secret\nport: 1\n")
+    monkeypatch.setenv("MOESTRO_STALL_TIMEOUT", "7")
+    with pytest.raises(SystemExit) as ended:
+        main(["route", "--config", str(path), "--port", "2", "--print-config"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert f'engine: ["http://a:1", "b=http://b:2"]  # {path}:1' in printed
+    assert f"max_retries: 5  # {path}:2" in printed
+    assert "port: 2  # command line" in printed
+    assert "stall_timeout: 7.0  # environment variable MOESTRO_STALL_TIMEOUT" in printed
+    assert "secret" not in printed

@@ -1,0 +1,54 @@
+"""Step policies that no one would want: random choices, and choices made to break things."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run, Wait
+
+ALL = 2**31 - 1
+
+
+def queues(view: QueueTable) -> list[tuple[int, int]]:
+    """(layer, group) of all that can run."""
+    return [(int(layer), int(group)) for layer, group in np.argwhere(view.runnable)]
+
+
+class Random:
+    """Any queue, any share of it, any order of classes; sometimes a wait."""
+
+    def __init__(self, seed: int, waits: bool = True) -> None:
+        self.rng, self.waits = np.random.default_rng(seed), waits
+
+    def __call__(self, view: QueueTable, now_ns: int) -> Run | Wait:
+        rng = self.rng
+        if self.waits and rng.random() < 0.1:
+            return Wait(now_ns + int(rng.integers(1, 50)))
+        layer, group = queues(view)[rng.integers(len(queues(view)))]
+        if group != ATTENTION and rng.random() < 0.3:
+            group = EVERY_EXPERT
+        most = int(rng.choice([1, 2, 5, ALL]))
+        until = int(rng.choice([0, layer + 1, layer + 2, ALL]))
+        return Run(layer, group, most, (LS, BE) if rng.random() < 0.5 else (BE, LS), until)
+
+
+def deepest(view: QueueTable, now_ns: int) -> Run:
+    """Tears every wave apart: whoever got furthest goes on alone, token by token, its last expert first."""
+    layer, group = queues(view)[-1]
+    return Run(layer, group, 1, (BE, LS))
+
+
+def shallowest(view: QueueTable, now_ns: int) -> Run:
+    """Nobody goes on before everybody is there: the most that can be parked is."""
+    layer, group = queues(view)[0]
+    return Run(layer, group, ALL, (BE, LS))
+
+
+def youngest(view: QueueTable, now_ns: int) -> Run:
+    """The queue whose tokens came last: nothing parked is ever chosen while there is anything else."""
+    oldest = np.where(view.n > 0, view.oldest_ns, -1).max(axis=0)
+    layer, group = max(queues(view), key=lambda at: oldest[at])
+    return Run(layer, group, 3, (LS, BE))
+
+
+ADVERSARIES = {"deepest": deepest, "shallowest": shallowest, "youngest": youngest}
