@@ -30,7 +30,7 @@ def request(i: int, rng: np.random.Generator, stems: list[bytes]) -> RecordedReq
     num_prompt = 640
     own = bytes(rng.bytes(num_prompt // 16 * HASH_BYTES))
     shared = stems[i // 3 % 7] if i % 3 == 0 else b""
-    arrival_ns = 10**15 + i * 60_000_000
+    arrival_ns = 10**15 + i * 300_000_000
     return RecordedRequest(
         request_id=f"cmpl-{i}",
         arrival_ns=arrival_ns,
@@ -64,9 +64,9 @@ def test_what_is_written_is_read_in_order_of_arrival(path):
     record = read_request_record(path)
     assert record.header == HEADER
     assert [each.request_id for each in record.requests] == [f"cmpl-{i}" for i in range(60)]
-    assert record.arrival_ns.tolist() == [i * 60_000_000 for i in range(60)]
-    made, script = record.make(8, 480_000_000)
-    assert (made.num_prompt_tokens, made.sampling.max_tokens, made.arrival_ns) == (640, 64, 480_000_000)
+    assert record.arrival_ns.tolist() == [i * 300_000_000 for i in range(60)]
+    made, script = record.make(8, 2_400_000_000)
+    assert (made.num_prompt_tokens, made.sampling.max_tokens, made.arrival_ns) == (640, 64, 2_400_000_000)
     assert made.service_class is ServiceClass.BE
     assert made.user == "user-3"
     assert script.num_output_tokens == 40
