@@ -174,6 +174,8 @@ class ServerFlags:
     "Keys of which clients must send one as a bearer token; unset: no key is asked for."
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Parameter(group=_SERVER)] = "info"
     "How much is logged. Prompts and answers are never logged."
+    record: Annotated[Path | None, Parameter(group=_SERVER)] = None
+    "Write a line for each answered request to this file, without its text, for moestro sim --replay."
     shutdown_timeout: Annotated[float, Parameter(group=_SERVER)] = 10.0
     "Seconds that running requests have to finish after SIGTERM or Ctrl-C."
     write_timeout: Annotated[float, Parameter(group=_SERVER)] = 60.0
@@ -364,34 +366,48 @@ def bench(
 
 @app.command
 def sim(
-    scenario: Path,
+    scenario: Path | None = None,
     *,
+    replay: Path | None = None,
+    policy: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
+    cost: str | None = None,
     json: Path | None = None,
     plot: Path | None = None,
 ) -> None:
     """Rehearse on virtual time: the production router, schedulers and policies, with modelled step durations.
 
     * moestro sim examples/three_routers.toml runs a file; `examples/` explains what one may hold.
+    * moestro sim --replay record.jsonl --policy lmetric says what would have changed for a server's requests.
 
     Parameters
     ----------
     scenario
         A TOML file: the workload, the engines, and the policies to compare.
+    replay
+        A record that `moestro serve --record` wrote.
+    policy
+        Routing policies under which it is replayed.
+    cost
+        What its steps take: GPU/NETWORK, or a table of `moestro calibrate`; unset: what the record says.
     json
         Write all figures to this file.
     plot
         Draw latencies, load, prefill, hits and queues into this directory.
     """
-    from moestro.sim.settings import read_settings
-    from moestro.sim.verb import show, simulate, write_json
+    from moestro.sim.verb import replay_record, run_scenario, write_json
 
+    if (scenario is None) == (replay is None):
+        raise ConfigError("moestro sim takes a scenario, or --replay with a record: exactly one of them")
     if plot is not None:
         try:
             from moestro.sim.plots import save_plots
         except ImportError as error:
             raise ConfigError("--plot needs matplotlib: pip install 'moestro[plots]'") from error
-    report, runs = simulate(read_settings(scenario), scenario.parent)
-    show(report)
+    if scenario is not None:
+        report, runs = run_scenario(scenario)
+    else:
+        assert replay is not None, "one of them is given"
+        report, runs = replay_record(replay, policy, cost)
     if json is not None:
         write_json(json, report)
     if plot is not None:

@@ -133,6 +133,7 @@ class ServerSettings:
         write_timeout: seconds that a client may leave its stream unread.
         max_connections: clients connected at a time.
         log_level: a name that `logging` knows.
+        record: a file for a line of figures of each request that was answered.
     """
 
     served_model_name: tuple[str, ...]
@@ -150,6 +151,7 @@ class ServerSettings:
     write_timeout: float = 60.0
     max_connections: int = 4096
     log_level: str = "info"
+    record: Path | None = None
 
     def __post_init__(self) -> None:
         _check_range("--port", self.port, 0, 65535)

@@ -31,6 +31,7 @@ from moestro.serve.paced import (
     paced_info,
     read_words,
 )
+from moestro.workload.request_record import read_request_record
 
 COST = Roofline(RooflineSettings(network=network_named("qwen3-30b-a3b"), gpu=H20))
 BOUNDS = SchedulerSettings(num_blocks=64, block_size=4, max_model_len=64)
@@ -202,3 +203,27 @@ def test_what_does_not_fit_the_gpu_is_exit_2(tmp_path, flags, words):
     server = Running((*REAL, *flags, "--device", "paced:h20", "--paced-arithmetic", "none"), tmp_path, wait=False)
     assert server.process.wait(30) == 2
     assert words in " ".join(server.text.split())
+
+
+def test_a_record_of_the_server_can_be_replayed_under_another_policy(tmp_path, capsys):
+    record = tmp_path / "record.jsonl"
+    flags = ("--device", "paced:h20", "--paced-arithmetic", "none", "--engines", "2", "--record", str(record))
+    server = Running((*REAL, *flags), tmp_path)
+    try:
+        for i in range(6):
+            complete(server, prompt="def f(x):\n    return x\n" * (1 + i), max_tokens=5)
+        assert complete(server, prompt="", max_tokens=-1).status == 400, "what is refused is in no record"
+        assert server.stop() == 0
+    finally:
+        server.kill()
+    read = read_request_record(record)
+    assert [request.num_output_tokens for request in read.requests] == [5] * 6
+    assert {request.engine for request in read.requests} == {0, 1}
+    for request in read.requests:
+        assert request.arrival_ns <= request.admitted_ns < request.first_token_ns < request.last_token_ns
+        assert len(request.block_hashes) == request.num_prompt_tokens // 16 * 16
+    with pytest.raises(SystemExit):
+        main(["sim", "--replay", str(record), "--policy", "lmetric"])
+    said = capsys.readouterr().out
+    assert "Under lmetric (simulated):" in said
+    assert "6 requests recorded under least_loaded" in said

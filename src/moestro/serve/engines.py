@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from moestro.cluster.router import Router
 from moestro.cluster.settings import EngineSpec
+from moestro.core.hashing import name_key
 from moestro.core.request import FinishReason, Output, Request
 from moestro.core.views import EngineFigures
 from moestro.errors import ConfigError, EngineDiedError, MoestroError, NoEngineError, QueueFullError, RequestError
@@ -30,6 +31,7 @@ from moestro.serve.messages import (
 )
 from moestro.serve.metrics import Metrics
 from moestro.serve.refusals import GenerationError, RefusedByRankError
+from moestro.workload.request_record import RecordedRequest
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ class _Flight:
     num_moves: int = 0
     has_output: bool = False
     num_tokens: int = 0
+    num_hit_tokens: int = 0
+    admitted_ns: int = 0
     first_ns: int = 0
     last_ns: int = 0
 
@@ -65,6 +69,7 @@ class Engines:
         now_ns: the clock of the requests' `arrival_ns`.
 
     Attributes:
+        on_answered: told of each request that was answered whole; None: nobody wants to know.
         loads: how full each engine said it is, after its last step.
         phases: of each engine's last start.
 
@@ -90,6 +95,7 @@ class Engines:
         self._is_up = [False] * router.num_engines
         self.loads = [RankLoad()] * router.num_engines
         self.phases: list[list[Phase]] = [[] for _ in range(router.num_engines)]
+        self.on_answered: Callable[[RecordedRequest], None] | None = None
         self._ready: list[asyncio.Future[ModelInfo]] = [
             asyncio.get_running_loop().create_future() for _ in range(router.num_engines)
         ]
@@ -279,6 +285,7 @@ class Engines:
         metrics, num_tokens = self._metrics.engines[flight.engine], len(output.token_ids)
         if not flight.has_output:
             flight.has_output = True
+            flight.admitted_ns, flight.num_hit_tokens = output.admitted_ns, output.num_cached_tokens
             self._router.first_token(flight.request.request_id, now_ns)
             metrics.num_prompt_tokens += flight.request.num_prompt_tokens
             metrics.queue_s.observe((output.admitted_ns - flight.request.arrival_ns) / 1e9)
@@ -314,12 +321,34 @@ class Engines:
         metrics = self._metrics.engines[flight.engine]
         metrics.ended[reason] += 1
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            if self.on_answered is not None:
+                self.on_answered(_recorded(flight))
             metrics.whole_s.observe((self._now_ns() - flight.request.arrival_ns) / 1e9)
             metrics.decode_s.observe((flight.last_ns - flight.first_ns) / 1e9)
             metrics.prompt_tokens.observe(flight.request.num_prompt_tokens)
             metrics.generation_tokens.observe(flight.num_tokens)
             if flight.num_tokens > 1:
                 metrics.mean_gap_s.observe((flight.last_ns - flight.first_ns) / 1e9 / (flight.num_tokens - 1))
+
+
+def _recorded(flight: _Flight) -> RecordedRequest:
+    request = flight.request
+    return RecordedRequest(
+        request_id=request.request_id,
+        arrival_ns=request.arrival_ns,
+        admitted_ns=flight.admitted_ns,
+        first_token_ns=flight.first_ns,
+        last_token_ns=flight.last_ns,
+        engine=flight.engine,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=flight.num_tokens,
+        num_hit_tokens=flight.num_hit_tokens,
+        max_tokens=request.sampling.max_tokens,
+        block_hashes=request.block_hashes,
+        priority=request.priority,
+        service_class=request.service_class,
+        user=name_key(request.user),
+    )
 
 
 def _figures(load: RankLoad) -> EngineFigures:

@@ -36,11 +36,13 @@ from moestro.serve.prepare import ServedModel
 from moestro.serve.pulse import Patience
 from moestro.serve.rank_socket import RankSocket
 from moestro.serve.ranks import PACED_WORKER, WORKER, now_ns, private_address
+from moestro.serve.recorder import Recorder
 from moestro.serve.refusals import DrainingError
 from moestro.serve.startup import StartClock
 from moestro.serve.statline import StatLines, log_forever
 from moestro.serve.supervisor import Launching, Supervisor
 from moestro.serve.tokenizer import Tokenizer
+from moestro.workload.request_record import Header
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +179,9 @@ class _Server:
         )
         await runner.setup()
         stats = asyncio.create_task(log_forever(StatLines(engines, cluster.metrics)))
+        recorder = self._recorder(infos[0])
+        if recorder is not None:
+            engines.on_answered = recorder.write
         try:
             door = await listen(runner, listener, settings.max_connections)
             self._is_serving = True
@@ -193,6 +198,27 @@ class _Server:
             engines.fail_all(DrainingError())  # the rest hear why, also when a second signal cuts this short
             await runner.cleanup()
             front.close()
+            if recorder is not None:
+                recorder.close()
+
+    def _recorder(self, info: ModelInfo) -> Recorder | None:
+        """Where requests are recorded, its first line written; None: nowhere."""
+        settings = self._settings
+        if settings.server.record is None:
+            return None
+        recorder = Recorder(settings.server.record)
+        header = Header(
+            model=settings.server.served_model_name[0],
+            device=info.device,
+            num_engines=settings.server.engines,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            max_model_len=info.max_model_len,
+            limits=settings.limits.for_scheduler(),
+            route_policy=settings.server.route_policy,
+        )
+        recorder.begin(header)
+        return recorder
 
     async def _until_told(self, supervisor: Supervisor) -> None:
         """Serve until a signal.

@@ -7,7 +7,7 @@ import numpy as np
 
 from moestro import __version__
 from moestro.sim.results import WINDOW_NS, Results
-from moestro.workload.report import Report, make_report
+from moestro.workload.report import Report, Spread, make_report, spread_of
 from moestro.workload.slos import Slos
 
 _NUM_LOOKS = 512  # moments at which the load of engines is compared
@@ -32,6 +32,7 @@ class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         title: of the policy.
         report: as the load generator makes it.
+        ls_ttft_ms, be_ttft_ms: of latency-sensitive and best-effort requests; None where there are not both.
         num_preemptions: of all requests.
         num_refused: requests that no engine took.
         load_imbalance: largest over mean, at least 1: of the mean numbers of requests in flight on the engines.
@@ -42,6 +43,8 @@ class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     title: str
     report: Report
+    ls_ttft_ms: Spread | None
+    be_ttft_ms: Spread | None
     num_preemptions: int
     num_refused: int
     load_imbalance: float
@@ -80,6 +83,8 @@ def outcome_of(title: str, results: Results, slos: Slos | None) -> PolicyOutcome
     return PolicyOutcome(
         title=title,
         report=make_report(results.records(), slos),
+        ls_ttft_ms=_ttft_of(results, best_effort=False),
+        be_ttft_ms=_ttft_of(results, best_effort=True),
         num_preemptions=int(results.num_preemptions.sum()),
         num_refused=sum(count for count, _ in results.refusals.values()),
         load_imbalance=float(load.max() / load.mean()) if load.any() else 1.0,
@@ -93,6 +98,15 @@ def outcome_of(title: str, results: Results, slos: Slos | None) -> PolicyOutcome
         ),
         digest=results.digest(),
     )
+
+
+def _ttft_of(results: Results, *, best_effort: bool) -> Spread | None:
+    """Of one class, where there are both."""
+    is_wanted = results.is_best_effort == best_effort
+    if is_wanted.all() or not is_wanted.any():
+        return None
+    rows = is_wanted & results.is_answered
+    return spread_of(results.first_token_ns[rows] - results.arrival_ns[rows])
 
 
 def looks(results: Results) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

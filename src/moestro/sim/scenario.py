@@ -12,6 +12,7 @@ from moestro.cost.capacity import kv_blocks
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
+from moestro.cost.tables import MeasuredCost, load_table
 from moestro.engine.settings import SchedulerSettings
 from moestro.policy.routing.registry import make_policy
 from moestro.sim.arrivals import Arrivals
@@ -64,15 +65,17 @@ def make_scenario(settings: SimSettings, directory: Path) -> Scenario:
         workload=RequestMaker(rows, form),
         arrivals=arrivals,
         bounds=make_bounds(settings.engines),
-        prices=make_prices(settings.engines),
+        prices=make_prices(settings.engines, directory),
         num_groups=settings.engines.count,
         source=describe(settings.workload),
         is_generated=rows.is_generated,
     )
 
 
-def make_prices(engines: EngineSettings) -> Prices:
+def make_prices(engines: EngineSettings, directory: Path = Path()) -> Prices:
     """What steps of these engines cost."""
+    if engines.table is not None:
+        return OneRank(MeasuredCost(load_table(directory / engines.table)))
     host = HostCost(
         step_ns=VLLM_HOST.step_ns if engines.host_step_us is None else engines.host_step_us * 1e3,
         sequence_ns=VLLM_HOST.sequence_ns if engines.host_sequence_us is None else engines.host_sequence_us * 1e3,

@@ -73,6 +73,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         count: groups of `ep_ranks` ranks each; the router sees every rank as an engine.
         ep_ranks: that share the experts and keep step.
         gpu, network: whose steps are priced, by the names that `cost` knows.
+        table: a file that `moestro calibrate` wrote, in place of these; num_blocks is then to be given.
         host_step_us, host_sequence_us: what the engine's own code adds to a step, and for each sequence in it; unset:
             vLLM's, as `cost` has it.
         gpu_memory_utilization: what of the GPU's memory the engine takes.
@@ -85,6 +86,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ep_ranks: int = 1
     gpu: str = "h20"
     network: str = "qwen3-30b-a3b"
+    table: str | None = None
     host_step_us: float | None = None
     host_sequence_us: float | None = None
     gpu_memory_utilization: float = 0.9
@@ -100,6 +102,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("count", "ep_ranks", "block_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"[engines] {name} must be at least 1, got {getattr(self, name)}")
+        if self.table is not None and (self.num_blocks is None or self.ep_ranks > 1):
+            raise ConfigError("[engines] a table prices ranks on their own, and needs num_blocks beside it")
 
 
 class PolicySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -74,6 +74,8 @@ def _figures(outcome: PolicyOutcome) -> dict[str, float | None]:
         "max queue": float(outcome.max_queue_depth),
         "preempted": float(outcome.num_preemptions),
     }
+    if outcome.ls_ttft_ms is not None and outcome.be_ttft_ms is not None:
+        figures |= {"TTFT mean, LS": outcome.ls_ttft_ms.mean, "TTFT mean, BE": outcome.be_ttft_ms.mean}
     return figures if report.goodput is None else figures | {"goodput": report.goodput.share}
 
 

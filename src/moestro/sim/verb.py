@@ -10,18 +10,19 @@ from rich.console import Console
 
 from moestro.errors import ConfigError
 from moestro.sim.outcome import SimReport, outcome_of
+from moestro.sim.replay import what_if
 from moestro.sim.results import Results
-from moestro.sim.scenario import Scenario, make_scenario, run
-from moestro.sim.settings import PolicySettings, SimSettings
+from moestro.sim.scenario import make_scenario, run
+from moestro.sim.settings import SimSettings, read_settings
 from moestro.sim.show import print_report, progress
+from moestro.workload.request_record import read_request_record
 from moestro.workload.slos import Slos
 
+Runs = list[tuple[str, Results]]
 
-def simulate(settings: SimSettings, directory: Path) -> tuple[SimReport, list[tuple[str, Results]]]:
-    """Run what `settings` describe.
 
-    Args:
-        directory: where their relative paths begin.
+def run_scenario(path: Path) -> tuple[SimReport, Runs]:
+    """Run what the TOML file at `path` describes, and print what became of it.
 
     Returns:
         The report, and each policy's title and results.
@@ -29,16 +30,34 @@ def simulate(settings: SimSettings, directory: Path) -> tuple[SimReport, list[tu
     Raises:
         ConfigError: something is not known, or does not fit.
     """
-    scenario = make_scenario(settings, directory)
-    return simulate_policies(scenario, settings, settings.policies)
+    settings = read_settings(path)
+    report, runs = simulate(settings, path.parent)
+    print_report(Console(), report)
+    return report, runs
 
 
-def simulate_policies(
-    scenario: Scenario, settings: SimSettings, policies: Sequence[PolicySettings]
-) -> tuple[SimReport, list[tuple[str, Results]]]:
-    """`simulate` for a scenario that was made already."""
-    runs: list[tuple[str, Results]] = []
-    for policy in policies:
+def replay_record(path: Path, policies: Sequence[str], cost: str | None) -> tuple[SimReport, Runs]:
+    """Replay a server's record, and print what would have changed.
+
+    Args:
+        policies: routing policies to try.
+        cost: see `replay.what_if`.
+
+    Raises:
+        ConfigError: it is no record, or nothing says what its steps cost.
+    """
+    answer = what_if(read_request_record(path), policies, cost)
+    console = Console()
+    print_report(console, answer.report)
+    for sentence in answer.sentences():
+        console.print(sentence, highlight=False, soft_wrap=True)
+    return answer.report, answer.runs
+
+
+def simulate(settings: SimSettings, directory: Path) -> tuple[SimReport, Runs]:
+    """Run what `settings` describe; their relative paths begin in `directory`."""
+    scenario, runs = make_scenario(settings, directory), []
+    for policy in settings.policies:
         with progress(policy.title, len(scenario.workload)) as advance:
             runs.append((policy.title, run(scenario, policy, settings, advance)))
     slos = None if settings.slos is None else Slos(**msgspec.structs.asdict(settings.slos))
@@ -61,8 +80,3 @@ def write_json(path: Path, report: SimReport) -> None:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     except OSError as error:
         raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
-
-
-def show(report: SimReport) -> None:
-    """Print the tables."""
-    print_report(Console(), report)

@@ -96,10 +96,10 @@ def make_report(records: Records, slos: Slos | None = None) -> Report:
         requests_per_s=_per_s(num_ok, duration_s),
         input_tokens_per_s=_per_s(num_input, duration_s),
         output_tokens_per_s=_per_s(num_output, duration_s),
-        ttft_ms=_spread(answered.ttft_ns),
-        tpot_ms=_spread(answered.tpot_ns),
-        itl_ms=_spread(records.itl_ns),
-        e2e_ms=_spread(answered.e2e_ns),
+        ttft_ms=spread_of(answered.ttft_ns),
+        tpot_ms=spread_of(answered.tpot_ns),
+        itl_ms=spread_of(records.itl_ns),
+        e2e_ms=spread_of(answered.e2e_ns),
         goodput=None if slos is None else _goodput(records, slos, duration_s),
         send_lateness=late,
         client_stalls=stalls,
@@ -119,7 +119,8 @@ def _goodput(records: Records, slos: Slos, duration_s: float) -> Goodput:
     )
 
 
-def _spread(values_ns: NDArray[np.int64] | NDArray[np.float64]) -> Spread | None:
+def spread_of(values_ns: NDArray[np.int64] | NDArray[np.float64]) -> Spread | None:
+    """Of latencies in nanoseconds, NaN left out; None: there are none."""
     known = values_ns[~np.isnan(values_ns)] / NS_PER_MS
     if not len(known):
         return None

@@ -1,0 +1,152 @@
+"""What-if: a server's record under another policy, and what would have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from moestro.core.request import ServiceClass
+from moestro.errors import ConfigError
+from moestro.sim.arrivals import AtTimes
+from moestro.sim.outcome import SimReport, outcome_of
+from moestro.sim.results import ANSWERED, Results
+from moestro.sim.scenario import Scenario, make_bounds, make_prices, run
+from moestro.sim.settings import EngineSettings, PolicySettings, SimSettings, WorkloadSettings
+from moestro.sim.show import progress
+from moestro.workload.request_record import Header, RequestRecord
+
+RECORDED = "recorded"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WhatIf:
+    """A replay.
+
+    Attributes:
+        report: what was recorded, the same simulated, and each other policy simulated.
+        runs: the title and results of each of these.
+        moved: by title of the other policies, the share of requests that would have gone to another engine than in the
+            simulation of the recorded policy.
+    """
+
+    report: SimReport
+    runs: list[tuple[str, Results]]
+    moved: dict[str, float]
+
+    def sentences(self) -> list[str]:
+        """What would have changed, for people. Simulation is compared with simulation, so that its errors cancel."""
+        as_it_was = self.report.outcomes[1]
+        said = []
+        for outcome in self.report.outcomes[2:]:
+            words = [f"{self.moved[outcome.title]:.1%} of the requests would have gone to another engine"]
+            for name, was, now in (
+                ("mean TTFT", as_it_was.report.ttft_ms, outcome.report.ttft_ms),
+                ("mean TPOT", as_it_was.report.tpot_ms, outcome.report.tpot_ms),
+            ):
+                if was is not None and now is not None:
+                    words.append(f"{name} {was.mean:.1f} -> {now.mean:.1f} ms ({now.mean / was.mean - 1:+.1%})")
+            hits = as_it_was.report.cached_share, outcome.report.cached_share
+            said.append(f"Under {outcome.title}: {', '.join(words)}, hit ratio {hits[0]:.3f} -> {hits[1]:.3f}.")
+        return said
+
+
+def what_if(record: RequestRecord, policies: Sequence[str], cost: str | None) -> WhatIf:
+    """Replay `record` as it was and under other routing policies.
+
+    Args:
+        policies: by name.
+        cost: GPU/NETWORK, or a table that `moestro calibrate` wrote; None: what the record's device says.
+
+    Raises:
+        ConfigError: nothing is known of the cost of a step, or there is no such policy.
+    """
+    header = record.header
+    engines = _engines(header, cost)
+    unused = WorkloadSettings(prompt_tokens=1, output_tokens=1, num_requests=1, rate=1.0)
+    chosen = tuple(_policy(header, name) for name in dict.fromkeys((header.route_policy, *policies)))
+    settings = SimSettings(workload=unused, engines=engines, policies=chosen)
+    scenario = Scenario(
+        workload=record,
+        arrivals=AtTimes(record.arrival_ns),
+        bounds=make_bounds(engines),
+        prices=make_prices(engines),
+        num_groups=header.num_engines,
+        source=f"{len(record):,} requests recorded under {header.route_policy}",
+        is_generated=False,
+    )
+    runs = [(RECORDED, recorded_results(record))]
+    for policy in chosen:
+        with progress(policy.title, len(record)) as advance:
+            runs.append((policy.title, run(scenario, policy, settings, advance)))
+    report = SimReport(
+        workload=scenario.source,
+        is_generated=False,
+        settings={"header": msgspec.to_builtins(header), "engines": msgspec.to_builtins(engines)},
+        outcomes=tuple(outcome_of(title, results, None) for title, results in runs),
+    )
+    base = runs[1][1]
+    return WhatIf(report, runs, {title: float((each.engine != base.engine).mean()) for title, each in runs[2:]})
+
+
+def recorded_results(record: RequestRecord) -> Results:
+    """The record as results, beside which simulated ones can be put."""
+    results = Results(len(record), record.header.num_engines)
+    requests, start_ns = record.requests, record.requests[0].arrival_ns
+    for name in ("arrival_ns", "admitted_ns", "first_token_ns", "last_token_ns"):
+        getattr(results, name)[:] = [getattr(request, name) - start_ns for request in requests]
+    for column, name in (
+        (results.num_prompt_tokens, "num_prompt_tokens"),
+        (results.num_tokens, "num_output_tokens"),
+        (results.num_hit_tokens, "num_hit_tokens"),
+        (results.engine, "engine"),
+    ):
+        column[:] = [getattr(request, name) for request in requests]
+    results.is_best_effort[:] = np.array([request.service_class is ServiceClass.BE for request in requests])
+    results.status[:] = ANSWERED
+    return results
+
+
+def _engines(header: Header, cost: str | None) -> EngineSettings:
+    """The server's engines, as far as the record tells, with what steps cost."""
+    limits = {
+        name: value
+        for name, value in header.limits.items()
+        if name in {"max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "enable_prefix_caching"}
+    }
+    told = {
+        "count": header.num_engines,
+        "block_size": header.block_size,
+        "num_blocks": header.num_blocks,
+        "max_model_len": header.max_model_len,
+        **limits,
+        **_cost(header, cost),
+    }
+    return msgspec.convert(told, EngineSettings)
+
+
+def _cost(header: Header, cost: str | None) -> dict[str, str]:
+    if cost is None and header.device.startswith("paced:"):
+        source = header.device.removeprefix("paced:")
+        cost = source if source.endswith(".json") else f"{source}/{header.model}"
+    if cost is None:
+        raise ConfigError(
+            f"the record is of a server on {header.device}, and nothing says what its steps take: give --cost with the"
+            " table that `moestro calibrate` writes on that machine, or --cost GPU/NETWORK, for instance"
+            " h20/qwen3-30b-a3b"
+        )
+    if cost.endswith(".json"):
+        return {"table": str(Path(cost).absolute())}
+    gpu, separator, network = cost.partition("/")
+    if not separator:
+        raise ConfigError(f"--cost {cost!r} is neither GPU/NETWORK nor a table, FILE.json")
+    return {"gpu": gpu, "network": network}
+
+
+def _policy(header: Header, route: str) -> PolicySettings:
+    names = ("scheduling_policy", "scheduling_policy_settings", "batch_policy", "batch_policy_settings", "evict_policy")
+    told = {name: header.limits[name] for name in names if name in header.limits}
+    return msgspec.convert({"name": f"{route} (simulated)", "route": route, **told}, PolicySettings)

@@ -1,0 +1,105 @@
+"""The examples, as a reader would run them; and what `moestro sim` says of files that it cannot honour."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moestro.cli import main
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
+
+
+def sim(*arguments) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["sim", *map(str, arguments)])
+    return ended.value.code or 0
+
+
+@pytest.fixture(scope="module", params=EXAMPLES, ids=lambda path: path.stem)
+def example(request, tmp_path_factory):
+    """What one of them leaves behind: its JSON, and the directory of its plots."""
+    directory = tmp_path_factory.mktemp(request.param.stem)
+    assert sim(request.param, "--json", directory / "out.json", "--plot", directory / "plots") == 0
+    return request.param.stem, json.loads((directory / "out.json").read_text()), directory / "plots"
+
+
+def test_there_are_three():
+    assert [path.stem for path in EXAMPLES] == ["late_signals", "orders_under_load", "three_routers"]
+
+
+def test_an_example_answers_every_request_and_draws_five_pictures(example):
+    _, report, plots = example
+    assert report["kind"] == "simulated"
+    assert report["is_generated"]
+    for outcome in report["outcomes"]:
+        assert outcome["report"]["num_ok"] == outcome["report"]["num_requests"]
+        assert outcome["load_imbalance"] >= 1
+    assert len({outcome["digest"] for outcome in report["outcomes"]}) == len(report["outcomes"])
+    assert sorted(path.stem for path in plots.iterdir()) == ["hits", "latencies", "load", "prefill", "queues"]
+    assert all(path.stat().st_size > 1000 for path in plots.iterdir())
+
+
+def mean(outcome, latency="ttft_ms") -> float:
+    source = outcome if latency in outcome else outcome["report"]
+    return source[latency]["mean"]
+
+
+def test_an_example_shows_what_its_text_promises(example):
+    name, report, _ = example
+    first, second, third, *rest = report["outcomes"]
+    if name == "three_routers":
+        assert mean(third) < mean(second) < mean(first)
+        assert third["report"]["cached_share"] > 1.5 * second["report"]["cached_share"]
+    elif name == "orders_under_load":
+        assert mean(second) < mean(first), "short prompts first"
+        assert mean(third, "ls_ttft_ms") < mean(first, "ls_ttft_ms")
+        assert mean(third, "be_ttft_ms") > mean(first, "be_ttft_ms")
+    else:
+        assert mean(first) < mean(second) < mean(third), "later is worse"
+        assert mean(rest[0]) < mean(first), "and what is never late is best"
+
+
+# --- what cannot be
+
+
+def refused(tmp_path, capsys, text: str) -> str:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    assert sim(path) == 2
+    return capsys.readouterr().err
+
+
+EQUAL = "prompt_tokens = 10\noutput_tokens = 5\nnum_requests = 3\nrate = 1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[workload]\n" + EQUAL + "colour = 1", "unknown field `colour` in [workload]"),
+        ("[workload]\n" + EQUAL + "[engines]\nnum_gpus = 1", "unknown field `num_gpus` in [engines]"),
+        ("[workload]\n" + EQUAL + "[[policies]]\nrout = 'x'", "unknown field `rout` in [policies[0]]"),
+        ("[workload]\n" + EQUAL + "[slos]\nttfb_ms = 1", "unknown field `ttfb_ms` in [slos]"),
+        ("[workload]\n" + EQUAL + "[signals]\nspeed = 1", "unknown field `speed` in [signals]"),
+        ("[workload]\nrate = 1.0", "exactly one of trace, sessions, and prompt_tokens"),
+        ("[workload]\n" + EQUAL.replace("rate = 1.0", ""), "num_requests and rate"),
+        ("[workload]\n" + EQUAL + "arrivals = 'trace'", "needs a trace"),
+        ("[workload]\nsessions = 'choir'\nnum_requests = 3\nrate = 1.0", "unknown sessions 'choir'"),
+        ("[workload]\ntrace = 'nowhere.jsonl'", "nowhere.jsonl cannot be read"),
+        ("[workload]\n" + EQUAL + "[engines]\ngpu = 'abacus'", "no constants for GPU 'abacus'"),
+        ("[workload]\n" + EQUAL + "[engines]\ncount = 0", "count must be at least 1"),
+        ("[workload]\n" + EQUAL + "[engines]\ntable = 'x.json'", "needs num_blocks beside it"),
+        ("[workload]\n" + EQUAL + "[[policies]]\nroute = 'dice'", "dice"),
+        ("[workload]\n" + EQUAL + "[[policies]]\n[[policies]]\n", "names of their own"),
+        ("[workload\n", "bad.toml: "),
+    ],
+)
+def test_a_file_that_cannot_be_honoured_is_refused_by_name(tmp_path, capsys, text, words):
+    assert words in refused(tmp_path, capsys, text)
+
+
+def test_a_scenario_or_a_record_has_to_be_given(capsys):
+    assert sim() == 2
+    assert "exactly one of them" in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""What-if: a server's record, replayed under another policy."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from moestro.core.hashing import HASH_BYTES
+from moestro.core.request import ServiceClass
+from moestro.errors import ConfigError
+from moestro.serve.recorder import Recorder
+from moestro.sim.replay import RECORDED, what_if
+from moestro.workload.request_record import FORMAT, Header, RecordedRequest, read_request_record
+
+HEADER = Header(
+    model="qwen3-30b-a3b",
+    device="paced:h20",
+    num_engines=2,
+    block_size=16,
+    num_blocks=4000,
+    max_model_len=4096,
+    limits={"max_num_seqs": 16, "max_num_batched_tokens": 512, "scheduling_policy": "fcfs", "max_num_queued_reqs": 64},
+    route_policy="round_robin",
+)
+
+
+def request(i: int, rng: np.random.Generator, stems: list[bytes]) -> RecordedRequest:
+    """The i-th. Every third begins like the one 21 before it, which round robin gives to the other engine."""
+    num_prompt = 640
+    own = bytes(rng.bytes(num_prompt // 16 * HASH_BYTES))
+    shared = stems[i // 3 % 7] if i % 3 == 0 else b""
+    arrival_ns = 10**15 + i * 300_000_000
+    return RecordedRequest(
+        request_id=f"cmpl-{i}",
+        arrival_ns=arrival_ns,
+        admitted_ns=arrival_ns + 1_000_000,
+        first_token_ns=arrival_ns + 80_000_000,
+        last_token_ns=arrival_ns + 900_000_000,
+        engine=i % 2,
+        num_prompt_tokens=num_prompt,
+        num_output_tokens=40,
+        num_hit_tokens=0,
+        max_tokens=64,
+        block_hashes=shared + own[len(shared) :],
+        service_class=ServiceClass.BE if i % 4 == 0 else ServiceClass.LS,
+        user=i % 5,
+    )
+
+
+@pytest.fixture
+def path(tmp_path):
+    rng = np.random.default_rng(0)
+    stems = [bytes(rng.bytes(38 * HASH_BYTES)) for _ in range(7)]
+    recorder = Recorder(tmp_path / "record.jsonl")
+    recorder.begin(HEADER)
+    for i in rng.permutation(60).tolist():  # in the order of their ends, which is not that of their arrivals
+        recorder.write(request(i, rng, stems))
+    recorder.close()
+    return tmp_path / "record.jsonl"
+
+
+def test_what_is_written_is_read_in_order_of_arrival(path):
+    record = read_request_record(path)
+    assert record.header == HEADER
+    assert [each.request_id for each in record.requests] == [f"cmpl-{i}" for i in range(60)]
+    assert record.arrival_ns.tolist() == [i * 300_000_000 for i in range(60)]
+    made, script = record.make(8, 2_400_000_000)
+    assert (made.num_prompt_tokens, made.sampling.max_tokens, made.arrival_ns) == (640, 64, 2_400_000_000)
+    assert made.service_class is ServiceClass.BE
+    assert made.user == "user-3"
+    assert script.num_output_tokens == 40
+
+
+def test_another_policy_is_compared_with_the_simulation_of_the_recorded_one(path):
+    answer = what_if(read_request_record(path), ("lmetric",), None)
+    titles = [outcome.title for outcome in answer.report.outcomes]
+    assert titles == [RECORDED, "round_robin (simulated)", "lmetric (simulated)"]
+    recorded, as_it_was, other = answer.report.outcomes
+    assert recorded.report.ttft_ms.mean == pytest.approx(80)
+    assert [outcome.report.num_ok for outcome in answer.report.outcomes] == [60] * 3
+    assert other.report.cached_share > as_it_was.report.cached_share, "the shared beginnings go where they are cached"
+    moved = float((answer.runs[2][1].engine != answer.runs[1][1].engine).mean())
+    assert answer.moved == {"lmetric (simulated)": moved}
+    assert moved > 0
+    (sentence,) = answer.sentences()
+    assert sentence.startswith(
+        f"Under lmetric (simulated): {moved:.1%} of the requests would have gone to another engine"
+    )
+
+
+def test_the_recorded_policy_alone_is_replayed_too(path):
+    answer = what_if(read_request_record(path), ("round_robin",), None)
+    assert len(answer.report.outcomes) == 2
+    assert answer.sentences() == []
+
+
+def rewritten(path, **changes):
+    first, *rest = path.read_bytes().splitlines(keepends=True)
+    header = msgspec.structs.replace(msgspec.json.decode(first, type=Header), **changes)
+    path.write_bytes(msgspec.json.encode(header) + b"\n" + b"".join(rest))
+    return path
+
+
+def test_the_cost_of_a_real_server_s_steps_has_to_be_said(path):
+    record = read_request_record(rewritten(path, device="cpu"))
+    with pytest.raises(ConfigError, match="give --cost with the table"):
+        what_if(record, (), None)
+    with pytest.raises(ConfigError, match="neither GPU/NETWORK nor a table"):
+        what_if(record, (), "h20")
+    assert len(what_if(record, (), "a100/mixtral-8x7b-mqa").runs) == 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda lines: [b"{}\n", *lines[1:]], "is no record of `moestro serve --record`"),
+        (lambda lines: [lines[0].replace(FORMAT.encode(), b"other"), *lines[1:]], "of format 'other'"),
+        (lambda lines: [lines[0], b"{]\n"], "line 2"),
+        (lambda lines: lines[:1], "holds no requests"),
+        (lambda lines: [], "is no record"),
+    ],
+)
+def test_what_is_no_record_is_refused(path, spoil, words):
+    path.write_bytes(b"".join(spoil(path.read_bytes().splitlines(keepends=True))))
+    with pytest.raises(ConfigError, match=words):
+        read_request_record(path)
+
+
+def test_a_record_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Recorder(tmp_path / "nowhere" / "record.jsonl")
