@@ -116,10 +116,12 @@ class Roofline:
 
     def decode_rounds_ns(self, start: Ints, num_rounds: int) -> Int64s:
         """See `CostModel.decode_rounds_ns`."""
-        total = np.full(num_rounds, self._decode_total_ps(len(start), 0), np.int64)
+        total: Int64s | int = self._decode_total_ps(len(start), 0)
         for group in self._groups:
-            contexts = contexts_of_rounds(start, num_rounds, group.window)
-            total += group.num_layers * _rounded(self._decode_token_ps * contexts)
+            reading = _rounded(self._decode_token_ps * contexts_of_rounds(start, num_rounds, group.window))
+            reading *= group.num_layers
+            total = reading + total
+        assert not isinstance(total, int), "a network has layers"
         return _ns_array(total)
 
     # --- a group of ranks -------------------------------------------------------------------------------------------

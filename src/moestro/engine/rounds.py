@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moestro.core.work import Int32s
 
@@ -46,18 +45,20 @@ def rounds_that_fit(num_computed: Int32s, num_blocks: Int32s, block_size: int, n
     return low
 
 
-def blocks_taken(num_computed: Int32s, num_blocks: Int32s, block_size: int, num_rounds: int) -> NDArray[np.int64]:
-    """int64[blocks], the row of each block taken in `num_rounds` rounds, in the order of single rounds.
+def blocks_taken(num_computed: list[int], capacity: list[int], block_size: int, num_rounds: int) -> list[int]:
+    """The row of each block taken in `num_rounds` rounds, in the order of single rounds.
 
-    Sequence i computes position `num_computed[i] + r` in round r = 0, 1, ...
+    Args:
+        num_computed, capacity: tokens with KV, and those that there are blocks for, of each sequence. Sequence i computes
+            position `num_computed[i] + r` in round r = 0, 1, ...
     """
-    num_taken = np.maximum(-(-(num_computed + num_rounds) // block_size) - num_blocks, 0)
-    rows = np.repeat(np.arange(len(num_taken)), num_taken)
-    if len(rows) == 0:
-        return rows
-    nth = np.arange(len(rows)) - (np.cumsum(num_taken) - num_taken).take(rows)
-    rounds = ((num_blocks * block_size) - num_computed).take(rows) + nth * block_size
-    return rows[np.argsort(rounds, kind="stable")]
+    taken = [
+        (position - computed, row)
+        for row, (computed, first) in enumerate(zip(num_computed, capacity, strict=True))
+        for position in range(first, computed + num_rounds, block_size)
+    ]
+    taken.sort()
+    return [row for _, row in taken]
 
 
 def block_events(

@@ -478,10 +478,9 @@ class Scheduler:
         # Nothing to remember, so all that counts is who takes a block before whom.
         short = _true_rows(end > capacity)
         if short:
-            held = capacity.take(short) // block_size
-            taken = blocks_taken(computed.take(short), held, block_size, num_rounds)
-            slots = running.take(short).take(taken).tolist()
-            table.add_blocks(slots, self.pool.allocate_many(len(slots)))
+            taken = blocks_taken(computed.take(short).tolist(), capacity.take(short).tolist(), block_size, num_rounds)
+            short_slots = running.take(short).tolist()
+            table.add_blocks([short_slots[row] for row in taken], self.pool.allocate_many(len(taken)))
 
     def check(self) -> None:
         """Recount blocks and slots from scratch.

@@ -1,0 +1,154 @@
+"""How fast the simulator is, in CPU-seconds, beside Dynamo's replay if there is one; and what a million requests take.
+
+    python bench/sim_speed.py --traces TRACES [--dynamo PYTHON] [--million] --json bench/results/sim_speed.json
+
+TRACES is a folder with mooncake_conversation.jsonl.zst. PYTHON is an interpreter with `ai-dynamo==1.1.1` and
+`ai-dynamo-runtime==1.1.1` (their Rust replay: the same kind of simulation, with its own router and a modelled engine).
+Both sides read the trace, make the requests and simulate; ours prices steps of Qwen3-30B-A3B on an H200, theirs has its
+default timing model. Blocks are as large on both sides, and every request is answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import zstandard
+
+from moestro.sim.scenario import make_scenario, run
+from moestro.sim.settings import EngineSettings, PolicySettings, SimSettings, WorkloadSettings
+
+REPEATS = 5
+TRACE = "mooncake_conversation.jsonl.zst"
+ONE_ENGINE = {"num_requests": 4000, "prompt_tokens": 1024, "output_tokens": 256, "rate": 4.0, "arrivals": "constant"}
+SIXTEEN = EngineSettings(count=16, gpu="h200", block_size=512, max_num_batched_tokens=8192)
+MILLION = {"num_requests": 1_000_000, "prompt_tokens": 512, "output_tokens": 32, "rate": 200.0}
+
+
+def cases(traces: Path) -> dict[str, SimSettings]:
+    """What is simulated, by name."""
+    replayed = WorkloadSettings(trace=str((traces / TRACE).absolute()))
+    one = EngineSettings(gpu="h200", block_size=64, max_num_batched_tokens=8192)
+    found = {"one engine, 1024/256": SimSettings(workload=WorkloadSettings(**ONE_ENGINE), engines=one)}
+    for route in ("round_robin", "dynamo", "lmetric"):
+        name = f"Mooncake conversation, 16 engines, {route}"
+        found[name] = SimSettings(workload=replayed, engines=SIXTEEN, policies=(PolicySettings(route=route),))
+    return found
+
+
+def simulate(settings: SimSettings) -> dict[str, float]:
+    """One run of ours: CPU-seconds from reading the workload to the last answer, and a few figures of the result."""
+    began = time.process_time()
+    scenario = make_scenario(settings, Path())
+    results = run(scenario, settings.policies[0], settings)
+    cpu_s = time.process_time() - began
+    assert results.is_answered.all(), "somebody was not answered"
+    hit_ratio = float(results.num_hit_tokens.sum() / results.num_prompt_tokens.sum())
+    return {"cpu_s": cpu_s, "num_requests": len(results), "hit_ratio": hit_ratio}
+
+
+def ours(settings: SimSettings) -> dict[str, object]:
+    """Five runs."""
+    runs = [simulate(settings) for _ in range(REPEATS)]
+    return {**spread([each["cpu_s"] for each in runs], runs[0]["num_requests"]), "hit_ratio": runs[0]["hit_ratio"]}
+
+
+def spread(seconds: list[float], num_requests: float) -> dict[str, object]:
+    """CPU-seconds of repeats, and requests per CPU-second of the median."""
+    middle = statistics.median(seconds)
+    return {
+        "cpu_s": {"min": min(seconds), "median": middle, "max": max(seconds)},
+        "requests_per_cpu_s": num_requests / middle,
+        "num_requests": num_requests,
+    }
+
+
+def dynamo(python: str, arguments: list[str], num_requests: int) -> dict[str, object]:
+    """Five runs of Dynamo's replay: CPU-seconds of the process, its start included."""
+    seconds, report = [], {}
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "report.json"
+        command = [python, "-m", "dynamo.replay", *arguments, "--report-json", str(out)]
+        for _ in range(REPEATS):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run(command, check=True, capture_output=True, env=os.environ | {"DYN_LOG": "error"})
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        report = json.loads(out.read_text())
+    assert report["completed_requests"] == num_requests, "it left some out"
+    return spread(seconds, num_requests)
+
+
+def peer(python: str, traces: Path) -> dict[str, object]:
+    """Dynamo on the same workloads."""
+    one = [
+        "--input-tokens",
+        "1024",
+        "--output-tokens",
+        "256",
+        "--request-count",
+        "4000",
+        "--arrival-interval-ms",
+        "250",
+    ]
+    found = {"one engine, 1024/256": dynamo(python, [*one, "--num-workers", "1"], 4000)}
+    with tempfile.TemporaryDirectory() as directory:
+        plain = Path(directory) / "trace.jsonl"
+        with (traces / TRACE).open("rb") as packed, plain.open("wb") as unpacked:
+            zstandard.ZstdDecompressor().copy_stream(packed, unpacked)
+        num_requests = len(plain.read_text().splitlines())
+        for mode in ("round_robin", "kv_router"):
+            asked = [str(plain), "--num-workers", "16", "--trace-block-size", "512", "--router-mode", mode]
+            found[f"Mooncake conversation, 16 engines, {mode}"] = dynamo(python, asked, num_requests)
+    return found
+
+
+def million() -> dict[str, object]:
+    """A million requests, in a process of its own: its CPU-seconds, and the most memory that it ever held."""
+    settings = SimSettings(
+        workload=WorkloadSettings(**MILLION), engines=EngineSettings(count=16, gpu="h200", block_size=64)
+    )
+    result = simulate(settings)
+    return result | {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path)
+    parser.add_argument("--dynamo", help="an interpreter that has it")
+    parser.add_argument("--million", action="store_true", help="only that")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    if asked.million:
+        found: dict[str, object] = {"a million requests": million()}
+    else:
+        found = {"moestro": {name: ours(settings) for name, settings in cases(asked.traces).items()}}
+        if asked.dynamo:
+            found["dynamo 1.1.1"] = peer(asked.dynamo, asked.traces)
+    print(json.dumps(found, indent=1))
+    if asked.json:
+        earlier = json.loads(asked.json.read_text()) if asked.json.exists() else {}
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        conditions = {
+            "kind": "measured",
+            "command": " ".join(["python", "bench/sim_speed.py", *(a for a in sys.argv[1:] if a.startswith("--"))]),
+            "commit": commit.stdout.strip(),
+            "machine": f"{platform.processor() or platform.machine()}, Python {platform.python_version()},"
+            f" NumPy {np.__version__}, {os.cpu_count()} cores",
+            "repeats": REPEATS,
+        }
+        asked.json.write_text(json.dumps(earlier | conditions | found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
