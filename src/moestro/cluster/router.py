@@ -14,7 +14,7 @@ from moestro.core.request import Request
 from moestro.core.rng import Draws
 from moestro.core.views import UNKNOWN_KV_TOKENS, EngineFigures, EngineTable
 from moestro.errors import InvariantError, NoEngineError, QueueFullError
-from moestro.policy.routing.contract import Ended, EngineLost, FirstToken, Routed, RoutePolicy, RouteView
+from moestro.policy.routing.contract import Choice, Ended, EngineLost, FirstToken, Routed, RoutePolicy, RouteView
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +60,17 @@ class Router:
         """A new engine, not routable yet. Returns its number: the next, or that of one that was removed."""
         engine = self._columns.add()
         self._index.add_engine(engine)
-        self.set_spec(engine, spec)
+        self._set_spec(engine, spec)
         return engine
 
     def set_spec(self, engine: int, spec: EngineSpec) -> None:
         """What is known of `engine` now."""
-        num_blocks = spec.num_blocks
-        self._columns.num_kv_tokens[engine] = (
-            UNKNOWN_KV_TOKENS if num_blocks is None else num_blocks * self._settings.block_size
-        )
-        self._columns.speed[engine] = spec.speed
-        self._index.set_capacity(engine, spec.num_blocks)
+        self._set_spec(engine, spec)
 
     def remove_engine(self, engine: int, now_ns: int) -> None:
         """`engine` is gone for good. What is in flight there is still to be `ended`; then its number is free."""
-        self.set_routable(engine, routable=False)
-        self.engine_lost(engine, now_ns)
+        self._set_routable(engine, routable=False)
+        self._forget(engine, now_ns)
         self._removed.add(engine)
         self._release(engine)
 
@@ -83,15 +78,11 @@ class Router:
         """Take `engine` into rotation, or out of it (what is in flight stays counted)."""
         if routable and engine in self._removed:
             raise InvariantError(f"engine {engine} was removed")
-        self._columns.is_up[engine] = routable
-        self._columns.routable[engine] = routable
+        self._set_routable(engine, routable=routable)
 
     def engine_lost(self, engine: int, now_ns: int) -> None:
         """The process behind `engine` is another, or none: forget what the old one said, and what its cache held."""
-        self._columns.forget_figures(engine)
-        self._flights.forget(engine)
-        self._index.cleared(engine)
-        self._policy.observe(EngineLost(engine, now_ns))
+        self._forget(engine, now_ns)
 
     # --- requests come and go
 
@@ -106,7 +97,9 @@ class Router:
         view = self._view(request, now_ns)
         choice = self._policy.decide(view, Draws(self._settings.seed, self._num_decisions))
         engine = choice.engine
-        assert self._columns.routable[engine], f"the policy chose engine {engine}, which is not routable"
+        if not self._columns.routable[engine]:
+            raise InvariantError(f"the route policy chose engine {engine}, which is not routable")
+        self._decided(view, choice)
         self._num_decisions += 1
         hit_tokens = int(view.hit_tokens[engine])
         num_prefill_tokens = max(1, request.num_prompt_tokens - hit_tokens)
@@ -208,6 +201,24 @@ class Router:
 
     # --- inside
 
+    def _set_spec(self, engine: int, spec: EngineSpec) -> None:
+        num_blocks = spec.num_blocks
+        self._columns.num_kv_tokens[engine] = (
+            UNKNOWN_KV_TOKENS if num_blocks is None else num_blocks * self._settings.block_size
+        )
+        self._columns.speed[engine] = spec.speed
+        self._index.set_capacity(engine, spec.num_blocks)
+
+    def _set_routable(self, engine: int, *, routable: bool) -> None:
+        self._columns.is_up[engine] = routable
+        self._columns.routable[engine] = routable
+
+    def _forget(self, engine: int, now_ns: int) -> None:
+        self._columns.forget_figures(engine)
+        self._flights.forget(engine)
+        self._index.cleared(engine)
+        self._policy.observe(EngineLost(engine, now_ns))
+
     def _check_room(self) -> None:
         """Set the column `routable`: in rotation, and with room in the queue."""
         columns, bound = self._columns, self._settings.max_num_queued
@@ -222,6 +233,9 @@ class Router:
         if not np.count_nonzero(has_room):
             raise QueueFullError(int(num_waiting[is_up].sum()))
         columns.routable[: len(table)] = has_room
+
+    def _decided(self, view: RouteView, choice: Choice) -> None:
+        """Called with each decision before it changes anything; for who keeps a record."""
 
     def _view(self, request: Request, now_ns: int) -> RouteView:
         block_size = self._settings.block_size
