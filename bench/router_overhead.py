@@ -4,9 +4,10 @@
 
 DIR is a virtual environment in which any of `sglang-router`, `smg` and `vllm-router` is installed; those found are
 measured beside `moestro route`. Every round measures every router in every case, one after the other, so that what the
-machine does besides falls on all of them alike; "bytes passed on" is a proxy in Python that looks at nothing. CPU is that
-of the router's process and its threads (user and system, from the scheduler's own nanoseconds) over the requests answered; latency is compared with the same load sent straight to the
-responders. With --append the rounds are added to those in the file.
+machine does besides falls on all of them alike; "bytes passed on" is a proxy in Python that looks at nothing. CPU is
+that of the router's process and its threads (user and system, from the scheduler's own nanoseconds) over the requests
+answered; latency is compared with the same load sent straight to the responders. With --append the rounds are added to
+those in the file.
 """
 
 from __future__ import annotations

@@ -153,6 +153,8 @@ class EngineFlags:
     "Processes, each with the whole model; requests are spread over them."
     route_policy: Annotated[str, Parameter(group=_ENGINES)] = "least_loaded"
     "Which engine gets a request: a name of docs/policies.md (with settings: bailian:hit_weight=0.5), or FILE.py:NAME."
+    route_score: Annotated[str | None, Parameter(group=_ENGINES)] = None
+    "In place of a policy: an expression over indicators, the lowest wins: 'p_tokens * (batch_size + 1)'."
     startup_timeout: Annotated[float, Parameter(group=_ENGINES)] = 600.0
     "Seconds that engines have to be ready."
     engine_timeout: Annotated[float, Parameter(group=_ENGINES)] = 60.0
