@@ -47,7 +47,8 @@ def _build_preemptive(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelI
         policy = ExpertLevelPreemption(max_wait_ns=wait_ns)
     settings = replace(scheduler_settings(spec, info), max_num_urgent_seqs=limits.max_num_seqs)
     launch_ahead = 1 if device.works_when_polled else 2
-    return build_preemptive_rank(settings, device, policy, launch_ahead), info
+    rank = build_preemptive_rank(settings, device, policy, launch_ahead, passes_decodes=stepping.pass_decodes)
+    return rank, info
 
 
 def _model_info(model_id: str, info: LoadedInfo) -> ModelInfo:
