@@ -306,7 +306,8 @@ class SequenceTable:
 
     def has_no_token(self, slots: Slots) -> NDArray[np.bool_]:
         """Which of `slots` have generated nothing."""
-        return self.num_tokens.take(slots) == self.num_prompt.take(slots)
+        no_token: NDArray[np.bool_] = self.num_tokens.take(slots) == self.num_prompt.take(slots)
+        return no_token
 
     def _of_class(self, service_class: int) -> Slots:
         slots: Slots = self.running[self.service_class.take(self.running) == service_class]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import replace
 
@@ -10,12 +9,10 @@ import msgspec
 
 from moestro.core.work import Device
 from moestro.engine.rank import Rank, build_preemptive_rank
-from moestro.flow.core import StepPolicy
 from moestro.model.device import open_device
 from moestro.model.info import LoadedInfo
 from moestro.model.staged_open import open_staged_device
-from moestro.policy.stepping.basic import in_order
-from moestro.policy.stepping.qllm import ExpertLevelPreemption
+from moestro.policy.stepping.registry import make_step_policy
 from moestro.serve.launch_spec import LaunchSpec
 from moestro.serve.messages import ModelInfo
 from moestro.serve.paced import PACED_NOTE, NetworkAnswers, PacedDevice, cost_of, num_blocks_of
@@ -41,10 +38,7 @@ def _build_preemptive(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelI
     max_tokens, max_bytes = limits.max_num_batched_tokens, stepping.max_parked_bytes
     device, loaded = open_staged_device(spec.model, max_tokens, max_bytes, on_phase, spec.rank)
     info = _model_info(spec.model.model, loaded)
-    policy: StepPolicy = in_order
-    if stepping.step_policy == "qllm":
-        wait_ns = None if math.isinf(stepping.max_be_wait) else round(stepping.max_be_wait * 1e9)
-        policy = ExpertLevelPreemption(max_wait_ns=wait_ns)
+    policy = make_step_policy(stepping.step_policy, stepping.max_be_wait)
     settings = replace(scheduler_settings(spec, info), max_num_urgent_seqs=limits.max_num_seqs)
     launch_ahead = 1 if device.works_when_polled else 2
     rank = build_preemptive_rank(settings, device, policy, launch_ahead, passes_decodes=stepping.pass_decodes)
