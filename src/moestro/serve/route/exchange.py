@@ -24,9 +24,10 @@ _BUSY = frozenset({429, 503, 529})  # not now; 529 is Dynamo's and Anthropic's
 _FAILED = frozenset({500, 502, 504})
 _STALE_NS = 1_000_000_000  # a kept connection that was closed by its engine in the meantime shows it at once
 _TAIL_BYTES = 4096  # the end of an answer, where its usage is
-_MAX_TAIL_BYTES = 4 * _TAIL_BYTES
+_MAX_TAIL_BYTES = 4 * _TAIL_BYTES  # it is not cut at every piece
 _MAX_LOST = 1  # engines that one request may lose: what loses two may be what ends them
 _LEFT_STATUS = 499  # nginx' word for a client that did not wait
+_LAST_EVENT = b"data: [DONE]"  # many clients hang up when they have read it
 
 
 class _Stage(Enum):
@@ -148,11 +149,12 @@ class Exchange:
         """There is nobody to answer any more: the engine hears of it at once."""
         if self._stage is _Stage.OVER:
             return
-        if self._engine is not None:
+        is_whole = self._is_event_stream and self._tail.rstrip().endswith(_LAST_EVENT)  # only the end of HTTP's is due
+        if self._engine is not None and not is_whole:
             self._engine.health.breaker.abandoned(self._mark)
             self._engine.counts.num_left += 1
         self._release_engine(completed=False)
-        self._finish(_LEFT_STATUS)
+        self._finish(self._status if is_whole else _LEFT_STATUS)
 
     def client_is_slow(self) -> None:
         """Take in no more for now; the client's patience is what counts."""
@@ -188,9 +190,9 @@ class Exchange:
             self._begin(engine, now_ns)
         self.deadline_s = now_ns * 1e-9 + self._idle_s
         tail = self._tail
-        tail += data
         if len(tail) > _MAX_TAIL_BYTES:
             del tail[:-_TAIL_BYTES]
+        tail += data
         self._client.piece(data, is_last=is_last)
 
     def done(self) -> None:
@@ -344,7 +346,7 @@ class Exchange:
             engine.health.breaker.succeeded(self._mark, now_ns)
             if engine.condition is not Condition.UP:
                 self._shared.fleet.look(engine, now_ns)
-        self._is_event_stream = head.named.get(b"content-type", b"").startswith(b"text/event-stream")
+        self._is_event_stream = head.is_event_stream
         framing = b"" if length is None else b"Content-Length: %d\r\n" % length
         has_end = length is not None or self._incoming.head.method == b"HEAD" or status in (204, 304)
         self._client.begin(b"%b%b%b" % (head.lines, framing, self._own_lines()), has_length=has_end)
@@ -382,7 +384,7 @@ class Exchange:
     def _finish(self, status: int) -> None:
         self._stage = _Stage.OVER
         self.deadline_s = float("inf")
-        usage = usage_in(self._tail) if status == 200 else {}
+        usage = usage_in(self._tail) if self._status == 200 else {}
         if usage:
             self._count_hits(usage)
         self._end_in_router(usage.get(b"completion_tokens"))

@@ -40,6 +40,7 @@ class RequestHead:
         target: as it was sent: path and query.
         is_last: the connection ends after the answer.
         is_old: HTTP/1.0: no chunks.
+        path: of the target, without the query.
         written: for each engine's head what `EngineHead.of` made of this one.
     """
 
@@ -49,7 +50,11 @@ class RequestHead:
     named: Named
     is_last: bool = False
     is_old: bool = False
+    path: str = field(init=False)
     written: dict[EngineHead, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", self.target.partition(b"?")[0].decode("latin-1"))
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +80,11 @@ class AnswerHead:
     named: Named
     lines: bytes
     is_kept: bool = True
+    is_event_stream: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        is_event_stream = self.named.get(b"content-type", b"").startswith(b"text/event-stream")
+        object.__setattr__(self, "is_event_stream", is_event_stream)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -83,7 +83,7 @@ class Proxy:
     def handle(self, client: Client, incoming: Incoming) -> Answering | None:
         """Answer now, or return who will."""
         incoming.request_id = self._request_id(incoming)
-        path = incoming.head.target.partition(b"?")[0].decode("latin-1")
+        path = incoming.head.path
         try:
             if path in self._open_paths or (path.startswith("/v1/") and self._is_open(path)):
                 return self._send_on(client, incoming)
