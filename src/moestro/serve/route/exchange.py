@@ -271,7 +271,9 @@ class Exchange:
         self._connection = connection
         self._stage = _Stage.WAITING
         self._sent_ns = time.monotonic_ns()
-        connection.send(self._engine.head.of(incoming), incoming.body, self, is_bodiless=incoming.head.method == b"HEAD")
+        connection.send(
+            self._engine.head.of(incoming), incoming.body, self, is_bodiless=incoming.head.method == b"HEAD"
+        )
 
     # --- elsewhere
 

@@ -133,7 +133,7 @@ class EngineHead:
 
 
 def answer_lines(status: int, headers: Headers, named: Named) -> bytes:
-    """The status line of an engine's answer and the headers that its client gets; how the body is framed is not in it."""
+    """The status line of an engine's answer and the headers that its client gets, without how its body is framed."""
     dropped = _NOT_TO_CLIENT
     if b"connection" in named:
         dropped |= _named_by_connection(headers)
