@@ -245,7 +245,8 @@ class Client(asyncio.Protocol):
         head = RequestHead(parser.get_method(), self._target, self._headers, self._named, is_last, is_old)
         if self._first_read:
             if _ONCE_ONLY.isdisjoint(head.named):
-                self._clients.known.learn(self._first_read, head)
+                has_length = b"content-length" in head.named
+                self._clients.known.learn(self._first_read, head, has_length=has_length)
             self._first_read = b""  # what follows it in the same read is another's
         self._ready.append(Incoming(head, pieces[0] if len(pieces) == 1 else b"".join(pieces), self._address))
 

@@ -38,12 +38,12 @@ class KnownHeads(Generic[Head]):
         head = self._with_length.get(data[:start] + data[stop:end])
         return None if head is None else (head, end, int(data[start:stop]))
 
-    def learn(self, data: bytes, head: Head) -> None:
-        """`data` begins with a whole head, which the parser has read as `head`."""
+    def learn(self, data: bytes, head: Head, *, has_length: bool) -> None:
+        """`data` begins with a whole head, which the parser has read as `head`, with a length in it or without."""
         end = data.find(_END) + len(_END)
-        if not len(_END) <= end <= _MAX_KEY_BYTES:
-            return
         found = _LENGTH.search(data, 0, end)
+        if not len(_END) <= end <= _MAX_KEY_BYTES or (found is not None) != has_length:
+            return  # it is long, or spells its length in its own way
         if found is None:
             heads, key = self._without, data[:end]
         else:

@@ -332,8 +332,9 @@ class EngineConnection(asyncio.Protocol):
         named = head.named
         if self._is_bodiless or head.status in _BODILESS:
             return
-        if (named.get(b"transfer-encoding", b"").lower() == b"chunked") != (b"content-length" in named):
-            self._pool.known.learn(self._first_read, head)
+        has_length = b"content-length" in named
+        if (named.get(b"transfer-encoding", b"").lower() == b"chunked") != has_length:
+            self._pool.known.learn(self._first_read, head, has_length=has_length)
 
     def _deliver(self) -> None:
         sink = self._sink
