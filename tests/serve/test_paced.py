@@ -226,4 +226,4 @@ def test_a_record_of_the_server_can_be_replayed_under_another_policy(tmp_path, c
         main(["sim", "--replay", str(record), "--policy", "lmetric"])
     said = capsys.readouterr().out
     assert "Under lmetric (simulated):" in said
-    assert "6 requests recorded under least_loaded" in said
+    assert "6 requests recorded under moestro" in said
