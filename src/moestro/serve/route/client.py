@@ -429,10 +429,9 @@ class Client(asyncio.Protocol):
 
     def _let_go_of(self, incoming: Incoming) -> None:
         """Its body is needed no more."""
-        num_bytes = len(incoming.body) - _SMALL_BYTES
-        incoming.body = b""
-        if num_bytes > 0:
-            self._let_go(num_bytes)
+        body, incoming.body = incoming.body, b""
+        if len(body) > _SMALL_BYTES:
+            self._let_go(len(body) - _SMALL_BYTES)
 
     def _let_go(self, num_bytes: int) -> None:
         self._clients.num_held_bytes -= num_bytes
