@@ -29,8 +29,8 @@ _LEFT_STATUS = 499  # nginx' word for a client that did not wait
 _LAST_EVENT = b"data: [DONE]"  # many clients hang up when they have read it
 
 
-# Where an exchange is: no engine has it; a connection is being made; it is sent, and no byte of a body has come; bytes are
-# on their way to the client; it is over. Plain numbers, for they are looked at dozens of times in every request.
+# Where an exchange is: no engine has it; a connection is being made; it is sent, and no byte of a body has come; bytes
+# are on their way to the client; it is over. Plain numbers, for they are looked at a dozen times in every request.
 _CHOOSING, _CONNECTING, _WAITING, _ANSWERING, _OVER = range(5)
 
 
