@@ -75,7 +75,7 @@ class Listener:
         self.told = []
 
     def __getattr__(self, name):
-        if name in {"report", "first_token", "ended"}:
+        if name in {"report", "first_token", "ended", "kv_stored", "kv_removed"}:
             return lambda *args: (self.told.append((name, *args)), getattr(self.router, name)(*args))
         return getattr(self.router, name)
 
@@ -91,7 +91,11 @@ def draw_signals(rng: np.random.Generator) -> SignalSettings:
         )
         for name in ("num_waiting", "num_running", "kv_usage", "queued_prefill_tokens", "num_tokens")
     )
-    return SignalSettings(response_delay_ms=float(rng.choice([0, 5])), channels=channels)
+    return SignalSettings(
+        response_delay_ms=float(rng.choice([0, 5])),
+        channels=channels if rng.random() < 0.7 else (),
+        kv_events_delay_ms=rng.choice([None, 0.0, 30.0]),
+    )
 
 
 def run(rows: Rows, offsets, bounds: SchedulerSettings, setting: tuple[int, SignalSettings], *, jump: bool) -> Cluster:

@@ -17,12 +17,34 @@ from collections import OrderedDict
 from moestro.errors import InvariantError
 
 
+class Journal:
+    """What a pool remembers and forgets, in order, for whoever tells others of it.
+
+    Attributes:
+        round: set by whoever takes many rounds at once: of the entries that follow.
+        entries: (round, whether it was remembered or else forgotten, hash).
+    """
+
+    def __init__(self) -> None:
+        self.round = 0
+        self.entries: list[tuple[int, bool, bytes]] = []
+
+    def take(self) -> list[tuple[int, bool, bytes]]:
+        """The entries so far; they are not given again."""
+        taken, self.entries, self.round = self.entries, [], 0
+        return taken
+
+
 class BlockPool:
     """Hands out blocks, counts their holders, remembers full ones by hash.
 
     Args:
         num_blocks: blocks in the pool.
         enable_prefix_caching: False: no hash is ever remembered.
+
+    Attributes:
+        version: goes up whenever a hash is remembered or forgotten.
+        journal: where that is written down; None: nobody wants to know.
     """
 
     def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
@@ -34,7 +56,8 @@ class BlockPool:
         self._ref_count = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
-        self.version = 0  # goes up whenever a hash is remembered or forgotten
+        self.version = 0
+        self.journal: Journal | None = None
 
     @property
     def num_free(self) -> int:
@@ -94,8 +117,11 @@ class BlockPool:
         self.version += num_forgotten
         for _ in range(num_forgotten):
             block, _ = self._cached.popitem(last=False)
-            del self._block_of[self._hash_of.pop(block)]
+            forgotten = self._hash_of.pop(block)
+            del self._block_of[forgotten]
             blocks.append(block)
+            if self.journal is not None:
+                self.journal.entries.append((self.journal.round, False, forgotten))
         for block in blocks:
             ref_count[block] = 1
         return blocks
@@ -129,6 +155,8 @@ class BlockPool:
                 block_of[block_hash] = block
                 hash_of[block] = block_hash
                 self.version += 1
+                if self.journal is not None:
+                    self.journal.entries.append((self.journal.round, True, block_hash))
 
     def check(self, held: list[list[int]]) -> None:
         """Recount everything against the block lists that sequences hold.

@@ -49,7 +49,7 @@ def blocks_taken(num_computed: list[int], capacity: list[int], block_size: int, 
     """The row of each block taken in `num_rounds` rounds, in the order of single rounds.
 
     Args:
-        num_computed, capacity: tokens with KV, and those that there are blocks for, of each sequence. Sequence i computes
+        num_computed, capacity: tokens with KV, and those with blocks, of each sequence. Sequence i computes
             position `num_computed[i] + r` in round r = 0, 1, ...
     """
     taken = [

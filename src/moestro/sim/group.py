@@ -8,6 +8,9 @@ undone, because nothing was done yet. With `jump=False` every round is taken on 
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +19,7 @@ from moestro.core.request import Request
 from moestro.core.script import Script
 from moestro.core.work import Int32s, Plan, Slots
 from moestro.cost.priced_device import ScriptedDevice
+from moestro.engine.block_pool import Journal
 from moestro.engine.emitted import Emitted
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.rank import Rank
@@ -40,9 +44,11 @@ class Seat:
         device: answers its items from scripts; the group says when.
         plan: of the step under way; None: it idles in it, or the group is in a jump.
         running, computed: int64[n], int32[n], of the jump under way: who decodes, and from which position on.
+        kv_events: (when, remembered or forgotten, hash) of what the rank has published and nobody took yet; when: at the
+            end of the round in which it happened. Only written where `publish` was called.
     """
 
-    __slots__ = ("computed", "device", "plan", "rank", "running")
+    __slots__ = ("computed", "device", "kv_events", "plan", "rank", "running")
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self.device = ScriptedDevice(settings.block_size)
@@ -50,6 +56,17 @@ class Seat:
         self.plan: Plan | None = None
         self.running: Slots = _NO_SLOTS
         self.computed: Int32s = _NOBODY
+        self.kv_events: deque[tuple[int, bool, bytes]] = deque()
+
+    def publish(self) -> None:
+        """From now on write down what the prefix cache remembers and forgets."""
+        self.rank.scheduler.pool.journal = Journal()
+
+    def close_rounds(self, ends: Sequence[int]) -> None:
+        """The rounds that have just been taken ended then."""
+        journal = self.rank.scheduler.pool.journal
+        if journal is not None:
+            self.kv_events.extend((ends[number], stored, name) for number, stored, name in journal.take())
 
 
 class Group:
@@ -78,6 +95,7 @@ class Group:
         self._jumps = jump
         self._has_newcomer = False  # it will most likely enter: to ask how long nobody does is for nothing
         self.ends: Int64s | None = None
+        self._num_done = 0  # rounds of the jump that were taken already
 
     def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
         """Put a request in the waiting queue of a rank; the jump under way ends with the round under way.
@@ -113,20 +131,45 @@ class Group:
             ends = self._prices.rounds_ns([seat.computed for seat in self.seats], num_rounds).cumsum() + now_ns
             if until_ns < ends[-1]:  # a round that begins at that time or later is not steady any more
                 ends = ends[: int(ends.searchsorted(until_ns)) + 1]
-            self.ends, self.next_ns = ends, int(ends[-1])
+            self.ends, self.next_ns, self._num_done = ends, int(ends[-1]), 0
         else:
             self.ends = None
             self._begin(now_ns)
+        return emitted
+
+    def catch_up(self, before_ns: int) -> None:
+        """Take the rounds of the jump that ended before `before_ns`, if any of them touches a block.
+
+        That cuts the jump in two, which changes nothing but what can be seen of it: the ranks' journals.
+        """
+        if self.ends is None:
+            return
+        num_ended = min(int(self.ends.searchsorted(before_ns)), len(self.ends) - 1)
+        num_rounds = num_ended - self._num_done
+        seats = [seat for seat in self.seats if len(seat.running)]
+        if num_rounds <= min((seat.rank.scheduler.rounds_without_blocks() for seat in seats), default=num_rounds):
+            return
+        for seat in seats:
+            self._advance(seat, num_ended)
+        self._num_done = num_ended
+
+    def _advance(self, seat: Seat, num_ended: int) -> Emitted:
+        """Take the rounds of the jump up to number `num_ended` that were not taken yet."""
+        assert self.ends is not None, "a jump is under way"
+        num_rounds = num_ended - self._num_done
+        told, finished = seat.device.complete_rounds(seat.running, seat.computed, num_rounds)
+        emitted = seat.rank.scheduler.advance(num_rounds, told, finished)
+        seat.computed = seat.computed + num_rounds
+        seat.close_rounds(self.ends[self._num_done : num_ended].tolist())
         return emitted
 
     def _collect(self, seat: Seat, now_ns: int) -> Emitted:
         seat.plan = None
         if self.ends is None:
             emitted = seat.rank.collect(now_ns)
+            seat.close_rounds((now_ns,))
         elif len(seat.running):
-            num_rounds = len(self.ends)
-            told, finished = seat.device.complete_rounds(seat.running, seat.computed, num_rounds)
-            emitted = seat.rank.scheduler.advance(num_rounds, told, finished)
+            emitted = self._advance(seat, len(self.ends))
         else:
             return Emitted()
         for sequence, reason in zip(emitted.sequences, emitted.finish_reasons, strict=True):

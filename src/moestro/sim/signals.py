@@ -56,14 +56,19 @@ class SignalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         response_delay_ms: from an engine to the router, of first tokens and ends of requests: what its exact counts of
             requests in flight live on.
         channels: of figures; what no channel brings, the router never knows.
+        kv_events_delay_ms: from an engine to the router, of what its prefix cache remembers and forgets; unset: it says
+            nothing of that, and the router predicts it.
     """
 
     response_delay_ms: float = 0.0
     channels: tuple[ChannelSettings, ...] = ()
+    kv_events_delay_ms: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.response_delay_ms < float("inf"):
             raise ConfigError(f"signals: response_delay_ms must be 0 or more, got {self.response_delay_ms}")
+        if self.kv_events_delay_ms is not None and not 0 <= self.kv_events_delay_ms < float("inf"):
+            raise ConfigError(f"signals: kv_events_delay_ms must be 0 or more, got {self.kv_events_delay_ms}")
 
 
 AT_ONCE = SignalSettings()  # and no figures: for policies that live on the router's own counts
@@ -171,6 +176,7 @@ class Signals:
 
     def __init__(self, router: Router, engines: Sequence[tuple[Group, int]], settings: SignalSettings) -> None:
         self._router = router
+        self._engines = engines
         self._voices = [_Voice(group, seat) for group, seat in engines] if settings.channels else []
         self._channels = settings.channels
         self._delays_ns = [round(each.delay_ms * NS_PER_MS) for each in settings.channels]
@@ -180,6 +186,10 @@ class Signals:
         ]
         self._response_delay_ns = round(settings.response_delay_ms * NS_PER_MS)
         self._responses: deque[tuple[int, bool, str, int]] = deque()
+        self._kv_delay_ns = -1 if settings.kv_events_delay_ms is None else round(settings.kv_events_delay_ms * NS_PER_MS)
+        if self._kv_delay_ns >= 0:
+            for group, seat in engines:
+                group.seats[seat].publish()
         self._asked_ns = [-1] * len(settings.channels)  # until when each channel was read
         self._told_ns = [[-1] * len(engines) for _ in settings.channels]
 
@@ -210,11 +220,27 @@ class Signals:
                 router.ended(request_id, heard_ns, num_tokens)
             else:
                 router.first_token(request_id, heard_ns)
+        if self._kv_delay_ns >= 0:
+            self._bring_kv_events(now_ns)
         for number, channel in enumerate(self._channels):
             true_at_ns = self._true_at(number, now_ns)
             if true_at_ns >= 0 and true_at_ns != self._asked_ns[number]:
                 self._asked_ns[number] = true_at_ns
                 self._report(number, channel, true_at_ns, now_ns)
+
+    def _bring_kv_events(self, now_ns: int) -> None:
+        # An event of this very moment is still to come: an arrival comes before the end of a step.
+        before_ns = now_ns - self._kv_delay_ns + (self._kv_delay_ns > 0)
+        for engine, (group, seat) in enumerate(self._engines):
+            group.catch_up(before_ns)
+            events = group.seats[seat].kv_events
+            while events and events[0][0] < before_ns:
+                at_ns, is_stored, name = events.popleft()
+                names = [name]
+                while events and events[0][:2] == (at_ns, is_stored):
+                    names.append(events.popleft()[2])
+                tell = self._router.kv_stored if is_stored else self._router.kv_removed
+                tell(engine, b"".join(names), at_ns + self._kv_delay_ns)
 
     def bring_all(self) -> None:
         """Tell the router what is still on its way, when nothing more will happen."""
