@@ -125,7 +125,8 @@ class ServerSettings:
         api_key: any of these opens the door; none: it is open.
         tokenizer: a directory, where it is not the model's own.
         engines: rank processes, each with the whole model.
-        route_policy: how a request is given to one of them.
+        route_policy: how a request is given to one of them, as `policy_from` reads it.
+        route_score: in its place, an expression over indicators.
         startup_timeout, shutdown_timeout: seconds that engines may take to be ready, and requests to finish.
         engine_timeout: seconds of silence after which an engine is taken for dead.
         watchdog_timeout, step_timeout: seconds in which an engine with requests may complete no step, until it is taken
@@ -143,6 +144,7 @@ class ServerSettings:
     tokenizer: Path | None = None
     engines: int = 1
     route_policy: str = "least_loaded"
+    route_score: str | None = None
     startup_timeout: float = 600.0
     shutdown_timeout: float = 10.0
     engine_timeout: float = 60.0
@@ -179,12 +181,16 @@ class PacedSettings:
         arithmetic: demo: the demo network computes the answers, within the modelled time; none: nothing is computed,
             torch is not loaded, and answers are a fixed sequence of tokens.
         max_model_len: tokens of the longest sequence, where the operator names none.
+        tokenizer: a directory, where it is not the demo model's.
+        kv_cache_memory_bytes: of the network that is played; None: what its GPU has beside the weights.
     """
 
     device: str
     network: str = PACED_NETWORK
     arithmetic: PacedArithmetic = "demo"
     max_model_len: int = 32_768
+    tokenizer: str | None = None
+    kv_cache_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.table is None:

@@ -55,11 +55,8 @@ class Diary:
         )
         self.executor.submit(plan, now_ns)
 
-    def poll(self, now_ns):
-        return self.executor.poll(now_ns)
-
-    def ready_at_ns(self):
-        return self.executor.ready_at_ns()
+    def __getattr__(self, name):
+        return getattr(self.executor, name)
 
 
 class ScriptedRank:
@@ -92,6 +89,9 @@ class IdealChannel:
 
     def clock(self) -> int:
         return self.now_ns
+
+    def has_messages(self) -> bool:
+        return bool(self.inbox) and self.inbox[0].arrival_ns <= self.now_ns
 
     def receive(self, wait_s):
         due = self._due()

@@ -17,6 +17,7 @@ FLAGS = [
     *("host", "port", "served-model-name", "api-key", "tokenizer", "dtype", "device", "load-format", "max-model-len"),
     *("max-num-seqs", "max-num-batched-tokens", "max-num-queued-reqs", "block-size", "kv-cache-memory-bytes"),
     *("num-gpu-blocks-override", "no-enable-prefix-caching", "gate-override", "seed", "engines", "shutdown-timeout"),
+    "paced-arithmetic",
 ]
 
 

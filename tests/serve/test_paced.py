@@ -12,6 +12,7 @@ from serve.running import REAL, Running, call, complete, is_idle, load, wait_unt
 
 from moestro.cli import main
 from moestro.config import PacedSettings
+from moestro.cost.capacity import kv_blocks
 from moestro.cost.gpus import H20
 from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
@@ -19,7 +20,17 @@ from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
-from moestro.serve.paced import FixedAnswers, NetworkAnswers, PacedDevice
+from moestro.model.settings import ModelSettings
+from moestro.serve.paced import (
+    WORDS,
+    FixedAnswers,
+    NetworkAnswers,
+    PacedDevice,
+    num_blocks_of,
+    num_parameters,
+    paced_info,
+    read_words,
+)
 from moestro.workload.request_record import read_request_record
 
 COST = Roofline(RooflineSettings(network=network_named("qwen3-30b-a3b"), gpu=H20))
@@ -30,6 +41,7 @@ DECODE_S = COST.step_ns(Batch(np.array([20]), np.array([1]))) / 1e9
 @pytest.fixture(scope="module", params=["none", "demo"])
 def paced(request, tmp_path_factory):
     flags = ("--device", "paced:h20", "--paced-arithmetic", request.param, "--engines", "2", "--dtype", "float32")
+    flags += ("--num-gpu-blocks-override", "2000")  # the demo network allocates them
     server = Running((*REAL, *flags), tmp_path_factory.mktemp("paced"))
     server.arithmetic = request.param
     yield server
@@ -85,7 +97,9 @@ def run_rank(device, **sampling):
     return found
 
 
-@pytest.mark.parametrize("answers", [FixedAnswers, lambda: NetworkAnswers(KvDevice(64, 4))], ids=["fixed", "network"])
+@pytest.mark.parametrize(
+    "answers", [lambda: FixedAnswers([7]), lambda: NetworkAnswers(KvDevice(64, 4))], ids=["fixed", "network"]
+)
 def test_each_step_ends_at_its_price(answers):
     found = run_rank(PacedDevice(COST, answers()), max_tokens=4)
     prefill = COST.step_ns(Batch(np.array([0]), np.array([5])))
@@ -109,6 +123,86 @@ def test_a_network_s_tokens_are_passed_on():
 def test_a_device_that_nobody_knows_is_refused(given, words):
     with pytest.raises(ConfigError, match=words):
         PacedSettings(**given)
+
+
+def test_every_answer_says_that_it_is_paced(paced):
+    answer = complete(paced, max_tokens=17, ignore_eos=True).json
+    assert answer["system_fingerprint"].startswith("fp_paced_")
+    assert "Evidence is paced" in paced.text
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "length"
+    assert (choice["text"] in WORDS * 2) == (paced.arithmetic == "none")
+
+
+def test_fixed_words_are_ordinary_tokens_that_read_as_text(demo_dir, tokenizer):
+    words, vocab_size = read_words(demo_dir)
+    assert not set(words) & tokenizer.special_ids
+    assert max(words) < vocab_size == tokenizer.backend.get_vocab_size()
+    assert tokenizer.backend.decode(words * 2) == WORDS * 2
+
+
+def test_fixed_words_follow_the_position():
+    said = [token for _, token in run_rank(PacedDevice(COST, FixedAnswers([10, 11, 12])), max_tokens=4)]
+    assert said == [12, 10, 11, 12]  # at positions 5, 6, 7, 8
+
+
+def test_a_tokenizer_that_cannot_be_read_or_has_no_words_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        read_words(tmp_path)
+    wordless = '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {"\u00e9": 0}, "merges": []}}'
+    (tmp_path / "tokenizer.json").write_text(wordless)
+    with pytest.raises(ConfigError, match="has no words"):
+        read_words(tmp_path)
+
+
+def test_the_kv_cache_is_what_the_gpu_has_beside_the_weights_unless_told_otherwise():
+    network, model = network_named("qwen3-30b-a3b"), ModelSettings(model="demo")
+    assert num_blocks_of(PacedSettings(device="paced:h20"), model) == kv_blocks(network, H20, 16)
+    bytes_of_100 = 100 * 16 * network.kv_bytes_per_token
+    assert num_blocks_of(PacedSettings(device="paced:h20", kv_cache_memory_bytes=bytes_of_100 + 1), model) == 100
+    few = ModelSettings(model="demo", num_gpu_blocks_override=77)
+    assert num_blocks_of(PacedSettings(device="paced:h20"), few) == 77
+    assert num_blocks_of(PacedSettings(device="paced:table.json"), model) is None
+
+
+def test_a_context_that_was_asked_for_is_never_clipped():
+    paced, few = PacedSettings(device="paced:h20"), {"model": "demo", "num_gpu_blocks_override": 77}
+    assert paced_info(paced, ModelSettings(**few), 4096).max_model_len == 77 * 16
+    assert paced_info(paced, ModelSettings(**few, max_model_len=2000), 4096).max_model_len == 2000  # refused later
+
+
+@pytest.mark.parametrize(("name", "billions"), [("qwen3-30b-a3b", 30.5), ("mixtral-8x7b", 46.7), ("deepseek-v3", 671)])
+def test_parameters_are_counted_as_published(name, billions):
+    assert num_parameters(network_named(name)) == pytest.approx(billions * 1e9, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--device", "paced:h21"), ("'h21'", "h20-96g", "h100")),
+        (("qwen4", "--device", "paced:h20"), ("'qwen4'", "qwen3-30b-a3b", "mixtral-8x7b")),
+        (("--paced-arithmetic", "none"), ("--device paced:GPU",)),
+    ],
+)
+def test_what_cannot_be_paced_is_exit_2_with_what_can(capsys, flags, words):
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", *flags])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("deepseek-v3",), "deepseek-v3 does not fit a h20-96g"),
+        (("--max-model-len", "2000", "--num-gpu-blocks-override", "77"), "does not fit in the KV cache"),
+    ],
+)
+def test_what_does_not_fit_the_gpu_is_exit_2(tmp_path, flags, words):
+    server = Running((*REAL, *flags, "--device", "paced:h20", "--paced-arithmetic", "none"), tmp_path, wait=False)
+    assert server.process.wait(30) == 2
+    assert words in " ".join(server.text.split())
 
 
 def test_a_record_of_the_server_can_be_replayed_under_another_policy(tmp_path, capsys):

@@ -273,6 +273,9 @@ class FakeChannel:
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.sent: list = []
 
+    def has_messages(self) -> bool:
+        return not self.inbox.empty()
+
     def receive(self, wait_s: float | None) -> list:
         messages = []
         with contextlib.suppress(queue.Empty):
@@ -293,7 +296,7 @@ class SlowRank(FakeRank):
         self.num_asked = 0
         self.aborted = threading.Event()
 
-    def step(self, now_ns: int) -> list:
+    def step(self, now_ns: int, is_wanted=None) -> list:
         self.num_asked += 1
         self.num_steps = 1
         return []
@@ -321,7 +324,7 @@ def test_while_a_step_is_under_way_a_rank_does_not_spin_and_hears_messages_at_on
 class PromptRank(FakeRank):
     """Begins a step whenever it is asked, as on a CPU."""
 
-    def step(self, now_ns: int) -> list:
+    def step(self, now_ns: int, is_wanted=None) -> list:
         self.num_steps += 1
         return []
 

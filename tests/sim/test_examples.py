@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from moestro.cli import main
+from moestro.errors import ConfigError
+from moestro.sim.settings import read_settings
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 
@@ -103,3 +105,24 @@ def test_a_file_that_cannot_be_honoured_is_refused_by_name(tmp_path, capsys, tex
 def test_a_scenario_or_a_record_has_to_be_given(capsys):
     assert sim() == 2
     assert "exactly one of them" in capsys.readouterr().err
+
+
+EQUAL = "[workload]\nprompt_tokens = 8\noutput_tokens = 2\nnum_requests = 3\nrate = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("seed = -1\n" + EQUAL, "seed must not be negative"),
+        (EQUAL.replace("= 8", "= 0"), r"\[workload\] prompt_tokens must be at least 1, got 0"),
+        (EQUAL + "burstiness = -1\narrivals = 'gamma'", "burstiness must be above 0"),
+        ("[workload]\nsessions = 'chat'\nshape = 'central'\nnum_requests = 3\nrate = 1", "shape draws the lengths"),
+        (EQUAL + "[engines]\nhost_step_us = -1e6", "host_step_us must be 0 or more"),
+        (EQUAL + "[engines]\nnum_blocks = 0", "num_blocks must be at least 1"),
+    ],
+)
+def test_what_a_file_may_not_say_is_named(tmp_path, text, words):
+    path = tmp_path / "scenario.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        read_settings(path)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.views import FIGURES, NEVER_NS, OWN_COUNTS, EngineFigures, EngineTable, Figure
+from moestro.core.views import FIGURES, NEVER_NS, OWN_COUNTS, UNKNOWN_KV_TOKENS, EngineFigures, EngineTable, Figure
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -70,16 +70,16 @@ class EngineColumns:
         self.prefill_tokens = np.zeros(capacity, np.int64)
         self.context_tokens = np.zeros(capacity, np.int64)
         self.num_unseen = np.zeros(capacity, np.int64)
-        self.unseen_prefill_tokens = np.zeros(capacity, np.int64)
+        self.said_prefill_tokens = np.full(capacity, np.inf)
         self.num_foreign = np.zeros(capacity, np.int64)
-        self.num_kv_tokens = np.zeros(capacity, np.int64)
+        self.num_kv_tokens = np.full(capacity, UNKNOWN_KV_TOKENS)
         self.speed = np.ones(capacity, np.float64)
         self._values = np.zeros((len(FIGURES), capacity), np.float64)
         self._as_of_ns = np.full((len(FIGURES), capacity), NEVER_NS, np.int64)
         self._show()
 
     def _grow(self) -> None:
-        names = ("is_up", "routable", "speed", "_values", "_as_of_ns", *OWN_COUNTS)
+        names = ("is_up", "routable", "said_prefill_tokens", "speed", "_values", "_as_of_ns", *OWN_COUNTS)
         old, num_rows = {name: getattr(self, name) for name in names}, self._capacity
         self._allocate(2 * num_rows)
         for name, column in old.items():
@@ -92,7 +92,10 @@ class EngineColumns:
             name: Figure(_read_only(values, n), _read_only(as_of_ns, n))
             for name, values, as_of_ns in zip(FIGURES, self._values, self._as_of_ns, strict=True)
         }
-        columns |= {name: _read_only(getattr(self, name), n) for name in ("routable", "speed", *OWN_COUNTS)}
+        columns |= {
+            name: _read_only(getattr(self, name), n)
+            for name in ("routable", "said_prefill_tokens", "speed", *OWN_COUNTS)
+        }
         self.table = EngineTable(**columns)
 
 

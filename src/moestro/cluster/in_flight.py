@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
@@ -85,7 +86,7 @@ class InFlight:
         columns.num_prefilling[row] += 1
         columns.num_unseen[row] += 1
         columns.prefill_tokens[row] += flight.num_prefill_tokens
-        columns.unseen_prefill_tokens[row] += flight.num_prefill_tokens
+        columns.said_prefill_tokens[row] += flight.num_prefill_tokens
         columns.context_tokens[row] += flight.num_prompt_tokens
 
     def first_token(self, request_id: str) -> Flight | None:
@@ -98,7 +99,7 @@ class InFlight:
         columns.num_prefilling[row] -= 1
         columns.prefill_tokens[row] -= flight.num_prefill_tokens
         if flight.serial > self._rows[row].seen_prefill:
-            columns.unseen_prefill_tokens[row] -= flight.num_prefill_tokens
+            columns.said_prefill_tokens[row] -= flight.num_prefill_tokens
         return flight
 
     def ended(self, request_id: str, now_ns: int) -> Flight:
@@ -129,8 +130,8 @@ class InFlight:
         row = self._rows[engine]
         row.seen = row.seen_prefill = self._num_added - 1
         row.departed.clear()
-        for count in (self._columns.num_unseen, self._columns.unseen_prefill_tokens, self._columns.num_foreign):
-            count[engine] = 0
+        self._columns.num_unseen[engine] = self._columns.num_foreign[engine] = 0
+        self._columns.said_prefill_tokens[engine] = math.inf
 
     def recount_requests(self, engine: int, num_reported: int, as_of_ns: int) -> None:
         """The engine said that it had `num_reported` requests: which of mine could it not have seen, and how many were
@@ -150,13 +151,13 @@ class InFlight:
         while row.departed and row.departed[0][0] <= as_of_ns:
             row.departed.popleft()
 
-    def recount_prefill(self, engine: int, as_of_ns: int) -> None:
-        """The engine said how many prompt tokens it had to compute: how many of mine could it not have seen?"""
+    def recount_prefill(self, engine: int, num_reported: int, as_of_ns: int) -> None:
+        """The engine said that it had `num_reported` prompt tokens to compute; what of mine could it not have seen?"""
         row = self._rows[engine]
         row.seen_prefill = row.serial_at(as_of_ns, row.seen_prefill)
-        tokens = 0
+        tokens = num_reported
         for flight in reversed(row.flights.values()):
             if flight.serial <= row.seen_prefill:
                 break
             tokens += flight.num_prefill_tokens if flight.is_prefilling else 0
-        self._columns.unseen_prefill_tokens[engine] = tokens
+        self._columns.said_prefill_tokens[engine] = tokens

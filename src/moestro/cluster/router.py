@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.cluster.caches import EngineCaches
 from moestro.cluster.columns import EngineColumns
 from moestro.cluster.in_flight import Flight, InFlight
+from moestro.cluster.prefix_index import PrefixIndex
 from moestro.cluster.settings import ANY_ENGINE, DEFAULT_SETTINGS, EngineSpec, RouterSettings
 from moestro.core.request import Request
 from moestro.core.rng import Draws
-from moestro.core.views import EngineFigures, EngineTable
+from moestro.core.views import UNKNOWN_KV_TOKENS, EngineFigures, EngineTable
 from moestro.errors import InvariantError, NoEngineError, QueueFullError
-from moestro.policy.routing.contract import Ended, EngineLost, FirstToken, Routed, RoutePolicy, RouteView
+from moestro.policy.routing.contract import Choice, Ended, EngineLost, FirstToken, Routed, RoutePolicy, RouteView
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Router:
         self._settings = settings
         self._columns = EngineColumns()
         self._flights = InFlight(self._columns)
-        self._caches = EngineCaches(settings.index_bytes, int(settings.predicted_expiry_s * 1e9))
+        self._index = PrefixIndex(settings.index_bytes, int(settings.predicted_expiry_s * 1e9))
         self._removed: set[int] = set()  # gone, and with requests that have not ended
         self._num_decisions = 0
 
@@ -66,20 +66,18 @@ class Router:
     def add_engine(self, spec: EngineSpec = ANY_ENGINE) -> int:
         """A new engine, not routable yet. Returns its number: the next, or that of one that was removed."""
         engine = self._columns.add()
-        self._caches.add_engine(engine)
-        self.set_spec(engine, spec)
+        self._index.add_engine(engine)
+        self._set_spec(engine, spec)
         return engine
 
     def set_spec(self, engine: int, spec: EngineSpec) -> None:
         """What is known of `engine` now."""
-        self._columns.num_kv_tokens[engine] = (spec.num_blocks or 0) * self._settings.block_size
-        self._columns.speed[engine] = spec.speed
-        self._caches.set_capacity(engine, spec.num_blocks)
+        self._set_spec(engine, spec)
 
     def remove_engine(self, engine: int, now_ns: int) -> None:
         """`engine` is gone for good. What is in flight there is still to be `ended`; then its number is free."""
-        self.set_routable(engine, routable=False)
-        self.engine_lost(engine, now_ns)
+        self._set_routable(engine, routable=False)
+        self._forget(engine, now_ns)
         self._removed.add(engine)
         self._release(engine)
 
@@ -87,15 +85,11 @@ class Router:
         """Take `engine` into rotation, or out of it (what is in flight stays counted)."""
         if routable and engine in self._removed:
             raise InvariantError(f"engine {engine} was removed")
-        self._columns.is_up[engine] = routable
-        self._columns.routable[engine] = routable
+        self._set_routable(engine, routable=routable)
 
     def engine_lost(self, engine: int, now_ns: int) -> None:
         """The process behind `engine` is another, or none: forget what the old one said, and what its cache held."""
-        self._columns.forget_figures(engine)
-        self._flights.forget(engine)
-        self._caches.cleared(engine)
-        self._policy.observe(EngineLost(engine, now_ns))
+        self._forget(engine, now_ns)
 
     # --- requests come and go
 
@@ -110,7 +104,9 @@ class Router:
         view = self._view(request, now_ns)
         choice = self._policy.decide(view, Draws(self._settings.seed, self._num_decisions))
         engine = choice.engine
-        assert self._columns.routable[engine], f"the policy chose engine {engine}, which is not routable"
+        if not self._columns.routable[engine]:
+            raise InvariantError(f"the route policy chose engine {engine}, which is not routable")
+        self._decided(view, choice)
         self._num_decisions += 1
         hit_tokens = int(view.hit_tokens[engine])
         # Both may be columns, which go on changing.
@@ -119,7 +115,7 @@ class Router:
         num_prefill_tokens = max(1, request.num_prompt_tokens - hit_tokens)
         self._flights.add(request.request_id, Flight(engine, now_ns, request.num_prompt_tokens, num_prefill_tokens))
         if self._policy.needs.hits:
-            self._caches.routed(engine, request.block_hashes, now_ns)
+            self._index.predict(engine, request.block_hashes, now_ns)
         self._policy.observe(Routed(request, engine, hit_tokens, choice.detail, now_ns))
         return RouteDecision(engine, choice.score, choice.reason, hit_tokens, scores, view.hit_tokens, routable)
 
@@ -129,7 +125,7 @@ class Router:
         Sets the column `routable`: in rotation, and with room in the queue.
         """
         columns, bound = self._columns, self._settings.max_num_queued
-        if not columns.is_up.any():
+        if not np.count_nonzero(columns.is_up):
             raise NoEngineError
         if bound is None:
             return
@@ -137,7 +133,7 @@ class Router:
         is_up = columns.is_up[: len(table)]
         num_waiting = table.num_in_flight + table.num_foreign - table.num_running.values
         has_room = is_up & (num_waiting < bound)
-        if not has_room.any():
+        if not np.count_nonzero(has_room):
             raise QueueFullError(int(num_waiting[is_up].sum()))
         columns.routable[: len(table)] = has_room
 
@@ -173,23 +169,24 @@ class Router:
             assert figures.num_running is not None
             self._flights.recount_requests(engine, figures.num_waiting + figures.num_running, as_of_ns)
         if "queued_prefill_tokens" in taken:
-            self._flights.recount_prefill(engine, as_of_ns)
+            assert figures.queued_prefill_tokens is not None
+            self._flights.recount_prefill(engine, figures.queued_prefill_tokens, as_of_ns)
 
     def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """`engine` holds these blocks (packed, 16 bytes each, a prompt's in order)."""
-        self._caches.stored(engine, hashes, now_ns)
+        self._index.said(engine, hashes, now_ns)
 
     def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """`engine` holds these blocks no more."""
-        self._caches.removed(engine, hashes)
+        self._index.removed(engine, hashes)
 
     def kv_cleared(self, engine: int, now_ns: int) -> None:
         """`engine` holds no block."""
-        self._caches.cleared(engine)
+        self._index.cleared(engine)
 
     def kv_lost(self, engine: int, now_ns: int) -> None:
         """Events of `engine` were missed and will not be sent again: from now on it is predicted what it holds."""
-        self._caches.lost_track(engine)
+        self._index.lost_track(engine)
 
     # --- what is known
 
@@ -228,14 +225,35 @@ class Router:
     @property
     def index_bytes(self) -> int:
         """Memory of the prefix indices, about."""
-        return self._caches.num_bytes
+        return self._index.num_bytes
 
     # --- inside
+
+    def _set_spec(self, engine: int, spec: EngineSpec) -> None:
+        num_blocks = spec.num_blocks
+        self._columns.num_kv_tokens[engine] = (
+            UNKNOWN_KV_TOKENS if num_blocks is None else num_blocks * self._settings.block_size
+        )
+        self._columns.speed[engine] = spec.speed
+        self._index.set_capacity(engine, spec.num_blocks)
+
+    def _set_routable(self, engine: int, *, routable: bool) -> None:
+        self._columns.is_up[engine] = routable
+        self._columns.routable[engine] = routable
+
+    def _forget(self, engine: int, now_ns: int) -> None:
+        self._columns.forget_figures(engine)
+        self._flights.forget(engine)
+        self._index.cleared(engine)
+        self._policy.observe(EngineLost(engine, now_ns))
+
+    def _decided(self, view: RouteView, choice: Choice) -> None:
+        """Called with each decision before it changes anything; for who keeps a record."""
 
     def _view(self, request: Request, now_ns: int) -> RouteView:
         block_size = self._settings.block_size
         if self._policy.needs.hits:
-            hit_tokens = self._caches.match(request.block_hashes, now_ns) * block_size
+            hit_tokens = self._index.match(request.block_hashes) * block_size
         else:
             hit_tokens = np.zeros(self._columns.num_rows, np.int64)
         return RouteView(request, self._columns.table, hit_tokens, block_size, now_ns, self._num_decisions)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 NEVER_NS = -(1 << 62)  # the age of what was never said: far in the past, and differences with it do not overflow
 LS, BE = 0, 1  # `ServiceClass` as the views' columns have it
 NUM_CLASSES = 2
+UNKNOWN_KV_TOKENS = 1 << 50  # more than any cache holds, and differences with it are exact in float64
 
 
 class Channel(StrEnum):
@@ -77,9 +78,9 @@ class EngineTable:
         prefill_tokens: int64[n], prompt tokens of those, less what their engine's cache was thought to hold.
         context_tokens: int64[n], prompt tokens of all in flight.
         num_unseen: int64[n], requests in flight that were sent after `num_waiting` was true.
-        unseen_prefill_tokens: int64[n], as `prefill_tokens`, of those sent after `queued_prefill_tokens` was true.
+        said_prefill_tokens: float64[n], `queued_prefill_tokens` and what was sent since; infinite: never said.
         num_foreign: int64[n], requests that are not this router's, when `num_waiting` and `num_running` were true.
-        num_kv_tokens: int64[n], tokens that the KV cache holds; 0: not known.
+        num_kv_tokens: int64[n], tokens that the KV cache holds; UNKNOWN_KV_TOKENS: not known.
         speed: float64[n], relative to the others', as the operator says; 1: as they are.
         num_waiting, num_running, kv_usage, queued_prefill_tokens, num_tokens, expert_pressure: as in `EngineFigures`.
     """
@@ -90,9 +91,9 @@ class EngineTable:
     prefill_tokens: NDArray[np.int64]
     context_tokens: NDArray[np.int64]
     num_unseen: NDArray[np.int64]
-    unseen_prefill_tokens: NDArray[np.int64]
     num_foreign: NDArray[np.int64]
     num_kv_tokens: NDArray[np.int64]
+    said_prefill_tokens: NDArray[np.float64]
     speed: NDArray[np.float64]
     num_waiting: Figure
     num_running: Figure
@@ -110,11 +111,19 @@ class EngineTable:
         columns: dict[str, Any] = {name: np.zeros(num_engines, np.int64) for name in OWN_COUNTS}
         for name in FIGURES:
             columns[name] = Figure(np.zeros(num_engines), np.full(num_engines, NEVER_NS))
-        return EngineTable(routable=np.ones(num_engines, np.bool_), speed=np.ones(num_engines), **columns)
+        columns["num_kv_tokens"][:] = UNKNOWN_KV_TOKENS
+        return EngineTable(
+            routable=np.ones(num_engines, np.bool_),
+            said_prefill_tokens=np.full(num_engines, np.inf),
+            speed=np.ones(num_engines),
+            **columns,
+        )
 
 
 # The columns that a router counts itself.
-OWN_COUNTS = tuple(each.name for each in fields(EngineTable) if each.name not in {"routable", "speed", *FIGURES})
+OWN_COUNTS = tuple(
+    each.name for each in fields(EngineTable) if each.name not in {"routable", "said_prefill_tokens", "speed", *FIGURES}
+)
 
 
 class WaitingView(msgspec.Struct, frozen=True, eq=False, gc=False, kw_only=True):

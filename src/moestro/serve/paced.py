@@ -6,12 +6,14 @@ there. What the answers say comes from `Answers`: the demo network's own tokens,
 
 from __future__ import annotations
 
-import json
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from moestro.config import ModelSettings, PacedSettings
 from moestro.core.request import TokenLogprobs
@@ -20,12 +22,17 @@ from moestro.cost.capacity import kv_blocks
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch, CostModel
+from moestro.cost.networks import Network
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.tables import MeasuredCost, load_table
+from moestro.errors import ConfigError
 from moestro.serve.messages import ModelInfo
 
-# Ordinary tokens of the demo's vocabulary: none of the special ones, which come first.
-_FIRST_TOKEN, _NUM_TOKENS = 300, 1000
+# What answers without arithmetic say over and over; it begins with a space, so that its end and beginning join.
+WORDS = (
+    " This answer is paced: each of its tokens took as long as a model says that it would take on another machine,"
+    " and not one of them was computed."
+)
 
 
 class Answers(Protocol):
@@ -72,13 +79,20 @@ class FixedAnswers:
     """A token is a function of its position: the same for every request. It is certain, for whoever asks how likely.
 
     A request ends at its `max_tokens`: that is all of its script.
+
+    Args:
+        words: token ids, said in turn: at position p the one at p modulo their number.
     """
+
+    def __init__(self, words: Sequence[int]) -> None:
+        self._words = np.array(words, np.int32)
 
     def of(self, item: Forward, now_ns: int) -> StepResult:
         """See `Answers.of`."""
         units = item.units
         samples = units.logits & LOGITS_LAST != 0
-        token_ids = np.where(samples, _token_at(units.start + units.num_tokens), -1).astype(np.int32)
+        said = self._words.take((units.start + units.num_tokens) % len(self._words))
+        token_ids = np.where(samples, said, -1).astype(np.int32)
         wanted = np.flatnonzero(samples & (units.sampling["num_logprobs"] >= 0)).tolist()
         return StepResult(
             units.slot,
@@ -116,34 +130,74 @@ def cost_of(paced: PacedSettings) -> CostModel:
     return Roofline(RooflineSettings(network=network_named(paced.network), gpu=gpu_named(paced.gpu)))
 
 
-def paced_info(paced: PacedSettings, model: ModelSettings) -> ModelInfo:
-    """What the front door must know where no network is loaded. Text is tokenized as the demo model does it."""
-    network, gpu = network_named(paced.network), gpu_named(paced.gpu)
-    num_blocks = model.num_gpu_blocks_override or kv_blocks(network, gpu, model.block_size)
-    vocab_size = json.loads((Path(model.model) / "config.json").read_text())["vocab_size"]
+def num_blocks_of(paced: PacedSettings, model: ModelSettings) -> int | None:
+    """KV blocks of the device that is played; None: a table does not say, and the network that computes decides.
+
+    Raises:
+        ConfigError: the network does not fit the GPU.
+    """
+    if model.num_gpu_blocks_override is not None or paced.table is not None:
+        return model.num_gpu_blocks_override
+    network = network_named(paced.network)
+    if paced.kv_cache_memory_bytes is not None:
+        return paced.kv_cache_memory_bytes // (network.kv_bytes_per_token * model.block_size)
+    return kv_blocks(network, gpu_named(paced.gpu), model.block_size)
+
+
+def paced_info(paced: PacedSettings, model: ModelSettings, vocab_size: int) -> ModelInfo:
+    """What the front door must know where no network is loaded.
+
+    Args:
+        vocab_size: of the tokenizer that the answers are made for.
+    """
+    network, num_blocks = network_named(paced.network), num_blocks_of(paced, model)
+    assert num_blocks is not None, "a table goes with the demo network"
+    fitting = min(paced.max_model_len, num_blocks * model.block_size)
     return ModelInfo(
         model_id=paced.network,
-        max_model_len=min(model.max_model_len or paced.max_model_len, num_blocks * model.block_size),
+        max_model_len=model.max_model_len or fitting,
         vocab_size=vocab_size,
         eos_token_ids=(),
         block_size=model.block_size,
         num_blocks=num_blocks,
-        num_parameters=0,
+        num_parameters=num_parameters(network),
         model_type=paced.network,
         dtype="no arithmetic",
         device=paced.device,
         num_layers=network.num_layers,
         num_experts=network.experts.num_experts if network.experts else 0,
         num_experts_per_token=network.experts.top_k if network.experts else 0,
-        notes=(f"{PACED_NOTE} Answers are a fixed sequence of tokens.",),
+        notes=(f"{PACED_NOTE} Answers repeat fixed words.",),
     )
 
 
-PACED_NOTE = "Steps take as long as a cost model says; nothing here is a measurement of that device."
+PACED_NOTE = "Evidence is paced: steps take as long as a cost model says, and nothing here is measured on that device."
 
 
-def _token_at(position: np.ndarray[tuple[int], np.dtype[np.int32]]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    return _FIRST_TOKEN + position % _NUM_TOKENS
+def num_parameters(network: Network) -> int:
+    """Weights of all kinds, norms left out."""
+    plain = replace(network.experts, bytes_per_weight=2.0) if network.experts else None
+    return round(replace(network, bytes_per_weight=2.0, experts=plain).weight_bytes() / 2)
+
+
+def read_words(tokenizer: Path) -> tuple[list[int], int]:
+    """`WORDS` as ordinary token ids, none of them special, and how many ids there are.
+
+    Args:
+        tokenizer: a directory with tokenizer.json.
+
+    Raises:
+        ConfigError: there is none that can be read, or it has no token for any of the words.
+    """
+    try:
+        backend = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    except Exception as error:  # the library raises bare ones
+        raise ConfigError(f"cannot read tokenizer.json in {tokenizer}: {error}; name another by --tokenizer") from error
+    special = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
+    words = [token_id for token_id in backend.encode(WORDS, add_special_tokens=False).ids if token_id not in special]
+    if not words:
+        raise ConfigError(f"the tokenizer in {tokenizer} has no words for English: name another by --tokenizer")
+    return words, max(backend.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def _certain_prompts(units: Units) -> dict[int, tuple[TokenLogprobs, ...]]:

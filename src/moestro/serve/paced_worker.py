@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from moestro.engine.rank import Rank
 from moestro.serve.launch_spec import LaunchSpec
 from moestro.serve.messages import ModelInfo
-from moestro.serve.paced import FixedAnswers, PacedDevice, cost_of, paced_info
+from moestro.serve.paced import FixedAnswers, PacedDevice, cost_of, paced_info, read_words
 from moestro.serve.rank_process import OnPhase, make_rank, run_process
 
 
 def _build(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
     assert spec.paced is not None, "started for a paced device"
     on_phase("price")
-    info = paced_info(spec.paced, spec.model)
-    return make_rank(spec, PacedDevice(cost_of(spec.paced), FixedAnswers()), info), info
+    words, vocab_size = read_words(Path(spec.paced.tokenizer or spec.model.model))
+    info = paced_info(spec.paced, spec.model, vocab_size)
+    return make_rank(spec, PacedDevice(cost_of(spec.paced), FixedAnswers(words)), info), info
 
 
 if __name__ == "__main__":

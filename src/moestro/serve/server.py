@@ -114,7 +114,7 @@ class _Server:
             settings = RouterSettings(
                 block_size=self._settings.model.block_size, max_num_queued=limits.max_num_queued_reqs
             )
-            router = Router(policy_from(server.route_policy), settings)
+            router = Router(policy_from(server.route_policy, server.route_score), settings)
             for _ in range(server.engines):
                 router.add_engine()
             engines = Engines(router, wire.send, metrics)
@@ -215,7 +215,7 @@ class _Server:
             num_blocks=info.num_blocks,
             max_model_len=info.max_model_len,
             limits=settings.limits.for_scheduler(),
-            route_policy=settings.server.route_policy,
+            route_policy=settings.server.route_score or settings.server.route_policy,
         )
         recorder.begin(header)
         return recorder
@@ -260,6 +260,7 @@ def _patience(server: ServerSettings) -> Patience:
 
 
 def _fingerprint(settings: ServeSettings, info: ModelInfo) -> str:
-    """Changes with whatever may change an answer."""
-    parts = (__version__, str(settings.model), info.dtype, info.device)
-    return "fp_" + hashlib.blake2b("\0".join(parts).encode(), digest_size=5).hexdigest()
+    """Changes with whatever may change an answer, and says `paced` where durations are modelled."""
+    parts = (__version__, str(settings.model), str(settings.paced), info.dtype, info.device)
+    kind = "fp_" if settings.paced is None else "fp_paced_"
+    return kind + hashlib.blake2b("\0".join(parts).encode(), digest_size=5).hexdigest()

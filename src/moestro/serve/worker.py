@@ -18,14 +18,17 @@ from moestro.policy.stepping.basic import in_order
 from moestro.policy.stepping.qllm import ExpertLevelPreemption
 from moestro.serve.launch_spec import LaunchSpec
 from moestro.serve.messages import ModelInfo
-from moestro.serve.paced import PACED_NOTE, NetworkAnswers, PacedDevice, cost_of
+from moestro.serve.paced import PACED_NOTE, NetworkAnswers, PacedDevice, cost_of, num_blocks_of
 from moestro.serve.rank_process import OnPhase, make_rank, run_process, scheduler_settings
 
 
 def _build(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
     if spec.stepping.mode == "preemptive":
         return _build_preemptive(spec, on_phase)
-    loaded: tuple[Device, LoadedInfo] = open_device(spec.model, on_phase, spec.rank)
+    model = spec.model
+    if spec.paced is not None:  # the demo network computes, in as many blocks as the device that is played has
+        model = replace(model, num_gpu_blocks_override=num_blocks_of(spec.paced, model))
+    loaded: tuple[Device, LoadedInfo] = open_device(model, on_phase, spec.rank)
     device, info = loaded[0], _model_info(spec.model.model, loaded[1])
     if spec.paced is not None:
         device = PacedDevice(cost_of(spec.paced), NetworkAnswers(device))

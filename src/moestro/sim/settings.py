@@ -18,6 +18,13 @@ from moestro.workload.length_shapes import Shape
 Pattern = Literal["trace", "poisson", "gamma", "weibull", "constant"]
 
 
+def _at_least_1(table: str, settings: object, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"[{table}] {name} must be at least 1, got {value}")
+
+
 class WorkloadSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What comes in: a trace, generated sessions, or requests of one size. Exactly one of the three.
 
@@ -52,18 +59,23 @@ class WorkloadSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise ConfigError("[workload] needs exactly one of trace, sessions, and prompt_tokens with output_tokens")
         if (self.prompt_tokens is None) != (self.output_tokens is None):
             raise ConfigError("[workload] prompt_tokens and output_tokens go together")
+        if self.shape is not None and self.trace is None:
+            raise ConfigError("[workload] shape draws the lengths of a trace anew: give a trace, or drop it")
+        _at_least_1("workload", self, "prompt_tokens", "output_tokens", "max_tokens", "num_requests")
         if self.trace is None and (self.num_requests is None or self.rate is None):
             raise ConfigError("[workload] num_requests and rate say how many requests come, and how fast")
+        self._check_arrivals()
+
+    def _check_arrivals(self) -> None:
         if self.sessions is not None and self.arrivals is not None:
             raise ConfigError("[workload] sessions arrive at random, and their turns after the answers: drop arrivals")
         if self.arrivals not in {None, "trace"} and self.rate is None:
             raise ConfigError(f"[workload] arrivals = {self.arrivals!r} needs a rate, in requests a second")
         if self.arrivals == "trace" and self.trace is None:
             raise ConfigError("[workload] arrivals = 'trace' needs a trace")
-        if self.num_requests is not None and self.num_requests < 1:
-            raise ConfigError(f"[workload] num_requests must be at least 1, got {self.num_requests}")
-        if self.rate is not None and not 0 < self.rate < float("inf"):
-            raise ConfigError(f"[workload] rate must be above 0, got {self.rate}")
+        for name in ("rate", "burstiness"):
+            if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"[workload] {name} must be above 0, got {value:g}")
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,9 +111,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("count", "ep_ranks", "block_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"[engines] {name} must be at least 1, got {getattr(self, name)}")
+        _at_least_1("engines", self, "count", "ep_ranks", "block_size", "num_blocks", "max_model_len")
+        for name in ("host_step_us", "host_sequence_us"):
+            if (value := getattr(self, name)) is not None and not 0 <= value < float("inf"):
+                raise ConfigError(f"[engines] {name} must be 0 or more, got {value:g}")
         if self.table is not None and (self.num_blocks is None or self.ep_ranks > 1):
             raise ConfigError("[engines] a table prices ranks on their own, and needs num_blocks beside it")
 
@@ -159,6 +172,8 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"seed must not be negative, got {self.seed}")
         titles = [policy.title for policy in self.policies]
         if not titles or len(set(titles)) < len(titles):
             raise ConfigError(

@@ -263,8 +263,3 @@ class Signals:
                 told_ns[engine] = as_of_ns
                 figures = voice.figures(moment, num_rounds, channel.figures)
                 self._router.report(engine, EngineFigures(channel=channel.channel, **figures), as_of_ns, now_ns)
-
-
-def _period_ns(channel: ChannelSettings) -> int:
-    """Between two times at which its figures are read; 0: at every step."""
-    return 0 if channel.channel is Channel.PIGGYBACKED else round(channel.period_ms * NS_PER_MS)

@@ -95,7 +95,8 @@ def _nearest(lengths: Int64s, wanted: _Floats, rng: np.random.Generator) -> Int6
 
 
 def _lengths(rows: Rows, which: Int64s) -> Rows:
-    return Rows(rows.num_prompt_tokens[which], rows.num_output_tokens[which])
+    """Drawn anew: these requests were never recorded."""
+    return Rows(rows.num_prompt_tokens[which], rows.num_output_tokens[which], is_generated=True)
 
 
 def _check(shape: str) -> None:

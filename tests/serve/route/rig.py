@@ -15,9 +15,10 @@ import httptools
 import uvloop
 
 from moestro.serve.connections import accept, bound_socket
+from moestro.serve.route.exact import exact_reading
 from moestro.serve.route.parts import Parts, assemble
 from moestro.serve.route.proxy import sweep_forever
-from moestro.serve.route.reading import text_reading
+from moestro.serve.route.reading import Reading, text_reading
 from moestro.serve.route.settings import (
     AdminSettings,
     EngineSettings,
@@ -299,6 +300,12 @@ class Rig:
         await self.until(lambda: not self.num_in_flight and not self.parts.shared.active)
 
 
+def reading_of(routing: RoutingSettings) -> Reading:
+    if routing.tokenizer is None:
+        return text_reading(routing.text_block_bytes)
+    return exact_reading(routing.tokenizer, routing.block_size)
+
+
 @contextlib.asynccontextmanager
 async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> AsyncIterator[Rig]:
     """A router before `engines`, which are started, looked after and (if `is_up`) found to be well."""
@@ -306,7 +313,7 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
         await engine.start()
     urls = tuple(f"{engine.name}=http://127.0.0.1:{engine.port}" for engine in engines)
     given = settings_of(engine=urls, **settings)
-    parts = assemble(given, text_reading(given.routing.text_block_bytes))
+    parts = assemble(given, reading_of(given.routing))
     listener: socket.socket = bound_socket("127.0.0.1", 0)
     door = await accept(parts.accept_client, listener)
     for url in urls:
@@ -330,6 +337,8 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
         await parts.operator.watch.close()
         if parts.kv_events is not None:
             parts.kv_events.close()
+        if parts.threads is not None:
+            parts.threads.close()
         for engine in parts.shared.fleet:
             engine.pool.close()
         for engine in engines:

@@ -13,7 +13,6 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 from serve.route.rig import CHAT, FakeEngine, Received, Rig, Wire, looped, rig, settings_of
 
-from moestro.cluster.settings import EngineSpec
 from moestro.errors import ConfigError
 from moestro.serve.connections import bound_socket
 from moestro.serve.route.admin import Admin
@@ -170,7 +169,7 @@ class TestFigures:
             await it.until(lambda: table.num_running.values[0] == 3)
             assert (table.num_waiting.values[0], table.kv_usage.values[0]) == (2, 0.5)
             assert table.num_foreign[0] == 5
-            assert table.num_kv_tokens[0] == EngineSpec(num_blocks=1600 // 64).num_blocks * 64
+            assert table.num_kv_tokens[0] == 1600 - 1600 % it.parts.shared.fleet.block_tokens
             engine.metrics = b"vllm:num_requests_running nan\nvllm:num_requests_waiting 1.0\n"
             await it.until(lambda: table.num_waiting.values[0] == 1)
             assert table.num_running.values[0] == 3, "what is no number changes nothing"

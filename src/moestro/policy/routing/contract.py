@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -18,7 +18,8 @@ from moestro.core.views import EngineTable
 FRESH_NS = 5_000_000_000
 
 
-class RouteView(msgspec.Struct, frozen=True, eq=False, gc=False):
+@dataclass(frozen=True, slots=True, eq=False)
+class RouteView:
     """One request and the engines that it could go to. At least one row of `engines` is routable.
 
     Attributes:
@@ -39,7 +40,8 @@ class RouteView(msgspec.Struct, frozen=True, eq=False, gc=False):
     decision_id: int
 
 
-class Choice(msgspec.Struct, frozen=True, eq=False, gc=False):
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
     """A policy's answer.
 
     Attributes:
@@ -54,7 +56,7 @@ class Choice(msgspec.Struct, frozen=True, eq=False, gc=False):
     score: float
     reason: str
     scores: NDArray[np.float64] | NDArray[np.int64] | None = None
-    detail: Mapping[str, float] = msgspec.field(default_factory=dict)
+    detail: Mapping[str, float] = field(default_factory=dict)
 
 
 class Routed(msgspec.Struct, frozen=True, tag=True):

@@ -39,33 +39,23 @@ def hit_ratio(view: RouteView) -> Scores:
 def own_prefill_tokens(view: RouteView) -> Scores:
     """Prompt tokens that this router sent to each engine and that are not computed.
 
-    The router's own count is of whole prompts, until their first token; what the engine said is of parts of them. Where
-    nobody else sends, the lesser of both is nearer.
+    The router's own count is of whole prompts, until their first token; what the engine said is of parts of them, and
+    may be of others' too. Both are upper bounds, however old, so the lesser holds.
     """
-    engines = view.engines
-    own = engines.prefill_tokens.astype(np.float64)
-    known = fresh(view, engines.queued_prefill_tokens) & (engines.num_foreign == 0)
-    if not known.any():
-        return own
-    return np.minimum(own, np.where(known, _said_prefill_tokens(view), np.inf))
+    return np.minimum(view.engines.prefill_tokens, view.engines.said_prefill_tokens)
 
 
 def foreign_prefill_tokens(view: RouteView) -> Scores:
     """Prompt tokens that others sent to each engine and that were not computed when it last spoke."""
     engines = view.engines
     known = fresh(view, engines.queued_prefill_tokens) & (engines.num_foreign > 0)
-    return np.where(known, np.maximum(_said_prefill_tokens(view) - engines.prefill_tokens, 0.0), 0.0)
+    return np.where(known, np.maximum(engines.said_prefill_tokens - engines.prefill_tokens, 0.0), 0.0)
 
 
 def queued_prefill_tokens(view: RouteView) -> Scores:
     """Prompt tokens that anybody sent to each engine and that are not computed."""
     own = own_prefill_tokens(view)
-    return own + foreign_prefill_tokens(view) if view.engines.num_foreign.any() else own
-
-
-def _said_prefill_tokens(view: RouteView) -> Scores:
-    """What each engine said, and what it was sent since."""
-    return view.engines.queued_prefill_tokens.values + view.engines.unseen_prefill_tokens
+    return own + foreign_prefill_tokens(view) if np.count_nonzero(view.engines.num_foreign) else own
 
 
 def p_tokens(view: RouteView) -> Scores:
@@ -76,7 +66,7 @@ def p_tokens(view: RouteView) -> Scores:
 def batch_size(view: RouteView) -> Counts:
     """Requests on each engine, waiting or running: the router's own, exactly; of others, when it last spoke."""
     engines = view.engines
-    if not engines.num_foreign.any():
+    if not np.count_nonzero(engines.num_foreign):
         return engines.num_in_flight
     return engines.num_in_flight + np.where(fresh(view, engines.num_waiting), engines.num_foreign, 0)
 
@@ -104,7 +94,7 @@ def num_tokens(view: RouteView) -> Scores:
 def kv_usage(view: RouteView) -> Scores:
     """Fraction of KV blocks held; where nothing is said, what the prompts in flight would hold, or 0."""
     engines = view.engines
-    own = np.minimum(engines.context_tokens / np.maximum(engines.num_kv_tokens, 1), 1.0) * (engines.num_kv_tokens > 0)
+    own = np.minimum(engines.context_tokens / engines.num_kv_tokens, 1.0)
     return np.where(fresh(view, engines.kv_usage), engines.kv_usage.values, own)
 
 

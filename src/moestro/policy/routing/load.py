@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moestro.core.rng import Draws
+from moestro.core.views import UNKNOWN_KV_TOKENS
 from moestro.errors import ConfigError
 from moestro.policy.routing.contract import Choice, Needs, RouteView
 from moestro.policy.routing.indicators import all_fresh, batch_size, num_running, num_waiting
@@ -97,7 +98,7 @@ class MostFreeKv(Stateless):
         engines = view.engines
         if not all_fresh(view, engines.kv_usage):
             return choose(view, least_loaded_score(view), draws, "KV use is not known of all; in flight")
-        if (engines.num_kv_tokens > 0).all(where=engines.routable):
+        if (engines.num_kv_tokens < UNKNOWN_KV_TOKENS).all(where=engines.routable):
             free = (1 - engines.kv_usage.values) * engines.num_kv_tokens
             return choose(view, -free, draws, "free KV tokens, negative:")
         return choose(view, engines.kv_usage.values, draws, "KV use")

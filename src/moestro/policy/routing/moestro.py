@@ -28,7 +28,6 @@ from moestro.policy.routing.indicators import (
     expert_pressure,
     foreign_prefill_tokens,
     fresh,
-    kv_usage,
     new_tokens,
     own_prefill_tokens,
 )
@@ -66,23 +65,24 @@ class Moestro:
         self._new_tokens = _Mean()
         self._stay_ns = _Mean()
         self._work = np.zeros(0)  # of each engine, every piece at its worth when it was sent
+        self._work_in_all = 0.0
         self._worth = 1.0  # of a token sent now; it grows, so that what was sent before counts less and less
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """The lowest score."""
         engines = view.engines
         load, waiting = engines.num_in_flight, engines.num_prefilling
-        num_waiting = int(waiting.sum())
-        weight = max(1.0, (int(load.sum()) - num_waiting + 1) / (num_waiting + 1))
+        num_waiting = int(np.add.reduce(waiting))
+        weight = max(1.0, (int(np.add.reduce(load)) - num_waiting + 1) / (num_waiting + 1))
         batch: Scores = load + self._recent_share(view)
         queued = own_prefill_tokens(view)
-        if engines.num_foreign.any():
+        if np.count_nonzero(engines.num_foreign):
             batch, queued = self._with_others(view, batch, queued)
         new = np.maximum(new_tokens(view), 1)
         answer = self._answer_tokens.value or float(view.block_size)
-        first = queued + _missing_tokens(view, new + answer) + new * (1 + waiting)
-        scores = weight * first + new * (batch - waiting) + 2 * answer * batch
-        scores *= expert_pressure(view) / engines.speed
+        queued += _missing_tokens(view, new + answer)
+        scores: Scores = weight * (queued + new * (1 + waiting)) + new * (batch - waiting) + 2 * answer * batch
+        scores *= _slowness(view)
         return choose(view, scores, draws, "delay in prompt tokens")
 
     def observe(self, event: RouteEvent) -> None:
@@ -97,24 +97,28 @@ class Moestro:
                     self._answer_tokens.add(event.num_output_tokens)
                     self._stay_ns.add(event.now_ns - event.sent_ns)
             case EngineLost() if event.engine < len(self._work):
+                self._work_in_all -= float(self._work[event.engine])
                 self._work[event.engine] = 0
             case _:
                 pass
 
     def _recent_share(self, view: RouteView) -> Scores:
         """float64[n], recent work over its mean; without any, 0."""
-        work = np.zeros(len(view.engines))
-        work[: len(self._work)] = self._work[: len(work)]
-        mean = float(work.mean(where=view.engines.routable))
-        return work / mean if mean > 0 else work
+        work, num_engines = self._work, len(view.engines)
+        if len(work) < num_engines:
+            work = np.concatenate([work, np.zeros(num_engines - len(work))])
+        share: Scores = work * (num_engines / self._work_in_all) if self._work_in_all > 0 else work
+        return share
 
     def _count_work(self, engine: int, tokens: float) -> None:
         if engine >= len(self._work):
             self._work = np.concatenate([self._work, np.zeros(engine + 1 - len(self._work))])
         self._work[engine] += tokens * self._worth
+        self._work_in_all += tokens * self._worth
         self._worth *= 1 + 1 / (_ROUNDS * len(self._work))
         if self._worth > _RESCALE_AT:
             self._work /= self._worth
+            self._work_in_all /= self._worth
             self._worth = 1.0
 
     def _with_others(self, view: RouteView, batch: Scores, queued: Scores) -> tuple[Scores, Scores]:
@@ -147,12 +151,24 @@ class _Mean:
 
 def _excess(others: Scores | Counts, since: Scores, routable: Mask) -> Scores:
     """By how much each engine has more than the one that has least, beyond what may have changed since."""
-    excess: Scores = np.maximum(others - others[routable].min() - since, 0.0)
-    return excess
+    least = float(others[routable].min())
+    return np.maximum(others - least - since, 0.0)
 
 
-def _missing_tokens(view: RouteView, needed: Scores) -> Scores:
-    """Of `needed` tokens, those for which each engine has no free KV block; 0 where its capacity is not known."""
-    capacity = view.engines.num_kv_tokens
-    missing = needed - (1 - kv_usage(view)) * capacity
-    return np.where(capacity > 0, np.maximum(missing, 0), 0)
+def _missing_tokens(view: RouteView, needed: Scores) -> Scores | float:
+    """Of `needed` tokens, those for which each engine has no free KV block; 0 where nobody has said how many it has."""
+    figure, capacity = view.engines.kv_usage, view.engines.num_kv_tokens
+    known = fresh(view, figure)
+    num_known = np.count_nonzero(known)
+    if not num_known:
+        return 0.0
+    missing = np.maximum(needed - (1 - figure.values) * capacity, 0.0)
+    return missing if num_known == len(known) else np.where(known, missing, 0.0)
+
+
+def _slowness(view: RouteView) -> Scores:
+    """What one token's time is on each engine, relative to the others'."""
+    engines = view.engines
+    if np.count_nonzero(fresh(view, engines.expert_pressure)):
+        return expert_pressure(view) / engines.speed
+    return 1 / engines.speed

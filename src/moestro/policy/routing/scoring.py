@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ def choose(view: RouteView, scores: Scores | Counts, draws: Draws, words: str, a
     mask = view.engines.routable
     if among is not None:
         left = mask & among
-        if left.any():
+        if np.count_nonzero(left):
             mask = left
         else:
             words += "; the filter leaves none, so among all"
@@ -70,12 +71,21 @@ def choose(view: RouteView, scores: Scores | Counts, draws: Draws, words: str, a
 
 def lowest(scores: Scores | Counts, among: Mask, draws: Draws) -> int:
     """The row of `among`, which is not empty, with the lowest score; ties are drawn for, so that they spread."""
-    rows = np.flatnonzero(among)
+    # Counting is a fifth of what `all` and `any` cost on rows of this length.
+    left = scores if np.count_nonzero(among) == len(among) else np.where(among, scores, np.inf)
+    best = int(left.argmin())  # the first that is not a number, if any is
+    if not math.isfinite(left[best]):
+        return _lowest_finite(scores, np.flatnonzero(among), draws)
+    tied = np.flatnonzero(left == left[best])
+    return best if len(tied) == 1 else int(tied[draws.below(len(tied))])
+
+
+def _lowest_finite(scores: Scores | Counts, rows: NDArray[np.int64], draws: Draws) -> int:
+    """The same where some scores are infinite or no numbers."""
     values = scores[rows]
-    tied = np.flatnonzero(values == np.fmin.reduce(values))
-    if len(tied) == 0:  # no score is a number
-        return int(rows[draws.below(len(rows))])
-    return int(rows[tied[draws.below(len(tied)) if len(tied) > 1 else 0]])
+    tied = rows[values == np.fmin.reduce(values)]
+    tied = tied if len(tied) else rows  # none is a number
+    return int(tied[draws.below(len(tied))])
 
 
 def range_of(values: Scores | Counts, among: Mask) -> tuple[float, float]:

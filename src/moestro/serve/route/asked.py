@@ -16,7 +16,6 @@ BYTES_PER_TOKEN = 4  # of English text and common tokenizers; a unit of load and
 DEFAULT_MAX_TOKENS = 16
 _MAX_AFFINITY_CHARS = 256  # of names that clients make up
 ABSENT = msgspec.Raw()  # a Raw cannot be in a union: null is one as well
-_SESSION_HEADERS = (b"x-session-affinity", b"x-session-id")
 
 
 class Part(msgspec.Struct):
@@ -84,12 +83,22 @@ def plain_text(asked: Asked) -> bytes:
     Two prompts that begin alike have texts that begin alike; it is not the text that the engine's template writes.
     Token ids stay as they are spelt.
     """
-    parts = [bytes(raw) for raw in (asked.tools, asked.system, asked.instructions) if is_given(raw)]
-    if asked.messages is not None:
-        parts.append("".join([_said(message) for message in asked.messages]).encode())
-    else:
-        parts += [_unquoted(bytes(raw)) for raw in (asked.prompt, asked.input, asked.text) if is_given(raw)]
-    return parts[0] if len(parts) == 1 else b"\n".join(parts)
+    messages = asked.messages
+    if messages is None:
+        raws = [asked.tools, asked.system, asked.instructions, asked.prompt, asked.input, asked.text]
+        return b"\n".join([_unquoted(bytes(raw)) for raw in raws if is_given(raw)])
+    said = "".join(
+        [
+            f"{each.role}\n{each.content}\n"
+            if each.content.__class__ is str and each.tool_calls is ABSENT
+            else _said(each)
+            for each in messages
+        ]
+    ).encode()
+    if asked.tools is ABSENT and asked.system is ABSENT and asked.instructions is ABSENT:
+        return said
+    raws = [asked.tools, asked.system, asked.instructions]
+    return b"\n".join([*[bytes(raw) for raw in raws if is_given(raw)], said])
 
 
 def request_from_text(asked: Asked, incoming: Incoming, now_ns: int, block_bytes: int) -> Request:
@@ -103,16 +112,20 @@ def request_from_text(asked: Asked, incoming: Incoming, now_ns: int, block_bytes
 def make_request(asked: Asked, incoming: Incoming, now_ns: int, prompt: tuple[int, bytes, bytes]) -> Request:
     """The request that a policy sees; `prompt`: its tokens, the key of its blocks' names, and these."""
     num_tokens, key, block_hashes = prompt
+    named, user = incoming.named, asked.user
+    limit = asked.max_completion_tokens or asked.max_tokens or asked.max_output_tokens or DEFAULT_MAX_TOKENS
+    session = named.get(b"x-session-affinity") or named.get(b"x-session-id")
+    session_id = session.decode("latin-1") if session else asked.session_id or asked.prompt_cache_key
     return Request(
         request_id=incoming.request_id,
         num_prompt_tokens=num_tokens,
-        sampling=_sampling(_max_tokens(asked)),
+        sampling=_sampling(limit),
         arrival_ns=now_ns,
         block_hashes=block_hashes,
         hash_key=key,
         priority=asked.priority or 0,
-        user=_short(asked.user),
-        session_id=_session(asked, incoming),
+        user=user[:_MAX_AFFINITY_CHARS] if user else None,
+        session_id=session_id[:_MAX_AFFINITY_CHARS] if session_id else None,
     )
 
 
@@ -144,25 +157,7 @@ def _unquoted(raw: bytes) -> bytes:
         return raw
 
 
-def _max_tokens(asked: Asked) -> int:
-    for limit in (asked.max_completion_tokens, asked.max_tokens, asked.max_output_tokens):
-        if limit is not None:
-            return min(max(0, limit), 1 << 31)
-    return DEFAULT_MAX_TOKENS
-
-
 @lru_cache(maxsize=4096)
 def _sampling(max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens)
-
-
-def _session(asked: Asked, incoming: Incoming) -> str | None:
-    for name in _SESSION_HEADERS:
-        value = incoming.named.get(name)
-        if value:
-            return _short(value.decode("latin-1"))
-    return _short(asked.session_id or asked.prompt_cache_key)
-
-
-def _short(name: str | None) -> str | None:
-    return None if not name else name[:_MAX_AFFINITY_CHARS]
+    """Of all that shapes an answer a router looks at its length alone."""
+    return SamplingParams(max_tokens=min(max(0, max_tokens), 1 << 31))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from moestro.serve.route.fleet import Engine
-from moestro.serve.route.heads import Headers, Incoming
+from moestro.serve.route.heads import Headers, Incoming, Named
 from moestro.serve.route.upstream import EngineConnection
 
 
@@ -27,7 +27,7 @@ class _Whole:
         self.is_done = False
         self.answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
 
-    def head(self, status: int, headers: Headers) -> None:
+    def head(self, status: int, headers: Headers, named: Named) -> None:
         """It begins."""
         self._status = status
 

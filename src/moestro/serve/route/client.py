@@ -12,7 +12,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from moestro.errors import RequestError
 from moestro.serve.refusals import BodyTimeoutError, BusyError, HttpError, error_json
-from moestro.serve.route.heads import MAX_HEAD_BYTES, Headers, Incoming, own_head
+from moestro.serve.route.heads import MAX_HEAD_BYTES, Headers, Incoming, Named, own_head
 
 _HIGH_WATER_BYTES = 256 << 10  # of an answer that the client has not read yet; then its engine is made to wait
 _MAX_EARLY_BYTES = 64 << 10  # of requests sent before the answer to the one before; then they are left unread
@@ -33,9 +33,15 @@ class Answering(Protocol):
 
 
 class Handler(Protocol):
-    """Answers requests."""
+    """Answers requests.
 
-    def refuses(self, named: dict[bytes, bytes], target: bytes) -> RequestError | None:
+    Attributes:
+        has_keys: whether heads are shown to `refuses`.
+    """
+
+    has_keys: bool
+
+    def refuses(self, named: Named, target: bytes) -> RequestError | None:
         """What is wrong with a request whose body has not come yet; None: nothing."""
 
     def handle(self, client: Client, incoming: Incoming) -> Answering | None:
@@ -110,11 +116,13 @@ class Client(asyncio.Protocol):
 
     def __init__(self, clients: Clients) -> None:
         self._clients = clients
+        self._handler = clients.handler
+        self._small_bytes = min(_SMALL_BYTES, clients.limits.max_body_bytes)
         self._transport: asyncio.Transport | None = None
         self._parser = HttpRequestParser(self)
         self._address = ""
         self._headers: Headers = []
-        self._named: dict[bytes, bytes] = {}
+        self._named: Named = {}
         self._target = b""
         self._pieces: list[bytes] = []
         self._num_body_bytes = 0
@@ -199,12 +207,17 @@ class Client(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         """The body begins, if there is one."""
         self._is_in_head = False
-        self._refusal = self._refusal or self._check_head()
+        if self._refusal is None:
+            self._refusal = self._check_head()
 
     def on_body(self, piece: bytes) -> None:
-        """A part of the body."""
-        if self._refusal is None:
-            self._take(piece)
+        """A part of the body; kept, if there is room for it."""
+        if self._refusal is not None:
+            return
+        before, after = self._num_body_bytes, self._num_body_bytes + len(piece)
+        self._num_body_bytes = after
+        if after <= self._small_bytes or self._has_room(before, after):
+            self._pieces.append(piece)
 
     def on_message_complete(self) -> None:
         """The request is whole."""
@@ -245,11 +258,11 @@ class Client(asyncio.Protocol):
 
     def begin(self, head: bytes, *, has_length: bool) -> None:
         """An answer whose body comes in pieces; without a length in `head`, in chunks. It goes out with the first."""
-        assert self._current is not None, "there is no request to answer"
-        self._let_go(_counted(len(self._current.body)))
-        self._current.body = b""
-        if not has_length and self._current.is_old:
-            self._current.is_last = True
+        current = self._current
+        assert current is not None, "there is no request to answer"
+        self._let_go_of(current)
+        if not has_length and current.is_old:
+            current.is_last = True
         elif not has_length:
             self._is_chunked = True
             head += b"Transfer-Encoding: chunked\r\n"
@@ -273,14 +286,15 @@ class Client(asyncio.Protocol):
         self._answering = None
         if self._transport is None or current is None:
             return
-        self._let_go(_counted(len(current.body)))
+        self._let_go_of(current)
         if self._is_lingering:
             self._linger()
         elif current.is_last or self._clients.is_closing:
             self._transport.close()
         else:
             self.deadline_s = time.monotonic() + self._clients.limits.idle_s
-            self._go_on()
+            if self._ready or self._early or self._refusal is not None:
+                self._go_on()
 
     def cut(self) -> None:
         """The answer cannot be completed: the connection ends as it stands, so that no client takes it for whole."""
@@ -345,13 +359,13 @@ class Client(asyncio.Protocol):
         self._current = incoming
         self.deadline_s = float("inf")
         self._is_chunked = self.has_begun = False
-        answering = self._clients.handler.handle(self, incoming)
+        answering = self._handler.handle(self, incoming)
         if self._current is incoming:
             self._answering = answering
 
     def _check_head(self) -> RequestError | None:
         """What is wrong with the request that has begun; what waits for permission to go on gets it."""
-        clients, limits = self._clients, self._clients.limits
+        limits = self._clients.limits
         self._named = named = {lower: value for lower, _, value in self._headers}
         if self._num_head_bytes > MAX_HEAD_BYTES and self._head_size() > MAX_HEAD_BYTES:
             return _head_too_large()
@@ -359,7 +373,7 @@ class Client(asyncio.Protocol):
             return HttpError(501, "Connections are not upgraded here: leave out Upgrade.", "upgrade_not_supported")
         if named.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
             return HttpError(501, "Transfer-Encoding must be chunked.", "unsupported_transfer_encoding")
-        if refusal := clients.handler.refuses(named, self._target):
+        if self._handler.has_keys and (refusal := self._handler.refuses(named, self._target)):
             return refusal
         if int(named.get(b"content-length", b"0")) > limits.max_body_bytes:
             return _too_large(limits.max_body_bytes)
@@ -373,20 +387,26 @@ class Client(asyncio.Protocol):
         """Without what came with it."""
         return sum(len(name) + len(value) for _, name, value in self._headers) + len(self._target)
 
-    def _take(self, piece: bytes) -> None:
-        """Keep a part of the body, if there is room for it."""
-        clients, limits, before = self._clients, self._clients.limits, self._num_body_bytes
-        self._num_body_bytes += len(piece)
-        if self._num_body_bytes > limits.max_body_bytes:
+    def _has_room(self, before: int, after: int) -> bool:
+        """Whether a body that had `before` bytes may have `after`, which is not small."""
+        clients, limits = self._clients, self._clients.limits
+        growth = after - max(before, _SMALL_BYTES)
+        if after > limits.max_body_bytes:
             self._refusal = _too_large(limits.max_body_bytes)
-            return
-        growth = _counted(self._num_body_bytes) - _counted(before)
-        if growth and clients.num_held_bytes + growth > limits.max_held_bytes:
+        elif clients.num_held_bytes + growth > limits.max_held_bytes:
             self._refusal = BusyError(len(clients.open))
-            return
-        clients.num_held_bytes += growth
-        self._num_held_bytes += growth
-        self._pieces.append(piece)
+        else:
+            clients.num_held_bytes += growth
+            self._num_held_bytes += growth
+            return True
+        return False
+
+    def _let_go_of(self, incoming: Incoming) -> None:
+        """Its body is needed no more."""
+        num_bytes = len(incoming.body) - _SMALL_BYTES
+        incoming.body = b""
+        if num_bytes > 0:
+            self._let_go(num_bytes)
 
     def _let_go(self, num_bytes: int) -> None:
         self._clients.num_held_bytes -= num_bytes
@@ -396,10 +416,12 @@ class Client(asyncio.Protocol):
         self.has_begun = True
         current = self._current
         if current is not None and (current.is_last or self._clients.is_closing):
-            head += b"Connection: close\r\n"
+            head += b"Connection: close\r\n\r\n"
         elif current is not None and current.is_old:
-            head += b"Connection: keep-alive\r\n"
-        self._out.append(head + b"\r\n")
+            head += b"Connection: keep-alive\r\n\r\n"
+        else:
+            head += b"\r\n"
+        self._out.append(head)
 
     def _end_with(self, error: RequestError) -> None:
         """Refuse what cannot be read to its end; what follows it cannot be trusted either."""
@@ -428,7 +450,3 @@ def _too_large(limit: int) -> HttpError:
 
 def _head_too_large() -> HttpError:
     return HttpError(431, f"The head of a request may have {MAX_HEAD_BYTES} bytes.", "head_too_large")
-
-
-def _counted(num_bytes: int) -> int:
-    return max(0, num_bytes - _SMALL_BYTES)

@@ -16,13 +16,13 @@ from moestro.serve.refusals import GenerationError, HttpError, error_json
 from moestro.serve.route.client import Client
 from moestro.serve.route.counts import Counts, usage_in
 from moestro.serve.route.fleet import Engine, Fleet
-from moestro.serve.route.heads import Headers, Incoming, answer_head, header_line
+from moestro.serve.route.heads import Headers, Incoming, Named, answer_head, header_text
 from moestro.serve.route.journal import Journal
 from moestro.serve.route.upstream import EngineConnection
 
 _BUSY = frozenset({429, 503, 529})  # not now; 529 is Dynamo's and Anthropic's
 _FAILED = frozenset({500, 502, 504})
-_STALE_S = 1.0  # a kept connection that was closed by its engine in the meantime shows it at once
+_STALE_NS = 1_000_000_000  # a kept connection that was closed by its engine in the meantime shows it at once
 _TAIL_BYTES = 4096
 _MAX_LOST = 1  # engines that one request may lose: what loses two may be what ends them
 _LEFT_STATUS = 499  # nginx' word for a client that did not wait
@@ -76,32 +76,28 @@ class Exchange:
         deadline_s: when it is given up unless something happens before; on `time.monotonic`.
     """
 
-    __slots__ = (
-        "_arrival_ns", "_client", "_connection", "_decision", "_engine", "_head", "_incoming", "_is_event_stream",
-        "_is_in_router", "_mark", "_model", "_num_lost", "_num_retries", "_request", "_sent_s", "_shared", "_stage",
-        "_status", "_tail", "_task", "_tried", "_why", "deadline_s",
-    )  # fmt: skip
+    # What most exchanges never change is a default of the class: there are many of them.
+    _stage = _Stage.CHOOSING
+    _request: Request | None = None
+    _model: str | None = None
+    _engine: Engine | None = None
+    _decision: RouteDecision | None = None
+    _is_in_router = False
+    _connection: EngineConnection | None = None
+    _task: asyncio.Task[None] | None = None
+    _tried: tuple[int, ...] = ()
+    _num_retries = _num_lost = _mark = _status = 0
+    _why = ""
+    _head: tuple[int, Headers, Named] | None = None
+    _tail = b""
+    _is_event_stream = False
 
     def __init__(self, shared: Shared, client: Client, incoming: Incoming) -> None:
         self._shared = shared
         self._client = client
         self._incoming = incoming
-        self._arrival_ns = time.monotonic_ns()
-        self.deadline_s = self._arrival_ns * 1e-9 + shared.rules.first_byte_s
-        self._stage = _Stage.CHOOSING
-        self._request: Request | None = None
-        self._model: str | None = None
-        self._engine: Engine | None = None
-        self._decision: RouteDecision | None = None
-        self._connection: EngineConnection | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._tried: list[int] = []
-        self._num_retries = self._num_lost = self._mark = self._status = 0
-        self._sent_s = 0.0
-        self._why = ""
-        self._head: tuple[int, Headers] | None = None
-        self._tail = b""
-        self._is_event_stream = self._is_in_router = False
+        self._arrival_ns = self._sent_ns = now_ns = time.monotonic_ns()
+        self.deadline_s = now_ns * 1e-9 + shared.rules.first_byte_s
         shared.active[incoming.request_id] = self
 
     def start(self, request: Request, model: str | None) -> None:
@@ -169,15 +165,15 @@ class Exchange:
 
     # --- the engine's calls
 
-    def head(self, status: int, headers: Headers) -> None:
+    def head(self, status: int, headers: Headers, named: Named) -> None:
         """An answer begins. It is held until its body does: a server says "200" before it has computed anything."""
         engine = self._engine
         assert engine is not None
         self._status = status
         engine.counts.statuses[status] += 1
         is_failure = status in _BUSY or status in _FAILED
-        if not (is_failure and self._take_failure(engine, status, headers)):
-            self._head = (status, headers)
+        if not (is_failure and self._take_failure(engine, status, named)):
+            self._head = (status, headers, named)
 
     def body(self, data: bytes, *, is_last: bool) -> None:
         """A part of the answer."""
@@ -185,19 +181,20 @@ class Exchange:
         engine = self._engine
         assert engine is not None
         engine.last_byte_ns = now_ns
-        self.deadline_s = now_ns * 1e-9 + self._shared.rules.idle_s
         if self._stage is _Stage.WAITING:
             self._begin(engine, now_ns)
-        self._tail = data if len(data) >= _TAIL_BYTES else (self._tail + data)[-_TAIL_BYTES:]
+        if is_last:
+            self._tail = data if len(data) >= _TAIL_BYTES else self._tail + data
+        else:
+            self.deadline_s = now_ns * 1e-9 + self._shared.rules.idle_s
+            self._tail = data if len(data) >= _TAIL_BYTES else (self._tail + data)[-_TAIL_BYTES:]
         self._client.piece(data, is_last=is_last)
 
     def done(self) -> None:
         """The answer is complete."""
-        engine = self._engine
-        assert engine is not None
-        now_ns = time.monotonic_ns()
         if self._stage is _Stage.WAITING:
-            self._begin(engine, now_ns)  # it had no body
+            assert self._engine is not None
+            self._begin(self._engine, time.monotonic_ns())  # it had no body
         self._release_engine(completed=True)
         self._finish(self._status)
         self._client.end()
@@ -213,7 +210,7 @@ class Exchange:
             engine.counts.num_broken += 1
             self._shared.fleet.look(engine, now_ns)
             self.refuse(_broken(cause))
-        elif self._head is None and not connection.is_fresh and now_ns * 1e-9 - self._sent_s < _STALE_S:
+        elif self._head is None and not connection.is_fresh and now_ns - self._sent_ns < _STALE_NS:
             self._connect()  # nobody's fault: it was closed while nothing was asked of it
         else:
             self._lose(engine, cause, now_ns, was_sent=True)
@@ -224,13 +221,16 @@ class Exchange:
         """Raises RequestError if no engine is left."""
         assert self._request is not None
         shared, before_ns = self._shared, time.monotonic_ns()
-        decision = shared.fleet.submit(self._request, self._model, self._tried, before_ns)
-        shared.counts.decision_s.observe((time.monotonic_ns() - before_ns) * 1e-9)
+        fleet, counts = shared.fleet, shared.counts
+        decision = fleet.submit(self._request, self._model, self._tried, before_ns)
+        counts.decision_s.observe((time.monotonic_ns() - before_ns) * 1e-9)
         self._decision, self._is_in_router = decision, True
-        self._engine = engine = shared.fleet[decision.engine]
+        self._engine = engine = fleet[decision.engine]
         engine.counts.num_decisions += 1
-        self._tried.append(engine.row)
-        self._mark = shared.fleet.sent(engine)
+        self._tried += (decision.engine,)
+        self._mark = engine.health.breaker.sent()
+        if engine.condition is not Condition.UP:
+            fleet.look(engine, before_ns)  # one probe is enough
         shared.journal.routed(self._request, decision, self._why)
 
     def _send(self) -> None:
@@ -262,12 +262,11 @@ class Exchange:
 
     def _send_on(self, connection: EngineConnection) -> None:
         assert self._engine is not None
+        incoming = self._incoming
         self._connection = connection
         self._stage = _Stage.WAITING
-        self._sent_s = time.monotonic()
-        incoming = self._incoming
-        head = self._engine.head.of(incoming)
-        connection.send(head, incoming.body, self, is_bodiless=incoming.method == b"HEAD")
+        self._sent_ns = time.monotonic_ns()
+        connection.send(self._engine.head.of(incoming), incoming.body, self, is_bodiless=incoming.method == b"HEAD")
 
     # --- elsewhere
 
@@ -286,11 +285,11 @@ class Exchange:
         error.http_status = 502
         self.refuse(error)
 
-    def _take_failure(self, engine: Engine, status: int, headers: Headers) -> bool:
+    def _take_failure(self, engine: Engine, status: int, named: Named) -> bool:
         """An answer that another engine may better. True: it is asked; False: the client gets the answer as it is."""
         now_ns, shared = time.monotonic_ns(), self._shared
         if status in _BUSY:
-            engine.health.busy(_retry_after_ns(headers), now_ns)
+            engine.health.busy(_retry_after_ns(named), now_ns)
             engine.health.breaker.abandoned(self._mark)
         else:
             engine.health.breaker.failed(self._mark, now_ns)
@@ -331,29 +330,29 @@ class Exchange:
     def _begin(self, engine: Engine, now_ns: int) -> None:
         """The first byte of the answer: from here on there is no other engine."""
         assert self._head is not None
-        status, headers = self._head
+        status, headers, named = self._head
         self._stage = _Stage.ANSWERING
+        engine.num_streaming += 1
         if status < 300 and self._request is not None:
             self._shared.fleet.router.first_token(self._request.request_id, now_ns)
             engine.counts.first_byte_s.observe((now_ns - self._arrival_ns) * 1e-9)
-        engine.num_streaming += 1
         if status not in _FAILED and status not in _BUSY:
             engine.health.breaker.succeeded(self._mark, now_ns)
             if engine.condition is not Condition.UP:
                 self._shared.fleet.look(engine, now_ns)
-        head, has_length = answer_head(status, headers, self._own_lines())
-        has_no_body = self._incoming.method == b"HEAD" or status in (204, 304)
-        self._is_event_stream = any(
-            lower == b"content-type" and value.startswith(b"text/event-stream") for lower, _, value in headers
-        )
-        self._client.begin(head, has_length=has_length or has_no_body)
+        self._is_event_stream = named.get(b"content-type", b"").startswith(b"text/event-stream")
+        has_end = b"content-length" in named or self._incoming.method == b"HEAD" or status in (204, 304)
+        self._client.begin(answer_head(status, headers, named, self._own_lines()), has_length=has_end)
 
     def _own_lines(self) -> bytes:
-        lines = b"X-Request-Id: %b\r\n" % self._incoming.request_id.encode()
-        if not self._shared.rules.shows_route or self._engine is None or self._decision is None:
-            return lines
-        reason = f"{self._decision.reason}; {self._why}" if self._why else self._decision.reason
-        return lines + header_line("x-moestro-engine", self._engine.name) + header_line("x-moestro-reason", reason)
+        shared, engine, decision = self._shared, self._engine, self._decision
+        if not shared.rules.shows_route or engine is None or decision is None:
+            return f"X-Request-Id: {self._incoming.request_id}\r\n".encode()
+        reason = f"{decision.reason}; {self._why}" if self._why else decision.reason
+        return (
+            f"X-Request-Id: {self._incoming.request_id}\r\nx-moestro-engine: {engine.name}\r\n"
+            f"x-moestro-reason: {header_text(reason)}\r\n"
+        ).encode()
 
     def _cut(self, error: RequestError) -> None:
         """The one ending of a broken stream that every client notices, with the cause in it."""
@@ -405,9 +404,7 @@ def _broken(cause: str) -> GenerationError:
     return GenerationError(f"The answer cannot be completed: {cause}.", code="upstream_disconnected")
 
 
-def _retry_after_ns(headers: Headers) -> int | None:
+def _retry_after_ns(named: Named) -> int | None:
     """What `Retry-After` asks for, where it is a number of seconds; a date is not worth reading for an engine."""
-    for lower, _, value in headers:
-        if lower == b"retry-after" and value.isdigit() and len(value) <= 6:
-            return int(value) * 1_000_000_000
-    return None
+    value = named.get(b"retry-after", b"")
+    return int(value) * 1_000_000_000 if value.isdigit() and len(value) <= 6 else None

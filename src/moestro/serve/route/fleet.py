@@ -136,13 +136,6 @@ class Fleet:
             for row in masked:
                 router.set_routable(row, routable=True)
 
-    def sent(self, engine: Engine) -> int:
-        """A request goes to `engine`; returns the mark for its breaker."""
-        mark = engine.health.breaker.sent()
-        if engine.condition is not Condition.UP:
-            self.look(engine, self._now_ns())
-        return mark
-
     def look_now(self, engine: Engine) -> None:
         """Judge `engine` anew, because something was done to it."""
         self.look(engine, self._now_ns())

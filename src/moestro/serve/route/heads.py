@@ -8,6 +8,8 @@ from http import HTTPStatus
 
 Headers = list[tuple[bytes, bytes, bytes]]  # (name in lower case, name as it came, value)
 
+Named = dict[bytes, bytes]  # values by name in lower case; of two of one name, the last
+
 MAX_HEAD_BYTES = 64 << 10  # of one message; tokens in cookies and traces are long, nothing else is
 # Of one connection, not of the message (RFC 9110, 7.6.1), and what the proxy writes itself.
 _HOP_BY_HOP = frozenset(
@@ -36,7 +38,6 @@ class Incoming:
 
     Attributes:
         target: as it was sent: path and query.
-        named: values by name in lower case; of two of one name, the last.
         is_last: the connection ends after the answer.
         is_old: HTTP/1.0: no chunks.
     """
@@ -44,17 +45,12 @@ class Incoming:
     method: bytes
     target: bytes
     headers: Headers
-    named: dict[bytes, bytes]
+    named: Named
     body: bytes
     is_last: bool
     is_old: bool
     client: str = ""
     request_id: str = ""
-
-    @property
-    def path(self) -> str:
-        """Without the query."""
-        return self.target.partition(b"?")[0].decode("ascii", "replace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,20 +91,17 @@ class EngineHead:
         return b"\r\n".join(parts)
 
 
-def answer_head(status: int, headers: Headers, added: bytes) -> tuple[bytes, bool]:
-    """The head of an engine's answer for the client, without the line that says how the body is framed.
+def answer_head(status: int, headers: Headers, named: Named, added: bytes) -> bytes:
+    """The head of an engine's answer for the client, open at its end: how the body is framed is not in it yet.
 
     Args:
         added: whole lines of ours.
-
-    Returns:
-        The head, open at its end, and whether the engine said how long the body is.
     """
-    dropped, names = _NOT_TO_CLIENT, {lower for lower, _, _ in headers}
-    if b"connection" in names:
+    dropped = _NOT_TO_CLIENT
+    if b"connection" in named:
         dropped |= _named_by_connection(headers)
-    parts = [b"%b: %b\r\n" % (name, value) for lower, name, value in headers if lower not in dropped]
-    return b"%b%b%b" % (_status_line(status), b"".join(parts), added), b"content-length" in names
+    lines = [b"%b: %b\r\n" % (name, value) for lower, name, value in headers if lower not in dropped]
+    return b"%b%b%b" % (_STATUS_LINES.get(status) or _status_line(status), b"".join(lines), added)
 
 
 def own_head(status: int, content_type: str, length: int, added: bytes = b"") -> bytes:
@@ -117,17 +110,15 @@ def own_head(status: int, content_type: str, length: int, added: bytes = b"") ->
     return _status_line(status) + f"{typed}Content-Length: {length}\r\n".encode() + added
 
 
-def header_line(name: str, text: str) -> bytes:
-    """One line, whatever the text is: what is no plain ASCII becomes a question mark, and the end is cut off."""
+def header_text(text: str) -> str:
+    """`text` fit for a header: what is no plain ASCII becomes a question mark, and the end is cut off."""
     text = text[:_SHOWN_CHARS]
-    if not (text.isascii() and text.isprintable()):
-        text = _NOT_IN_HEADER.sub("?", text)
-    return f"{name}: {text}\r\n".encode()
+    return text if text.isascii() and text.isprintable() else _NOT_IN_HEADER.sub("?", text)
 
 
-def plain_id(given: bytes | None) -> str | None:
+def plain_id(given: bytes) -> str | None:
     """A client's request id, if it is short and plain."""
-    return given.decode() if given is not None and _PLAIN_ID.fullmatch(given) else None
+    return given.decode() if _PLAIN_ID.fullmatch(given) else None
 
 
 def _status_line(status: int) -> bytes:

@@ -28,15 +28,16 @@ from moestro.serve.refusals import (
 from moestro.serve.route.asked import Asked, read
 from moestro.serve.route.client import Answering, Client
 from moestro.serve.route.exchange import Exchange, Shared
-from moestro.serve.route.heads import Incoming, own_head, plain_id
+from moestro.serve.route.heads import Incoming, Named, own_head, plain_id
 from moestro.serve.route.reading import Reading
 
 logger = logging.getLogger(__name__)
 
 # Whatever begins with /v1/ is an API that clients are meant to use, but for these, which change an engine.
 _CLOSED = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-_OPEN_BESIDE_V1 = frozenset(
+_OPEN = frozenset(
     {
+        *("/v1/chat/completions", "/v1/completions"),  # most of all, and so looked up first
         *("/tokenize", "/detokenize", "/score", "/rerank", "/v2/rerank", "/pooling", "/classify"),
         *("/generate", "/encode", "/get_model_info", "/model_info"),
     }
@@ -54,6 +55,7 @@ class Proxy:
 
     Attributes:
         is_draining: nothing new is taken.
+        has_keys: the door is locked.
     """
 
     def __init__(
@@ -62,7 +64,8 @@ class Proxy:
         self._shared = shared
         self._reading = reading
         self._keys = keys
-        self._open_paths = _OPEN_BESIDE_V1 | extra_paths
+        self.has_keys = bool(keys)
+        self._open_paths = _OPEN | extra_paths
         self._metrics = metrics
         self._prefix = f"req-{secrets.token_hex(4)}-"
         self._serial = count(1)
@@ -71,18 +74,18 @@ class Proxy:
 
     # --- the connections' calls
 
-    def refuses(self, named: dict[bytes, bytes], target: bytes) -> RequestError | None:
+    def refuses(self, named: Named, target: bytes) -> RequestError | None:
         """What is wrong with a request whose body has not come yet."""
-        if not self._keys or target.partition(b"?")[0] in _PROBES:
+        if target.partition(b"?")[0] in _PROBES:
             return None
         return None if self._keys.admit(named.get(b"authorization", b"")) else AuthenticationError()
 
     def handle(self, client: Client, incoming: Incoming) -> Answering | None:
         """Answer now, or return who will."""
         incoming.request_id = self._request_id(incoming)
-        path = incoming.path
+        path = incoming.target.partition(b"?")[0].decode("latin-1")
         try:
-            if self._is_for_engines(path):
+            if path in self._open_paths or (path.startswith("/v1/") and self._is_open(path)):
                 return self._send_on(client, incoming)
             self._answer_here(client, incoming, path)
         except RequestError as error:
@@ -94,10 +97,8 @@ class Proxy:
 
     # --- to engines
 
-    def _is_for_engines(self, path: str) -> bool:
-        if path.startswith("/v1/"):
-            return path not in _CLOSED and path != "/v1/models" and not path.startswith("/v1/models/")
-        return path in self._open_paths
+    def _is_open(self, path: str) -> bool:
+        return path not in _CLOSED and path != "/v1/models" and not path.startswith("/v1/models/")
 
     def _send_on(self, client: Client, incoming: Incoming) -> Exchange:
         if self.is_draining:
@@ -168,10 +169,10 @@ class Proxy:
 
     def _request_id(self, incoming: Incoming) -> str:
         """The client's own, if it is short, plain and not in use; otherwise a new one."""
-        given = plain_id(incoming.named.get(b"x-request-id"))
-        if given is None:
+        given = incoming.named.get(b"x-request-id")
+        if given is None or (plain := plain_id(given)) is None:
             return f"{self._prefix}{next(self._serial):x}"
-        return given if given not in self._shared.active else f"{given[:100]}~{next(self._serial):x}"
+        return plain if plain not in self._shared.active else f"{plain[:100]}~{next(self._serial):x}"
 
 
 def _not_found(path: str) -> HttpError:

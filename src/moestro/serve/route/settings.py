@@ -159,7 +159,7 @@ class RoutingSettings:
     "Directory with the model's tokenizer.json and chat template: blocks of tokens instead of blocks of text."
     block_size: Annotated[int, Parameter(group=_ROUTING)] = 16
     "With --tokenizer: tokens of one block, as the engines have it (vLLM's --block-size)."
-    text_block_bytes: Annotated[int, Parameter(group=_ROUTING)] = 256
+    text_block_bytes: Annotated[int, Parameter(group=_ROUTING)] = 512
     "Without: bytes of one block of text. Smaller: finer, and more work for each request."
     index_memory_bytes: Annotated[int, Parameter(group=_ROUTING)] = 1 << 30
     "Most memory for what the engines' caches hold."

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from moestro.serve.route.heads import MAX_HEAD_BYTES, Headers
+from moestro.serve.route.heads import MAX_HEAD_BYTES, Headers, Named
 
 _HIGH_WATER_BYTES = 1 << 20  # a request's body is written at once; this only bounds what asyncio thinks of it
 _MAX_IDLE = 256  # connections kept without a request
@@ -20,7 +20,7 @@ _MAX_IDLE_S = 60.0
 class Sink(Protocol):
     """Gets an engine's answer."""
 
-    def head(self, status: int, headers: Headers) -> None:
+    def head(self, status: int, headers: Headers, named: Named) -> None:
         """It begins."""
 
     def body(self, data: bytes, *, is_last: bool) -> None:
@@ -136,6 +136,7 @@ class EngineConnection(asyncio.Protocol):
     def _reset(self) -> None:
         self._status = 0
         self._headers: Headers = []
+        self._named: Named = {}
         self._pieces: list[bytes] = []
         self._num_head_bytes = 0
         self._is_in_head = True
@@ -235,9 +236,8 @@ class EngineConnection(asyncio.Protocol):
         self._status = status
         self._is_in_head = False
         self._is_head_due = True
-        self._has_end = status in (204, 304) or any(
-            lower in (b"content-length", b"transfer-encoding") for lower, _, _ in self._headers
-        )
+        self._named = named = {lower: value for lower, _, value in self._headers}
+        self._has_end = b"content-length" in named or b"transfer-encoding" in named or status in (204, 304)
 
     def on_body(self, piece: bytes) -> None:
         """A part of the body."""
@@ -258,7 +258,7 @@ class EngineConnection(asyncio.Protocol):
         sink = self._sink
         if self._is_head_due and sink is not None:
             self._is_head_due = False
-            sink.head(self._status, self._headers)
+            sink.head(self._status, self._headers, self._named)
         if self._is_bodiless and not self._is_in_head:
             self._is_complete, self._keeps_alive = True, False  # what the parser waits for does not come
         elif self._pieces:

@@ -1,0 +1,310 @@
+"""What a router was told and what it decided, entry by entry: it explains every choice, and replays to the same ones.
+
+A record is JSON lines: a head, then every call that changes a router, in order. Prompts are in it by their block
+hashes and lengths alone, never by their tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from moestro.cluster.router import RouteDecision, Router
+from moestro.cluster.settings import ANY_ENGINE, EngineSpec, RouterSettings
+from moestro.core.request import Request
+from moestro.core.views import NEVER_NS, EngineFigures
+from moestro.errors import RequestError
+from moestro.policy.routing.contract import Choice, RouteView
+from moestro.policy.routing.indicators import batch_size, queued_prefill_tokens
+from moestro.policy.routing.registry import policy_from
+
+_NUM_CANDIDATES = 4
+
+
+class Head(msgspec.Struct, frozen=True, tag=True):
+    """What the router was made of."""
+
+    policy: str  # as `policy_from` reads it
+    score: str | None
+    settings: RouterSettings
+
+
+class EngineAdded(msgspec.Struct, frozen=True, tag=True):
+    """`add_engine`, and its answer."""
+
+    engine: int
+    spec: EngineSpec
+
+
+class SpecSet(msgspec.Struct, frozen=True, tag=True):
+    """`set_spec`."""
+
+    engine: int
+    spec: EngineSpec
+
+
+class EngineRemoved(msgspec.Struct, frozen=True, tag=True):
+    """`remove_engine`."""
+
+    engine: int
+    now_ns: int
+
+
+class RoutableSet(msgspec.Struct, frozen=True, tag=True):
+    """`set_routable`."""
+
+    engine: int
+    routable: bool
+
+
+class EngineWasLost(msgspec.Struct, frozen=True, tag=True):
+    """`engine_lost`."""
+
+    engine: int
+    now_ns: int
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """An engine that could have been chosen, as it looked then. `score` None: it was no finite number."""
+
+    engine: int
+    score: float | None
+    hit_tokens: int
+    num_requests: int
+    queued_prefill_tokens: float
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice and what was seen.
+
+    Attributes:
+        regret: the chosen engine's score less the best other's. Negative: it was the best, by so much. Positive: a
+            filter, an affinity or a draw passed over a better one. None: there was no other, or none has a score.
+        candidates: the chosen one and the best others, by score.
+        ages_ns: of the figures that the policy needs, on the chosen engine; one that it never said is left out.
+        detail: the policy's own.
+    """
+
+    engine: int
+    score: float | None
+    reason: str
+    hit_tokens: int
+    regret: float | None
+    candidates: tuple[Candidate, ...]
+    ages_ns: dict[str, int]
+    detail: dict[str, float]
+
+
+class Submitted(msgspec.Struct, frozen=True, tag=True):
+    """`submit`, and what became of it: a decision, or the refusal's name."""
+
+    request: Request
+    now_ns: int
+    decision: Decision | None
+    refusal: str | None = None
+
+
+class FirstTokenCame(msgspec.Struct, frozen=True, tag=True):
+    """`first_token`."""
+
+    request_id: str
+    now_ns: int
+
+
+class RequestEnded(msgspec.Struct, frozen=True, tag=True):
+    """`ended`."""
+
+    request_id: str
+    now_ns: int
+    num_output_tokens: int | None
+
+
+class Reported(msgspec.Struct, frozen=True, tag=True):
+    """`report`."""
+
+    engine: int
+    figures: EngineFigures
+    as_of_ns: int
+    now_ns: int
+
+
+class KvStored(msgspec.Struct, frozen=True, tag=True):
+    """`kv_stored`."""
+
+    engine: int
+    hashes: bytes
+    now_ns: int
+
+
+class KvRemoved(msgspec.Struct, frozen=True, tag=True):
+    """`kv_removed`."""
+
+    engine: int
+    hashes: bytes
+    now_ns: int
+
+
+class KvCleared(msgspec.Struct, frozen=True, tag=True):
+    """`kv_cleared`."""
+
+    engine: int
+    now_ns: int
+
+
+class KvLost(msgspec.Struct, frozen=True, tag=True):
+    """`kv_lost`."""
+
+    engine: int
+    now_ns: int
+
+
+Entry = (
+    Head | EngineAdded | SpecSet | EngineRemoved | RoutableSet | EngineWasLost | Submitted | FirstTokenCame
+    | RequestEnded | Reported | KvStored | KvRemoved | KvCleared | KvLost
+)  # fmt: skip
+
+encode_entry = msgspec.json.Encoder().encode
+decode_entry = msgspec.json.Decoder(Entry).decode
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyText:
+    """A policy as it is written down: what `policy_from` takes."""
+
+    policy: str
+    score: str | None = None
+
+
+class RecordedRouter(Router):
+    """A router that writes down every call.
+
+    Args:
+        policy: by text, so that a replay can make it again.
+        settings: see there.
+        write: takes each entry, in order; the head at once.
+    """
+
+    def __init__(self, policy: PolicyText, settings: RouterSettings, write: Callable[[Entry], None]) -> None:
+        self._chosen_by = policy_from(policy.policy, policy.score)
+        super().__init__(self._chosen_by, settings)
+        self._write = write
+        self._decision: Decision | None = None
+        write(Head(policy.policy, policy.score, settings))
+
+    def add_engine(self, spec: EngineSpec = ANY_ENGINE) -> int:
+        """See `Router`."""
+        engine = super().add_engine(spec)
+        self._write(EngineAdded(engine, spec))
+        return engine
+
+    def set_spec(self, engine: int, spec: EngineSpec) -> None:
+        """See `Router`."""
+        super().set_spec(engine, spec)
+        self._write(SpecSet(engine, spec))
+
+    def remove_engine(self, engine: int, now_ns: int) -> None:
+        """See `Router`."""
+        super().remove_engine(engine, now_ns)
+        self._write(EngineRemoved(engine, now_ns))
+
+    def set_routable(self, engine: int, *, routable: bool) -> None:
+        """See `Router`."""
+        super().set_routable(engine, routable=routable)
+        self._write(RoutableSet(engine, routable))
+
+    def engine_lost(self, engine: int, now_ns: int) -> None:
+        """See `Router`."""
+        super().engine_lost(engine, now_ns)
+        self._write(EngineWasLost(engine, now_ns))
+
+    def submit(self, request: Request, now_ns: int) -> RouteDecision:
+        """See `Router`."""
+        bare = msgspec.structs.replace(request, token_ids=None)
+        try:
+            answer = super().submit(request, now_ns)
+        except RequestError as refusal:
+            self._write(Submitted(bare, now_ns, None, type(refusal).__name__))
+            raise
+        self._write(Submitted(bare, now_ns, self._decision))
+        return answer
+
+    def first_token(self, request_id: str, now_ns: int) -> None:
+        """See `Router`."""
+        super().first_token(request_id, now_ns)
+        self._write(FirstTokenCame(request_id, now_ns))
+
+    def ended(self, request_id: str, now_ns: int, num_output_tokens: int | None = None) -> None:
+        """See `Router`."""
+        super().ended(request_id, now_ns, num_output_tokens)
+        self._write(RequestEnded(request_id, now_ns, num_output_tokens))
+
+    def report(self, engine: int, figures: EngineFigures, as_of_ns: int, now_ns: int) -> None:
+        """See `Router`."""
+        super().report(engine, figures, as_of_ns, now_ns)
+        self._write(Reported(engine, figures, as_of_ns, now_ns))
+
+    def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """See `Router`."""
+        super().kv_stored(engine, hashes, now_ns)
+        self._write(KvStored(engine, hashes, now_ns))
+
+    def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """See `Router`."""
+        super().kv_removed(engine, hashes, now_ns)
+        self._write(KvRemoved(engine, hashes, now_ns))
+
+    def kv_cleared(self, engine: int, now_ns: int) -> None:
+        """See `Router`."""
+        super().kv_cleared(engine, now_ns)
+        self._write(KvCleared(engine, now_ns))
+
+    def kv_lost(self, engine: int, now_ns: int) -> None:
+        """See `Router`."""
+        super().kv_lost(engine, now_ns)
+        self._write(KvLost(engine, now_ns))
+
+    def _decided(self, view: RouteView, choice: Choice) -> None:
+        self._decision = describe(view, choice, self._chosen_by.needs.figures)
+
+
+def describe(view: RouteView, choice: Choice, figures: tuple[str, ...]) -> Decision:
+    """The decision as it is written down. `figures`: whose ages matter."""
+    engine = choice.engine
+    others: list[int] = []
+    if choice.scores is not None:
+        left = np.where(view.engines.routable, choice.scores, np.inf)
+        left[engine] = np.inf
+        best = np.argsort(left, kind="stable")[: _NUM_CANDIDATES - 1]
+        others = [int(row) for row in best if math.isfinite(left[row])]
+    regret = None
+    if others and choice.scores is not None:
+        regret = _finite(float(choice.scores[engine]) - float(choice.scores[others[0]]))
+    load, queued = batch_size(view), queued_prefill_tokens(view)
+    as_of_ns = {name: int(getattr(view.engines, name).as_of_ns[engine]) for name in figures}
+    return Decision(
+        engine=engine,
+        score=_finite(choice.score),
+        reason=choice.reason,
+        hit_tokens=int(view.hit_tokens[engine]),
+        regret=regret,
+        candidates=tuple(
+            Candidate(
+                engine=row,
+                score=None if choice.scores is None else _finite(float(choice.scores[row])),
+                hit_tokens=int(view.hit_tokens[row]),
+                num_requests=int(load[row]),
+                queued_prefill_tokens=float(queued[row]),
+            )
+            for row in (engine, *others)
+        ),
+        ages_ns={name: view.now_ns - as_of for name, as_of in as_of_ns.items() if as_of != NEVER_NS},
+        detail={name: float(value) for name, value in choice.detail.items()},
+    )
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

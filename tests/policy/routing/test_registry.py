@@ -1,0 +1,82 @@
+import re
+from pathlib import Path
+
+import pytest
+from routers import request, router
+
+from moestro.errors import ConfigError
+from moestro.policy.routing.registry import ROUTING, policy_from
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_a_policy_takes_settings_by_name():
+    assert policy_from("bailian:hit_weight=0.55").hit_weight == 0.55
+    assert policy_from("vllm-0.27:num_clients=3").num_clients == 3
+    assert policy_from("lmetric:hotspots=off").num_alarms == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("best", "unknown route policy 'best'; known: round_robin"),
+        ("bailian:weight=1", "has no setting 'weight'; it has: hit_weight"),
+        ("bailian:0.7", "NAME:SETTING=VALUE"),
+        ("bailian:hit_weight=much", "route policy 'bailian'"),
+        ("round_robin:speed=3", "it has: none"),
+        ("nowhere.py:fn", "there is no file nowhere.py"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_what_is(text, problem):
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        policy_from(text)
+
+
+def test_every_policy_is_described_in_the_manual():
+    manual = (ROOT / "docs" / "policies.md").read_text()
+    assert [name for name in ROUTING if f"`{name}`" not in manual] == []
+
+
+# --- a user's own file
+
+
+def test_the_example_of_a_users_policy_routes():
+    example = ROOT / "examples" / "route_policy.py"
+    assert len(example.read_text().splitlines()) < 50
+    for name in ("fewest_tokens", "StickyPrompt"):
+        three = router(3, policy_from(f"{example}:{name}"))
+        prompts = [list(range(i % 5, 64 + i % 5)) for i in range(30)]
+        engines = [three.submit(request(str(i), prompt=prompt), i).engine for i, prompt in enumerate(prompts)]
+        assert set(engines) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("def score(view): return view.engines.num_in_flight[:1]", "shape (1,) for 2 engines"),
+        ("def score(view): return view.nothing", "failed its trial: AttributeError"),
+        ("score = 3", "no function or class 'score'"),
+        ("def other(view): pass", "no function or class 'score'"),
+        ("import nothing_of_that_name", "does not run: ModuleNotFoundError"),
+        ("class score:\n  def decide(self, view, draws): raise KeyError(1)", "failed its trial: KeyError"),
+        ("class score:\n  def __init__(self, x): pass", "failed its trial: TypeError"),
+    ],
+)
+def test_a_file_that_does_not_work_is_refused_before_anything_is_served(tmp_path, source, problem):
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        policy_from(f"{file}:score")
+
+
+def test_a_users_policy_that_chooses_what_is_not_there_is_refused(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from moestro.policy.routing.contract import Choice, Needs\n"
+        "class Far:\n"
+        "  needs = Needs()\n"
+        "  def decide(self, view, draws): return Choice(7, 0.0, 'far')\n"
+        "  def observe(self, event): pass\n"
+    )
+    with pytest.raises(ConfigError, match="chose engine 7 of two"):
+        policy_from(f"{file}:Far")
