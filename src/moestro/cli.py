@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -279,14 +279,19 @@ def lmetric(
         A directory with mooncake_conversation.jsonl and mooncake_synthetic.jsonl (or .jsonl.zst), which Mooncake's
         authors publish. Without it there are generated sessions alone.
     out
-        A directory for lmetric.json and, where matplotlib is installed, pictures.
+        A directory for lmetric.json and, where matplotlib is installed, pictures. What was found of each load is kept
+        there at once, as lmetric.LOAD.json, and not made again: a run that was stopped goes on, and loads that were
+        made by several processes come together in one that asks for all of them.
     """
     from rich.console import Console
 
+    from moestro.sim.repro.lmetric import QUICK, Plan
     from moestro.sim.repro.runner import reproduce_lmetric, save
 
     console = Console()
-    found = reproduce_lmetric(console, quick=quick, traces=traces, sources=loads, num_requests=num_requests)
+    plan = QUICK if quick else Plan()
+    plan = replace(plan, sources=loads or plan.sources, num_requests=num_requests or plan.num_requests)
+    found = reproduce_lmetric(console, plan, traces, out)
     if out is None:
         return
     console.print(f"written: {save(found, out, 'lmetric')}")
