@@ -13,26 +13,23 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
+from typing import NamedTuple
 
 from moestro.errors import InvariantError
 
 
-class Journal:
-    """What a pool remembers and forgets, in order, for whoever tells others of it.
+class CacheEvent(NamedTuple):
+    """A full block that can be found from now on, or no more.
 
     Attributes:
-        round: set by whoever takes many rounds at once: of the entries that follow.
-        entries: (round, whether it was remembered or else forgotten, hash).
+        round: in which of the rounds that were taken at once; 0 where there is only one.
+        is_stored: it can be found.
+        block_hash: its name.
     """
 
-    def __init__(self) -> None:
-        self.round = 0
-        self.entries: list[tuple[int, bool, bytes]] = []
-
-    def take(self) -> list[tuple[int, bool, bytes]]:
-        """The entries so far; they are not given again."""
-        taken, self.entries, self.round = self.entries, [], 0
-        return taken
+    round: int
+    is_stored: bool
+    block_hash: bytes
 
 
 class BlockPool:
@@ -44,7 +41,9 @@ class BlockPool:
 
     Attributes:
         version: goes up whenever a hash is remembered or forgotten.
-        journal: where that is written down; None: nobody wants to know.
+        journal: where each of these is written down, in order, for whoever tells others of it and empties it; None:
+            nobody wants to know.
+        round: set by whoever takes many rounds at once, for the journal.
     """
 
     def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
@@ -57,7 +56,8 @@ class BlockPool:
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self.version = 0
-        self.journal: Journal | None = None
+        self.journal: list[CacheEvent] | None = None
+        self.round = 0
 
     @property
     def num_free(self) -> int:
@@ -121,7 +121,7 @@ class BlockPool:
             del self._block_of[forgotten]
             blocks.append(block)
             if self.journal is not None:
-                self.journal.entries.append((self.journal.round, False, forgotten))
+                self.journal.append(CacheEvent(self.round, is_stored=False, block_hash=forgotten))
         for block in blocks:
             ref_count[block] = 1
         return blocks
@@ -156,7 +156,7 @@ class BlockPool:
                 hash_of[block] = block_hash
                 self.version += 1
                 if self.journal is not None:
-                    self.journal.entries.append((self.journal.round, True, block_hash))
+                    self.journal.append(CacheEvent(self.round, is_stored=True, block_hash=block_hash))
 
     def check(self, held: list[list[int]]) -> None:
         """Recount everything against the block lists that sequences hold.

@@ -421,12 +421,6 @@ class Scheduler:
             known = self._decodes[len(view.num_left)] = bool((self.batch.plan(view, self.limits) == 1).all())
         return known
 
-    def rounds_without_blocks(self) -> int:
-        """Coming decode rounds in which no block is taken and none is filled that has a name; at least 0."""
-        table, running = self.table, self.table.running
-        border = np.minimum(table.capacity.take(running), table.next_full_at.take(running) - 1)
-        return int((border - table.num_computed.take(running)).min(initial=np.iinfo(np.int32).max))
-
     def _may_let_in(self) -> bool:
         """Whether it matters who is first in order while the running ones decode."""
         return self.table.num_free_slots > 0 or self._evict.makes_way
@@ -472,16 +466,16 @@ class Scheduler:
         """Take and remember the blocks of `num_rounds` rounds, in the order in which single rounds do it."""
         table, running, block_size = self.table, self.table.running, self.settings.block_size
         computed, capacity = table.num_computed.take(running), table.capacity.take(running)
-        end, journal = computed + num_rounds, self.pool.journal
-        if journal is not None or np.count_nonzero(end >= table.next_full_at.take(running)):
+        end = computed + num_rounds
+        if self.pool.journal is not None or np.count_nonzero(end >= table.next_full_at.take(running)):
             for rounds, kind, row in block_events(computed, capacity // block_size, block_size, num_rounds):
-                if journal is not None:
-                    journal.round = rounds
+                self.pool.round = rounds
                 slot, position = int(running[row]), int(computed[row]) + rounds + 1
                 if kind == TAKE:
                     table.add_block(slot, self.pool.allocate())
                 elif position >= table.next_full_at[slot]:
                     self._remember(slot, position // block_size)
+            self.pool.round = 0
             return
         # Nothing to remember, so all that counts is who takes a block before whom.
         short = _true_rows(end > capacity)
