@@ -171,6 +171,25 @@ def explain(
     tell(request_id, admin_url=admin_url, admin_api_key=admin_api_key, record=record, console=Console())
 
 
+@app.command(name="replay")
+def replay_decisions(record: Path) -> None:
+    """Make every decision of a record again: exit status 0 if all come out as they were, 1 if not.
+
+    The record holds all that the router knew, so they do, unless Moestro or a policy's file has changed since.
+
+    Parameters
+    ----------
+    record
+        A file of moestro route --record.
+    """
+    from rich.console import Console
+
+    from moestro.serve.route.replaying import replay_record
+
+    if not replay_record(record, Console(soft_wrap=True)):
+        sys.exit(1)
+
+
 @app.command
 def bench(
     *,
