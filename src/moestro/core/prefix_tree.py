@@ -30,7 +30,7 @@ class Run:
     def __init__(self, parent: Run | None, blocks: bytes, counts: dict[int, int], holders: int) -> None:
         self.parent = parent
         self.blocks = blocks
-        self.depth = (parent.depth if parent else 0) + len(blocks) // HASH_BYTES
+        self.depth: int = (parent.depth if parent else 0) + len(blocks) // HASH_BYTES
         self.counts = counts
         self.holders = holders
 
@@ -135,4 +135,5 @@ class PrefixTree:
 def _num_common(blocks: bytes, hashes: bytes, at: int) -> int:
     """How many blocks of `blocks`, from the first, stand at byte `at` of `hashes`; not all of them do."""
     most = min(len(blocks), len(hashes) - at) // HASH_BYTES
-    return bisect_left(range(1, most + 1), True, key=lambda n: not hashes.startswith(blocks[: n * HASH_BYTES], at))
+    sizes = range(HASH_BYTES, (most + 1) * HASH_BYTES, HASH_BYTES)
+    return bisect_left(sizes, 1, key=lambda size: not hashes.startswith(blocks[:size], at))

@@ -162,7 +162,7 @@ class HotspotDetector:
         return len(self._tracked)
 
     def _track(self, last: Run, hashes: bytes) -> None:
-        """Track the class of a prompt of the window, if it saves more than the least of those tracked, or there is room."""
+        """Track the class of a prompt of the window, if there is room, or it saves more than the least tracked."""
         run = self._shared(last)
         if run is None:
             return
