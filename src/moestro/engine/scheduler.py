@@ -405,13 +405,15 @@ class Scheduler:
         table, running, block_size = self.table, self.table.running, self.settings.block_size
         computed, capacity = table.num_computed.take(running), table.capacity.take(running)
         end = computed + num_rounds
-        if np.count_nonzero(end >= table.next_full_at.take(running)):
+        if self.pool.journal is not None or np.count_nonzero(end >= table.next_full_at.take(running)):
             for rounds, kind, row in block_events(computed, capacity // block_size, block_size, num_rounds):
+                self.pool.round = rounds
                 slot, position = int(running[row]), int(computed[row]) + rounds + 1
                 if kind == TAKE:
                     table.add_block(slot, self.pool.allocate())
                 elif position >= table.next_full_at[slot]:
                     self._remember(slot, position // block_size)
+            self.pool.round = 0
             return
         # Nothing to remember, so all that counts is who takes a block before whom.
         short = _true_rows(end > capacity)
