@@ -2,10 +2,10 @@
 
     python bench/router_decision.py [--engines 16] [--json bench/results/router_decision.json]
 
-Budgets (docs/architecture.md): 50 at 16 engines, 100 at 4,096. A decision is `Router.submit`: the look-up in the prefix
-index, the policy, and all books; what `first_token` and `ended` cost is beside it, and so is `submit` with an index that
-engines fill by KV events, and an event's cost a block. The bound beside the figures: one look-up in a dictionary of as
-many blocks for each block of the prompt, which an index that knows every block by itself cannot do without.
+Budgets (docs/architecture.md): 50 at 16 engines, 100 at 4,096. A decision is `Router.submit`: the look-up in the
+prefix index, the policy, and all books; what `first_token` and `ended` cost is beside it, and so is `submit` with an
+index that engines fill by KV events, and an event's cost a block. The bound beside the figures: one look-up in a
+dictionary for each block of the prompt, which an index that knows every block by itself cannot do without.
 
 Traffic: conversations. Eight system prompts of 16 blocks; a conversation has 20 to 90 blocks of its own behind one; a
 request brings the rest of its 128 blocks as new. Four requests are in flight on each engine; caches have 8,192 blocks.

@@ -1,7 +1,7 @@
 """Which engines hold which KV blocks: engines times blocks, bounded, and quick to ask for a whole prompt at once.
 
-Three books, each with sets of engines as one plain integer, a bit an engine, so that a thousand engines cost little more
-than ten:
+Three books, each with sets of engines as one plain integer, a bit an engine, so that a thousand engines cost little
+more than ten:
 
     history   the prompts that were sent to each engine lately, in a tree of what they share; of limited age, and of
               as many blocks as the engine's cache has
