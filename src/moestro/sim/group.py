@@ -15,7 +15,7 @@ from moestro.core.clock import FOREVER_NS
 from moestro.core.request import Request
 from moestro.core.script import Script
 from moestro.core.work import Int32s, Plan, Slots
-from moestro.cost.priced_device import ScriptedDevice
+from moestro.cost.priced_device import ScriptedDevice, Scripts
 from moestro.engine.emitted import Emitted
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.rank import Rank
@@ -37,19 +37,48 @@ class Seat:
 
     Attributes:
         rank: the production one.
-        device: answers its items from scripts; the group says when.
+        scripts: what is to come of its sequences.
         plan: of the step under way; None: it idles in it, or the group is in a jump.
         running, computed: int64[n], int32[n], of the jump under way: who decodes, and from which position on.
     """
 
-    __slots__ = ("computed", "device", "plan", "rank", "running")
+    __slots__ = ("computed", "plan", "rank", "running", "scripts")
 
-    def __init__(self, settings: SchedulerSettings) -> None:
-        self.device = ScriptedDevice(settings.block_size)
-        self.rank = Rank(Scheduler(settings), FusedExecutor(self.device))
+    def __init__(self, rank: Rank, scripts: Scripts) -> None:
+        self.rank, self.scripts = rank, scripts
         self.plan: Plan | None = None
         self.running: Slots = _NO_SLOTS
         self.computed: Int32s = _NOBODY
+
+    def add(self, request: Request, script: Script, now_ns: int) -> int:
+        """Put a request in the waiting queue. Returns its serial.
+
+        Raises:
+            RequestError: it is refused; nothing has changed.
+        """
+        serial = self.rank.add(request, now_ns)
+        self.scripts.expect(serial, script)
+        return serial
+
+    def forget_ended(self, emitted: Emitted) -> None:
+        """Drop the scripts of the sequences that have ended."""
+        for sequence, reason in zip(emitted.sequences, emitted.finish_reasons, strict=True):
+            if reason is not None:
+                self.scripts.forget(sequence.serial)
+
+
+class FusedSeat(Seat):
+    """A rank of a group that keeps step.
+
+    Attributes:
+        device: answers its items from scripts; the group says when.
+    """
+
+    __slots__ = ("device",)
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.device = ScriptedDevice(settings.block_size)
+        super().__init__(Rank(Scheduler(settings), FusedExecutor(self.device)), self.device)
 
 
 class Group:
@@ -70,7 +99,7 @@ class Group:
     """
 
     def __init__(self, settings: SchedulerSettings, prices: Prices, *, jump: bool = True) -> None:
-        self.seats = [Seat(settings) for _ in range(prices.num_ranks)]
+        self.seats = [FusedSeat(settings) for _ in range(prices.num_ranks)]
         self.next_ns: int | None = None
         self.began_ns = 0
         self.num_turns = 0
@@ -88,9 +117,7 @@ class Group:
         Raises:
             RequestError: it is refused; nothing has changed.
         """
-        taken = self.seats[seat]
-        serial = taken.rank.add(request, now_ns)
-        taken.device.expect(serial, script)
+        serial = self.seats[seat].add(request, script, now_ns)
         self._has_newcomer = True
         if self.next_ns is None:
             self.next_ns = now_ns
@@ -119,7 +146,7 @@ class Group:
             self._begin(now_ns)
         return emitted
 
-    def _collect(self, seat: Seat, now_ns: int) -> Emitted:
+    def _collect(self, seat: FusedSeat, now_ns: int) -> Emitted:
         seat.plan = None
         if self.ends is None:
             emitted = seat.rank.collect(now_ns)
@@ -129,9 +156,7 @@ class Group:
             emitted = seat.rank.scheduler.advance(num_rounds, told, finished)
         else:
             return Emitted()
-        for sequence, reason in zip(emitted.sequences, emitted.finish_reasons, strict=True):
-            if reason is not None:
-                seat.device.forget(sequence.serial)
+        seat.forget_ended(emitted)
         return emitted
 
     def _steady(self, now_ns: int) -> Horizon:
