@@ -17,6 +17,7 @@ from moestro.policy.batching import BATCHING, BatchName
 from moestro.policy.eviction import EVICTION, EvictName
 from moestro.policy.ordering.registry import ORDERING, OrderName
 from moestro.policy.registry import parse_settings
+from moestro.policy.stepping.registry import StepPolicyName
 
 __all__ = [
     "BATCH_POLICIES",
@@ -49,7 +50,6 @@ SCHEDULING_POLICIES = {name: entry.description for name, entry in ORDERING.items
 BATCH_POLICIES = {name: entry.description for name, entry in BATCHING.items()}
 EVICT_POLICIES = {name: entry.description for name, entry in EVICTION.items()}
 Mode = Literal["fused", "preemptive"]
-StepPolicyName = Literal["qllm", "in_order"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,9 +222,10 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         limits = self.limits
-        if self.stepping.mode == "preemptive" and self.paced is not None:
+        if self.stepping.mode == "preemptive" and self.paced is not None and self.paced.table is not None:
             raise ConfigError(
-                f"--mode preemptive does not run on --device {self.paced.device} yet: leave one of the two out"
+                f"--mode preemptive wants the prices of stages, and {self.paced.table} has those of whole steps: give"
+                " --device paced:GPU, or leave --mode out"
             )
         if self.stepping.mode == "preemptive" and limits.max_num_batched_tokens < 2 * limits.max_num_seqs:
             raise ConfigError(

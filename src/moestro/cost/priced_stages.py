@@ -25,6 +25,7 @@ from moestro.core.stages import (
     StageShape,
     Stopped,
 )
+from moestro.core.views import ATTENTION
 from moestro.core.work import StepResult, Units
 from moestro.cost.gate import Gate, token_keys
 from moestro.cost.model import Batch, Int64s, StageCostModel
@@ -34,7 +35,7 @@ from moestro.cost.networks import Network
 Answer = Callable[[Units, int], StepResult]
 
 _NUM_PLANS = 2  # inside at once: one that is parked, and one that passes it
-_ATTENTION = -1  # where an expert's number might stand
+_NOWHERE = np.empty(0, np.int64)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +46,7 @@ class _Launched:
         launched_ns, start_ns: when it was launched, and when its first piece begins: when those before it are done.
         ends_ns: int64[p], when each of its pieces ends, counted from `start_ns`.
         num_pieces: how many of them will be done; fewer than p once it was withdrawn.
-        stands: of a `Passage`: layer, and expert or `_ATTENTION`, of each piece.
+        stands: of a `Passage`: int64[p], layer * groups + group of each piece, groups as in a `QueueTable`.
         counts: of a `Passage`: int64[num_layers, num_experts], tokens that visit each expert in its layers.
     """
 
@@ -54,7 +55,7 @@ class _Launched:
     start_ns: int
     ends_ns: Int64s
     num_pieces: int
-    stands: list[tuple[int, int]]
+    stands: Int64s
     counts: Int64s | None
 
     @property
@@ -86,6 +87,7 @@ class PricedStages:
 
     def __init__(self, cost: StageCostModel, max_tokens: int, answer: Answer) -> None:
         self.shape = _shape_of(cost.network, _NUM_PLANS * max_tokens)
+        self._num_groups = 1 + self.shape.num_experts
         self._cost = cost
         self._answer = answer
         popularity = cost.popularity
@@ -95,19 +97,20 @@ class PricedStages:
     def launch(self, item: StageItem, now_ns: int) -> None:
         """See `StagedDevice.launch`."""
         counts: Int64s | None = None
-        stands: list[tuple[int, int]] = []
+        stands = _NOWHERE
         match item:
             case Attention():
-                durations = [self._cost.attention_ns(item.layer, _batch(item.units))]
+                durations = np.array([self._cost.attention_ns(item.layer, _batch(item.units))])
             case Experts():
-                durations = [self._cost.expert_ns(num_rows) for num_rows in item.counts.tolist()]
+                prices = [self._cost.expert_ns(num_rows) for num_rows in item.counts.tolist()]
+                durations = np.array(prices, np.int64)
             case Passage():
                 counts = self._count(item)
                 durations, stands = self._pieces(item, counts)
             case Sample():
-                durations = [self._cost.sample_ns(len(item.units))]
+                durations = np.array([self._cost.sample_ns(len(item.units))])
         start_ns = max(now_ns, self._launched[-1].ready_ns) if self._launched else now_ns
-        ends_ns = np.cumsum(np.array(durations, np.int64))
+        ends_ns = durations.cumsum()
         self._launched.append(_Launched(item, now_ns, start_ns, ends_ns, len(ends_ns), stands, counts))
 
     def poll(self, now_ns: int) -> list[StageResult]:
@@ -143,21 +146,30 @@ class PricedStages:
         counts[~np.array(self.shape.is_sparse)] = 0
         return counts
 
-    def _pieces(self, item: Passage, counts: Int64s | None) -> tuple[list[int], list[tuple[int, int]]]:
-        """What each piece of a passage takes, and where it is."""
-        cost, num_layers, batch = self._cost, self.shape.num_layers, _batch(item.units)
-        durations, stands = [], []
-        for layer in range(item.layer, min(item.until, num_layers)):
-            durations.append(cost.attention_ns(layer, batch))
-            stands.append((layer, _ATTENTION))
-            if counts is not None:
-                (experts,) = counts[layer].nonzero()
-                durations += [cost.expert_ns(num_rows) for num_rows in counts[layer, experts].tolist()]
-                stands += [(layer, expert) for expert in experts.tolist()]
-        if item.until > num_layers:
-            durations.append(cost.sample_ns(len(item.units)))
-            stands.append((num_layers, _ATTENTION))
+    def _pieces(self, item: Passage, counts: Int64s | None) -> tuple[Int64s, Int64s]:
+        """int64[p], int64[p]: what each piece of a passage takes, and where it is."""
+        first, last = item.layer, min(item.until, self.shape.num_layers)
+        prices = np.zeros((max(last - first, 0), self._num_groups), np.int64)
+        prices[:, ATTENTION] = self._attention_ns(_batch(item.units))[first:last]
+        exists = prices > 0
+        exists[:, ATTENTION] = True
+        if counts is not None:
+            num_rows, which = np.unique(counts[first:last], return_inverse=True)
+            priced = [self._cost.expert_ns(rows) if rows else 0 for rows in num_rows.tolist()]
+            prices[:, ATTENTION + 1 :] = np.array(priced)[which].reshape(last - first, -1)
+            exists[:, ATTENTION + 1 :] = counts[first:last] > 0
+        durations, stands = prices[exists], np.flatnonzero(exists) + first * self._num_groups
+        if item.until > self.shape.num_layers:
+            durations = np.append(durations, self._cost.sample_ns(len(item.units)))
+            stands = np.append(stands, self.shape.num_layers * self._num_groups)
         return durations, stands
+
+    def _attention_ns(self, batch: Batch) -> Int64s:
+        """int64[num_layers], of each layer; those of a group are alike."""
+        attention_ns = np.empty(self.shape.num_layers, np.int64)
+        for group in self._cost.network.groups:
+            attention_ns[list(group.layers)] = self._cost.attention_ns(group.layers[0], batch)
+        return attention_ns
 
     # --- results ----------------------------------------------------------------------------------------------------
 
@@ -178,14 +190,13 @@ class PricedStages:
 
     def _stopped(self, launched: _Launched, units: Units) -> Stopped:
         """A passage that was withdrawn, before the first piece that was not done."""
-        layer, expert = launched.stands[launched.num_pieces]
-        counts = launched.counts
+        layer, group = divmod(int(launched.stands[launched.num_pieces]), self._num_groups)
+        first_open, counts = max(group - 1, 0), launched.counts
         if counts is not None:
-            counts[layer : layer + 1, max(expert, 0) :] = 0
+            counts[layer : layer + 1, first_open:] = 0
             counts[layer + 1 :] = 0
-        if expert == _ATTENTION:
-            return Stopped(layer, None, 0, counts)
-        return Stopped(layer, self._chosen(units, layer), expert, counts)
+        chosen = None if group == ATTENTION else self._chosen(units, layer)
+        return Stopped(layer, chosen, first_open, counts)
 
     def _chosen(self, units: Units, layer: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]] | None:
         if self._gate is None or not self.shape.is_sparse[layer]:
