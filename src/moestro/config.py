@@ -102,12 +102,14 @@ class SteppingSettings:
         mode: `fused`: one forward pass a step. `preemptive`: a step stops between any two expert batches for a request
             of class `ls`, and goes on from there when that one has passed.
         step_policy: what runs next in `preemptive` mode: `qllm`, urgent first; `in_order`, nobody is preempted.
+        pass_decodes: whether requests of class `ls` pass others for each of their tokens, not for the first alone.
         max_be_wait: seconds for which a step of best-effort requests may be passed over; inf: for ever.
         max_parked_bytes: of what is inside the network, taken from the KV cache's memory; None: two full steps.
     """
 
     mode: Mode = "fused"
     step_policy: StepPolicyName = "qllm"
+    pass_decodes: bool = False
     max_be_wait: float = 1.0
     max_parked_bytes: int | None = None
 
