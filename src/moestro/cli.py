@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -171,6 +171,25 @@ def explain(
     tell(request_id, admin_url=admin_url, admin_api_key=admin_api_key, record=record, console=Console())
 
 
+@app.command(name="replay")
+def replay_decisions(record: Path) -> None:
+    """Make every decision of a record again: exit status 0 if all come out as they were, 1 if not.
+
+    The record holds all that the router knew, so they do, unless Moestro or a policy's file has changed since.
+
+    Parameters
+    ----------
+    record
+        A file of moestro route --record.
+    """
+    from rich.console import Console
+
+    from moestro.serve.route.replaying import replay_record
+
+    if not replay_record(record, Console(soft_wrap=True)):
+        sys.exit(1)
+
+
 @app.command
 def bench(
     *,
@@ -279,14 +298,19 @@ def lmetric(
         A directory with mooncake_conversation.jsonl and mooncake_synthetic.jsonl (or .jsonl.zst), which Mooncake's
         authors publish. Without it there are generated sessions alone.
     out
-        A directory for lmetric.json and, where matplotlib is installed, pictures.
+        A directory for lmetric.json and, where matplotlib is installed, pictures. What was found of each load is kept
+        there at once, as lmetric.LOAD.json, and not made again: a run that was stopped goes on, and loads that were
+        made by several processes come together in one that asks for all of them.
     """
     from rich.console import Console
 
+    from moestro.sim.repro.lmetric import QUICK, Plan
     from moestro.sim.repro.runner import reproduce_lmetric, save
 
     console = Console()
-    found = reproduce_lmetric(console, quick=quick, traces=traces, sources=loads, num_requests=num_requests)
+    plan = QUICK if quick else Plan()
+    plan = replace(plan, sources=loads or plan.sources, num_requests=num_requests or plan.num_requests)
+    found = reproduce_lmetric(console, plan, traces, out)
     if out is None:
         return
     console.print(f"written: {save(found, out, 'lmetric')}")

@@ -143,7 +143,7 @@ class ServerSettings:
     api_key: tuple[str, ...] = ()
     tokenizer: Path | None = None
     engines: int = 1
-    route_policy: str = "least_loaded"
+    route_policy: str = "moestro"
     route_score: str | None = None
     startup_timeout: float = 600.0
     shutdown_timeout: float = 10.0

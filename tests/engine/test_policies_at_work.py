@@ -87,6 +87,30 @@ def test_best_effort_gives_way_to_a_latency_sensitive_request_least_computed_fir
     assert rank.stats().num_preemptions == 1
 
 
+def test_nobody_gives_way_for_a_request_that_would_not_fit_though_all_did():
+    rank = rank_of(num_blocks=12, **QLLM)
+    rank.add(request("old", 20, 3), 0)
+    for name in ("be0", "be1"):
+        rank.add(request(name, 6, 3, "be"), 0)
+    assert plans(rank, 1) == [{"old": 20, "be0": 6, "be1": 6}]
+    rank.add(request("big", 25, 2), 1)  # 7 of 12 blocks; `old` has 5, and one is kept back for each that runs
+    assert plans(rank, 9) == [{"old": 1, "be0": 1, "be1": 1}, {"old": 1, "be0": 1, "be1": 1}, {"big": 25}, {"big": 1}]
+    assert rank.stats().num_preemptions == 0
+
+
+def test_a_prefix_that_others_hold_too_is_not_counted_as_what_giving_way_would_free():
+    rank = rank_of(num_blocks=12, **QLLM | {"batch_policy": "decode_first"})
+    same = make_request("be", range(17), salt="same", max_tokens=9)
+    rank.add(msgspec.structs.replace(same, request_id="ls"), 0)
+    assert plans(rank, 1) == [{"ls": 17}]
+    rank.add(msgspec.structs.replace(same, service_class=ServiceClass.BE), 1)
+    plans(rank, 1)
+    assert rank.scheduler.pool.num_free == 6, "four blocks are held by both"
+    rank.add(request("big", 26, 2), 2)  # 7 blocks of 6 free ones, 1 that would become so, less 1 for who runs
+    plans(rank, 3)
+    assert rank.stats().num_preemptions == 0
+
+
 def test_best_effort_that_has_aged_gives_way_no_more():
     rank = rank_of(num_blocks=8, **QLLM, scheduling_policy_settings={"theta_age_s": 5e-9})
     rank.add(request("old", 20, 8, "be"), 0)

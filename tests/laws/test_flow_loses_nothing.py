@@ -117,7 +117,8 @@ def make_rank(policy, *, num_blocks=PLENTY, places=None, piece_ns=None, ahead=1,
         max_num_urgent_seqs=4,
         max_num_batched_tokens=budget,
         scheduling_policy="qllm",
-        evict_policy="least_computed_be_first",
+        # With blocks for all, nobody gives way for a slot either: then each expert runs once for each token.
+        evict_policy="least_computed_be_first" if num_blocks < PLENTY else "last_in_order",
     )
     return build_preemptive_rank(bounds, device, policy, ahead), device
 
@@ -125,6 +126,8 @@ def make_rank(policy, *, num_blocks=PLENTY, places=None, piece_ns=None, ahead=1,
 @settings(max_examples=60, deadline=None)
 # Found here: an item launched after a withdrawal completed units that lacked what the withdrawn item had not done.
 @example(seed=2, name="random", num_blocks=9, places=24, background=(7, 3), num_chosen=2, abort_share=0.0)
+# Found here: best effort gave way for a slot, and what it had computed was computed again.
+@example(seed=72575, name="random", num_blocks=64, places=24, background=None, num_chosen=1, abort_share=0.0)
 @given(
     seed=st.integers(0, 2**32),
     name=st.sampled_from(["random", "random", "in order", "qllm", "qllm without ageing", *ADVERSARIES]),

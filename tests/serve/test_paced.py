@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -205,6 +207,15 @@ def test_what_does_not_fit_the_gpu_is_exit_2(tmp_path, flags, words):
     assert words in " ".join(server.text.split())
 
 
+def bench_of(server: Running, result: Path) -> dict[str, Any]:
+    """Two requests of five tokens."""
+    sizes = ("--num-prompts", "2", "--random-input-len", "24", "--random-output-len", "5", "--num-warmups", "0")
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "--base-url", server.url, *sizes, "--json", str(result)])
+    assert caught.value.code == 0
+    return json.loads(result.read_text())
+
+
 def test_a_record_of_the_server_can_be_replayed_under_another_policy(tmp_path, capsys):
     record = tmp_path / "record.jsonl"
     flags = ("--device", "paced:h20", "--paced-arithmetic", "none", "--engines", "2", "--record", str(record))
@@ -213,11 +224,14 @@ def test_a_record_of_the_server_can_be_replayed_under_another_policy(tmp_path, c
         for i in range(6):
             complete(server, prompt="def f(x):\n    return x\n" * (1 + i), max_tokens=5)
         assert complete(server, prompt="", max_tokens=-1).status == 400, "what is refused is in no record"
+        told = bench_of(server, tmp_path / "bench.json")
         assert server.stop() == 0
     finally:
         server.kill()
+    assert told["conditions"]["kind"] == "paced"
     read = read_request_record(record)
-    assert [request.num_output_tokens for request in read.requests] == [5] * 6
+    assert len(read.requests) == 8
+    assert [request.num_output_tokens for request in read.requests] == [5] * 8
     assert {request.engine for request in read.requests} == {0, 1}
     for request in read.requests:
         assert request.arrival_ns <= request.admitted_ns < request.first_token_ns < request.last_token_ns
@@ -226,4 +240,4 @@ def test_a_record_of_the_server_can_be_replayed_under_another_policy(tmp_path, c
         main(["sim", "--replay", str(record), "--policy", "lmetric"])
     said = capsys.readouterr().out
     assert "Under lmetric (simulated):" in said
-    assert "6 requests recorded under least_loaded" in said
+    assert "8 requests recorded under moestro" in said

@@ -1,7 +1,8 @@
 """What a router was told and what it decided, entry by entry: it explains every choice, and replays to the same ones.
 
 A record is JSON lines: a head, then every call that changes a router, in order. Prompts are in it by their block
-hashes and lengths alone, never by their tokens.
+hashes and lengths alone, never by their tokens. Whoever runs the router may add stories, which a replay passes over;
+and may begin anew, with another head, in the same file.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from moestro.cluster.router import RouteDecision, Router
 from moestro.cluster.settings import ANY_ENGINE, EngineSpec, RouterSettings
+from moestro.cluster.story import Story
 from moestro.core.request import Request
 from moestro.core.views import NEVER_NS, EngineFigures
 from moestro.errors import RequestError
@@ -164,7 +166,7 @@ class KvLost(msgspec.Struct, frozen=True, tag=True):
 
 Entry = (
     Head | EngineAdded | SpecSet | EngineRemoved | RoutableSet | EngineWasLost | Submitted | FirstTokenCame
-    | RequestEnded | Reported | KvStored | KvRemoved | KvCleared | KvLost
+    | RequestEnded | Reported | KvStored | KvRemoved | KvCleared | KvLost | Story
 )  # fmt: skip
 
 encode_entry = msgspec.json.Encoder().encode

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,8 +17,7 @@ from moestro.errors import InvariantError, NoEngineError, QueueFullError
 from moestro.policy.routing.contract import Choice, Ended, EngineLost, FirstToken, Routed, RoutePolicy, RouteView
 
 
-@dataclass(frozen=True, slots=True)
-class RouteDecision:
+class RouteDecision(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Which engine gets a request, and why.
 
     Attributes:

@@ -12,7 +12,7 @@ Invariant (`check`): blank + cached + held == num_blocks, and the hash map names
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 from moestro.errors import InvariantError
 
@@ -65,6 +65,11 @@ class BlockPool:
     def num_free_among(self, blocks: list[int]) -> int:
         """How many of `blocks` (from `find_prefix`) are free: sharing them takes these from the pool."""
         return sum(1 for block in blocks if self._ref_count[block] == 0)
+
+    def freed_by(self, held: list[list[int]]) -> set[int]:
+        """The blocks that would be free if the holders of the lists `held` let go of them; changes nothing."""
+        holders = Counter(block for blocks in held for block in blocks)
+        return {block for block, count in holders.items() if count == self._ref_count[block]}
 
     def share(self, blocks: list[int]) -> None:
         """Add one holder to each of `blocks`, which are cached or held."""

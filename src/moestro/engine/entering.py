@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
+
+import numpy as np
 
 from moestro.core.views import BE, BatchLimits
 from moestro.engine.block_pool import BlockPool
@@ -60,9 +63,18 @@ class Entrance:
         num_cached = min(len(shared) * block_size, num_tokens - 1)
         return Fit(shared, num_own, num_own + self.pool.num_free_among(shared), num_cached, num_tokens - num_cached)
 
-    def has_place(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence would find a slot and its blocks."""
-        return self.table.num_free_slots > 0 and self.fit(sequence).num_taken <= self._num_blocks()
+    def has_place(self, sequence: Sequence, gone: Collection[int] = ()) -> bool:
+        """Whether a waiting sequence would find a slot and its blocks, had those in the slots `gone` left."""
+        table, slots = self.table, list(gone)
+        num_be = table.num_be - int(np.count_nonzero(table.service_class[slots] == BE))
+        if table.num_free_slots + len(slots) == 0 or num_be + (sequence.service_class == BE) > self.max_num_be:
+            return False
+        fit, num_blocks = self.fit(sequence), self._num_blocks() + len(slots)
+        if not slots or fit.num_taken > num_blocks + int(table.capacity[slots].sum()) // self.block_size:
+            return fit.num_taken <= num_blocks
+        # Blocks that others hold too stay held; of the prefix that it would share, those set free are taken again.
+        freed = self.pool.freed_by([table.at(slot).blocks for slot in slots])
+        return fit.num_taken + len(freed.intersection(fit.shared)) <= num_blocks + len(freed)
 
     def candidates(
         self, room: int, limits: BatchLimits, now_ns: int, service_class: int | None = None

@@ -9,18 +9,17 @@ The scheduler decides and keeps books. It neither computes, nor sleeps, nor read
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
 from moestro.core.request import FinishReason, Request
-from moestro.core.views import BE, LS, BatchLimits, BatchView, EvictView
+from moestro.core.views import BatchLimits, BatchView
 from moestro.core.work import Int32s, Plan, Slots, StepResult
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.emitted import Emitted, SchedulerCounts
 from moestro.engine.entering import Candidate, Entrance
+from moestro.engine.evicting import Eviction, Recall
 from moestro.engine.policy_views import PolicyViews
 from moestro.engine.rounds import TAKE, Horizon, block_events, blocks_taken, rounds_that_fit
 from moestro.engine.sequences import Sequence, SequenceTable
@@ -30,9 +29,6 @@ from moestro.engine.waiting import WaitingQueue
 from moestro.errors import InvariantError
 from moestro.policy.admission import AdmitLimits, admit
 from moestro.policy.ordering.contract import Admitted, Left
-
-# (slots, now_ns) -> those whose unit in flight was given up.
-Recall = Callable[[Slots, int], Slots]
 
 
 class Scheduler:
@@ -52,11 +48,11 @@ class Scheduler:
         self.pool = BlockPool(settings.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
         self.table = SequenceTable(settings.num_slots, settings.max_model_len, settings.block_size)
         policies = settings.make_policies()
-        self.batch, self._evict, self._order = policies.batch, policies.evict, policies.order
+        self.batch, self._order = policies.batch, policies.order
         self.waiting = WaitingQueue(policies.order, self.pool, settings.block_size)
         self._entrance = Entrance(self.pool, self.table, self.waiting, settings.block_size, settings.max_num_seqs)
-        self._recall = recall
         self._views = PolicyViews(self.table, policies.order.promotes_after_ns)
+        self._eviction = Eviction(policies.evict, self._entrance, self._views, recall)
         self.counts = SchedulerCounts()
         self.num_steps = 0
         self.by_id: dict[str, Sequence] = {}
@@ -125,9 +121,12 @@ class Scheduler:
         view = self._views.running(idle, now_ns)
         candidates: list[Candidate] = []
         if len(self.waiting):
-            if self._evict.makes_way and self.batch.room(view, self.limits) > 0 and self._make_way(now_ns):
-                idle = self.table.idle(service_class)
-                view = self._views.running(idle, now_ns)
+            if self._eviction.makes_way and self.batch.room(view, self.limits) > 0:
+                for slot in (victims := self._eviction.victims_for_first(now_ns)):
+                    self._preempt(slot)
+                if victims:
+                    idle = self.table.idle(service_class)
+                    view = self._views.running(idle, now_ns)
             room = self.batch.room(view, self.limits)
             candidates = self._entrance.candidates(room, self.limits, now_ns, service_class)
             view = self._views.with_candidates(view, candidates, now_ns) if candidates else view
@@ -142,48 +141,6 @@ class Scheduler:
             return self.schedule(now_ns, service_class) if evicted and not self.table.num_units_in_flight else None
         self.num_steps += 1
         return Plan(self.num_steps, make_units(self.table, slots, num_tokens))
-
-    def _make_way(self, now_ns: int) -> bool:
-        """Preempt best-effort sequences until the first in order, if it is latency-sensitive, has a place.
-
-        Returns:
-            Whether any was preempted.
-        """
-        head = next(self.waiting.in_order(now_ns))
-        if self._views.class_of(head, now_ns) == BE:
-            return False
-        preempted = False
-        slots = self._yielding(now_ns)
-        while not self._entrance.has_place(head) and len(slots):
-            victim = self._choose(slots, now_ns)
-            slots = slots[slots != victim]
-            if self._may_go(victim, now_ns):
-                self._preempt(victim)
-                preempted = True
-        return preempted
-
-    def _yielding(self, now_ns: int) -> Slots:
-        """Slots of best-effort sequences that might go."""
-        slots = self._evictable()
-        return slots[np.flatnonzero(self._views.classes(slots, now_ns) == BE)]
-
-    def _evictable(self) -> Slots:
-        """Slots without a unit in flight, and those of best-effort sequences whose unit might be recalled."""
-        table = self.table
-        if self._recall is None or not table.num_units_in_flight:
-            return table.idle()
-        return np.concatenate((table.idle(), table.in_flight(BE)))
-
-    def _may_go(self, slot: int, now_ns: int) -> bool:
-        """Whether the sequence in `slot` has no unit in flight, or none any more."""
-        table = self.table
-        if self._recall is None or not table.num_in_flight[slot]:
-            return True
-        if table.at(slot).is_aborted or not len(self._recall(np.array([slot], np.int64), now_ns)):
-            return False  # the device has something of it
-        table.num_in_flight[slot] = 0
-        table.num_units_in_flight -= 1
-        return True
 
     def _admit(self, candidates: list[Candidate], chunk: Int32s, num_free: int, now_ns: int) -> tuple[Slots, Int32s]:
         """Give slots, and blocks for all their known tokens, to candidates; one block stays free for each that runs.
@@ -235,7 +192,7 @@ class Scheduler:
         lost: set[int] = set()
         for slot in slots[missing].tolist():
             while slot not in lost and self.pool.num_free == 0:
-                victim = self._victim(now_ns)
+                victim = self._eviction.victim(now_ns)
                 lost.add(victim)
                 # Rather than give itself up, it waits for the blocks that a unit in flight may soon return.
                 if victim != slot or table.num_units_in_flight == 0:
@@ -244,19 +201,6 @@ class Scheduler:
                 table.add_block(slot, self.pool.allocate())
         kept = np.array([slot not in lost for slot in slots.tolist()], np.bool_)
         return slots[kept], num_tokens[kept], bool(lost)
-
-    def _victim(self, now_ns: int) -> int:
-        """The slot that the evict policy gives up, of those that can go; there is one without a unit in flight."""
-        slots = self._evictable()
-        while not self._may_go(victim := self._choose(slots, now_ns), now_ns):
-            slots = slots[slots != victim]
-        return victim
-
-    def _choose(self, slots: Slots, now_ns: int) -> int:
-        """The one of `slots` that the evict policy gives up."""
-        ranks = self.waiting.rank([self.table.at(slot) for slot in slots.tolist()], now_ns)
-        view = EvictView(ranks, self.table.num_computed[slots], self._views.classes(slots, now_ns))
-        return int(slots[self._evict.choose(view)])
 
     def _preempt(self, slot: int) -> None:
         """Free the sequence's KV and let it wait again; it keeps its tokens, its arrival and its hashes."""
@@ -396,7 +340,7 @@ class Scheduler:
         most = int((table.last_num_tokens.take(running) - computed).min()) - 1
         until_ns = self._views.holds_until_ns(running, now_ns)
         if len(self.waiting) and (room := self.batch.room(view, self.limits)) > 0 and self._may_let_in():
-            if self._entrance.candidates(room, self.limits, now_ns) or self._would_make_way(now_ns):
+            if self._entrance.candidates(room, self.limits, now_ns) or self._eviction.would_make_way(now_ns):
                 return Horizon(0, FOREVER_NS)
             until_ns = min(until_ns, self.waiting.order_holds_until_ns(now_ns))
             # A block that becomes full may be the prefix for want of which the next request does not fit.
@@ -423,13 +367,7 @@ class Scheduler:
 
     def _may_let_in(self) -> bool:
         """Whether it matters who is first in order while the running ones decode."""
-        return self.table.num_free_slots > 0 or self._evict.makes_way
-
-    def _would_make_way(self, now_ns: int) -> bool:
-        """Whether best effort would be preempted now for the first in order, for which there is no place."""
-        if not self._evict.makes_way or len(self._yielding(now_ns)) == 0:
-            return False
-        return self._views.class_of(next(self.waiting.in_order(now_ns)), now_ns) == LS
+        return self.table.num_free_slots > 0 or self._eviction.makes_way
 
     def advance(
         self, num_rounds: int, block_hashes: dict[int, bytes] | None = None, finished: list[int] | None = None

@@ -151,7 +151,7 @@ class EngineFlags:
 
     engines: Annotated[int, Parameter(group=_ENGINES)] = 1
     "Processes, each with the whole model; requests are spread over them."
-    route_policy: Annotated[str, Parameter(group=_ENGINES)] = "least_loaded"
+    route_policy: Annotated[str, Parameter(group=_ENGINES)] = "moestro"
     "Which engine gets a request: a name of docs/policies.md (with settings: bailian:hit_weight=0.5), or FILE.py:NAME."
     route_score: Annotated[str | None, Parameter(group=_ENGINES)] = None
     "In place of a policy: an expression over indicators, the lowest wins: 'p_tokens * (batch_size + 1)'."

@@ -131,7 +131,7 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     name: str = ""
-    route: str = "least_loaded"
+    route: str = "moestro"
     route_settings: dict[str, object] = {}
     scheduling_policy: str = "fcfs"
     scheduling_policy_settings: dict[str, float] = {}

@@ -66,6 +66,8 @@ class Alarm(NamedTuple):
         first: the first phase's alarm.
         is_lower: the least score on M is below the least elsewhere.
         second: the second phase's.
+        class_share: x, of the window's requests.
+        holder_share: |M| of the routable engines; the first phase's alarm is that it is below x, and neither 0 nor 1.
     """
 
     num_blocks: int
@@ -73,6 +75,8 @@ class Alarm(NamedTuple):
     first: bool = False
     is_lower: bool = False
     second: bool = False
+    class_share: float = 0.0
+    holder_share: float = 0.0
 
 
 class HotspotDetector:
@@ -100,7 +104,10 @@ class HotspotDetector:
         first = num_holders > 0 and num_others > 0 and own.num_requests * num_others > num_holders * outside
         is_lower = first and bool(scores[holders].min() < scores[others].min())
         second = is_lower and self._streaks[own.block] + 1 > 2 * num_holders
-        return Alarm(own.num_blocks, holders, first, is_lower, second)
+        class_share = own.num_requests / len(self._window)
+        return Alarm(
+            own.num_blocks, holders, first, is_lower, second, class_share, num_holders / (num_holders + num_others)
+        )
 
     def note(self, event: Routed, alarm_blocks: int, *, is_lower: bool) -> None:
         """A request was routed; `alarm_blocks` and `is_lower`: what `look` said of it."""

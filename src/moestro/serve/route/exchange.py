@@ -16,16 +16,18 @@ from moestro.serve.refusals import GenerationError, HttpError, error_json
 from moestro.serve.route.client import Client
 from moestro.serve.route.counts import Counts, usage_in
 from moestro.serve.route.fleet import Engine, Fleet
-from moestro.serve.route.heads import Headers, Incoming, Named, answer_head, header_text
+from moestro.serve.route.heads import AnswerHead, Incoming, Named, header_text
 from moestro.serve.route.journal import Journal
 from moestro.serve.route.upstream import EngineConnection
 
 _BUSY = frozenset({429, 503, 529})  # not now; 529 is Dynamo's and Anthropic's
 _FAILED = frozenset({500, 502, 504})
 _STALE_NS = 1_000_000_000  # a kept connection that was closed by its engine in the meantime shows it at once
-_TAIL_BYTES = 4096
+_TAIL_BYTES = 4096  # the end of an answer, where its usage is
+_MAX_TAIL_BYTES = 4 * _TAIL_BYTES  # it is not cut at every piece
 _MAX_LOST = 1  # engines that one request may lose: what loses two may be what ends them
 _LEFT_STATUS = 499  # nginx' word for a client that did not wait
+_LAST_EVENT = b"data: [DONE]"  # many clients hang up when they have read it
 
 
 class _Stage(Enum):
@@ -88,8 +90,8 @@ class Exchange:
     _tried: tuple[int, ...] = ()
     _num_retries = _num_lost = _mark = _status = 0
     _why = ""
-    _head: tuple[int, Headers, Named] | None = None
-    _tail = b""
+    _head: AnswerHead | None = None
+    _length: int | None = None
     _is_event_stream = False
 
     def __init__(self, shared: Shared, client: Client, incoming: Incoming) -> None:
@@ -97,6 +99,8 @@ class Exchange:
         self._client = client
         self._incoming = incoming
         self._arrival_ns = self._sent_ns = now_ns = time.monotonic_ns()
+        self._idle_s = shared.rules.idle_s
+        self._tail = bytearray()
         self.deadline_s = now_ns * 1e-9 + shared.rules.first_byte_s
         shared.active[incoming.request_id] = self
 
@@ -145,11 +149,12 @@ class Exchange:
         """There is nobody to answer any more: the engine hears of it at once."""
         if self._stage is _Stage.OVER:
             return
-        if self._engine is not None:
+        is_whole = self._is_event_stream and self._tail.rstrip().endswith(_LAST_EVENT)  # only the end of HTTP's is due
+        if self._engine is not None and not is_whole:
             self._engine.health.breaker.abandoned(self._mark)
             self._engine.counts.num_left += 1
         self._release_engine(completed=False)
-        self._finish(_LEFT_STATUS)
+        self._finish(self._status if is_whole else _LEFT_STATUS)
 
     def client_is_slow(self) -> None:
         """Take in no more for now; the client's patience is what counts."""
@@ -165,15 +170,15 @@ class Exchange:
 
     # --- the engine's calls
 
-    def head(self, status: int, headers: Headers, named: Named) -> None:
+    def head(self, head: AnswerHead, length: int | None) -> None:
         """An answer begins. It is held until its body does: a server says "200" before it has computed anything."""
-        engine = self._engine
+        engine, status = self._engine, head.status
         assert engine is not None
         self._status = status
         engine.counts.statuses[status] += 1
         is_failure = status in _BUSY or status in _FAILED
-        if not (is_failure and self._take_failure(engine, status, named)):
-            self._head = (status, headers, named)
+        if not (is_failure and self._take_failure(engine, status, head.named)):
+            self._head, self._length = head, length
 
     def body(self, data: bytes, *, is_last: bool) -> None:
         """A part of the answer."""
@@ -183,11 +188,11 @@ class Exchange:
         engine.last_byte_ns = now_ns
         if self._stage is _Stage.WAITING:
             self._begin(engine, now_ns)
-        if is_last:
-            self._tail = data if len(data) >= _TAIL_BYTES else self._tail + data
-        else:
-            self.deadline_s = now_ns * 1e-9 + self._shared.rules.idle_s
-            self._tail = data if len(data) >= _TAIL_BYTES else (self._tail + data)[-_TAIL_BYTES:]
+        self.deadline_s = now_ns * 1e-9 + self._idle_s
+        tail = self._tail
+        if len(tail) > _MAX_TAIL_BYTES:
+            del tail[:-_TAIL_BYTES]
+        tail += data
         self._client.piece(data, is_last=is_last)
 
     def done(self) -> None:
@@ -266,7 +271,9 @@ class Exchange:
         self._connection = connection
         self._stage = _Stage.WAITING
         self._sent_ns = time.monotonic_ns()
-        connection.send(self._engine.head.of(incoming), incoming.body, self, is_bodiless=incoming.method == b"HEAD")
+        connection.send(
+            self._engine.head.of(incoming), incoming.body, self, is_bodiless=incoming.head.method == b"HEAD"
+        )
 
     # --- elsewhere
 
@@ -329,8 +336,9 @@ class Exchange:
 
     def _begin(self, engine: Engine, now_ns: int) -> None:
         """The first byte of the answer: from here on there is no other engine."""
-        assert self._head is not None
-        status, headers, named = self._head
+        head, length = self._head, self._length
+        assert head is not None
+        status = head.status
         self._stage = _Stage.ANSWERING
         engine.num_streaming += 1
         if status < 300 and self._request is not None:
@@ -340,9 +348,10 @@ class Exchange:
             engine.health.breaker.succeeded(self._mark, now_ns)
             if engine.condition is not Condition.UP:
                 self._shared.fleet.look(engine, now_ns)
-        self._is_event_stream = named.get(b"content-type", b"").startswith(b"text/event-stream")
-        has_end = b"content-length" in named or self._incoming.method == b"HEAD" or status in (204, 304)
-        self._client.begin(answer_head(status, headers, named, self._own_lines()), has_length=has_end)
+        self._is_event_stream = head.is_event_stream
+        framing = b"" if length is None else b"Content-Length: %d\r\n" % length
+        has_end = length is not None or self._incoming.head.method == b"HEAD" or status in (204, 304)
+        self._client.begin(b"%b%b%b" % (head.lines, framing, self._own_lines()), has_length=has_end)
 
     def _own_lines(self) -> bytes:
         shared, engine, decision = self._shared, self._engine, self._decision
@@ -377,7 +386,7 @@ class Exchange:
     def _finish(self, status: int) -> None:
         self._stage = _Stage.OVER
         self.deadline_s = float("inf")
-        usage = usage_in(self._tail) if status == 200 else {}
+        usage = usage_in(self._tail) if self._status == 200 else {}
         if usage:
             self._count_hits(usage)
         self._end_in_router(usage.get(b"completion_tokens"))
