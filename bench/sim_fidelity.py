@@ -8,7 +8,7 @@
 gets the very arrival times and lengths that the client reports, with the calibrated table. Nothing is fitted to these
 runs. The rank has a core of its own, as it has a GPU in life; the front door and the client share the other.
 
-A run counts only if the machine was idle but for it: the kernel says how long the rank was ready to run and was not.
+All of it wants a machine that is idle otherwise. What others took of its cores meanwhile is stored with each run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import platform
 import statistics
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -75,19 +76,19 @@ def measure(work: Path, policy: str, seed: int) -> None:
         pin(front, 1)
         load = ["--request-rate", str(RATE), "--arrivals", "poisson", "--seed", str(seed), "--num-warmups", "12"]
         data = ["--dataset-name", "trace", "--dataset-path", str(lengths), "--base-url", server.url]
-        before = waited_s(rank.pid)
+        began, others = time.monotonic(), others_s([front, rank])
         run_moestro(1, "bench", *data, *load, "--save-detailed", "--json", str(out))
-        waited = waited_s(rank.pid) - before
-    result = json.loads(out.read_text())
-    result["rank_waited_share"] = waited / result["report"]["duration_s"]
-    out.write_text(json.dumps(result))
-    print(f"{policy}, seed {seed}: the rank waited for its core {result['rank_waited_share']:.1%} of the time")
+        share = (others_s([front, rank]) - others) / (time.monotonic() - began)
+    out.write_text(json.dumps(json.loads(out.read_text()) | {"others_share": share}))
+    print(f"{policy}, seed {seed}: others took {share:.1%} of a core", flush=True)
 
 
-def waited_s(pid: int) -> float:
-    """How long all threads of a process have been ready to run and did not: others were on their core."""
-    stats = (Path("/proc") / str(pid) / "task").glob("*/schedstat")
-    return sum(int(stat.read_text().split()[1]) for stat in stats) / 1e9
+def others_s(mine: list[psutil.Process]) -> float:
+    """CPU-seconds of all processes but `mine` and the children of this one that have ended."""
+    everybody = psutil.cpu_times()
+    busy = sum(everybody) - everybody.idle - everybody.iowait - everybody.guest - everybody.guest_nice
+    ours = [*(process.cpu_times() for process in mine), psutil.Process().cpu_times()]
+    return busy - sum(times.user + times.system for times in ours) - ours[-1].children_user - ours[-1].children_system
 
 
 def pin(process: psutil.Process, core: int) -> None:
@@ -150,11 +151,13 @@ def result_of(work: Path) -> dict:
     seeds = [s for s in SEEDS if all((work / f"{policy}-{s}.json").exists() for policy in POLICIES)]
     runs = {}
     for seed in seeds:
-        reports = {policy: json.loads((work / f"{policy}-{seed}.json").read_text())["report"] for policy in POLICIES}
+        told = {policy: json.loads((work / f"{policy}-{seed}.json").read_text()) for policy in POLICIES}
+        reports = {policy: run["report"] for policy, run in told.items()}
         failed = {policy: report["failures"] for policy, report in reports.items() if report["failures"]}
         assert not failed, failed
         priced = simulate(work, seed)
         runs[seed] = {policy: compare(reports[policy], priced[policy]) for policy in POLICIES}
+        runs[seed] |= {"others_share": {policy: run["others_share"] for policy, run in told.items()}}
         runs[seed] |= {"client_is_valid": {policy: report["is_valid"] for policy, report in reports.items()}}
     table = json.loads((work / "table.json").read_text())
     return {

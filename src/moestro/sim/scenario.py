@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from moestro.cluster.router import Router
 from moestro.cluster.settings import EngineSpec, RouterSettings
 from moestro.cost.capacity import kv_blocks
@@ -14,6 +16,7 @@ from moestro.cost.hf_config import network_named
 from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.engine.settings import SchedulerSettings
+from moestro.errors import ConfigError
 from moestro.policy.routing.registry import make_policy
 from moestro.sim.arrivals import Arrivals
 from moestro.sim.cluster import Cluster, Workload
@@ -53,7 +56,7 @@ def make_scenario(settings: SimSettings, directory: Path) -> Scenario:
     """What `settings` describe; relative paths are looked for in `directory`.
 
     Raises:
-        ConfigError: a name is not known, a file cannot be read, a request cannot fit.
+        ConfigError: a name is not known, a file cannot be read, a request can never fit into an engine.
     """
     rows, arrivals = make_workload(settings.workload, directory, settings.seed)
     form = RequestForm(
@@ -61,15 +64,31 @@ def make_scenario(settings: SimSettings, directory: Path) -> Scenario:
         max_tokens=settings.workload.max_tokens,
         names_blocks=settings.engines.enable_prefix_caching,
     )
+    workload, bounds = RequestMaker(rows, form), make_bounds(settings.engines)
+    _check_fit(workload, bounds.max_model_len)
     return Scenario(
-        workload=RequestMaker(rows, form),
+        workload=workload,
         arrivals=arrivals,
-        bounds=make_bounds(settings.engines),
+        bounds=bounds,
         prices=make_prices(settings.engines, directory),
         num_groups=settings.engines.count,
         source=describe(settings.workload),
         is_generated=rows.is_generated,
     )
+
+
+def _check_fit(workload: RequestMaker, max_model_len: int) -> None:
+    """Raise ConfigError if every engine would refuse a request: a comparison without it is not what was asked for."""
+    num_tokens = workload.rows.num_prompt_tokens + workload.max_tokens
+    too_long = np.flatnonzero(num_tokens > max_model_len)
+    if len(too_long):
+        row = int(too_long[num_tokens[too_long].argmax()])
+        raise ConfigError(
+            f"{len(too_long)} of {len(workload)} requests never fit into an engine, which takes {max_model_len:,}"
+            f" tokens of prompt and answer: the longest, row {row}, has a prompt of"
+            f" {int(workload.rows.num_prompt_tokens[row]):,} and asks for up to {workload.max_tokens:,} more. Raise"
+            " [engines] max_model_len or num_blocks, lower [workload] max_tokens, or leave such rows out"
+        )
 
 
 def make_prices(engines: EngineSettings, directory: Path = Path()) -> Prices:
