@@ -29,7 +29,7 @@ import serving
 from serving import MOESTRO
 
 PORT = 8193
-SEEDS, NUM_REQUESTS, RATE = range(5), 180, 6.0  # about 60 % of what decode_first can bear
+SEEDS, NUM_REQUESTS, RATE = range(5), 176, 5.5  # about 60 % of what decode_first can bear
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 1024, "max_model_len": 2048}
 POLICIES = ("decode_first", "prefill_first", "run_to_completion")  # whose figures lie well apart
 LONG_SHARE, SHORT_PROMPTS, LONG_PROMPTS, ANSWERS = 0.25, (16, 128), (300, 700), (8, 49)

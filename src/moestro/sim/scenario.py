@@ -17,7 +17,7 @@ from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSetting
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
-from moestro.policy.routing.registry import make_policy
+from moestro.policy.routing.registry import policy_from
 from moestro.sim.arrivals import Arrivals
 from moestro.sim.cluster import Cluster, Workload
 from moestro.sim.group import Group
@@ -139,14 +139,12 @@ def run(scenario: Scenario, policy: PolicySettings, settings: SimSettings, on_ar
     bounds = replace(
         scenario.bounds,
         scheduling_policy=policy.scheduling_policy,
-        scheduling_policy_settings=policy.scheduling_policy_settings,
         batch_policy=policy.batch_policy,
-        batch_policy_settings=policy.batch_policy_settings,
         evict_policy=policy.evict_policy,
     )
     groups = [Group(bounds, scenario.prices) for _ in range(scenario.num_groups)]
     router = Router(
-        make_policy(policy.route, **policy.route_settings),
+        policy_from(policy.route),
         RouterSettings(block_size=bounds.block_size, seed=settings.seed),
     )
     for _ in range(scenario.num_groups * scenario.prices.num_ranks):
