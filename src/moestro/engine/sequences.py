@@ -332,7 +332,8 @@ class SequenceTable:
 
     def has_no_token(self, slots: Slots) -> NDArray[np.bool_]:
         """Which of `slots` have generated nothing."""
-        return self.num_tokens.take(slots) == self.num_prompt.take(slots)
+        has_none: NDArray[np.bool_] = self.num_tokens.take(slots) == self.num_prompt.take(slots)
+        return has_none
 
     def _of_class(self, service_class: int) -> Slots:
         slots: Slots = self.running[self.service_class.take(self.running) == service_class]
