@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import takewhile
 from struct import Struct
 
 import msgspec
@@ -215,10 +216,8 @@ class PrefixIndex:
 
     def _expire(self, engine: int, now_ns: int) -> None:
         row, bit = self._engines[engine], 1 << engine
-        while row.predicted:
-            block, used_ns = next(iter(row.predicted.items()))
-            if now_ns - used_ns <= self._expiry_ns:
-                break
+        outdated = takewhile(lambda used: now_ns - used[1] > self._expiry_ns, row.predicted.items())
+        for block, _ in list(outdated):
             del row.predicted[block]
             if block not in row.said:
                 self._drop(bit, block)

@@ -13,7 +13,7 @@ Source: LMetric, section 5.2.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,7 +86,7 @@ class HotspotDetector:
         self._settings = settings
         self._window_ns = int(settings.window_s * 1e9)
         self._window: deque[tuple[int, bytes]] = deque()
-        self._counts: dict[bytes, int] = {}  # of each block, in how many of the window's prompts it is
+        self._counts: Counter[bytes] = Counter()  # of each block, in how many of the window's prompts it is
         self._streaks: dict[bytes, int] = {}  # of each tracked class's block
         self._depths: dict[bytes, int] = {}
 
@@ -117,8 +117,7 @@ class HotspotDetector:
             self._streaks[block] = self._streaks[block] + 1 if is_lower else 0
         self._slide(event.now_ns)
         self._window.append((event.now_ns, hashes))
-        for block in _blocks(hashes):
-            self._counts[block] = self._counts.get(block, 0) + 1
+        self._counts.update(_blocks(hashes))
         own = self.class_of(hashes)
         if own is not None:
             self._track(own)
