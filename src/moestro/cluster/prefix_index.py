@@ -114,8 +114,11 @@ class PrefixIndex:
 
     # --- told of requests
 
-    def sent(self, engine: int, hashes: bytes, now_ns: int) -> Run | None:
+    def sent(self, engine: int, hashes: bytes, now_ns: int, *, is_pending: bool = True) -> Run | None:
         """A prompt was sent to `engine`, which will hold its blocks.
+
+        Args:
+            is_pending: its end will be told.
 
         Returns:
             What `ended` wants back; None: nothing.
@@ -131,7 +134,7 @@ class PrefixIndex:
         self._next_to_expire = (self._next_to_expire + 1) % len(self._engines)
         for each in (engine, self._next_to_expire):
             self._expire(each, now_ns)
-        return self._pending.add(engine, hashes) if self._exact >> engine & 1 else None
+        return self._pending.add(engine, hashes) if is_pending and self._exact >> engine & 1 else None
 
     def ended(self, engine: int, pending: Run) -> None:
         """The request of which `sent` returned `pending` is over: what is left of it was said."""
@@ -185,9 +188,9 @@ class PrefixIndex:
 
     # --- handed over
 
-    def prompts(self, engine: int) -> list[tuple[int, bytes]]:
-        """The history of `engine`, the oldest first: when each prompt was sent, and its blocks, packed."""
-        return [(sent_ns, run.hashes()) for sent_ns, run in self._engines[engine].prompts]
+    def prompts(self, engine: int) -> list[bytes]:
+        """The history of `engine`: the blocks of each prompt, packed, the oldest first."""
+        return [last.hashes() for _, last in self._engines[engine].prompts]
 
     # --- inside
 

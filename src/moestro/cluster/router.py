@@ -154,6 +154,14 @@ class Router:
         self._policy.observe(Ended(request_id, flight.engine, flight.submit_ns, now_ns, num_output_tokens))
         self._release(flight.engine)
 
+    def sent_elsewhere(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """Another router has sent `engine` a prompt of these blocks (packed): its cache is thought to hold them."""
+        self._index.sent(engine, hashes, now_ns, is_pending=False)
+
+    def prompts_sent(self, engine: int) -> list[bytes]:
+        """Blocks of the prompts by which the cache of `engine` is known, packed, the oldest first."""
+        return self._index.prompts(engine)
+
     # --- what the engines say
 
     def report(self, engine: int, figures: EngineFigures, as_of_ns: int, now_ns: int) -> None:
