@@ -8,7 +8,8 @@ import msgspec
 from serve.route.rig import FakeEngine, looped, rig
 from serve.route.test_doors import admin_of
 
-BODY = json.dumps({"messages": [{"role": "user", "content": "one router has seen this, the other has not; " * 60}]}).encode()
+TEXT = "one router has seen this, the other has not; " * 60
+BODY = json.dumps({"messages": [{"role": "user", "content": TEXT}]}).encode()
 
 
 @looped
