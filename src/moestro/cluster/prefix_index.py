@@ -197,19 +197,22 @@ class PrefixIndex:
     def _walk(self, hashes: bytes, foretold: Steps, found: NDArray[np.int64]) -> None:
         """Fill `found`: the unbroken run of blocks that an engine said it holds, or is foretold to."""
         blocks, get = split(hashes), self._said.get
-        alive, depth = (1 << len(self._engines)) - 1, 0
+        alive, begin = (1 << len(self._engines)) - 1, 0
         for border, others in (*foretold, (len(blocks), 0)):
             last: int | None = None
-            while depth < border and alive & ~others:
+            for depth in range(begin, border if alive & ~others else begin):
                 held_by = get(blocks[depth], 0)
-                if held_by is not last:  # neighbours mostly have one set object
-                    left = alive & (held_by | others)
-                    if depth and left != alive:
+                if held_by is last:  # neighbours mostly have one set object
+                    continue
+                last, left = held_by, alive & (held_by | others)
+                if left != alive:
+                    if depth:
                         _set(found, alive ^ left, depth)
-                    alive, last = left, held_by
-                depth += 1
-            depth = border
-        _set(found, alive, depth)
+                    alive = left
+                    if not alive & ~others:
+                        break
+            begin = border
+        _set(found, alive, begin)
 
     def _keep_share(self, engine: int) -> None:
         row, share = self._engines[engine], self._max_bytes // len(self._engines)
