@@ -19,6 +19,7 @@ from moestro.policy.batching import BATCHING, BatchName
 from moestro.policy.eviction import EVICTION, EvictName
 from moestro.policy.ordering.registry import ORDERING, OrderName
 from moestro.policy.registry import parse_settings
+from moestro.policy.stepping.registry import StepPolicyName
 
 __all__ = [
     "BATCH_POLICIES",
@@ -52,7 +53,6 @@ SCHEDULING_POLICIES = {name: entry.description for name, entry in ORDERING.items
 BATCH_POLICIES = {name: entry.description for name, entry in BATCHING.items()}
 EVICT_POLICIES = {name: entry.description for name, entry in EVICTION.items()}
 Mode = Literal["fused", "preemptive"]
-StepPolicyName = Literal["qllm", "in_order"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,9 +292,10 @@ class ServeSettings:
             self.kv_events.check_ports(self.server.engines)
             if not limits.enable_prefix_caching:
                 raise ConfigError("--kv-events-config tells of the prefix cache: leave --no-enable-prefix-caching out")
-        if self.stepping.mode == "preemptive" and self.paced is not None:
+        if self.stepping.mode == "preemptive" and self.paced is not None and self.paced.table is not None:
             raise ConfigError(
-                f"--mode preemptive does not run on --device {self.paced.device} yet: leave one of the two out"
+                f"--mode preemptive wants the prices of stages, and {self.paced.table} has those of whole steps: give"
+                " --device paced:GPU, or leave --mode out"
             )
         if self.stepping.mode == "preemptive" and limits.max_num_batched_tokens < 2 * limits.max_num_seqs:
             raise ConfigError(

@@ -75,13 +75,13 @@ class Rank:
             is_wanted: whether the caller has something to say (a new request): an executor that works while it is
                 polled then leaves off at its next checkpoint.
         """
-        self._pass_by(now_ns)  # before anything else runs: what came meanwhile may be more urgent
         outputs = outputs_of(self.collect(now_ns, is_wanted))
         self.begin(now_ns)
         return outputs
 
     def collect(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> Emitted:
         """Take what is ready: the first half of `step`."""
+        self._pass_by(now_ns)  # before anything else runs: what came meanwhile may be more urgent
         result = self.executor.poll(now_ns, is_wanted)
         if result is None:
             return Emitted()
