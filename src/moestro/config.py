@@ -18,7 +18,6 @@ from moestro.model.settings import DeviceKind, Dtype, GenerationConfig, LoadForm
 from moestro.policy.batching import BATCHING, BatchName
 from moestro.policy.eviction import EVICTION, EvictName
 from moestro.policy.ordering.registry import ORDERING, OrderName
-from moestro.policy.registry import parse_settings
 from moestro.policy.stepping.registry import StepPolicyName
 
 __all__ = [
@@ -57,19 +56,13 @@ Mode = Literal["fused", "preemptive"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """The part of `SchedulerSettings` that an operator chooses; the rest is known once the model is loaded.
-
-    Attributes:
-        scheduling_policy_args, batch_policy_args: settings of these policies, each as NAME=NUMBER.
-    """
+    """The part of `SchedulerSettings` that an operator chooses; the rest is known once the model is loaded."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_num_queued_reqs: int = 1024
     scheduling_policy: str = "fcfs"
-    scheduling_policy_args: tuple[str, ...] = ()
     batch_policy: str = "decode_first"
-    batch_policy_args: tuple[str, ...] = ()
     evict_policy: str = "last_in_order"
     enable_prefix_caching: bool = True
 
@@ -82,16 +75,11 @@ class SchedulerLimits:
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least --max-num-seqs"
                 f" {self.max_num_seqs}, or not every running sequence could decode in one step"
             )
-        order = parse_settings("--scheduling-policy-args", self.scheduling_policy_args)
-        batch = parse_settings("--batch-policy-args", self.batch_policy_args)
-        make_policies((self.scheduling_policy, order), (self.batch_policy, batch), self.evict_policy)
+        make_policies(self.scheduling_policy, self.batch_policy, self.evict_policy)
 
     def for_scheduler(self) -> dict[str, Any]:
         """As keyword arguments of `SchedulerSettings`."""
-        given = asdict(self)
-        for kind in ("scheduling_policy", "batch_policy"):
-            given[f"{kind}_settings"] = parse_settings(kind, given.pop(f"{kind}_args"))
-        return given
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +90,14 @@ class SteppingSettings:
         mode: `fused`: one forward pass a step. `preemptive`: a step stops between any two expert batches for a request
             of class `ls`, and goes on from there when that one has passed.
         step_policy: what runs next in `preemptive` mode: `qllm`, urgent first; `in_order`, nobody is preempted.
+        pass_decodes: whether requests of class `ls` pass others for each of their tokens, not for the first alone.
         max_be_wait: seconds for which a step of best-effort requests may be passed over; inf: for ever.
         max_parked_bytes: of what is inside the network, taken from the KV cache's memory; None: two full steps.
     """
 
     mode: Mode = "fused"
     step_policy: StepPolicyName = "qllm"
+    pass_decodes: bool = False
     max_be_wait: float = 1.0
     max_parked_bytes: int | None = None
 
