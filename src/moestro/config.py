@@ -178,7 +178,7 @@ class PacedSettings:
     """A device that is not there: steps take as long as a cost model says.
 
     Attributes:
-        device: as the operator wrote it: paced:GPU, paced:FILE of a table that `moestro calibrate` wrote, or paced:qllm:
+        device: as the operator wrote it: paced:GPU, paced:FILE of a table of `moestro calibrate`, or paced:qllm:
             QLLM's engine on an A100, the network in 4 bits.
         network: whose steps are priced, by the names that `cost` knows.
         arithmetic: demo: the demo network computes the answers, within the modelled time; none: nothing is computed,
