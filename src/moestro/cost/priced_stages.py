@@ -122,7 +122,7 @@ class PricedStages:
 
     def withdraw(self, now_ns: int) -> None:
         """See `StagedDevice.withdraw`."""
-        free_at_ns = 0
+        free_at_ns = self._launched[0].start_ns if self._launched else 0
         for launched in self._launched:
             launched.start_ns = max(launched.launched_ns, free_at_ns)
             if isinstance(launched.item, Experts | Passage):
