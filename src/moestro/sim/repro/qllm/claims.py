@@ -148,7 +148,7 @@ def _grain(findings: Findings, load: str) -> Iterator[Claim]:
         paper="priorities between iterations still wait for one: preempting inside it lowers TTFT of LS",
         ours=f"iteration_priority's is {_span(ratios)} of expert_level's",
         holds=min(ratios.values()) > 1,
-        why="of a TTFT whose own prefill takes 0.4 s, preemption saves half an iteration, 0.18 s; and where an LS prompt"
+        why="of a TTFT whose own prefill takes 0.4 s, preemption saves half an iteration, 0.18 s; where an LS prompt"
         " meets parked best-effort prompts it goes on with them, as in QLLM's code, and pays for their rows",
     )
 
