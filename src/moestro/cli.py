@@ -21,6 +21,7 @@ from moestro.config import (
     ServerSettings,
     ServeSettings,
     SteppingSettings,
+    kv_events_from,
 )
 from moestro.errors import ConfigError, MoestroError
 from moestro.serve.bench.settings import (
@@ -79,7 +80,7 @@ def serve(
     from moestro.serve.checkpoint import DEMO_NAME, locate_model
     from moestro.serve.server import serve as run
 
-    network, front = asdict(flags.network), asdict(flags.server)
+    network, front, engines = asdict(flags.network), asdict(flags.server), asdict(flags.engines)
     memory = {name: value for name, value in asdict(flags.memory).items() if value is not None}
     arithmetic, paced, device = network.pop("paced_arithmetic"), None, flags.network.device
     front["tokenizer"] = tokenizer = network.pop("tokenizer")
@@ -100,7 +101,8 @@ def serve(
             model=ModelSettings(model=str(locate_model(model)), **network, **memory),
             limits=SchedulerLimits(**asdict(flags.scheduling)),
             stepping=SteppingSettings(**asdict(flags.stepping)),
-            server=ServerSettings(**front, **asdict(flags.engines)),
+            kv_events=kv_events_from(engines.pop("kv_events_config")),
+            server=ServerSettings(**front, **engines),
             paced=paced,
         )
     )

@@ -4,7 +4,9 @@ reads it.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import json
+import re
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,6 +29,7 @@ __all__ = [
     "Dtype",
     "EvictName",
     "GenerationConfig",
+    "KvEventsSettings",
     "LoadFormat",
     "Mode",
     "ModelSettings",
@@ -198,6 +201,68 @@ class PacedSettings:
         return Path(self.gpu) if self.gpu.endswith(".json") else None
 
 
+_ENDPOINT = re.compile(r"tcp://([^:/\[\]]+|\[[^\[\]]+\]):[1-9][0-9]{0,4}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvEventsSettings:
+    """What the engines tell others of their prefix caches, by vLLM's names.
+
+    Attributes:
+        enable_kv_cache_events: False: nothing.
+        publisher: `zmq`, or `null`: nothing.
+        endpoint, replay_endpoint: tcp://HOST:PORT to listen on, of engine 0; engine r has PORT + r. The second answers
+            who missed something; None: nobody does.
+        buffer_steps: batches that are kept for that.
+        hwm: batches that wait for a listener that does not keep up; with more, it misses some.
+        topic: said with every batch.
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["null", "zmq"] = "zmq"
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    topic: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("endpoint", "replay_endpoint"):
+            given = getattr(self, name)
+            if given is not None and not _ENDPOINT.fullmatch(given):
+                raise ConfigError(f"--kv-events-config: {name} must be tcp://HOST:PORT, as tcp://*:5557, got {given!r}")
+        _check_range("--kv-events-config: buffer_steps", self.buffer_steps, 1)
+        _check_range("--kv-events-config: hwm", self.hwm, 0)
+
+    def check_ports(self, num_engines: int) -> None:
+        """Raise ConfigError if the engines' ports run into each other."""
+        if self.replay_endpoint is None:
+            return
+        first, second = (int(each.rpartition(":")[2]) for each in (self.endpoint, self.replay_endpoint))
+        if abs(first - second) < num_engines:
+            raise ConfigError(
+                f"--kv-events-config: {num_engines} engines listen on {num_engines} ports from {first} and from"
+                f" {second} on: set replay_endpoint so far apart from endpoint that none is the same"
+            )
+
+
+def kv_events_from(text: str | None) -> KvEventsSettings | None:
+    """What `--kv-events-config` says; None: nothing is to be published.
+
+    Raises:
+        ConfigError: it is not JSON, or has a field that there is not.
+    """
+    if text is None:
+        return None
+    try:
+        given = json.loads(text)
+        settings = KvEventsSettings(**given)
+    except (ValueError, TypeError) as error:
+        known = ", ".join(each.name for each in fields(KvEventsSettings))
+        raise ConfigError(f"--kv-events-config must be a JSON object with fields among {known}: {error}") from None
+    return settings if settings.enable_kv_cache_events and settings.publisher == "zmq" else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
     """All of `moestro serve`."""
@@ -207,9 +272,14 @@ class ServeSettings:
     server: ServerSettings
     paced: PacedSettings | None = None
     stepping: SteppingSettings = field(default_factory=SteppingSettings)
+    kv_events: KvEventsSettings | None = None
 
     def __post_init__(self) -> None:
         limits = self.limits
+        if self.kv_events is not None:
+            self.kv_events.check_ports(self.server.engines)
+            if not limits.enable_prefix_caching:
+                raise ConfigError("--kv-events-config tells of the prefix cache: leave --no-enable-prefix-caching out")
         if self.stepping.mode == "preemptive" and self.paced is not None:
             raise ConfigError(
                 f"--mode preemptive does not run on --device {self.paced.device} yet: leave one of the two out"

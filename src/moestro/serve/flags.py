@@ -153,6 +153,12 @@ class EngineFlags:
     "Which engine gets a request: a name of docs/policies.md (with settings: bailian:hit_weight=0.5), or FILE.py:NAME."
     route_score: Annotated[str | None, Parameter(group=_ENGINES)] = None
     "In place of a policy: an expression over indicators, the lowest wins: 'p_tokens * (batch_size + 1)'."
+    kv_events_config: Annotated[str | None, Parameter(group=_ENGINES)] = None
+    (
+        "What each engine tells routers of its prefix cache, as vLLM is told it:"
+        """ '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557"}'."""
+        " Engine r listens on port + r; there is no password."
+    )
     startup_timeout: Annotated[float, Parameter(group=_ENGINES)] = 600.0
     "Seconds that engines have to be ready."
     engine_timeout: Annotated[float, Parameter(group=_ENGINES)] = 60.0

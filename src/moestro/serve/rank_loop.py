@@ -96,7 +96,9 @@ class Steppable(Protocol):
 _LOOK_AGAIN_S = 50e-6  # a fraction of the shortest step, and long enough for other threads to have the interpreter
 
 
-def run_rank(rank: Steppable, channel: Channel, now_ns: Callable[[], int]) -> None:
+def run_rank(
+    rank: Steppable, channel: Channel, now_ns: Callable[[], int], after_step: Callable[[], None] = lambda: None
+) -> None:
     """Serve until told to shut down: new messages between any two steps (in preemptive mode, pieces of them), and sleep
     only without work, until the device has said that it will be ready, or for a moment while the accelerator works.
 
@@ -105,6 +107,7 @@ def run_rank(rank: Steppable, channel: Channel, now_ns: Callable[[], int]) -> No
 
     Args:
         now_ns: the wall clock; the front door's `arrival_ns` must come from the same.
+        after_step: called when a step is done, before its outputs are sent.
     """
     told = RankLoad()
     wait_s: float | None = None
@@ -120,6 +123,7 @@ def run_rank(rank: Steppable, channel: Channel, now_ns: Callable[[], int]) -> No
         if goes_on:
             rank.begin(now_ns())
         channel.num_steps = rank.num_steps
+        after_step()
         load = _load(rank.stats())
         if outputs or load != told:
             channel.send(Outputs(tuple(outputs), load, as_of_ns))

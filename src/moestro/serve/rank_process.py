@@ -16,10 +16,12 @@ from collections.abc import Callable
 import msgspec
 
 from moestro.core.work import Device
+from moestro.engine.cache_events import CacheEvents
 from moestro.engine.rank import Rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError, MoestroError
 from moestro.serve.channel import Channel
+from moestro.serve.kv_publisher import KvPublisher
 from moestro.serve.launch_spec import STACK_DUMP, LaunchSpec
 from moestro.serve.messages import Failed, ModelInfo, Phase, Ready, identity_of
 from moestro.serve.rank_loop import run_rank
@@ -41,8 +43,9 @@ def run_process(build: Callable[[LaunchSpec, OnPhase], tuple[Rank, ModelInfo]]) 
     channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno())
     try:
         rank, info = build(spec, _PhaseTimer(spec.launched_ns, channel))
+        publish = _publish(spec, rank)
         channel.send(Ready(info))
-        run_rank(rank, channel, time.monotonic_ns)
+        run_rank(rank, channel, time.monotonic_ns, publish)
     except Exception as error:
         if not isinstance(error, ConfigError):
             traceback.print_exc()
@@ -52,6 +55,15 @@ def run_process(build: Callable[[LaunchSpec, OnPhase], tuple[Rank, ModelInfo]]) 
         return 0
     finally:
         channel.close()
+
+
+def _publish(spec: LaunchSpec, rank: Rank) -> Callable[[], None]:
+    """What is to be called after each step: it tells others what the prefix cache holds, if that is wanted."""
+    if spec.kv_events is None:
+        return lambda: None
+    scheduler = rank.scheduler
+    publisher = KvPublisher(spec.kv_events, spec.rank, CacheEvents(scheduler), scheduler.settings.block_size)
+    return publisher.publish
 
 
 class _PhaseTimer:

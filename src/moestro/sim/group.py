@@ -8,6 +8,10 @@ undone, because nothing was done yet. With `jump=False` every round is taken on 
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,7 +23,7 @@ from moestro.cost.priced_device import ScriptedDevice
 from moestro.engine.emitted import Emitted
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.rank import Rank
-from moestro.engine.rounds import Horizon
+from moestro.engine.rounds import Horizon, rounds_without_blocks
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.sim.prices import Prices
@@ -32,6 +36,20 @@ _NOBODY = np.empty(0, np.int32)
 STEPWISE = Horizon(0, FOREVER_NS)
 
 
+class KvEvent(NamedTuple):
+    """A block that a rank's prefix cache stores or removes.
+
+    Attributes:
+        at_ns: when it says so: at the end of the round in which it happens.
+        is_stored: else removed.
+        block_hash: its name.
+    """
+
+    at_ns: int
+    is_stored: bool
+    block_hash: bytes
+
+
 class Seat:
     """One rank of a group.
 
@@ -40,9 +58,10 @@ class Seat:
         device: answers its items from scripts; the group says when.
         plan: of the step under way; None: it idles in it, or the group is in a jump.
         running, computed: int64[n], int32[n], of the jump under way: who decodes, and from which position on.
+        kv_events: what the rank has said of its prefix cache and nobody took yet; None: it says nothing.
     """
 
-    __slots__ = ("computed", "device", "plan", "rank", "running")
+    __slots__ = ("computed", "device", "kv_events", "plan", "rank", "running")
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self.device = ScriptedDevice(settings.block_size)
@@ -50,6 +69,18 @@ class Seat:
         self.plan: Plan | None = None
         self.running: Slots = _NO_SLOTS
         self.computed: Int32s = _NOBODY
+        self.kv_events: deque[KvEvent] | None = None
+
+    def publish(self) -> None:
+        """From now on say what the prefix cache remembers and forgets."""
+        self.kv_events, self.rank.scheduler.pool.journal = deque(), []
+
+    def publish_rounds(self, ends: Int64s | Sequence[int]) -> None:
+        """The rounds that have just been taken ended then."""
+        journal = self.rank.scheduler.pool.journal
+        if journal and self.kv_events is not None:
+            self.kv_events.extend(KvEvent(int(ends[e.round]), e.is_stored, e.block_hash) for e in journal)
+            journal.clear()
 
 
 class Group:
@@ -78,6 +109,10 @@ class Group:
         self._jumps = jump
         self._has_newcomer = False  # it will most likely enter: to ask how long nobody does is for nothing
         self.ends: Int64s | None = None
+        self._num_taken = 0  # rounds of the jump that `catch_up` has taken
+        self._touched_ns = (
+            FOREVER_NS  # when the next round of it ends that takes or fills a block; only if they publish
+        )
 
     def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
         """Put a request in the waiting queue of a rank; the jump under way ends with the round under way.
@@ -113,20 +148,55 @@ class Group:
             ends = self._prices.rounds_ns([seat.computed for seat in self.seats], num_rounds).cumsum() + now_ns
             if until_ns < ends[-1]:  # a round that begins at that time or later is not steady any more
                 ends = ends[: int(ends.searchsorted(until_ns)) + 1]
-            self.ends, self.next_ns = ends, int(ends[-1])
+            self.ends, self.next_ns, self._num_taken = ends, int(ends[-1]), 0
+            self._touched_ns = self._next_touch_ns()
         else:
-            self.ends = None
+            self.ends, self._touched_ns = None, FOREVER_NS
             self._begin(now_ns)
+        return emitted
+
+    def catch_up(self, before_ns: int) -> None:
+        """Take the rounds of the jump that ended before `before_ns`, so that what they publish can be heard.
+
+        A jump in two parts has the effect of one. The last round is never taken here: only `turn` ends sequences.
+        """
+        if before_ns <= self._touched_ns:
+            return  # they have nothing to say
+        assert self.ends is not None, "only a jump touches blocks on its way"
+        num_ended = min(int(self.ends.searchsorted(before_ns)), len(self.ends) - 1)
+        for seat in self.seats:
+            if len(seat.running):
+                self._advance(seat, num_ended)
+                seat.computed = seat.computed + (num_ended - self._num_taken)
+        self._num_taken = num_ended
+        self._touched_ns = self._next_touch_ns()
+
+    def _next_touch_ns(self) -> int:
+        assert self.ends is not None, "a jump is under way"
+        num_rounds = len(self.ends)
+        for seat in self.seats:
+            if seat.kv_events is not None and len(seat.running):
+                capacity = seat.rank.scheduler.table.capacity.take(seat.running)
+                quiet = rounds_without_blocks(seat.computed, capacity, seat.rank.scheduler.settings.block_size)
+                num_rounds = min(num_rounds, self._num_taken + quiet)
+        return int(self.ends[num_rounds]) if num_rounds < len(self.ends) else FOREVER_NS
+
+    def _advance(self, seat: Seat, num_ended: int) -> Emitted:
+        """Take the rounds of the jump up to number `num_ended` that were not taken yet."""
+        assert self.ends is not None, "a jump is under way"
+        num_rounds = num_ended - self._num_taken
+        told, finished = seat.device.complete_rounds(seat.running, seat.computed, num_rounds)
+        emitted = seat.rank.scheduler.advance(num_rounds, told, finished)
+        seat.publish_rounds(self.ends[self._num_taken : num_ended])
         return emitted
 
     def _collect(self, seat: Seat, now_ns: int) -> Emitted:
         seat.plan = None
         if self.ends is None:
             emitted = seat.rank.collect(now_ns)
+            seat.publish_rounds((now_ns,))
         elif len(seat.running):
-            num_rounds = len(self.ends)
-            told, finished = seat.device.complete_rounds(seat.running, seat.computed, num_rounds)
-            emitted = seat.rank.scheduler.advance(num_rounds, told, finished)
+            emitted = self._advance(seat, len(self.ends))
         else:
             return Emitted()
         for sequence, reason in zip(emitted.sequences, emitted.finish_reasons, strict=True):
