@@ -18,6 +18,7 @@ from moestro.model.settings import DeviceKind, Dtype, GenerationConfig, LoadForm
 from moestro.policy.batching import BATCHING, BatchName
 from moestro.policy.eviction import EVICTION, EvictName
 from moestro.policy.ordering.registry import ORDERING, OrderName
+from moestro.policy.stepping.registry import StepPolicyName
 
 __all__ = [
     "BATCH_POLICIES",
@@ -51,7 +52,6 @@ SCHEDULING_POLICIES = {name: entry.description for name, entry in ORDERING.items
 BATCH_POLICIES = {name: entry.description for name, entry in BATCHING.items()}
 EVICT_POLICIES = {name: entry.description for name, entry in EVICTION.items()}
 Mode = Literal["fused", "preemptive"]
-StepPolicyName = Literal["qllm", "in_order"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +90,14 @@ class SteppingSettings:
         mode: `fused`: one forward pass a step. `preemptive`: a step stops between any two expert batches for a request
             of class `ls`, and goes on from there when that one has passed.
         step_policy: what runs next in `preemptive` mode: `qllm`, urgent first; `in_order`, nobody is preempted.
+        pass_decodes: whether requests of class `ls` pass others for each of their tokens, not for the first alone.
         max_be_wait: seconds for which a step of best-effort requests may be passed over; inf: for ever.
         max_parked_bytes: of what is inside the network, taken from the KV cache's memory; None: two full steps.
     """
 
     mode: Mode = "fused"
     step_policy: StepPolicyName = "qllm"
+    pass_decodes: bool = False
     max_be_wait: float = 1.0
     max_parked_bytes: int | None = None
 
@@ -280,9 +282,10 @@ class ServeSettings:
             self.kv_events.check_ports(self.server.engines)
             if not limits.enable_prefix_caching:
                 raise ConfigError("--kv-events-config tells of the prefix cache: leave --no-enable-prefix-caching out")
-        if self.stepping.mode == "preemptive" and self.paced is not None:
+        if self.stepping.mode == "preemptive" and self.paced is not None and self.paced.table is not None:
             raise ConfigError(
-                f"--mode preemptive does not run on --device {self.paced.device} yet: leave one of the two out"
+                f"--mode preemptive wants the prices of stages, and {self.paced.table} has those of whole steps: give"
+                " --device paced:GPU, or leave --mode out"
             )
         if self.stepping.mode == "preemptive" and limits.max_num_batched_tokens < 2 * limits.max_num_seqs:
             raise ConfigError(

@@ -111,6 +111,11 @@ class SteppingFlags:
     )
     step_policy: Annotated[StepPolicyName, Parameter(group=_SCHEDULING)] = "qllm"
     "In preemptive mode, what runs next. qllm: ls requests first; in_order: nobody is preempted."
+    pass_decodes: Annotated[bool, Parameter(group=_SCHEDULING)] = False
+    (
+        'In preemptive mode, "ls" requests pass a step of "be" requests for each of their tokens, not for the first'
+        " alone: their answers come sooner, in small batches, and all others and the throughput pay for it."
+    )
     max_be_wait: Annotated[float, Parameter(group=_SCHEDULING)] = 1.0
     'In preemptive mode, seconds for which a step of "be" requests may be passed over; inf: for ever.'
     max_parked_bytes: Annotated[int | None, Parameter(group=_SCHEDULING)] = None

@@ -104,7 +104,7 @@ class KvPublisher:
                 self._num_published += 1
                 self._kept.append((number, payload))
                 self._events.send_multipart([self._topic, number, payload])
-            if self._replay in ready:
+            if self._replay is not None and self._replay in ready:
                 self._answer(self._replay)
         self._context.destroy(linger=_LINGER_MS)
 

@@ -12,14 +12,17 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 
+from moestro.core.stages import StagedDevice
 from moestro.core.work import Device
 from moestro.engine.cache_events import CacheEvents
-from moestro.engine.rank import Rank, build_rank
+from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError, MoestroError
+from moestro.policy.stepping.registry import make_step_policy
 from moestro.serve.channel import Channel
 from moestro.serve.kv_publisher import KvPublisher
 from moestro.serve.launch_spec import STACK_DUMP, LaunchSpec
@@ -82,6 +85,13 @@ class _PhaseTimer:
 def make_rank(spec: LaunchSpec, device: Device, info: ModelInfo) -> Rank:
     """The rank that `spec` asks for in `fused` mode, on `device`."""
     return build_rank(scheduler_settings(spec, info), device)
+
+
+def make_preemptive_rank(spec: LaunchSpec, device: StagedDevice, info: ModelInfo, launch_ahead: int = 1) -> Rank:
+    """The rank that `spec` asks for in `preemptive` mode, on `device`, with as many places for each class."""
+    settings = replace(scheduler_settings(spec, info), max_num_urgent_seqs=spec.limits.max_num_seqs)
+    policy = make_step_policy(spec.stepping.step_policy, spec.stepping.max_be_wait)
+    return build_preemptive_rank(settings, device, policy, launch_ahead, passes_decodes=spec.stepping.pass_decodes)
 
 
 def scheduler_settings(spec: LaunchSpec, info: ModelInfo) -> SchedulerSettings:

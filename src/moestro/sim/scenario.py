@@ -14,17 +14,21 @@ from moestro.cost.capacity import kv_blocks
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
+from moestro.cost.staged_engines import QLLM, StagedEngine
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.policy.routing.registry import policy_from
+from moestro.policy.stepping.registry import make_step_policy
 from moestro.sim.arrivals import Arrivals
 from moestro.sim.cluster import Cluster, Workload
+from moestro.sim.engine import Ranks
 from moestro.sim.group import Group
 from moestro.sim.incoming import describe, make_workload
 from moestro.sim.prices import Barrier, OneRank, Prices
 from moestro.sim.results import Results
 from moestro.sim.settings import EngineSettings, PolicySettings, SimSettings
+from moestro.sim.staged import StagedRank
 from moestro.workload.requests import RequestForm, RequestMaker
 
 OnArrival = Callable[[], None] | None
@@ -95,11 +99,25 @@ def make_prices(engines: EngineSettings, directory: Path = Path()) -> Prices:
     """What steps of these engines cost."""
     if engines.table is not None:
         return OneRank(MeasuredCost(load_table(directory / engines.table)))
+    if engines.engine is not None:
+        return OneRank(_staged_engine(engines))
+    roofline = _roofline(engines)
+    return OneRank(roofline) if engines.ep_ranks == 1 else Barrier(roofline)
+
+
+def _staged_engine(engines: EngineSettings) -> StagedEngine:
+    network = network_named(engines.network)
+    if network.experts is None:
+        raise ConfigError(f"[engines] engine = 'qllm' runs networks with experts, which {network.name} has not")
+    return StagedEngine(QLLM, network)
+
+
+def _roofline(engines: EngineSettings) -> Roofline:
     host = HostCost(
         step_ns=VLLM_HOST.step_ns if engines.host_step_us is None else engines.host_step_us * 1e3,
         sequence_ns=VLLM_HOST.sequence_ns if engines.host_sequence_us is None else engines.host_sequence_us * 1e3,
     )
-    roofline = Roofline(
+    return Roofline(
         RooflineSettings(
             network=network_named(engines.network),
             gpu=gpu_named(engines.gpu),
@@ -107,7 +125,6 @@ def make_prices(engines: EngineSettings, directory: Path = Path()) -> Prices:
             num_ep_ranks=engines.ep_ranks,
         )
     )
-    return OneRank(roofline) if engines.ep_ranks == 1 else Barrier(roofline)
 
 
 def make_bounds(engines: EngineSettings) -> SchedulerSettings:
@@ -142,7 +159,7 @@ def run(scenario: Scenario, policy: PolicySettings, settings: SimSettings, on_ar
         batch_policy=policy.batch_policy,
         evict_policy=policy.evict_policy,
     )
-    groups = [Group(bounds, scenario.prices) for _ in range(scenario.num_groups)]
+    groups = [_make_ranks(bounds, scenario.prices, policy, settings.engines) for _ in range(scenario.num_groups)]
     router = Router(
         policy_from(policy.route),
         RouterSettings(block_size=bounds.block_size, seed=settings.seed),
@@ -151,3 +168,14 @@ def run(scenario: Scenario, policy: PolicySettings, settings: SimSettings, on_ar
         router.set_routable(router.add_engine(EngineSpec(num_blocks=bounds.num_blocks)), routable=True)
     cluster = Cluster(groups, router, policy.signals or settings.signals, on_arrival)
     return cluster.run(scenario.workload, scenario.arrivals)
+
+
+def _make_ranks(bounds: SchedulerSettings, prices: Prices, policy: PolicySettings, engines: EngineSettings) -> Ranks:
+    if policy.mode == "fused":
+        return Group(bounds, prices)
+    cost = _roofline(engines) if engines.engine is None else _staged_engine(engines)
+    return StagedRank(
+        replace(bounds, max_num_urgent_seqs=bounds.max_num_seqs),
+        cost,
+        make_step_policy(policy.step_policy, policy.max_be_wait_s),
+    )
