@@ -71,6 +71,3 @@ class StagedRank:
         self.next_ns = self._rank.ready_at_ns()
         self.seats[0].publish_rounds((now_ns,))
         return [emitted]
-
-    def catch_up(self, before_ns: int) -> None:
-        """Nothing is behind: every event is taken when it comes."""
