@@ -76,14 +76,12 @@ def peer(program: list[str], *flags: str):
     return command
 
 
-def routers(peers: Path | None, policy: str, tokenizer: Path | None) -> dict:
+def routers(peers: Path | None, policies: list[str], tokenizer: Path | None) -> dict:
     """Name -> what makes its command line."""
-    found = {
-        "bytes passed on": lambda port, workers: [sys.executable, str(PARTS), "pass", str(port), workers[0]],
-        f"moestro route, {policy}": ours(policy),
-    }
+    found = {"bytes passed on": lambda port, workers: [sys.executable, str(PARTS), "pass", str(port), workers[0]]}
+    found |= {f"moestro route, {policy}": ours(policy) for policy in policies}
     if tokenizer is not None:
-        found[f"moestro route, {policy}, exact"] = ours(policy, "--tokenizer", str(tokenizer))
+        found[f"moestro route, {policies[0]}, exact"] = ours(policies[0], "--tokenizer", str(tokenizer))
     if peers is None:
         return found
     python = str(peers / "bin" / "python")
@@ -197,7 +195,7 @@ def show(table: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, help="a virtual environment with the peers")
-    parser.add_argument("--policy", default="least_loaded", help="of moestro route")
+    parser.add_argument("--policy", nargs="+", default=["moestro", "least_loaded"], help="of moestro route, one each")
     parser.add_argument("--tokenizer", type=Path, help="measure exact mode too, with this one")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.8, help="of each cell")

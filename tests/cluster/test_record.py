@@ -3,7 +3,7 @@ import pytest
 from routers import BLOCK_SIZE, request
 
 from moestro.cluster.record import Decision, PolicyText, RecordedRouter, Submitted, decode_entry, encode_entry
-from moestro.cluster.replay import explain, replay
+from moestro.cluster.replay import replay
 from moestro.cluster.settings import RouterSettings
 from moestro.core.views import EngineFigures
 from moestro.errors import ConfigError, NoEngineError
@@ -67,28 +67,25 @@ def test_a_refusal_is_written_and_replays():
         made.submit(request("a"), 0)
     ((was, again),) = replay(lines)
     assert (was.refusal, was.decision, again) == ("NoEngineError", None, was)
-    assert explain(lines, "a") == "refused: NoEngineError"
 
 
-def test_one_request_is_explained():
+def test_a_run_that_ended_in_the_middle_of_a_line_is_replayed_to_there_and_the_next_from_its_head():
+    first, lines = recorded()
+    first.submit(request("a"), 0)
+    first.submit(request("b"), 0)
+    second, more = recorded()
+    second.submit(request("c"), 0)
+    torn = [*lines[:-1], lines[-1][:50], b"\n", *more]
+    assert [was.request.request_id for was, again in replay(torn) if was == again] == ["a", "c"]
+
+
+def test_a_record_that_is_damaged_in_the_middle_is_refused_from_there():
     made, lines = recorded()
-    made.kv_stored(2, request(prompt=PROMPT).block_hashes, 0)
-    made.report(2, EngineFigures(queued_prefill_tokens=0), 0, 0)
-    made.submit(request("chatcmpl-1", prompt=PROMPT), 10 * MS)
-    made.first_token("chatcmpl-1", 35 * MS)
-    made.ended("chatcmpl-1", 110 * MS, 12)
-    text = explain(lines, "chatcmpl-1").splitlines()
-    assert text[:3] == [
-        "to engine 2: P-token * batch 4",
-        "better than the next by 96",
-        "figures of that engine were old by: queued_prefill_tokens 10.0 ms",
-    ]
-    assert [line.split() for line in text[4:7]] == [
-        ["2", "4", "96", "0", "0"], ["0", "100", "0", "0", "0"], ["1", "100", "0", "0", "0"],
-    ]  # fmt: skip
-    assert text[7:] == ["first token after 25.0 ms", "ended after 100.0 ms with 12 tokens"]
-    with pytest.raises(ConfigError, match="nothing of request 'chatcmpl-2'"):
-        explain(lines, "chatcmpl-2")
+    made.submit(request("a"), 0)
+    made.submit(request("b"), 0)
+    lines[-2] = b'{"type": "Unheard"}'
+    with pytest.raises(ConfigError, match=f"from line {len(lines)}: line {len(lines) - 1} is none of its"):
+        list(replay(lines))
 
 
 def test_a_record_without_its_head_is_refused():

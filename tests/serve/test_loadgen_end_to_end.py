@@ -17,7 +17,9 @@ def test_bench_measures_the_real_server(server, tmp_path):
     assert done.stderr == "", "no bar where nobody looks"
     assert "6 answered of 6" in done.stdout
     assert "TTFT" in done.stdout
-    report = json.loads(result.read_text())["report"]
+    told = json.loads(result.read_text())
+    report = told["report"]
+    assert told["conditions"]["kind"] == "measured"
     assert report["num_wrong_length"] == 0
     assert report["num_input_tokens"] == 6 * 56
     assert report["num_output_tokens"] == 6 * 4

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routers import router
 
+from moestro.core.hashing import split_hashes
 from moestro.core.views import Channel
 from moestro.cost.gpus import H20
 from moestro.cost.hf_config import network_named
@@ -32,20 +33,16 @@ PRICES = {
     2: Barrier(Roofline(RooflineSettings(network=NETWORK, gpu=H20, num_ep_ranks=2))),
 }
 # Policies that go together; ages of a few steps, so that time alone changes orders.
-AGED = {"theta_age_s": 0.03}
+AGED = ":theta_age_s=0.03"
 COMBINATIONS = [
     *[
-        {
-            "scheduling_policy": order,
-            "scheduling_policy_settings": AGED if order in {"sjf", "prefill_aware", "qllm"} else {},
-        }
+        {"scheduling_policy": order + AGED if order in {"sjf", "prefill_aware", "qllm"} else order}
         for order in ORDERING
     ],
     *[{"batch_policy": batch} for batch in BATCHING],
     *[
         {
-            "scheduling_policy": "qllm",
-            "scheduling_policy_settings": AGED,
+            "scheduling_policy": "qllm" + AGED,
             "batch_policy": batch,
             "evict_policy": "least_computed_be_first",
         }
@@ -75,7 +72,7 @@ class Listener:
         self.told = []
 
     def __getattr__(self, name):
-        if name in {"report", "first_token", "ended"}:
+        if name in {"report", "first_token", "ended", "kv_stored", "kv_removed"}:
             return lambda *args: (self.told.append((name, *args)), getattr(self.router, name)(*args))
         return getattr(self.router, name)
 
@@ -91,7 +88,11 @@ def draw_signals(rng: np.random.Generator) -> SignalSettings:
         )
         for name in ("num_waiting", "num_running", "kv_usage", "queued_prefill_tokens", "num_tokens")
     )
-    return SignalSettings(response_delay_ms=float(rng.choice([0, 5])), channels=channels)
+    return SignalSettings(
+        response_delay_ms=float(rng.choice([0, 5])),
+        channels=channels if rng.random() < 0.7 else (),
+        kv_events_delay_ms=rng.choice([None, 0.0, 30.0]),
+    )
 
 
 def run(rows: Rows, offsets, bounds: SchedulerSettings, setting: tuple[int, SignalSettings], *, jump: bool) -> Cluster:
@@ -146,6 +147,18 @@ def test_a_jump_leaves_the_record_that_single_rounds_leave(
     assert jumping.results.digest() == stepwise.results.digest()
     assert pools(jumping) == pools(stepwise)
     check_conserved(jumping, rows)
+    if setting[1].kv_events_delay_ms is not None:
+        check_heard(jumping)
+
+
+def check_heard(cluster: Cluster) -> None:
+    """KV events are what a cache stores and removes: told one after the other, they leave what it holds."""
+    held = [set() for _ in cluster.engines]
+    for name, engine, packed, *_ in (each for each in cluster.router.told if each[0] in {"kv_stored", "kv_removed"}):
+        for block in split_hashes(packed):
+            assert (block in held[engine]) == (name == "kv_removed"), "stored twice, or removed and not there"
+            held[engine] ^= {block}
+    assert held == [set(engine.seat.rank.scheduler.pool._block_of) for engine in cluster.engines]
 
 
 def check_conserved(cluster: Cluster, rows: Rows) -> None:

@@ -14,8 +14,9 @@ from moestro.errors import ConfigError
 from moestro.policy.routing.registry import make_policy
 from moestro.sim.repro.adversary import HOT_TOKENS, OWN_TOKENS, with_hot_prefix
 from moestro.sim.repro.claims import claims_of
-from moestro.sim.repro.lmetric import QUICK, UNSEEN_SEEDS, Reproduction
+from moestro.sim.repro.lmetric import QUICK, UNSEEN_SEEDS, Reproduction, merged
 from moestro.sim.repro.loads import generated_sources, trace_sources
+from moestro.sim.repro.prefix_classes import WatchedClasses
 from moestro.sim.repro.runner import Reproduced, reproduce_lmetric, save
 from moestro.sim.repro.show import print_findings
 from moestro.sim.repro.testbed import measured, paired_interval, run, signals_of
@@ -28,6 +29,7 @@ TINY = replace(
     paired_shares=(0.9,),
     seeds=(1, 2, 3),
     sources=("chat", "api_agent"),
+    predicted="chat",
 )
 
 
@@ -35,12 +37,13 @@ TINY = replace(
 def found():
     steps = []
     reproduction = Reproduction(TINY, None, steps.append)
-    return reproduction, reproduction.run(), steps
+    parts = [reproduction.run(source) for source in reproduction.sources]
+    return reproduction, merged(parts), steps
 
 
 def test_as_many_runs_as_the_progress_bar_was_told(found):
     reproduction, _, steps = found
-    assert len(steps) == reproduction.num_runs
+    assert len(steps) == sum(reproduction.num_runs(source) for source in reproduction.sources)
 
 
 def test_every_policy_is_measured_at_every_rate_and_the_claims_follow(found):
@@ -52,6 +55,7 @@ def test_every_policy_is_measured_at_every_rate_and_the_claims_follow(found):
     assert len(findings.pairs) == 2 * 1 * 4  # loads, shares, figures
     assert all(pair.low <= pair.mean <= pair.high for pair in findings.pairs)
     assert len(findings.errors) == 2
+    assert findings.classes.keys() == findings.saturation.keys() == {"chat", "api_agent"}
     assert [each.mitigation for each in findings.hotspots] == ["off", "filter", "load"]
     sources = {claim.source.split(",")[0] for claim in claims_of(findings)}
     assert {"abstract", "Fig. 11", "Fig. 13", "Fig. 18", "Fig. 19", "Fig. 15", "section 5.2", "our own goal"} <= sources
@@ -124,6 +128,29 @@ def test_an_interval_holds_the_mean_and_is_wider_than_nothing():
 
 def test_a_load_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match="no load mooncake_conversation: Mooncake's traces are read from --traces"):
-        reproduce_lmetric(
-            Console(file=io.StringIO()), quick=True, traces=None, sources=("mooncake_conversation",), num_requests=10
-        )
+        reproduce_lmetric(Console(file=io.StringIO()), replace(TINY, sources=("mooncake_conversation",)), None, None)
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
+    plan = replace(TINY, num_requests=12, shares=(0.5,), paired_shares=(), policies=("round_robin",), sources=None)
+    console, of = Console(file=io.StringIO()), lambda *names: replace(plan, sources=names)
+    reproduce_lmetric(console, of("chat"), None, tmp_path)
+    reproduce_lmetric(console, of("coder"), None, tmp_path)
+    first = (tmp_path / "lmetric.chat.json").stat().st_mtime_ns
+    both = reproduce_lmetric(console, of("chat", "coder"), None, tmp_path)
+    assert (tmp_path / "lmetric.chat.json").stat().st_mtime_ns == first
+    assert both.findings.saturation.keys() == {"chat", "coder"}
+    assert both.findings == reproduce_lmetric(console, of("chat", "coder"), None, None).findings
+    reproduce_lmetric(console, replace(of("chat"), num_requests=13), None, tmp_path)
+    assert (tmp_path / "lmetric.chat.json").stat().st_mtime_ns != first
+
+
+def test_requests_of_hot_classes_are_watched():
+    reproduction = Reproduction(TINY, None, lambda _: None)
+    chat = reproduction.sources[0]
+    policy = WatchedClasses(make_policy("lmetric"))
+    run(reproduction.bed(chat), with_hot_prefix(chat.load(20.0, 3), 0), policy, signals_of("lmetric", policy))
+    class_shares, holder_shares = policy.sample(7)
+    assert len(class_shares) == len(holder_shares) == 7
+    assert all(0 < x < 1 for x in class_shares)
+    assert all(0 < m <= 1 for m in holder_shares)

@@ -11,7 +11,7 @@ from moestro.sim.group import Group
 from moestro.sim.prices import OneRank
 from moestro.sim.signals import ChannelSettings, SignalSettings
 from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import equal_rows
+from moestro.workload.rows import Rows, equal_rows
 
 MS = 1_000_000
 BOUNDS = SchedulerSettings(num_blocks=100, block_size=16, max_model_len=1600)
@@ -43,6 +43,22 @@ class Watcher:
         row = {name: (getattr(table, name).values[0], int(getattr(table, name).as_of_ns[0])) for name in figures}
         self.seen.append(row | {"num_in_flight": int(table.num_in_flight[0])})
         return self.watched.submit(request, now_ns)
+
+
+class Decisions:
+    """What the router took for cached, of the engine that it chose."""
+
+    def __init__(self, router) -> None:
+        self.router = router
+        self.hit_tokens = []
+
+    def __getattr__(self, name):
+        return getattr(self.router, name)
+
+    def submit(self, request, now_ns):
+        decision = self.router.submit(request, now_ns)
+        self.hit_tokens.append(decision.hit_tokens)
+        return decision
 
 
 def seen_at(arrivals_ms, signals: SignalSettings, *, num_output_tokens=100) -> list[dict]:
@@ -99,6 +115,26 @@ def test_ends_are_heard_late():
 
 
 @pytest.mark.parametrize(
+    ("kv_events_delay_ms", "hit_tokens"),
+    [
+        (None, [0, 0, 128, 128]),  # predicted: nothing tells the router that there was no room for both prompts
+        (0, [0, 0, 16, 16]),
+        (40, [0, 0, 128, 16]),  # when the third request comes, what the second one pushed out is said to be there
+    ],
+)
+def test_a_router_that_hears_kv_events_knows_what_a_cache_forgot(kv_events_delay_ms, hit_tokens):
+    bounds = SchedulerSettings(num_blocks=10, block_size=16, max_model_len=160)
+    listener = Decisions(router(1, "cache_aware"))
+    signals = SignalSettings(kv_events_delay_ms=kv_events_delay_ms)
+    cluster = Cluster([Group(bounds, OneRank(TenMilliseconds()))], listener, signals)
+    prompts = np.arange(8), np.arange(8, 16)  # of 8 blocks each, and 1 for the answer: 10 hold one, and 1 of the other
+    rows = Rows(np.full(4, 128), np.full(4, 2), hash_ids=prompts * 2, block_size=16)
+    results = cluster.run(RequestMaker(rows, RequestForm(block_size=16)), AtTimes(np.array([0, 100, 130, 300]) * MS))
+    assert listener.hit_tokens == hit_tokens
+    assert results.num_hit_tokens.tolist() == [0, 0, 16, 16]
+
+
+@pytest.mark.parametrize(
     "wrong",
     [
         lambda: channel("num_cats"),
@@ -106,6 +142,7 @@ def test_ends_are_heard_late():
         lambda: channel("num_running", delay_ms=-1.0),
         lambda: channel("num_running", period_ms=0.0),
         lambda: SignalSettings(response_delay_ms=-1.0),
+        lambda: SignalSettings(kv_events_delay_ms=-1.0),
     ],
 )
 def test_impossible_signals_are_refused(wrong):

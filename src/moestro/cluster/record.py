@@ -1,7 +1,8 @@
 """What a router was told and what it decided, entry by entry: it explains every choice, and replays to the same ones.
 
 A record is JSON lines: a head, then every call that changes a router, in order. Prompts are in it by their block
-hashes and lengths alone, never by their tokens.
+hashes and lengths alone, never by their tokens. Whoever runs the router may add stories, which a replay passes over;
+and may begin anew, with another head, in the same file.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from moestro.cluster.router import RouteDecision, Router
 from moestro.cluster.settings import ANY_ENGINE, EngineSpec, RouterSettings
+from moestro.cluster.story import Story
 from moestro.core.request import Request
 from moestro.core.views import NEVER_NS, EngineFigures
 from moestro.errors import RequestError
@@ -108,6 +110,14 @@ class Submitted(msgspec.Struct, frozen=True, tag=True):
     refusal: str | None = None
 
 
+class SentElsewhere(msgspec.Struct, frozen=True, tag=True):
+    """`sent_elsewhere`."""
+
+    engine: int
+    hashes: bytes
+    now_ns: int
+
+
 class FirstTokenCame(msgspec.Struct, frozen=True, tag=True):
     """`first_token`."""
 
@@ -164,7 +174,7 @@ class KvLost(msgspec.Struct, frozen=True, tag=True):
 
 Entry = (
     Head | EngineAdded | SpecSet | EngineRemoved | RoutableSet | EngineWasLost | Submitted | FirstTokenCame
-    | RequestEnded | Reported | KvStored | KvRemoved | KvCleared | KvLost
+    | RequestEnded | SentElsewhere | Reported | KvStored | KvRemoved | KvCleared | KvLost | Story
 )  # fmt: skip
 
 encode_entry = msgspec.json.Encoder().encode
@@ -223,7 +233,7 @@ class RecordedRouter(Router):
 
     def submit(self, request: Request, now_ns: int) -> RouteDecision:
         """See `Router`."""
-        bare = msgspec.structs.replace(request, token_ids=None)
+        bare = msgspec.structs.replace(request, token_ids=None, cache_salt=None)
         try:
             answer = super().submit(request, now_ns)
         except RequestError as refusal:
@@ -241,6 +251,11 @@ class RecordedRouter(Router):
         """See `Router`."""
         super().ended(request_id, now_ns, num_output_tokens)
         self._write(RequestEnded(request_id, now_ns, num_output_tokens))
+
+    def sent_elsewhere(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """See `Router`."""
+        super().sent_elsewhere(engine, hashes, now_ns)
+        self._write(SentElsewhere(engine, hashes, now_ns))
 
     def report(self, engine: int, figures: EngineFigures, as_of_ns: int, now_ns: int) -> None:
         """See `Router`."""

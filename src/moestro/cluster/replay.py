@@ -1,12 +1,13 @@
-"""Records read again: the same decisions made once more, and one decision explained."""
+"""Records read again: the same decisions made once more."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
 
+import msgspec
+
 from moestro.cluster.record import (
-    Decision,
     EngineAdded,
     EngineRemoved,
     EngineWasLost,
@@ -22,10 +23,12 @@ from moestro.cluster.record import (
     Reported,
     RequestEnded,
     RoutableSet,
+    SentElsewhere,
     SpecSet,
     Submitted,
     decode_entry,
 )
+from moestro.cluster.story import Story
 from moestro.errors import ConfigError, RequestError
 
 
@@ -40,17 +43,26 @@ def replay(lines: Iterable[bytes]) -> Iterator[tuple[Submitted, Submitted]]:
         file or the record has changed.
 
     Raises:
-        ConfigError: the record has no head, or its policy cannot be made.
+        ConfigError: the record has no head, is damaged elsewhere than where a run ended, or its policy cannot be made.
     """
     remade: list[Entry] = []
     router: RecordedRouter | None = None
-    for line in lines:
-        entry = decode_entry(line)
+    damage = "it does not begin with its head"
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = decode_entry(line)
+        except msgspec.MsgspecError as error:
+            router, damage = None, f"line {number} is none of its: {error}"
+            continue
+        if isinstance(entry, Story):
+            continue
         if isinstance(entry, Head):
             router = RecordedRouter(PolicyText(entry.policy, entry.score), entry.settings, remade.append)
             continue
         if router is None:
-            raise ConfigError("the record does not begin with its head: it cannot be replayed from the middle")
+            raise ConfigError(f"the record cannot be replayed from line {number}: {damage}")
         remade.clear()
         if isinstance(entry, Submitted):
             with contextlib.suppress(RequestError):  # which is in the record too
@@ -78,6 +90,8 @@ def _apply(router: RecordedRouter, entry: Entry) -> None:
             router.first_token(entry.request_id, entry.now_ns)
         case RequestEnded():
             router.ended(entry.request_id, entry.now_ns, entry.num_output_tokens)
+        case SentElsewhere():
+            router.sent_elsewhere(entry.engine, entry.hashes, entry.now_ns)
         case _:
             _apply_said(router, entry)
 
@@ -96,54 +110,3 @@ def _apply_said(router: RecordedRouter, entry: Entry) -> None:
             router.kv_lost(entry.engine, entry.now_ns)
         case _:
             raise AssertionError(f"{entry} is no call")
-
-
-def explain(lines: Iterable[bytes], request_id: str) -> str:
-    """What a record says of one request: where it went, what else there was, and what became of it.
-
-    Raises:
-        ConfigError: the record has nothing of that request.
-    """
-    text: list[str] = []
-    sent_ns = 0
-    for line in lines:
-        if request_id.encode() not in line:
-            continue
-        match decode_entry(line):
-            case Submitted() as entry if entry.request.request_id == request_id:
-                sent_ns = entry.now_ns
-                text += _explain_submitted(entry)
-            case FirstTokenCame() as entry if entry.request_id == request_id:
-                text.append(f"first token after {(entry.now_ns - sent_ns) / 1e6:.1f} ms")
-            case RequestEnded() as entry if entry.request_id == request_id:
-                counted = "" if entry.num_output_tokens is None else f" with {entry.num_output_tokens} tokens"
-                text.append(f"ended after {(entry.now_ns - sent_ns) / 1e6:.1f} ms{counted}")
-            case _:
-                pass
-    if not text:
-        raise ConfigError(f"the record has nothing of request {request_id!r}")
-    return "\n".join(text)
-
-
-def _explain_submitted(entry: Submitted) -> list[str]:
-    if entry.decision is None:
-        return [f"refused: {entry.refusal}"]
-    decision = entry.decision
-    lines = [f"to engine {decision.engine}: {decision.reason}", _regret(decision)]
-    if decision.ages_ns:
-        ages = ", ".join(f"{name} {age_ns / 1e6:.1f} ms" for name, age_ns in decision.ages_ns.items())
-        lines.append(f"figures of that engine were old by: {ages}")
-    lines.append(f"{'engine':>8} {'score':>12} {'hit tokens':>11} {'requests':>9} {'queued tokens':>14}")
-    for each in decision.candidates:
-        score = "-" if each.score is None else f"{each.score:.6g}"
-        queued = f"{each.queued_prefill_tokens:.0f}"
-        lines.append(f"{each.engine:>8} {score:>12} {each.hit_tokens:>11} {each.num_requests:>9} {queued:>14}")
-    return lines
-
-
-def _regret(decision: Decision) -> str:
-    if decision.regret is None:
-        return "no other engine was scored"
-    if decision.regret > 0:
-        return f"passed over an engine that scored better by {decision.regret:.6g}"
-    return f"better than the next by {-decision.regret:.6g}"

@@ -6,7 +6,7 @@ What is published are totals; how they split into stages is an assumption, said 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,13 +68,17 @@ class StagedEngine:
     Args:
         times: of the stages.
         network: which; its sizes say how many layers and experts there are.
+
+    Attributes:
+        network, popularity: see `StageCostModel`.
     """
 
     def __init__(self, times: StageTimes, network: Network) -> None:
         assert network.experts is not None, "the staged engines run Mixture-of-Experts networks"
+        self.network = network
+        self.popularity = zipf_popularity(network.experts.num_experts, times.zipf)
         self._times, self._num_layers, self._experts = times, network.num_layers, network.experts
-        popularity = zipf_popularity(network.experts.num_experts, times.zipf)
-        self._gating = even_gating(popularity, network.experts.top_k)
+        self._gating = even_gating(self.popularity, network.experts.top_k)
         self._head = Kernels(network, A100, num_ep_ranks=1)
         self._step_of: dict[tuple[int, int], int] = {}
 
@@ -113,6 +117,12 @@ class StagedEngine:
         if times.has_own_expert_devices:
             return times.expert_ns + times.expert_row_ns * num_copies / self._experts.num_experts
         return float(self._gating.activated(num_tokens)[0, 0]) * times.expert_ns + times.expert_row_ns * num_copies
+
+
+def in_4_bits(network: Network) -> Network:
+    """The same, each weight but those of embedding and head in half a byte, as QLLM loads it."""
+    experts = replace(network.experts, bytes_per_weight=0.5) if network.experts else None
+    return replace(network, bytes_per_weight=0.5, experts=experts)
 
 
 def qllm() -> StagedEngine:

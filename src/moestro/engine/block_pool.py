@@ -13,8 +13,23 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, OrderedDict
+from typing import NamedTuple
 
 from moestro.errors import InvariantError
+
+
+class CacheEvent(NamedTuple):
+    """A full block that can be found from now on, or no more.
+
+    Attributes:
+        round: in which of the rounds that were taken at once; 0 where there is only one.
+        is_stored: it can be found.
+        block_hash: its name.
+    """
+
+    round: int
+    is_stored: bool
+    block_hash: bytes
 
 
 class BlockPool:
@@ -23,6 +38,12 @@ class BlockPool:
     Args:
         num_blocks: blocks in the pool.
         enable_prefix_caching: False: no hash is ever remembered.
+
+    Attributes:
+        version: goes up whenever a hash is remembered or forgotten.
+        journal: where each of these is written down, in order, for whoever tells others of it and empties it; None:
+            nobody wants to know.
+        round: set by whoever takes many rounds at once, for the journal.
     """
 
     def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
@@ -34,7 +55,9 @@ class BlockPool:
         self._ref_count = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
-        self.version = 0  # goes up whenever a hash is remembered or forgotten
+        self.version = 0
+        self.journal: list[CacheEvent] | None = None
+        self.round = 0
 
     @property
     def num_free(self) -> int:
@@ -99,8 +122,11 @@ class BlockPool:
         self.version += num_forgotten
         for _ in range(num_forgotten):
             block, _ = self._cached.popitem(last=False)
-            del self._block_of[self._hash_of.pop(block)]
+            forgotten = self._hash_of.pop(block)
+            del self._block_of[forgotten]
             blocks.append(block)
+            if self.journal is not None:
+                self.journal.append(CacheEvent(self.round, is_stored=False, block_hash=forgotten))
         for block in blocks:
             ref_count[block] = 1
         return blocks
@@ -134,6 +160,8 @@ class BlockPool:
                 block_of[block_hash] = block
                 hash_of[block] = block_hash
                 self.version += 1
+                if self.journal is not None:
+                    self.journal.append(CacheEvent(self.round, is_stored=True, block_hash=block_hash))
 
     def check(self, held: list[list[int]]) -> None:
         """Recount everything against the block lists that sequences hold.

@@ -80,13 +80,17 @@ class Rank:
             is_wanted: whether the caller has something to say (a new request): an executor that works while it is
                 polled then leaves off at its next checkpoint.
         """
-        self._pass_by(now_ns)  # before anything else runs: what came meanwhile may be more urgent
-        outputs = outputs_of(self.collect(now_ns, is_wanted))
+        outputs = self.outputs(now_ns, is_wanted)
         self.begin(now_ns)
         return outputs
 
+    def outputs(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> list[Output]:
+        """Take what is ready, the first half of `step`, as messages."""
+        return outputs_of(self.collect(now_ns, is_wanted))
+
     def collect(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> Emitted:
-        """Take what is ready: the first half of `step`."""
+        """Take what is ready; messages are made of it for a server alone."""
+        self._pass_by(now_ns)  # before anything else runs: what came meanwhile may be more urgent
         result = self.executor.poll(now_ns, is_wanted)
         if result is None:
             return Emitted()

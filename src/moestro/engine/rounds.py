@@ -26,6 +26,16 @@ class Horizon(NamedTuple):
     until_ns: int
 
 
+def rounds_without_blocks(num_computed: Int32s, capacity: Int32s, block_size: int) -> int:
+    """Coming rounds, at least 0, in which no block is taken and none becomes full.
+
+    Args:
+        num_computed, capacity: int32[n], n > 0, tokens with KV, and those with blocks, of each sequence.
+    """
+    until_full = -(num_computed + 1) % block_size
+    return int(np.minimum(until_full, capacity - num_computed).min())
+
+
 def rounds_that_fit(num_computed: Int32s, num_blocks: Int32s, block_size: int, num_free: int, at_most: int) -> int:
     """The most rounds, up to `at_most`, whose new blocks fit into `num_free`.
 

@@ -22,7 +22,7 @@ from moestro.engine.entering import Candidate, Entrance
 from moestro.engine.evicting import Eviction, Recall
 from moestro.engine.policy_views import PolicyViews
 from moestro.engine.rounds import TAKE, Horizon, block_events, blocks_taken, rounds_that_fit
-from moestro.engine.sequences import Sequence, SequenceTable
+from moestro.engine.sequences import BlockContent, Sequence, SequenceTable
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.units import make_units
 from moestro.engine.waiting import WaitingQueue
@@ -46,6 +46,7 @@ class Scheduler:
     def __init__(self, settings: SchedulerSettings, recall: Recall | None = None) -> None:
         self.settings = settings
         self.pool = BlockPool(settings.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
+        self.contents: dict[bytes, BlockContent] | None = None  # of blocks that were filled, for whoever empties it
         self.table = SequenceTable(settings.num_slots, settings.max_model_len, settings.block_size)
         policies = settings.make_policies()
         self.batch, self._order = policies.batch, policies.order
@@ -264,6 +265,8 @@ class Scheduler:
         if sequence.request.token_ids is not None:
             sequence.extend_hashes(num_full, block_size, table.token_ids[slot])
         first, end = int(table.next_full_at[slot]) // block_size - 1, min(num_full, len(sequence.hashes))
+        if self.contents is not None:
+            self.contents.update(sequence.contents(first, end, table.token_ids[slot], block_size))
         self.pool.remember(sequence.blocks[first:end], sequence.hashes[first:end])
         table.remembered(slot, end)
 
@@ -410,13 +413,15 @@ class Scheduler:
         table, running, block_size = self.table, self.table.running, self.settings.block_size
         computed, capacity = table.num_computed.take(running), table.capacity.take(running)
         end = computed + num_rounds
-        if np.count_nonzero(end >= table.next_full_at.take(running)):
+        if self.pool.journal is not None or np.count_nonzero(end >= table.next_full_at.take(running)):
             for rounds, kind, row in block_events(computed, capacity // block_size, block_size, num_rounds):
+                self.pool.round = rounds
                 slot, position = int(running[row]), int(computed[row]) + rounds + 1
                 if kind == TAKE:
                     table.add_block(slot, self.pool.allocate())
                 elif position >= table.next_full_at[slot]:
                     self._remember(slot, position // block_size)
+            self.pool.round = 0
             return
         # Nothing to remember, so all that counts is who takes a block before whom.
         short = _true_rows(end > capacity)

@@ -109,8 +109,10 @@ class FrontDoor:
         return _json(self._card(self._model.name_for(http.match_info["name"])))
 
     def _card(self, name: str) -> ModelCard:
-        model = self._model
-        return ModelCard(id=name, created=model.created, root=model.root, max_model_len=model.info.max_model_len)
+        model, info = self._model, self._model.info
+        return ModelCard(
+            id=name, created=model.created, root=model.root, max_model_len=info.max_model_len, device=info.device
+        )
 
 
 def _json(value: object) -> web.Response:

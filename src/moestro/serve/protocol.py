@@ -199,12 +199,13 @@ class Answer(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """One entry of `GET /v1/models`."""
+    """One entry of `GET /v1/models`. `device`: what the engines run on; a paced one's begins with "paced"."""
 
     id: str
     created: int
     root: str
     max_model_len: int
+    device: str
     object: str = "model"
     owned_by: str = "moestro"
     parent: None = None

@@ -8,6 +8,10 @@ undone, because nothing was done yet. With `jump=False` every round is taken on 
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,11 +19,11 @@ from moestro.core.clock import FOREVER_NS
 from moestro.core.request import Request
 from moestro.core.script import Script
 from moestro.core.work import Int32s, Plan, Slots
-from moestro.cost.priced_device import ScriptedDevice
+from moestro.cost.priced_device import ScriptedDevice, Scripts
 from moestro.engine.emitted import Emitted
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.rank import Rank
-from moestro.engine.rounds import Horizon
+from moestro.engine.rounds import Horizon, rounds_without_blocks
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.sim.prices import Prices
@@ -32,24 +36,80 @@ _NOBODY = np.empty(0, np.int32)
 STEPWISE = Horizon(0, FOREVER_NS)
 
 
+class KvEvent(NamedTuple):
+    """A block that a rank's prefix cache stores or removes.
+
+    Attributes:
+        at_ns: when it says so: at the end of the round in which it happens.
+        is_stored: else removed.
+        block_hash: its name.
+    """
+
+    at_ns: int
+    is_stored: bool
+    block_hash: bytes
+
+
 class Seat:
     """One rank of a group.
 
     Attributes:
         rank: the production one.
-        device: answers its items from scripts; the group says when.
+        scripts: what is to come of its sequences.
         plan: of the step under way; None: it idles in it, or the group is in a jump.
         running, computed: int64[n], int32[n], of the jump under way: who decodes, and from which position on.
+        kv_events: what the rank has said of its prefix cache and nobody took yet; None: it says nothing.
     """
 
-    __slots__ = ("computed", "device", "plan", "rank", "running")
+    __slots__ = ("computed", "kv_events", "plan", "rank", "running", "scripts")
 
-    def __init__(self, settings: SchedulerSettings) -> None:
-        self.device = ScriptedDevice(settings.block_size)
-        self.rank = Rank(Scheduler(settings), FusedExecutor(self.device))
+    def __init__(self, rank: Rank, scripts: Scripts) -> None:
+        self.rank, self.scripts = rank, scripts
         self.plan: Plan | None = None
         self.running: Slots = _NO_SLOTS
         self.computed: Int32s = _NOBODY
+        self.kv_events: deque[KvEvent] | None = None
+
+    def publish(self) -> None:
+        """From now on say what the prefix cache remembers and forgets."""
+        self.kv_events, self.rank.scheduler.pool.journal = deque(), []
+
+    def publish_rounds(self, ends: Int64s | Sequence[int]) -> None:
+        """The rounds that have just been taken ended then."""
+        journal = self.rank.scheduler.pool.journal
+        if journal and self.kv_events is not None:
+            self.kv_events.extend(KvEvent(int(ends[e.round]), e.is_stored, e.block_hash) for e in journal)
+            journal.clear()
+
+    def add(self, request: Request, script: Script, now_ns: int) -> int:
+        """Put a request in the waiting queue. Returns its serial.
+
+        Raises:
+            RequestError: it is refused; nothing has changed.
+        """
+        serial = self.rank.add(request, now_ns)
+        self.scripts.expect(serial, script)
+        return serial
+
+    def forget_ended(self, emitted: Emitted) -> None:
+        """Drop the scripts of the sequences that have ended."""
+        for sequence, reason in zip(emitted.sequences, emitted.finish_reasons, strict=True):
+            if reason is not None:
+                self.scripts.forget(sequence.serial)
+
+
+class FusedSeat(Seat):
+    """A rank of a group that keeps step.
+
+    Attributes:
+        device: answers its items from scripts; the group says when.
+    """
+
+    __slots__ = ("device",)
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.device = ScriptedDevice(settings.block_size)
+        super().__init__(Rank(Scheduler(settings), FusedExecutor(self.device)), self.device)
 
 
 class Group:
@@ -70,7 +130,7 @@ class Group:
     """
 
     def __init__(self, settings: SchedulerSettings, prices: Prices, *, jump: bool = True) -> None:
-        self.seats = [Seat(settings) for _ in range(prices.num_ranks)]
+        self.seats = [FusedSeat(settings) for _ in range(prices.num_ranks)]
         self.next_ns: int | None = None
         self.began_ns = 0
         self.num_turns = 0
@@ -78,6 +138,8 @@ class Group:
         self._jumps = jump
         self._has_newcomer = False  # it will most likely enter: to ask how long nobody does is for nothing
         self.ends: Int64s | None = None
+        self._num_taken = 0  # rounds of the jump that `catch_up` has taken
+        self._touched_ns = FOREVER_NS  # when the next round ends that takes or fills a block; only if they publish
 
     def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
         """Put a request in the waiting queue of a rank; the jump under way ends with the round under way.
@@ -88,9 +150,7 @@ class Group:
         Raises:
             RequestError: it is refused; nothing has changed.
         """
-        taken = self.seats[seat]
-        serial = taken.rank.add(request, now_ns)
-        taken.device.expect(serial, script)
+        serial = self.seats[seat].add(request, script, now_ns)
         self._has_newcomer = True
         if self.next_ns is None:
             self.next_ns = now_ns
@@ -113,25 +173,58 @@ class Group:
             ends = self._prices.rounds_ns([seat.computed for seat in self.seats], num_rounds).cumsum() + now_ns
             if until_ns < ends[-1]:  # a round that begins at that time or later is not steady any more
                 ends = ends[: int(ends.searchsorted(until_ns)) + 1]
-            self.ends, self.next_ns = ends, int(ends[-1])
+            self.ends, self.next_ns, self._num_taken = ends, int(ends[-1]), 0
+            self._touched_ns = self._next_touch_ns()
         else:
-            self.ends = None
+            self.ends, self._touched_ns = None, FOREVER_NS
             self._begin(now_ns)
         return emitted
 
-    def _collect(self, seat: Seat, now_ns: int) -> Emitted:
+    def catch_up(self, before_ns: int) -> None:
+        """Take the rounds of the jump that ended before `before_ns`, so that what they publish can be heard.
+
+        A jump in two parts has the effect of one. The last round is never taken here: only `turn` ends sequences.
+        """
+        if before_ns <= self._touched_ns:
+            return  # they have nothing to say
+        assert self.ends is not None, "only a jump touches blocks on its way"
+        num_ended = min(int(self.ends.searchsorted(before_ns)), len(self.ends) - 1)
+        for seat in self.seats:
+            if len(seat.running):
+                self._advance(seat, num_ended)
+                seat.computed = seat.computed + (num_ended - self._num_taken)
+        self._num_taken = num_ended
+        self._touched_ns = self._next_touch_ns()
+
+    def _next_touch_ns(self) -> int:
+        assert self.ends is not None, "a jump is under way"
+        num_rounds = len(self.ends)
+        for seat in self.seats:
+            if seat.kv_events is not None and len(seat.running):
+                capacity = seat.rank.scheduler.table.capacity.take(seat.running)
+                quiet = rounds_without_blocks(seat.computed, capacity, seat.rank.scheduler.settings.block_size)
+                num_rounds = min(num_rounds, self._num_taken + quiet)
+        return int(self.ends[num_rounds]) if num_rounds < len(self.ends) else FOREVER_NS
+
+    def _advance(self, seat: FusedSeat, num_ended: int) -> Emitted:
+        """Take the rounds of the jump up to number `num_ended` that were not taken yet."""
+        assert self.ends is not None, "a jump is under way"
+        num_rounds = num_ended - self._num_taken
+        told, finished = seat.device.complete_rounds(seat.running, seat.computed, num_rounds)
+        emitted = seat.rank.scheduler.advance(num_rounds, told, finished)
+        seat.publish_rounds(self.ends[self._num_taken : num_ended])
+        return emitted
+
+    def _collect(self, seat: FusedSeat, now_ns: int) -> Emitted:
         seat.plan = None
         if self.ends is None:
             emitted = seat.rank.collect(now_ns)
+            seat.publish_rounds((now_ns,))
         elif len(seat.running):
-            num_rounds = len(self.ends)
-            told, finished = seat.device.complete_rounds(seat.running, seat.computed, num_rounds)
-            emitted = seat.rank.scheduler.advance(num_rounds, told, finished)
+            emitted = self._advance(seat, len(self.ends))
         else:
             return Emitted()
-        for sequence, reason in zip(emitted.sequences, emitted.finish_reasons, strict=True):
-            if reason is not None:
-                seat.device.forget(sequence.serial)
+        seat.forget_ended(emitted)
         return emitted
 
     def _steady(self, now_ns: int) -> Horizon:

@@ -19,7 +19,8 @@ from moestro.cluster.router import Router
 from moestro.core.views import FIGURES, Channel, EngineFigures
 from moestro.core.work import Int32s
 from moestro.errors import ConfigError
-from moestro.sim.group import Group, Int64s
+from moestro.sim.engine import Ranks
+from moestro.sim.group import Int64s
 
 NS_PER_MS = 1_000_000
 
@@ -56,14 +57,20 @@ class SignalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         response_delay_ms: from an engine to the router, of first tokens and ends of requests: what its exact counts of
             requests in flight live on.
         channels: of figures; what no channel brings, the router never knows.
+        kv_events_delay_ms: from an engine to the router, of the blocks that its prefix cache stores and removes (KV
+            events, said with the outputs of the step in which it happens): the router knows what a cache holds. Unset:
+            engines say nothing of that, and the router predicts it from where it sent which prompt.
     """
 
     response_delay_ms: float = 0.0
     channels: tuple[ChannelSettings, ...] = ()
+    kv_events_delay_ms: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.response_delay_ms < float("inf"):
             raise ConfigError(f"signals: response_delay_ms must be 0 or more, got {self.response_delay_ms}")
+        if self.kv_events_delay_ms is not None and not 0 <= self.kv_events_delay_ms < float("inf"):
+            raise ConfigError(f"signals: kv_events_delay_ms must be 0 or more, got {self.kv_events_delay_ms}")
 
 
 AT_ONCE = SignalSettings()  # and no figures: for policies that live on the router's own counts
@@ -97,7 +104,7 @@ class _Moment:
 class _Voice:
     """What one engine says of itself at any time that may still be asked for."""
 
-    def __init__(self, group: Group, seat: int) -> None:
+    def __init__(self, group: Ranks, seat: int) -> None:
         self._group = group
         self._rank = group.seats[seat].rank
         self._seat = group.seats[seat]
@@ -169,8 +176,9 @@ class Signals:
         settings: what it hears, and how late.
     """
 
-    def __init__(self, router: Router, engines: Sequence[tuple[Group, int]], settings: SignalSettings) -> None:
+    def __init__(self, router: Router, engines: Sequence[tuple[Ranks, int]], settings: SignalSettings) -> None:
         self._router = router
+        self._engines = engines
         self._voices = [_Voice(group, seat) for group, seat in engines] if settings.channels else []
         self._channels = settings.channels
         self._delays_ns = [round(each.delay_ms * NS_PER_MS) for each in settings.channels]
@@ -180,6 +188,12 @@ class Signals:
         ]
         self._response_delay_ns = round(settings.response_delay_ms * NS_PER_MS)
         self._responses: deque[tuple[int, bool, str, int]] = deque()
+        kv_delay_ms = settings.kv_events_delay_ms
+        self._kv_delay_ns = None if kv_delay_ms is None else round(kv_delay_ms * NS_PER_MS)
+        if self._kv_delay_ns is not None:
+            for engine, (group, seat) in enumerate(engines):
+                group.seats[seat].publish()
+                router.kv_cleared(engine, 0)
         self._asked_ns = [-1] * len(settings.channels)  # until when each channel was read
         self._told_ns = [[-1] * len(engines) for _ in settings.channels]
 
@@ -204,6 +218,8 @@ class Signals:
     def bring(self, now_ns: int) -> None:
         """Tell the router all that has reached it by `now_ns`."""
         responses, router = self._responses, self._router
+        if self._kv_delay_ns is not None:
+            self._bring_kv_events(now_ns, self._kv_delay_ns)
         while responses and responses[0][0] <= now_ns:
             heard_ns, is_end, request_id, num_tokens = responses.popleft()
             if is_end:
@@ -216,10 +232,27 @@ class Signals:
                 self._asked_ns[number] = true_at_ns
                 self._report(number, channel, true_at_ns, now_ns)
 
+    def _bring_kv_events(self, now_ns: int, delay_ns: int) -> None:
+        # What is said at this very moment is not heard yet: an arrival comes before the end of a step.
+        said_before_ns = now_ns - max(delay_ns - 1, 0)
+        for engine, (group, seat) in enumerate(self._engines):
+            group.catch_up(said_before_ns)
+            events = group.seats[seat].kv_events
+            while events and events[0].at_ns < said_before_ns:
+                is_stored, names = events[0].is_stored, []
+                while events and events[0].is_stored == is_stored and events[0].at_ns < said_before_ns:
+                    names.append(events.popleft().block_hash)
+                tell = self._router.kv_stored if is_stored else self._router.kv_removed
+                tell(engine, b"".join(names), now_ns)
+
     def bring_all(self) -> None:
         """Tell the router what is still on its way, when nothing more will happen."""
-        if self._responses:
-            self.bring(self._responses[-1][0])
+        heard_ns = [self._responses[-1][0]] if self._responses else []
+        for group, seat in self._engines:
+            if events := group.seats[seat].kv_events:
+                heard_ns.append(events[-1].at_ns + (self._kv_delay_ns or 1))
+        if heard_ns:
+            self.bring(max(heard_ns))
 
     def _true_at(self, channel: int, now_ns: int) -> int:
         """As of when a channel's figures are that reach the router now, or have reached it last."""

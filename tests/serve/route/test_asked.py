@@ -11,7 +11,7 @@ import pytest
 from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, hash_text, split_hashes
 from moestro.serve.route.asked import NOTHING, plain_text, prompt_key, read, request_from_text
 from moestro.serve.route.exact import ExactReader
-from moestro.serve.route.heads import Incoming
+from moestro.serve.route.heads import Incoming, RequestHead
 
 LONG = "You are a helpful assistant. " * 40
 
@@ -19,7 +19,7 @@ LONG = "You are a helpful assistant. " * 40
 def incoming(body: object, **named: str) -> Incoming:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     names = {name.replace("_", "-").encode(): value.encode() for name, value in named.items()}
-    return Incoming(b"POST", b"/v1/x", [], names, data, is_last=False, is_old=False, request_id="r")
+    return Incoming(RequestHead(b"POST", b"/v1/x", [], names), data, request_id="r")
 
 
 def request(body: object, block_bytes: int = 64, **named: str):

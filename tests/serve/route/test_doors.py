@@ -312,7 +312,7 @@ class TestAdmin:
             [attempt] = story["attempts"]
             assert attempt["engine"] == answer.headers["x-moestro-engine"]
             assert {candidate["engine"] for candidate in attempt["candidates"]} == {"a", "b"}
-            assert (story["status"], attempt["margin"], story["policy"]) == (200, 0, "least_loaded")
+            assert (story["status"], attempt["regret"], story["policy"]) == (200, 0, "least_loaded")
             assert (await admin.get("/admin/explain/other")).status == 404
 
     @looped

@@ -181,7 +181,7 @@ class TestOut:
     @looped
     async def test_failures_in_a_row_open_the_breaker_and_a_probe_closes_it(self):
         bad, good = FakeEngine("bad", answering(500)), FakeEngine("good")
-        async with rig(bad, good, breaker_failures=3, health_interval=30) as it:
+        async with rig(bad, good, breaker_failures=3, health_interval=30, route_policy="least_loaded") as it:
             for _ in range(30):
                 assert (await it.call()).status == 200
             assert len(bad.received) == 3

@@ -1,8 +1,7 @@
-"""`moestro route` and `moestro explain` as an operator runs them, before a `moestro serve`."""
+"""`moestro route`, `moestro explain` and `moestro replay` as an operator runs them, before a `moestro serve`."""
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import socket
@@ -38,7 +37,7 @@ def routed(fake, tmp_path_factory) -> Iterator[Running]:
 
 
 def test_the_banner_tells_what_is_behind_it_and_where_it_is(routed, fake):
-    for words in ("1 of 1 up", fake.url, "moestro-demo", "least_loaded", "as text", "/admin/explain", routed.url):
+    for words in ("1 of 1 up", fake.url, "moestro-demo", "moestro", "as text", "/admin/explain", routed.url):
         assert words in routed.text
 
 
@@ -80,7 +79,7 @@ def test_a_request_is_explained_from_the_router_and_from_its_record(routed, caps
     answer = call(routed, "POST", "/v1/completions", {"prompt": "def f(x):"}, X_Request_Id="explain-me")
     assert answer.headers["x-request-id"] == "explain-me"
     record = routed.directory / "record.jsonl"
-    wait_until(lambda: b"explain-me" in record.read_bytes())
+    wait_until(lambda: any(b'"Story"' in line and b"explain-me" in line for line in record.read_bytes().splitlines()))
     told = []
     for place in (("--admin-url", admin_url(routed)), ("--record", str(record))):
         with pytest.raises(SystemExit) as ended:
@@ -90,9 +89,11 @@ def test_a_request_is_explained_from_the_router_and_from_its_record(routed, caps
     assert told[0] == told[1]
     for words in ("explain-me", "answered 200", answer.headers["x-moestro-engine"], "prompt tokens"):
         assert words in told[0]
-    stories = [json.loads(line) for line in record.read_text().splitlines()]
-    assert all(story["attempts"] for story in stories)
     assert "def f" not in record.read_text(), "prompts are not in the record"
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(record)])
+    assert ended.value.code == 0
+    assert re.search(r"^(\d+) of \1 decisions came out as they were$", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -18,8 +18,7 @@ from moestro.core.views import EngineTable
 FRESH_NS = 5_000_000_000
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RouteView:
+class RouteView(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One request and the engines that it could go to. At least one row of `engines` is routable.
 
     Attributes:
@@ -40,8 +39,7 @@ class RouteView:
     decision_id: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Choice:
+class Choice(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A policy's answer.
 
     Attributes:
@@ -56,7 +54,7 @@ class Choice:
     score: float
     reason: str
     scores: NDArray[np.float64] | NDArray[np.int64] | None = None
-    detail: Mapping[str, float] = field(default_factory=dict)
+    detail: Mapping[str, float] = msgspec.field(default_factory=dict)
 
 
 class Routed(msgspec.Struct, frozen=True, tag=True):

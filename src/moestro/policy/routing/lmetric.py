@@ -65,6 +65,8 @@ class LMetric:
             "first_alarm": alarm.first,
             "is_lower": alarm.is_lower,
             "second_alarm": alarm.second,
+            "class_share": alarm.class_share,
+            "holder_share": alarm.holder_share,
         }
         return Choice(choice.engine, choice.score, choice.reason, choice.scores, detail)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from moestro.core.clock import to_ns
 from moestro.core.views import ATTENTION, LS, NOBODY_WAITS_NS, NUM_CLASSES, QueueTable, Run, Wait
 from moestro.errors import ConfigError
 from moestro.policy.stepping.basic import in_order
@@ -31,7 +32,7 @@ def make_step_policy(text: str, max_be_wait_s: float) -> StepPolicy:
         ConfigError: there is no such policy, or it fails its trial.
     """
     if text == "qllm":
-        return ExpertLevelPreemption(max_wait_ns=None if math.isinf(max_be_wait_s) else round(max_be_wait_s * 1e9))
+        return ExpertLevelPreemption(max_wait_ns=None if math.isinf(max_be_wait_s) else to_ns(max_be_wait_s))
     if text == "in_order":
         return in_order
     file, _, name = text.partition(":")

@@ -25,6 +25,7 @@ _ERROR_BYTES = 1 << 16
 class _Card(msgspec.Struct):
     id: str
     max_model_len: int | None = None
+    device: str = ""  # Moestro's servers tell it
 
 
 class _Cards(msgspec.Struct):
@@ -37,11 +38,13 @@ class Endpoint:
 
     Attributes:
         max_model_len: tokens of prompt and answer that it can hold, where the server tells.
+        is_paced: the server says that its steps take a modelled time; figures of it are not measured ones.
     """
 
     url: str
     model: str
     max_model_len: int | None
+    is_paced: bool = False
 
 
 class Client:
@@ -95,7 +98,8 @@ class Client:
         if not names or (asked is not None and asked not in names):
             raise ConfigError(f"{self._settings.root} serves {', '.join(names) or 'no model'}: give one as --model")
         card = cards[0] if asked is None else cards[names.index(asked)]
-        return Endpoint(self._settings.root + _PATHS[self._settings.endpoint_type], card.id, card.max_model_len)
+        url = self._settings.root + _PATHS[self._settings.endpoint_type]
+        return Endpoint(url, card.id, card.max_model_len, card.device.startswith("paced"))
 
     async def _models(self) -> list[_Card]:
         url = f"{self._settings.root}/v1/models"

@@ -26,9 +26,9 @@ _HIDDEN = "***"
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and how it was measured. `kind` is the kind of evidence; the server says if its device is a paced one."""
+    """Where and how it was measured. `kind` is the kind of evidence: measured, or paced where the server says so."""
 
-    kind: str = "measured"
+    kind: str
     command: str
     started_at: str  # UTC, ISO 8601
     moestro: str
@@ -74,6 +74,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def make_conditions(endpoint: Endpoint) -> Conditions:
     """Those of this process, now."""
     return Conditions(
+        kind="paced" if endpoint.is_paced else "measured",
         command=" ".join(_without_keys(["moestro", *sys.argv[1:]])),
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
         moestro=__version__,

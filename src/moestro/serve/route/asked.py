@@ -112,7 +112,7 @@ def request_from_text(asked: Asked, incoming: Incoming, now_ns: int, block_bytes
 def make_request(asked: Asked, incoming: Incoming, now_ns: int, prompt: tuple[int, bytes, bytes]) -> Request:
     """The request that a policy sees; `prompt`: its tokens, the key of its blocks' names, and these."""
     num_tokens, key, block_hashes = prompt
-    named, user = incoming.named, asked.user
+    named, user = incoming.head.named, asked.user
     limit = asked.max_completion_tokens or asked.max_tokens or asked.max_output_tokens or DEFAULT_MAX_TOKENS
     session = named.get(b"x-session-affinity") or named.get(b"x-session-id")
     session_id = session.decode("latin-1") if session else asked.session_id or asked.prompt_cache_key

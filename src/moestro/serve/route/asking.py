@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from moestro.serve.route.fleet import Engine
-from moestro.serve.route.heads import Headers, Incoming, Named
+from moestro.serve.route.heads import AnswerHead, Incoming, RequestHead
 from moestro.serve.route.upstream import EngineConnection
 
 
@@ -27,9 +27,9 @@ class _Whole:
         self.is_done = False
         self.answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
 
-    def head(self, status: int, headers: Headers, named: Named) -> None:
+    def head(self, head: AnswerHead, length: int | None) -> None:
         """It begins."""
-        self._status = status
+        self._status = head.status
 
     def body(self, data: bytes, *, is_last: bool) -> None:
         """A part of it."""
@@ -72,8 +72,7 @@ async def ask(engine: Engine, path: str, timeout_s: float, max_bytes: int) -> tu
 
 
 async def _ask_on(connection: EngineConnection, engine: Engine, path: str, max_bytes: int) -> tuple[int, bytes]:
-    incoming = Incoming(b"GET", path.encode(), [], {}, b"", is_last=False, is_old=False)
-    incoming.client, incoming.request_id = "127.0.0.1", "moestro-route"
+    incoming = Incoming(RequestHead(b"GET", path.encode(), [], {}), b"", "127.0.0.1", "moestro-route")
     if not connection.is_open:
         raise NoAnswerError("it hung up at once")
     sink = _Whole(max_bytes)

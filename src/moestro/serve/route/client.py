@@ -12,11 +12,16 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from moestro.errors import RequestError
 from moestro.serve.refusals import BodyTimeoutError, BusyError, HttpError, error_json
-from moestro.serve.route.heads import MAX_HEAD_BYTES, Headers, Incoming, Named, own_head
+from moestro.serve.route.heads import MAX_HEAD_BYTES, Headers, Incoming, Named, RequestHead, own_head
+from moestro.serve.route.known import KnownHeads
 
 _HIGH_WATER_BYTES = 256 << 10  # of an answer that the client has not read yet; then its engine is made to wait
 _MAX_EARLY_BYTES = 64 << 10  # of requests sent before the answer to the one before; then they are left unread
 _SMALL_BYTES = 64 << 10  # of each body, that are not counted: large ones never crowd out ordinary requests
+_MAX_KNOWN = 1024  # heads of requests, of all connections
+# Of a request whose head is not to be known again: it is one of its kind, or wants more than to be read.
+_ONCE_ONLY = frozenset({b"x-request-id", b"traceparent", b"transfer-encoding", b"expect"})
+_UNREADABLE = RequestHead(b"GET", b"", [], {}, is_last=True)
 
 
 class Answering(Protocol):
@@ -74,6 +79,7 @@ class Clients:
 
     Attributes:
         open: those that are.
+        known: heads of requests that may be answered without parsing them again.
         num_held_bytes: of bodies, beyond what is small.
     """
 
@@ -81,6 +87,7 @@ class Clients:
         self.handler = handler
         self.limits = limits
         self.open: set[Client] = set()
+        self.known: KnownHeads[RequestHead] = KnownHeads(_MAX_KNOWN)
         self.num_held_bytes = 0
         self.is_closing = False
 
@@ -129,6 +136,8 @@ class Client(asyncio.Protocol):
         self._num_held_bytes = 0
         self._num_head_bytes = 0
         self._is_in_head = True
+        self._is_between = True  # nothing of a next request has been read
+        self._first_read = b""  # what the current request began with, if it began a read
         self._refusal: RequestError | None = None  # the last thing to be said on this connection
         self._is_lingering = False
         self._is_going_on = False
@@ -138,6 +147,7 @@ class Client(asyncio.Protocol):
         self._current: Incoming | None = None
         self._answering: Answering | None = None
         self._is_chunked = False
+        self._is_last = False  # the connection ends after the current answer
         self.has_begun = False
         self.deadline_s = time.monotonic() + clients.limits.idle_s
 
@@ -181,7 +191,11 @@ class Client(asyncio.Protocol):
         if self._is_lingering:
             return
         if self._current is None:
+            if self._is_between and self._take_known(data):
+                return
+            self._first_read = data if self._is_between else b""
             self._feed(data)
+            self._first_read = b""
             self._go_on()
             return
         self._early += data
@@ -192,6 +206,7 @@ class Client(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         """A request begins."""
+        self._is_between = False
         self._headers, self._target, self._pieces = [], b"", []
         self._num_body_bytes = 0
 
@@ -222,28 +237,26 @@ class Client(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """The request is whole."""
         pieces, self._pieces = self._pieces, []
-        self._is_in_head, self._num_head_bytes = True, 0
+        self._is_in_head = self._is_between = True
+        self._num_head_bytes = 0
         if self._refusal is not None:
             return
-        self._ready.append(
-            Incoming(
-                self._parser.get_method(),
-                self._target,
-                self._headers,
-                self._named,
-                pieces[0] if len(pieces) == 1 else b"".join(pieces),
-                not self._parser.should_keep_alive(),
-                self._parser.get_http_version() == "1.0",
-                self._address,
-            )
-        )
+        parser = self._parser
+        is_last, is_old = not parser.should_keep_alive(), parser.get_http_version() == "1.0"
+        head = RequestHead(parser.get_method(), self._target, self._headers, self._named, is_last, is_old)
+        if self._first_read:
+            if _ONCE_ONLY.isdisjoint(head.named):
+                has_length = b"content-length" in head.named
+                self._clients.known.learn(self._first_read, head, has_length=has_length)
+            self._first_read = b""  # what follows it in the same read is another's
+        self._ready.append(Incoming(head, pieces[0] if len(pieces) == 1 else b"".join(pieces), self._address))
 
     # --- answers
 
     def reply(self, head: bytes, body: bytes = b"") -> None:
         """A whole answer; `head` is open at its end and says how long the body is."""
         self._begin(head)
-        if body and self._current is not None and self._current.method != b"HEAD":
+        if body and self._current is not None and self._current.head.method != b"HEAD":
             self._out.append(body)
         self.end()
 
@@ -261,8 +274,8 @@ class Client(asyncio.Protocol):
         current = self._current
         assert current is not None, "there is no request to answer"
         self._let_go_of(current)
-        if not has_length and current.is_old:
-            current.is_last = True
+        if not has_length and current.head.is_old:
+            self._is_last = True
         elif not has_length:
             self._is_chunked = True
             head += b"Transfer-Encoding: chunked\r\n"
@@ -289,7 +302,7 @@ class Client(asyncio.Protocol):
         self._let_go_of(current)
         if self._is_lingering:
             self._linger()
-        elif current.is_last or self._clients.is_closing:
+        elif self._is_last or self._clients.is_closing:
             self._transport.close()
         else:
             self.deadline_s = time.monotonic() + self._clients.limits.idle_s
@@ -336,6 +349,19 @@ class Client(asyncio.Protocol):
         if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
             self._refusal = self._refusal or _head_too_large()
 
+    def _take_known(self, data: bytes) -> bool:
+        """Answer a whole, small request that begins as one before did. False: `data` is to be parsed."""
+        found = self._clients.known.find(data)
+        if found is None:
+            return False
+        head, begin, length = found
+        if begin + (length or 0) != len(data) or len(data) > self._small_bytes:
+            return False
+        if self._handler.has_keys and self._handler.refuses(head.named, head.target):
+            return False  # it is refused before its body is read
+        self._answer(Incoming(head, data[begin:], self._address))
+        return True
+
     def _go_on(self) -> None:
         """Answer what has been read; a loop, for there may be thousands of requests in one read."""
         if self._is_going_on:
@@ -357,6 +383,7 @@ class Client(asyncio.Protocol):
 
     def _answer(self, incoming: Incoming) -> None:
         self._current = incoming
+        self._is_last = incoming.head.is_last
         self.deadline_s = float("inf")
         self._is_chunked = self.has_begun = False
         answering = self._handler.handle(self, incoming)
@@ -403,10 +430,9 @@ class Client(asyncio.Protocol):
 
     def _let_go_of(self, incoming: Incoming) -> None:
         """Its body is needed no more."""
-        num_bytes = len(incoming.body) - _SMALL_BYTES
-        incoming.body = b""
-        if num_bytes > 0:
-            self._let_go(num_bytes)
+        body, incoming.body = incoming.body, b""
+        if len(body) > _SMALL_BYTES:
+            self._let_go(len(body) - _SMALL_BYTES)
 
     def _let_go(self, num_bytes: int) -> None:
         self._clients.num_held_bytes -= num_bytes
@@ -415,9 +441,9 @@ class Client(asyncio.Protocol):
     def _begin(self, head: bytes) -> None:
         self.has_begun = True
         current = self._current
-        if current is not None and (current.is_last or self._clients.is_closing):
+        if self._is_last or self._clients.is_closing:
             head += b"Connection: close\r\n\r\n"
-        elif current is not None and current.is_old:
+        elif current is not None and current.head.is_old:
             head += b"Connection: keep-alive\r\n\r\n"
         else:
             head += b"\r\n"
@@ -427,8 +453,8 @@ class Client(asyncio.Protocol):
         """Refuse what cannot be read to its end; what follows it cannot be trusted either."""
         self._pieces = []
         self._let_go(self._num_held_bytes)
-        self._current = Incoming(b"GET", b"", [], {}, b"", is_last=True, is_old=False)
-        self._is_chunked, self._is_lingering = False, True
+        self._current = Incoming(_UNREADABLE, b"")
+        self._is_chunked, self._is_last, self._is_lingering = False, True, True
         self.refuse(error)
 
     def _linger(self) -> None:

@@ -63,7 +63,7 @@ class Counts:
         self.num_requests = 0
 
 
-def usage_in(tail: bytes) -> dict[bytes, int]:
+def usage_in(tail: bytes | bytearray) -> dict[bytes, int]:
     """Token counts in the last bytes of an answer, plain or streamed; empty where it tells none.
 
     A quotation mark inside of a JSON text is spelt with a backslash, so no generated text can pose as one of them.

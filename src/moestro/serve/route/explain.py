@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from moestro.cluster.record import decode_entry
+from moestro.cluster.story import Attempt, Story
 from moestro.errors import ConfigError, MoestroError
-from moestro.serve.route.journal import Attempt, Story
 
 _TIMEOUT_S = 10.0
 _LEFT_STATUS = 499
@@ -50,17 +51,18 @@ def explain(
 
 
 def _from_file(request_id: str, record: Path) -> Story:
-    decoder, wanted = msgspec.json.Decoder(Story), request_id.encode()
+    wanted = request_id.encode()
     found: Story | None = None
     try:
         with record.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if wanted in line:
                     try:
-                        story = decoder.decode(line)
+                        entry = decode_entry(line)
                     except msgspec.MsgspecError as error:
                         raise ConfigError(f"{record}:{number} is no line of a record: {error}") from None
-                    found = story if story.request_id == request_id else found
+                    if isinstance(entry, Story) and entry.request_id == request_id:
+                        found = entry
     except OSError as error:
         raise ConfigError(f"--record {record} cannot be read: {error.strerror}") from None
     if found is None:
@@ -107,9 +109,9 @@ def _attempt_told(attempt: Attempt) -> Iterator[str | Table]:
     yield table
     if attempt.num_candidates > len(attempt.candidates):
         yield f"  and {attempt.num_candidates - len(attempt.candidates)} more with higher scores"
-    if attempt.margin is not None:
-        than = "more" if attempt.margin >= 0 else "less: a filter, not the score, decided"
-        yield f"  the runner-up would have scored {abs(attempt.margin):,.6g} {than}"
+    if attempt.regret is not None:
+        than = "more" if attempt.regret <= 0 else "less: a filter, not the score, decided"
+        yield f"  the runner-up would have scored {abs(attempt.regret):,.6g} {than}"
 
 
 def _outcome(story: Story) -> str:

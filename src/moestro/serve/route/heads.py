@@ -23,7 +23,7 @@ _NOT_TO_ENGINE = _HOP_BY_HOP | {
     *(b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"),
 }
 # An engine's own word on these would be taken for ours.
-_NOT_TO_CLIENT = _HOP_BY_HOP | {b"x-request-id", b"x-moestro-engine", b"x-moestro-reason"}
+_NOT_TO_CLIENT = _HOP_BY_HOP | {b"content-length", b"x-request-id", b"x-moestro-engine", b"x-moestro-reason"}
 _NEEDED = frozenset({b"content-length", b"content-type", b"authorization"})
 _BODILESS = frozenset({b"GET", b"HEAD", b"DELETE", b"OPTIONS"})
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
@@ -32,28 +32,62 @@ _NOT_IN_HEADER = re.compile(r"[^\x20-\x7e]")
 _SHOWN_CHARS = 200
 
 
-@dataclass(slots=True)
-class Incoming:
-    """A client's request, whole.
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestHead:
+    """What a client's request begins with; one object serves many requests that begin alike, but for their lengths.
 
     Attributes:
         target: as it was sent: path and query.
         is_last: the connection ends after the answer.
         is_old: HTTP/1.0: no chunks.
+        path: of the target, without the query.
+        written: for each engine's head what `EngineHead.of` made of this one.
     """
 
     method: bytes
     target: bytes
     headers: Headers
     named: Named
+    is_last: bool = False
+    is_old: bool = False
+    path: str = field(init=False)
+    written: dict[EngineHead, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", self.target.partition(b"?")[0].decode("latin-1"))
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """A client's request, whole."""
+
+    head: RequestHead
     body: bytes
-    is_last: bool
-    is_old: bool
     client: str = ""
     request_id: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class AnswerHead:
+    """What an engine's answer begins with, but for its length; one object serves many answers that begin alike.
+
+    Attributes:
+        lines: for the client: the status line, and the headers that it gets.
+        is_kept: the connection carries another answer after this one.
+    """
+
+    status: int
+    named: Named
+    lines: bytes
+    is_kept: bool = True
+    is_event_stream: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        is_event_stream = self.named.get(b"content-type", b"").startswith(b"text/event-stream")
+        object.__setattr__(self, "is_event_stream", is_event_stream)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineHead:
     """What heads of requests to one engine have in common.
 
@@ -76,32 +110,35 @@ class EngineHead:
 
     def of(self, incoming: Incoming) -> bytes:
         """The head of the request that the engine gets; the body follows as it came."""
-        dropped = self._dropped
-        if b"connection" in incoming.named:
-            dropped |= _named_by_connection(incoming.headers)
-        parts = [b"%b %b%b HTTP/1.1\r\nHost: %b" % (incoming.method, self.prefix, incoming.target, self.host)]
-        parts += [b"%b: %b" % (name, value) for lower, name, value in incoming.headers if lower not in dropped]
-        if self.authorization is not None:
-            parts.append(b"Authorization: %b" % self.authorization)
-        if incoming.body or incoming.method not in _BODILESS:
-            parts.append(b"Content-Length: %d" % len(incoming.body))
-        before = incoming.named.get(b"x-forwarded-for")
+        head, body = incoming.head, incoming.body
+        written = head.written.get(self)
+        if written is None:
+            written = head.written[self] = self._written(head)
+        length = b"Content-Length: %d\r\n" % len(body) if body or head.method not in _BODILESS else b""
+        before = head.named.get(b"x-forwarded-for")
         chain = incoming.client if before is None else f"{before.decode('latin-1')}, {incoming.client}"
-        parts.append(f"X-Forwarded-For: {chain}\r\nX-Request-Id: {incoming.request_id}\r\n\r\n".encode("latin-1"))
-        return b"\r\n".join(parts)
+        own = f"X-Forwarded-For: {chain}\r\nX-Request-Id: {incoming.request_id}\r\n\r\n"
+        return b"%b%b%b" % (written, length, own.encode("latin-1"))
+
+    def _written(self, head: RequestHead) -> bytes:
+        """Of `head`, what goes to this engine with every request that begins so."""
+        dropped = self._dropped
+        if b"connection" in head.named:
+            dropped |= _named_by_connection(head.headers)
+        lines = [b"%b %b%b HTTP/1.1\r\nHost: %b\r\n" % (head.method, self.prefix, head.target, self.host)]
+        lines += [b"%b: %b\r\n" % (name, value) for lower, name, value in head.headers if lower not in dropped]
+        if self.authorization is not None:
+            lines.append(b"Authorization: %b\r\n" % self.authorization)
+        return b"".join(lines)
 
 
-def answer_head(status: int, headers: Headers, named: Named, added: bytes) -> bytes:
-    """The head of an engine's answer for the client, open at its end: how the body is framed is not in it yet.
-
-    Args:
-        added: whole lines of ours.
-    """
+def answer_lines(status: int, headers: Headers, named: Named) -> bytes:
+    """The status line of an engine's answer and the headers that its client gets, without how its body is framed."""
     dropped = _NOT_TO_CLIENT
     if b"connection" in named:
         dropped |= _named_by_connection(headers)
     lines = [b"%b: %b\r\n" % (name, value) for lower, name, value in headers if lower not in dropped]
-    return b"%b%b%b" % (_STATUS_LINES.get(status) or _status_line(status), b"".join(lines), added)
+    return _status_line(status) + b"".join(lines)
 
 
 def own_head(status: int, content_type: str, length: int, added: bytes = b"") -> bytes:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from moestro.cluster.breaker import BreakerRules
 from moestro.cluster.health import HealthRules
+from moestro.cluster.record import PolicyText, RecordedRouter
 from moestro.cluster.retry_budget import RetryBudget, RetryRules
 from moestro.cluster.router import Router
 from moestro.cluster.settings import RouterSettings
@@ -20,13 +21,14 @@ from moestro.serve.route.counts import Counts
 from moestro.serve.route.exchange import ExchangeRules, Shared
 from moestro.serve.route.exposition import RouteExposition
 from moestro.serve.route.fleet import Fleet
-from moestro.serve.route.journal import Journal, RecordFile
+from moestro.serve.route.journal import Journal
 from moestro.serve.route.kv_exposition import KvFigures
 from moestro.serve.route.kv_watch import KvEventsWatch
 from moestro.serve.route.operator import Operator
 from moestro.serve.route.proxy import Proxy
 from moestro.serve.route.reading import Reading
-from moestro.serve.route.settings import FrontSettings, ReliabilitySettings, RouteSettings
+from moestro.serve.route.record_file import RecordFile
+from moestro.serve.route.settings import FrontSettings, ReliabilitySettings, RouteSettings, RoutingSettings
 from moestro.serve.route.watch import HealthWatch, MetricsWatch, Watch, Watcher, WatchRules
 
 
@@ -35,7 +37,7 @@ class Parts:
     """A router, without the sockets that it listens on.
 
     Attributes:
-        record: where stories go; None: nowhere.
+        record: what is decided goes there; None: nowhere.
         threads: that prompts are read on; None: they are read at once.
         kv_events: follows the engines' caches; None: nobody publishes.
     """
@@ -65,20 +67,22 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
         ConfigError: the settings cannot be honoured.
     """
     routing, front = settings.routing, settings.front
-    router = Router(
-        policy_from(routing.route_policy, routing.route_score),
-        RouterSettings(block_size=reading.block_tokens, seed=routing.seed, index_bytes=routing.index_memory_bytes),
-    )
+    record = RecordFile(settings.record.record) if settings.record.record else None
+    router = _router(routing, reading, record)
     fleet = Fleet(router, reading.block_tokens, _health_rules(settings.reliability), time.monotonic_ns)
     counts = Counts()
-    record = RecordFile(settings.record.record) if settings.record.record else None
-    write = record.write if record else None
+    journal = Journal(
+        routing.route_score or routing.route_policy,
+        settings.record.remember,
+        fleet.name_of,
+        record.write if record else None,
+    )
     shared = Shared(
         fleet=fleet,
         rules=_exchange_rules(settings.reliability, front),
         budget=RetryBudget(RetryRules(share=settings.reliability.retry_share), time.monotonic_ns()),
         counts=counts,
-        journal=Journal(routing.route_policy, settings.record.remember, fleet.name_of, write),
+        journal=journal,
         active={},
     )
     exposition, keys = RouteExposition(fleet, counts), ApiKeys(front.api_key)
@@ -100,13 +104,22 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
         shared=shared,
         proxy=proxy,
         clients=Clients(proxy, _client_limits(front)),
-        operator=Operator(fleet, watch, engines, keys),
+        operator=Operator(fleet, watch, engines, keys, reading.words),
         exposition=exposition,
         record=record,
         threads=reading.threads,
         kv_events=kv_events,
         max_connections=front.max_connections,
     )
+
+
+def _router(routing: RoutingSettings, reading: Reading, record: RecordFile | None) -> Router:
+    settings = RouterSettings(
+        block_size=reading.block_tokens, seed=routing.seed, index_bytes=routing.index_memory_bytes
+    )
+    if record is None:
+        return Router(policy_from(routing.route_policy, routing.route_score), settings)
+    return RecordedRouter(PolicyText(routing.route_policy, routing.route_score), settings, record.write)
 
 
 def _health_rules(reliability: ReliabilitySettings) -> HealthRules:

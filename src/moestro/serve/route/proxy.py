@@ -83,7 +83,7 @@ class Proxy:
     def handle(self, client: Client, incoming: Incoming) -> Answering | None:
         """Answer now, or return who will."""
         incoming.request_id = self._request_id(incoming)
-        path = incoming.target.partition(b"?")[0].decode("latin-1")
+        path = incoming.head.path
         try:
             if path in self._open_paths or (path.startswith("/v1/") and self._is_open(path)):
                 return self._send_on(client, incoming)
@@ -135,7 +135,7 @@ class Proxy:
         if path in ("/ready", "/readyz"):
             self._say(client, incoming, 200 if self._shared.fleet.num_up and not self.is_draining else 503)
             return
-        if incoming.method not in (b"GET", b"HEAD"):
+        if incoming.head.method not in (b"GET", b"HEAD"):
             known = path in ("/version", "/metrics", "/v1/models") or path.startswith("/v1/models/")
             raise HttpError(405, f"{shown(path)} answers GET.", "method_not_allowed") if known else _not_found(path)
         if path == "/version":
@@ -169,7 +169,7 @@ class Proxy:
 
     def _request_id(self, incoming: Incoming) -> str:
         """The client's own, if it is short, plain and not in use; otherwise a new one."""
-        given = incoming.named.get(b"x-request-id")
+        given = incoming.head.named.get(b"x-request-id")
         if given is None or (plain := plain_id(given)) is None:
             return f"{self._prefix}{next(self._serial):x}"
         return plain if plain not in self._shared.active else f"{plain[:100]}~{next(self._serial):x}"

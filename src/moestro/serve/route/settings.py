@@ -152,7 +152,7 @@ or FILE.py:NAME, a policy of your own."""
 class RoutingSettings:
     """The choice."""
 
-    route_policy: Annotated[str, Parameter(group=_ROUTING, help=_ROUTE_POLICY)] = "least_loaded"
+    route_policy: Annotated[str, Parameter(group=_ROUTING, help=_ROUTE_POLICY)] = "moestro"
     route_score: Annotated[str | None, Parameter(group=_ROUTING)] = None
     "In place of a policy: an expression over indicators, the lowest wins: 'p_tokens * (batch_size + 1)'."
     tokenizer: Annotated[Path | None, Parameter(group=_ROUTING)] = None
@@ -275,7 +275,7 @@ class RecordSettings:
     """The record."""
 
     record: Annotated[Path | None, Parameter(group=_RECORD)] = None
-    "Append every decision to this file, a JSON object a line; moestro explain reads it. Prompts are not in it."
+    "Append what is decided to this file, for moestro explain and moestro replay. Prompts are not in it."
     remember: Annotated[int, Parameter(group=_RECORD)] = 10_000
     "Decisions kept in memory for moestro explain."
 

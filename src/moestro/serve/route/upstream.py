@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import time
 from dataclasses import dataclass
@@ -10,18 +11,22 @@ from typing import Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from moestro.serve.route.heads import MAX_HEAD_BYTES, Headers, Named
+from moestro.serve.route.heads import MAX_HEAD_BYTES, AnswerHead, Headers, answer_lines
+from moestro.serve.route.known import KnownHeads
 
 _HIGH_WATER_BYTES = 1 << 20  # a request's body is written at once; this only bounds what asyncio thinks of it
 _MAX_IDLE = 256  # connections kept without a request
 _MAX_IDLE_S = 60.0
+_MAX_KNOWN = 16  # heads of one engine's answers: they are others every second, for they have a date in them
+_BODILESS = frozenset({204, 304})
+_CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,8})\r\n")
 
 
 class Sink(Protocol):
     """Gets an engine's answer."""
 
-    def head(self, status: int, headers: Headers, named: Named) -> None:
-        """It begins."""
+    def head(self, head: AnswerHead, length: int | None) -> None:
+        """It begins; `length`: of its body, if it says so."""
 
     def body(self, data: bytes, *, is_last: bool) -> None:
         """A part of its body, as it came; `is_last`: the end follows at once."""
@@ -47,12 +52,16 @@ class Pool:
 
     Args:
         connect_s: a connection must be made within so many seconds.
+
+    Attributes:
+        known: heads of answers that need not be parsed again.
     """
 
     def __init__(self, address: Address, connect_s: float) -> None:
         self._address = address
         self._connect_s = connect_s
         self._max_idle = _MAX_IDLE
+        self.known: KnownHeads[AnswerHead] = KnownHeads(_MAX_KNOWN)
         self._idle: list[EngineConnection] = []
         self._all: set[EngineConnection] = set()
 
@@ -134,16 +143,18 @@ class EngineConnection(asyncio.Protocol):
         self.idle_since_s = 0.0
 
     def _reset(self) -> None:
-        self._status = 0
+        self._head: AnswerHead | None = None  # None: it has not ended yet
+        self._length: int | None = None
         self._headers: Headers = []
-        self._named: Named = {}
         self._pieces: list[bytes] = []
+        self._first_read = b""  # what the answer began with
+        self._skipped_head = b""  # the parser has not seen the answer up to now: this, and whole chunks
         self._num_head_bytes = 0
-        self._is_in_head = True
+        self._is_between = True  # nothing of the answer has come
         self._has_end = False  # the answer says where it ends; otherwise it ends with the connection
         self._is_head_due = False
         self._is_complete = False
-        self._keeps_alive = True
+        self._says_more = False
 
     @property
     def is_open(self) -> bool:
@@ -192,7 +203,7 @@ class EngineConnection(asyncio.Protocol):
         sink, self._sink = self._sink, None
         if sink is None:
             return
-        if exc is None and not self._is_in_head and not self._has_end:
+        if exc is None and self._head is not None and not self._has_end:
             sink.done()
         else:
             sink.broken(str(exc) if exc else "the connection was closed")
@@ -202,42 +213,40 @@ class EngineConnection(asyncio.Protocol):
         if self._sink is None:
             self.close()  # nothing was asked
             return
-        if self._is_in_head:
-            self._num_head_bytes += len(data)
-        try:
-            self._parser.feed_data(data)
-        except (HttpParserError, HttpParserUpgrade) as error:
-            self._break(f"its answer is no HTTP: {error}")
+        if self._is_between:
+            self._is_between = False
+            if not self._is_bodiless and self._take_known(data):
+                return
+            self._first_read = data
+        elif self._skipped_head and self._take_chunks(data):
             return
-        if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
-            self._break("the head of its answer is too large")
-            return
-        self._deliver()
+        self._parse(data)
+        self._first_read = b""
 
     # --- the parser's calls
 
     def on_message_begin(self) -> None:
         """An answer begins."""
         if self._is_complete:
-            self._keeps_alive = False  # it says more than it was asked
+            self._says_more = True  # than it was asked
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or (after the body) a trailer, which nobody gets."""
-        if self._is_in_head:
+        if self._head is None:
             self._headers.append((name.lower(), name, value))
 
     def on_headers_complete(self) -> None:
         """The body begins, if there is one."""
-        if self._is_complete:
-            return
         status = self._parser.get_status_code()
-        if status < 200:
+        if status < 200 or self._is_complete:
             return
-        self._status = status
-        self._is_in_head = False
+        named = {lower: value for lower, _, value in self._headers}
+        lines = answer_lines(status, self._headers, named)
+        self._head = AnswerHead(status, named, lines, self._parser.should_keep_alive())
         self._is_head_due = True
-        self._named = named = {lower: value for lower, _, value in self._headers}
-        self._has_end = b"content-length" in named or b"transfer-encoding" in named or status in (204, 304)
+        length = named.get(b"content-length")
+        self._length = None if length is None else int(length)
+        self._has_end = length is not None or b"transfer-encoding" in named or status in _BODILESS
 
     def on_body(self, piece: bytes) -> None:
         """A part of the body."""
@@ -246,32 +255,112 @@ class EngineConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """The answer is whole."""
-        if self._is_in_head:
+        if self._head is None:
             self._headers = []  # it was an interim one (1xx)
-        elif not self._is_complete:
+            self._first_read = b""
+        else:
             self._is_complete = True
-            self._keeps_alive = self._parser.should_keep_alive()
+
+    # --- what is not parsed
+
+    def _take_known(self, data: bytes) -> bool:
+        """Hand on an answer that begins as one before did, and is whole or in chunks. False: it is to be parsed."""
+        found = self._pool.known.find(data)
+        if found is None:
+            return False
+        head, begin, length = found
+        sink, body = self._sink, data[begin:]
+        assert sink is not None
+        if length is None:
+            self._head, self._skipped_head, self._has_end = head, data[:begin], True
+            sink.head(head, None)
+            if body and self._sink is sink and not self._take_chunks(body):
+                self._parse(body)
+        elif length == len(body):
+            self._head, self._is_complete = head, True
+            sink.head(head, length)
+            self._hand_on(body)
+        else:
+            return False
+        return True
+
+    def _take_chunks(self, data: bytes) -> bool:
+        """Hand on chunks that came whole. False: they did not, and the parser has to see the answer from its head on;
+        chunks that were handed on it need not see.
+        """
+        at, end, pieces = 0, len(data), []
+        while at < end:
+            size = _CHUNK_SIZE.match(data, at)
+            if size is None:
+                break
+            begin = size.end()
+            after = begin + int(size[1], 16)
+            if data[after : after + 2] != b"\r\n":
+                break
+            at = after + 2
+            if after == begin:
+                self._is_complete = at == end
+                break
+            pieces.append(data[begin:after])
+        if at == end and (pieces or self._is_complete):
+            self._hand_on(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            return True
+        head, self._head, self._is_complete = self._head, None, False
+        self._parser.feed_data(self._skipped_head)
+        self._head, self._skipped_head, self._is_head_due = head, b"", False
+        return False
 
     # --- the rest
+
+    def _parse(self, data: bytes) -> None:
+        is_in_head = self._head is None
+        try:
+            self._parser.feed_data(data)
+        except (HttpParserError, HttpParserUpgrade) as error:
+            self._break(f"its answer is no HTTP: {error}")
+            return
+        if is_in_head:
+            self._num_head_bytes += len(data)
+            if self._head is None and self._num_head_bytes > MAX_HEAD_BYTES:
+                self._break("the head of its answer is too large")
+                return
+            if self._head is not None and self._first_read:
+                self._learn(self._head)
+        self._deliver()
+
+    def _learn(self, head: AnswerHead) -> None:
+        """Know this head again, if it says plainly how its body is framed."""
+        named = head.named
+        if self._is_bodiless or head.status in _BODILESS:
+            return
+        has_length = b"content-length" in named
+        if (named.get(b"transfer-encoding", b"").lower() == b"chunked") != has_length:
+            self._pool.known.learn(self._first_read, head, has_length=has_length)
 
     def _deliver(self) -> None:
         sink = self._sink
         if self._is_head_due and sink is not None:
+            assert self._head is not None
             self._is_head_due = False
-            sink.head(self._status, self._headers, self._named)
-        if self._is_bodiless and not self._is_in_head:
-            self._is_complete, self._keeps_alive = True, False  # what the parser waits for does not come
-        elif self._pieces:
-            pieces, self._pieces = self._pieces, []
-            if self._sink is not None:  # nobody has left meanwhile
-                data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-                self._sink.body(data, is_last=self._is_complete)
+            sink.head(self._head, self._length)
+        if self._is_bodiless and self._head is not None:
+            self._is_complete, self._pieces = True, []  # what the parser waits for does not come
+        pieces, self._pieces = self._pieces, []
+        if pieces or self._is_complete:
+            self._hand_on(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+
+    def _hand_on(self, data: bytes) -> None:
+        """Hand on a part of the body; and the end, if that was it. Whoever hears of either may have left after it."""
+        sink = self._sink
+        if data and sink is not None:
+            sink.body(data, is_last=self._is_complete)
         if self._is_complete and self._sink is not None:
             self._finish()
 
     def _finish(self) -> None:
         sink, self._sink = self._sink, None
-        if self._keeps_alive and self.is_open:
+        assert self._head is not None
+        if self._head.is_kept and not self._is_bodiless and not self._says_more and self.is_open:
             self.resume()
             self._reset()
             self.is_fresh = False

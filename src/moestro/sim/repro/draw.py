@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from moestro.sim.repro.lmetric import FIGURES, HALF, NETWORK, OUR_POLICY, PAPER_POLICY, Findings
 
 _SIZE = (11.0, 7.0)
+_LEAST_SHARE = 0.005  # in the logarithmic picture
 _SHOWN = ("round_robin", "vllm-0.26", "bailian", "dynamo", "llm-d", PAPER_POLICY, OUR_POLICY)
 
 
@@ -21,6 +22,10 @@ def save_pictures(findings: Findings, directory: Path) -> list[Path]:
         figures["lmetric_tuning"] = _tuning(findings)
     if findings.errors:
         figures["lmetric_prediction"] = _prediction(findings)
+    if findings.classes:
+        figures["lmetric_classes"] = _classes(findings)
+    if findings.pairs:
+        figures["lmetric_ours"] = _ours(findings)
     paths = []
     for name, figure in figures.items():
         paths.append(directory / f"{name}.png")
@@ -87,6 +92,41 @@ def _tuning(findings: Findings) -> Figure:
     left.set(title="linear sum (Fig. 11)", xlabel="lambda", ylabel="mean TTFT over the best of the sweep")
     right.set(title="filter (Fig. 13)", xlabel="range", xscale="log")
     left.legend()
+    return figure
+
+
+def _classes(findings: Findings) -> Figure:
+    """A point a request: how hot its class is, against how many engines hold it (Fig. 20)."""
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    loads = list(findings.classes)
+    panels = figure.subplots(2, -(-len(loads) // 2), squeeze=False, sharex=True, sharey=True)
+    for axes, load in zip(panels.flat, loads, strict=False):
+        classes = findings.classes[load]
+        hot, held = np.asarray(classes.class_share), np.asarray(classes.holder_share)
+        axes.scatter(np.maximum(held, _LEAST_SHARE), np.maximum(hot, _LEAST_SHARE), s=6, alpha=0.4)
+        axes.plot([_LEAST_SHARE, 1], [_LEAST_SHARE, 1], color="C3", linestyle="--")
+        axes.set(title=load, xscale="log", yscale="log", xlabel="share of engines that hold it")
+        axes.set(ylabel="share of requests in the class")
+    for axes in panels.flat[len(loads) :]:
+        axes.remove()
+    figure.suptitle("Below the line no class can overload the engines that hold its prefix; simulated")
+    return figure
+
+
+def _ours(findings: Findings) -> Figure:
+    """Ours against the best other policy of each cell, under unseen seeds, with 95 % intervals."""
+    figure = Figure(figsize=(11.0, 1.5 + 0.28 * len(findings.pairs) / len(FIGURES)), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(FIGURES), sharey=True), FIGURES, strict=True):
+        pairs = [pair for pair in findings.pairs if pair.figure == name]
+        at = np.arange(len(pairs))
+        for row, pair in enumerate(pairs):
+            axes.plot([100 * pair.low, 100 * pair.high], [row, row], color="C2" if pair.holds else "C3", linewidth=2)
+        axes.plot([100 * pair.mean for pair in pairs], at, "k.")
+        axes.axvline(0, color="0.5", linewidth=0.8)
+        axes.set(title=name, xlabel="%", yticks=at, xlim=(-60, 60))
+        axes.set_yticklabels([f"{pair.load} at {pair.share:.0%}" for pair in pairs], fontsize=7)
+    figure.axes[0].invert_yaxis()
+    figure.suptitle(f"{OUR_POLICY} against the best other policy of each cell: left of 0 is better (simulated)")
     return figure
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from moestro.policy.routing.scoring import Scored
 from moestro.sim.repro.adversary import with_hot_prefix
 from moestro.sim.repro.loads import Source, generated_sources, trace_sources
 from moestro.sim.repro.predictions import Watched, predictor
+from moestro.sim.repro.prefix_classes import WatchedClasses
 from moestro.sim.repro.testbed import Measured, Testbed, measured, paired_interval, run, saturation_rate, signals_of
 
 NETWORK, OTHER_NETWORK, GPU = "qwen3-30b-a3b", "qwen2-7b", "h20"
@@ -32,6 +33,8 @@ WEIGHTS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # Bailian's lambda (Fig. 11)
 RANGES = (2, 4, 8, 16, 32)  # AIBrix' filter (Fig. 13)
 UNSEEN_SEEDS = (101, 102, 103, 104, 105)  # no policy was looked at under these while it was made
 _FEWEST_SEEDS = 3
+_SECOND, _HEATED = "api_agent", "chat"  # the loads of the second network, and of the adversary
+_NUM_POINTS = 400  # of Fig. 20
 _HITS = Needs(hits=True, figures=("queued_prefill_tokens", "num_tokens"))
 
 
@@ -45,14 +48,16 @@ class Plan:
         policies: by name.
         paired_shares, seeds: of the comparison under unseen seeds; no seeds: none.
         sources: names of loads; None: all that are at hand.
+        predicted: the load whose TTFT is predicted; the paper's Fig. 15 and 16 are of its agents with tools.
     """
 
-    num_requests: int = 4000
+    num_requests: int = 2000
     shares: tuple[float, ...] = SHARES
     policies: tuple[str, ...] = tuple(ROUTING)
-    paired_shares: tuple[float, ...] = (0.5, 0.9)
+    paired_shares: tuple[float, ...] = SHARES
     seeds: tuple[int, ...] = UNSEEN_SEEDS
     sources: tuple[str, ...] | None = None
+    predicted: str = "tool_agent"
 
 
 QUICK = Plan(
@@ -61,6 +66,7 @@ QUICK = Plan(
     policies=("round_robin", "vllm-0.26", "bailian", "dynamo", "llm-d", "lmetric", "moestro"),
     seeds=(),
     sources=("chat",),
+    predicted="chat",
 )
 
 
@@ -115,6 +121,18 @@ class Hotspots(msgspec.Struct, frozen=True, kw_only=True):
     measured: Measured
 
 
+class Classes(msgspec.Struct, frozen=True, kw_only=True):
+    """Of requests whose prefix class was tracked: its share of the window x, and that of the engines which hold it."""
+
+    class_share: tuple[float, ...]
+    holder_share: tuple[float, ...]
+
+    @property
+    def benign(self) -> float:
+        """Of these requests, how many keep x / (1 - x) <= |M| / (the other engines): equation 2."""
+        return float((np.asarray(self.class_share) <= np.asarray(self.holder_share)).mean())
+
+
 class Findings(msgspec.Struct, kw_only=True):
     """Everything that was run. `kind` is that of the evidence."""
 
@@ -128,7 +146,21 @@ class Findings(msgspec.Struct, kw_only=True):
     ranges: dict[str, list[tuple[int, Measured]]] = {}
     indicators: dict[str, dict[str, Measured]] = {}  # by load, by score
     errors: list[Errors] = []
+    classes: dict[str, Classes] = {}  # by load
     hotspots: list[Hotspots] = []
+
+
+def merged(parts: Sequence[Findings]) -> Findings:
+    """Findings of several loads as one; there is at least one."""
+    whole = msgspec.structs.replace(parts[0])
+    for part in parts[1:]:
+        for field in msgspec.structs.fields(Findings):
+            ours, theirs = getattr(whole, field.name), getattr(part, field.name)
+            if isinstance(ours, list):
+                setattr(whole, field.name, ours + theirs)
+            elif isinstance(ours, dict):
+                setattr(whole, field.name, ours | theirs)
+    return whole
 
 
 class Reproduction:
@@ -147,30 +179,30 @@ class Reproduction:
         if traces is not None:
             sources = trace_sources(traces, plan.num_requests) + sources
         self.sources = [source for source in sources if plan.sources is None or source.name in plan.sources]
-        self.findings = Findings(num_engines=Testbed(network=network_named(NETWORK), gpu=gpu_named(GPU)).num_engines)
-        self.findings.num_requests = plan.num_requests
+        self.findings = Findings()
 
-    @property
-    def num_runs(self) -> int:
-        """Simulations in all."""
-        plan, num_sources = self._plan, len(self.sources)
-        paired = sum(len(self._seeds(source)) for source in self.sources)
-        paired *= len(plan.paired_shares) * len(self._paired_policies())
-        sweeps = num_sources * (len(WEIGHTS) + len(RANGES) + len(_INDICATORS)) + 2 + 3 * len(self._hot_sources())
-        second = len(plan.policies) if plan.seeds and self._api() else 0
-        return num_sources * (1 + len(plan.shares) * len(plan.policies)) + paired + sweeps + second
+    def num_runs(self, source: Source) -> int:
+        """Simulations of one load."""
+        plan = self._plan
+        paired = len(self._seeds(source)) * len(plan.paired_shares) * len(self._paired_policies())
+        sweeps = len(WEIGHTS) + len(RANGES) + len(_INDICATORS) + 1
+        second = len(plan.policies) if self._has_second_network(source) else 0
+        predicted, heated = 2 * (source.name == plan.predicted), 3 * (source.name == _HEATED)
+        return 1 + len(plan.shares) * len(plan.policies) + paired + sweeps + second + predicted + heated
 
-    def run(self) -> Findings:
-        """All of it."""
-        for source in self.sources:
-            self._saturate(source)
-            self._compare(source)
-            self._sweep(source)
-            self._pair(source)
-        if self._plan.seeds and (api := self._api()):
-            self._compare_at_half(api, OTHER_NETWORK)
-        self._predict(self.sources[0])
-        for source in self._hot_sources():
+    def run(self, source: Source) -> Findings:
+        """All of one load."""
+        self.findings = Findings(num_engines=self.bed(source).num_engines, num_requests=self._plan.num_requests)
+        self._saturate(source)
+        self._compare(source)
+        self._sweep(source)
+        self._classify(source)
+        self._pair(source)
+        if self._has_second_network(source):
+            self._compare_at_half(source, OTHER_NETWORK)
+        if source.name == self._plan.predicted:
+            self._predict(source)
+        if source.name == _HEATED:
             self._heat(source)
         return self.findings
 
@@ -190,11 +222,8 @@ class Reproduction:
         seeds = self._plan.seeds[: source.num_unseen]
         return seeds if len(seeds) >= _FEWEST_SEEDS else ()
 
-    def _hot_sources(self) -> list[Source]:
-        return [source for source in self.sources if source.name == "chat"]
-
-    def _api(self) -> Source | None:
-        return next((source for source in self.sources if source.name == "api_agent"), None)
+    def _has_second_network(self, source: Source) -> bool:
+        return bool(self._plan.seeds) and source.name == _SECOND
 
     def _saturate(self, source: Source) -> None:
         self._step(f"{source.name}: saturation")
@@ -238,15 +267,23 @@ class Reproduction:
         """Fig. 11 (lambda), Fig. 13 (range), Fig. 18 and 19 (which indicators to multiply), at half the load."""
         found = self.findings
         found.weights[source.name] = [
-            (weight, self._once(source, HALF, make_policy("bailian", hit_weight=weight), f"lambda {weight:g}"))
+            (weight, self._once(source, HALF, make_policy("bailian", {"hit_weight": weight}), f"lambda {weight:g}"))
             for weight in WEIGHTS
         ]
         found.ranges[source.name] = [
-            (most, self._once(source, HALF, make_policy("aibrix", max_range=most), f"range {most}")) for most in RANGES
+            (most, self._once(source, HALF, make_policy("aibrix", {"max_range": most}), f"range {most}"))
+            for most in RANGES
         ]
         found.indicators[source.name] = {
             name: self._once(source, HALF, policy, name) for name, policy in _INDICATORS.items()
         }
+
+    def _classify(self, source: Source) -> None:
+        """Fig. 20: how hot classes are, against how many engines hold them, at half the load."""
+        watched = WatchedClasses(make_policy(PAPER_POLICY))
+        self._once(source, HALF, watched, f"{PAPER_POLICY}, its classes")
+        shares = watched.sample(_NUM_POINTS)
+        self.findings.classes[source.name] = Classes(class_share=shares[0], holder_share=shares[1])
 
     def _pair(self, source: Source) -> None:
         """Ours beside the others under unseen seeds; the best other of a cell is chosen afterwards, against us."""
@@ -287,7 +324,7 @@ class Reproduction:
         load = with_hot_prefix(source.load(self._rate(source, HALF), 0), 0)
         for mitigation in ("off", "filter", "load"):
             self._step(f"{load.name}: {mitigation}")
-            policy = make_policy(PAPER_POLICY, hotspots=mitigation)
+            policy = make_policy(PAPER_POLICY, {"hotspots": mitigation})
             figures = measured(run(self.bed(source), load, policy, signals_of(PAPER_POLICY, policy)))
             first, second = getattr(policy, "num_alarms", (0, 0))
             self.findings.hotspots.append(

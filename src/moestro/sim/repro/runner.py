@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moestro.errors import ConfigError
-from moestro.sim.repro.claims import Claim, claims_of
-from moestro.sim.repro.lmetric import QUICK, Findings, Plan, Reproduction
+from moestro.sim.repro.claims import claims_of
+from moestro.sim.repro.lmetric import Findings, Plan, Reproduction, merged
+from moestro.sim.repro.reporting import Claim, bar, write_result
 from moestro.sim.repro.show import print_findings
 
 
@@ -22,42 +22,63 @@ class Reproduced(msgspec.Struct, frozen=True):
     claims: list[Claim]
 
 
-def reproduce_lmetric(
-    console: Console, *, quick: bool, traces: Path | None, sources: tuple[str, ...] | None, num_requests: int | None
-) -> Reproduced:
+class Part(msgspec.Struct, frozen=True):
+    """One load's findings, kept so that a long run can be stopped and go on, or be spread over processes."""
+
+    plan: Plan
+    findings: Findings
+
+
+def reproduce_lmetric(console: Console, plan: Plan, traces: Path | None, out: Path | None) -> Reproduced:
     """LMetric's tables and claims, simulated.
 
     Args:
-        quick: one load, seven policies, no unseen seeds: under a minute.
+        plan: see there.
         traces: see `Reproduction`.
-        sources: names of loads; None: all, or those of the quick plan.
-        num_requests: of each load; None: the plan's.
+        out: where the findings of each load are kept as soon as they are made; those of an equal plan are not
+            made again. None: nowhere.
 
     Raises:
-        ConfigError: a load is not known, or its trace is not at hand.
+        ConfigError: a load is not known, or its trace is not at hand; or nothing can be written to `out`.
     """
-    plan = QUICK if quick else Plan()
-    if sources is not None:
-        plan = replace(plan, sources=sources)
-    if num_requests is not None:
-        plan = replace(plan, num_requests=num_requests)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
-
-        def step(what: str) -> None:
-            progress.update(task, advance=1, description=what, total=reproduction.num_runs)
-
-        reproduction = Reproduction(plan, traces, step)
-        missing = set(sources or ()) - {source.name for source in reproduction.sources}
+    with bar(console) as progress:
+        task = progress.add_task("")
+        reproduction = Reproduction(plan, traces, lambda what: progress.update(task, advance=1, description=what))
+        missing = set(plan.sources or ()) - {source.name for source in reproduction.sources}
         if missing:
             raise ConfigError(
                 f"no load {', '.join(sorted(missing))}: Mooncake's traces are read from --traces DIRECTORY"
             )
-        findings = reproduction.run()
+        progress.update(task, total=sum(reproduction.num_runs(source) for source in reproduction.sources))
+        parts = []
+        for source in reproduction.sources:
+            part = _kept(plan, source.name, out)
+            if part is None:
+                part = Part(replace(plan, sources=None), reproduction.run(source))
+                if out is not None:
+                    write_result(part, _part_path(out, source.name))
+            else:
+                progress.advance(task, reproduction.num_runs(source))
+            parts.append(part.findings)
+    findings = merged(parts)
     claims = claims_of(findings)
     print_findings(console, findings, claims)
     return Reproduced(findings, claims)
+
+
+def _part_path(out: Path, load: str) -> Path:
+    return out / f"lmetric.{load}.json"
+
+
+def _kept(plan: Plan, load: str, out: Path | None) -> Part | None:
+    """What an equal plan has found of this load."""
+    if out is None or not _part_path(out, load).exists():
+        return None
+    try:
+        part = msgspec.json.decode(_part_path(out, load).read_bytes(), type=Part)
+    except msgspec.DecodeError:  # of another version
+        return None
+    return part if part.plan == replace(plan, sources=None) else None
 
 
 def save(reproduced: Reproduced, directory: Path, name: str) -> Path:
@@ -67,9 +88,5 @@ def save(reproduced: Reproduced, directory: Path, name: str) -> Path:
         ConfigError: it cannot be written.
     """
     path = directory / f"{name}.json"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(reproduced), indent=1) + b"\n")
-    except OSError as error:
-        raise ConfigError(f"--out {directory} cannot be written: {error}") from error
+    write_result(reproduced, path)
     return path
