@@ -21,6 +21,7 @@ from moestro.config import (
     ServerSettings,
     ServeSettings,
     SteppingSettings,
+    kv_events_from,
 )
 from moestro.errors import ConfigError, MoestroError
 from moestro.serve.bench.settings import (
@@ -79,7 +80,7 @@ def serve(
     from moestro.serve.checkpoint import DEMO_NAME, locate_model
     from moestro.serve.server import serve as run
 
-    network, front = asdict(flags.network), asdict(flags.server)
+    network, front, engines = asdict(flags.network), asdict(flags.server), asdict(flags.engines)
     memory = {name: value for name, value in asdict(flags.memory).items() if value is not None}
     arithmetic, paced, device = network.pop("paced_arithmetic"), None, flags.network.device
     front["tokenizer"] = tokenizer = network.pop("tokenizer")
@@ -100,7 +101,8 @@ def serve(
             model=ModelSettings(model=str(locate_model(model)), **network, **memory),
             limits=SchedulerLimits(**asdict(flags.scheduling)),
             stepping=SteppingSettings(**asdict(flags.stepping)),
-            server=ServerSettings(**front, **asdict(flags.engines)),
+            kv_events=kv_events_from(engines.pop("kv_events_config")),
+            server=ServerSettings(**front, **engines),
             paced=paced,
         )
     )
@@ -316,6 +318,52 @@ def lmetric(
     console.print(f"written: {save(found, out, 'lmetric')}")
     try:
         from moestro.sim.repro.draw import save_pictures
+    except ImportError:
+        console.print("no pictures: pip install 'moestro[plots]'")
+        return
+    for path in save_pictures(found.findings, out):
+        console.print(f"written: {path}")
+
+
+@repro.command
+def qllm(
+    *,
+    quick: Annotated[bool, Parameter(negative=())] = False,
+    loads: tuple[str, ...] | None = None,
+    trace: Path | None = None,
+    out: Path | None = None,
+) -> None:
+    """QLLM: Mixtral 8x7B in 4 bits on an A100, a fifth of the requests latency-sensitive, 1 to 10 a second.
+
+    Run-to-completion batches, continuous batching, priorities between iterations, and preemption at every expert call,
+    without and with ageing; under five seeds.
+
+    Parameters
+    ----------
+    quick
+        One seed, fewer requests and rates: under a minute, to see what it does.
+    loads
+        Only these: ten_tokens, sharegpt_answers.
+    trace
+        A file of request lengths to draw from, in any form that moestro bench reads. Unset: lengths are generated with
+        ShareGPT's published means.
+    out
+        A directory for qllm.json and, where matplotlib is installed, pictures.
+    """
+    from rich.console import Console
+
+    from moestro.sim.repro.qllm.experiment import QUICK, Plan, chosen
+    from moestro.sim.repro.qllm.runner import reproduce_qllm
+    from moestro.sim.repro.reporting import write_result
+
+    console = Console()
+    found = reproduce_qllm(console, chosen(QUICK if quick else Plan(), loads), trace)
+    if out is None:
+        return
+    write_result(found, out / "qllm.json")
+    console.print(f"written: {out / 'qllm.json'}")
+    try:
+        from moestro.sim.repro.qllm.draw import save_pictures
     except ImportError:
         console.print("no pictures: pip install 'moestro[plots]'")
         return

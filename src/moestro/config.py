@@ -4,7 +4,9 @@ reads it.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import json
+import re
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,7 +18,7 @@ from moestro.model.settings import DeviceKind, Dtype, GenerationConfig, LoadForm
 from moestro.policy.batching import BATCHING, BatchName
 from moestro.policy.eviction import EVICTION, EvictName
 from moestro.policy.ordering.registry import ORDERING, OrderName
-from moestro.policy.registry import parse_settings
+from moestro.policy.stepping.registry import StepPolicyName
 
 __all__ = [
     "BATCH_POLICIES",
@@ -28,6 +30,7 @@ __all__ = [
     "Dtype",
     "EvictName",
     "GenerationConfig",
+    "KvEventsSettings",
     "LoadFormat",
     "Mode",
     "ModelSettings",
@@ -49,24 +52,17 @@ SCHEDULING_POLICIES = {name: entry.description for name, entry in ORDERING.items
 BATCH_POLICIES = {name: entry.description for name, entry in BATCHING.items()}
 EVICT_POLICIES = {name: entry.description for name, entry in EVICTION.items()}
 Mode = Literal["fused", "preemptive"]
-StepPolicyName = Literal["qllm", "in_order"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """The part of `SchedulerSettings` that an operator chooses; the rest is known once the model is loaded.
-
-    Attributes:
-        scheduling_policy_args, batch_policy_args: settings of these policies, each as NAME=NUMBER.
-    """
+    """The part of `SchedulerSettings` that an operator chooses; the rest is known once the model is loaded."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_num_queued_reqs: int = 1024
     scheduling_policy: str = "fcfs"
-    scheduling_policy_args: tuple[str, ...] = ()
     batch_policy: str = "decode_first"
-    batch_policy_args: tuple[str, ...] = ()
     evict_policy: str = "last_in_order"
     enable_prefix_caching: bool = True
 
@@ -79,16 +75,11 @@ class SchedulerLimits:
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least --max-num-seqs"
                 f" {self.max_num_seqs}, or not every running sequence could decode in one step"
             )
-        order = parse_settings("--scheduling-policy-args", self.scheduling_policy_args)
-        batch = parse_settings("--batch-policy-args", self.batch_policy_args)
-        make_policies((self.scheduling_policy, order), (self.batch_policy, batch), self.evict_policy)
+        make_policies(self.scheduling_policy, self.batch_policy, self.evict_policy)
 
     def for_scheduler(self) -> dict[str, Any]:
         """As keyword arguments of `SchedulerSettings`."""
-        given = asdict(self)
-        for kind in ("scheduling_policy", "batch_policy"):
-            given[f"{kind}_settings"] = parse_settings(kind, given.pop(f"{kind}_args"))
-        return given
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +90,14 @@ class SteppingSettings:
         mode: `fused`: one forward pass a step. `preemptive`: a step stops between any two expert batches for a request
             of class `ls`, and goes on from there when that one has passed.
         step_policy: what runs next in `preemptive` mode: `qllm`, urgent first; `in_order`, nobody is preempted.
+        pass_decodes: whether requests of class `ls` pass others for each of their tokens, not for the first alone.
         max_be_wait: seconds for which a step of best-effort requests may be passed over; inf: for ever.
         max_parked_bytes: of what is inside the network, taken from the KV cache's memory; None: two full steps.
     """
 
     mode: Mode = "fused"
     step_policy: StepPolicyName = "qllm"
+    pass_decodes: bool = False
     max_be_wait: float = 1.0
     max_parked_bytes: int | None = None
 
@@ -210,6 +203,68 @@ class PacedSettings:
         return Path(self.gpu) if self.gpu.endswith(".json") else None
 
 
+_ENDPOINT = re.compile(r"tcp://([^:/\[\]]+|\[[^\[\]]+\]):[1-9][0-9]{0,4}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvEventsSettings:
+    """What the engines tell others of their prefix caches, by vLLM's names.
+
+    Attributes:
+        enable_kv_cache_events: False: nothing.
+        publisher: `zmq`, or `null`: nothing.
+        endpoint, replay_endpoint: tcp://HOST:PORT to listen on, of engine 0; engine r has PORT + r. The second answers
+            who missed something; None: nobody does.
+        buffer_steps: batches that are kept for that.
+        hwm: batches that wait for a listener that does not keep up; with more, it misses some.
+        topic: said with every batch.
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["null", "zmq"] = "zmq"
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    topic: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("endpoint", "replay_endpoint"):
+            given = getattr(self, name)
+            if given is not None and not _ENDPOINT.fullmatch(given):
+                raise ConfigError(f"--kv-events-config: {name} must be tcp://HOST:PORT, as tcp://*:5557, got {given!r}")
+        _check_range("--kv-events-config: buffer_steps", self.buffer_steps, 1)
+        _check_range("--kv-events-config: hwm", self.hwm, 0)
+
+    def check_ports(self, num_engines: int) -> None:
+        """Raise ConfigError if the engines' ports run into each other."""
+        if self.replay_endpoint is None:
+            return
+        first, second = (int(each.rpartition(":")[2]) for each in (self.endpoint, self.replay_endpoint))
+        if abs(first - second) < num_engines:
+            raise ConfigError(
+                f"--kv-events-config: {num_engines} engines listen on {num_engines} ports from {first} and from"
+                f" {second} on: set replay_endpoint so far apart from endpoint that none is the same"
+            )
+
+
+def kv_events_from(text: str | None) -> KvEventsSettings | None:
+    """What `--kv-events-config` says; None: nothing is to be published.
+
+    Raises:
+        ConfigError: it is not JSON, or has a field that there is not.
+    """
+    if text is None:
+        return None
+    try:
+        given = json.loads(text)
+        settings = KvEventsSettings(**given)
+    except (ValueError, TypeError) as error:
+        known = ", ".join(each.name for each in fields(KvEventsSettings))
+        raise ConfigError(f"--kv-events-config must be a JSON object with fields among {known}: {error}") from None
+    return settings if settings.enable_kv_cache_events and settings.publisher == "zmq" else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
     """All of `moestro serve`."""
@@ -219,12 +274,18 @@ class ServeSettings:
     server: ServerSettings
     paced: PacedSettings | None = None
     stepping: SteppingSettings = field(default_factory=SteppingSettings)
+    kv_events: KvEventsSettings | None = None
 
     def __post_init__(self) -> None:
         limits = self.limits
-        if self.stepping.mode == "preemptive" and self.paced is not None:
+        if self.kv_events is not None:
+            self.kv_events.check_ports(self.server.engines)
+            if not limits.enable_prefix_caching:
+                raise ConfigError("--kv-events-config tells of the prefix cache: leave --no-enable-prefix-caching out")
+        if self.stepping.mode == "preemptive" and self.paced is not None and self.paced.table is not None:
             raise ConfigError(
-                f"--mode preemptive does not run on --device {self.paced.device} yet: leave one of the two out"
+                f"--mode preemptive wants the prices of stages, and {self.paced.table} has those of whole steps: give"
+                " --device paced:GPU, or leave --mode out"
             )
         if self.stepping.mode == "preemptive" and limits.max_num_batched_tokens < 2 * limits.max_num_seqs:
             raise ConfigError(

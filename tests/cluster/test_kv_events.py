@@ -48,8 +48,14 @@ def test_what_the_router_has_forgotten_is_told_again(setting):
     assert setting.sink.said == []
     setting.publish(stored([1, 2], None, TOKENS))
     setting.sink.held.clear()
+    setting.sink.said.clear()
     setting.feed.tell_again(0)
     assert setting.held == set(NAMES)
+    assert setting.sink.said == ["cleared", "stored"]  # it is all that there is
+    setting.publish({"type": "BlockRemoved"}, stored([1], None, TOKENS[:4]))
+    setting.sink.said.clear()
+    setting.feed.tell_again(0)
+    assert setting.sink.said == ["stored"]  # and now it may not be
 
 
 def test_a_second_rank_on_a_stream_is_kept_apart(setting, caplog):
@@ -72,7 +78,7 @@ def test_another_block_size_is_told_once_and_in_words(setting, caplog):
 @pytest.mark.parametrize("bad", [{"type": "BlockRemoved"}, {"type": "BlockRemoved", "block_hashes": "all"}])
 def test_a_removal_that_cannot_be_read_leaves_nothing_believed(setting, bad):
     setting.publish(stored([1], None, TOKENS[:4]), bad, stored([2], None, TOKENS[4:]))
-    assert setting.sink.said == ["stored", "lost", "stored"]
+    assert setting.sink.said == ["cleared", "stored", "lost", "stored"]
     assert setting.feed.num_blocks == 1
 
 
@@ -93,7 +99,7 @@ def test_a_message_of_somebody_else_changes_nothing(setting, caplog):
 
 def test_hashes_that_do_not_chain_are_told_and_not_believed(setting, caplog):
     setting.publish(stored([1], None, TOKENS[:4]), stored([2, 1], None, TOKENS[4:] + TOKENS[:4]))
-    assert setting.sink.said == ["stored", "lost"]
+    assert setting.sink.said == ["cleared", "stored", "lost"]
     assert "one hash is given to different blocks" in caplog.text
 
 
@@ -101,6 +107,6 @@ def test_a_restarted_engine_holds_nothing_and_may_be_of_another_rank(setting):
     setting.publish(stored([1], None, TOKENS[:4]), rank=0)
     setting.num_published = 0
     setting.publish(stored([1], None, TOKENS[4:]), rank=1)
-    assert setting.sink.said == ["stored", "cleared", "stored"]
+    assert setting.sink.said == ["cleared", "stored", "cleared", "lost", "cleared", "stored"]
     assert setting.held != {NAMES[0]}
     assert setting.feed.counts.stream.restarts == 1

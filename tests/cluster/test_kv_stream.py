@@ -7,7 +7,13 @@ RULES = StreamRules(reply_ns=2 * SECOND_NS, rest_ns=30 * SECOND_NS, silence_ns=1
 
 
 class Heard(list):
-    """What the consumer was told, in order."""
+    """What the consumer was told, in order; apart from it, before which batch it was told that nothing is missing."""
+
+    def __init__(self) -> None:
+        self.began_at: list[int] = []
+
+    def began(self, now_ns: int) -> None:
+        self.began_at.append(len(self))
 
     def apply(self, payload: bytes, now_ns: int) -> None:
         self.append(payload.decode())
@@ -142,6 +148,15 @@ def test_a_new_connection_to_the_same_process_misses_nothing(asking):
     assert asking.answer(1, 2) == 1
     asking.live(3)
     assert asking.taken() == ["a0", "a1", "a2", "a3"]
+
+
+def test_that_nothing_is_missing_is_told_before_the_first_batch(asking, mute):
+    assert asking.heard.began_at == [0]
+    mute.live(3, 4)
+    assert mute.heard.began_at == []
+    mute.live(0)
+    assert mute.taken() == ["a3", "a4", "restarted", "a0"]
+    assert mute.heard.began_at == [3]
 
 
 @pytest.mark.parametrize("num_published", [1, 2, 5])

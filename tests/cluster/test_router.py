@@ -49,7 +49,7 @@ def test_an_unknown_policy_names_the_known_ones():
 
 def test_an_unknown_setting_of_a_policy_is_named():
     with pytest.raises(ConfigError, match=r"round_robin.*speed"):
-        make_policy("round_robin", speed=3)
+        make_policy("round_robin", {"speed": 3})
 
 
 def test_ending_what_never_began_is_a_bug():

@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from moestro.cluster.columns import EngineColumns
+from moestro.core.prefix_tree import Run
 from moestro.errors import InvariantError
 
 _NUM_DEPARTED = 256  # remembered of an engine, until its next report
@@ -18,6 +19,7 @@ class Flight:
 
     Attributes:
         num_prefill_tokens: prompt tokens to compute, as it seemed when it was sent.
+        pending: what the prefix index wants back when it is over; None: nothing.
         serial: its place among all flights.
     """
 
@@ -25,6 +27,7 @@ class Flight:
     submit_ns: int
     num_prompt_tokens: int
     num_prefill_tokens: int
+    pending: Run | None = None
     is_prefilling: bool = True
     serial: int = 0
 

@@ -41,7 +41,7 @@ class KvSink(Protocol):
         """`engine` holds these blocks no more."""
 
     def kv_cleared(self, engine: int, now_ns: int) -> None:
-        """`engine` holds no block."""
+        """`engine` holds no block; and all that it will hold is going to be told, until `kv_lost`."""
 
     def kv_lost(self, engine: int, now_ns: int) -> None:
         """What `engine` said it holds cannot be relied on any more."""
@@ -108,6 +108,7 @@ class KvFeed:
         self._engine = settings.engine
         self._blocks = NamedBlocks(settings.naming, self.counts.blocks)
         self._has_warned = False
+        self._is_whole = False  # all that the cache holds was told, or will be
 
     # --- from the sockets
 
@@ -130,6 +131,8 @@ class KvFeed:
 
     def tell_again(self, now_ns: int) -> None:
         """Tell the sink all that is held: it has forgotten."""
+        if self._is_whole:
+            self._sink.kv_cleared(self._engine, now_ns)
         hashes = self._blocks.names()
         if hashes:
             self._sink.kv_stored(self._engine, hashes, now_ns)
@@ -159,8 +162,14 @@ class KvFeed:
         for event in batch.events:
             self._event(event, now_ns)
 
+    def began(self, now_ns: int) -> None:
+        """All batches there ever were are going to come."""
+        self._is_whole = True
+        self._sink.kv_cleared(self._engine, now_ns)
+
     def lost(self, now_ns: int) -> None:
         """Batches were missed."""
+        self._is_whole = False
         self._blocks.forget()
         self._sink.kv_lost(self._engine, now_ns)
 
@@ -168,8 +177,10 @@ class KvFeed:
         """Another process publishes."""
         self.dp_rank = None
         self._has_warned = False
+        self._is_whole = False
         self._blocks = NamedBlocks(self._settings.naming, self.counts.blocks)
         self._sink.kv_cleared(self._engine, now_ns)
+        self._sink.kv_lost(self._engine, now_ns)  # until its first batch is found
 
     # --- what is known
 
@@ -194,6 +205,7 @@ class KvFeed:
                 self._sink.kv_stored(self._engine, hashes, now_ns)
             elif blocks.is_ambiguous and not was_ambiguous:
                 self._warn("one hash is given to different blocks: upgrade the engine (SGLang) for exact hits")
+                self._is_whole = False
                 self._sink.kv_lost(self._engine, now_ns)
             elif blocks.block_size_seen not in (None, self._settings.naming.block_size):
                 self._warn(
@@ -206,6 +218,7 @@ class KvFeed:
                 self._sink.kv_removed(self._engine, hashes, now_ns)
         elif isinstance(event, AllBlocksCleared):
             self.counts.cleared += 1
+            self._is_whole = not blocks.is_ambiguous
             blocks.forget()
             self._sink.kv_cleared(self._engine, now_ns)
         else:

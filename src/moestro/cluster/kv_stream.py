@@ -24,6 +24,9 @@ class Consumer(Protocol):
     def apply(self, payload: bytes, now_ns: int) -> None:
         """The next batch."""
 
+    def began(self, now_ns: int) -> None:
+        """The next batch is the publisher's first: nothing is missing."""
+
     def lost(self, now_ns: int) -> None:
         """Batches were missed and will not come: what was built from those before may be wrong."""
 
@@ -177,6 +180,7 @@ class KvStream:
             return
         if self._next is None:
             self._next, self.is_complete, replay.is_whole = 0, True, True  # nothing was published yet
+            self._consumer.began(now_ns)
         self._is_rebuild_due &= not replay.is_whole
         self._release(now_ns)
 
@@ -245,6 +249,8 @@ class KvStream:
     def _apply(self, seq: int, payload: bytes, now_ns: int) -> None:
         if self._next is None:
             self.is_complete = seq == 0
+            if self.is_complete:
+                self._consumer.began(now_ns)
         self._next, self._last_payload = seq + 1, payload
         self._counts.batches += 1
         self._listen(now_ns)

@@ -1,75 +1,84 @@
 """Which engines hold which KV blocks: engines times blocks, bounded, and quick to ask for a whole prompt at once.
 
-A block maps to the set of its holders, one bit an engine in a plain integer. A prompt is looked up by walking its
-blocks from the first, and-ing holders: an engine holds as much of it as the unbroken run from the beginning. The cost
-is a dictionary look-up a block, and next to nothing an engine: neighbouring blocks mostly share one set object, and
-and-ing 4,096 bits takes a tenth of a microsecond.
+Three books, each with sets of engines as one plain integer, a bit an engine, so that a thousand engines cost little
+more than ten:
 
-What an engine says that it holds (KV events) is kept apart from what it is predicted to hold because prompts were sent
-there. An engine that says nothing is known by prediction alone: of limited age, and of as many blocks as its cache has.
-Of one that does, the prediction covers the time between a decision and the event that follows from it; what the engine
-removes is removed from both.
+    history   the prompts that were sent to each engine lately, in a tree of what they share; of limited age, and of
+              as many blocks as the engine's cache has
+    said      the blocks that an engine says it holds (KV events), one by one, as they are removed one by one
+    pending   the prompts in flight on engines of which the events are followed without a loss
+
+An engine that says nothing is known by its history. One whose events are complete is known by what it said, and by what
+is pending: between a decision and the end of its request it will hold the prompt, or does, or has said so. One whose
+events have a gap is known by history and by what it said.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import struct
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from itertools import takewhile
-from struct import Struct
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.hashing import HASH_BYTES
+from moestro.core.prefix_tree import PrefixTree, Run
 
-PAIR_BYTES = 300  # of one block of one engine: 140 to 160 on average, twice that where dictionaries have just grown
+# Memory, each with the part of dictionaries that is empty, where these have just grown.
+SAID_BYTES = 300  # of one block that one engine said
+PROMPT_BYTES = 130  # of one prompt in a history
+RUN_BYTES = 700  # of one run of one engine, but for its blocks
 _UNLIMITED = 1 << 62
 _FEW = 8  # so many bits are found one by one, more by unpacking all
+
+Steps = list[
+    tuple[int, int]
+]  # (blocks, engines that hold so many of a prompt), from the first; fewer and fewer engines
 
 
 @dataclass(slots=True)
 class _Engine:
-    """One engine's blocks, the least recently used first, each with the time of its last use."""
+    """What is kept of one engine.
 
-    said: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
-    predicted: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
+    Attributes:
+        said: its blocks, those said first first.
+        prompts: its history: when each was sent, the oldest first, and its last run.
+        capacity: blocks of its cache.
+    """
+
+    said: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    prompts: deque[tuple[int, Run]] = field(default_factory=deque)
     capacity: int = _UNLIMITED
-
-
-class EngineDump(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine's blocks for another router: packed, the least recently used first, and when each was last used."""
-
-    said: bytes
-    said_ns: list[int]
-    predicted: bytes
-    predicted_ns: list[int]
 
 
 class PrefixIndex:
     """Blocks by engine.
 
     Args:
-        max_bytes: of all of it. Each engine may have an equal share, of what it says and of what is predicted; its
-            least recently used blocks go first, and of one prompt the last ones.
-        expiry_ns: age at which a prediction is dropped.
+        max_bytes: of all of it. Each engine may have an equal share. Its oldest prompts go first, then what it said
+            first; of one prompt the last blocks.
+        expiry_ns: age at which a prompt is dropped from the history.
     """
 
     def __init__(self, max_bytes: int, expiry_ns: int) -> None:
         self._max_bytes = max_bytes
         self._expiry_ns = expiry_ns
-        self._holders: dict[bytes, int] = {}
         self._engines: list[_Engine] = []
+        self._history = PrefixTree()
+        self._pending = PrefixTree()
+        self._said: dict[bytes, int] = {}  # who holds each block
+        self._complete = 0  # engines that will say all that they hold
+        self._exact = 0  # of these, those that have said something
         self._next_to_expire = 0
 
     def add_engine(self, engine: int) -> None:
-        """Make room for `engine`: the next number, or one that was cleared."""
+        """Make room for `engine`: the next number, or one that was forgotten."""
         if engine == len(self._engines):
             self._engines.append(_Engine())
         row = self._engines[engine]
         assert not row.said
-        assert not row.predicted
+        assert not row.prompts
         row.capacity = _UNLIMITED
 
     def set_capacity(self, engine: int, num_blocks: int | None) -> None:
@@ -85,162 +94,185 @@ class PrefixIndex:
             hashes: packed, HASH_BYTES each, in the order of the prompt.
         """
         found = np.zeros(len(self._engines), np.int64)
-        get, holders, last, depth = self._holders.get, 0, None, 0
-        for block in split(hashes):
-            held_by = get(block)
-            if held_by is not last:
-                if held_by is None:
-                    break
-                left = holders & held_by if depth else held_by
-                if left != holders:
-                    if depth:
-                        _set(found, holders ^ left, depth)
-                    holders = left
-                    if not holders:
-                        return found
-                last = held_by
-            depth += 1
-        _set(found, holders, depth)
+        steps = _steps(self._history, hashes, ~self._exact)
+        if not self._said:
+            for depth, holders in steps:  # the deeper ones over the others
+                _set(found, holders, depth)
+            return found
+        steps = _either(steps, _steps(self._pending, hashes, self._exact))
+        self._walk(hashes, steps, found)
         return found
 
     def is_exact(self, engine: int) -> bool:
-        """Whether `engine` has said what it holds."""
-        return bool(self._engines[engine].said)
-
-    @property
-    def num_blocks(self) -> int:
-        """Different blocks."""
-        return len(self._holders)
+        """Whether all that `engine` holds has been said."""
+        return bool(self._exact >> engine & 1)
 
     @property
     def num_bytes(self) -> int:
-        """Memory taken, at most about."""
-        return sum(len(each.said) + len(each.predicted) for each in self._engines) * self._pair_bytes()
+        """Memory taken, at most about: what engines share is counted for each."""
+        return sum(self._bytes_of(engine) for engine in range(len(self._engines)))
 
-    # --- told
+    # --- told of requests
 
-    def said(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        """`engine` said that it holds these."""
-        row = self._engines[engine]
-        self._put(row.said, 1 << engine, hashes, now_ns)
-        self._shorten(row.said, row.predicted, engine, self._share())
+    def sent(self, engine: int, hashes: bytes, now_ns: int) -> Run | None:
+        """A prompt was sent to `engine`, which will hold its blocks.
 
-    def predict(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        """A prompt was sent to `engine`, which will hold its blocks."""
-        row = self._engines[engine]
-        self._put(row.predicted, 1 << engine, hashes, now_ns)
-        self._shorten(row.predicted, row.said, engine, min(row.capacity, self._share()))
-        self._expire(engine, now_ns)
-        # Another engine's outdated predictions, one engine at a time: no decision waits for them all.
-        self._next_to_expire = (self._next_to_expire + 1) % len(self._engines)
-        self._expire(self._next_to_expire, now_ns)
-
-    def removed(self, engine: int, hashes: bytes) -> None:
-        """`engine` said that it holds these no more; of those that it did not hold, nothing is changed."""
-        row, bit = self._engines[engine], 1 << engine
-        for block in split(hashes):
-            was_said = row.said.pop(block, None) is not None
-            if row.predicted.pop(block, None) is not None or was_said:
-                self._drop(bit, block)
-
-    def cleared(self, engine: int) -> None:
-        """`engine` holds nothing."""
-        self.lost_track(engine)
-        row = self._engines[engine]
-        self._shorten(row.predicted, row.said, engine, 0)
-
-    def lost_track(self, engine: int) -> None:
-        """What `engine` said cannot be believed any more; prediction takes over."""
-        row = self._engines[engine]
-        self._shorten(row.said, row.predicted, engine, 0)
-
-    # --- handed over
-
-    def dump(self) -> bytes:
-        """All of it, for `load` in a standby."""
-        return msgspec.msgpack.encode(
-            [
-                EngineDump(
-                    said=b"".join(each.said),
-                    said_ns=list(each.said.values()),
-                    predicted=b"".join(each.predicted),
-                    predicted_ns=list(each.predicted.values()),
-                )
-                for each in self._engines
-            ]
-        )
-
-    def load(self, dump: bytes) -> None:
-        """What another index of the same engines held when it was dumped, in place of what this one holds.
-
-        Raises:
-            ValueError: it is no dump of as many engines.
+        Returns:
+            What `ended` wants back; None: nothing.
         """
-        engines = msgspec.msgpack.decode(dump, type=list[EngineDump])
-        if len(engines) != len(self._engines):
-            raise ValueError(f"the dump has {len(engines)} engines, the index {len(self._engines)}")
-        for engine, each in enumerate(engines):
-            self.cleared(engine)
+        last = self._history.add(engine, hashes)
+        if last is not None:
             row = self._engines[engine]
-            for blocks, packed, used_ns in (
-                (row.said, each.said, each.said_ns),
-                (row.predicted, each.predicted, each.predicted_ns),
-            ):
-                for block, at_ns in zip(split(packed), used_ns, strict=True):
-                    self._put(blocks, 1 << engine, block, at_ns)
+            row.prompts.append((now_ns, last))
+            while self._history.num_blocks[engine] > row.capacity and len(row.prompts) > 1:
+                self._drop_oldest(engine)
+            self._keep_share(engine)
+        # Another engine's outdated prompts, one engine at a time: no decision waits for them all.
+        self._next_to_expire = (self._next_to_expire + 1) % len(self._engines)
+        for each in (engine, self._next_to_expire):
+            self._expire(each, now_ns)
+        return self._pending.add(engine, hashes) if self._exact >> engine & 1 else None
 
-    # --- inside
+    def ended(self, engine: int, pending: Run) -> None:
+        """The request of which `sent` returned `pending` is over: what is left of it was said."""
+        self._pending.drop(engine, pending)
 
-    def _put(self, blocks: OrderedDict[bytes, int], bit: int, hashes: bytes, now_ns: int) -> None:
-        all_holders, last, last_with = self._holders, -1, bit
+    # --- told of caches
+
+    def said(self, engine: int, hashes: bytes) -> None:
+        """`engine` said that it holds these."""
+        row, bit = self._engines[engine], 1 << engine
+        self._exact |= self._complete & bit
+        mine, all_holders, last, last_with = row.said, self._said, -1, bit
         for block in reversed(split(hashes)):  # the beginning of a prompt is the last to go
-            if block in blocks:
-                blocks[block] = now_ns
-                blocks.move_to_end(block)
+            if block in mine:
+                mine.move_to_end(block)
                 continue
-            blocks[block] = now_ns
+            mine[block] = None
             holders = all_holders.get(block, 0)
             if holders is not last:  # neighbours that had one set object go on having one
                 last, last_with = holders, holders | bit
             all_holders[block] = last_with
+        self._keep_share(engine)
 
-    def _shorten(
-        self, blocks: OrderedDict[bytes, int], others: OrderedDict[bytes, int], engine: int, num_left: int
-    ) -> None:
-        """Drop the least recently used down to `num_left`; what is in `others` too is still held."""
-        bit = 1 << engine
-        for _ in range(len(blocks) - num_left):
-            block, _ = blocks.popitem(last=False)
-            if block not in others:
+    def removed(self, engine: int, hashes: bytes) -> None:
+        """`engine` said that it holds these no more; of those that it did not hold, nothing is changed."""
+        said, bit = self._engines[engine].said, 1 << engine
+        for block in split(hashes):
+            if block in said:
+                del said[block]
                 self._drop(bit, block)
+
+    def cleared(self, engine: int) -> None:
+        """`engine` said that it holds nothing; and from now on it says all that it holds."""
+        self.forget(engine)
+        self._complete |= 1 << engine
+
+    def lost_track(self, engine: int) -> None:
+        """What `engine` said cannot be believed any more."""
+        bit = 1 << engine
+        self._complete &= ~bit
+        self._exact &= ~bit
+        said = self._engines[engine].said
+        while said:
+            self._drop(bit, said.popitem()[0])
+
+    def forget(self, engine: int) -> None:
+        """`engine` is another, or gone: it holds nothing. What is in flight there is still to be `ended`."""
+        self.lost_track(engine)
+        while self._engines[engine].prompts:
+            self._drop_oldest(engine)
+
+    # --- handed over
+
+    def prompts(self, engine: int) -> list[tuple[int, bytes]]:
+        """The history of `engine`, the oldest first: when each prompt was sent, and its blocks, packed."""
+        return [(sent_ns, run.hashes()) for sent_ns, run in self._engines[engine].prompts]
+
+    # --- inside
+
+    def _walk(self, hashes: bytes, foretold: Steps, found: NDArray[np.int64]) -> None:
+        """Fill `found`: the unbroken run of blocks that an engine said it holds, or is foretold to."""
+        blocks, get = split(hashes), self._said.get
+        alive, depth = (1 << len(self._engines)) - 1, 0
+        for border, others in (*foretold, (len(blocks), 0)):
+            last: int | None = None
+            while depth < border and alive & ~others:
+                held_by = get(blocks[depth], 0)
+                if held_by is not last:  # neighbours mostly have one set object
+                    left = alive & (held_by | others)
+                    if depth and left != alive:
+                        _set(found, alive ^ left, depth)
+                    alive, last = left, held_by
+                depth += 1
+            depth = border
+        _set(found, alive, depth)
+
+    def _keep_share(self, engine: int) -> None:
+        row, share = self._engines[engine], self._max_bytes // len(self._engines)
+        while (row.prompts or row.said) and self._bytes_of(engine) > share:
+            if row.prompts:
+                self._drop_oldest(engine)
+            else:
+                self._drop(1 << engine, row.said.popitem(last=False)[0])
+
+    def _bytes_of(self, engine: int) -> int:
+        """At worst no two blocks share a set, and each is as long as there are engines."""
+        row, tree, set_bytes = self._engines[engine], self._history, len(self._engines) // 7
+        num_runs = tree.num_runs[engine] + self._pending.num_runs[engine]
+        num_blocks = tree.num_blocks[engine] + self._pending.num_blocks[engine]
+        return (
+            len(row.said) * (SAID_BYTES + set_bytes)
+            + len(row.prompts) * PROMPT_BYTES
+            + num_runs * (RUN_BYTES + set_bytes)
+            + num_blocks * HASH_BYTES
+        )
+
+    def _drop_oldest(self, engine: int) -> None:
+        self._history.drop(engine, self._engines[engine].prompts.popleft()[1])
 
     def _expire(self, engine: int, now_ns: int) -> None:
-        row, bit = self._engines[engine], 1 << engine
-        outdated = takewhile(lambda used: now_ns - used[1] > self._expiry_ns, row.predicted.items())
-        for block, _ in list(outdated):
-            del row.predicted[block]
-            if block not in row.said:
-                self._drop(bit, block)
+        prompts = self._engines[engine].prompts
+        while prompts and now_ns - prompts[0][0] > self._expiry_ns:
+            self._drop_oldest(engine)
 
     def _drop(self, bit: int, block: bytes) -> None:
-        left = self._holders[block] & ~bit
+        left = self._said[block] & ~bit
         if left:
-            self._holders[block] = left
+            self._said[block] = left
         else:
-            del self._holders[block]
-
-    def _pair_bytes(self) -> int:
-        """At worst no two blocks share a set, and each is as long as there are engines."""
-        return PAIR_BYTES + len(self._engines) // 7
-
-    def _share(self) -> int:
-        """Blocks that each engine may have, of either kind."""
-        return max(1, self._max_bytes // (2 * self._pair_bytes() * len(self._engines)))
+            del self._said[block]
 
 
 def split(hashes: bytes) -> tuple[bytes, ...]:
-    """The packed form, one `bytes` per block; several times as quick as slicing, and a routing decision feels it."""
-    return Struct(f"{HASH_BYTES}s" * (len(hashes) // HASH_BYTES)).unpack(hashes)
+    """The packed form, one `bytes` per block; ten times as quick as slicing, and a routing decision feels it."""
+    return struct.unpack(f"{HASH_BYTES}s" * (len(hashes) // HASH_BYTES), hashes)
+
+
+def _steps(tree: PrefixTree, hashes: bytes, among: int) -> Steps:
+    """Which engines of `among` have how much of a prompt in `tree`."""
+    run, num_blocks = tree.find(hashes)
+    steps: Steps = []
+    while run is not None:
+        holders = run.holders & among
+        if holders:
+            steps.append((min(run.depth, num_blocks), holders))
+        run = run.parent
+    steps.reverse()
+    return steps
+
+
+def _either(some: Steps, others: Steps) -> Steps:
+    """The steps of all engines, each of which is in one of two lists."""
+    if not some or not others:
+        return some or others
+    merged = []
+    for depth in sorted({depth for depth, _ in some + others}):
+        engines = 0
+        for steps in (some, others):
+            engines |= next((holders for border, holders in steps if border >= depth), 0)
+        merged.append((depth, engines))
+    return merged
 
 
 def _set(found: NDArray[np.int64], engines: int, depth: int) -> None:
@@ -252,4 +284,5 @@ def _set(found: NDArray[np.int64], engines: int, depth: int) -> None:
             engines ^= lowest
     else:
         packed = np.frombuffer(engines.to_bytes(-(-len(found) // 8), "little"), np.uint8)
-        found[np.unpackbits(packed, count=len(found), bitorder="little").view(np.bool_)] = depth
+        # A third of what an assignment by mask costs.
+        np.putmask(found, np.unpackbits(packed, count=len(found), bitorder="little").view(np.bool_), depth)

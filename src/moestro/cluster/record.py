@@ -225,7 +225,7 @@ class RecordedRouter(Router):
 
     def submit(self, request: Request, now_ns: int) -> RouteDecision:
         """See `Router`."""
-        bare = msgspec.structs.replace(request, token_ids=None)
+        bare = msgspec.structs.replace(request, token_ids=None, cache_salt=None)
         try:
             answer = super().submit(request, now_ns)
         except RequestError as refusal:

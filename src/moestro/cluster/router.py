@@ -111,9 +111,10 @@ class Router:
         scores = None if choice.scores is None else choice.scores.copy()
         routable = view.engines.routable.copy()
         num_prefill_tokens = max(1, request.num_prompt_tokens - hit_tokens)
-        self._flights.add(request.request_id, Flight(engine, now_ns, request.num_prompt_tokens, num_prefill_tokens))
+        flight = Flight(engine, now_ns, request.num_prompt_tokens, num_prefill_tokens)
+        self._flights.add(request.request_id, flight)
         if self._policy.needs.hits:
-            self._index.predict(engine, request.block_hashes, now_ns)
+            flight.pending = self._index.sent(engine, request.block_hashes, now_ns)
         self._policy.observe(Routed(request, engine, hit_tokens, choice.detail, now_ns))
         return RouteDecision(engine, choice.score, choice.reason, hit_tokens, scores, view.hit_tokens, routable)
 
@@ -148,6 +149,8 @@ class Router:
             num_output_tokens: that it generated, if somebody counted.
         """
         flight = self._flights.ended(request_id, now_ns)
+        if flight.pending is not None:
+            self._index.ended(flight.engine, flight.pending)
         self._policy.observe(Ended(request_id, flight.engine, flight.submit_ns, now_ns, num_output_tokens))
         self._release(flight.engine)
 
@@ -172,14 +175,14 @@ class Router:
 
     def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """`engine` holds these blocks (packed, 16 bytes each, a prompt's in order)."""
-        self._index.said(engine, hashes, now_ns)
+        self._index.said(engine, hashes)
 
     def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """`engine` holds these blocks no more."""
         self._index.removed(engine, hashes)
 
     def kv_cleared(self, engine: int, now_ns: int) -> None:
-        """`engine` holds no block."""
+        """`engine` holds no block; and all that it will hold is going to be said, until `kv_lost`."""
         self._index.cleared(engine)
 
     def kv_lost(self, engine: int, now_ns: int) -> None:
@@ -242,7 +245,7 @@ class Router:
     def _forget(self, engine: int, now_ns: int) -> None:
         self._columns.forget_figures(engine)
         self._flights.forget(engine)
-        self._index.cleared(engine)
+        self._index.forget(engine)
         self._policy.observe(EngineLost(engine, now_ns))
 
     def _decided(self, view: RouteView, choice: Choice) -> None:

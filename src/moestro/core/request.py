@@ -92,6 +92,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: bytes | None = None
     block_hashes: bytes = b""
     hash_key: bytes = b""
+    cache_salt: str | None = None  # of `hash_key`; said again where others must make the same names
     priority: int = 0  # lower is earlier
     service_class: ServiceClass = ServiceClass.LS
     user: str | None = None  # whose it is, as the client says; for affinity and fair shares, never for access

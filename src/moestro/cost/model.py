@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.cost.networks import Network
+
 Ints = NDArray[np.int32] | NDArray[np.int64]
 Int64s = NDArray[np.int64]
 
@@ -77,6 +79,16 @@ class GroupCostModel(CostModel, Protocol):
 
 class StageCostModel(Protocol):
     """Prices what a flow device runs at a time: one stage of one layer."""
+
+    @property
+    def network(self) -> Network:
+        """Whose stages."""
+        ...
+
+    @property
+    def popularity(self) -> NDArray[np.float64] | None:
+        """float64[num_experts], sums to 1: how often tokens choose each expert; None: a dense network."""
+        ...
 
     def attention_ns(self, layer: int, batch: Batch) -> int:
         """Attention of `layer` with all that stands between two expert stages: norms, projections, gate."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.script import Script
-from moestro.core.work import LOGITS_LAST, Forward, Int32s, Slots, StepResult
+from moestro.core.work import LOGITS_LAST, Forward, Int32s, Slots, StepResult, Units
 from moestro.cost.model import Batch, CostModel, Int64s, Ints
 from moestro.errors import InvariantError
 
@@ -40,11 +40,8 @@ class _Progress:
     num_hashes_told: int = 0
 
 
-class ScriptedDevice:
-    """Answers `Forward` items from scripts, when somebody else says that they are done.
-
-    The driver of ranks in lock-step owns the barrier: each rank launches on a device of this kind, the driver prices
-    the step of the whole group and calls `finish_at`. On its own a rank has a `PricedDevice`.
+class Scripts:
+    """The futures of sequences: what each unit brings about, whoever says when.
 
     Args:
         block_size: tokens of a KV block, the scheduler's.
@@ -57,8 +54,6 @@ class ScriptedDevice:
         self._serial: Int64s = np.full(16, _NOBODY, np.int64)
         self._ends_at: Int32s = np.zeros(16, np.int32)  # tokens with KV at which its last token is sampled
         self._fills_at: Int32s = np.zeros(16, np.int32)  # ... at which the next generated block is full
-        self._pending: deque[tuple[int, StepResult]] = deque()
-        self._launched: tuple[Batch, StepResult] | None = None
 
     # --- scripts ----------------------------------------------------------------------------------------------------
 
@@ -75,79 +70,10 @@ class ScriptedDevice:
         """
         self._progress.pop(serial, None)
 
-    # --- Device -----------------------------------------------------------------------------------------------------
-
-    def launch(self, item: Forward, now_ns: int) -> None:
-        """Take `item`; `batch` says what it costs, and `finish_at` is still to be called."""
-        if self._launched is not None:
-            raise InvariantError("launched twice without finish_at: nobody priced the first item")
-        units = item.units
-        self._launched = (Batch(units.start, units.num_tokens), self._answer(item))
-
-    @property
-    def batch(self) -> Batch | None:
-        """What was launched and has no end yet; None: nothing."""
-        return None if self._launched is None else self._launched[0]
-
-    def finish_at(self, ready_ns: int) -> None:
-        """Say when the launched item is done."""
-        if self._launched is None:
-            raise InvariantError("finish_at without a launched item")
-        self._pending.append((ready_ns, self._launched[1]))
-        self._launched = None
-
-    def poll(self, now_ns: int) -> list[StepResult]:
-        """See `Device.poll`."""
-        ready = []
-        while self._pending and self._pending[0][0] <= now_ns:
-            ready.append(self._pending.popleft()[1])
-        return ready
-
-    def ready_at_ns(self) -> int | None:
-        """See `Device.ready_at_ns`; None also while a launched item has no end yet."""
-        return self._pending[0][0] if self._pending else None
-
-    # --- many rounds at once ----------------------------------------------------------------------------------------
-
-    def rounds_until_finish(self, slots: Slots, num_computed: Int32s) -> int:
-        """Coming decode rounds, up to the first that ends a script and with it; 0: nobody knows before the next.
-
-        Args:
-            slots: int64[n], the scheduler's running sequences, nothing in flight.
-            num_computed: int32[n], their tokens with KV.
-        """
-        if len(slots) == 0:
-            return 0
-        try:
-            ends_at = self._ends_at.take(slots)
-        except IndexError:
-            return 0  # a slot in which nothing was ever launched
-        return max(int((ends_at - num_computed).min()), 0)
-
-    def complete_rounds(
-        self, slots: Slots, num_computed: Int32s, num_rounds: int
-    ) -> tuple[dict[int, bytes], list[int]]:
-        """The effect of launching `num_rounds` decode rounds, at most `rounds_until_finish`.
-
-        Returns:
-            What `Scheduler.advance` is given: by slot, the packed hashes of the generated blocks that they fill; and
-            the slots whose scripts end in the last of them.
-        """
-        end = num_computed + num_rounds
-        told = {}
-        for row in _true_rows(end >= self._fills_at.take(slots)):
-            packed = self._fill(int(slots[row]), int(end[row]))
-            if packed:
-                told[int(slots[row])] = packed
-        finished: list[int] = slots.take(_true_rows(end >= self._ends_at.take(slots))).tolist()
-        for slot in finished:
-            self.forget(int(self._serial[slot]))
-        return told, finished
-
     # --- answers ----------------------------------------------------------------------------------------------------
 
-    def _answer(self, item: Forward) -> StepResult:
-        units = item.units
+    def answer(self, units: Units) -> StepResult:
+        """What becomes of `units` when they are computed, each of them once."""
         self._bind(units.slot, units.serial)
         end = units.start + units.num_tokens
         samples = (units.logits & LOGITS_LAST).view(np.bool_)
@@ -211,6 +137,91 @@ class ScriptedDevice:
         progress.num_hashes_told += len(packed) // HASH_BYTES
         self._load(progress)
         return packed
+
+
+class ScriptedDevice(Scripts):
+    """Answers `Forward` items from scripts, when somebody else says that they are done.
+
+    The driver of ranks in lock-step owns the barrier: each rank launches on a device of this kind, the driver prices
+    the step of the whole group and calls `finish_at`. On its own a rank has a `PricedDevice`.
+
+    Args:
+        block_size: tokens of a KV block, the scheduler's.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size)
+        self._pending: deque[tuple[int, StepResult]] = deque()
+        self._launched: tuple[Batch, StepResult] | None = None
+
+    # --- Device -----------------------------------------------------------------------------------------------------
+
+    def launch(self, item: Forward, now_ns: int) -> None:
+        """Take `item`; `batch` says what it costs, and `finish_at` is still to be called."""
+        if self._launched is not None:
+            raise InvariantError("launched twice without finish_at: nobody priced the first item")
+        units = item.units
+        self._launched = (Batch(units.start, units.num_tokens), self.answer(units))
+
+    @property
+    def batch(self) -> Batch | None:
+        """What was launched and has no end yet; None: nothing."""
+        return None if self._launched is None else self._launched[0]
+
+    def finish_at(self, ready_ns: int) -> None:
+        """Say when the launched item is done."""
+        if self._launched is None:
+            raise InvariantError("finish_at without a launched item")
+        self._pending.append((ready_ns, self._launched[1]))
+        self._launched = None
+
+    def poll(self, now_ns: int) -> list[StepResult]:
+        """See `Device.poll`."""
+        ready = []
+        while self._pending and self._pending[0][0] <= now_ns:
+            ready.append(self._pending.popleft()[1])
+        return ready
+
+    def ready_at_ns(self) -> int | None:
+        """See `Device.ready_at_ns`; None also while a launched item has no end yet."""
+        return self._pending[0][0] if self._pending else None
+
+    # --- many rounds at once ----------------------------------------------------------------------------------------
+
+    def rounds_until_finish(self, slots: Slots, num_computed: Int32s) -> int:
+        """Coming decode rounds, up to the first that ends a script and with it; 0: nobody knows before the next.
+
+        Args:
+            slots: int64[n], the scheduler's running sequences, nothing in flight.
+            num_computed: int32[n], their tokens with KV.
+        """
+        if len(slots) == 0:
+            return 0
+        try:
+            ends_at = self._ends_at.take(slots)
+        except IndexError:
+            return 0  # a slot in which nothing was ever launched
+        return max(int((ends_at - num_computed).min()), 0)
+
+    def complete_rounds(
+        self, slots: Slots, num_computed: Int32s, num_rounds: int
+    ) -> tuple[dict[int, bytes], list[int]]:
+        """The effect of launching `num_rounds` decode rounds, at most `rounds_until_finish`.
+
+        Returns:
+            What `Scheduler.advance` is given: by slot, the packed hashes of the generated blocks that they fill; and
+            the slots whose scripts end in the last of them.
+        """
+        end = num_computed + num_rounds
+        told = {}
+        for row in _true_rows(end >= self._fills_at.take(slots)):
+            packed = self._fill(int(slots[row]), int(end[row]))
+            if packed:
+                told[int(slots[row])] = packed
+        finished: list[int] = slots.take(_true_rows(end >= self._ends_at.take(slots))).tolist()
+        for slot in finished:
+            self.forget(int(self._serial[slot]))
+        return told, finished
 
 
 def _true_rows(column: NDArray[np.bool_]) -> list[int]:

@@ -155,6 +155,15 @@ class Roofline:
 
     # --- stages -----------------------------------------------------------------------------------------------------
 
+    @property
+    def popularity(self) -> NDArray[np.float64] | None:
+        """See `StageCostModel.popularity`: the mean over layers."""
+        if self._gating is None:
+            return None
+        chances = self._gating.hit.sum(axis=1).mean(axis=0)
+        popularity: NDArray[np.float64] = chances / chances.sum()
+        return popularity
+
     def attention_ns(self, layer: int, batch: Batch) -> int:
         """See `StageCostModel.attention_ns`."""
         g = next(g for g, group in enumerate(self._groups) if layer in group.layers)

@@ -68,13 +68,17 @@ class StagedEngine:
     Args:
         times: of the stages.
         network: which; its sizes say how many layers and experts there are.
+
+    Attributes:
+        network, popularity: see `StageCostModel`.
     """
 
     def __init__(self, times: StageTimes, network: Network) -> None:
         assert network.experts is not None, "the staged engines run Mixture-of-Experts networks"
+        self.network = network
+        self.popularity = zipf_popularity(network.experts.num_experts, times.zipf)
         self._times, self._num_layers, self._experts = times, network.num_layers, network.experts
-        popularity = zipf_popularity(network.experts.num_experts, times.zipf)
-        self._gating = even_gating(popularity, network.experts.top_k)
+        self._gating = even_gating(self.popularity, network.experts.top_k)
         self._head = Kernels(network, A100, num_ep_ranks=1)
         self._step_of: dict[tuple[int, int], int] = {}
 

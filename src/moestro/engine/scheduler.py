@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
 from moestro.core.request import FinishReason, Request
-from moestro.core.views import BatchLimits, BatchView
+from moestro.core.views import LS, BatchLimits, BatchView
 from moestro.core.work import Int32s, Plan, Slots, StepResult
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.emitted import Emitted, SchedulerCounts
@@ -22,7 +22,7 @@ from moestro.engine.entering import Candidate, Entrance
 from moestro.engine.evicting import Eviction, Recall
 from moestro.engine.policy_views import PolicyViews
 from moestro.engine.rounds import TAKE, Horizon, block_events, blocks_taken, rounds_that_fit
-from moestro.engine.sequences import Sequence, SequenceTable
+from moestro.engine.sequences import BlockContent, Sequence, SequenceTable
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.units import make_units
 from moestro.engine.waiting import WaitingQueue
@@ -46,6 +46,7 @@ class Scheduler:
     def __init__(self, settings: SchedulerSettings, recall: Recall | None = None) -> None:
         self.settings = settings
         self.pool = BlockPool(settings.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
+        self.contents: dict[bytes, BlockContent] | None = None  # of blocks that were filled, for whoever empties it
         self.table = SequenceTable(settings.num_slots, settings.max_model_len, settings.block_size)
         policies = settings.make_policies()
         self.batch, self._order = policies.batch, policies.order
@@ -108,6 +109,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
         return bool(len(self.waiting) or len(self.table.running))
+
+    @property
+    def has_urgent_prompts(self) -> bool:
+        """Whether a latency-sensitive sequence waits, or has no token yet and no unit in flight."""
+        return self.waiting.num_ls > 0 or bool(self.table.has_no_token(self.table.idle(LS)).any())
 
     # --- schedule ---------------------------------------------------------------------------------------------------
 
@@ -259,6 +265,8 @@ class Scheduler:
         if sequence.request.token_ids is not None:
             sequence.extend_hashes(num_full, block_size, table.token_ids[slot])
         first, end = int(table.next_full_at[slot]) // block_size - 1, min(num_full, len(sequence.hashes))
+        if self.contents is not None:
+            self.contents.update(sequence.contents(first, end, table.token_ids[slot], block_size))
         self.pool.remember(sequence.blocks[first:end], sequence.hashes[first:end])
         table.remembered(slot, end)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,14 @@ from moestro.engine.logit_edits import SequenceEdits, join_edits
 
 _NOTHING = np.empty(0, np.int32)
 NEVER = np.iinfo(np.int32).max
+
+
+class BlockContent(NamedTuple):
+    """What is in a full block, and which one is before it; None: a prompt begins with it, under this salt if any."""
+
+    parent: bytes | None
+    token_ids: bytes
+    cache_salt: str | None
 
 
 class Sequence:
@@ -76,6 +85,23 @@ class Sequence:
     def readable_hashes(self) -> list[bytes]:
         """Hashes under which it may read cached blocks: none while prompt logprobs are to be computed."""
         return [] if self.prompt_logprobs is not None else self.hashes
+
+    def contents(
+        self, first: int, end: int, token_row: NDArray[np.int32], block_size: int
+    ) -> dict[bytes, BlockContent]:
+        """What is in its blocks `first` .. `end` - 1, by name.
+
+        Args:
+            token_row: int32, the sequence's tokens by position.
+        """
+        return {
+            self.hashes[at]: BlockContent(
+                self.hashes[at - 1] if at else None,
+                token_row[at * block_size : (at + 1) * block_size].tobytes(),
+                None if at else self.request.cache_salt,
+            )
+            for at in range(first, end)
+        }
 
     def extend_hashes(self, num_blocks: int, block_size: int, token_row: NDArray[np.int32] | None) -> None:
         """Make the hashes of the first `num_blocks` full blocks known, as far as the tokens are.
@@ -303,6 +329,11 @@ class SequenceTable:
         """Slots of `service_class` with a unit in flight, in order of admission."""
         slots = self._of_class(service_class)
         return slots[self.num_in_flight.take(slots) > 0]
+
+    def has_no_token(self, slots: Slots) -> NDArray[np.bool_]:
+        """Which of `slots` have generated nothing."""
+        has_none: NDArray[np.bool_] = self.num_tokens.take(slots) == self.num_prompt.take(slots)
+        return has_none
 
     def _of_class(self, service_class: int) -> Slots:
         slots: Slots = self.running[self.service_class.take(self.running) == service_class]

@@ -6,7 +6,7 @@ import signal
 
 import msgspec
 
-from moestro.config import PacedSettings, SchedulerLimits, SteppingSettings
+from moestro.config import KvEventsSettings, PacedSettings, SchedulerLimits, SteppingSettings
 from moestro.model.settings import ModelSettings
 
 STACK_DUMP = signal.SIGUSR1  # a rank that has loaded answers it with the stacks of all its threads, on stderr
@@ -24,3 +24,4 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     limits: SchedulerLimits
     stepping: SteppingSettings
     paced: PacedSettings | None = None
+    kv_events: KvEventsSettings | None = None

@@ -23,10 +23,14 @@ from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch, CostModel
 from moestro.cost.networks import Network
+from moestro.cost.priced_stages import PricedStages
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.tables import MeasuredCost, load_table
+from moestro.engine.rank import Rank
 from moestro.errors import ConfigError
+from moestro.serve.launch_spec import LaunchSpec
 from moestro.serve.messages import ModelInfo
+from moestro.serve.rank_process import make_preemptive_rank, make_rank
 
 # What answers without arithmetic say over and over; it begins with a space, so that its end and beginning join.
 WORDS = (
@@ -119,15 +123,23 @@ class NetworkAnswers:
         return result
 
 
-def cost_of(paced: PacedSettings) -> CostModel:
-    """What steps take.
+def make_paced_rank(spec: LaunchSpec, paced: PacedSettings, answers: Answers, info: ModelInfo) -> Rank:
+    """The rank that `spec` asks for, in either mode.
 
     Raises:
         ConfigError: nothing is known of the GPU or the network.
     """
     if paced.table is not None:
-        return MeasuredCost(load_table(paced.table))
-    return Roofline(RooflineSettings(network=network_named(paced.network), gpu=gpu_named(paced.gpu)))
+        return make_rank(spec, PacedDevice(MeasuredCost(load_table(paced.table)), answers), info)
+    roofline = Roofline(RooflineSettings(network=network_named(paced.network), gpu=gpu_named(paced.gpu)))
+    if spec.stepping.mode == "fused":
+        return make_rank(spec, PacedDevice(roofline, answers), info)
+
+    def answer(units: Units, now_ns: int) -> StepResult:
+        return answers.of(Forward(units), now_ns)
+
+    max_tokens = spec.limits.max_num_batched_tokens
+    return make_preemptive_rank(spec, PricedStages(roofline, max_tokens, answer), info)
 
 
 def num_blocks_of(paced: PacedSettings, model: ModelSettings) -> int | None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from moestro.engine.rank import Rank
 from moestro.serve.launch_spec import LaunchSpec
 from moestro.serve.messages import ModelInfo
-from moestro.serve.paced import FixedAnswers, PacedDevice, cost_of, paced_info, read_words
-from moestro.serve.rank_process import OnPhase, make_rank, run_process
+from moestro.serve.paced import FixedAnswers, make_paced_rank, paced_info, read_words
+from moestro.serve.rank_process import OnPhase, run_process
 
 
 def _build(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
@@ -17,7 +17,7 @@ def _build(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
     on_phase("price")
     words, vocab_size = read_words(Path(spec.paced.tokenizer or spec.model.model))
     info = paced_info(spec.paced, spec.model, vocab_size)
-    return make_rank(spec, PacedDevice(cost_of(spec.paced), FixedAnswers(words)), info), info
+    return make_paced_rank(spec, spec.paced, FixedAnswers(words), info), info
 
 
 if __name__ == "__main__":

@@ -176,6 +176,7 @@ def _request(ids: Sequence[int], options: Options, model: ServedModel, request_i
         token_ids=tokens.tobytes(),
         block_hashes=hash_blocks(key, tokens, model.info.block_size),
         hash_key=key,
+        cache_salt=options.cache_salt,
         priority=options.priority,
         service_class=options.service_class,
         user=options.user,

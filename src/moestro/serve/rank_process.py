@@ -12,14 +12,19 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 
+from moestro.core.stages import StagedDevice
 from moestro.core.work import Device
-from moestro.engine.rank import Rank, build_rank
+from moestro.engine.cache_events import CacheEvents
+from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError, MoestroError
+from moestro.policy.stepping.registry import make_step_policy
 from moestro.serve.channel import Channel
+from moestro.serve.kv_publisher import KvPublisher
 from moestro.serve.launch_spec import STACK_DUMP, LaunchSpec
 from moestro.serve.messages import Failed, ModelInfo, Phase, Ready, identity_of
 from moestro.serve.rank_loop import run_rank
@@ -41,8 +46,9 @@ def run_process(build: Callable[[LaunchSpec, OnPhase], tuple[Rank, ModelInfo]]) 
     channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno())
     try:
         rank, info = build(spec, _PhaseTimer(spec.launched_ns, channel))
+        publish = _publish(spec, rank)
         channel.send(Ready(info))
-        run_rank(rank, channel, time.monotonic_ns)
+        run_rank(rank, channel, time.monotonic_ns, publish)
     except Exception as error:
         if not isinstance(error, ConfigError):
             traceback.print_exc()
@@ -52,6 +58,15 @@ def run_process(build: Callable[[LaunchSpec, OnPhase], tuple[Rank, ModelInfo]]) 
         return 0
     finally:
         channel.close()
+
+
+def _publish(spec: LaunchSpec, rank: Rank) -> Callable[[], None]:
+    """What is to be called after each step: it tells others what the prefix cache holds, if that is wanted."""
+    if spec.kv_events is None:
+        return lambda: None
+    scheduler = rank.scheduler
+    publisher = KvPublisher(spec.kv_events, spec.rank, CacheEvents(scheduler), scheduler.settings.block_size)
+    return publisher.publish
 
 
 class _PhaseTimer:
@@ -70,6 +85,13 @@ class _PhaseTimer:
 def make_rank(spec: LaunchSpec, device: Device, info: ModelInfo) -> Rank:
     """The rank that `spec` asks for in `fused` mode, on `device`."""
     return build_rank(scheduler_settings(spec, info), device)
+
+
+def make_preemptive_rank(spec: LaunchSpec, device: StagedDevice, info: ModelInfo, launch_ahead: int = 1) -> Rank:
+    """The rank that `spec` asks for in `preemptive` mode, on `device`, with as many places for each class."""
+    settings = replace(scheduler_settings(spec, info), max_num_urgent_seqs=spec.limits.max_num_seqs)
+    policy = make_step_policy(spec.stepping.step_policy, spec.stepping.max_be_wait)
+    return build_preemptive_rank(settings, device, policy, launch_ahead, passes_decodes=spec.stepping.pass_decodes)
 
 
 def scheduler_settings(spec: LaunchSpec, info: ModelInfo) -> SchedulerSettings:

@@ -139,6 +139,7 @@ class _Server:
             limits=self._settings.limits,
             paced=self._settings.paced,
             stepping=self._settings.stepping,
+            kv_events=self._settings.kv_events,
         )
 
     async def _load(self, engines: Engines) -> tuple[ServedModel, list[ModelInfo]]:

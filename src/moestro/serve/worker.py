@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import replace
 
 import msgspec
 
 from moestro.core.work import Device
-from moestro.engine.rank import Rank, build_preemptive_rank
-from moestro.flow.core import StepPolicy
+from moestro.engine.rank import Rank
 from moestro.model.device import open_device
 from moestro.model.info import LoadedInfo
 from moestro.model.staged_open import open_staged_device
-from moestro.policy.stepping.basic import in_order
-from moestro.policy.stepping.qllm import ExpertLevelPreemption
 from moestro.serve.launch_spec import LaunchSpec
 from moestro.serve.messages import ModelInfo
-from moestro.serve.paced import PACED_NOTE, NetworkAnswers, PacedDevice, cost_of, num_blocks_of
-from moestro.serve.rank_process import OnPhase, make_rank, run_process, scheduler_settings
+from moestro.serve.paced import PACED_NOTE, NetworkAnswers, make_paced_rank, num_blocks_of
+from moestro.serve.rank_process import OnPhase, make_preemptive_rank, make_rank, run_process
 
 
 def _build(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
-    if spec.stepping.mode == "preemptive":
+    if spec.stepping.mode == "preemptive" and spec.paced is None:
         return _build_preemptive(spec, on_phase)
     model = spec.model
     if spec.paced is not None:  # the demo network computes, in as many blocks as the device that is played has
@@ -31,8 +27,9 @@ def _build(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
     loaded: tuple[Device, LoadedInfo] = open_device(model, on_phase, spec.rank)
     device, info = loaded[0], _model_info(spec.model.model, loaded[1])
     if spec.paced is not None:
-        device = PacedDevice(cost_of(spec.paced), NetworkAnswers(device))
+        answers = NetworkAnswers(device)
         info = msgspec.structs.replace(info, device=spec.paced.device, notes=(*info.notes, PACED_NOTE))
+        return make_paced_rank(spec, spec.paced, answers, info), info
     return make_rank(spec, device, info), info
 
 
@@ -41,13 +38,7 @@ def _build_preemptive(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelI
     max_tokens, max_bytes = limits.max_num_batched_tokens, stepping.max_parked_bytes
     device, loaded = open_staged_device(spec.model, max_tokens, max_bytes, on_phase, spec.rank)
     info = _model_info(spec.model.model, loaded)
-    policy: StepPolicy = in_order
-    if stepping.step_policy == "qllm":
-        wait_ns = None if math.isinf(stepping.max_be_wait) else round(stepping.max_be_wait * 1e9)
-        policy = ExpertLevelPreemption(max_wait_ns=wait_ns)
-    settings = replace(scheduler_settings(spec, info), max_num_urgent_seqs=limits.max_num_seqs)
-    launch_ahead = 1 if device.works_when_polled else 2
-    return build_preemptive_rank(settings, device, policy, launch_ahead), info
+    return make_preemptive_rank(spec, device, info, launch_ahead=1 if device.works_when_polled else 2), info
 
 
 def _model_info(model_id: str, info: LoadedInfo) -> ModelInfo:

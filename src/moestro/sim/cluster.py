@@ -14,7 +14,8 @@ from moestro.engine.emitted import Emitted
 from moestro.engine.sequences import Sequence as EngineSequence
 from moestro.errors import RequestError
 from moestro.sim.arrivals import Arrivals, AtTimes
-from moestro.sim.group import Group, Seat
+from moestro.sim.engine import Ranks
+from moestro.sim.group import Seat
 from moestro.sim.results import ANSWERED, Results
 from moestro.sim.signals import AT_ONCE, Signals, SignalSettings
 from moestro.sim.world import Kind, World
@@ -63,7 +64,7 @@ class Cluster:
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[Ranks],
         router: Router,
         signals: SignalSettings = AT_ONCE,
         on_arrival: Callable[[], None] | None = None,

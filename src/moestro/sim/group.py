@@ -19,7 +19,7 @@ from moestro.core.clock import FOREVER_NS
 from moestro.core.request import Request
 from moestro.core.script import Script
 from moestro.core.work import Int32s, Plan, Slots
-from moestro.cost.priced_device import ScriptedDevice
+from moestro.cost.priced_device import ScriptedDevice, Scripts
 from moestro.engine.emitted import Emitted
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.rank import Rank
@@ -55,17 +55,16 @@ class Seat:
 
     Attributes:
         rank: the production one.
-        device: answers its items from scripts; the group says when.
+        scripts: what is to come of its sequences.
         plan: of the step under way; None: it idles in it, or the group is in a jump.
         running, computed: int64[n], int32[n], of the jump under way: who decodes, and from which position on.
         kv_events: what the rank has said of its prefix cache and nobody took yet; None: it says nothing.
     """
 
-    __slots__ = ("computed", "device", "kv_events", "plan", "rank", "running")
+    __slots__ = ("computed", "kv_events", "plan", "rank", "running", "scripts")
 
-    def __init__(self, settings: SchedulerSettings) -> None:
-        self.device = ScriptedDevice(settings.block_size)
-        self.rank = Rank(Scheduler(settings), FusedExecutor(self.device))
+    def __init__(self, rank: Rank, scripts: Scripts) -> None:
+        self.rank, self.scripts = rank, scripts
         self.plan: Plan | None = None
         self.running: Slots = _NO_SLOTS
         self.computed: Int32s = _NOBODY
@@ -81,6 +80,36 @@ class Seat:
         if journal and self.kv_events is not None:
             self.kv_events.extend(KvEvent(int(ends[e.round]), e.is_stored, e.block_hash) for e in journal)
             journal.clear()
+
+    def add(self, request: Request, script: Script, now_ns: int) -> int:
+        """Put a request in the waiting queue. Returns its serial.
+
+        Raises:
+            RequestError: it is refused; nothing has changed.
+        """
+        serial = self.rank.add(request, now_ns)
+        self.scripts.expect(serial, script)
+        return serial
+
+    def forget_ended(self, emitted: Emitted) -> None:
+        """Drop the scripts of the sequences that have ended."""
+        for sequence, reason in zip(emitted.sequences, emitted.finish_reasons, strict=True):
+            if reason is not None:
+                self.scripts.forget(sequence.serial)
+
+
+class FusedSeat(Seat):
+    """A rank of a group that keeps step.
+
+    Attributes:
+        device: answers its items from scripts; the group says when.
+    """
+
+    __slots__ = ("device",)
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.device = ScriptedDevice(settings.block_size)
+        super().__init__(Rank(Scheduler(settings), FusedExecutor(self.device)), self.device)
 
 
 class Group:
@@ -101,7 +130,7 @@ class Group:
     """
 
     def __init__(self, settings: SchedulerSettings, prices: Prices, *, jump: bool = True) -> None:
-        self.seats = [Seat(settings) for _ in range(prices.num_ranks)]
+        self.seats = [FusedSeat(settings) for _ in range(prices.num_ranks)]
         self.next_ns: int | None = None
         self.began_ns = 0
         self.num_turns = 0
@@ -110,9 +139,7 @@ class Group:
         self._has_newcomer = False  # it will most likely enter: to ask how long nobody does is for nothing
         self.ends: Int64s | None = None
         self._num_taken = 0  # rounds of the jump that `catch_up` has taken
-        self._touched_ns = (
-            FOREVER_NS  # when the next round of it ends that takes or fills a block; only if they publish
-        )
+        self._touched_ns = FOREVER_NS  # when the next round ends that takes or fills a block; only if they publish
 
     def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
         """Put a request in the waiting queue of a rank; the jump under way ends with the round under way.
@@ -123,9 +150,7 @@ class Group:
         Raises:
             RequestError: it is refused; nothing has changed.
         """
-        taken = self.seats[seat]
-        serial = taken.rank.add(request, now_ns)
-        taken.device.expect(serial, script)
+        serial = self.seats[seat].add(request, script, now_ns)
         self._has_newcomer = True
         if self.next_ns is None:
             self.next_ns = now_ns
@@ -181,7 +206,7 @@ class Group:
                 num_rounds = min(num_rounds, self._num_taken + quiet)
         return int(self.ends[num_rounds]) if num_rounds < len(self.ends) else FOREVER_NS
 
-    def _advance(self, seat: Seat, num_ended: int) -> Emitted:
+    def _advance(self, seat: FusedSeat, num_ended: int) -> Emitted:
         """Take the rounds of the jump up to number `num_ended` that were not taken yet."""
         assert self.ends is not None, "a jump is under way"
         num_rounds = num_ended - self._num_taken
@@ -190,7 +215,7 @@ class Group:
         seat.publish_rounds(self.ends[self._num_taken : num_ended])
         return emitted
 
-    def _collect(self, seat: Seat, now_ns: int) -> Emitted:
+    def _collect(self, seat: FusedSeat, now_ns: int) -> Emitted:
         seat.plan = None
         if self.ends is None:
             emitted = seat.rank.collect(now_ns)
@@ -199,9 +224,7 @@ class Group:
             emitted = self._advance(seat, len(self.ends))
         else:
             return Emitted()
-        for sequence, reason in zip(emitted.sequences, emitted.finish_reasons, strict=True):
-            if reason is not None:
-                seat.device.forget(sequence.serial)
+        seat.forget_ended(emitted)
         return emitted
 
     def _steady(self, now_ns: int) -> Horizon:

@@ -6,22 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from moestro.cluster.router import Router
 from moestro.cluster.settings import EngineSpec, RouterSettings
 from moestro.cost.capacity import kv_blocks
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
+from moestro.cost.staged_engines import QLLM, StagedEngine
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.engine.settings import SchedulerSettings
-from moestro.policy.routing.registry import make_policy
+from moestro.errors import ConfigError
+from moestro.policy.routing.registry import policy_from
+from moestro.policy.stepping.registry import make_step_policy
 from moestro.sim.arrivals import Arrivals
 from moestro.sim.cluster import Cluster, Workload
+from moestro.sim.engine import Ranks
 from moestro.sim.group import Group
 from moestro.sim.incoming import describe, make_workload
 from moestro.sim.prices import Barrier, OneRank, Prices
 from moestro.sim.results import Results
 from moestro.sim.settings import EngineSettings, PolicySettings, SimSettings
+from moestro.sim.staged import StagedRank
 from moestro.workload.requests import RequestForm, RequestMaker
 
 OnArrival = Callable[[], None] | None
@@ -53,7 +60,7 @@ def make_scenario(settings: SimSettings, directory: Path) -> Scenario:
     """What `settings` describe; relative paths are looked for in `directory`.
 
     Raises:
-        ConfigError: a name is not known, a file cannot be read, a request cannot fit.
+        ConfigError: a name is not known, a file cannot be read, a request can never fit into an engine.
     """
     rows, arrivals = make_workload(settings.workload, directory, settings.seed)
     form = RequestForm(
@@ -61,10 +68,12 @@ def make_scenario(settings: SimSettings, directory: Path) -> Scenario:
         max_tokens=settings.workload.max_tokens,
         names_blocks=settings.engines.enable_prefix_caching,
     )
+    workload, bounds = RequestMaker(rows, form), make_bounds(settings.engines)
+    _check_fit(workload, bounds.max_model_len)
     return Scenario(
-        workload=RequestMaker(rows, form),
+        workload=workload,
         arrivals=arrivals,
-        bounds=make_bounds(settings.engines),
+        bounds=bounds,
         prices=make_prices(settings.engines, directory),
         num_groups=settings.engines.count,
         source=describe(settings.workload),
@@ -72,15 +81,43 @@ def make_scenario(settings: SimSettings, directory: Path) -> Scenario:
     )
 
 
+def _check_fit(workload: RequestMaker, max_model_len: int) -> None:
+    """Raise ConfigError if every engine would refuse a request: a comparison without it is not what was asked for."""
+    num_tokens = workload.rows.num_prompt_tokens + workload.max_tokens
+    too_long = np.flatnonzero(num_tokens > max_model_len)
+    if len(too_long):
+        row = int(too_long[num_tokens[too_long].argmax()])
+        raise ConfigError(
+            f"{len(too_long)} of {len(workload)} requests never fit into an engine, which takes {max_model_len:,}"
+            f" tokens of prompt and answer: the longest, row {row}, has a prompt of"
+            f" {int(workload.rows.num_prompt_tokens[row]):,} and asks for up to {workload.max_tokens:,} more. Raise"
+            " [engines] max_model_len or num_blocks, lower [workload] max_tokens, or leave such rows out"
+        )
+
+
 def make_prices(engines: EngineSettings, directory: Path = Path()) -> Prices:
     """What steps of these engines cost."""
     if engines.table is not None:
         return OneRank(MeasuredCost(load_table(directory / engines.table)))
+    if engines.engine is not None:
+        return OneRank(_staged_engine(engines))
+    roofline = _roofline(engines)
+    return OneRank(roofline) if engines.ep_ranks == 1 else Barrier(roofline)
+
+
+def _staged_engine(engines: EngineSettings) -> StagedEngine:
+    network = network_named(engines.network)
+    if network.experts is None:
+        raise ConfigError(f"[engines] engine = 'qllm' runs networks with experts, which {network.name} has not")
+    return StagedEngine(QLLM, network)
+
+
+def _roofline(engines: EngineSettings) -> Roofline:
     host = HostCost(
         step_ns=VLLM_HOST.step_ns if engines.host_step_us is None else engines.host_step_us * 1e3,
         sequence_ns=VLLM_HOST.sequence_ns if engines.host_sequence_us is None else engines.host_sequence_us * 1e3,
     )
-    roofline = Roofline(
+    return Roofline(
         RooflineSettings(
             network=network_named(engines.network),
             gpu=gpu_named(engines.gpu),
@@ -88,7 +125,6 @@ def make_prices(engines: EngineSettings, directory: Path = Path()) -> Prices:
             num_ep_ranks=engines.ep_ranks,
         )
     )
-    return OneRank(roofline) if engines.ep_ranks == 1 else Barrier(roofline)
 
 
 def make_bounds(engines: EngineSettings) -> SchedulerSettings:
@@ -120,17 +156,26 @@ def run(scenario: Scenario, policy: PolicySettings, settings: SimSettings, on_ar
     bounds = replace(
         scenario.bounds,
         scheduling_policy=policy.scheduling_policy,
-        scheduling_policy_settings=policy.scheduling_policy_settings,
         batch_policy=policy.batch_policy,
-        batch_policy_settings=policy.batch_policy_settings,
         evict_policy=policy.evict_policy,
     )
-    groups = [Group(bounds, scenario.prices) for _ in range(scenario.num_groups)]
+    groups = [_make_ranks(bounds, scenario.prices, policy, settings.engines) for _ in range(scenario.num_groups)]
     router = Router(
-        make_policy(policy.route, **policy.route_settings),
+        policy_from(policy.route),
         RouterSettings(block_size=bounds.block_size, seed=settings.seed),
     )
     for _ in range(scenario.num_groups * scenario.prices.num_ranks):
         router.set_routable(router.add_engine(EngineSpec(num_blocks=bounds.num_blocks)), routable=True)
     cluster = Cluster(groups, router, policy.signals or settings.signals, on_arrival)
     return cluster.run(scenario.workload, scenario.arrivals)
+
+
+def _make_ranks(bounds: SchedulerSettings, prices: Prices, policy: PolicySettings, engines: EngineSettings) -> Ranks:
+    if policy.mode == "fused":
+        return Group(bounds, prices)
+    cost = _roofline(engines) if engines.engine is None else _staged_engine(engines)
+    return StagedRank(
+        replace(bounds, max_num_urgent_seqs=bounds.max_num_seqs),
+        cost,
+        make_step_policy(policy.step_policy, policy.max_be_wait_s),
+    )

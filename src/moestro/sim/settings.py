@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from moestro.config import Mode, StepPolicyName
 from moestro.errors import ConfigError
 from moestro.sim.signals import AT_ONCE, SignalSettings
 from moestro.workload.length_shapes import Shape
@@ -85,6 +86,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         count: groups of `ep_ranks` ranks each; the router sees every rank as an engine.
         ep_ranks: that share the experts and keep step.
         gpu, network: whose steps are priced, by the names that `cost` knows.
+        engine: `qllm`: priced as QLLM's engine with that network in 4 bits, whatever the GPU; num_blocks is then to be
+            given. Unset: a roofline.
         table: a file that `moestro calibrate` wrote, in place of these; num_blocks is then to be given.
         host_step_us, host_sequence_us: what the engine's own code adds to a step, and for each sequence in it; unset:
             vLLM's, as `cost` has it.
@@ -98,6 +101,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ep_ranks: int = 1
     gpu: str = "h20"
     network: str = "qwen3-30b-a3b"
+    engine: Literal["qllm"] | None = None
     table: str | None = None
     host_step_us: float | None = None
     host_sequence_us: float | None = None
@@ -115,8 +119,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("host_step_us", "host_sequence_us"):
             if (value := getattr(self, name)) is not None and not 0 <= value < float("inf"):
                 raise ConfigError(f"[engines] {name} must be 0 or more, got {value:g}")
-        if self.table is not None and (self.num_blocks is None or self.ep_ranks > 1):
-            raise ConfigError("[engines] a table prices ranks on their own, and needs num_blocks beside it")
+        if self.table is not None and self.engine is not None:
+            raise ConfigError("[engines] a table prices whole steps: give it, or engine")
+        if (self.table or self.engine) and (self.num_blocks is None or self.ep_ranks > 1):
+            what = "a table" if self.table else f"engine {self.engine!r}"
+            raise ConfigError(f"[engines] {what} prices ranks on their own, and needs num_blocks beside it")
 
 
 class PolicySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,20 +131,24 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     Attributes:
         name: in tables; unset: the routing policy's.
-        route, route_settings: which engine gets a request: a routing policy, and its own settings.
-        scheduling_policy, batch_policy, evict_policy: of each engine, by the names that `moestro serve` knows.
-        scheduling_policy_settings, batch_policy_settings: theirs.
+        route: which engine gets a request.
+        scheduling_policy, batch_policy, evict_policy: of each engine. All of them as `moestro serve` takes them, with
+            settings after a colon: `sjf:theta_age_s=5`.
+        mode: `fused`: a step is one forward pass. `preemptive`: latency-sensitive requests pass best-effort ones inside
+            it, on ranks on their own with as many places for each class; every stage is an event then, so this takes
+            longer, and the time of prefill is not told.
+        step_policy, max_be_wait_s: of `preemptive` mode, as `moestro serve` has them.
         signals: what the router hears, and how late; unset: the file's [signals].
     """
 
     name: str = ""
     route: str = "moestro"
-    route_settings: dict[str, object] = {}
     scheduling_policy: str = "fcfs"
-    scheduling_policy_settings: dict[str, float] = {}
     batch_policy: str = "decode_first"
-    batch_policy_settings: dict[str, float] = {}
     evict_policy: str = "last_in_order"
+    mode: Mode = "fused"
+    step_policy: StepPolicyName = "qllm"
+    max_be_wait_s: float = 1.0
     signals: SignalSettings | None = None
 
     @property
@@ -174,6 +185,12 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ConfigError(f"seed must not be negative, got {self.seed}")
+        if any(policy.mode == "preemptive" for policy in self.policies) and (
+            self.engines.table is not None or self.engines.ep_ranks > 1
+        ):
+            raise ConfigError(
+                "[[policies]] mode = 'preemptive' wants prices of stages, of ranks on their own: no table, ep_ranks 1"
+            )
         titles = [policy.title for policy in self.policies]
         if not titles or len(set(titles)) < len(titles):
             raise ConfigError(

@@ -19,7 +19,8 @@ from moestro.cluster.router import Router
 from moestro.core.views import FIGURES, Channel, EngineFigures
 from moestro.core.work import Int32s
 from moestro.errors import ConfigError
-from moestro.sim.group import Group, Int64s
+from moestro.sim.engine import Ranks
+from moestro.sim.group import Int64s
 
 NS_PER_MS = 1_000_000
 
@@ -103,7 +104,7 @@ class _Moment:
 class _Voice:
     """What one engine says of itself at any time that may still be asked for."""
 
-    def __init__(self, group: Group, seat: int) -> None:
+    def __init__(self, group: Ranks, seat: int) -> None:
         self._group = group
         self._rank = group.seats[seat].rank
         self._seat = group.seats[seat]
@@ -175,7 +176,7 @@ class Signals:
         settings: what it hears, and how late.
     """
 
-    def __init__(self, router: Router, engines: Sequence[tuple[Group, int]], settings: SignalSettings) -> None:
+    def __init__(self, router: Router, engines: Sequence[tuple[Ranks, int]], settings: SignalSettings) -> None:
         self._router = router
         self._engines = engines
         self._voices = [_Voice(group, seat) for group, seat in engines] if settings.channels else []

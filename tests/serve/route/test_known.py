@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from itertools import pairwise
 
 import pytest
 from serve.route.rig import CHAT, FakeEngine, Received, Wire, looped, rig
@@ -62,12 +63,12 @@ async def test_law_answers_are_the_same_whichever_borders_they_come_with():
         text, extension, trailer = next(todo), rng.choice(["", "", ";x=1"]), rng.choice(["", "", "T: 1\r\n"])
         spelt = rng.choice(["Transfer-Encoding", "transfer-encoding"])
         cuts = sorted({0, len(text), *rng.choices(range(len(text)), k=rng.randrange(4))})
-        chunks = [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        chunks = [text[a:b] for a, b in pairwise(cuts)]
         data = f"HTTP/1.1 200 OK\r\n{spelt}: chunked\r\n\r\n".encode()
         data += b"".join(b"%x%b\r\n%b\r\n" % (len(each), extension.encode(), each) for each in chunks)
         data += b"0\r\n%b\r\n" % trailer.encode()
         borders = sorted({0, len(data), *rng.choices(range(len(data)), k=rng.randrange(5))})
-        for start, end in zip(borders, borders[1:], strict=False):
+        for start, end in pairwise(borders):
             wire.write(data[start:end])
             await asyncio.sleep(0.001)
 

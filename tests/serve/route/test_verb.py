@@ -79,7 +79,7 @@ def test_a_request_is_explained_from_the_router_and_from_its_record(routed, caps
     answer = call(routed, "POST", "/v1/completions", {"prompt": "def f(x):"}, X_Request_Id="explain-me")
     assert answer.headers["x-request-id"] == "explain-me"
     record = routed.directory / "record.jsonl"
-    wait_until(lambda: b"explain-me" in record.read_bytes())
+    wait_until(lambda: any(b'"Story"' in line and b"explain-me" in line for line in record.read_bytes().splitlines()))
     told = []
     for place in (("--admin-url", admin_url(routed)), ("--record", str(record))):
         with pytest.raises(SystemExit) as ended:

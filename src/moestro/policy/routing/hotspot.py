@@ -13,16 +13,19 @@ Source: LMetric, section 5.2.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from moestro.core.hashing import HASH_BYTES
+from moestro.core.prefix_tree import PrefixTree, Run
 from moestro.errors import ConfigError
 from moestro.policy.routing.contract import Routed, RouteView
 from moestro.policy.routing.scoring import Counts, Mask, Scores
+
+_ALL = 0  # the one holder in the window's tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,31 +82,44 @@ class Alarm(NamedTuple):
     holder_share: float = 0.0
 
 
+class _Tracked:
+    """A class that is tracked: the run that ends with its block, and how many requests in a row scored lower on M."""
+
+    __slots__ = ("run", "streak")
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.streak = 0
+
+    def saved(self) -> int:
+        """Blocks that hits of this class can save in one window."""
+        return self.run.counts.get(_ALL, 0) * self.run.depth
+
+
 class HotspotDetector:
     """Watches the window; asked before each decision, told after it."""
 
     def __init__(self, settings: HotspotSettings) -> None:
         self._settings = settings
         self._window_ns = int(settings.window_s * 1e9)
-        self._window: deque[tuple[int, bytes]] = deque()
-        self._counts: Counter[bytes] = Counter()  # of each block, in how many of the window's prompts it is
-        self._streaks: dict[bytes, int] = {}  # of each tracked class's block
-        self._depths: dict[bytes, int] = {}
+        self._tree = PrefixTree()  # of the window's prompts
+        self._window: deque[tuple[int, Run | None]] = deque()
+        self._tracked: dict[bytes, _Tracked] = {}  # by their blocks
 
     def look(self, view: RouteView, scores: Scores | Counts) -> Alarm:
         """What this request's class does to the engines. `scores`: the product, [n]."""
         routable = view.engines.routable
         own = self.class_of(view.request.block_hashes)
-        if own is None or own.block not in self._streaks:
+        if own is None or own.block not in self._tracked:
             return Alarm(0, np.zeros(len(routable), np.bool_))
         holders = routable & (view.hit_tokens >= own.num_blocks * view.block_size)
         others = routable & ~holders
-        num_holders, num_others = int(holders.sum()), int(others.sum())
+        num_holders, num_others = int(np.count_nonzero(holders)), int(np.count_nonzero(others))
         outside = len(self._window) - own.num_requests
         # x / (1 - x) > |M| / |others|, without a division by nothing.
         first = num_holders > 0 and num_others > 0 and own.num_requests * num_others > num_holders * outside
         is_lower = first and bool(scores[holders].min() < scores[others].min())
-        second = is_lower and self._streaks[own.block] + 1 > 2 * num_holders
+        second = is_lower and self._tracked[own.block].streak + 1 > 2 * num_holders
         class_share = own.num_requests / len(self._window)
         return Alarm(
             own.num_blocks, holders, first, is_lower, second, class_share, num_holders / (num_holders + num_others)
@@ -113,65 +129,63 @@ class HotspotDetector:
         """A request was routed; `alarm_blocks` and `is_lower`: what `look` said of it."""
         hashes = event.request.block_hashes
         if alarm_blocks:
-            block = hashes[(alarm_blocks - 1) * HASH_BYTES : alarm_blocks * HASH_BYTES]
-            self._streaks[block] = self._streaks[block] + 1 if is_lower else 0
+            tracked = self._tracked[_block(hashes, alarm_blocks)]
+            tracked.streak = tracked.streak + 1 if is_lower else 0
         self._slide(event.now_ns)
-        self._window.append((event.now_ns, hashes))
-        self._counts.update(_blocks(hashes))
-        own = self.class_of(hashes)
-        if own is not None:
-            self._track(own)
+        last = self._tree.add(_ALL, hashes)
+        self._window.append((event.now_ns, last))
+        if last is not None:
+            self._track(last, hashes)
 
     def class_of(self, hashes: bytes) -> PrefixClass | None:
         """The class of a prompt, by the window as it is."""
-        blocks, num_requests = _blocks(hashes), len(self._window)
+        last, num_blocks = self._tree.find(hashes)
+        run = self._shared(last)
+        if run is None:
+            return None
+        num_blocks = min(run.depth, num_blocks)
+        return PrefixClass(_block(hashes, num_blocks), num_blocks, run.counts[_ALL])
+
+    def _shared(self, run: Run | None) -> Run | None:
+        """The last run, up to and with `run`, that enough of the window's requests have; None if nearly all do."""
+        num_requests = len(self._window)
         least = max(2, self._settings.min_share * num_requests)
-        low, high = 0, len(blocks)  # a block's count never exceeds its parent's: bisect for the last that has enough
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._counts.get(blocks[middle - 1], 0) >= least:
-                low = middle
-            else:
-                high = middle - 1
-        if low == 0:
+        while run is not None and run.counts[_ALL] < least:
+            run = run.parent
+        if run is None or run.counts[_ALL] > self._settings.max_share * num_requests:
             return None
-        count = self._counts[blocks[low - 1]]
-        if count > self._settings.max_share * num_requests:
-            return None
-        return PrefixClass(blocks[low - 1], low, count)
+        return run
 
     @property
     def num_tracked(self) -> int:
         """Classes tracked now."""
-        return len(self._streaks)
+        return len(self._tracked)
 
-    def _track(self, own: PrefixClass) -> None:
-        """Track the class, if it saves more than the least of those tracked, or there is room."""
-        if own.block in self._streaks:
+    def _track(self, last: Run, hashes: bytes) -> None:
+        """Track the class of a prompt of the window, if there is room, or it saves more than the least tracked."""
+        run = self._shared(last)
+        if run is None:
             return
-        if len(self._streaks) == self._settings.max_classes:
-            least = min(self._streaks, key=self._saved)
-            if self._saved(least) >= own.num_requests * own.num_blocks:
+        block, tracked = _block(hashes, run.depth), self._tracked
+        if block in tracked:
+            tracked[block].run = run  # another, if the class had left the window and come back
+            return
+        if len(tracked) == self._settings.max_classes:
+            least = min(tracked, key=lambda each: tracked[each].saved())
+            if tracked[least].saved() >= run.counts[_ALL] * run.depth:
                 return
-            del self._streaks[least], self._depths[least]
-        self._streaks[own.block], self._depths[own.block] = 0, own.num_blocks
-
-    def _saved(self, block: bytes) -> int:
-        """Blocks that hits of this class can save in one window."""
-        return self._counts.get(block, 0) * self._depths[block]
+            del tracked[least]
+        tracked[block] = _Tracked(run)
 
     def _slide(self, now_ns: int) -> None:
         """Let go of requests that are too old, or too many with one more."""
-        window, counts = self._window, self._counts
+        window = self._window
         while window and (window[0][0] < now_ns - self._window_ns or len(window) >= self._settings.max_requests):
-            for block in _blocks(window.popleft()[1]):
-                left = counts[block] - 1
-                if left:
-                    counts[block] = left
-                else:
-                    del counts[block]
+            last = window.popleft()[1]
+            if last is not None:
+                self._tree.drop(_ALL, last)
 
 
-def _blocks(hashes: bytes) -> list[bytes]:
-    """One `bytes` a block, and quickly: NumPy's void rows come out as bytes."""
-    return np.frombuffer(hashes, f"V{HASH_BYTES}").tolist()  # type: ignore[no-any-return]
+def _block(hashes: bytes, depth: int) -> bytes:
+    """The last of the first `depth` blocks."""
+    return hashes[(depth - 1) * HASH_BYTES : depth * HASH_BYTES]

@@ -76,8 +76,9 @@ def lowest(scores: Scores | Counts, among: Mask, draws: Draws) -> int:
     best = int(left.argmin())  # the first that is not a number, if any is
     if not math.isfinite(left[best]):
         return _lowest_finite(scores, np.flatnonzero(among), draws)
-    tied = np.flatnonzero(left == left[best])
-    return best if len(tied) == 1 else int(tied[draws.below(len(tied))])
+    is_tied = left == left[best]
+    num_tied = int(np.count_nonzero(is_tied))
+    return best if num_tied == 1 else int(np.flatnonzero(is_tied)[draws.below(num_tied)])
 
 
 def _lowest_finite(scores: Scores | Counts, rows: NDArray[np.int64], draws: Draws) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from enum import Enum, auto
 
 from moestro.cluster.health import Condition
 from moestro.cluster.retry_budget import RetryBudget
@@ -30,12 +29,9 @@ _LEFT_STATUS = 499  # nginx' word for a client that did not wait
 _LAST_EVENT = b"data: [DONE]"  # many clients hang up when they have read it
 
 
-class _Stage(Enum):
-    CHOOSING = auto()  # no engine has it
-    CONNECTING = auto()
-    WAITING = auto()  # sent; no byte of a body yet
-    ANSWERING = auto()  # bytes are on their way to the client
-    OVER = auto()
+# Where an exchange is: no engine has it; a connection is being made; it is sent, and no byte of a body has come; bytes
+# are on their way to the client; it is over. Plain numbers, for they are looked at a dozen times in every request.
+_CHOOSING, _CONNECTING, _WAITING, _ANSWERING, _OVER = range(5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,21 +74,11 @@ class Exchange:
         deadline_s: when it is given up unless something happens before; on `time.monotonic`.
     """
 
-    # What most exchanges never change is a default of the class: there are many of them.
-    _stage = _Stage.CHOOSING
-    _request: Request | None = None
-    _model: str | None = None
-    _engine: Engine | None = None
-    _decision: RouteDecision | None = None
-    _is_in_router = False
-    _connection: EngineConnection | None = None
-    _task: asyncio.Task[None] | None = None
-    _tried: tuple[int, ...] = ()
-    _num_retries = _num_lost = _mark = _status = 0
-    _why = ""
-    _head: AnswerHead | None = None
-    _length: int | None = None
-    _is_event_stream = False
+    __slots__ = (
+        "_arrival_ns", "_client", "_connection", "_decision", "_engine", "_head", "_idle_s", "_incoming",
+        "_is_event_stream", "_is_in_router", "_length", "_mark", "_model", "_num_lost", "_num_retries", "_request",
+        "_sent_ns", "_shared", "_stage", "_status", "_tail", "_task", "_tried", "_why", "deadline_s",
+    )  # fmt: skip
 
     def __init__(self, shared: Shared, client: Client, incoming: Incoming) -> None:
         self._shared = shared
@@ -100,13 +86,27 @@ class Exchange:
         self._incoming = incoming
         self._arrival_ns = self._sent_ns = now_ns = time.monotonic_ns()
         self._idle_s = shared.rules.idle_s
+        self._stage = _CHOOSING
+        self._request: Request | None = None
+        self._model: str | None = None
+        self._engine: Engine | None = None
+        self._decision: RouteDecision | None = None
+        self._is_in_router = False
+        self._connection: EngineConnection | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._tried: tuple[int, ...] = ()
+        self._num_retries = self._num_lost = self._mark = self._status = 0
+        self._why = ""
+        self._head: AnswerHead | None = None
+        self._length: int | None = None
         self._tail = bytearray()
+        self._is_event_stream = False
         self.deadline_s = now_ns * 1e-9 + shared.rules.first_byte_s
         shared.active[incoming.request_id] = self
 
     def start(self, request: Request, model: str | None) -> None:
         """Send the request to an engine that serves `model`."""
-        if self._stage is _Stage.OVER:
+        if self._stage == _OVER:
             return  # its client left while it was read
         self._request, self._model = request, model
         self._shared.budget.request()
@@ -120,9 +120,9 @@ class Exchange:
 
     def refuse(self, error: RequestError) -> None:
         """End it with an error of our own; an answer that has begun is cut off, a stream with the cause in it."""
-        if self._stage is _Stage.OVER:
+        if self._stage == _OVER:
             return
-        has_begun = self._stage is _Stage.ANSWERING
+        has_begun = self._stage == _ANSWERING
         self._release_engine(completed=False)
         self._shared.counts.refusals[error.code or error.error_type] += 1
         self._finish(error.http_status)
@@ -137,7 +137,7 @@ class Exchange:
         if self._engine is not None:
             self._engine.health.breaker.failed(self._mark, time.monotonic_ns())
             self._engine.counts.num_broken += 1
-        if self._stage is _Stage.ANSWERING:
+        if self._stage == _ANSWERING:
             self.refuse(_broken(f"the engine sent nothing for {rules.idle_s:g} s"))
         else:
             text = f"No engine began to answer within {rules.first_byte_s:g} s."
@@ -147,7 +147,7 @@ class Exchange:
 
     def client_left(self) -> None:
         """There is nobody to answer any more: the engine hears of it at once."""
-        if self._stage is _Stage.OVER:
+        if self._stage == _OVER:
             return
         is_whole = self._is_event_stream and self._tail.rstrip().endswith(_LAST_EVENT)  # only the end of HTTP's is due
         if self._engine is not None and not is_whole:
@@ -186,7 +186,7 @@ class Exchange:
         engine = self._engine
         assert engine is not None
         engine.last_byte_ns = now_ns
-        if self._stage is _Stage.WAITING:
+        if self._stage == _WAITING:
             self._begin(engine, now_ns)
         self.deadline_s = now_ns * 1e-9 + self._idle_s
         tail = self._tail
@@ -197,7 +197,7 @@ class Exchange:
 
     def done(self) -> None:
         """The answer is complete."""
-        if self._stage is _Stage.WAITING:
+        if self._stage == _WAITING:
             assert self._engine is not None
             self._begin(self._engine, time.monotonic_ns())  # it had no body
         self._release_engine(completed=True)
@@ -210,7 +210,7 @@ class Exchange:
         engine, now_ns = self._engine, time.monotonic_ns()
         assert engine is not None
         assert connection is not None
-        if self._stage is _Stage.ANSWERING:
+        if self._stage == _ANSWERING:
             engine.health.breaker.failed(self._mark, now_ns)
             engine.counts.num_broken += 1
             self._shared.fleet.look(engine, now_ns)
@@ -247,7 +247,7 @@ class Exchange:
             self._connect()
 
     def _connect(self) -> None:
-        self._stage = _Stage.CONNECTING
+        self._stage = _CONNECTING
         self._task = asyncio.get_running_loop().create_task(self._connect_and_send())
 
     async def _connect_and_send(self) -> None:
@@ -269,7 +269,7 @@ class Exchange:
         assert self._engine is not None
         incoming = self._incoming
         self._connection = connection
-        self._stage = _Stage.WAITING
+        self._stage = _WAITING
         self._sent_ns = time.monotonic_ns()
         connection.send(
             self._engine.head.of(incoming), incoming.body, self, is_bodiless=incoming.head.method == b"HEAD"
@@ -339,7 +339,7 @@ class Exchange:
         head, length = self._head, self._length
         assert head is not None
         status = head.status
-        self._stage = _Stage.ANSWERING
+        self._stage = _ANSWERING
         engine.num_streaming += 1
         if status < 300 and self._request is not None:
             self._shared.fleet.router.first_token(self._request.request_id, now_ns)
@@ -380,11 +380,11 @@ class Exchange:
         connection, self._connection = self._connection, None
         if connection is not None and not completed:
             connection.close()
-        if self._engine is not None and self._stage is _Stage.ANSWERING:
+        if self._engine is not None and self._stage == _ANSWERING:
             self._engine.num_streaming -= 1
 
     def _finish(self, status: int) -> None:
-        self._stage = _Stage.OVER
+        self._stage = _OVER
         self.deadline_s = float("inf")
         usage = usage_in(self._tail) if self._status == 200 else {}
         if usage:

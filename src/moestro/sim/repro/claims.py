@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import msgspec
-
 from moestro.sim.repro.lmetric import BASELINE, HALF, NETWORK, OUR_POLICY, PAPER_POLICY, RIVALS, Findings
+from moestro.sim.repro.reporting import Claim
 from moestro.sim.repro.testbed import Measured
-
-
-class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """One sentence of a paper beside our figure. `holds` None: it was not run."""
-
-    source: str
-    paper: str
-    ours: str
-    holds: bool | None
-    why: str = ""
 
 
 def claims_of(findings: Findings) -> list[Claim]:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moestro.errors import ConfigError
-from moestro.sim.repro.claims import Claim, claims_of
+from moestro.sim.repro.claims import claims_of
 from moestro.sim.repro.lmetric import Findings, Plan, Reproduction, merged
+from moestro.sim.repro.reporting import Claim, bar, write_result
 from moestro.sim.repro.show import print_findings
 
 
@@ -41,8 +41,7 @@ def reproduce_lmetric(console: Console, plan: Plan, traces: Path | None, out: Pa
     Raises:
         ConfigError: a load is not known, or its trace is not at hand; or nothing can be written to `out`.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with bar(console) as progress:
         task = progress.add_task("")
         reproduction = Reproduction(plan, traces, lambda what: progress.update(task, advance=1, description=what))
         missing = set(plan.sources or ()) - {source.name for source in reproduction.sources}
@@ -57,7 +56,7 @@ def reproduce_lmetric(console: Console, plan: Plan, traces: Path | None, out: Pa
             if part is None:
                 part = Part(replace(plan, sources=None), reproduction.run(source))
                 if out is not None:
-                    _write(part, _part_path(out, source.name))
+                    write_result(part, _part_path(out, source.name))
             else:
                 progress.advance(task, reproduction.num_runs(source))
             parts.append(part.findings)
@@ -89,13 +88,5 @@ def save(reproduced: Reproduced, directory: Path, name: str) -> Path:
         ConfigError: it cannot be written.
     """
     path = directory / f"{name}.json"
-    _write(reproduced, path)
+    write_result(reproduced, path)
     return path
-
-
-def _write(what: Reproduced | Part, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(what), indent=1) + b"\n")
-    except OSError as error:
-        raise ConfigError(f"--out {path.parent} cannot be written: {error}") from error

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from moestro.sim.repro.claims import Claim
 from moestro.sim.repro.lmetric import FIGURES, Cell, Findings
-
-_VERDICTS = {True: "[green]holds[/]", False: "[red]does not[/]", None: "[dim]not judged[/]"}
+from moestro.sim.repro.reporting import Claim, claims_table
 
 
 def print_findings(console: Console, findings: Findings, claims: Sequence[Claim]) -> None:
@@ -24,14 +22,6 @@ def print_findings(console: Console, findings: Findings, claims: Sequence[Claim]
     if findings.pairs:
         console.print(_pairs(findings))
     console.print(claims_table(claims))
-
-
-def claims_table(claims: Sequence[Claim]) -> Table:
-    """The paper's sentences beside our figures."""
-    table = Table("where", "the paper", "simulated here", "", title="What the paper says, and what was found")
-    for claim in claims:
-        table.add_row(claim.source, claim.paper, claim.ours, _VERDICTS[claim.holds])
-    return table
 
 
 def _table(cells: Sequence[Cell]) -> Table:

@@ -152,8 +152,8 @@ def measured(results: Results) -> Measured:
     requests = np.bincount(results.engine[counted], minlength=results.num_engines)
     return Measured(
         num_requests=len(results),
-        ttft_ms=_latency((results.first_token_ns - results.arrival_ns)[counted]),
-        tpot_ms=_latency(spans[gaps > 0] / gaps[gaps > 0]),
+        ttft_ms=latency_ms((results.first_token_ns - results.arrival_ns)[counted]),
+        tpot_ms=latency_ms(spans[gaps > 0] / gaps[gaps > 0]),
         hit_ratio=float(results.num_hit_tokens[counted].sum() / results.num_prompt_tokens[counted].sum()),
         request_imbalance=float(requests.max() / requests.mean()),
         prefill_imbalance=float(work.max() / work.mean()),
@@ -190,7 +190,8 @@ def _counted_prefill(results: Results, first_row: int) -> Floats:
     return results.prefill_seconds()[:, first : last + 1]
 
 
-def _latency(values_ns: NDArray[np.int64] | Floats) -> Latency:
+def latency_ms(values_ns: NDArray[np.int64] | Floats) -> Latency:
+    """Of these nanoseconds."""
     values = values_ns / 1e6
     return Latency(float(values.mean()), float(np.percentile(values, 50)), float(np.percentile(values, 99)))
 

@@ -1,0 +1,223 @@
+"""The device that works in stages, without the work: each piece takes what a cost model says, one after the other.
+
+It computes nothing. Which experts a token visits is drawn by a gate; what becomes of a unit at its end somebody else
+says: a script on virtual time, or whoever answers for a paced device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from moestro.core.stages import (
+    Attention,
+    AttentionDone,
+    Experts,
+    ExpertsDone,
+    Passage,
+    Sample,
+    StageItem,
+    StageResult,
+    StageShape,
+    Stopped,
+)
+from moestro.core.views import ATTENTION
+from moestro.core.work import StepResult, Units
+from moestro.cost.gate import Gate, token_keys
+from moestro.cost.model import Batch, Int64s, StageCostModel
+from moestro.cost.networks import Network
+
+# (units, now_ns) -> their result: called once for every unit that comes to its end.
+Answer = Callable[[Units, int], StepResult]
+
+_NUM_PLANS = 2  # inside at once: one that is parked, and one that passes it
+_NOWHERE = np.empty(0, np.int64)
+
+
+@dataclass(slots=True, eq=False)
+class _Launched:
+    """An item under way.
+
+    Attributes:
+        launched_ns, start_ns: when it was launched, and when its first piece begins: when those before it are done.
+        ends_ns: int64[p], when each of its pieces ends, counted from `start_ns`.
+        num_pieces: how many of them will be done; fewer than p once it was withdrawn.
+        stands: of a `Passage`: int64[p], layer * groups + group of each piece, groups as in a `QueueTable`.
+        counts: of a `Passage`: int64[num_layers, num_experts], tokens that visit each expert in its layers.
+    """
+
+    item: StageItem
+    launched_ns: int
+    start_ns: int
+    ends_ns: Int64s
+    num_pieces: int
+    stands: Int64s
+    counts: Int64s | None
+
+    @property
+    def ready_ns(self) -> int:
+        """When its last piece ends."""
+        return self.start_ns + (int(self.ends_ns[self.num_pieces - 1]) if self.num_pieces else 0)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether some of its pieces will not be done."""
+        return self.num_pieces < len(self.ends_ns)
+
+
+class PricedStages:
+    """A `core.stages.StagedDevice` by somebody's clock. A piece is one attention, one call of one expert, or the
+    sampler: what has begun ends, and nothing after it begins once an item is withdrawn.
+
+    Args:
+        cost: prices the pieces.
+        max_tokens: of one plan; twice as many may be inside the network.
+        answer: what becomes of units behind the last layer.
+
+    Attributes:
+        shape: what it offers.
+        works_when_polled: False.
+    """
+
+    works_when_polled = False
+
+    def __init__(self, cost: StageCostModel, max_tokens: int, answer: Answer) -> None:
+        self.shape = _shape_of(cost.network, _NUM_PLANS * max_tokens)
+        self._num_groups = 1 + self.shape.num_experts
+        self._cost = cost
+        self._answer = answer
+        popularity = cost.popularity
+        self._gate = None if popularity is None else Gate(popularity, self.shape.num_chosen)
+        self._launched: deque[_Launched] = deque()
+
+    def launch(self, item: StageItem, now_ns: int) -> None:
+        """See `StagedDevice.launch`."""
+        counts: Int64s | None = None
+        stands = _NOWHERE
+        match item:
+            case Attention():
+                durations = np.array([self._cost.attention_ns(item.layer, _batch(item.units))])
+            case Experts():
+                prices = [self._cost.expert_ns(num_rows) for num_rows in item.counts.tolist()]
+                durations = np.array(prices, np.int64)
+            case Passage():
+                counts = self._count(item)
+                durations, stands = self._pieces(item, counts)
+            case Sample():
+                durations = np.array([self._cost.sample_ns(len(item.units))])
+        start_ns = max(now_ns, self._launched[-1].ready_ns) if self._launched else now_ns
+        ends_ns = durations.cumsum()
+        self._launched.append(_Launched(item, now_ns, start_ns, ends_ns, len(ends_ns), stands, counts))
+
+    def poll(self, now_ns: int) -> list[StageResult]:
+        """See `StagedDevice.poll`."""
+        results: list[StageResult] = []
+        while self._launched and self._launched[0].ready_ns <= now_ns:
+            results.append(self._result(self._launched.popleft(), now_ns))
+        return results
+
+    def withdraw(self, now_ns: int) -> None:
+        """See `StagedDevice.withdraw`."""
+        free_at_ns = 0
+        for launched in self._launched:
+            launched.start_ns = max(launched.launched_ns, free_at_ns)
+            if isinstance(launched.item, Experts | Passage):
+                begins_ns = launched.start_ns + np.append(0, launched.ends_ns[:-1])
+                num_begun = int(np.searchsorted(begins_ns, now_ns)) if len(launched.ends_ns) else 0
+                launched.num_pieces = min(launched.num_pieces, num_begun)
+            free_at_ns = launched.ready_ns
+
+    def ready_at_ns(self) -> int | None:
+        """See `StagedDevice.ready_at_ns`."""
+        return self._launched[0].ready_ns if self._launched else None
+
+    # --- pieces -----------------------------------------------------------------------------------------------------
+
+    def _count(self, item: Passage) -> Int64s | None:
+        if self._gate is None:
+            return None
+        counts = np.zeros((self.shape.num_layers, self.shape.num_experts), np.int64)
+        layers = range(item.layer, min(item.until, self.shape.num_layers))
+        counts[layers.start : layers.stop] = self._gate.count(token_keys(item.units), layers)
+        counts[~np.array(self.shape.is_sparse)] = 0
+        return counts
+
+    def _pieces(self, item: Passage, counts: Int64s | None) -> tuple[Int64s, Int64s]:
+        """int64[p], int64[p]: what each piece of a passage takes, and where it is."""
+        first, last = item.layer, min(item.until, self.shape.num_layers)
+        prices = np.zeros((max(last - first, 0), self._num_groups), np.int64)
+        prices[:, ATTENTION] = self._attention_ns(_batch(item.units))[first:last]
+        exists = prices > 0
+        exists[:, ATTENTION] = True
+        if counts is not None:
+            num_rows, which = np.unique(counts[first:last], return_inverse=True)
+            priced = [self._cost.expert_ns(rows) if rows else 0 for rows in num_rows.tolist()]
+            prices[:, ATTENTION + 1 :] = np.array(priced)[which].reshape(last - first, -1)
+            exists[:, ATTENTION + 1 :] = counts[first:last] > 0
+        durations, stands = prices[exists], np.flatnonzero(exists) + first * self._num_groups
+        if item.until > self.shape.num_layers:
+            durations = np.append(durations, self._cost.sample_ns(len(item.units)))
+            stands = np.append(stands, self.shape.num_layers * self._num_groups)
+        return durations, stands
+
+    def _attention_ns(self, batch: Batch) -> Int64s:
+        """int64[num_layers], of each layer; those of a group are alike."""
+        attention_ns = np.empty(self.shape.num_layers, np.int64)
+        for group in self._cost.network.groups:
+            attention_ns[list(group.layers)] = self._cost.attention_ns(group.layers[0], batch)
+        return attention_ns
+
+    # --- results ----------------------------------------------------------------------------------------------------
+
+    def _result(self, launched: _Launched, now_ns: int) -> StageResult:
+        match launched.item:
+            case Attention(layer, units):
+                return AttentionDone(self._chosen(units, layer))
+            case Experts():
+                return ExpertsDone(launched.num_pieces)
+            case Sample(units):
+                return msgspec.structs.replace(self._answer(units, now_ns), expert_counts=None)
+            case Passage() as item:
+                if launched.is_cut:
+                    return self._stopped(launched, item.units)
+                if item.until > self.shape.num_layers:
+                    return msgspec.structs.replace(self._answer(item.units, now_ns), expert_counts=launched.counts)
+                return Stopped(item.until, None, 0, launched.counts)
+
+    def _stopped(self, launched: _Launched, units: Units) -> Stopped:
+        """A passage that was withdrawn, before the first piece that was not done."""
+        layer, group = divmod(int(launched.stands[launched.num_pieces]), self._num_groups)
+        first_open, counts = max(group - 1, 0), launched.counts
+        if counts is not None:
+            counts[layer : layer + 1, first_open:] = 0
+            counts[layer + 1 :] = 0
+        chosen = None if group == ATTENTION else self._chosen(units, layer)
+        return Stopped(layer, chosen, first_open, counts)
+
+    def _chosen(self, units: Units, layer: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]] | None:
+        if self._gate is None or not self.shape.is_sparse[layer]:
+            return None
+        return self._gate.choose(token_keys(units), layer)
+
+
+def _batch(units: Units) -> Batch:
+    return Batch(units.start, units.num_tokens)
+
+
+def _shape_of(network: Network, num_tokens: int) -> StageShape:
+    """As many rows and places as tokens may be inside."""
+    is_sparse = [False] * network.num_layers
+    for group in network.groups:
+        for layer in group.layers:
+            is_sparse[layer] = group.has_experts
+    return StageShape(
+        is_sparse=tuple(is_sparse),
+        num_experts=network.experts.num_experts if network.experts else 0,
+        num_chosen=network.experts.top_k if network.experts else 0,
+        num_rows=num_tokens,
+        num_places=num_tokens,
+    )

@@ -1,0 +1,34 @@
+"""`moestro repro qllm`: runs it under a progress bar, shows it, and keeps it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from moestro.sim.repro.qllm.claims import claims_of
+from moestro.sim.repro.qllm.experiment import Findings, Plan, num_runs, reproduce
+from moestro.sim.repro.qllm.show import print_findings
+from moestro.sim.repro.reporting import Claim, bar
+
+
+class Reproduced(msgspec.Struct, frozen=True):
+    """What is written to the result file."""
+
+    findings: Findings
+    claims: list[Claim]
+
+
+def reproduce_qllm(console: Console, plan: Plan, trace: Path | None) -> Reproduced:
+    """QLLM's figures and claims, simulated.
+
+    Raises:
+        ConfigError: the trace cannot be used.
+    """
+    with bar(console) as progress:
+        task = progress.add_task("", total=num_runs(plan))
+        findings = reproduce(plan, trace, lambda what: progress.update(task, advance=1, description=what))
+    claims = claims_of(findings)
+    print_findings(console, findings, claims)
+    return Reproduced(findings, claims)

@@ -1,0 +1,72 @@
+"""A rank in `preemptive` mode on virtual time: the production scheduler, flow and step policy over priced stages.
+
+Every item is an event of its own: rounds are not taken at once, as `Group` does. Whoever arrives is seen at once, as by
+a rank's loop that looks into its inbox after every piece; the piece under way then ends first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.request import Request
+from moestro.core.script import Script
+from moestro.cost.model import StageCostModel
+from moestro.cost.priced_device import Scripts
+from moestro.cost.priced_stages import PricedStages
+from moestro.engine.emitted import Emitted
+from moestro.engine.rank import build_preemptive_rank
+from moestro.engine.settings import SchedulerSettings
+from moestro.flow.core import StepPolicy
+from moestro.sim.group import Seat
+
+
+class StagedRank:
+    """One rank, which `sim.engine.Ranks` describes.
+
+    Args:
+        settings: of the rank.
+        cost: prices its stages.
+        policy: what its device runs next.
+
+    Attributes:
+        seats: its only one. Its `plan` stays None: steps overlap, and no time belongs to one plan alone.
+        num_turns: events so far.
+    """
+
+    def __init__(self, settings: SchedulerSettings, cost: StageCostModel, policy: StepPolicy) -> None:
+        scripts = Scripts(settings.block_size)
+        device = PricedStages(cost, settings.max_num_batched_tokens, lambda units, _: scripts.answer(units))
+        self._rank = build_preemptive_rank(settings, device, policy)
+        self.seats = [Seat(self._rank, scripts)]
+        self.next_ns: int | None = None
+        self.began_ns = 0
+        self.ends: NDArray[np.int64] | None = None
+        self.num_turns = 0
+
+    def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
+        """Put a request in the waiting queue: the rank looks at it now.
+
+        Returns:
+            Its serial.
+
+        Raises:
+            RequestError: it is refused; nothing has changed.
+        """
+        serial = self.seats[seat].add(request, script, now_ns)
+        self.next_ns = now_ns
+        return serial
+
+    def turn(self, now_ns: int) -> list[Emitted]:
+        """Take what is ready, and begin what comes next."""
+        self.began_ns = now_ns
+        self.num_turns += 1
+        emitted = self._rank.collect(now_ns)
+        self.seats[0].forget_ended(emitted)
+        self._rank.begin(now_ns)
+        self.next_ns = self._rank.ready_at_ns()
+        self.seats[0].publish_rounds((now_ns,))
+        return [emitted]
+
+    def catch_up(self, before_ns: int) -> None:
+        """Nothing is behind: every event is taken when it comes."""
