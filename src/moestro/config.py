@@ -18,13 +18,13 @@ from moestro.model.settings import DeviceKind, Dtype, GenerationConfig, LoadForm
 from moestro.policy.batching import BATCHING, BatchName
 from moestro.policy.eviction import EVICTION, EvictName
 from moestro.policy.ordering.registry import ORDERING, OrderName
-from moestro.policy.registry import parse_settings
 from moestro.policy.stepping.registry import StepPolicyName
 
 __all__ = [
     "BATCH_POLICIES",
     "EVICT_POLICIES",
     "PACED_NETWORK",
+    "PACED_QLLM",
     "SCHEDULING_POLICIES",
     "BatchName",
     "DeviceKind",
@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 PACED_NETWORK = "qwen3-30b-a3b"
+PACED_QLLM = "paced:qllm"  # not a GPU, but an engine with a cost of its own
 PacedArithmetic = Literal["demo", "none"]
 
 # What each policy does, in one line, for whoever asks for help.
@@ -57,19 +58,13 @@ Mode = Literal["fused", "preemptive"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """The part of `SchedulerSettings` that an operator chooses; the rest is known once the model is loaded.
-
-    Attributes:
-        scheduling_policy_args, batch_policy_args: settings of these policies, each as NAME=NUMBER.
-    """
+    """The part of `SchedulerSettings` that an operator chooses; the rest is known once the model is loaded."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_num_queued_reqs: int = 1024
     scheduling_policy: str = "fcfs"
-    scheduling_policy_args: tuple[str, ...] = ()
     batch_policy: str = "decode_first"
-    batch_policy_args: tuple[str, ...] = ()
     evict_policy: str = "last_in_order"
     enable_prefix_caching: bool = True
 
@@ -82,16 +77,11 @@ class SchedulerLimits:
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least --max-num-seqs"
                 f" {self.max_num_seqs}, or not every running sequence could decode in one step"
             )
-        order = parse_settings("--scheduling-policy-args", self.scheduling_policy_args)
-        batch = parse_settings("--batch-policy-args", self.batch_policy_args)
-        make_policies((self.scheduling_policy, order), (self.batch_policy, batch), self.evict_policy)
+        make_policies(self.scheduling_policy, self.batch_policy, self.evict_policy)
 
     def for_scheduler(self) -> dict[str, Any]:
         """As keyword arguments of `SchedulerSettings`."""
-        given = asdict(self)
-        for kind in ("scheduling_policy", "batch_policy"):
-            given[f"{kind}_settings"] = parse_settings(kind, given.pop(f"{kind}_args"))
-        return given
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +92,14 @@ class SteppingSettings:
         mode: `fused`: one forward pass a step. `preemptive`: a step stops between any two expert batches for a request
             of class `ls`, and goes on from there when that one has passed.
         step_policy: what runs next in `preemptive` mode: `qllm`, urgent first; `in_order`, nobody is preempted.
+        pass_decodes: whether requests of class `ls` pass others for each of their tokens, not for the first alone.
         max_be_wait: seconds for which a step of best-effort requests may be passed over; inf: for ever.
         max_parked_bytes: of what is inside the network, taken from the KV cache's memory; None: two full steps.
     """
 
     mode: Mode = "fused"
     step_policy: StepPolicyName = "qllm"
+    pass_decodes: bool = False
     max_be_wait: float = 1.0
     max_parked_bytes: int | None = None
 
@@ -179,7 +171,8 @@ class PacedSettings:
     """A device that is not there: steps take as long as a cost model says.
 
     Attributes:
-        device: as the operator wrote it: paced:GPU, or paced:FILE of a table that `moestro calibrate` wrote.
+        device: as the operator wrote it: paced:GPU, paced:FILE of a table of `moestro calibrate`, or paced:qllm:
+            QLLM's engine on an A100, the network in 4 bits.
         network: whose steps are priced, by the names that `cost` knows.
         arithmetic: demo: the demo network computes the answers, within the modelled time; none: nothing is computed,
             torch is not loaded, and answers are a fixed sequence of tokens.
@@ -196,7 +189,10 @@ class PacedSettings:
     kv_cache_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.table is None:
+        if self.device == PACED_QLLM:
+            if network_named(self.network).experts is None:
+                raise ConfigError(f"--device {PACED_QLLM} runs networks with experts, which {self.network} has not")
+        elif self.table is None:
             gpu_named(self.gpu)
             network_named(self.network)
         elif self.arithmetic == "none":

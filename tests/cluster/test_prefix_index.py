@@ -224,4 +224,4 @@ def test_the_history_of_an_engine_can_be_read():
     one.sent(0, packed(1, 2, 3), 5)
     one.sent(0, packed(1, 2), 6)
     one.sent(0, packed(1, 9), 7)
-    assert one.prompts(0) == [(5, packed(1, 2, 3)), (6, packed(1, 2)), (7, packed(1, 9))]
+    assert one.prompts(0) == [packed(1, 2, 3), packed(1, 2), packed(1, 9)]

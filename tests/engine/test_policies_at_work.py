@@ -112,7 +112,7 @@ def test_a_prefix_that_others_hold_too_is_not_counted_as_what_giving_way_would_f
 
 
 def test_best_effort_that_has_aged_gives_way_no_more():
-    rank = rank_of(num_blocks=8, **QLLM, scheduling_policy_settings={"theta_age_s": 5e-9})
+    rank = rank_of(num_blocks=8, **QLLM | {"scheduling_policy": "qllm:theta_age_s=5e-9"})
     rank.add(request("old", 20, 8, "be"), 0)
     assert plans(rank, 2) == [{"old": 20}, {"old": 1}]
     rank.add(request("now", 12, 2), 1)

@@ -17,8 +17,8 @@ GOOD = {"num_blocks": 8, "block_size": 4, "max_model_len": 32}
         ({"scheduling_policy": "lifo"}, "unknown scheduling_policy 'lifo'; known: fcfs, priority"),
         ({"batch_policy": "all"}, "unknown batch_policy 'all'; known: decode_first"),
         ({"evict_policy": "first"}, "unknown evict_policy 'first'; known: last_in_order"),
-        ({"scheduling_policy_settings": {"theta": 1.0}}, "'fcfs' has no setting 'theta'"),
-        ({"batch_policy": "qllm", "batch_policy_settings": {"max_batch": 0.0}}, "max_batch must be a whole number"),
+        ({"scheduling_policy": "fcfs:theta=1"}, "'fcfs' has no setting 'theta'"),
+        ({"batch_policy": "qllm:max_batch=0"}, "max_batch must be a whole number"),
         ({"evict_policy": "least_computed_be_first"}, "goes with scheduling_policy qllm, not with fcfs"),
     ],
 )

@@ -14,6 +14,7 @@ from moestro.policy.stepping.basic import in_order
 from moestro.policy.stepping.qllm import ExpertLevelPreemption
 
 BLOCK_SIZE, BUDGET, NUM_LAYERS = 4, 24, 4
+QLLM = ExpertLevelPreemption(max_wait_ns=None)
 ALONE = ExpertLevelPreemption(max_wait_ns=None, max_merged=0)  # urgent tokens take nobody along
 
 
@@ -26,7 +27,7 @@ def request(name: str, service_class: str, length: int = 6, max_tokens: int = 3,
 class Served:
     """A rank on a device of integers, one piece a step."""
 
-    def __init__(self, policy=ExpertLevelPreemption(max_wait_ns=None), *, places: int | None = None, num_blocks=64):  # noqa: B008
+    def __init__(self, policy=QLLM, *, places=None, num_blocks=64, passes_decodes=True):
         shape = make_shape(2 * BUDGET, places)
         self.device = FakeStages(shape, num_blocks, BLOCK_SIZE)
         self.device.may_forget = num_blocks < 64
@@ -40,7 +41,7 @@ class Served:
             scheduling_policy="qllm",
             evict_policy="least_computed_be_first",
         )
-        self.rank = build_preemptive_rank(bounds, self.device, policy)
+        self.rank = build_preemptive_rank(bounds, self.device, policy, passes_decodes=passes_decodes)
         self.requests, self.tokens, self.ended, self.now_ns = {}, {}, [], 0
 
     def add(self, request) -> int:
@@ -84,6 +85,19 @@ def test_an_urgent_request_is_next_after_the_piece_that_runs():
     assert served.device.log[before] == ("attention", 0, [urgent])
     served.finish()
     assert served.ended == ["ls", "be"]
+
+
+def test_an_urgent_request_that_has_its_first_token_passes_only_where_decodes_do():
+    def layers_begun_alone(*, passes_decodes: bool) -> int:
+        served = Served(ALONE, passes_decodes=passes_decodes)
+        served.add(request("be", "be", 20))
+        served.until("expert", 2)
+        urgent = served.add(request("ls", "ls", first=3))
+        served.finish()
+        return served.device.log.count(("attention", 0, [urgent]))
+
+    assert layers_begun_alone(passes_decodes=True) == 3, "each of its tokens passes"
+    assert layers_begun_alone(passes_decodes=False) == 1, "the others come with best effort's"
 
 
 def test_without_preemption_it_waits_for_the_step():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policy_text import policy_text
 
 from moestro.core.clock import FOREVER_NS
 from moestro.core.hashing import HASH_BYTES
@@ -151,10 +152,8 @@ def bounds(combination, **more) -> SchedulerSettings:
     order, order_settings, batch, evict = combination
     return SchedulerSettings(
         max_num_batched_tokens=16,
-        scheduling_policy=order,
-        scheduling_policy_settings=order_settings,
-        batch_policy=batch,
-        batch_policy_settings={"max_batch": 3} if batch.startswith("qllm") else {},
+        scheduling_policy=policy_text(order, order_settings),
+        batch_policy=policy_text(batch, {"max_batch": 3} if batch.startswith("qllm") else {}),
         evict_policy=evict,
         **{"max_model_len": 56, "block_size": 4, **more},
     )

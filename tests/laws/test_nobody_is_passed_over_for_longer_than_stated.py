@@ -8,6 +8,7 @@ import pytest
 from fake_device import KvDevice, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policy_text import policy_text
 
 from moestro.core.request import ServiceClass
 from moestro.core.work import Forward
@@ -62,8 +63,7 @@ def scheduler_of(name, order_settings, **more):
             block_size=4,
             max_model_len=32,
             max_num_batched_tokens=16,
-            scheduling_policy=name,
-            scheduling_policy_settings=order_settings,
+            scheduling_policy=policy_text(name, order_settings),
             **{"num_blocks": 12, "max_num_seqs": 4, **more},
         )
     )

@@ -15,6 +15,7 @@ from fake_device import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_sampling import random_wishes
+from policy_text import policy_text
 
 from moestro.core.request import ServiceClass
 from moestro.core.work import Forward
@@ -129,10 +130,10 @@ def test_every_history_gives_the_oracles_tokens(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_chunk=max_chunk,
-            scheduling_policy=order,
-            scheduling_policy_settings={"theta_age_s": 30e-9} if order in ("sjf", "prefill_aware", "qllm") else {},
-            batch_policy=batch,
-            batch_policy_settings={"max_batch": 3} if "qllm" in batch else {},
+            scheduling_policy=policy_text(
+                order, {"theta_age_s": 30e-9} if order in ("sjf", "prefill_aware", "qllm") else {}
+            ),
+            batch_policy=policy_text(batch, {"max_batch": 3} if "qllm" in batch else {}),
             evict_policy=evict,
             enable_prefix_caching=caching,
         ),

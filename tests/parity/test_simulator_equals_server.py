@@ -31,7 +31,7 @@ BLOCK_SIZE = 4
 COST = Roofline(RooflineSettings(network=network_named("gpt-oss-20b"), gpu=H20))
 POLICIES = [
     {},
-    {"scheduling_policy": "sjf", "scheduling_policy_settings": {"theta_age_s": 0.05}},
+    {"scheduling_policy": "sjf:theta_age_s=0.05"},
     {"scheduling_policy": "qllm", "batch_policy": "qllm", "evict_policy": "least_computed_be_first"},
     {"enable_prefix_caching": False, "batch_policy": "prefill_first"},
 ]

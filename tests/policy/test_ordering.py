@@ -16,7 +16,7 @@ from moestro.policy.ordering.basic import EarliestDeadline
 from moestro.policy.ordering.contract import Admitted, Left
 from moestro.policy.ordering.registry import ORDERING
 from moestro.policy.ordering.weighted_fair import WeightedFair
-from moestro.policy.registry import make_policy
+from moestro.policy.registry import make_policy, parse_policy
 
 FIVE_NS = {"theta_age_s": 5e-9}
 SHORT = {  # settings under which much happens within a few nanoseconds
@@ -286,3 +286,26 @@ def test_clocks_of_users_who_fell_behind_are_forgotten():
 def test_a_setting_that_a_policy_cannot_have_is_refused_with_those_it_has(name, settings, message):
     with pytest.raises(ConfigError, match=message):
         make_policy("scheduling_policy", ORDERING, name, settings)
+
+
+def test_a_policy_and_its_settings_are_one_text():
+    text = "weighted_fair:weight:a=b=2, output_cost=0.5"
+    assert parse_policy("order", text) == ("weighted_fair", {"weight:a=b": 2, "output_cost": 0.5})
+    assert parse_policy("order", "fcfs") == ("fcfs", {})
+    assert parse_policy("order", "sjf:theta_age_s=inf")[1]["theta_age_s"] == float("inf")
+    assert parse_policy("route", "lmetric:hotspots=off")[1] == {"hotspots": "off"}
+
+
+@pytest.mark.parametrize("text", ["sjf:5", "sjf:=5", "sjf:theta_age_s="])
+def test_what_is_no_setting_is_refused_with_the_form(text):
+    with pytest.raises(ConfigError, match="settings are written NAME:SETTING=VALUE"):
+        parse_policy("order", text)
+
+
+@pytest.mark.parametrize(
+    "text", ["sjf:theta_age_s=soon", "sjf:theta_age_s=nan", "edf:ls_slo_s=x", "weighted_fair:weight:a=x"]
+)
+def test_a_word_where_a_number_belongs_is_refused(text):
+    name, settings = parse_policy("order", text)
+    with pytest.raises(ConfigError, match=f"order '{name}': "):
+        make_policy("order", ORDERING, name, settings)

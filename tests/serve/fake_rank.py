@@ -94,7 +94,10 @@ class FakeRank:
             running, waiting, running / 64, num_queried_tokens=self.num_queried, num_hit_tokens=self.num_queried // 2
         )
 
-    def step(self, now_ns: int, is_wanted=None) -> list[Output]:
+    def begin(self, now_ns: int) -> None:
+        """Nothing: `outputs` does it all."""
+
+    def outputs(self, now_ns: int, is_wanted=None) -> list[Output]:
         time.sleep(0.002 if self.requests else 0)
         running = list(itertools.islice(self.requests.values(), self.num_running))
         self.num_steps += bool(running)

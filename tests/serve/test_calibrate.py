@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from moestro.serve.calibrate.runner import CalibrateSettings, calibrate, measure
 from moestro.serve.calibrate.settings import MeasuredModel, Measuring, Range
 from moestro.serve.calibrate.shapes import (
     Limits,
+    about,
     check_batches,
     chunk,
     decode_grid,
@@ -71,6 +73,18 @@ def test_an_item_gives_each_sequence_blocks_of_its_own():
     assert units.token_ids.max() < 99
 
 
+def test_no_two_repeats_are_alike_but_all_are_about_the_shape_asked_for():
+    bounds, rng = limits(), np.random.default_rng(0)
+    asked = Batch(np.array([40, 0, 15]), np.array([1, 160, 64]))
+    sizes = np.array([about(asked, bounds, rng).num_tokens for _ in range(200)])
+    assert sizes.min(0).tolist() == [1, 150, 60]
+    assert sizes.max(0).tolist() == [1, 170, 68]
+    full = chunk(bounds.max_model_len, 0)
+    assert about(full, bounds, rng) is full
+    one, other = (forward(asked, bounds, rng).units.token_ids for _ in range(2))
+    assert (one != other).any()
+
+
 class CountingDevice(InstantDevice):
     def __init__(self) -> None:
         super().__init__()
@@ -83,8 +97,8 @@ class CountingDevice(InstantDevice):
 
 def test_items_take_turns_round_by_round_after_one_launch_that_does_not_count():
     device, ticks = CountingDevice(), []
-    items = [forward(decodes([4] * n), limits(), np.random.default_rng(0)) for n in (1, 2, 3)]
-    times = times_ns(device, items, 4, lambda: ticks.append(None))
+    makers = [partial(forward, decodes([4] * n), limits(), np.random.default_rng(0)) for n in (1, 2, 3)]
+    times = times_ns(device, makers, 4, lambda: ticks.append(None))
     assert device.launched[:3] == [1, 2, 3]
     assert [n for n, before in zip(device.launched[3:], device.launched[2:-1], strict=True) if n != before] == [
         1,

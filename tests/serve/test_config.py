@@ -201,11 +201,12 @@ def test_help_says_what_each_policy_does(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--scheduling-policy", "sjf", "--scheduling-policy-args", "theta=5"), "'sjf' has no setting 'theta'"),
-        (("--scheduling-policy-args", "theta_age_s"), "--scheduling-policy-args 'theta_age_s' is no setting"),
-        (("--scheduling-policy-args", "a=nan"), "--scheduling-policy-args 'a=nan' is no setting"),
-        (("--scheduling-policy-args", "a=1", "a=2"), "--scheduling-policy-args gives a twice"),
-        (("--batch-policy", "qllm", "--batch-policy-args", "max_batch=0.5"), "max_batch must be a whole number"),
+        (("--scheduling-policy", "sjf:theta=5"), "'sjf' has no setting 'theta'"),
+        (("--scheduling-policy", "sjf:theta_age_s"), "settings are written NAME:SETTING=VALUE,..., got 'theta_age_s'"),
+        (("--scheduling-policy", "sjf:theta_age_s=nan"), "scheduling_policy 'sjf': "),
+        (("--scheduling-policy", "sjf:theta_age_s=soon"), "scheduling_policy 'sjf': "),
+        (("--scheduling-policy", "sjf:theta_age_s=1,theta_age_s=2"), "gives theta_age_s twice"),
+        (("--batch-policy", "qllm:max_batch=0.5"), "max_batch must be a whole number"),
         (("--evict-policy", "least_computed_be_first"), "goes with scheduling_policy qllm"),
     ],
 )
@@ -213,16 +214,8 @@ def test_a_setting_that_a_policy_cannot_have_ends_the_start(capsys, arguments, w
     assert words in refused(capsys, *arguments)
 
 
-def test_a_policys_settings_come_to_the_scheduler_as_numbers_also_infinite_ones():
-    limits = SchedulerLimits(
-        scheduling_policy="weighted_fair",
-        scheduling_policy_args=("weight:a=b=2", "output_cost=0"),
-        batch_policy="qllm",
-        batch_policy_args=("max_batch=8",),
-    )
+def test_a_policys_settings_come_to_the_scheduler():
+    limits = SchedulerLimits(scheduling_policy="sjf:theta_age_s=0.5", batch_policy="qllm:max_batch=8")
     limits = msgspec.json.decode(msgspec.json.encode(limits), type=SchedulerLimits)  # as a rank process gets it
     settings = SchedulerSettings(num_blocks=8, block_size=4, max_model_len=32, **limits.for_scheduler())
-    assert settings.scheduling_policy_settings == {"weight:a=b": 2.0, "output_cost": 0.0}
-    assert settings.batch_policy_settings == {"max_batch": 8.0}
-    patient = SchedulerLimits(scheduling_policy="sjf", scheduling_policy_args=("theta_age_s=inf",))
-    assert patient.for_scheduler()["scheduling_policy_settings"] == {"theta_age_s": float("inf")}
+    assert settings.make_policies().order.max_passed_over_ns == 500_000_000

@@ -296,7 +296,7 @@ class SlowRank(FakeRank):
         self.num_asked = 0
         self.aborted = threading.Event()
 
-    def step(self, now_ns: int, is_wanted=None) -> list:
+    def outputs(self, now_ns: int, is_wanted=None) -> list:
         self.num_asked += 1
         self.num_steps = 1
         return []
@@ -324,7 +324,7 @@ def test_while_a_step_is_under_way_a_rank_does_not_spin_and_hears_messages_at_on
 class PromptRank(FakeRank):
     """Begins a step whenever it is asked, as on a CPU."""
 
-    def step(self, now_ns: int, is_wanted=None) -> list:
+    def outputs(self, now_ns: int, is_wanted=None) -> list:
         self.num_steps += 1
         return []
 
@@ -339,6 +339,42 @@ def test_a_rank_that_gets_on_with_every_step_is_never_made_to_wait():
 
     run_rank(rank, Watched(), lambda: 0)
     assert waits == [None, *[0] * 99]
+
+
+class WorkingRank(FakeRank):
+    """Works when polled, as a CPU does, and notes what had been sent when it began to."""
+
+    def __init__(self, channel: FakeChannel) -> None:
+        super().__init__()
+        self.channel, self.sent_before, self.added_before, self.num_added = channel, [], [], 0
+
+    def add(self, request, now_ns: int) -> None:
+        self.num_added += 1
+        super().add(request, now_ns)
+
+    def outputs(self, now_ns: int, is_wanted=None) -> list:
+        self.sent_before.append(sum(len(message.outputs) for message in self.channel.sent))
+        gained = super().outputs(now_ns, is_wanted)
+        if len(gained) == 1 and self.num_added == 1:  # a second request comes while the first is worked on
+            self.channel.inbox.put(Add(msgspec.structs.replace(ADD.request, request_id="second")))
+        return gained
+
+    def begin(self, now_ns: int) -> None:
+        self.added_before.append(self.num_added)
+
+
+def test_outputs_leave_before_the_next_step_is_worked_on_and_who_came_meanwhile_is_in_it():
+    channel = FakeChannel()
+    rank = WorkingRank(channel)
+    channel.inbox.put(ADD)
+    thread = threading.Thread(target=run_rank, args=(rank, channel, lambda: 0))
+    thread.start()
+    while sum(len(message.outputs) for message in list(channel.sent)) < 6:
+        assert thread.is_alive()
+    channel.inbox.put(Shutdown())
+    thread.join(5)
+    assert rank.sent_before[:3] == [0, 1, 3]
+    assert rank.added_before[:2] == [2, 2]
 
 
 def test_a_rank_serves_sleeps_and_leaves_when_told():

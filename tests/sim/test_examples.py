@@ -55,6 +55,8 @@ def test_an_example_shows_what_its_text_promises(example):
     if name == "three_routers":
         assert mean(third) < mean(second) < mean(first)
         assert third["report"]["cached_share"] > 1.5 * second["report"]["cached_share"]
+        (told,) = rest
+        assert told["report"]["cached_share"] > 1.2 * third["report"]["cached_share"], "it knows answers' blocks, too"
     elif name == "orders_under_load":
         assert mean(second) < mean(first), "short prompts first"
         assert mean(third, "ls_ttft_ms") < mean(first, "ls_ttft_ms")
@@ -126,3 +128,29 @@ def test_what_a_file_may_not_say_is_named(tmp_path, text, words):
     path.write_text(text)
     with pytest.raises(ConfigError, match=words):
         read_settings(path)
+
+
+LENGTHS = '{"input_length": 20, "output_length": 4}\n{"input_length": 70, "output_length": 9}\n'
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("", "1 of 2 requests never fit into an engine, which takes 78 tokens"),
+        ("", "the longest, row 1, has a prompt of 70 and asks for up to 9 more. Raise [engines] max_model_len"),
+        ("max_tokens = 60\n", "2 of 2 requests never fit"),
+    ],
+)
+def test_a_request_that_can_never_fit_is_said_before_anything_runs(tmp_path, capsys, more, words):
+    (tmp_path / "lengths.jsonl").write_text(LENGTHS)
+    text = f"[workload]\ntrace = 'lengths.jsonl'\nrate = 1.0\n{more}[engines]\nmax_model_len = 78\n"
+    assert words in refused(tmp_path, capsys, text)
+
+
+def test_requests_that_just_fit_are_all_answered(tmp_path, capsys):
+    (tmp_path / "lengths.jsonl").write_text(LENGTHS)
+    path = tmp_path / "fits.toml"
+    path.write_text("[workload]\ntrace = 'lengths.jsonl'\nrate = 1.0\n[engines]\nmax_model_len = 79\n")
+    out = tmp_path / "out.json"
+    assert sim(path, "--json", out) == 0
+    assert json.loads(out.read_text())["outcomes"][0]["report"]["num_ok"] == 2

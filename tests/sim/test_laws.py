@@ -33,20 +33,16 @@ PRICES = {
     2: Barrier(Roofline(RooflineSettings(network=NETWORK, gpu=H20, num_ep_ranks=2))),
 }
 # Policies that go together; ages of a few steps, so that time alone changes orders.
-AGED = {"theta_age_s": 0.03}
+AGED = ":theta_age_s=0.03"
 COMBINATIONS = [
     *[
-        {
-            "scheduling_policy": order,
-            "scheduling_policy_settings": AGED if order in {"sjf", "prefill_aware", "qllm"} else {},
-        }
+        {"scheduling_policy": order + AGED if order in {"sjf", "prefill_aware", "qllm"} else order}
         for order in ORDERING
     ],
     *[{"batch_policy": batch} for batch in BATCHING],
     *[
         {
-            "scheduling_policy": "qllm",
-            "scheduling_policy_settings": AGED,
+            "scheduling_policy": "qllm" + AGED,
             "batch_policy": batch,
             "evict_policy": "least_computed_be_first",
         }

@@ -114,8 +114,11 @@ class PrefixIndex:
 
     # --- told of requests
 
-    def sent(self, engine: int, hashes: bytes, now_ns: int) -> Run | None:
+    def sent(self, engine: int, hashes: bytes, now_ns: int, *, is_pending: bool = True) -> Run | None:
         """A prompt was sent to `engine`, which will hold its blocks.
+
+        Args:
+            is_pending: its end will be told.
 
         Returns:
             What `ended` wants back; None: nothing.
@@ -131,7 +134,7 @@ class PrefixIndex:
         self._next_to_expire = (self._next_to_expire + 1) % len(self._engines)
         for each in (engine, self._next_to_expire):
             self._expire(each, now_ns)
-        return self._pending.add(engine, hashes) if self._exact >> engine & 1 else None
+        return self._pending.add(engine, hashes) if is_pending and self._exact >> engine & 1 else None
 
     def ended(self, engine: int, pending: Run) -> None:
         """The request of which `sent` returned `pending` is over: what is left of it was said."""
@@ -185,28 +188,31 @@ class PrefixIndex:
 
     # --- handed over
 
-    def prompts(self, engine: int) -> list[tuple[int, bytes]]:
-        """The history of `engine`, the oldest first: when each prompt was sent, and its blocks, packed."""
-        return [(sent_ns, run.hashes()) for sent_ns, run in self._engines[engine].prompts]
+    def prompts(self, engine: int) -> list[bytes]:
+        """The history of `engine`: the blocks of each prompt, packed, the oldest first."""
+        return [last.hashes() for _, last in self._engines[engine].prompts]
 
     # --- inside
 
     def _walk(self, hashes: bytes, foretold: Steps, found: NDArray[np.int64]) -> None:
         """Fill `found`: the unbroken run of blocks that an engine said it holds, or is foretold to."""
         blocks, get = split(hashes), self._said.get
-        alive, depth = (1 << len(self._engines)) - 1, 0
+        alive, begin = (1 << len(self._engines)) - 1, 0
         for border, others in (*foretold, (len(blocks), 0)):
             last: int | None = None
-            while depth < border and alive & ~others:
+            for depth in range(begin, border if alive & ~others else begin):
                 held_by = get(blocks[depth], 0)
-                if held_by is not last:  # neighbours mostly have one set object
-                    left = alive & (held_by | others)
-                    if depth and left != alive:
+                if held_by is last:  # neighbours mostly have one set object
+                    continue
+                last, left = held_by, alive & (held_by | others)
+                if left != alive:
+                    if depth:
                         _set(found, alive ^ left, depth)
-                    alive, last = left, held_by
-                depth += 1
-            depth = border
-        _set(found, alive, depth)
+                    alive = left
+                    if not alive & ~others:
+                        break
+            begin = border
+        _set(found, alive, begin)
 
     def _keep_share(self, engine: int) -> None:
         row, share = self._engines[engine], self._max_bytes // len(self._engines)

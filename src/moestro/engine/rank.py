@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from moestro.core.request import Output, Request, TokenLogprobs
@@ -40,14 +41,18 @@ class Rank:
         scheduler: decides and keeps books.
         executor: does the work. One plan is in flight at a time; where plans may overlap and best-effort units are in
             flight, a second one, of latency-sensitive units alone, passes them.
+        passes_decodes: whether latency-sensitive units come before best-effort ones in every step, and pass a step for
+            decodes alone, too. Their answers then come faster, in small batches, while best effort stands still. If
+            not, that is so until they have their first token; the next ones come with those of best effort.
 
     Attributes:
         expert_counts: int64[num_layers, num_experts], tokens each logical expert computed so far; None: dense.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, *, passes_decodes: bool = True) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self._passes_decodes = passes_decodes
         self._has_news = False  # something happened for which latency-sensitive units might be scheduled
         self._passing: Slots = np.empty(0, np.int64)  # slots of the plan that passes, not done yet
         self.expert_counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None = None
@@ -75,12 +80,16 @@ class Rank:
             is_wanted: whether the caller has something to say (a new request): an executor that works while it is
                 polled then leaves off at its next checkpoint.
         """
-        outputs = outputs_of(self.collect(now_ns, is_wanted))
+        outputs = self.outputs(now_ns, is_wanted)
         self.begin(now_ns)
         return outputs
 
+    def outputs(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> list[Output]:
+        """Take what is ready, the first half of `step`, as messages."""
+        return outputs_of(self.collect(now_ns, is_wanted))
+
     def collect(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> Emitted:
-        """Take what is ready: the first half of `step`."""
+        """Take what is ready; messages are made of it for a server alone."""
         self._pass_by(now_ns)  # before anything else runs: what came meanwhile may be more urgent
         result = self.executor.poll(now_ns, is_wanted)
         if result is None:
@@ -100,9 +109,15 @@ class Rank:
             self._has_news = False
             plan = self.scheduler.schedule(now_ns)
             if plan is not None:
-                self.executor.submit(plan, now_ns)
+                self.executor.submit(plan if self._passes_decodes else self._hastening_prompts(plan), now_ns)
         self.executor.start(now_ns)
         return plan
+
+    def _hastening_prompts(self, plan: Plan) -> Plan:
+        """`plan`, in which only who has no token yet is latency-sensitive: the others stay one batch."""
+        no_token = self.scheduler.table.has_no_token(plan.units.slot)
+        classes = np.where(no_token, plan.units.service_class, np.uint8(BE))
+        return Plan(plan.step, msgspec.structs.replace(plan.units, service_class=classes))
 
     def _pass_by(self, now_ns: int) -> Plan | None:
         """Submit a plan of latency-sensitive units that passes what is in flight, if that may be and is worth it."""
@@ -112,6 +127,8 @@ class Rank:
         if len(self._passing) or not len(table.in_flight(BE)):
             return None
         self._has_news = False
+        if not (self._passes_decodes or self.scheduler.has_urgent_prompts):
+            return None
         plan = self.scheduler.schedule(now_ns, LS)
         if plan is not None:
             self._passing = plan.units.slot
@@ -155,16 +172,22 @@ def build_rank(settings: SchedulerSettings, device: Device) -> Rank:
 
 
 def build_preemptive_rank(
-    settings: SchedulerSettings, device: StagedDevice, policy: StepPolicy, launch_ahead: int = 1
+    settings: SchedulerSettings,
+    device: StagedDevice,
+    policy: StepPolicy,
+    launch_ahead: int = 1,
+    *,
+    passes_decodes: bool = True,
 ) -> Rank:
     """A rank in `preemptive` mode on `device`.
 
     Args:
         policy: what the device runs next.
         launch_ahead: items with the device at once; 2 on an accelerator (see `FlowCore`).
+        passes_decodes: see `Rank`.
     """
     executor = FlowExecutor(device, policy, launch_ahead)
-    return Rank(Scheduler(settings, executor.recall), executor)
+    return Rank(Scheduler(settings, executor.recall), executor, passes_decodes=passes_decodes)
 
 
 def outputs_of(emitted: Emitted) -> list[Output]:

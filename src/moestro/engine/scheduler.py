@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
 from moestro.core.request import FinishReason, Request
-from moestro.core.views import BatchLimits, BatchView
+from moestro.core.views import LS, BatchLimits, BatchView
 from moestro.core.work import Int32s, Plan, Slots, StepResult
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.emitted import Emitted, SchedulerCounts
@@ -109,6 +109,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
         return bool(len(self.waiting) or len(self.table.running))
+
+    @property
+    def has_urgent_prompts(self) -> bool:
+        """Whether a latency-sensitive sequence waits, or has no token yet and no unit in flight."""
+        return self.waiting.num_ls > 0 or bool(self.table.has_no_token(self.table.idle(LS)).any())
 
     # --- schedule ---------------------------------------------------------------------------------------------------
 

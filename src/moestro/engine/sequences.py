@@ -330,6 +330,11 @@ class SequenceTable:
         slots = self._of_class(service_class)
         return slots[self.num_in_flight.take(slots) > 0]
 
+    def has_no_token(self, slots: Slots) -> NDArray[np.bool_]:
+        """Which of `slots` have generated nothing."""
+        has_none: NDArray[np.bool_] = self.num_tokens.take(slots) == self.num_prompt.take(slots)
+        return has_none
+
     def _of_class(self, service_class: int) -> Slots:
         slots: Slots = self.running[self.service_class.take(self.running) == service_class]
         return slots

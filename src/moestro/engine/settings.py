@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from moestro.errors import ConfigError
@@ -11,7 +10,7 @@ from moestro.policy.batching import BATCHING, BatchPolicy
 from moestro.policy.eviction import EVICTION, EvictPolicy
 from moestro.policy.ordering.contract import OrderPolicy
 from moestro.policy.ordering.registry import ORDERING
-from moestro.policy.registry import make_policy
+from moestro.policy.registry import make_policy, parse_policy
 
 
 class Policies(NamedTuple):
@@ -22,10 +21,8 @@ class Policies(NamedTuple):
     evict: EvictPolicy
 
 
-def make_policies(
-    order: tuple[str, Mapping[str, float]], batch: tuple[str, Mapping[str, float]], evict: str
-) -> Policies:
-    """Policies by name, the first two with their settings.
+def make_policies(order: str, batch: str, evict: str) -> Policies:
+    """Policies by name, the first two with settings if any: `sjf:theta_age_s=5`.
 
     Raises:
         ConfigError: they are unknown, or do not go together.
@@ -33,15 +30,15 @@ def make_policies(
     if evict not in EVICTION:
         raise ConfigError(f"unknown evict_policy {evict!r}; known: {', '.join(EVICTION)}")
     made = Policies(
-        make_policy("scheduling_policy", ORDERING, *order),
-        make_policy("batch_policy", BATCHING, *batch),
+        make_policy("scheduling_policy", ORDERING, *parse_policy("scheduling_policy", order)),
+        make_policy("batch_policy", BATCHING, *parse_policy("batch_policy", batch)),
         EVICTION[evict],
     )
     if made.evict.makes_way and not made.order.puts_ls_first:
         first = [name for name, entry in ORDERING.items() if entry.make().puts_ls_first]
         raise ConfigError(
             f"evict_policy {evict!r} preempts best-effort sequences for latency-sensitive requests, so these must come"
-            f" first: it goes with scheduling_policy {' or '.join(first)}, not with {order[0]}"
+            f" first: it goes with scheduling_policy {' or '.join(first)}, not with {order}"
         )
     return made
 
@@ -60,8 +57,8 @@ class SchedulerSettings:
         max_chunk: tokens of one prefill chunk; None: the whole budget.
         max_num_queued_reqs: requests waiting; one more is refused.
         enable_prefix_caching: keep the KV of full blocks for prompts that begin alike.
-        scheduling_policy, batch_policy, evict_policy: policies by name (the first orders the waiting queue).
-        scheduling_policy_settings, batch_policy_settings: theirs, by name.
+        scheduling_policy, batch_policy, evict_policy: policies by name, the first two with settings if any,
+            `sjf:theta_age_s=5` (the first orders the waiting queue).
     """
 
     num_blocks: int
@@ -74,9 +71,7 @@ class SchedulerSettings:
     max_num_queued_reqs: int = 1024
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
-    scheduling_policy_settings: Mapping[str, float] = field(default_factory=dict)
     batch_policy: str = "decode_first"
-    batch_policy_settings: Mapping[str, float] = field(default_factory=dict)
     evict_policy: str = "last_in_order"
 
     def __post_init__(self) -> None:
@@ -111,8 +106,4 @@ class SchedulerSettings:
         Raises:
             ConfigError: they are unknown, or do not go together.
         """
-        return make_policies(
-            (self.scheduling_policy, self.scheduling_policy_settings),
-            (self.batch_policy, self.batch_policy_settings),
-            self.evict_policy,
-        )
+        return make_policies(self.scheduling_policy, self.batch_policy, self.evict_policy)

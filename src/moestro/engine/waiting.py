@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
-from moestro.core.views import WaitingView
+from moestro.core.views import LS, WaitingView
 from moestro.core.work import Int32s
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.sequences import Sequence
@@ -42,6 +42,7 @@ class WaitingQueue:
 
     Attributes:
         num_tokens: of all that wait.
+        num_ls: latency-sensitive sequences among them.
     """
 
     def __init__(self, policy: OrderPolicy, pool: BlockPool, block_size: int) -> None:
@@ -53,6 +54,7 @@ class WaitingQueue:
         self._sequences: list[Sequence | None] = []
         self._row_of: dict[int, int] = {}
         self.num_tokens = 0
+        self.num_ls = 0
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
         # The order holds from the first of these times until before the second, while the pool's hashes stay.
         self._from_ns = self._until_ns = 0
@@ -73,6 +75,7 @@ class WaitingQueue:
         self._sequences.append(sequence)
         self._row_of[sequence.serial] = row
         self.num_tokens += sequence.num_tokens
+        self.num_ls += sequence.service_class == LS
         self._until_ns = self._from_ns
 
     def remove(self, sequence: Sequence) -> None:
@@ -81,6 +84,7 @@ class WaitingQueue:
         self._live[row] = False
         self._sequences[row] = None
         self.num_tokens -= sequence.num_tokens
+        self.num_ls -= sequence.service_class == LS
         self._until_ns = self._from_ns
 
     def observe(self, event: OrderEvent) -> None:

@@ -26,9 +26,10 @@ from moestro.model.step import PagedStep
 
 
 class TorchDevice:
-    """Computes `Forward` items. On a CPU `launch` does the work; on an accelerator it queues it.
+    """Computes `Forward` items. On a CPU `poll` does the work, so that whoever launches it can first pass on what the
+    step before has brought; on an accelerator `launch` queues it.
 
-    There it never waits, unless the experts have no grouped kernel (any dtype but bfloat16, or sizes that are no
+    There launching never waits, unless the experts have no grouped kernel (any dtype but bfloat16, or sizes that are no
     multiples of 8; see `experts`): then every layer's expert counts are waited for.
 
     Args:
@@ -39,18 +40,27 @@ class TorchDevice:
     def __init__(self, network: Network, pools: KVPools) -> None:
         self.network = network
         self.pools = pools
+        self._works_when_polled = network.device.type == "cpu"
+        self._launched: deque[Forward] = deque()
         self._running: deque[PendingResult] = deque()
 
-    @torch.inference_mode()
     def launch(self, item: Forward, now_ns: int) -> None:
         """Start `item`. Items that touch the same blocks run in launch order."""
-        step = PagedStep(item.units, self.pools, self.network.device)
-        logits = self.network.logits(step)
-        counts = None if self.network.routing is None else self.network.routing.counts
-        self._running.append(compute_result(step, logits, counts))
+        self._launched.append(item)
+        if not self._works_when_polled:
+            self._compute()
+
+    @torch.inference_mode()
+    def _compute(self) -> None:
+        while self._launched:
+            step = PagedStep(self._launched.popleft().units, self.pools, self.network.device)
+            logits = self.network.logits(step)
+            counts = None if self.network.routing is None else self.network.routing.counts
+            self._running.append(compute_result(step, logits, counts))
 
     def poll(self, now_ns: int) -> list[StepResult]:
-        """Results that are ready, in launch order; never blocks."""
+        """Results that are ready, in launch order. On a CPU that is all of them; on an accelerator it never blocks."""
+        self._compute()
         ready = []
         while self._running and self._running[0].ready:
             ready.append(self._running.popleft().read())

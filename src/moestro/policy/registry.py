@@ -1,10 +1,10 @@
-"""Policies by name, and their settings: named numbers, written `name=value` on the command line."""
+"""Policies by name, and their settings: `NAME:SETTING=VALUE,...`, wherever an operator names one."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -21,32 +21,39 @@ class PolicyEntry(Generic[PolicyT]):
     description: str
 
 
-def parse_settings(flag: str, pairs: Sequence[str]) -> dict[str, float]:
-    """`("theta_age_s=5", "weight:ann=2")` as a dict.
+def parse_policy(kind: str, text: str) -> tuple[str, dict[str, int | float | str]]:
+    """`weighted_fair:output_cost=3,weight:ann=2` as ("weighted_fair", {"output_cost": 3, "weight:ann": 2}).
 
     Args:
-        flag: what the operator wrote them after, for messages.
+        kind: what it is a policy of, for messages.
 
     Raises:
-        ConfigError: a pair is not NAME=NUMBER, or a name is there twice.
+        ConfigError: a setting is not SETTING=VALUE, or is there twice.
     """
-    settings: dict[str, float] = {}
-    for pair in pairs:
-        name, _, number = pair.rpartition("=")
+    name, _, rest = text.partition(":")
+    settings: dict[str, int | float | str] = {}
+    for each in filter(None, rest.split(",")):
+        setting, _, value = (part.strip() for part in each.rpartition("="))
+        if not setting or not value:
+            raise ConfigError(f"{kind} {text!r}: settings are written NAME:SETTING=VALUE,..., got {each!r}")
+        if setting in settings:
+            raise ConfigError(f"{kind} {text!r} gives {setting} twice")
+        settings[setting] = _number_or_word(value)
+    return name, settings
+
+
+def _number_or_word(text: str) -> int | float | str:
+    for kind in (int, float):
         try:
-            value = float(number)
+            number = kind(text)
         except ValueError:
-            value = math.nan
-        if not name or math.isnan(value):
-            raise ConfigError(f"{flag} {pair!r} is no setting: give NAME=NUMBER, for instance {flag} theta_age_s=5")
-        if name in settings:
-            raise ConfigError(f"{flag} gives {name} twice")
-        settings[name] = value
-    return settings
+            continue
+        return text if math.isnan(number) else number
+    return text
 
 
 def make_policy(
-    kind: str, known: Mapping[str, PolicyEntry[PolicyT]], name: str, settings: Mapping[str, float]
+    kind: str, known: Mapping[str, PolicyEntry[PolicyT]], name: str, settings: Mapping[str, object]
 ) -> PolicyT:
     """The policy `name` with `settings` over its defaults.
 
@@ -68,5 +75,5 @@ def make_policy(
             )
     try:
         return make(**settings)
-    except ConfigError as error:
+    except (ConfigError, TypeError, ValueError) as error:  # the latter two: a word where a number belongs
         raise ConfigError(f"{kind} {name!r}: {error}") from None

@@ -13,13 +13,11 @@ from moestro.config import (
     BATCH_POLICIES,
     EVICT_POLICIES,
     SCHEDULING_POLICIES,
-    BatchName,
     Dtype,
     EvictName,
     GenerationConfig,
     LoadFormat,
     Mode,
-    OrderName,
     PacedArithmetic,
     StepPolicyName,
 )
@@ -87,12 +85,12 @@ class SchedulingFlags:
     "Tokens of one step. Lower: long prompts disturb running answers less, and take longer themselves."
     max_num_queued_reqs: Annotated[int, Parameter(group=_SCHEDULING)] = 1024
     "Requests that may wait; one more is refused with 503 and Retry-After."
-    scheduling_policy: Annotated[OrderName, _policy("Which waiting request is next.", SCHEDULING_POLICIES)] = "fcfs"
-    scheduling_policy_args: Annotated[tuple[str, ...], Parameter(group=_SCHEDULING, consume_multiple=True)] = ()
-    "Its settings, as NAME=NUMBER: --scheduling-policy-args theta_age_s=5."
-    batch_policy: Annotated[BatchName, _policy("Which sequences enter the next step.", BATCH_POLICIES)] = "decode_first"
-    batch_policy_args: Annotated[tuple[str, ...], Parameter(group=_SCHEDULING, consume_multiple=True)] = ()
-    "Its settings, as NAME=NUMBER."
+    scheduling_policy: Annotated[
+        str, _policy("Which waiting request is next, settings after a colon (sjf:theta_age_s=2).", SCHEDULING_POLICIES)
+    ] = "fcfs"
+    batch_policy: Annotated[
+        str, _policy("Which sequences enter the next step (qllm:max_batch=16).", BATCH_POLICIES)
+    ] = "decode_first"
     evict_policy: Annotated[EvictName, _policy("Which sequence frees its KV, to be recomputed.", EVICT_POLICIES)] = (
         "last_in_order"
     )
@@ -113,6 +111,11 @@ class SteppingFlags:
     )
     step_policy: Annotated[StepPolicyName, Parameter(group=_SCHEDULING)] = "qllm"
     "In preemptive mode, what runs next. qllm: ls requests first; in_order: nobody is preempted."
+    pass_decodes: Annotated[bool, Parameter(group=_SCHEDULING)] = False
+    (
+        'In preemptive mode, "ls" requests pass a step of "be" requests for each of their tokens, not for the first'
+        " alone: their answers come sooner, in small batches, and all others and the throughput pay for it."
+    )
     max_be_wait: Annotated[float, Parameter(group=_SCHEDULING)] = 1.0
     'In preemptive mode, seconds for which a step of "be" requests may be passed over; inf: for ever.'
     max_parked_bytes: Annotated[int | None, Parameter(group=_SCHEDULING)] = None

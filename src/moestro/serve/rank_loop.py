@@ -66,8 +66,12 @@ class Steppable(Protocol):
         """Drop a request."""
         ...
 
-    def step(self, now_ns: int, is_wanted: Callable[[], bool] = ...) -> list[Output]:
-        """Do one step's work, or leave off at a checkpoint once `is_wanted`."""
+    def outputs(self, now_ns: int, is_wanted: Callable[[], bool] = ...) -> list[Output]:
+        """What requests gained. A device that works when polled works here, to the end or until `is_wanted`."""
+        ...
+
+    def begin(self, now_ns: int) -> object:
+        """Decide on the next step and start it, if there is one."""
         ...
 
     def ready_at_ns(self) -> int | None:
@@ -76,7 +80,7 @@ class Steppable(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Whether there is anything to do."""
         ...
 
     @property
@@ -98,6 +102,9 @@ def run_rank(
     """Serve until told to shut down: new messages between any two steps (in preemptive mode, pieces of them), and sleep
     only without work, until the device has said that it will be ready, or for a moment while the accelerator works.
 
+    Outputs leave as soon as their step is done and the next is launched; whoever comes while a step is under way can
+    be in the next. Both hold on a CPU too, where the work is done in `outputs` and `begin` only launches.
+
     Args:
         now_ns: the wall clock; the front door's `arrival_ns` must come from the same.
         after_step: called when a step is done, before its outputs are sent.
@@ -106,18 +113,25 @@ def run_rank(
     wait_s: float | None = None
     while True:
         messages = channel.receive(wait_s if rank.has_work else None)
-        as_of_ns = now_ns()
         if not _obey(messages, rank, channel, now_ns):
             return
         num_steps = rank.num_steps
-        outputs = rank.step(now_ns(), channel.has_messages)
+        outputs = rank.outputs(now_ns(), channel.has_messages)
+        came_meanwhile = channel.receive(0)
+        as_of_ns = now_ns()
+        goes_on = _obey(came_meanwhile, rank, channel, now_ns)
+        if goes_on:
+            rank.begin(now_ns())
         channel.num_steps = rank.num_steps
         after_step()
-        wait_s = _wait_s(rank, now_ns, has_news=bool(messages or outputs or rank.num_steps != num_steps))
         load = _load(rank.stats())
         if outputs or load != told:
             channel.send(Outputs(tuple(outputs), load, as_of_ns))
             told = load
+        if not goes_on:
+            return
+        has_news = bool(messages or outputs or came_meanwhile or rank.num_steps != num_steps)
+        wait_s = _wait_s(rank, now_ns, has_news=has_news)
 
 
 def _wait_s(rank: Steppable, now_ns: Callable[[], int], *, has_news: bool) -> float:

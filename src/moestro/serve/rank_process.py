@@ -91,7 +91,7 @@ def make_preemptive_rank(spec: LaunchSpec, device: StagedDevice, info: ModelInfo
     """The rank that `spec` asks for in `preemptive` mode, on `device`, with as many places for each class."""
     settings = replace(scheduler_settings(spec, info), max_num_urgent_seqs=spec.limits.max_num_seqs)
     policy = make_step_policy(spec.stepping.step_policy, spec.stepping.max_be_wait)
-    return build_preemptive_rank(settings, device, policy, launch_ahead)
+    return build_preemptive_rank(settings, device, policy, launch_ahead, passes_decodes=spec.stepping.pass_decodes)
 
 
 def scheduler_settings(spec: LaunchSpec, info: ModelInfo) -> SchedulerSettings:

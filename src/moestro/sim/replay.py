@@ -147,6 +147,6 @@ def _cost(header: Header, cost: str | None) -> dict[str, str]:
 
 
 def _policy(header: Header, route: str) -> PolicySettings:
-    names = ("scheduling_policy", "scheduling_policy_settings", "batch_policy", "batch_policy_settings", "evict_policy")
+    names = ("scheduling_policy", "batch_policy", "evict_policy")
     told = {name: header.limits[name] for name in names if name in header.limits}
     return msgspec.convert({"name": f"{route} (simulated)", "route": route, **told}, PolicySettings)

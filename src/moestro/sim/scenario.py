@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from moestro.cluster.router import Router
 from moestro.cluster.settings import EngineSpec, RouterSettings
 from moestro.cost.capacity import kv_blocks
@@ -16,7 +18,7 @@ from moestro.cost.staged_engines import QLLM, StagedEngine
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
-from moestro.policy.routing.registry import make_policy
+from moestro.policy.routing.registry import policy_from
 from moestro.policy.stepping.registry import make_step_policy
 from moestro.sim.arrivals import Arrivals
 from moestro.sim.cluster import Cluster, Workload
@@ -58,7 +60,7 @@ def make_scenario(settings: SimSettings, directory: Path) -> Scenario:
     """What `settings` describe; relative paths are looked for in `directory`.
 
     Raises:
-        ConfigError: a name is not known, a file cannot be read, a request cannot fit.
+        ConfigError: a name is not known, a file cannot be read, a request can never fit into an engine.
     """
     rows, arrivals = make_workload(settings.workload, directory, settings.seed)
     form = RequestForm(
@@ -66,15 +68,31 @@ def make_scenario(settings: SimSettings, directory: Path) -> Scenario:
         max_tokens=settings.workload.max_tokens,
         names_blocks=settings.engines.enable_prefix_caching,
     )
+    workload, bounds = RequestMaker(rows, form), make_bounds(settings.engines)
+    _check_fit(workload, bounds.max_model_len)
     return Scenario(
-        workload=RequestMaker(rows, form),
+        workload=workload,
         arrivals=arrivals,
-        bounds=make_bounds(settings.engines),
+        bounds=bounds,
         prices=make_prices(settings.engines, directory),
         num_groups=settings.engines.count,
         source=describe(settings.workload),
         is_generated=rows.is_generated,
     )
+
+
+def _check_fit(workload: RequestMaker, max_model_len: int) -> None:
+    """Raise ConfigError if every engine would refuse a request: a comparison without it is not what was asked for."""
+    num_tokens = workload.rows.num_prompt_tokens + workload.max_tokens
+    too_long = np.flatnonzero(num_tokens > max_model_len)
+    if len(too_long):
+        row = int(too_long[num_tokens[too_long].argmax()])
+        raise ConfigError(
+            f"{len(too_long)} of {len(workload)} requests never fit into an engine, which takes {max_model_len:,}"
+            f" tokens of prompt and answer: the longest, row {row}, has a prompt of"
+            f" {int(workload.rows.num_prompt_tokens[row]):,} and asks for up to {workload.max_tokens:,} more. Raise"
+            " [engines] max_model_len or num_blocks, lower [workload] max_tokens, or leave such rows out"
+        )
 
 
 def make_prices(engines: EngineSettings, directory: Path = Path()) -> Prices:
@@ -138,14 +156,12 @@ def run(scenario: Scenario, policy: PolicySettings, settings: SimSettings, on_ar
     bounds = replace(
         scenario.bounds,
         scheduling_policy=policy.scheduling_policy,
-        scheduling_policy_settings=policy.scheduling_policy_settings,
         batch_policy=policy.batch_policy,
-        batch_policy_settings=policy.batch_policy_settings,
         evict_policy=policy.evict_policy,
     )
     groups = [_make_ranks(bounds, scenario.prices, policy, settings.engines) for _ in range(scenario.num_groups)]
     router = Router(
-        make_policy(policy.route, **policy.route_settings),
+        policy_from(policy.route),
         RouterSettings(block_size=bounds.block_size, seed=settings.seed),
     )
     for _ in range(scenario.num_groups * scenario.prices.num_ranks):

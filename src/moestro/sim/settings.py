@@ -131,23 +131,20 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     Attributes:
         name: in tables; unset: the routing policy's.
-        route, route_settings: which engine gets a request: a routing policy, and its own settings.
+        route: which engine gets a request.
+        scheduling_policy, batch_policy, evict_policy: of each engine. All of them as `moestro serve` takes them, with
+            settings after a colon: `sjf:theta_age_s=5`.
         mode: `fused`: a step is one forward pass. `preemptive`: latency-sensitive requests pass best-effort ones inside
             it, on ranks on their own with as many places for each class; every stage is an event then, so this takes
             longer, and the time of prefill is not told.
         step_policy, max_be_wait_s: of `preemptive` mode, as `moestro serve` has them.
-        scheduling_policy, batch_policy, evict_policy: of each engine, by the names that `moestro serve` knows.
-        scheduling_policy_settings, batch_policy_settings: theirs.
         signals: what the router hears, and how late; unset: the file's [signals].
     """
 
     name: str = ""
     route: str = "moestro"
-    route_settings: dict[str, object] = {}
     scheduling_policy: str = "fcfs"
-    scheduling_policy_settings: dict[str, float] = {}
     batch_policy: str = "decode_first"
-    batch_policy_settings: dict[str, float] = {}
     evict_policy: str = "last_in_order"
     mode: Mode = "fused"
     step_policy: StepPolicyName = "qllm"

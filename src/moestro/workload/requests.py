@@ -75,6 +75,11 @@ class RequestMaker:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def max_tokens(self) -> int:
+        """What every client asks for."""
+        return self._sampling.max_tokens
+
     def timed(self, offsets_ns: NDArray[np.int64]) -> Iterator[tuple[Request, Script]]:
         """All rows in order, row i arriving at `offsets_ns[i]`, each made when it is its turn."""
         for index, arrival_ns in enumerate(offsets_ns):

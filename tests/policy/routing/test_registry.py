@@ -20,10 +20,10 @@ def test_a_policy_takes_settings_by_name():
     ("text", "problem"),
     [
         ("best", "unknown route policy 'best'; known: round_robin"),
-        ("bailian:weight=1", "has no setting 'weight'; it has: hit_weight"),
+        ("bailian:weight=1", "has no setting 'weight'; it has hit_weight"),
         ("bailian:0.7", "NAME:SETTING=VALUE"),
         ("bailian:hit_weight=much", "route policy 'bailian'"),
-        ("round_robin:speed=3", "it has: none"),
+        ("round_robin:speed=3", "it has none at all"),
         ("nowhere.py:fn", "there is no file nowhere.py"),
     ],
 )

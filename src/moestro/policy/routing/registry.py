@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
-from inspect import signature
 from pathlib import Path
 
-from moestro.errors import ConfigError
+from moestro.policy.registry import PolicyEntry, parse_policy
+from moestro.policy.registry import make_policy as make_registered
 from moestro.policy.routing.affinity import BoundedHash, Sticky
 from moestro.policy.routing.contract import RoutePolicy
 from moestro.policy.routing.expression import expression_policy
@@ -29,13 +28,7 @@ from moestro.policy.routing.scoring import Scored
 from moestro.policy.routing.user_file import user_policy
 from moestro.policy.routing.weighted import PREBLE_NEEDS, Bailian, Dynamo, preble_score
 
-
-@dataclass(frozen=True, slots=True)
-class PolicyEntry:
-    """How a policy is made (its settings are keyword arguments), and what it is in one line."""
-
-    make: Callable[..., RoutePolicy]
-    description: str
+NO_SETTINGS: Mapping[str, object] = {}
 
 
 def _least_loaded() -> RoutePolicy:
@@ -54,7 +47,7 @@ def _gimbal_v2() -> RoutePolicy:
     return Scored(gimbal_v2_score, "pressure", GIMBAL_V2_NEEDS)
 
 
-ROUTING: dict[str, PolicyEntry] = {
+ROUTING: dict[str, PolicyEntry[RoutePolicy]] = {
     "round_robin": PolicyEntry(RoundRobin, "the engines in turn"),
     "power_of_two": PolicyEntry(PowerOfTwo, "of two engines drawn, the one with fewer requests in flight"),
     "least_loaded": PolicyEntry(_least_loaded, "join the shortest queue: the fewest requests in flight"),
@@ -93,38 +86,13 @@ def policy_from(text: str, score: str | None = None) -> RoutePolicy:
     name, _, rest = text.partition(":")
     if name.endswith(".py"):
         return user_policy(Path(name), rest)
-    settings = {}
-    for each in filter(None, rest.split(",")):
-        key, equals, value = each.partition("=")
-        if not equals:
-            raise ConfigError(f"--route-policy {text!r}: settings are written NAME:SETTING=VALUE,..., got {each!r}")
-        settings[key.strip()] = _number_or_word(value.strip())
-    return make_policy(name, **settings)
+    return make_policy(*parse_policy("route policy", text))
 
 
-def _number_or_word(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
-
-
-def make_policy(name: str, **settings: object) -> RoutePolicy:
+def make_policy(name: str, settings: Mapping[str, object] = NO_SETTINGS) -> RoutePolicy:
     """The policy `name` with `settings` over its defaults.
 
     Raises:
         ConfigError: no policy, or no setting of it, has that name; or a value is not allowed.
     """
-    if name not in ROUTING:
-        raise ConfigError(f"unknown route policy {name!r}; known: {', '.join(ROUTING)}")
-    make = ROUTING[name].make
-    known = list(signature(make).parameters)
-    for given in settings:
-        if given not in known:
-            raise ConfigError(f"route policy {name!r} has no setting {given!r}; it has: {', '.join(known) or 'none'}")
-    try:
-        return make(**settings)
-    except TypeError as error:  # a word where a number belongs
-        raise ConfigError(f"route policy {name!r}: {error}") from error
+    return make_registered("route policy", ROUTING, name, settings)

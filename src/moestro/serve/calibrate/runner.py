@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from moestro import __version__
-from moestro.core.work import Device
+from moestro.core.work import Device, Forward
 from moestro.cost.model import Batch
 from moestro.cost.tables import FORMAT, DecodePoint, HostTimes, MeasuredCost, PrefillPoint, ShortChunksPoint, Table
 from moestro.errors import ConfigError
@@ -26,6 +27,7 @@ from moestro.serve.calibrate.settings import MeasuredModel, Measuring, Range
 from moestro.serve.calibrate.shapes import (
     SHORT_CHUNK,
     Limits,
+    about,
     check_batches,
     chunk,
     decode_grid,
@@ -121,9 +123,9 @@ def measure(device: Device, limits: Limits, how: Measuring) -> tuple[Table, list
         *(decodes(spread_contexts(*point)) for point in running),
         *others,
     ]
-    items = [forward(batch, limits, rng) for batch in batches]
-    with progress("steps measured", len(items) * (how.rounds + 1)) as tick:
-        found = iter([median_and_spread(times) for times in times_ns(device, items, how.rounds, tick)])
+    makers = [partial(_like, batch, limits, rng) for batch in batches]
+    with progress("steps measured", len(makers) * (how.rounds + 1)) as tick:
+        found = iter([median_and_spread(times) for times in times_ns(device, makers, how.rounds, tick)])
     table = Table(
         format=FORMAT,
         model="",
@@ -145,6 +147,10 @@ def measure(device: Device, limits: Limits, how: Measuring) -> tuple[Table, list
     checked = _check(MeasuredCost(table), others, [ns for ns, _ in found])
     host = host_times(limits.max_num_seqs, limits.block_size)
     return msgspec.structs.replace(table, host=host), checked
+
+
+def _like(batch: Batch, limits: Limits, rng: np.random.Generator) -> Forward:
+    return forward(about(batch, limits, rng), limits, rng)
 
 
 def _check(cost: MeasuredCost, batches: list[Batch], measured: list[float]) -> list[CheckedBatch]:

@@ -11,6 +11,7 @@ from moestro.cost.model import Batch
 
 SHORT_CHUNK = 64
 _MIN_CONTEXT = 16
+_VARIES = 16  # a chunk's size varies by this part of it
 _SIZES = (1, 4, 16, 32, SHORT_CHUNK, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384)
 
 
@@ -108,8 +109,20 @@ def decodes(contexts: list[int]) -> Batch:
     return Batch(np.array(contexts) - 1, np.ones(len(contexts), np.int64))
 
 
+def about(batch: Batch, limits: Limits, rng: np.random.Generator) -> Batch:
+    """A batch like this one, its chunks up to a sixteenth longer or shorter; itself where a longer one would not fit.
+
+    A server hardly ever meets the same large chunk twice, and libraries keep what they worked out for a shape: what is
+    measured again and again in the very same shape is up to a fifth quicker than in life.
+    """
+    room = np.where(batch.num_tokens > 1, batch.num_tokens // _VARIES, 0)
+    if not limits.fits(Batch(batch.start, batch.num_tokens + room)):
+        return batch
+    return Batch(batch.start, batch.num_tokens + rng.integers(-room, room + 1))
+
+
 def forward(batch: Batch, limits: Limits, rng: np.random.Generator) -> Forward:
-    """A work item of this shape: random tokens, each sequence with blocks of its own. What they hold costs no time."""
+    """A work item of this shape: tokens drawn anew, so that a gate chooses anew; each sequence has its own blocks."""
     num_units = len(batch.start)
     start, num_tokens = batch.start.astype(np.int32), batch.num_tokens.astype(np.int32)
     num_blocks = -(-(start + num_tokens) // limits.block_size)

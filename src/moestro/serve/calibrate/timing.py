@@ -28,21 +28,24 @@ def once_ns(device: Device, item: Forward) -> int:
     return time.perf_counter_ns() - started
 
 
-def times_ns(device: Device, items: Sequence[Forward], rounds: int, tick: Callable[[], None]) -> list[Times]:
-    """Every item's times. Each is launched once that does not count, then all take their turns, round by round.
+def times_ns(
+    device: Device, makers: Sequence[Callable[[], Forward]], rounds: int, tick: Callable[[], None]
+) -> list[Times]:
+    """The times of each kind of item. One of each is launched that does not count, then all take turns, round by round.
 
     Args:
-        tick: called after each item of each round, the first that does not count among them.
+        makers: one a kind; called before each launch, outside the time.
+        tick: called after each kind in each round, the first that does not count among them.
     """
     repeats = []
-    for item in items:
-        first = once_ns(device, item)
+    for make in makers:
+        first = once_ns(device, make())
         repeats.append(int(np.clip(_ENOUGH_NS // max(first, 1), 1, _MOST_REPEATS)))
         tick()
-    times: list[list[int]] = [[] for _ in items]
+    times: list[list[int]] = [[] for _ in makers]
     for _ in range(rounds):
-        for item, count, found in zip(items, repeats, times, strict=True):
-            found += [once_ns(device, item) for _ in range(count)]
+        for make, count, found in zip(makers, repeats, times, strict=True):
+            found += [once_ns(device, make()) for _ in range(count)]
             tick()
     return [np.array(found) for found in times]
 

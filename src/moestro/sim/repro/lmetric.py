@@ -267,11 +267,12 @@ class Reproduction:
         """Fig. 11 (lambda), Fig. 13 (range), Fig. 18 and 19 (which indicators to multiply), at half the load."""
         found = self.findings
         found.weights[source.name] = [
-            (weight, self._once(source, HALF, make_policy("bailian", hit_weight=weight), f"lambda {weight:g}"))
+            (weight, self._once(source, HALF, make_policy("bailian", {"hit_weight": weight}), f"lambda {weight:g}"))
             for weight in WEIGHTS
         ]
         found.ranges[source.name] = [
-            (most, self._once(source, HALF, make_policy("aibrix", max_range=most), f"range {most}")) for most in RANGES
+            (most, self._once(source, HALF, make_policy("aibrix", {"max_range": most}), f"range {most}"))
+            for most in RANGES
         ]
         found.indicators[source.name] = {
             name: self._once(source, HALF, policy, name) for name, policy in _INDICATORS.items()
@@ -323,7 +324,7 @@ class Reproduction:
         load = with_hot_prefix(source.load(self._rate(source, HALF), 0), 0)
         for mitigation in ("off", "filter", "load"):
             self._step(f"{load.name}: {mitigation}")
-            policy = make_policy(PAPER_POLICY, hotspots=mitigation)
+            policy = make_policy(PAPER_POLICY, {"hotspots": mitigation})
             figures = measured(run(self.bed(source), load, policy, signals_of(PAPER_POLICY, policy)))
             first, second = getattr(policy, "num_alarms", (0, 0))
             self.findings.hotspots.append(

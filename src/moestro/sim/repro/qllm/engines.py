@@ -29,7 +29,7 @@ _QLLM: Mapping[str, object] = {
     "evict_policy": "least_computed_be_first",
     "max_num_urgent_seqs": MAX_BATCH,  # preempted sequences keep their KV; a batch is still of 32
 }
-_AGED: Mapping[str, object] = {"scheduling_policy_settings": {"theta_age_s": AGE_S}}
+_AGED: Mapping[str, object] = {"scheduling_policy": f"qllm:theta_age_s={AGE_S:g}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
