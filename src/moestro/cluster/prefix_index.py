@@ -30,6 +30,7 @@ SAID_BYTES = 300  # of one block that one engine said
 PROMPT_BYTES = 130  # of one prompt in a history
 RUN_BYTES = 700  # of one run of one engine, but for its blocks
 _UNLIMITED = 1 << 62
+_NUM_LATE = 8  # prompts that are over and of which events may be on their way
 _FEW = 8  # so many bits are found one by one, more by unpacking all
 
 Steps = list[
@@ -146,7 +147,7 @@ class PrefixIndex:
             was_computed: its prompt was.
         """
         row = self._engines[engine]
-        if was_computed and self.is_exact(engine) and not all(block in row.said for block in split(pending.hashes())):
+        if was_computed and self.is_exact(engine) and not _was_said(row, pending):
             row.unsaid.append((now_ns, pending))
             self._keep_share(engine)
         else:
@@ -168,6 +169,12 @@ class PrefixIndex:
             if holders is not last:  # neighbours that had one set object go on having one
                 last, last_with = holders, holders | bit
             all_holders[block] = last_with
+        newest = [row.unsaid.pop() for _ in range(min(len(row.unsaid), _NUM_LATE))]
+        for at_ns, prompt in reversed(newest):
+            if _was_said(row, prompt):  # its events were late, not wrong
+                self._pending.drop(engine, prompt)
+            else:
+                row.unsaid.append((at_ns, prompt))
         self._keep_share(engine)
 
     def removed(self, engine: int, hashes: bytes) -> None:
@@ -269,6 +276,11 @@ class PrefixIndex:
             self._said[block] = left
         else:
             del self._said[block]
+
+
+def _was_said(row: _Engine, prompt: Run) -> bool:
+    """Whether `row` has said that it holds all blocks of a prompt."""
+    return all(block in row.said for block in split(prompt.hashes()))
 
 
 def split(hashes: bytes) -> tuple[bytes, ...]:
