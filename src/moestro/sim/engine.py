@@ -40,6 +40,10 @@ class Ranks(Protocol):
         """
         ...
 
+    def catch_up(self, before_ns: int) -> None:
+        """Take the rounds of the jump under way that ended before then, so that what they publish can be heard."""
+        ...
+
     def turn(self, now_ns: int) -> list[Emitted]:
         """What was under way is over, or a request has come: go on. Returns what each rank's requests gained."""
         ...
