@@ -47,7 +47,3 @@ class Ranks(Protocol):
     def turn(self, now_ns: int) -> list[Emitted]:
         """What was under way is over, or a request has come: go on. Returns what each rank's requests gained."""
         ...
-
-    def catch_up(self, before_ns: int) -> None:
-        """Publish of the prefix caches what has happened before `before_ns`."""
-        ...
