@@ -8,7 +8,8 @@ index that engines fill by KV events, and an event's cost a block. The bound bes
 dictionary for each block of the prompt, which an index that knows every block by itself cannot do without.
 
 Traffic: conversations. Eight system prompts of 16 blocks; a conversation has 20 to 90 blocks of its own behind one; a
-request brings the rest of its 128 blocks as new. Four requests are in flight on each engine; caches have 8,192 blocks.
+request brings the rest of its 128 blocks as new. Four requests are in flight on each engine, 8,192 in all at most;
+caches have 8,192 blocks.
 Each figure is the median over the requests of one run, of which there are REPEATS, policies taking turns.
 
 --json merges: sizes that were not run keep their rows.
@@ -103,7 +104,7 @@ class Traffic:
         router.first_token(new.request_id, now_ns)
         spent["first_token"].append(time.perf_counter_ns() - begin)
         self.live.append(new.request_id)
-        if len(self.live) > 4 * self.num_engines:
+        if len(self.live) > min(4 * self.num_engines, 8192):
             at = self.rng.randrange(len(self.live))
             self.live[at], self.live[-1] = self.live[-1], self.live[at]
             begin = time.perf_counter_ns()
@@ -162,7 +163,7 @@ def rows_of(num_engines: int) -> list[dict[str, object]]:
         for case in cases:
             policy, events = case
             traffic = Traffic(policy, num_engines, repeat, events=events)
-            traffic.run(max(NUM_WARM, 5 * num_engines))
+            traffic.run(max(NUM_WARM, min(5 * num_engines, 9000)))
             times[case].append(traffic.run(NUM_TIMED))
             index_bytes[case] = traffic.router.index_bytes
             del traffic

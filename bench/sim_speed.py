@@ -30,6 +30,13 @@ from moestro.sim.settings import EngineSettings, PolicySettings, SimSettings, Wo
 
 REPEATS = 5
 TRACE = "mooncake_conversation.jsonl.zst"
+MOONCAKE = "Mooncake conversation, 16 engines"
+# Ours and theirs that are set side by side: `dynamo` is their formula in our router.
+PAIRS = {
+    "one engine, 1024/256": "one engine, 1024/256",
+    f"{MOONCAKE}, round_robin": f"{MOONCAKE}, round_robin",
+    f"{MOONCAKE}, dynamo": f"{MOONCAKE}, kv_router",
+}
 ONE_ENGINE = {"num_requests": 4000, "prompt_tokens": 1024, "output_tokens": 256, "rate": 4.0, "arrivals": "constant"}
 SIXTEEN = EngineSettings(count=16, gpu="h200", block_size=512, max_num_batched_tokens=8192)
 MILLION = {"num_requests": 1_000_000, "prompt_tokens": 512, "output_tokens": 32, "rate": 200.0}
@@ -39,9 +46,13 @@ def cases(traces: Path) -> dict[str, SimSettings]:
     """What is simulated, by name."""
     replayed = WorkloadSettings(trace=str((traces / TRACE).absolute()))
     one = EngineSettings(gpu="h200", block_size=64, max_num_batched_tokens=8192)
-    found = {"one engine, 1024/256": SimSettings(workload=WorkloadSettings(**ONE_ENGINE), engines=one)}
+    found = {
+        "one engine, 1024/256": SimSettings(
+            workload=WorkloadSettings(**ONE_ENGINE), engines=one, policies=(PolicySettings(route="round_robin"),)
+        )
+    }
     for route in ("round_robin", "dynamo", "lmetric"):
-        name = f"Mooncake conversation, 16 engines, {route}"
+        name = f"{MOONCAKE}, {route}"
         found[name] = SimSettings(workload=replayed, engines=SIXTEEN, policies=(PolicySettings(route=route),))
     return found
 
@@ -57,13 +68,13 @@ def simulate(settings: SimSettings) -> dict[str, float]:
     return {"cpu_s": cpu_s, "num_requests": len(results), "hit_ratio": hit_ratio}
 
 
-def ours(settings: SimSettings) -> dict[str, object]:
+def ours(settings: SimSettings) -> dict:
     """Five runs."""
     runs = [simulate(settings) for _ in range(REPEATS)]
     return {**spread([each["cpu_s"] for each in runs], runs[0]["num_requests"]), "hit_ratio": runs[0]["hit_ratio"]}
 
 
-def spread(seconds: list[float], num_requests: float) -> dict[str, object]:
+def spread(seconds: list[float], num_requests: float) -> dict:
     """CPU-seconds of repeats, and requests per CPU-second of the median."""
     middle = statistics.median(seconds)
     return {
@@ -73,7 +84,7 @@ def spread(seconds: list[float], num_requests: float) -> dict[str, object]:
     }
 
 
-def dynamo(python: str, arguments: list[str], num_requests: int) -> dict[str, object]:
+def dynamo(python: str, arguments: list[str], num_requests: int) -> dict:
     """Five runs of Dynamo's replay: CPU-seconds of the process, its start included."""
     seconds, report = [], {}
     with tempfile.TemporaryDirectory() as directory:
@@ -89,7 +100,7 @@ def dynamo(python: str, arguments: list[str], num_requests: int) -> dict[str, ob
     return spread(seconds, num_requests)
 
 
-def peer(python: str, traces: Path) -> dict[str, object]:
+def peer(python: str, traces: Path) -> dict[str, dict]:
     """Dynamo on the same workloads."""
     one = [
         "--input-tokens",
@@ -109,8 +120,13 @@ def peer(python: str, traces: Path) -> dict[str, object]:
         num_requests = len(plain.read_text().splitlines())
         for mode in ("round_robin", "kv_router"):
             asked = [str(plain), "--num-workers", "16", "--trace-block-size", "512", "--router-mode", mode]
-            found[f"Mooncake conversation, 16 engines, {mode}"] = dynamo(python, asked, num_requests)
+            found[f"{MOONCAKE}, {mode}"] = dynamo(python, asked, num_requests)
     return found
+
+
+def ratios(own: dict[str, dict], theirs: dict[str, dict]) -> dict[str, float]:
+    """CPU-seconds of the peer over ours, of the medians; above 1: ours is the faster."""
+    return {name: theirs[other]["cpu_s"]["median"] / own[name]["cpu_s"]["median"] for name, other in PAIRS.items()}
 
 
 def million() -> dict[str, object]:
@@ -130,11 +146,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     if asked.million:
-        found: dict[str, object] = {"a million requests": million()}
+        found: dict = {"a million requests": million()}
     else:
         found = {"moestro": {name: ours(settings) for name, settings in cases(asked.traces).items()}}
         if asked.dynamo:
             found["dynamo 1.1.1"] = peer(asked.dynamo, asked.traces)
+            found["dynamo's CPU-seconds over ours"] = ratios(found["moestro"], found["dynamo 1.1.1"])
     print(json.dumps(found, indent=1))
     if asked.json:
         earlier = json.loads(asked.json.read_text()) if asked.json.exists() else {}

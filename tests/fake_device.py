@@ -130,4 +130,5 @@ def make_request(
         token_ids=ids.tobytes(),
         block_hashes=hash_blocks(key, ids, block_size),
         hash_key=key,
+        cache_salt=salt,
     )

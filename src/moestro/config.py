@@ -24,6 +24,7 @@ __all__ = [
     "BATCH_POLICIES",
     "EVICT_POLICIES",
     "PACED_NETWORK",
+    "PACED_QLLM",
     "SCHEDULING_POLICIES",
     "BatchName",
     "DeviceKind",
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 PACED_NETWORK = "qwen3-30b-a3b"
+PACED_QLLM = "paced:qllm"  # not a GPU, but an engine with a cost of its own
 PacedArithmetic = Literal["demo", "none"]
 
 # What each policy does, in one line, for whoever asks for help.
@@ -169,7 +171,8 @@ class PacedSettings:
     """A device that is not there: steps take as long as a cost model says.
 
     Attributes:
-        device: as the operator wrote it: paced:GPU, or paced:FILE of a table that `moestro calibrate` wrote.
+        device: as the operator wrote it: paced:GPU, paced:FILE of a table of `moestro calibrate`, or paced:qllm:
+            QLLM's engine on an A100, the network in 4 bits.
         network: whose steps are priced, by the names that `cost` knows.
         arithmetic: demo: the demo network computes the answers, within the modelled time; none: nothing is computed,
             torch is not loaded, and answers are a fixed sequence of tokens.
@@ -186,7 +189,10 @@ class PacedSettings:
     kv_cache_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.table is None:
+        if self.device == PACED_QLLM:
+            if network_named(self.network).experts is None:
+                raise ConfigError(f"--device {PACED_QLLM} runs networks with experts, which {self.network} has not")
+        elif self.table is None:
             gpu_named(self.gpu)
             network_named(self.network)
         elif self.arithmetic == "none":

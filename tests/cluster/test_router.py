@@ -1,7 +1,7 @@
 import pytest
 from routers import request, router
 
-from moestro.core.views import EngineFigures
+from moestro.core.views import NEVER_NS, EngineFigures
 from moestro.errors import ConfigError, InvariantError, NoEngineError, QueueFullError
 from moestro.policy.routing.registry import make_policy
 
@@ -123,3 +123,15 @@ def test_many_engines_are_rows_of_one_table():
     assert sorted(submit(many, *map(str, range(100)))) == list(range(100))
     with pytest.raises(ValueError, match="read-only"):
         many.table.num_in_flight[0] = 1
+
+
+def test_the_last_words_of_an_engine_that_was_removed_are_not_its_successors():
+    one = router(2, "lmetric")
+    one.remove_engine(1, 0)
+    one.kv_cleared(1, 1)
+    one.kv_stored(1, bytes(16), 1)
+    one.report(1, EngineFigures(kv_usage=0.5, num_running=3, num_waiting=4), 1, 1)
+    assert one.add_engine() == 1
+    one.set_routable(1, routable=True)
+    assert one.table.kv_usage.as_of_ns[1] == NEVER_NS
+    assert one.submit(request("r", block_hashes=bytes(16), num_prompt_tokens=20), 2).all_hit_tokens.tolist() == [0, 0]

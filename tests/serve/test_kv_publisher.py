@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from pathlib import Path
@@ -17,6 +18,8 @@ from moestro.cluster.kv_names import NamingRules
 from moestro.config import KvEventsSettings, kv_events_from
 from moestro.core.hashing import hash_blocks, hash_key, split_hashes
 from moestro.errors import ConfigError
+from moestro.serve.route.kv_sources import KvSource
+from moestro.serve.route.kv_subscriber import KvSubscription
 from moestro.serve.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[2] / "src" / "moestro" / "assets" / "demo"
@@ -121,6 +124,26 @@ def test_every_block_of_prompt_and_answer_is_heard_with_its_salt(publishing, por
     finally:
         for listener in listeners:
             listener.close()
+
+
+def test_the_routers_own_subscription_finds_all_that_was_stored_before_it_came(publishing, ports):
+    async def heard() -> Sink:
+        sink = Sink()
+        naming = NamingRules(model=MODEL, block_size=16)
+        feed = KvFeed(sink, KvFeedSettings(engine=0, name="e", naming=naming, can_replay=True))
+        with zmq.Context() as context:
+            source = KvSource(f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}")
+            task = asyncio.create_task(KvSubscription(context, source, feed, lambda: 0).run())
+            async with asyncio.timeout(10):
+                while not (feed.stream.is_complete and feed.num_blocks):  # noqa: ASYNC110 - nobody is told of it
+                    await asyncio.sleep(0.02)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return sink
+
+    complete(publishing, prompt=PROMPT, max_tokens=1)
+    complete(publishing, prompt=PROMPT, max_tokens=1)
+    assert set(names(PROMPT)) <= asyncio.run(heard()).held[0]
 
 
 def test_what_was_missed_is_sent_again_and_a_new_process_is_known_for_one(publishing, ports):

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from fake_device import KvDevice, make_request
 from serve.running import REAL, Running, call, complete, is_idle, load, wait_until
 
 from moestro.cli import main
-from moestro.config import PacedSettings
+from moestro.config import PacedSettings, SchedulerLimits, ServerSettings, ServeSettings, SteppingSettings
+from moestro.core.request import ServiceClass
+from moestro.core.work import Forward
 from moestro.cost.capacity import kv_blocks
 from moestro.cost.gpus import H20
 from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
+from moestro.cost.priced_stages import PricedStages
 from moestro.cost.roofline import Roofline, RooflineSettings
-from moestro.engine.rank import build_rank
+from moestro.cost.staged_engines import in_4_bits
+from moestro.engine.rank import build_preemptive_rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.model.settings import ModelSettings
+from moestro.policy.stepping.qllm import ExpertLevelPreemption
 from moestro.serve.paced import (
     WORDS,
     FixedAnswers,
@@ -40,12 +47,14 @@ BOUNDS = SchedulerSettings(num_blocks=64, block_size=4, max_model_len=64)
 DECODE_S = COST.step_ns(Batch(np.array([20]), np.array([1]))) / 1e9
 
 
-@pytest.fixture(scope="module", params=["none", "demo"])
+@pytest.fixture(scope="module", params=[("none", "fused"), ("demo", "fused"), ("demo", "preemptive")], ids=" ".join)
 def paced(request, tmp_path_factory):
-    flags = ("--device", "paced:h20", "--paced-arithmetic", request.param, "--engines", "2", "--dtype", "float32")
+    arithmetic, mode = request.param
+    flags = ("--device", "paced:h20", "--paced-arithmetic", arithmetic, "--engines", "2", "--dtype", "float32")
+    flags += ("--mode", mode)
     flags += ("--num-gpu-blocks-override", "2000")  # the demo network allocates them
     server = Running((*REAL, *flags), tmp_path_factory.mktemp("paced"))
-    server.arithmetic = request.param
+    server.arithmetic = arithmetic
     yield server
     try:
         assert server.stop() == 0
@@ -109,6 +118,38 @@ def test_each_step_ends_at_its_price(answers):
     assert [at_ns for at_ns, _ in found] == np.cumsum([prefill, *decodes]).tolist()
 
 
+def test_whoever_passes_whom_a_network_s_tokens_are_passed_on():
+    device = KvDevice(64, 4)
+    answers = NetworkAnswers(device)
+    stages = PricedStages(COST, 64, lambda units, now_ns: answers.of(Forward(units), now_ns))
+    bounds = replace(BOUNDS, max_num_batched_tokens=256, max_num_urgent_seqs=8)
+    policy = ExpertLevelPreemption(max_wait_ns=None, max_merged=0)
+    rank, now_ns, said, ended = build_preemptive_rank(bounds, stages, policy), 0, {}, []
+    prompts = {"be": range(30), "ls": range(7, 12)}
+    waiting = [(0, "be"), (COST.step_ns(Batch(np.array([0]), np.array([30]))) // 2, "ls")]
+    while waiting or rank.has_work:
+        if waiting and now_ns >= waiting[0][0]:
+            name = waiting.pop(0)[1]
+            asked = make_request(name, prompts[name], max_tokens=4)
+            rank.add(msgspec.structs.replace(asked, service_class=ServiceClass(name)), now_ns)
+        for output in rank.step(now_ns):
+            said.setdefault(output.request_id, []).extend(output.token_ids)
+            ended += [output.request_id] if output.finish_reason else []
+        at_ns = [ready_ns for ready_ns in (rank.ready_at_ns(), *(when for when, _ in waiting)) if ready_ns is not None]
+        now_ns = max(now_ns, min(at_ns, default=now_ns))
+    assert ended == ["ls", "be"]
+    for name, prompt in prompts.items():
+        assert said[name] == tokens_alone(prompt)
+
+
+def tokens_alone(prompt) -> list[int]:
+    rank, found, now_ns = build_rank(BOUNDS, KvDevice(64, 4)), [], 0
+    rank.add(make_request("r", prompt, max_tokens=4), now_ns)
+    while rank.has_work:
+        found += [token for output in rank.step(now_ns) for token in output.token_ids]
+    return found
+
+
 def test_a_network_s_tokens_are_passed_on():
     plain = [token for _, token in run_rank(KvDevice(64, 4), max_tokens=6)]
     assert [token for _, token in run_rank(PacedDevice(COST, NetworkAnswers(KvDevice(64, 4))), max_tokens=6)] == plain
@@ -118,6 +159,7 @@ def test_a_network_s_tokens_are_passed_on():
     ("given", "words"),
     [
         ({"device": "paced:abacus"}, "no constants for GPU 'abacus'"),
+        ({"device": "paced:qllm", "network": "qwen2-7b"}, "networks with experts, which qwen2-7b has not"),
         ({"device": "paced:h20", "network": "gpt-5"}, "no sizes for network 'gpt-5'"),
         ({"device": "paced:table.json", "arithmetic": "none"}, "a GPU and a network by name"),
     ],
@@ -162,6 +204,10 @@ def test_the_kv_cache_is_what_the_gpu_has_beside_the_weights_unless_told_otherwi
     assert num_blocks_of(PacedSettings(device="paced:h20"), model) == kv_blocks(network, H20, 16)
     bytes_of_100 = 100 * 16 * network.kv_bytes_per_token
     assert num_blocks_of(PacedSettings(device="paced:h20", kv_cache_memory_bytes=bytes_of_100 + 1), model) == 100
+    qllm = PacedSettings(device="paced:qllm", network="mixtral-8x7b")
+    weights = in_4_bits(network_named("mixtral-8x7b")).weight_bytes()
+    assert weights == pytest.approx(22.93e9, rel=0.05), "as its paper has it"
+    assert num_blocks_of(qllm, model) == int((0.9 * 80 * 2**30 - weights - 6e9) // (16 * 131072))
     few = ModelSettings(model="demo", num_gpu_blocks_override=77)
     assert num_blocks_of(PacedSettings(device="paced:h20"), few) == 77
     assert num_blocks_of(PacedSettings(device="paced:table.json"), model) is None
@@ -171,6 +217,17 @@ def test_a_context_that_was_asked_for_is_never_clipped():
     paced, few = PacedSettings(device="paced:h20"), {"model": "demo", "num_gpu_blocks_override": 77}
     assert paced_info(paced, ModelSettings(**few), 4096).max_model_len == 77 * 16
     assert paced_info(paced, ModelSettings(**few, max_model_len=2000), 4096).max_model_len == 2000  # refused later
+
+
+def test_a_table_of_whole_steps_has_no_prices_for_the_preemptive_mode():
+    given = {"model": ModelSettings(model="demo"), "server": ServerSettings(served_model_name=("m",))}
+    preemptive = SteppingSettings(mode="preemptive")
+    for device in ("paced:h20", "paced:qllm"):
+        paced = PacedSettings(device=device, network="mixtral-8x7b")
+        ServeSettings(**given, limits=SchedulerLimits(), stepping=preemptive, paced=paced)
+    paced = PacedSettings(device="paced:table.json")
+    with pytest.raises(ConfigError, match=r"wants the prices of stages, and table\.json has those of whole steps"):
+        ServeSettings(**given, limits=SchedulerLimits(), stepping=preemptive, paced=paced)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("qwen3-30b-a3b", 30.5), ("mixtral-8x7b", 46.7), ("deepseek-v3", 671)])

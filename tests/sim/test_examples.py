@@ -55,6 +55,8 @@ def test_an_example_shows_what_its_text_promises(example):
     if name == "three_routers":
         assert mean(third) < mean(second) < mean(first)
         assert third["report"]["cached_share"] > 1.5 * second["report"]["cached_share"]
+        (told,) = rest
+        assert told["report"]["cached_share"] > 1.2 * third["report"]["cached_share"], "it knows answers' blocks, too"
     elif name == "orders_under_load":
         assert mean(second) < mean(first), "short prompts first"
         assert mean(third, "ls_ttft_ms") < mean(first, "ls_ttft_ms")

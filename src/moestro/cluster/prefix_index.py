@@ -44,11 +44,14 @@ class _Engine:
     Attributes:
         said: its blocks, those said first first.
         prompts: its history: when each was sent, the oldest first, and its last run.
+        unsaid: prompts that it has computed and did not say so wholly, with the time of that: one copy of a block was
+            removed, say, and another was there. They go on as pending for a while.
         capacity: blocks of its cache.
     """
 
     said: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     prompts: deque[tuple[int, Run]] = field(default_factory=deque)
+    unsaid: deque[tuple[int, Run]] = field(default_factory=deque)
     capacity: int = _UNLIMITED
 
 
@@ -58,7 +61,7 @@ class PrefixIndex:
     Args:
         max_bytes: of all of it. Each engine may have an equal share. Its oldest prompts go first, then what it said
             first; of one prompt the last blocks.
-        expiry_ns: age at which a prompt is dropped from the history.
+        expiry_ns: age at which a prompt is dropped from the history, and from what is pending past its end.
     """
 
     def __init__(self, max_bytes: int, expiry_ns: int) -> None:
@@ -114,8 +117,11 @@ class PrefixIndex:
 
     # --- told of requests
 
-    def sent(self, engine: int, hashes: bytes, now_ns: int) -> Run | None:
+    def sent(self, engine: int, hashes: bytes, now_ns: int, *, is_pending: bool = True) -> Run | None:
         """A prompt was sent to `engine`, which will hold its blocks.
+
+        Args:
+            is_pending: its end will be told.
 
         Returns:
             What `ended` wants back; None: nothing.
@@ -131,11 +137,20 @@ class PrefixIndex:
         self._next_to_expire = (self._next_to_expire + 1) % len(self._engines)
         for each in (engine, self._next_to_expire):
             self._expire(each, now_ns)
-        return self._pending.add(engine, hashes) if self._exact >> engine & 1 else None
+        return self._pending.add(engine, hashes) if is_pending and self._exact >> engine & 1 else None
 
-    def ended(self, engine: int, pending: Run) -> None:
-        """The request of which `sent` returned `pending` is over: what is left of it was said."""
-        self._pending.drop(engine, pending)
+    def ended(self, engine: int, pending: Run, now_ns: int, *, was_computed: bool) -> None:
+        """The request of which `sent` returned `pending` is over: what is left of it was said, or should have been.
+
+        Args:
+            was_computed: its prompt was.
+        """
+        row = self._engines[engine]
+        if was_computed and self.is_exact(engine) and not all(block in row.said for block in split(pending.hashes())):
+            row.unsaid.append((now_ns, pending))
+            self._keep_share(engine)
+        else:
+            self._pending.drop(engine, pending)
 
     # --- told of caches
 
@@ -173,9 +188,11 @@ class PrefixIndex:
         bit = 1 << engine
         self._complete &= ~bit
         self._exact &= ~bit
-        said = self._engines[engine].said
-        while said:
-            self._drop(bit, said.popitem()[0])
+        row = self._engines[engine]
+        while row.said:
+            self._drop(bit, row.said.popitem()[0])
+        while row.unsaid:
+            self._pending.drop(engine, row.unsaid.popleft()[1])
 
     def forget(self, engine: int) -> None:
         """`engine` is another, or gone: it holds nothing. What is in flight there is still to be `ended`."""
@@ -185,36 +202,43 @@ class PrefixIndex:
 
     # --- handed over
 
-    def prompts(self, engine: int) -> list[tuple[int, bytes]]:
-        """The history of `engine`, the oldest first: when each prompt was sent, and its blocks, packed."""
-        return [(sent_ns, run.hashes()) for sent_ns, run in self._engines[engine].prompts]
+    def prompts(self, engine: int) -> list[bytes]:
+        """The history of `engine`: the blocks of each prompt, packed, the oldest first."""
+        return [last.hashes() for _, last in self._engines[engine].prompts]
 
     # --- inside
 
     def _walk(self, hashes: bytes, foretold: Steps, found: NDArray[np.int64]) -> None:
         """Fill `found`: the unbroken run of blocks that an engine said it holds, or is foretold to."""
         blocks, get = split(hashes), self._said.get
-        alive, depth = (1 << len(self._engines)) - 1, 0
+        alive, begin = (1 << len(self._engines)) - 1, 0
         for border, others in (*foretold, (len(blocks), 0)):
             last: int | None = None
-            while depth < border and alive & ~others:
+            for depth in range(begin, border if alive & ~others else begin):
                 held_by = get(blocks[depth], 0)
-                if held_by is not last:  # neighbours mostly have one set object
-                    left = alive & (held_by | others)
-                    if depth and left != alive:
+                if held_by is last:  # neighbours mostly have one set object
+                    continue
+                last, left = held_by, alive & (held_by | others)
+                if left != alive:
+                    if depth:
                         _set(found, alive ^ left, depth)
-                    alive, last = left, held_by
-                depth += 1
-            depth = border
-        _set(found, alive, depth)
+                    alive = left
+                    if not alive & ~others:
+                        break
+            begin = border
+        _set(found, alive, begin)
 
     def _keep_share(self, engine: int) -> None:
         row, share = self._engines[engine], self._max_bytes // len(self._engines)
-        while (row.prompts or row.said) and self._bytes_of(engine) > share:
+        while self._bytes_of(engine) > share:
             if row.prompts:
                 self._drop_oldest(engine)
-            else:
+            elif row.unsaid:
+                self._pending.drop(engine, row.unsaid.popleft()[1])
+            elif row.said:
                 self._drop(1 << engine, row.said.popitem(last=False)[0])
+            else:  # what is in flight alone
+                break
 
     def _bytes_of(self, engine: int) -> int:
         """At worst no two blocks share a set, and each is as long as there are engines."""
@@ -223,7 +247,7 @@ class PrefixIndex:
         num_blocks = tree.num_blocks[engine] + self._pending.num_blocks[engine]
         return (
             len(row.said) * (SAID_BYTES + set_bytes)
-            + len(row.prompts) * PROMPT_BYTES
+            + (len(row.prompts) + len(row.unsaid)) * PROMPT_BYTES
             + num_runs * (RUN_BYTES + set_bytes)
             + num_blocks * HASH_BYTES
         )
@@ -235,6 +259,9 @@ class PrefixIndex:
         prompts = self._engines[engine].prompts
         while prompts and now_ns - prompts[0][0] > self._expiry_ns:
             self._drop_oldest(engine)
+        unsaid = self._engines[engine].unsaid
+        while unsaid and now_ns - unsaid[0][0] > self._expiry_ns:
+            self._pending.drop(engine, unsaid.popleft()[1])
 
     def _drop(self, bit: int, block: bytes) -> None:
         left = self._said[block] & ~bit

@@ -110,6 +110,14 @@ class Submitted(msgspec.Struct, frozen=True, tag=True):
     refusal: str | None = None
 
 
+class SentElsewhere(msgspec.Struct, frozen=True, tag=True):
+    """`sent_elsewhere`."""
+
+    engine: int
+    hashes: bytes
+    now_ns: int
+
+
 class FirstTokenCame(msgspec.Struct, frozen=True, tag=True):
     """`first_token`."""
 
@@ -166,7 +174,7 @@ class KvLost(msgspec.Struct, frozen=True, tag=True):
 
 Entry = (
     Head | EngineAdded | SpecSet | EngineRemoved | RoutableSet | EngineWasLost | Submitted | FirstTokenCame
-    | RequestEnded | Reported | KvStored | KvRemoved | KvCleared | KvLost | Story
+    | RequestEnded | SentElsewhere | Reported | KvStored | KvRemoved | KvCleared | KvLost | Story
 )  # fmt: skip
 
 encode_entry = msgspec.json.Encoder().encode
@@ -243,6 +251,11 @@ class RecordedRouter(Router):
         """See `Router`."""
         super().ended(request_id, now_ns, num_output_tokens)
         self._write(RequestEnded(request_id, now_ns, num_output_tokens))
+
+    def sent_elsewhere(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """See `Router`."""
+        super().sent_elsewhere(engine, hashes, now_ns)
+        self._write(SentElsewhere(engine, hashes, now_ns))
 
     def report(self, engine: int, figures: EngineFigures, as_of_ns: int, now_ns: int) -> None:
         """See `Router`."""

@@ -23,6 +23,7 @@ from moestro.cluster.record import (
     Reported,
     RequestEnded,
     RoutableSet,
+    SentElsewhere,
     SpecSet,
     Submitted,
     decode_entry,
@@ -89,6 +90,8 @@ def _apply(router: RecordedRouter, entry: Entry) -> None:
             router.first_token(entry.request_id, entry.now_ns)
         case RequestEnded():
             router.ended(entry.request_id, entry.now_ns, entry.num_output_tokens)
+        case SentElsewhere():
+            router.sent_elsewhere(entry.engine, entry.hashes, entry.now_ns)
         case _:
             _apply_said(router, entry)
 

@@ -57,6 +57,7 @@ class Router:
         self._flights = InFlight(self._columns)
         self._index = PrefixIndex(settings.index_bytes, int(settings.predicted_expiry_s * 1e9))
         self._removed: set[int] = set()  # gone, and with requests that have not ended
+        self._absent: set[int] = set()  # gone, and no other engine has their numbers
         self._num_decisions = 0
 
     # --- engines come and go
@@ -64,6 +65,7 @@ class Router:
     def add_engine(self, spec: EngineSpec = ANY_ENGINE) -> int:
         """A new engine, not routable yet. Returns its number: the next, or that of one that was removed."""
         engine = self._columns.add()
+        self._absent.discard(engine)
         self._index.add_engine(engine)
         self._set_spec(engine, spec)
         return engine
@@ -77,6 +79,7 @@ class Router:
         self._set_routable(engine, routable=False)
         self._forget(engine, now_ns)
         self._removed.add(engine)
+        self._absent.add(engine)
         self._release(engine)
 
     def set_routable(self, engine: int, *, routable: bool) -> None:
@@ -148,13 +151,22 @@ class Router:
         Args:
             num_output_tokens: that it generated, if somebody counted.
         """
+        was_computed = self._flights.is_computed(request_id) or bool(num_output_tokens)
         flight = self._flights.ended(request_id, now_ns)
         if flight.pending is not None:
-            self._index.ended(flight.engine, flight.pending)
+            self._index.ended(flight.engine, flight.pending, now_ns, was_computed=was_computed)
         self._policy.observe(Ended(request_id, flight.engine, flight.submit_ns, now_ns, num_output_tokens))
         self._release(flight.engine)
 
-    # --- what the engines say
+    def sent_elsewhere(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """Another router has sent `engine` a prompt of these blocks (packed): its cache is thought to hold them."""
+        self._index.sent(engine, hashes, now_ns, is_pending=False)
+
+    def prompts_sent(self, engine: int) -> list[bytes]:
+        """Blocks of the prompts by which the cache of `engine` is known, packed, the oldest first."""
+        return self._index.prompts(engine)
+
+    # --- what the engines say; of one that was removed the last words may still come, and mean nothing
 
     def report(self, engine: int, figures: EngineFigures, as_of_ns: int, now_ns: int) -> None:
         """`engine` said these figures of itself; each that is older than what is known is ignored.
@@ -163,6 +175,8 @@ class Router:
             as_of_ns: until when its requests are in them, on this router's clock: all that it had been sent by then,
                 and nothing sent later. An engine that reads its inbox between steps says when it last read it.
         """
+        if engine in self._absent:
+            return
         as_of_ns = min(as_of_ns, now_ns)
         taken = self._columns.report(engine, figures, as_of_ns)
         if "num_waiting" in taken and "num_running" in taken:
@@ -175,7 +189,8 @@ class Router:
 
     def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """`engine` holds these blocks (packed, 16 bytes each, a prompt's in order)."""
-        self._index.said(engine, hashes)
+        if engine not in self._absent:
+            self._index.said(engine, hashes)
 
     def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """`engine` holds these blocks no more."""
@@ -183,7 +198,8 @@ class Router:
 
     def kv_cleared(self, engine: int, now_ns: int) -> None:
         """`engine` holds no block; and all that it will hold is going to be said, until `kv_lost`."""
-        self._index.cleared(engine)
+        if engine not in self._absent:
+            self._index.cleared(engine)
 
     def kv_lost(self, engine: int, now_ns: int) -> None:
         """Events of `engine` were missed and will not be sent again: from now on it is predicted what it holds."""

@@ -122,7 +122,7 @@ class PricedStages:
 
     def withdraw(self, now_ns: int) -> None:
         """See `StagedDevice.withdraw`."""
-        free_at_ns = 0
+        free_at_ns = self._launched[0].start_ns if self._launched else 0
         for launched in self._launched:
             launched.start_ns = max(launched.launched_ns, free_at_ns)
             if isinstance(launched.item, Experts | Passage):
@@ -149,15 +149,16 @@ class PricedStages:
     def _pieces(self, item: Passage, counts: Int64s | None) -> tuple[Int64s, Int64s]:
         """int64[p], int64[p]: what each piece of a passage takes, and where it is."""
         first, last = item.layer, min(item.until, self.shape.num_layers)
-        prices = np.zeros((max(last - first, 0), self._num_groups), np.int64)
+        prices = np.zeros((last - first, self._num_groups), np.int64)
         prices[:, ATTENTION] = self._attention_ns(_batch(item.units))[first:last]
         exists = prices > 0
         exists[:, ATTENTION] = True
         if counts is not None:
-            num_rows, which = np.unique(counts[first:last], return_inverse=True)
+            inside = counts[first:last]
+            num_rows, which = np.unique(inside, return_inverse=True)
             priced = [self._cost.expert_ns(rows) if rows else 0 for rows in num_rows.tolist()]
-            prices[:, ATTENTION + 1 :] = np.array(priced)[which].reshape(last - first, -1)
-            exists[:, ATTENTION + 1 :] = counts[first:last] > 0
+            prices[:, ATTENTION + 1 :] = np.array(priced, np.int64)[which].reshape(inside.shape)
+            exists[:, ATTENTION + 1 :] = inside > 0
         durations, stands = prices[exists], np.flatnonzero(exists) + first * self._num_groups
         if item.until > self.shape.num_layers:
             durations = np.append(durations, self._cost.sample_ns(len(item.units)))

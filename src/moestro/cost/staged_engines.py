@@ -6,7 +6,7 @@ What is published are totals; how they split into stages is an assumption, said 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -117,6 +117,12 @@ class StagedEngine:
         if times.has_own_expert_devices:
             return times.expert_ns + times.expert_row_ns * num_copies / self._experts.num_experts
         return float(self._gating.activated(num_tokens)[0, 0]) * times.expert_ns + times.expert_row_ns * num_copies
+
+
+def in_4_bits(network: Network) -> Network:
+    """The same, each weight but those of embedding and head in half a byte, as QLLM loads it."""
+    experts = replace(network.experts, bytes_per_weight=0.5) if network.experts else None
+    return replace(network, bytes_per_weight=0.5, experts=experts)
 
 
 def qllm() -> StagedEngine:

@@ -32,7 +32,7 @@ def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
         num_tokens=num_tokens,
         write_start=np.maximum(start, table.write_start.take(slots)),
         logits=logits,
-        block_tables=table.block_table[:, :width].take(slots, 0),
+        block_tables=table.block_table[slots, :width],  # `take` would copy the whole table, its columns being cut
         sampling=table.sampling.take(slots),  # a fifth of what [slots] costs on rows of this kind
         token_ids=_token_ids(table, slots, start, num_tokens),
         next_token_ids=following,

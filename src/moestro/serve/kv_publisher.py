@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -63,8 +64,7 @@ class KvPublisher:
         """Send what happened in the cache since the last call, as one batch; nothing if nothing did."""
         events = self._cache.take()
         if events:
-            batch = [time.time(), [_on_the_wire(each, self._block_size) for each in events], self._rank]
-            self._outbox.append(msgspec.msgpack.encode(batch))
+            self._outbox.append(encode_batch(time.time(), events, rank=self._rank, block_size=self._block_size))
             self._wake()
 
     def close(self) -> None:
@@ -118,6 +118,15 @@ class KvPublisher:
         for at in range(max(0, start - first), len(self._kept)):
             replay.send_multipart([client, b"", *self._kept[at]])
         replay.send_multipart([client, b"", END_OF_REPLAY, b""])
+
+
+def encode_batch(ts_s: float, events: Sequence[StoredBlocks | RemovedBlocks], *, rank: int, block_size: int) -> bytes:
+    """One payload, as `kv_wire.decode_batch` and vLLM's listeners read it.
+
+    Args:
+        ts_s: now, seconds since 1970.
+    """
+    return msgspec.msgpack.encode([ts_s, [_on_the_wire(each, block_size) for each in events], rank])
 
 
 def of_rank(endpoint: str, rank: int) -> str:

@@ -15,16 +15,17 @@ from typing import Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
-from moestro.config import ModelSettings, PacedSettings
+from moestro.config import PACED_QLLM, ModelSettings, PacedSettings
 from moestro.core.request import TokenLogprobs
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, Device, Forward, StepResult, Units
 from moestro.cost.capacity import kv_blocks
-from moestro.cost.gpus import gpu_named
+from moestro.cost.gpus import A100, gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch, CostModel
 from moestro.cost.networks import Network
 from moestro.cost.priced_stages import PricedStages
 from moestro.cost.roofline import Roofline, RooflineSettings
+from moestro.cost.staged_engines import QLLM, StagedEngine, in_4_bits
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.engine.rank import Rank
 from moestro.errors import ConfigError
@@ -131,15 +132,22 @@ def make_paced_rank(spec: LaunchSpec, paced: PacedSettings, answers: Answers, in
     """
     if paced.table is not None:
         return make_rank(spec, PacedDevice(MeasuredCost(load_table(paced.table)), answers), info)
-    roofline = Roofline(RooflineSettings(network=network_named(paced.network), gpu=gpu_named(paced.gpu)))
+    cost = _stage_cost(paced)
     if spec.stepping.mode == "fused":
-        return make_rank(spec, PacedDevice(roofline, answers), info)
+        return make_rank(spec, PacedDevice(cost, answers), info)
 
     def answer(units: Units, now_ns: int) -> StepResult:
         return answers.of(Forward(units), now_ns)
 
     max_tokens = spec.limits.max_num_batched_tokens
-    return make_preemptive_rank(spec, PricedStages(roofline, max_tokens, answer), info)
+    return make_preemptive_rank(spec, PricedStages(cost, max_tokens, answer), info)
+
+
+def _stage_cost(paced: PacedSettings) -> Roofline | StagedEngine:
+    network = network_named(paced.network)
+    if paced.device == PACED_QLLM:
+        return StagedEngine(QLLM, network)
+    return Roofline(RooflineSettings(network=network, gpu=gpu_named(paced.gpu)))
 
 
 def num_blocks_of(paced: PacedSettings, model: ModelSettings) -> int | None:
@@ -153,6 +161,8 @@ def num_blocks_of(paced: PacedSettings, model: ModelSettings) -> int | None:
     network = network_named(paced.network)
     if paced.kv_cache_memory_bytes is not None:
         return paced.kv_cache_memory_bytes // (network.kv_bytes_per_token * model.block_size)
+    if paced.device == PACED_QLLM:
+        return kv_blocks(in_4_bits(network), A100, model.block_size)
     return kv_blocks(network, gpu_named(paced.gpu), model.block_size)
 
 

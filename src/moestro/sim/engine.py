@@ -40,10 +40,10 @@ class Ranks(Protocol):
         """
         ...
 
-    def turn(self, now_ns: int) -> list[Emitted]:
-        """What was under way is over, or a request has come: go on. Returns what each rank's requests gained."""
+    def catch_up(self, before_ns: int) -> None:
+        """Take the rounds of the jump under way that ended before then, so that what they publish can be heard."""
         ...
 
-    def catch_up(self, before_ns: int) -> None:
-        """Publish of the prefix caches what has happened before `before_ns`."""
+    def turn(self, now_ns: int) -> list[Emitted]:
+        """What was under way is over, or a request has come: go on. Returns what each rank's requests gained."""
         ...

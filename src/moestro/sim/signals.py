@@ -191,8 +191,9 @@ class Signals:
         kv_delay_ms = settings.kv_events_delay_ms
         self._kv_delay_ns = None if kv_delay_ms is None else round(kv_delay_ms * NS_PER_MS)
         if self._kv_delay_ns is not None:
-            for group, seat in engines:
+            for engine, (group, seat) in enumerate(engines):
                 group.seats[seat].publish()
+                router.kv_cleared(engine, 0)
         self._asked_ns = [-1] * len(settings.channels)  # until when each channel was read
         self._told_ns = [[-1] * len(engines) for _ in settings.channels]
 

@@ -57,16 +57,17 @@ class StagedRank:
         self.next_ns = now_ns
         return serial
 
+    def catch_up(self, before_ns: int) -> None:
+        """Nothing: there are no jumps."""
+
     def turn(self, now_ns: int) -> list[Emitted]:
         """Take what is ready, and begin what comes next."""
         self.began_ns = now_ns
         self.num_turns += 1
         emitted = self._rank.collect(now_ns)
+        self.seats[0].publish_rounds((now_ns,))
         self.seats[0].forget_ended(emitted)
         self._rank.begin(now_ns)
         self.next_ns = self._rank.ready_at_ns()
         self.seats[0].publish_rounds((now_ns,))
         return [emitted]
-
-    def catch_up(self, before_ns: int) -> None:
-        """Nothing is behind: every event is taken when it comes."""

@@ -71,3 +71,9 @@ def test_anything_else_is_refused_with_its_place(text, problem):
     with pytest.raises(ConfigError) as refused:
         policy_from("lmetric", score=text)
     assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize("text", [f"p_tokens * 1{'0' * 400}", "-" * 990 + "p_tokens"])
+def test_a_number_or_a_nesting_beyond_all_measure_is_refused_in_words(text):
+    with pytest.raises(ConfigError, match="is no expression"):
+        expression_policy(text)

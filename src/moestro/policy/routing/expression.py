@@ -81,11 +81,10 @@ def parse_score(text: str) -> tuple[Callable[[RouteView], Scores], set[str]]:
     if len(text) > MAX_CHARS:
         raise ConfigError(f"--route-score has {len(text)} characters, at most {MAX_CHARS} are allowed")
     try:
-        tree = ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        names: set[str] = set()
+        term = _term(ast.parse(text.strip(), mode="eval").body, text, names)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
         raise ConfigError(f"--route-score {text!r} is no expression: {error}") from error
-    names: set[str] = set()
-    term = _term(tree.body, text, names)
     if not names:
         raise ConfigError(f"--route-score {text!r} is the same for all engines; indicators: {', '.join(INDICATORS)}")
 

@@ -15,6 +15,7 @@ from moestro.serve.exposition import CONTENT_TYPE
 from moestro.serve.gate import gate
 from moestro.serve.refusals import HttpError, shown
 from moestro.serve.route.fleet import Engine
+from moestro.serve.route.handover import Handover
 from moestro.serve.route.journal import Journal
 from moestro.serve.route.operator import Operator
 from moestro.serve.route.settings import AdminSettings, EngineUrl, is_loopback
@@ -53,6 +54,7 @@ class Admin:
                 web.post("/admin/engines/{name}/drain", self.drain),
                 web.post("/admin/engines/{name}/resume", self.resume),
                 web.get("/admin/explain/{request_id}", self.explain),
+                *Handover(self._operator.fleet, self._operator.reading).routes(),
             ]
         )
         return app

@@ -18,6 +18,7 @@ from moestro.serve.route.known import KnownHeads
 _HIGH_WATER_BYTES = 256 << 10  # of an answer that the client has not read yet; then its engine is made to wait
 _MAX_EARLY_BYTES = 64 << 10  # of requests sent before the answer to the one before; then they are left unread
 _SMALL_BYTES = 64 << 10  # of each body, that are not counted: large ones never crowd out ordinary requests
+_MAX_KNOWN = 1024  # heads of requests, of all connections
 # Of a request whose head is not to be known again: it is one of its kind, or wants more than to be read.
 _ONCE_ONLY = frozenset({b"x-request-id", b"traceparent", b"transfer-encoding", b"expect"})
 _UNREADABLE = RequestHead(b"GET", b"", [], {}, is_last=True)
@@ -86,7 +87,7 @@ class Clients:
         self.handler = handler
         self.limits = limits
         self.open: set[Client] = set()
-        self.known: KnownHeads[RequestHead] = KnownHeads()
+        self.known: KnownHeads[RequestHead] = KnownHeads(_MAX_KNOWN)
         self.num_held_bytes = 0
         self.is_closing = False
 

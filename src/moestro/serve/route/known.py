@@ -11,7 +11,6 @@ from typing import Generic, TypeVar
 
 _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ?(\d{1,9})(?=\r\n)")
 _END = b"\r\n\r\n"
-_MAX_KNOWN = 1024
 _MAX_KEY_BYTES = 4096  # a longer head is not remembered
 
 Head = TypeVar("Head")
@@ -21,9 +20,13 @@ class KnownHeads(Generic[Head]):
     """Heads by their bytes, without the digits of their length.
 
     Those with a length and those without are kept apart: nothing else tells an empty length from one that was cut out.
+
+    Args:
+        max_known: so many of each are remembered.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_known: int) -> None:
+        self._max_known = max_known
         self._with_length: dict[bytes, Head] = {}
         self._without: dict[bytes, Head] = {}
 
@@ -48,6 +51,6 @@ class KnownHeads(Generic[Head]):
             heads, key = self._without, data[:end]
         else:
             heads, key = self._with_length, data[: found.start(1)] + data[found.end(1) : end]
-        if len(heads) >= _MAX_KNOWN:
+        if len(heads) >= self._max_known:
             heads.clear()  # those in use come back at once
         heads[key] = head

@@ -34,12 +34,14 @@ class Operator:
 
     Args:
         keys: of the data plane: where there are any, a client's key is the router's affair and stays here.
+        reading: how prompts are compared, in words.
     """
 
     fleet: Fleet
     watch: Watch
     settings: EngineSettings
     keys: ApiKeys
+    reading: str
 
     def add(self, url: EngineUrl) -> Engine:
         """A new engine, looked after from now on; it gets requests once a check has passed.

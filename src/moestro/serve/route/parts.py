@@ -104,7 +104,7 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
         shared=shared,
         proxy=proxy,
         clients=Clients(proxy, _client_limits(front)),
-        operator=Operator(fleet, watch, engines, keys),
+        operator=Operator(fleet, watch, engines, keys, reading.words),
         exposition=exposition,
         record=record,
         threads=reading.threads,

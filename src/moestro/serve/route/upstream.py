@@ -17,6 +17,7 @@ from moestro.serve.route.known import KnownHeads
 _HIGH_WATER_BYTES = 1 << 20  # a request's body is written at once; this only bounds what asyncio thinks of it
 _MAX_IDLE = 256  # connections kept without a request
 _MAX_IDLE_S = 60.0
+_MAX_KNOWN = 16  # heads of one engine's answers: they are others every second, for they have a date in them
 _BODILESS = frozenset({204, 304})
 _CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,8})\r\n")
 
@@ -60,7 +61,7 @@ class Pool:
         self._address = address
         self._connect_s = connect_s
         self._max_idle = _MAX_IDLE
-        self.known: KnownHeads[AnswerHead] = KnownHeads()
+        self.known: KnownHeads[AnswerHead] = KnownHeads(_MAX_KNOWN)
         self._idle: list[EngineConnection] = []
         self._all: set[EngineConnection] = set()
 

@@ -16,7 +16,14 @@ _VERDICTS = {True: "[green]holds[/]", False: "[red]does not[/]", None: "[dim]not
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """One sentence of a paper beside our figure. `holds` None: it is not judged."""
+    """One sentence of a paper beside our figure.
+
+    Attributes:
+        source: where the paper says it, and of which load.
+        paper, ours: the sentence, and what was found.
+        holds: None: it is not judged.
+        why: what is behind the difference where it does not hold, or what else is to be known.
+    """
 
     source: str
     paper: str
@@ -29,7 +36,8 @@ def claims_table(claims: Sequence[Claim]) -> Table:
     """The paper's sentences beside our figures."""
     table = Table("where", "the paper", "simulated here", "", title="What the paper says, and what was found")
     for claim in claims:
-        table.add_row(claim.source, claim.paper, claim.ours, _VERDICTS[claim.holds])
+        ours = f"{claim.ours}\n[dim]{claim.why}[/]" if claim.why and claim.holds is False else claim.ours
+        table.add_row(claim.source, claim.paper, ours, _VERDICTS[claim.holds])
     return table
 
 

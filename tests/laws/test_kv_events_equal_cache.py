@@ -1,0 +1,59 @@
+"""Law: who applies all that a rank publishes of its prefix cache holds exactly the names that the cache can find."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fake_device import KvDevice, make_request
+from fake_publisher import Sink
+
+from moestro.cluster.kv_events import KvFeed, KvFeedSettings
+from moestro.cluster.kv_names import NamingRules
+from moestro.core.hashing import split_hashes
+from moestro.engine.cache_events import CacheEvents
+from moestro.engine.rank import build_rank
+from moestro.engine.settings import SchedulerSettings
+from moestro.serve.kv_publisher import encode_batch
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_published_is_what_is_cached(seed):
+    rng = np.random.default_rng(seed)
+    settings = SchedulerSettings(num_blocks=24, block_size=4, max_model_len=64, max_num_seqs=4)
+    rank = build_rank(settings, KvDevice(24, 4))
+    cache, sink, names, num_batches = CacheEvents(rank.scheduler), Sink(), set[bytes](), 0
+    naming = NamingRules(model="fake", block_size=4)
+    feed = KvFeed(sink, KvFeedSettings(engine=0, name="e", naming=naming, can_replay=False))
+    feed.stream.connected(0)
+    num_removed = 0
+    for step in range(400):
+        if rng.random() < 0.3:
+            tokens = np.concatenate([np.arange(rng.integers(1, 12)), rng.integers(0, 3, rng.integers(1, 20))])
+            salt = ("a", "b", None)[rng.integers(3)]
+            rank.add(make_request(str(step), tokens, salt=salt, max_tokens=int(rng.integers(1, 12))), step)
+        rank.step(step)
+        events = cache.take()
+        for event in events:
+            names.update(event.names)
+        if events:
+            batch = encode_batch(0.0, events, rank=0, block_size=4)
+            feed.live([b"", num_batches.to_bytes(8, "big"), batch], step)
+            num_batches += 1
+        found = {name for name in names if rank.scheduler.pool.find_prefix([name])}
+        assert sink.held.get(0, set()) == found
+        num_removed = feed.counts.blocks.removed
+    assert feed.counts.blocks.orphaned == feed.counts.blocks.unnamed == 0
+    assert num_removed > 50
+
+
+def test_hashes_of_prompts_are_those_that_are_heard():
+    rank = build_rank(SchedulerSettings(num_blocks=24, block_size=4, max_model_len=64), KvDevice(24, 4))
+    cache = CacheEvents(rank.scheduler)
+    request = make_request("r", range(20), salt="tenant", max_tokens=1)
+    rank.add(request, 0)
+    rank.step(0)
+    rank.step(1)
+    (stored,) = cache.take()
+    assert list(stored.names) == split_hashes(request.block_hashes)
+    assert (stored.parent, stored.cache_salt) == (None, "tenant")
+    assert cache.take() == []

@@ -1,0 +1,185 @@
+"""A rank in preemptive mode on virtual time: nothing is lost, urgent requests pass within a piece, prices add up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from routers import router
+from step_policies import ADVERSARIES, Random
+
+from moestro.cost.hf_config import network_named
+from moestro.cost.staged_engines import QLLM, StagedEngine, qllm
+from moestro.engine.settings import SchedulerSettings
+from moestro.errors import ConfigError
+from moestro.policy.stepping.basic import in_order
+from moestro.policy.stepping.qllm import ExpertLevelPreemption
+from moestro.sim.arrivals import AtTimes
+from moestro.sim.cluster import Cluster
+from moestro.sim.group import Group
+from moestro.sim.prices import OneRank
+from moestro.sim.settings import read_settings
+from moestro.sim.staged import StagedRank
+from moestro.sim.verb import simulate
+from moestro.workload.requests import RequestForm, RequestMaker
+from moestro.workload.rows import Rows
+
+BLOCK_SIZE = 4
+MIXTRAL = network_named("mixtral-8x7b")
+BOUNDS = SchedulerSettings(
+    num_blocks=200, block_size=BLOCK_SIZE, max_model_len=100, max_num_seqs=6, max_num_batched_tokens=200
+)
+LS_FIRST = replace(
+    BOUNDS,
+    max_num_urgent_seqs=6,
+    scheduling_policy="qllm",
+    batch_policy="qllm",
+    evict_policy="least_computed_be_first",
+)
+PREEMPTS = ExpertLevelPreemption(max_wait_ns=None)
+SMALL = StagedEngine(QLLM, replace(MIXTRAL, groups=(replace(MIXTRAL.groups[0], layers=(0, 1, 2)),)))
+
+
+def serve(ranks, rows: Rows, offsets_ns):
+    cluster = Cluster([ranks], router(1, "round_robin"))
+    results = cluster.run(RequestMaker(rows, RequestForm(block_size=BLOCK_SIZE)), AtTimes(np.array(offsets_ns)))
+    scheduler = ranks.seats[0].rank.scheduler
+    scheduler.check()
+    assert not scheduler.has_work
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks, "blocks are held by nobody"
+    assert ranks.seats[0].scripts._progress == {}, "scripts are kept of sequences that have ended"
+    return results
+
+
+def draw(seed: int, num: int, ls_share: float, span_ns: int = 3_000_000_000) -> tuple[Rows, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    rows = Rows(
+        num_prompt_tokens=rng.integers(1, 60, num),
+        num_output_tokens=rng.integers(1, 12, num),
+        is_ls=rng.random(num) < ls_share,
+    )
+    return rows, np.sort(rng.integers(0, span_ns, num))
+
+
+@pytest.mark.parametrize("ls_share", [0.0, 1.0])
+def test_in_order_it_takes_what_forward_passes_take_to_the_nanosecond(ls_share):
+    """Every token visits every expert, so that a whole step is priced as the sum of its stages, not an expectation."""
+    experts = replace(MIXTRAL.experts, top_k=8)
+    cost = StagedEngine(replace(QLLM, zipf=0.0), replace(MIXTRAL, experts=experts))
+    rows, offsets_ns = draw(3, 40, ls_share)
+    whole, pieces = Group(BOUNDS, OneRank(cost)), StagedRank(BOUNDS, cost, in_order)
+    fused, staged = serve(whole, rows, offsets_ns), serve(pieces, rows, offsets_ns)
+    for name in ("admitted_ns", "first_token_ns", "last_token_ns"):
+        assert np.array_equal(getattr(fused, name), getattr(staged, name)), name
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), ls_share=st.sampled_from([0.2, 0.5]), tight=st.booleans(), aged=st.booleans())
+def test_whatever_runs_next_every_request_has_its_tokens(seed, ls_share, tight, aged):
+    bounds = replace(LS_FIRST, scheduling_policy_settings={"theta_age_s": 0.5} if aged else {})
+    bounds = replace(bounds, num_blocks=40 if tight else 200)
+    rows, offsets_ns = draw(seed, 20, ls_share, 300_000_000)
+    policies = [PREEMPTS, ExpertLevelPreemption(max_wait_ns=10**8, max_merged=0), Random(seed), *ADVERSARIES.values()]
+    results = serve(StagedRank(bounds, SMALL, policies[seed % len(policies)]), rows, offsets_ns)
+    assert results.is_answered.all()
+    assert np.array_equal(results.num_tokens, rows.num_output_tokens)
+    assert (results.first_token_ns > results.arrival_ns).all()
+
+
+def test_one_seed_gives_one_record():
+    rows, offsets_ns = draw(5, 30, 0.3)
+    digests = {serve(StagedRank(LS_FIRST, qllm(), PREEMPTS), rows, offsets_ns).digest() for _ in range(2)}
+    assert len(digests) == 1
+
+
+def test_an_urgent_request_waits_for_one_piece_and_then_as_if_it_were_alone():
+    lengths = {"num_prompt_tokens": np.array([90, 20]), "num_output_tokens": np.array([9, 1])}
+    rows = Rows(**lengths, is_ls=np.array([False, True]))
+    alone_rank = StagedRank(LS_FIRST, qllm(), PREEMPTS)
+    alone_ns = int(serve(alone_rank, rows.select(np.array([1])), [0]).first_token_ns[0])
+    iteration_ns = int(serve(StagedRank(LS_FIRST, qllm(), PREEMPTS), rows.select(np.array([0])), [0]).first_token_ns[0])
+    for arrival_ns in (1, 10_000_000, iteration_ns // 2, iteration_ns - 1):
+        ranks = StagedRank(LS_FIRST, qllm(), ExpertLevelPreemption(max_wait_ns=None, max_merged=0))
+        ttft_ns = serve(ranks, rows, [0, arrival_ns]).first_token_ns[1] - arrival_ns
+        # Another serial, so another draw of experts: some calls more or less.
+        assert abs(ttft_ns - alone_ns) < 0.1 * alone_ns + qllm().expert_ns(90)
+    in_turn = serve(Group(LS_FIRST, OneRank(qllm())), rows, [0, 10_000_000]).first_token_ns[1]
+    assert in_turn > iteration_ns, "between iterations it waits for the rest of one"
+
+
+SCENARIO = """
+[workload]
+prompt_tokens = 30
+output_tokens = 4
+num_requests = 30
+rate = 3.0
+ls_share = 0.3
+
+[engines]
+gpu = "a100"
+network = "mixtral-8x7b"
+engine = "qllm"
+num_blocks = 500
+max_num_seqs = 8
+
+[[policies]]
+name = "forward passes"
+scheduling_policy = "qllm"
+
+[[policies]]
+name = "preemptive"
+mode = "preemptive"
+scheduling_policy = "qllm"
+evict_policy = "least_computed_be_first"
+
+[[policies]]
+name = "in order"
+mode = "preemptive"
+step_policy = "in_order"
+"""
+
+
+def test_a_scenario_compares_the_modes(tmp_path):
+    path = tmp_path / "modes.toml"
+    path.write_text(SCENARIO)
+    report, _ = simulate(read_settings(path), tmp_path)
+    fused, preemptive, _ = report.outcomes
+    assert all(outcome.report.num_ok == 30 for outcome in report.outcomes)
+    assert preemptive.ls_ttft_ms.mean < fused.ls_ttft_ms.mean
+    assert json.loads(json.dumps(report.settings))["policies"][1]["mode"] == "preemptive"
+
+
+def test_a_roofline_prices_stages_too(tmp_path):
+    path = tmp_path / "modes.toml"
+    text = SCENARIO.replace('engine = "qllm"\n', "").replace("mixtral-8x7b", "qwen3-30b-a3b")
+    path.write_text(text.replace("rate = 3.0", "rate = 60.0"))
+    report, _ = simulate(read_settings(path), tmp_path)
+    assert all(outcome.report.num_ok == 30 for outcome in report.outcomes)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("num_blocks = 500\n", "", "engine 'qllm' prices ranks on their own, and needs num_blocks beside it"),
+        ('engine = "qllm"', 'table = "x.json"', "mode = 'preemptive' wants prices of stages"),
+        ('engine = "qllm"', "ep_ranks = 2", "mode = 'preemptive' wants prices of stages"),
+        ('engine = "qllm"', 'engine = "qllm"\ntable = "x.json"', "a table prices whole steps"),
+        ('mode = "preemptive"', 'mode = "asynchronous"', "asynchronous"),
+    ],
+)
+def test_a_mode_that_cannot_be_priced_is_refused(tmp_path, old, new, words):
+    path = tmp_path / "modes.toml"
+    path.write_text(SCENARIO.replace(old, new))
+    with pytest.raises(ConfigError, match=words):
+        read_settings(path)
+
+
+def test_qllms_engine_wants_a_network_with_experts(tmp_path):
+    path = tmp_path / "modes.toml"
+    path.write_text(SCENARIO.replace("mixtral-8x7b", "qwen2-7b"))
+    with pytest.raises(ConfigError, match="runs networks with experts, which qwen2-7b has not"):
+        simulate(read_settings(path), tmp_path)
