@@ -42,7 +42,6 @@ class Engine:
     def __init__(self) -> None:
         self.history: list[tuple[int, tuple[bytes, ...]]] = []
         self.pending: list[tuple[bytes, ...]] = []
-        self.unsaid: list[tuple[int, tuple[bytes, ...]]] = []
         self.said: set[bytes] = set()
         self.is_complete = self.is_exact = False
 
@@ -53,10 +52,9 @@ class Engine:
 
     def expire(self, now_ns):
         self.history = [each for each in self.history if now_ns - each[0] <= EXPIRY_NS]
-        self.unsaid = [each for each in self.unsaid if now_ns - each[0] <= EXPIRY_NS]
 
     def lost_track(self):
-        self.said, self.unsaid = set(), []
+        self.said = set()
         self.is_complete = self.is_exact = False
 
     def forget(self):
@@ -68,8 +66,7 @@ class Engine:
         self.is_complete = True
 
     def match(self, blocks) -> int:
-        kept = [prompt for _, prompt in self.unsaid]
-        prompts = self.pending + kept if self.is_exact else [prompt for _, prompt in self.history]
+        prompts = self.pending if self.is_exact else [prompt for _, prompt in self.history]
         held = self.said.union(*prompts)
         return [*(each in held for each in blocks), False].index(False)
 
@@ -100,11 +97,8 @@ def test_law_random_histories_equal_sets(num_engines):
                 in_flight.append((engine, pending, split(hashes)))
         elif deed == "ended" and in_flight:
             engine, pending, blocks = in_flight.pop(rng.randrange(len(in_flight)))
-            was_computed, plain = rng.random() < 0.7, oracle[engine]
-            ours.ended(engine, pending, now_ns, was_computed=was_computed)
-            plain.pending.remove(blocks)
-            if was_computed and plain.is_exact and not plain.said.issuperset(blocks):
-                plain.unsaid.append((now_ns, blocks))
+            ours.ended(engine, pending)
+            oracle[engine].pending.remove(blocks)
         elif deed == "said":
             ours.said(engine, hashes)
             plain.said |= set(split(hashes))
@@ -143,26 +137,10 @@ def test_an_engine_that_says_all_is_not_believed_to_hold_what_was_only_sent_once
     assert one.match(packed(1, 2)).tolist() == [1]
     pending = one.sent(0, packed(1, 2, 3), 1)
     assert one.match(packed(1, 2, 3)).tolist() == [3]
-    one.ended(0, pending, 2, was_computed=False)
+    one.ended(0, pending)
     assert one.match(packed(1, 2, 3)).tolist() == [1]
     one.lost_track(0)
     assert one.match(packed(1, 2, 3)).tolist() == [3]
-
-
-def test_a_prompt_that_was_computed_heals_what_events_got_wrong_for_a_while():
-    """One of two copies of a block was removed; the other is hit, and never said again."""
-    one = index(1)
-    one.cleared(0)
-    one.said(0, packed(1, 2, 3))
-    one.removed(0, packed(1))
-    assert one.match(packed(1, 2, 3)).tolist() == [0]
-    pending = one.sent(0, packed(1, 2, 3), 1)
-    one.ended(0, pending, 2, was_computed=True)
-    assert one.match(packed(1, 2, 3)).tolist() == [3]
-    one.sent(0, packed(9), 2 + EXPIRY_NS)
-    assert one.match(packed(1, 2, 3)).tolist() == [3]
-    one.sent(0, packed(9), 3 + EXPIRY_NS)
-    assert one.match(packed(1, 2, 3)).tolist() == [0]
 
 
 def test_the_oldest_prompt_goes_when_the_cache_is_full_and_what_others_share_stays():
@@ -198,18 +176,6 @@ def test_memory_stays_within_its_bound_however_many_prompts_come():
         assert made.num_bytes <= bound
     assert made.num_bytes > bound / 2
     assert made.match(packed(39_990)).tolist() == [1, 0, 0, 1]
-
-
-def test_memory_stays_within_its_bound_when_nothing_that_is_computed_is_said():
-    bound = 200_000
-    made = index(2, bound)
-    made.cleared(0)
-    made.said(0, packed(1))
-    for prompt in range(2, 2000):
-        pending = made.sent(0, packed(*range(prompt * 10, prompt * 10 + 10)), 0)
-        made.ended(0, pending, 0, was_computed=True)
-        assert made.num_bytes <= bound
-    assert made.match(packed(19_990)).tolist() == [1, 0]
 
 
 def test_what_is_said_to_take_memory_is_what_it_takes():

@@ -105,11 +105,6 @@ class InFlight:
             columns.said_prefill_tokens[row] -= flight.num_prefill_tokens
         return flight
 
-    def is_computed(self, request_id: str) -> bool:
-        """Whether its first token has come."""
-        flight = self._by_id.get(request_id)
-        return flight is not None and not flight.is_prefilling
-
     def ended(self, request_id: str, now_ns: int) -> Flight:
         """It is over.
 

@@ -44,14 +44,11 @@ class _Engine:
     Attributes:
         said: its blocks, those said first first.
         prompts: its history: when each was sent, the oldest first, and its last run.
-        unsaid: prompts that it has computed and did not say so wholly, with the time of that: one copy of a block was
-            removed, say, and another was there. They go on as pending for a while.
         capacity: blocks of its cache.
     """
 
     said: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     prompts: deque[tuple[int, Run]] = field(default_factory=deque)
-    unsaid: deque[tuple[int, Run]] = field(default_factory=deque)
     capacity: int = _UNLIMITED
 
 
@@ -61,7 +58,7 @@ class PrefixIndex:
     Args:
         max_bytes: of all of it. Each engine may have an equal share. Its oldest prompts go first, then what it said
             first; of one prompt the last blocks.
-        expiry_ns: age at which a prompt is dropped from the history, and from what is pending past its end.
+        expiry_ns: age at which a prompt is dropped from the history.
     """
 
     def __init__(self, max_bytes: int, expiry_ns: int) -> None:
@@ -139,18 +136,9 @@ class PrefixIndex:
             self._expire(each, now_ns)
         return self._pending.add(engine, hashes) if is_pending and self._exact >> engine & 1 else None
 
-    def ended(self, engine: int, pending: Run, now_ns: int, *, was_computed: bool) -> None:
-        """The request of which `sent` returned `pending` is over: what is left of it was said, or should have been.
-
-        Args:
-            was_computed: its prompt was.
-        """
-        row = self._engines[engine]
-        if was_computed and self.is_exact(engine) and not all(block in row.said for block in split(pending.hashes())):
-            row.unsaid.append((now_ns, pending))
-            self._keep_share(engine)
-        else:
-            self._pending.drop(engine, pending)
+    def ended(self, engine: int, pending: Run) -> None:
+        """The request of which `sent` returned `pending` is over: what is left of it was said."""
+        self._pending.drop(engine, pending)
 
     # --- told of caches
 
@@ -188,11 +176,9 @@ class PrefixIndex:
         bit = 1 << engine
         self._complete &= ~bit
         self._exact &= ~bit
-        row = self._engines[engine]
-        while row.said:
-            self._drop(bit, row.said.popitem()[0])
-        while row.unsaid:
-            self._pending.drop(engine, row.unsaid.popleft()[1])
+        said = self._engines[engine].said
+        while said:
+            self._drop(bit, said.popitem()[0])
 
     def forget(self, engine: int) -> None:
         """`engine` is another, or gone: it holds nothing. What is in flight there is still to be `ended`."""
@@ -230,15 +216,11 @@ class PrefixIndex:
 
     def _keep_share(self, engine: int) -> None:
         row, share = self._engines[engine], self._max_bytes // len(self._engines)
-        while self._bytes_of(engine) > share:
+        while (row.prompts or row.said) and self._bytes_of(engine) > share:
             if row.prompts:
                 self._drop_oldest(engine)
-            elif row.unsaid:
-                self._pending.drop(engine, row.unsaid.popleft()[1])
-            elif row.said:
+            else:
                 self._drop(1 << engine, row.said.popitem(last=False)[0])
-            else:  # what is in flight alone
-                break
 
     def _bytes_of(self, engine: int) -> int:
         """At worst no two blocks share a set, and each is as long as there are engines."""
@@ -247,7 +229,7 @@ class PrefixIndex:
         num_blocks = tree.num_blocks[engine] + self._pending.num_blocks[engine]
         return (
             len(row.said) * (SAID_BYTES + set_bytes)
-            + (len(row.prompts) + len(row.unsaid)) * PROMPT_BYTES
+            + len(row.prompts) * PROMPT_BYTES
             + num_runs * (RUN_BYTES + set_bytes)
             + num_blocks * HASH_BYTES
         )
@@ -259,9 +241,6 @@ class PrefixIndex:
         prompts = self._engines[engine].prompts
         while prompts and now_ns - prompts[0][0] > self._expiry_ns:
             self._drop_oldest(engine)
-        unsaid = self._engines[engine].unsaid
-        while unsaid and now_ns - unsaid[0][0] > self._expiry_ns:
-            self._pending.drop(engine, unsaid.popleft()[1])
 
     def _drop(self, bit: int, block: bytes) -> None:
         left = self._said[block] & ~bit

@@ -151,10 +151,9 @@ class Router:
         Args:
             num_output_tokens: that it generated, if somebody counted.
         """
-        was_computed = self._flights.is_computed(request_id) or bool(num_output_tokens)
         flight = self._flights.ended(request_id, now_ns)
         if flight.pending is not None:
-            self._index.ended(flight.engine, flight.pending, now_ns, was_computed=was_computed)
+            self._index.ended(flight.engine, flight.pending)
         self._policy.observe(Ended(request_id, flight.engine, flight.submit_ns, now_ns, num_output_tokens))
         self._release(flight.engine)
 

@@ -65,7 +65,6 @@ class StagedRank:
         self.began_ns = now_ns
         self.num_turns += 1
         emitted = self._rank.collect(now_ns)
-        self.seats[0].publish_rounds((now_ns,))
         self.seats[0].forget_ended(emitted)
         self._rank.begin(now_ns)
         self.next_ns = self._rank.ready_at_ns()
