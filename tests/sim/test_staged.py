@@ -80,7 +80,7 @@ def test_in_order_it_takes_what_forward_passes_take_to_the_nanosecond(ls_share):
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), ls_share=st.sampled_from([0.2, 0.5]), tight=st.booleans(), aged=st.booleans())
 def test_whatever_runs_next_every_request_has_its_tokens(seed, ls_share, tight, aged):
-    bounds = replace(LS_FIRST, scheduling_policy_settings={"theta_age_s": 0.5} if aged else {})
+    bounds = replace(LS_FIRST, scheduling_policy="qllm:theta_age_s=0.5" if aged else "qllm")
     bounds = replace(bounds, num_blocks=40 if tight else 200)
     rows, offsets_ns = draw(seed, 20, ls_share, 300_000_000)
     policies = [PREEMPTS, ExpertLevelPreemption(max_wait_ns=10**8, max_merged=0), Random(seed), *ADVERSARIES.values()]
