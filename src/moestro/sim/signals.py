@@ -193,7 +193,7 @@ class Signals:
         if self._kv_delay_ns is not None:
             for engine, (group, seat) in enumerate(engines):
                 group.seats[seat].publish()
-                router.kv_cleared(engine, 0)
+                router.kv_cleared(engine, 0)  # it says all that it holds, from the beginning
         self._asked_ns = [-1] * len(settings.channels)  # until when each channel was read
         self._told_ns = [[-1] * len(engines) for _ in settings.channels]
 
