@@ -25,8 +25,8 @@ from decode_mix import decode
 from engine import DEMO, spread
 
 from moestro.core.stages import Attention, AttentionDone, Experts, ExpertsDone, Sample, StageShape
-from moestro.core.views import ATTENTION, EVERY_EXPERT, QueueTable, Run
-from moestro.core.work import BE, LS, Plan, StepResult
+from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run
+from moestro.core.work import Plan, StepResult
 from moestro.engine.fused import FusedExecutor
 from moestro.flow.executor import FlowExecutor
 from moestro.model.device import TorchDevice

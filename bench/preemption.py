@@ -35,7 +35,7 @@ import psutil
 import uvloop
 import zstandard
 from engine import DEMO, make_random_model, spread
-from serving import MOESTRO, started
+from serving import MOESTRO, Server, started
 
 from moestro.serve.bench.client import Client, Endpoint
 from moestro.serve.bench.load import Load, run_load
@@ -66,9 +66,10 @@ CLASSES = ("ls", "be")
 
 @dataclass(frozen=True)
 class Point:
-    """One load before one server, which is told the class as a priority too where it `reads_priority`."""
+    """One load before one server (process `pid`), which is told the class as a priority too if it `reads_priority`."""
 
     url: str
+    pid: int
     reads_priority: bool
     rate: float
     seconds: float
@@ -144,17 +145,27 @@ def send(point: Point) -> dict[str, object]:
         limit=None,
         name=f"preemption-{point.seed}",
     )
+    before_s = engine_cpu_s(point.pid)
     records = run_load(settings, endpoint, load)
+    cpu_s = engine_cpu_s(point.pid) - before_s
     report = make_report(records)
     assert report.num_ok == report.num_requests, report.failures
     assert report.num_wrong_length == 0
     found: dict[str, object] = {name: figures(records, asked.is_ls == (name == "ls")) for name in CLASSES}
     return found | {
         "tokens_per_s": round(report.output_tokens_per_s, 2),
+        # What a busy neighbour on this machine does not change.
+        "tokens_per_cpu_s": round(report.num_output_tokens / cpu_s, 2),
         "requests_per_s": round(report.requests_per_s, 3),
         "duration_s": round(report.duration_s, 2),
         "client_late_p99_ms": round(max(report.send_lateness.p99, report.client_stalls.p99), 2),
     }
+
+
+def engine_cpu_s(pid: int) -> float:
+    """Processor time so far of what computes: the server's children."""
+    times = [child.cpu_times() for child in psutil.Process(pid).children(recursive=True)]
+    return sum(each.user + each.system for each in times)
 
 
 def figures(records: Records, rows: np.ndarray) -> dict[str, object]:
@@ -171,13 +182,13 @@ def figures(records: Records, rows: np.ndarray) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def systems(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, str]]:
-    """The URL of every system, all serving the model with one compute thread each."""
+def systems(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Server]]:
+    """Every system, all serving the model with one compute thread each."""
     one = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     common = ["--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(NUM_SEQS)]
     common += ["--max-num-batched-tokens", str(BUDGET)]
     with contextlib.ExitStack() as stack:
-        urls = {}
+        found = {}
         for number, (name, flags) in enumerate(MODES.items()):
             if name in args.modes:
                 port, log = PORT + number, args.work / f"preemption-{number}.log"
@@ -185,7 +196,7 @@ def systems(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, str
                 command += ["--kv-cache-memory-bytes", str(KV_BYTES)]
                 server = stack.enter_context(started(command, port, log, **one))
                 pin(psutil.Process(server.process.pid))
-                urls[name] = server.url
+                found[name] = server
         if args.vllm:
             command = [str(args.vllm), "serve", str(directory), "--port", str(PORT - 1), *common]
             command += ["--scheduling-policy", "priority"]
@@ -193,8 +204,8 @@ def systems(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, str
             extra["PATH"] = f"{Path(args.vllm).parent}:{os.environ['PATH']}"
             server = stack.enter_context(started(command, PORT - 1, args.work / "preemption-vllm.log", **one, **extra))
             pin(psutil.Process(server.process.pid))
-            urls[VLLM] = server.url
-        yield urls
+            found[VLLM] = server
+        yield found
 
 
 def pin(front: psutil.Process) -> None:
@@ -212,20 +223,31 @@ def measure(args: argparse.Namespace, points: list[Point]) -> Iterator[dict[str,
     return map(json.loads, done.stdout.splitlines())
 
 
+def point_of(args: argparse.Namespace, system: str, server: Server, rate: float, seed: int) -> Point:
+    return Point(
+        url=server.url,
+        pid=server.process.pid,
+        reads_priority=system in READ_PRIORITY,
+        rate=rate,
+        seconds=args.seconds,
+        seed=seed,
+        shrink=args.shrink,
+        lengths=str(args.lengths),
+    )
+
+
 def rounds(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, object]]:
     """A row for each rate, round and system."""
-    with systems(args, directory) as urls:
-        for name, url in urls.items():
-            send(Point(url, name in READ_PRIORITY, 4, 3, 99, args.shrink, str(args.lengths)))
-        for rate in args.rates:
-            for number in range(args.rounds if rate in args.claim else 1):
+    with systems(args, directory) as servers:
+        for name, server in servers.items():
+            send(point_of(args, name, server, 4, 99))
+        for number in range(args.rounds):
+            for rate in args.rates if number == 0 else args.claim:
                 seed = args.seed + number
-                points = [
-                    Point(url, name in READ_PRIORITY, rate, args.seconds, seed, args.shrink, str(args.lengths))
-                    for name, url in urls.items()
-                ]
-                for name, found in zip(urls, measure(args, points), strict=True):
-                    yield {"rate": rate, "round": number, "seed": seed, "system": name, **found}
+                points = [point_of(args, name, server, rate, seed) for name, server in servers.items()]
+                for name, found in zip(servers, measure(args, points), strict=True):
+                    load = {"load_average": round(os.getloadavg()[0], 2)}
+                    yield {"rate": rate, "round": number, "seed": seed, "system": name, **found, **load}
 
 
 # --- what is stored ---------------------------------------------------------------------------------------------------
@@ -242,7 +264,7 @@ def summaries(found: list[dict[str, object]]) -> list[dict[str, object]]:
     paths = [
         (c, figure, key) for c in CLASSES for figure in ("ttft_ms", "turnaround_ms") for key in ("mean", "p50", "p99")
     ]
-    paths.append(("tokens_per_s",))
+    paths += [("tokens_per_s",), ("tokens_per_cpu_s",)]
     told = []
     for rate in sorted({row["rate"] for row in found}):
         here = [row for row in found if row["rate"] == rate]
@@ -253,14 +275,33 @@ def summaries(found: list[dict[str, object]]) -> list[dict[str, object]]:
                 summary["_".join(path)] = spread([value(row, path) for row in own.values()])
             for other in ("continuous, FCFS", "iteration-level priority", "iteration-level LS first"):
                 theirs = {row["round"]: row for row in here if row["system"] == other}
-                if other != system and theirs:
+                if other != system and own.keys() & theirs.keys():
                     summary[f"over {other}"] = {
-                        "_".join(path): spread([value(own[n], path) / value(theirs[n], path) for n in own])
+                        "_".join(path): spread(
+                            [value(own[n], path) / value(theirs[n], path) for n in own if n in theirs]
+                        )
                         for path in paths
                         if path[-1] != "p99"
                     }
             told.append(summary)
     return told
+
+
+def store(args: argparse.Namespace, found: list[dict[str, object]]) -> None:
+    """Write what was asked for, of the points so far."""
+    told, lengths = summaries(found), "ShareGPT" if args.lengths.is_file() else "a log-normal stand-in for ShareGPT"
+    if args.json:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        conditions = {
+            "kind": "measured", "commit": commit.stdout.strip(), "model": args.model,
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores, one compute thread each",
+            "lengths": f"{lengths}, divided by {args.shrink:g}", "arrivals": "poisson", "ls_share": LS_SHARE,
+            "seconds": args.seconds, "max_num_seqs": NUM_SEQS, "max_num_batched_tokens": BUDGET,
+            "flags": {name: " ".join(flags) for name, flags in MODES.items() if name in args.modes},
+        }  # fmt: skip
+        args.json.write_text(json.dumps({**conditions, "summary": told, "points": found}, indent=1) + "\n")
+    if args.png:
+        plot(args.png, told, f"{args.model}, 20 % LS, lengths of {lengths} / {args.shrink:g}, medians, min and max")
 
 
 def plot(path: Path, told: list[dict[str, object]], title: str) -> None:
@@ -314,20 +355,7 @@ def main() -> None:
     for row in rounds(args, directory):
         print(json.dumps(row), flush=True)
         found.append(row)
-    told = summaries(found)
-    lengths = "ShareGPT" if args.lengths.is_file() else "a log-normal stand-in for ShareGPT"
-    if args.json:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        conditions = {
-            "kind": "measured", "commit": commit.stdout.strip(), "model": args.model,
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, one compute thread each",
-            "lengths": f"{lengths}, divided by {args.shrink:g}", "arrivals": "poisson", "ls_share": LS_SHARE,
-            "seconds": args.seconds, "max_num_seqs": NUM_SEQS, "max_num_batched_tokens": BUDGET,
-            "flags": {name: " ".join(flags) for name, flags in MODES.items() if name in args.modes},
-        }  # fmt: skip
-        args.json.write_text(json.dumps({**conditions, "summary": told, "points": found}, indent=1) + "\n")
-    if args.png:
-        plot(args.png, told, f"{args.model}, 20 % LS, lengths of {lengths} / {args.shrink:g}, medians, min and max")
+        store(args, found)  # so far: a run takes long, and may be cut short
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from moestro.model.settings import DeviceKind, Dtype, GenerationConfig, LoadForm
 from moestro.policy.batching import BATCHING, BatchName
 from moestro.policy.eviction import EVICTION, EvictName
 from moestro.policy.ordering.registry import ORDERING, OrderName
-from moestro.policy.stepping.registry import StepPolicyName
+from moestro.policy.stepping.registry import make_step_policy
 
 __all__ = [
     "BATCH_POLICIES",
@@ -41,7 +41,6 @@ __all__ = [
     "SchedulerLimits",
     "ServeSettings",
     "ServerSettings",
-    "StepPolicyName",
     "SteppingSettings",
 ]
 
@@ -91,22 +90,23 @@ class SteppingSettings:
     Attributes:
         mode: `fused`: one forward pass a step. `preemptive`: a step stops between any two expert batches for a request
             of class `ls`, and goes on from there when that one has passed.
-        step_policy: what runs next in `preemptive` mode: `qllm`, urgent first; `in_order`, nobody is preempted.
+        step_policy: what runs next in `preemptive` mode: `qllm`, urgent first; `in_order`, nobody is preempted; or
+            FILE.py:NAME.
         pass_decodes: whether requests of class `ls` pass others for each of their tokens, not for the first alone.
         max_be_wait: seconds for which a step of best-effort requests may be passed over; inf: for ever.
         max_parked_bytes: of what is inside the network, taken from the KV cache's memory; None: two full steps.
     """
 
     mode: Mode = "fused"
-    step_policy: StepPolicyName = "qllm"
+    step_policy: str = "qllm"
     pass_decodes: bool = False
     max_be_wait: float = 1.0
     max_parked_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check_choice("--mode", self.mode, get_args(Mode))
-        _check_choice("--step-policy", self.step_policy, get_args(StepPolicyName))
         _check_range("--max-be-wait", self.max_be_wait, 0)
+        make_step_policy(self.step_policy, self.max_be_wait)
         _check_range("--max-parked-bytes", self.max_parked_bytes or 1, 1)
 
 

@@ -51,7 +51,7 @@ def test_the_answers_are_those_of_the_fused_mode(server, preemptive):
     ("wrong", "message"),
     [
         ({"mode": "asynchronous"}, "--mode 'asynchronous' is unknown: give one of fused, preemptive"),
-        ({"step_policy": "lifo"}, "--step-policy 'lifo' is unknown: give one of qllm, in_order"),
+        ({"step_policy": "lifo"}, "--step-policy 'lifo' is unknown: give one of qllm, in_order, or FILE.py:NAME"),
         ({"max_be_wait": -1}, "--max-be-wait must be at least 0, got -1"),
         ({"max_parked_bytes": -1}, "--max-parked-bytes must be at least 1, got -1"),
     ],

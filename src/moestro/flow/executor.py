@@ -50,17 +50,23 @@ class FlowExecutor:
         while not self._results:
             if self._core.has_room:
                 self._tell(Tick(), now_ns)
-            if self._core.num_launched == 0:
-                break
-            done = self._device.poll(now_ns)
-            for result in done:
-                self._tell(Done(result), now_ns)
-            if not done and self._device.ready_at_ns() is not None:
-                break
-            self.num_pieces += 1
-            if self._core.num_plans > 1 or is_wanted():
+            if self._core.num_launched == 0 or not self._work(now_ns, is_wanted):
                 break
         return self._results.popleft() if self._results else None
+
+    def _work(self, now_ns: int, is_wanted: Callable[[], bool]) -> bool:
+        """Poll the device until it has results, and take them in. Returns whether to go on."""
+        poll, is_alone = self._device.poll, self._core.num_plans == 1
+        while not (done := poll(now_ns)):
+            if self._device.ready_at_ns() is not None:
+                return False
+            self.num_pieces += 1
+            if not is_alone or is_wanted():
+                return False
+        for result in done:
+            self._tell(Done(result), now_ns)
+        self.num_pieces += 1
+        return self._core.num_plans <= 1 and not is_wanted()
 
     def ready_at_ns(self) -> int | None:
         """When the device will have a result or the policy wants to be asked; None: neither, or the hardware knows."""

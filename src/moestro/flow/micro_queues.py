@@ -80,11 +80,12 @@ class MicroQueues:
     def table(self) -> QueueTable:
         """What a step policy sees; it must not keep it."""
         runnable, free = self._runnable, self._pool.num_free_places
-        short = self._needs_places & (self._n[:, :, ATTENTION].sum(0) > free)
-        if np.count_nonzero(short):
-            runnable = runnable.copy()
-            for layer in np.flatnonzero(short).tolist():
-                runnable[layer, ATTENTION] = self._smallest_unit(layer) <= free
+        if self.num_waiting > free:  # else nobody is short of places
+            short = self._needs_places & (self._n[:, :, ATTENTION].sum(0) > free)
+            if np.count_nonzero(short):
+                runnable = runnable.copy()
+                for layer in np.flatnonzero(short).tolist():
+                    runnable[layer, ATTENTION] = self._smallest_unit(layer) <= free
         n, oldest_ns, num_expert_tokens = self._seen
         return QueueTable(n, oldest_ns, _read_only(runnable), num_expert_tokens, free)
 

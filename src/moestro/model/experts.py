@@ -153,26 +153,44 @@ def run_each(
         counts: int64[experts], rows of each.
         packed: as `ExpertLayer.packed`.
     """
-    out, start = torch.empty_like(rows), 0
-    for expert, count in enumerate(counts.tolist()):
-        if count:
-            out[start : start + count] = run_one(experts, expert, rows[start : start + count], packed)
-            start += count
+    out = torch.empty_like(rows)
+    batches = [(expert, count) for expert, count in enumerate(counts.tolist()) if count]
+    run_batches(experts, batches, rows, out, packed=packed)
     return out
 
 
-def run_one(experts: PackedExperts, expert: int, rows: Tensor, packed: Sequence[tuple[Tensor, Tensor]] = ()) -> Tensor:
-    """[rows, hidden size] of one expert, not weighted. `rows`: [rows, hidden size]."""
+def run_batches(
+    experts: PackedExperts,
+    batches: Sequence[tuple[int, int]],
+    rows: Tensor,
+    out: Tensor,
+    *,
+    start: int = 0,
+    packed: Sequence[tuple[Tensor, Tensor]] = (),
+) -> int:
+    """Write what some experts answer, not weighted, one after the other.
+
+    Args:
+        batches: (expert, its rows), which lie end to end in `rows` from row `start` on.
+        rows, out: [rows, hidden size].
+        packed: as `ExpertLayer.packed`.
+
+    Returns:
+        The row behind the last.
+    """
     multiply = packed_linear if packed else torch.matmul if experts.is_transposed else functional.linear
-    up, up_bias, down, down_bias = _weights(experts)
-    first, second = packed[expert] if packed else (up[expert], down[expert])
-    inner = multiply(rows, first)
-    if up_bias is not None:
-        inner += up_bias[expert]
-    outer = multiply(_activate(experts, inner), second)
-    if down_bias is not None:
-        outer += down_bias[expert]
-    return _normalize(experts, outer)
+    up, up_bias, down, down_bias = _weights(experts)  # once: a module finds its parameters slowly
+    for expert, count in batches:
+        first, second = packed[expert] if packed else (up[expert], down[expert])
+        inner = multiply(rows[start : start + count], first)
+        if up_bias is not None:
+            inner += up_bias[expert]
+        outer = multiply(_activate(experts, inner), second)
+        if down_bias is not None:
+            outer += down_bias[expert]
+        out[start : start + count] = _normalize(experts, outer)
+        start += count
+    return start
 
 
 def packed_weights(module: nn.Module) -> Sequence[tuple[Tensor, Tensor]]:

@@ -106,22 +106,25 @@ class DirectLayer:
     keeps_mixed = False
 
     def __init__(self, layer: Any, finish: Finish, *, corrects: bool) -> None:
-        self._layer, self._finish = layer, finish
+        # Looked up here: a module finds its children slowly, and there are some for each layer of each step.
+        self._mlp, self._finish = layer.mlp, finish
+        self._before, self._attention = layer.input_layernorm, layer.self_attn
+        self._between = layer.post_attention_layernorm
         self._gate = layer.mlp.gate if hasattr(layer.mlp, "gate") else layer.mlp.router
         self._correction = (layer.mlp.e_score_correction_bias,) if corrects else ()
 
     def attend(self, hidden: Tensor, arguments: dict[str, Any]) -> Attended:
         """See `LayerStages`."""
-        layer, stream = self._layer, hidden[None]
-        mixed, _ = layer.self_attn(hidden_states=layer.input_layernorm(stream), **arguments)
+        stream = hidden[None]
+        mixed, _ = self._attention(hidden_states=self._before(stream), **arguments)
         stream = stream + mixed
-        inputs = layer.post_attention_layernorm(stream)[0]
+        inputs = self._between(stream)[0]
         _, weights, ids = self._gate(inputs, *self._correction)
         return Attended(stream[0], inputs, ids, weights)
 
     def complete(self, hidden: Tensor, inputs: Tensor, mixed: Tensor | None, total: Tensor) -> Tensor:
         """See `LayerStages`."""
-        return hidden + self._finish(self._layer.mlp, inputs, total)
+        return hidden + self._finish(self._mlp, inputs, total)
 
 
 class _ExpertsReached(Exception):  # noqa: N818 - no error: the way out of a forward that must not go on

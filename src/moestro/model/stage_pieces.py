@@ -21,6 +21,7 @@ from moestro.model.staged_network import Entered, StagedNetwork
 from moestro.model.step import PagedStep
 from moestro.model.upload import upload
 
+_FEW_TOKENS = 64
 _KNOWN_STEPS = 8  # waves that are met again in the next layer: one that runs, a few that are parked
 
 Pieces = Generator[None, None, None]
@@ -102,7 +103,7 @@ class StageRunner:
                     yield
                 if progress.is_withdrawn:
                     break
-                end += self._run_batch(item.layer, inputs, done, end, batch)
+                end = self._run_batch(item.layer, inputs, done, end, batch)
                 progress.num_batches += len(batch)
             if end:
                 self._arena.write_contributions(item.places[:end], item.choices[:end], done[:end])
@@ -113,6 +114,8 @@ class StageRunner:
     def _pass(self, item: Passage, progress: Progress) -> Pieces:
         entered, num_layers = self._enter(item.units), self._shape.num_layers
         hidden = entered.hidden if item.layer == 0 else self._arena.read_hidden(item.rows)
+        # What ends sooner than looking up would pay for: an attention and its experts are then one piece.
+        is_small = len(item.rows) <= _FEW_TOKENS and self._experts_a_piece >= self._shape.num_experts
         if self._shape.num_experts:
             shape = (num_layers, self._shape.num_experts)
             progress.counts = torch.zeros(shape, dtype=torch.int64, device=self._device)
@@ -127,7 +130,8 @@ class StageRunner:
             if attended.inputs is None:
                 hidden = attended.hidden
                 continue
-            yield
+            if not is_small:
+                yield
             total = yield from self._pass_experts(item, attended, progress)
             if total is None:
                 return
@@ -167,7 +171,7 @@ class StageRunner:
                 counts[progress.first_open :] = 0
                 self._stand(item, attended, done[:end], progress)
                 return None
-            end += self._run_batch(progress.layer, rows, done, end, batch)
+            end = self._run_batch(progress.layer, rows, done, end, batch)
         return combine(done, by_expert, weights)
 
     def _stand(self, item: Passage, attended: Attended, done: Tensor, progress: Progress) -> None:
@@ -188,21 +192,14 @@ class StageRunner:
         return [pairs[first : first + size] for first in range(0, len(pairs), size)]
 
     def _run_batch(self, layer: int, rows: Tensor, done: Tensor, begin: int, batch: list[tuple[int, int]]) -> int:
-        """Fill `done` from `begin` with what the batch's experts answer to `rows`; how many rows that were."""
-        num_rows = sum(count for _, count in batch)
+        """Fill `done` from `begin` with what the batch's experts answer to `rows`; the row behind the last."""
         if rows.is_cuda and can_group(self._staged.experts_of(layer), rows):
             counts = np.zeros(self._shape.num_experts, np.int64)
             counts[[expert for expert, _ in batch]] = [count for _, count in batch]
-            module = self._staged.experts_of(layer)
-            done[begin : begin + num_rows] = run_grouped(
-                module, rows[begin : begin + num_rows], upload(counts, self._device)
-            )
-            return num_rows
-        at = begin
-        for expert, count in batch:
-            done[at : at + count] = self._staged.run_expert(layer, expert, rows[at : at + count])
-            at += count
-        return num_rows
+            module, end = self._staged.experts_of(layer), begin + int(counts.sum())
+            done[begin:end] = run_grouped(module, rows[begin:end], upload(counts, self._device))
+            return end
+        return self._staged.run_batches(layer, batch, rows, done, start=begin)
 
     def _sample(self, item: Sample, progress: Progress) -> Pieces:
         entered = self._enter(item.units)

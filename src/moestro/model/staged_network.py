@@ -6,7 +6,7 @@ end, where calling its last norm and its head directly does not give the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from moestro.core.rng import uniform
 from moestro.errors import UnsupportedModelError
 from moestro.model.attention import STEP_ARGUMENT
 from moestro.model.check import paged_units
-from moestro.model.experts import Routing, add_contributions, packed_weights, run_one
+from moestro.model.experts import Routing, add_contributions, packed_weights, run_batches
 from moestro.model.layer_stages import (
     Attended,
     LayerStages,
@@ -141,10 +141,12 @@ class StagedNetwork:
         chosen = entered.chosen[self._place_of[layer]]
         return Attended(attended.hidden, attended.inputs, chosen, attended.topk_weights, attended.mixed)
 
-    def run_expert(self, layer: int, expert: int, rows: Tensor) -> Tensor:
-        """[rows, hidden size] of one expert, not weighted. `rows`: [rows, hidden size]."""
+    def run_batches(
+        self, layer: int, batches: Sequence[tuple[int, int]], rows: Tensor, out: Tensor, *, start: int = 0
+    ) -> int:
+        """See `model.experts.run_batches`."""
         module = self._experts[layer]
-        return run_one(module, expert, rows, packed_weights(module))
+        return run_batches(module, batches, rows, out, start=start, packed=packed_weights(module))
 
     def experts_of(self, layer: int) -> Any:
         """The experts module of a layer."""
@@ -258,8 +260,10 @@ class _Check:
         assert attended.topk_weights is not None
         ids, order = attended.topk_ids.sort(dim=1)
         flat, k = ids.reshape(-1).tolist(), ids.shape[1]
-        rows = [self._staged.run_expert(layer, e, attended.inputs[i // k][None]) for i, e in enumerate(flat)]
-        total = add_contributions(torch.cat(rows).view(len(hidden), k, -1), attended.topk_weights.gather(1, order))
+        rows = attended.inputs.repeat_interleave(k, dim=0)
+        done = torch.empty_like(rows)
+        self._staged.run_batches(layer, [(expert, 1) for expert in flat], rows, done)
+        total = add_contributions(done.view(len(hidden), k, -1), attended.topk_weights.gather(1, order))
         return stages.complete(attended.hidden, attended.inputs, attended.mixed, total.to(hidden.dtype))
 
     def _is_close(self, found: Tensor, wanted: Tensor) -> bool:

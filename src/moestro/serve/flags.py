@@ -19,7 +19,6 @@ from moestro.config import (
     LoadFormat,
     Mode,
     PacedArithmetic,
-    StepPolicyName,
 )
 
 NETWORK_GROUP = Group.create_ordered("Model", help="What is loaded, and how.")
@@ -109,8 +108,8 @@ class SteppingFlags:
         ' "service_class": "ls" comes, and goes on from there later; requests that do not say are "ls". With'
         " --scheduling-policy qllm --evict-policy least_computed_be_first they also come first where KV is scarce."
     )
-    step_policy: Annotated[StepPolicyName, Parameter(group=_SCHEDULING)] = "qllm"
-    "In preemptive mode, what runs next. qllm: ls requests first; in_order: nobody is preempted."
+    step_policy: Annotated[str, Parameter(group=_SCHEDULING)] = "qllm"
+    "In preemptive mode, what runs next. qllm: ls requests first; in_order: nobody is preempted; or FILE.py:NAME."
     pass_decodes: Annotated[bool, Parameter(group=_SCHEDULING)] = False
     (
         'In preemptive mode, "ls" requests pass a step of "be" requests for each of their tokens, not for the first'

@@ -11,8 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from moestro.config import Mode, StepPolicyName
+from moestro.config import Mode
 from moestro.errors import ConfigError
+from moestro.policy.stepping.registry import make_step_policy
 from moestro.sim.signals import AT_ONCE, SignalSettings
 from moestro.workload.length_shapes import Shape
 
@@ -147,9 +148,12 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     batch_policy: str = "decode_first"
     evict_policy: str = "last_in_order"
     mode: Mode = "fused"
-    step_policy: StepPolicyName = "qllm"
+    step_policy: str = "qllm"
     max_be_wait_s: float = 1.0
     signals: SignalSettings | None = None
+
+    def __post_init__(self) -> None:
+        make_step_policy(self.step_policy, self.max_be_wait_s)
 
     @property
     def title(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from moestro.core.views import FIGURES, EngineTable
 from moestro.errors import ConfigError
 from moestro.policy.routing.contract import Needs, RoutePolicy, RouteView
 from moestro.policy.routing.scoring import Scored
+from moestro.policy.user_code import load_callable
 
 _ANYTHING = Needs(hits=True, figures=FIGURES, otherwise="what the file does")
 
@@ -28,7 +28,7 @@ def user_policy(path: Path, name: str) -> RoutePolicy:
     Raises:
         ConfigError: there is no such file or name in it, it cannot be run, or the trial fails; the text has the cause.
     """
-    found = _load(path, name)
+    found = load_callable("--route-policy", path, name)
     try:
         policy = (
             found() if isinstance(found, type) else Scored(_checked(found), name, Needs(hits=True, figures=FIGURES))
@@ -39,25 +39,6 @@ def user_policy(path: Path, name: str) -> RoutePolicy:
     except Exception as error:
         raise ConfigError(f"--route-policy {path}:{name} failed its trial: {type(error).__name__}: {error}") from error
     return policy
-
-
-def _load(path: Path, name: str) -> Any:
-    if not path.is_file():
-        raise ConfigError(f"--route-policy {path}:{name}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(f"moestro_route_policy_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(
-            f"--route-policy {path}:{name}: {path} does not run: {type(error).__name__}: {error}"
-        ) from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise ConfigError(f"--route-policy {path}:{name}: {path} has no function or class {name!r}")
-    return found
 
 
 def _checked(score: Callable[[RouteView], Any]) -> Callable[[RouteView], Any]:

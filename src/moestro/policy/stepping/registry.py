@@ -1,25 +1,59 @@
-"""Step policies by name."""
+"""Step policies by name, and those of a user's file."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from pathlib import Path
+
+import numpy as np
 
 from moestro.core.clock import to_ns
-from moestro.core.views import QueueTable, Run, Wait
+from moestro.core.views import ATTENTION, LS, NOBODY_WAITS_NS, NUM_CLASSES, QueueTable, Run, Wait
+from moestro.errors import ConfigError
 from moestro.policy.stepping.basic import in_order
 from moestro.policy.stepping.qllm import ExpertLevelPreemption
+from moestro.policy.user_code import load_callable
 
-StepPolicyName = Literal["qllm", "in_order"]
+StepPolicy = Callable[[QueueTable, int], Run | Wait]
+STEPPING = ("qllm", "in_order")
+_FLAG = "--step-policy"
 
 
-def make_step_policy(name: StepPolicyName, max_be_wait_s: float) -> Callable[[QueueTable, int], Run | Wait]:
-    """`qllm`: urgent first; `in_order`: nobody is preempted.
+def make_step_policy(text: str, max_be_wait_s: float) -> StepPolicy:
+    """The policy that `text` names.
 
     Args:
-        max_be_wait_s: for which a step of best-effort requests may be passed over; inf: for ever.
+        text: a name in STEPPING, or `FILE.py:NAME`: a function or an object that can be called, or a class of such
+            objects, which is made without arguments. It is tried once, on a device where one token waits.
+        max_be_wait_s: of `qllm`, seconds for which best effort may be passed over; inf: for ever.
+
+    Raises:
+        ConfigError: there is no such policy, or it fails its trial.
     """
-    if name == "in_order":
+    if text == "qllm":
+        return ExpertLevelPreemption(max_wait_ns=None if math.isinf(max_be_wait_s) else to_ns(max_be_wait_s))
+    if text == "in_order":
         return in_order
-    return ExpertLevelPreemption(max_wait_ns=None if math.isinf(max_be_wait_s) else to_ns(max_be_wait_s))
+    file, _, name = text.partition(":")
+    if not file.endswith(".py"):
+        raise ConfigError(f"{_FLAG} {text!r} is unknown: give one of {', '.join(STEPPING)}, or FILE.py:NAME")
+    found = load_callable(_FLAG, Path(file), name)
+    try:
+        policy: StepPolicy = found() if isinstance(found, type) else found
+        answer = policy(_one_token_waits(), 0)
+    except Exception as error:
+        raise ConfigError(f"{_FLAG} {text} failed its trial: {type(error).__name__}: {error}") from error
+    if not isinstance(answer, Wait) and not (
+        isinstance(answer, Run) and (answer.layer, answer.group) == (0, ATTENTION)
+    ):
+        raise ConfigError(f"{_FLAG} {text} chose {answer!r} where one token waits for the attention of layer 0")
+    return policy
+
+
+def _one_token_waits() -> QueueTable:
+    """One latency-sensitive token before the attention of layer 0, on a device of one layer and two experts."""
+    shape = (NUM_CLASSES, 2, 3)
+    n, oldest_ns = np.zeros(shape, np.int32), np.full(shape, NOBODY_WAITS_NS, np.int64)
+    n[LS, 0, ATTENTION], oldest_ns[LS, 0, ATTENTION] = 1, 0
+    return QueueTable(n, oldest_ns, n.max(axis=0) > 0, np.zeros(shape[:2], np.int32), 1)
