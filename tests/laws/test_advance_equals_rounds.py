@@ -192,7 +192,7 @@ def run_twins(rng, limits: SchedulerSettings) -> int:
     return jumped
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     block_size=st.sampled_from([4, 8]),

@@ -123,7 +123,7 @@ def make_rank(policy, *, num_blocks=PLENTY, places=None, piece_ns=None, ahead=1,
     return build_preemptive_rank(bounds, device, policy, ahead), device
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 # Found here: an item launched after a withdrawal completed units that lacked what the withdrawn item had not done.
 @example(seed=2, name="random", num_blocks=9, places=24, background=(7, 3), num_chosen=2, abort_share=0.0)
 # Found here: best effort gave way for a slot, and what it had computed was computed again.

@@ -105,7 +105,7 @@ def check_scheduler(scheduler) -> None:
         assert max(running) < min(waiting), "a later arrival overtook"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(8, 40),
@@ -162,7 +162,7 @@ def next_piece(flights: list, rng: np.random.Generator):
     return result
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(8, 24),

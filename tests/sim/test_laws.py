@@ -114,7 +114,7 @@ def pools(cluster: Cluster) -> list:
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(18, 60),
