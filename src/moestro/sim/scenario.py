@@ -178,4 +178,5 @@ def _make_ranks(bounds: SchedulerSettings, prices: Prices, policy: PolicySetting
         replace(bounds, max_num_urgent_seqs=bounds.max_num_seqs),
         cost,
         make_step_policy(policy.step_policy, policy.max_be_wait_s),
+        passes_decodes=policy.pass_decodes,
     )

@@ -138,7 +138,7 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         mode: `fused`: a step is one forward pass. `preemptive`: latency-sensitive requests pass best-effort ones inside
             it, on ranks on their own with as many places for each class; every stage is an event then, so this takes
             longer, and the time of prefill is not told.
-        step_policy, max_be_wait_s: of `preemptive` mode, as `moestro serve` has them.
+        step_policy, max_be_wait_s, pass_decodes: of `preemptive` mode, as `moestro serve` has them.
         signals: what the router hears, and how late; unset: the file's [signals].
     """
 
@@ -150,6 +150,7 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     mode: Mode = "fused"
     step_policy: str = "qllm"
     max_be_wait_s: float = 1.0
+    pass_decodes: bool = False
     signals: SignalSettings | None = None
 
     def __post_init__(self) -> None:

@@ -28,16 +28,19 @@ class StagedRank:
         settings: of the rank.
         cost: prices its stages.
         policy: what its device runs next.
+        passes_decodes: see `engine.rank.Rank`.
 
     Attributes:
         seats: its only one. Its `plan` stays None: steps overlap, and no time belongs to one plan alone.
         num_turns: events so far.
     """
 
-    def __init__(self, settings: SchedulerSettings, cost: StageCostModel, policy: StepPolicy) -> None:
+    def __init__(
+        self, settings: SchedulerSettings, cost: StageCostModel, policy: StepPolicy, *, passes_decodes: bool = True
+    ) -> None:
         scripts = Scripts(settings.block_size)
         device = PricedStages(cost, settings.max_num_batched_tokens, lambda units, _: scripts.answer(units))
-        self._rank = build_preemptive_rank(settings, device, policy)
+        self._rank = build_preemptive_rank(settings, device, policy, passes_decodes=passes_decodes)
         self.seats = [Seat(self._rank, scripts)]
         self.next_ns: int | None = None
         self.began_ns = 0
