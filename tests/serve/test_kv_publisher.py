@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from pathlib import Path
@@ -28,12 +29,16 @@ PROMPT = "def fibonacci(number):\n    return number if number < 2 else fibonacci
 
 
 def free_ports(num_engines: int) -> tuple[int, int]:
-    """Two ports, behind each of which as many are free."""
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        second.bind(("127.0.0.1", 0))
-        ports = sorted((first.getsockname()[1], second.getsockname()[1]))
-    return (ports[0], ports[1]) if ports[1] - ports[0] >= num_engines else free_ports(num_engines)
+    """Two ports, behind each of which as many are free: below those that the system gives to connections of others."""
+    for base in np.random.default_rng().permutation(np.arange(20_000, 32_000, 2 * num_engines)).tolist():
+        with contextlib.ExitStack() as held:
+            try:
+                for port in range(base, base + 2 * num_engines):
+                    held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return base, base + num_engines
+    raise AssertionError("no port is free")
 
 
 class Listener:
