@@ -114,7 +114,7 @@ def _classes(findings: Findings) -> Figure:
 
 
 def _ours(findings: Findings) -> Figure:
-    """Ours against the best other policy of each cell, under unseen seeds, with 95 % intervals."""
+    """Ours against the best other policy of each cell, under seeds of their own, with 95 % intervals."""
     figure = Figure(figsize=(11.0, 1.5 + 0.28 * len(findings.pairs) / len(FIGURES)), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(FIGURES), sharey=True), FIGURES, strict=True):
         pairs = [pair for pair in findings.pairs if pair.figure == name]

@@ -31,7 +31,8 @@ OUR_POLICY, PAPER_POLICY, BASELINE = "moestro", "lmetric", "vllm-0.26"
 RIVALS = ("lmetric", "llm-d", "dynamo", "bailian", "llm-d-affinity", "preble")  # the best of some cell at seed 0
 WEIGHTS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # Bailian's lambda (Fig. 11)
 RANGES = (2, 4, 8, 16, 32)  # AIBrix' filter (Fig. 13)
-UNSEEN_SEEDS = (101, 102, 103, 104, 105)  # no policy was looked at under these while it was made
+# Under which no policy was looked at while it was made; of Mooncake's windows that cannot be said (docs/repro.md).
+UNSEEN_SEEDS = (101, 102, 103, 104, 105)
 _FEWEST_SEEDS = 3
 _SECOND, _HEATED = "api_agent", "chat"  # the loads of the second network, and of the adversary
 _NUM_POINTS = 400  # of Fig. 20

@@ -41,7 +41,7 @@ def _table(cells: Sequence[Cell]) -> Table:
 
 
 def _pairs(findings: Findings) -> Table:
-    title = "Ours against the best other policy, unseen seeds: difference and its 95 % interval (below 0: ours is less)"
+    title = "Ours against the best other policy, more seeds: difference and its 95 % interval (below 0: ours is less)"
     table = Table("load", "share", "figure", "best other", "difference", "interval", "", title=title)
     for pair in findings.pairs:
         interval = f"{pair.low:+.1%} .. {pair.high:+.1%}"
