@@ -7,7 +7,7 @@ A fifth of the requests are latency-sensitive (LS), the others best effort (BE).
 --shrink, drawn from the trace in --lengths (where it is absent, from a log-normal stand-in of the same means: the
 result says which); prompts are random tokens, so no prefix cache helps; arrivals are Poisson. All systems run at most
 32 sequences, and are told the class as `service_class`, or as `priority` 0 and 1 where they look at that. Expert-level
-preemption holds up to 32 LS sequences besides.
+preemption holds up to 32 LS sequences besides: "LS first, 64 places" tells what places alone would do.
 
 Each round sends the same requests at the same times to every system in turn, so a drift of the machine falls on all;
 the rates of --claim get --rounds rounds, the others one. The rank has a core of its own; front door and client share
@@ -55,6 +55,7 @@ MODES = {
     "continuous, FCFS": [],
     "iteration-level priority": ["--scheduling-policy", "priority"],
     "iteration-level LS first": LS_FIRST,
+    "iteration-level LS first, 64 places": [*LS_FIRST, "--max-num-seqs", str(2 * NUM_SEQS)],
     "iteration-level, Algorithm 1": [*LS_FIRST, "--batch-policy", "qllm"],
     "expert-level preemption": [*LS_FIRST, "--mode", "preemptive"],
     "expert-level, every token": [*LS_FIRST, "--mode", "preemptive", "--pass-decodes"],
@@ -185,20 +186,21 @@ def figures(records: Records, rows: np.ndarray) -> dict[str, object]:
 def systems(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Server]]:
     """Every system, all serving the model with one compute thread each."""
     one = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    common = ["--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(NUM_SEQS)]
-    common += ["--max-num-batched-tokens", str(BUDGET)]
+    common = ["--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", str(BUDGET)]
+    places = ["--max-num-seqs", str(NUM_SEQS)]
     with contextlib.ExitStack() as stack:
         found = {}
         for number, (name, flags) in enumerate(MODES.items()):
             if name in args.modes:
                 port, log = PORT + number, args.work / f"preemption-{number}.log"
                 command = [MOESTRO, "serve", str(directory), "--port", str(port), *common, *flags]
+                command += [] if places[0] in flags else places
                 command += ["--kv-cache-memory-bytes", str(KV_BYTES)]
                 server = stack.enter_context(started(command, port, log, **one))
                 pin(psutil.Process(server.process.pid))
                 found[name] = server
         if args.vllm:
-            command = [str(args.vllm), "serve", str(directory), "--port", str(PORT - 1), *common]
+            command = [str(args.vllm), "serve", str(directory), "--port", str(PORT - 1), *common, *places]
             command += ["--scheduling-policy", "priority"]
             extra = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
             extra["PATH"] = f"{Path(args.vllm).parent}:{os.environ['PATH']}"
