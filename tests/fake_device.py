@@ -61,11 +61,20 @@ def expected_prompt_logprobs(request: Request) -> list[tuple[int, float]]:
     return [(tokens[i], float(scores(tokens[:i])[tokens[i]])) for i in range(1, len(tokens))]
 
 
+def copy_blocks(moves, of_device: np.ndarray, of_host: np.ndarray, axis: int = 0) -> None:
+    """`moves` between two arrays of blocks, those out of the device first."""
+    device, host = np.moveaxis(of_device, axis, 0), np.moveaxis(of_host, axis, 0)
+    for (from_ids, to_ids), source, target in ((moves.kept, device, host), (moves.restored, host, device)):
+        assert len(set(to_ids.tolist())) == len(to_ids), "two blocks are copied to one"
+        target[to_ids] = source[from_ids]
+
+
 class KvDevice:
     """`delay` polls pass before a result is ready, so that units stay in flight."""
 
-    def __init__(self, num_blocks: int, block_size: int, delay: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_size: int, delay: int = 0, num_host_blocks: int = 0) -> None:
         self.kv = np.full((num_blocks, block_size), NOTHING, np.int64)
+        self.host = np.full((num_host_blocks, block_size), NOTHING, np.int64)
         self.delay = delay
         self.num_launched_tokens = 0
         self.largest_step = 0
@@ -80,6 +89,9 @@ class KvDevice:
         for i in range(len(units)):  # all writes come before all reads, as on a real device
             self._write(units, i, units.token_ids[bounds[i] : bounds[i + 1]])
         self._pending.append([self.delay, self._read_all(units)])
+
+    def move_blocks(self, moves, now_ns: int) -> None:
+        copy_blocks(moves, self.kv, self.host)
 
     def _write(self, units, i: int, tokens) -> None:
         size = self.kv.shape[1]

@@ -11,6 +11,7 @@ from collections import deque
 
 import msgspec
 import numpy as np
+from fake_device import copy_blocks
 
 from moestro.core.rng import mix64
 from moestro.core.stages import Attention, AttentionDone, Experts, ExpertsDone, Passage, Sample, StageShape, Stopped
@@ -76,10 +77,18 @@ class FakeStages:
         executed: contributions by (serial, position, layer, expert).
     """
 
-    def __init__(self, shape: StageShape, num_blocks: int, block_size: int, piece_ns: int | None = None) -> None:
+    def __init__(
+        self,
+        shape: StageShape,
+        num_blocks: int,
+        block_size: int,
+        piece_ns: int | None = None,
+        num_host_blocks: int = 0,
+    ) -> None:
         self.shape, self.piece_ns = shape, piece_ns
         self.counts_shape = (shape.num_layers, shape.num_experts)
         self.kv = np.zeros((shape.num_layers, num_blocks, block_size), U64)
+        self.host = np.zeros((shape.num_layers, num_host_blocks, block_size), U64)
         self.state = np.zeros(shape.num_rows, U64)
         self.attended = np.zeros(shape.num_places, U64)
         self.chosen = np.zeros((shape.num_places, shape.num_chosen), np.int32)
@@ -105,6 +114,9 @@ class FakeStages:
         start = max(now_ns, self._busy_until_ns)
         self._items.append([item, 0, num_pieces, start, np.zeros(self.counts_shape, np.int64)])
         self._busy_until_ns = start + num_pieces * (self.piece_ns or 0)
+
+    def move_blocks(self, moves, now_ns: int) -> None:
+        copy_blocks(moves, self.kv, self.host, axis=1)
 
     def withdraw(self, now_ns: int) -> None:
         start = None

@@ -85,6 +85,8 @@ def serve(
     arithmetic, paced, device = network.pop("paced_arithmetic"), None, flags.network.device
     front["tokenizer"] = tokenizer = network.pop("tokenizer")
     if device.startswith("paced:"):
+        if "kv_offloading_size" in memory:
+            raise ConfigError("--kv-offloading-size does not go with a paced device, which plays no host memory")
         paced = PacedSettings(
             device=device,
             network=model or PACED_NETWORK,

@@ -16,7 +16,7 @@ from moestro.engine.settings import make_policies
 from moestro.errors import ConfigError
 from moestro.model.settings import DeviceKind, Dtype, GenerationConfig, LoadFormat, ModelSettings
 from moestro.policy.batching import BATCHING, BatchName
-from moestro.policy.eviction import EVICTION, EvictName
+from moestro.policy.eviction import EVICTION
 from moestro.policy.ordering.registry import ORDERING, OrderName
 from moestro.policy.stepping.registry import make_step_policy
 
@@ -29,7 +29,6 @@ __all__ = [
     "BatchName",
     "DeviceKind",
     "Dtype",
-    "EvictName",
     "GenerationConfig",
     "KvEventsSettings",
     "LoadFormat",

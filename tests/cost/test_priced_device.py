@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moestro.core.script import Script
-from moestro.core.work import LOGITS_LAST, LOGITS_NONE, SAMPLING_ROW, Forward, Units
+from moestro.core.work import LOGITS_LAST, LOGITS_NONE, SAMPLING_ROW, BlockMoves, Forward, Units
 from moestro.cost.priced_device import PricedDevice, ScriptedDevice
 from moestro.errors import InvariantError
 
@@ -12,7 +12,10 @@ BLOCK = 4
 
 
 class TokenCost:
-    """100 ns a step and 1 ns a token."""
+    """100 ns a step and 1 ns a token; 10 ns for each that is copied."""
+
+    def move_ns(self, num_tokens: int) -> int:
+        return 10 * num_tokens
 
     def step_ns(self, batch) -> int:
         return 100 + int(batch.num_tokens.sum())
@@ -69,6 +72,16 @@ def test_items_take_what_the_model_says_one_after_the_other():
     assert [result.slot.tolist() for result in device.poll(1105)] == [[0]]
     assert device.ready_at_ns() == 1105 + 107
     assert [result.slot.tolist() for result in device.poll(5000)] == [[1]]
+    device.launch(forward((0, 0, 5, 1, True)), 6000)
+    assert device.ready_at_ns() == 6101
+
+
+def test_copies_are_priced_with_the_item_after_them():
+    device = device_with(Script(9))
+    device.move_blocks(BlockMoves(np.array([[1, 2], [0, 1]]), np.array([[5], [3]])), 1000)
+    device.launch(forward((0, 0, 0, 5, True)), 1000)
+    assert device.ready_at_ns() == 1105 + 10 * 3 * BLOCK
+    device.poll(5000)
     device.launch(forward((0, 0, 5, 1, True)), 6000)
     assert device.ready_at_ns() == 6101
 

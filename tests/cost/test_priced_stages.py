@@ -7,7 +7,7 @@ import pytest
 
 from moestro.core.script import Script
 from moestro.core.stages import Attention, Experts, ExpertsDone, Passage, Sample, Stopped
-from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Units
+from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, BlockMoves, Units
 from moestro.cost.gate import Gate, token_keys
 from moestro.cost.gating import zipf_popularity
 from moestro.cost.gpus import H20
@@ -46,7 +46,7 @@ def device(cost=COST) -> PricedStages:
     scripts = Scripts(16)
     for serial in range(64):
         scripts.expect(serial, Script(5))
-    return PricedStages(cost, 4096, lambda some, _: scripts.answer(some))
+    return PricedStages(cost, 4096, 16, lambda some, _: scripts.answer(some))
 
 
 def passage(some: Units, layer: int = 0, until: int = ALL) -> Passage:
@@ -67,6 +67,20 @@ def test_a_passage_takes_the_sum_of_its_stages_and_counts_every_choice(cost):
     assert (counts.sum(axis=1) == 40 * stages.shape.num_chosen).all()
     assert result.slot.tolist() == [0, 1, 2]
     assert stages.ready_at_ns() is None
+
+
+def test_what_is_launched_after_a_copy_waits_for_it_and_what_was_before_does_not():
+    took = device()
+    took.launch(passage(decodes(2)), 0)
+    alone_ns, moved_ns = took.ready_at_ns(), COST.move_ns(3 * 16)
+    stages = device()
+    stages.launch(passage(decodes(2)), 0)
+    stages.move_blocks(BlockMoves(np.array([[1, 2], [0, 1]]), np.array([[5], [3]])), alone_ns - 1)
+    assert stages.ready_at_ns() == alone_ns
+    stages.launch(passage(decodes(2)), alone_ns - 1)
+    stages.poll(alone_ns)
+    assert stages.ready_at_ns() == 2 * alone_ns - 1 + moved_ns
+    assert moved_ns > 1000
 
 
 def test_an_iteration_in_pieces_takes_what_the_whole_is_priced_at():

@@ -1,4 +1,4 @@
-"""The step policies of `examples/` do what they say, in fewer than 50 lines, and change no token."""
+"""The policies of `examples/` do what they say, in fewer than 50 lines, and change no token."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from fake_device import make_request
 from fake_stages import FakeStages, expected_tokens, make_shape
 
+from moestro.core.request import ServiceClass
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
+from moestro.policy.stepping.basic import in_order
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -63,6 +66,55 @@ def test_selective_experts_run_what_is_at_hand_first():
     assert not any(fetched), "an expert was fetched while another could run"
 
 
-@pytest.mark.parametrize("name", ["selective_experts"])
+def requests_for_scarce_kv() -> list:
+    """Two of best effort, long and short, and one that is urgent; each has a prompt and 40 tokens to say."""
+    requests = []
+    for name, length, service_class in (("long", 90, "be"), ("short", 8, "be"), ("urgent", 60, "ls")):
+        request = make_request(name, np.arange(length) * 7 % 50, max_tokens=40)
+        requests.append(msgspec.structs.replace(request, service_class=ServiceClass(service_class)))
+    return requests
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 64])
+def test_offloaded_kv_makes_way_comes_back_and_is_not_computed_again(num_host_blocks):
+    """The long one makes way for the urgent one, and has no token computed twice where host memory keeps it."""
+    device = FakeStages(make_shape(256), 48, 4, num_host_blocks=num_host_blocks)
+    bounds = SchedulerSettings(
+        num_blocks=48,
+        num_host_blocks=num_host_blocks,
+        block_size=4,
+        max_model_len=160,
+        max_num_batched_tokens=128,
+        enable_prefix_caching=False,
+        scheduling_policy="qllm",
+        evict_policy=f"{EXAMPLES / 'offload_kv.py'}:OffloadKV",
+    )
+    rank, tokens, preempted = build_preemptive_rank(bounds, device, in_order), {}, set()
+    requests = requests_for_scarce_kv()
+    for now_ns in range(600):
+        if requests and now_ns in (0, 1, 20):
+            request = requests.pop(0)
+            rank.add(request, now_ns)
+            tokens[request.request_id] = []
+        for output in rank.step(now_ns):
+            tokens[output.request_id].extend(output.token_ids)
+        preempted |= {name for name, sequence in rank.scheduler.by_id.items() if sequence.num_preemptions}
+        rank.scheduler.check()
+    assert not rank.has_work
+    asked = requests_for_scarce_kv()
+    assert tokens == {request.request_id: expected_tokens(request, device.shape) for request in asked}
+    stats = rank.stats()
+    assert stats.num_kept_tokens == stats.num_restored_tokens
+    computed, least = rank.expert_counts.sum(1).max(), sum(request.num_total_tokens - 1 for request in asked)
+    if num_host_blocks:
+        assert preempted == {"long"}
+        assert stats.num_kept_tokens > 90
+        assert computed == least * device.shape.num_chosen
+    else:
+        assert stats.num_kept_tokens == 0
+        assert computed > least * device.shape.num_chosen
+
+
+@pytest.mark.parametrize("name", ["offload_kv", "selective_experts"])
 def test_an_example_is_short(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 50

@@ -105,12 +105,15 @@ def make_policy(name: str, seed: int):
     return policies[name]
 
 
-def make_rank(policy, *, num_blocks=PLENTY, places=None, piece_ns=None, ahead=1, num_chosen=3, budget=24):
+def make_rank(
+    policy, *, num_blocks=PLENTY, places=None, piece_ns=None, ahead=1, num_chosen=3, budget=24, num_host_blocks=0
+):
     shape = make_shape(2 * budget, places or 2 * budget, num_chosen=num_chosen)
-    device = FakeStages(shape, num_blocks, BLOCK_SIZE, piece_ns)
+    device = FakeStages(shape, num_blocks, BLOCK_SIZE, piece_ns, num_host_blocks)
     device.may_forget = num_blocks < PLENTY
     bounds = SchedulerSettings(
         num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
         block_size=BLOCK_SIZE,
         max_model_len=LONGEST,
         max_num_seqs=4,
@@ -125,9 +128,9 @@ def make_rank(policy, *, num_blocks=PLENTY, places=None, piece_ns=None, ahead=1,
 
 @settings(max_examples=40, deadline=None)
 # Found here: an item launched after a withdrawal completed units that lacked what the withdrawn item had not done.
-@example(seed=2, name="random", num_blocks=9, places=24, background=(7, 3), num_chosen=2, abort_share=0.0)
+@example(seed=2, name="random", num_blocks=9, places=24, background=(7, 3), num_chosen=2, abort_share=0.0, host=0)
 # Found here: best effort gave way for a slot, and what it had computed was computed again.
-@example(seed=72575, name="random", num_blocks=64, places=24, background=None, num_chosen=1, abort_share=0.0)
+@example(seed=72575, name="random", num_blocks=64, places=24, background=None, num_chosen=1, abort_share=0.0, host=0)
 @given(
     seed=st.integers(0, 2**32),
     name=st.sampled_from(["random", "random", "in order", "qllm", "qllm without ageing", *ADVERSARIES]),
@@ -136,8 +139,11 @@ def make_rank(policy, *, num_blocks=PLENTY, places=None, piece_ns=None, ahead=1,
     background=st.sampled_from([None, None, (7, 1), (7, 3)]),
     num_chosen=st.integers(1, 6),
     abort_share=st.sampled_from([0.0, 0.0, 0.1]),
+    host=st.sampled_from([0, 3, 40]),
 )
-def test_every_history_gives_the_oracles_tokens(seed, name, num_blocks, places, background, num_chosen, abort_share):
+def test_every_history_gives_the_oracles_tokens(
+    seed, name, num_blocks, places, background, num_chosen, abort_share, host
+):
     rng = np.random.default_rng(seed)
     piece_ns, ahead = background or (None, 1)
     rank, device = make_rank(
@@ -147,6 +153,7 @@ def test_every_history_gives_the_oracles_tokens(seed, name, num_blocks, places, 
         piece_ns=piece_ns,
         ahead=ahead,
         num_chosen=num_chosen,
+        num_host_blocks=host,
     )
     requests = random_requests(rng, 12)
     tokens = serve(rank, requests, rng, abort_share=abort_share)
@@ -161,14 +168,17 @@ def test_every_history_gives_the_oracles_tokens(seed, name, num_blocks, places, 
             assert executed % (num_chosen * sum(device.shape.is_sparse)) == 0
 
 
+@pytest.mark.parametrize("host", [0, 40])
 @pytest.mark.parametrize("name", ["random", "qllm"])
-def test_evictions_of_parked_work_happen_and_change_nothing(name):
-    preemptions = 0
+def test_evictions_of_parked_work_happen_and_change_nothing(name, host):
+    preemptions = kept = 0
     for seed in range(5):
         rng = np.random.default_rng(seed)
-        rank, device = make_rank(make_policy(name, seed), num_blocks=10)
+        rank, device = make_rank(make_policy(name, seed), num_blocks=10, num_host_blocks=host)
         requests = random_requests(rng, 12)
         tokens = serve(rank, requests, rng)
         assert tokens == {r.request_id: expected_tokens(r, device.shape) for r in requests}
         preemptions += rank.scheduler.counts.num_preemptions
+        kept += rank.scheduler.counts.num_kept_tokens
     assert preemptions > 0
+    assert (kept > 0) == (host > 0)

@@ -16,11 +16,12 @@ from moestro.engine.settings import SchedulerSettings
 from moestro.serve.kv_publisher import encode_batch
 
 
+@pytest.mark.parametrize("host", [0, 20])
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_published_is_what_is_cached(seed):
+def test_what_is_published_is_what_is_cached(seed, host):
     rng = np.random.default_rng(seed)
-    settings = SchedulerSettings(num_blocks=24, block_size=4, max_model_len=64, max_num_seqs=4)
-    rank = build_rank(settings, KvDevice(24, 4))
+    settings = SchedulerSettings(num_blocks=24, num_host_blocks=host, block_size=4, max_model_len=64, max_num_seqs=4)
+    rank = build_rank(settings, KvDevice(24, 4, num_host_blocks=host))
     cache, sink, names, num_batches = CacheEvents(rank.scheduler), Sink(), set[bytes](), 0
     naming = NamingRules(model="fake", block_size=4)
     feed = KvFeed(sink, KvFeedSettings(engine=0, name="e", naming=naming, can_replay=False))

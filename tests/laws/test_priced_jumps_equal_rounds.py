@@ -180,6 +180,7 @@ def test_priced_jumps_equal_rounds(seed, num_blocks, max_num_seqs, order):
     jobs = draw_jobs(rng, 14)
     bounds = SchedulerSettings(
         num_blocks=num_blocks,
+        num_host_blocks=seed % 3 * 8,
         block_size=BLOCK_SIZE,
         max_model_len=56,
         max_num_seqs=max_num_seqs,

@@ -54,17 +54,18 @@ def random_requests(rng, num):
     return requests
 
 
-def serve(network, requests, rng, *, num_blocks, max_num_seqs, budget, caching, abort_share=0.0):
+def serve(network, requests, rng, *, num_blocks, max_num_seqs, budget, caching, abort_share=0.0, host=0):
     """Run `requests` to their ends; {id: (tokens, prompt logprobs)} of those that were not aborted, and the rank."""
     settings = SchedulerSettings(
         num_blocks=num_blocks,
+        num_host_blocks=host,
         block_size=BLOCK_SIZE,
         max_model_len=LONGEST,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         enable_prefix_caching=caching,
     )
-    rank = build_rank(settings, drive.make_device(network, num_blocks))
+    rank = build_rank(settings, drive.make_device(network, num_blocks, host))
     arriving, tokens, prompts, ended, aborted = list(requests), {}, {}, set(), set()
     for now_ns in range(5000):
         while arriving and rng.random() < 0.5:
@@ -121,6 +122,7 @@ def test_every_history_gives_the_tokens_of_transformers(networks, seed):
         budget=int(rng.integers(8, 40)),
         caching=seed != 0,
         abort_share=0.1 if seed % 2 else 0.0,
+        host=20 if seed % 3 else 0,
     )
     alone, _ = serve(ours, requests, rng, num_blocks=100, max_num_seqs=1, budget=64, caching=False)
     for request in requests:
@@ -136,13 +138,15 @@ def test_every_history_gives_the_tokens_of_transformers(networks, seed):
         assert rank.scheduler.counts.num_hit_tokens > 0, "the history used no cached prefix"
 
 
-def test_evictions_happen_and_change_nothing(networks):
+@pytest.mark.parametrize("host", [0, 40])
+def test_evictions_happen_and_change_nothing(networks, host):
     ours, oracle = networks
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, tiny.VOCAB, 12) for _ in range(3)]
     requests = [make_request(f"r{i}", p, block_size=4, arrival_ns=i, max_tokens=20) for i, p in enumerate(prompts)]
-    answers, rank = serve(ours, requests, rng, num_blocks=14, max_num_seqs=3, budget=32, caching=True)
+    answers, rank = serve(ours, requests, rng, num_blocks=14, max_num_seqs=3, budget=32, caching=not host, host=host)
     assert rank.stats().num_preemptions > 0
+    assert (rank.stats().num_restored_tokens > 0) == (host > 0)
     for request in requests:
         assert answers[request.request_id][0] == oracle_tokens(oracle, request)
 

@@ -18,7 +18,7 @@ from plain_sampling import random_wishes
 from policy_text import policy_text
 
 from moestro.core.request import ServiceClass
-from moestro.core.work import Forward
+from moestro.engine.fused import FusedExecutor
 from moestro.engine.rank import build_rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
@@ -116,15 +116,17 @@ def check_scheduler(scheduler) -> None:
     caching=st.booleans(),
     abort_share=st.sampled_from([0.0, 0.15]),
     policies=st.one_of(st.just(("fcfs", "decode_first", "last_in_order")), st.sampled_from(POLICIES)),
+    host=st.sampled_from([0, 3, 40]),
 )
 def test_every_history_gives_the_oracles_tokens(
-    seed, num_blocks, max_num_seqs, budget, max_chunk, delay, caching, abort_share, policies
+    seed, num_blocks, max_num_seqs, budget, max_chunk, delay, caching, abort_share, policies, host
 ):
     rng = np.random.default_rng(seed)
     order, batch, evict = policies
     rank = build_rank(
         SchedulerSettings(
             num_blocks=num_blocks,
+            num_host_blocks=host,
             block_size=BLOCK_SIZE,
             max_model_len=32,
             max_num_seqs=max_num_seqs,
@@ -137,7 +139,7 @@ def test_every_history_gives_the_oracles_tokens(
             evict_policy=evict,
             enable_prefix_caching=caching,
         ),
-        KvDevice(num_blocks, BLOCK_SIZE, delay),
+        KvDevice(num_blocks, BLOCK_SIZE, delay, host),
     )
     requests = random_requests(rng, 14, 32)
     tokens, prompts, reasons, aborted = serve(rank, requests, rng, abort_share=abort_share)
@@ -168,12 +170,14 @@ def next_piece(flights: list, rng: np.random.Generator):
     num_blocks=st.integers(8, 24),
     max_num_seqs=st.integers(1, 8),
     budget=st.integers(8, 24),
+    host=st.sampled_from([0, 3, 40]),
 )
-def test_several_plans_in_flight_and_results_in_pieces_change_nothing(seed, num_blocks, max_num_seqs, budget):
+def test_several_plans_in_flight_and_results_in_pieces_change_nothing(seed, num_blocks, max_num_seqs, budget, host):
     rng = np.random.default_rng(seed)
-    bounds = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
+    bounds = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "num_host_blocks": host}
     scheduler = Scheduler(SchedulerSettings(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=32, **bounds))
-    device, requests, flights = KvDevice(num_blocks, BLOCK_SIZE), random_requests(rng, 14, 32), []
+    device, requests = KvDevice(num_blocks, BLOCK_SIZE, num_host_blocks=host), random_requests(rng, 14, 32)
+    executor, flights = FusedExecutor(device), []
     arriving, tokens, aborted = list(requests), {}, set()
     for now_ns in range(20_000):
         while arriving and rng.random() < 0.5:
@@ -181,7 +185,7 @@ def test_several_plans_in_flight_and_results_in_pieces_change_nothing(seed, num_
         if len(flights) < 3 and rng.random() < 0.7 and (plan := scheduler.schedule(now_ns)):
             in_flight = {slot for flight in flights for slot in flight.slot.tolist()}
             assert not in_flight & set(plan.units.slot.tolist()), "a sequence is in two plans"
-            device.launch(Forward(plan.units), now_ns)
+            executor.submit(plan, now_ns)
             flights += device.poll(now_ns)
         if flights and rng.random() < 0.5:
             emitted = scheduler.update(next_piece(flights, rng), now_ns)

@@ -149,6 +149,20 @@ def test_memory_for_less_than_one_block_is_refused(checkpoint):
         open_device(settings)
 
 
+def test_host_memory_takes_the_blocks_that_its_size_holds(checkpoint):
+    settings = tiny.settings_of(checkpoint("qwen3_moe"), kv_offloading_size=50 * 3072 / 2**30)
+    assert open_device(settings)[1].num_host_blocks == 50
+
+
+@pytest.mark.parametrize(
+    ("size", "cause"), [(3071 / 2**30, "holds no KV block, which takes 3072 bytes"), (2.0**40, "cannot be allocated")]
+)
+def test_host_memory_for_no_block_or_that_is_not_there_is_refused(checkpoint, size, cause):
+    settings = tiny.settings_of(checkpoint("qwen3_moe"), kv_offloading_size=size)
+    with pytest.raises(ConfigError, match=cause):
+        open_device(settings)
+
+
 def test_memory_that_is_not_there_is_refused(checkpoint):
     settings = tiny.settings_of(checkpoint("qwen3_moe"), num_gpu_blocks_override=1 << 48)
     with pytest.raises(ConfigError, match="cannot be allocated: lower --kv-cache-memory-bytes"):

@@ -20,6 +20,7 @@ from moestro.model.settings import ModelSettings
         ({"block_size": 0}, "--block-size 0 is too small"),
         ({"kv_cache_memory_bytes": 0}, "--kv-cache-memory-bytes 0 is too small"),
         ({"num_gpu_blocks_override": 0}, "--num-gpu-blocks-override 0 is too small"),
+        ({"kv_offloading_size": -1.0}, "--kv-offloading-size -1 is no size: give GiB"),
         ({"seed": -1}, "--seed -1 is out of range"),
         ({"gate_override": "hot"}, "--gate-override 'hot' is not understood"),
     ],

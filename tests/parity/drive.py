@@ -46,8 +46,9 @@ def recording(network: Network) -> RecordingNetwork:
     return network
 
 
-def make_device(network: Network, num_blocks: int = NUM_BLOCKS) -> TorchDevice:
-    return TorchDevice(network, network.probe(BLOCK_SIZE)[0].allocate(num_blocks))
+def make_device(network: Network, num_blocks: int = NUM_BLOCKS, num_host_blocks: int = 0) -> TorchDevice:
+    pools = network.probe(BLOCK_SIZE)[0].allocate(num_blocks)
+    return TorchDevice(network, pools, pools.allocate_host(num_host_blocks))
 
 
 def greedy(num: int = 1, **columns: object) -> np.ndarray:

@@ -24,7 +24,7 @@ REPLAYED = {"granitemoe"}
 EAGER_ONLY = {"gpt_oss"}
 
 
-def staged_device(network) -> StagedTorchDevice:
+def staged_device(network, num_blocks: int = NUM_BLOCKS, num_host_blocks: int = 0) -> StagedTorchDevice:
     probe, num_chosen = network.probe(BLOCK_SIZE)
     staged = StagedNetwork(network)
     shape = StageShape(
@@ -34,7 +34,8 @@ def staged_device(network) -> StagedTorchDevice:
         num_rows=2 * BUDGET,
         num_places=2 * BUDGET - 8,
     )
-    return StagedTorchDevice(staged, probe.allocate(NUM_BLOCKS), shape, piece_bytes=1)
+    pools = probe.allocate(num_blocks)
+    return StagedTorchDevice(staged, pools, shape, piece_bytes=1, host=pools.allocate_host(num_host_blocks))
 
 
 def make_requests(rng, num: int = 5) -> list:
@@ -47,10 +48,11 @@ def make_requests(rng, num: int = 5) -> list:
     return requests
 
 
-def serve(device, policy, requests, rng):
+def serve(device, policy, requests, rng, num_host_blocks: int = 0):
     """{id: tokens}, and the rank. Requests come in mid-network."""
     bounds = SchedulerSettings(
-        num_blocks=NUM_BLOCKS,
+        num_blocks=device.pools.num_blocks,
+        num_host_blocks=num_host_blocks,
         block_size=BLOCK_SIZE,
         max_model_len=40,
         max_num_seqs=6,
@@ -114,3 +116,19 @@ def test_a_family_in_stages_gets_the_greedy_tokens_of_transformers(name, policy,
     if num_sparse:
         computed = sum(r.num_prompt_tokens + NUM_NEW - 1 for r in requests) - rank.stats().num_hit_tokens
         assert rank.expert_counts.sum(1).max() == computed * device.shape.num_chosen
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral-window", "deepseek_v3", "gpt_oss"])
+def test_kv_that_was_in_host_memory_gives_the_same_tokens(name, checkpoint):
+    network = tiny.load(checkpoint(name), dtype="float64")
+    oracle = tiny.load_oracle(checkpoint(name), torch.float64, "eager" if name in EAGER_ONLY else "sdpa")
+    num_restored = 0
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        requests = make_requests(rng, 8)
+        device = staged_device(network, num_blocks=14, num_host_blocks=40)
+        tokens, rank = serve(device, make_policy("random"), requests, rng, 40)
+        for request in requests:
+            check_greedy(oracle, request, tokens[request.request_id], f"{name}, seed {seed}")
+        num_restored += rank.stats().num_restored_tokens
+    assert num_restored > 0

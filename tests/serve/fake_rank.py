@@ -50,6 +50,8 @@ class Stats(msgspec.Struct):
     num_preemptions: int = 0
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
+    num_kept_tokens: int = 0
+    num_restored_tokens: int = 0
 
 
 class FakeRank:

@@ -17,14 +17,12 @@ from moestro.config import (
     EVICT_POLICIES,
     SCHEDULING_POLICIES,
     BatchName,
-    EvictName,
     OrderName,
     SchedulerLimits,
 )
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.policy.batching import BATCHING
-from moestro.policy.eviction import EVICTION
 from moestro.policy.ordering.registry import ORDERING
 from moestro.serve.config_file import read_config_file
 
@@ -180,13 +178,17 @@ def test_a_reader_that_goes_away_early_gets_no_traceback():
     assert (done.returncode, done.stderr) == (1, b"")
 
 
+def test_a_paced_device_plays_no_host_memory(capsys):
+    told = refused(capsys, "--device", "paced:h20", "--kv-offloading-size", "1")
+    assert "--kv-offloading-size does not go with a paced device" in told
+
+
 # --- policies of an engine --------------------------------------------------------------------------------------------
 
 
 def test_the_command_line_offers_every_policy_that_there_is():
     assert get_args(OrderName) == tuple(ORDERING)
     assert get_args(BatchName) == tuple(BATCHING)
-    assert get_args(EvictName) == tuple(EVICTION)
 
 
 def test_help_says_what_each_policy_does(capsys, monkeypatch):

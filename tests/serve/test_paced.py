@@ -121,7 +121,7 @@ def test_each_step_ends_at_its_price(answers):
 def test_whoever_passes_whom_a_network_s_tokens_are_passed_on():
     device = KvDevice(64, 4)
     answers = NetworkAnswers(device)
-    stages = PricedStages(COST, 64, lambda units, now_ns: answers.of(Forward(units), now_ns))
+    stages = PricedStages(COST, 64, 16, lambda units, now_ns: answers.of(Forward(units), now_ns))
     bounds = replace(BOUNDS, max_num_batched_tokens=256, max_num_urgent_seqs=8)
     policy = ExpertLevelPreemption(max_wait_ns=None, max_merged=0)
     rank, now_ns, said, ended = build_preemptive_rank(bounds, stages, policy), 0, {}, []

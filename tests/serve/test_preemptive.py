@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
-from serve.running import Running, complete
+from serve.running import Running, complete, metrics
 
 from moestro.config import ModelSettings, SchedulerLimits, ServerSettings, ServeSettings, SteppingSettings
 from moestro.errors import ConfigError
@@ -13,12 +14,19 @@ from moestro.errors import ConfigError
 PROMPTS = ["def fibonacci(n):\n", "import os\n" * 60, "class Stack:\n    def push(self, item):\n", "x = 1\n" * 90]
 
 
-@pytest.fixture(scope="module")
-def preemptive(real_command, tmp_path_factory):
-    command = (*real_command, "--dtype", "float32", "--mode", "preemptive", "--max-num-batched-tokens", "128")
-    running = Running((*command, "--max-num-seqs", "8"), tmp_path_factory.mktemp("preemptive"))
+OFFLOAD = f"{Path(__file__).parents[2] / 'examples' / 'offload_kv.py'}:OffloadKV"
+LIMITS = ("--mode", "preemptive", "--max-num-batched-tokens", "128", "--max-num-seqs", "8")
+SCARCE = ("--num-gpu-blocks-override", "40", "--max-model-len", "640", "--kv-offloading-size", "0.1")
+OFFLOADING = (*SCARCE, "--scheduling-policy", "qllm", "--evict-policy", OFFLOAD)
+
+
+@pytest.fixture(params=["plenty of KV", "KV in host memory"])
+def preemptive(request, real_command, tmp_path):
+    flags = () if request.param == "plenty of KV" else OFFLOADING
+    running = Running((*real_command, "--dtype", "float32", *LIMITS, *flags), tmp_path)
     yield running
     try:
+        assert (metrics(running)['moestro:kv_restored_tokens_total{engine="0"}'] > 0) == (flags == OFFLOADING)
         assert running.stop() == 0
     finally:
         running.kill()

@@ -65,23 +65,28 @@ def draw(seed: int, num: int, ls_share: float, span_ns: int = 3_000_000_000) -> 
     return rows, np.sort(rng.integers(0, span_ns, num))
 
 
+@pytest.mark.parametrize(("num_blocks", "host"), [(200, 0), (40, 0), (40, 30)])
 @pytest.mark.parametrize("ls_share", [0.0, 1.0])
-def test_in_order_it_takes_what_forward_passes_take_to_the_nanosecond(ls_share):
+def test_in_order_it_takes_what_forward_passes_take_to_the_nanosecond(ls_share, num_blocks, host):
     """Every token visits every expert, so that a whole step is priced as the sum of its stages, not an expectation."""
     experts = replace(MIXTRAL.experts, top_k=8)
     cost = StagedEngine(replace(QLLM, zipf=0.0), replace(MIXTRAL, experts=experts))
     rows, offsets_ns = draw(3, 40, ls_share)
-    whole, pieces = Group(BOUNDS, OneRank(cost)), StagedRank(BOUNDS, cost, in_order)
+    bounds = replace(BOUNDS, num_blocks=num_blocks, num_host_blocks=host)
+    whole, pieces = Group(bounds, OneRank(cost)), StagedRank(bounds, cost, in_order)
     fused, staged = serve(whole, rows, offsets_ns), serve(pieces, rows, offsets_ns)
     for name in ("admitted_ns", "first_token_ns", "last_token_ns"):
         assert np.array_equal(getattr(fused, name), getattr(staged, name)), name
+    stats = whole.seats[0].rank.stats()
+    assert (stats.num_preemptions > 0) == (num_blocks == 40)
+    assert (stats.num_restored_tokens > 0) == (host > 0)
 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), ls_share=st.sampled_from([0.2, 0.5]), tight=st.booleans(), aged=st.booleans())
 def test_whatever_runs_next_every_request_has_its_tokens(seed, ls_share, tight, aged):
     bounds = replace(LS_FIRST, scheduling_policy="qllm:theta_age_s=0.5" if aged else "qllm")
-    bounds = replace(bounds, num_blocks=40 if tight else 200)
+    bounds = replace(bounds, num_blocks=40 if tight else 200, num_host_blocks=seed % 3 * 20)
     rows, offsets_ns = draw(seed, 20, ls_share, 300_000_000)
     policies = [PREEMPTS, ExpertLevelPreemption(max_wait_ns=10**8, max_merged=0), Random(seed), *ADVERSARIES.values()]
     results = serve(StagedRank(bounds, SMALL, policies[seed % len(policies)]), rows, offsets_ns)
@@ -161,6 +166,22 @@ def test_a_roofline_prices_stages_too(tmp_path):
     assert all(outcome.report.num_ok == 30 for outcome in report.outcomes)
 
 
+@pytest.mark.parametrize("mode", ["fused", "preemptive"])
+def test_where_kv_is_scarce_host_memory_saves_what_would_be_computed_again(tmp_path, mode):
+    """Blocks for half of what eight sequences come to need: each request has its answer, and the whole ends earlier."""
+    path, spans = tmp_path / "scarce.toml", []
+    for size in (0, 4):
+        text = SCENARIO.replace("num_blocks = 500", f"num_blocks = 20\nkv_offloading_size = {size}")
+        text = text.replace("output_tokens = 4", "output_tokens = 40")
+        path.write_text(text.replace('mode = "preemptive"', f'mode = "{mode}"'))
+        report, _ = simulate(read_settings(path), tmp_path)
+        outcome = report.outcomes[1]
+        assert outcome.report.num_ok == 30
+        assert outcome.num_preemptions > 0
+        spans.append(outcome.report.duration_s)
+    assert spans[1] < spans[0]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -168,6 +189,8 @@ def test_a_roofline_prices_stages_too(tmp_path):
         ('engine = "qllm"', 'table = "x.json"', "mode = 'preemptive' wants prices of stages"),
         ('engine = "qllm"', "ep_ranks = 2", "mode = 'preemptive' wants prices of stages"),
         ('engine = "qllm"', 'engine = "qllm"\ntable = "x.json"', "a table prices whole steps"),
+        ("num_blocks = 500", "kv_offloading_size = -1.0", "kv_offloading_size must be 0 or more, got -1"),
+        ('engine = "qllm"', 'table = "x.json"\nkv_offloading_size = 1.0', "a table does not say what copies"),
         ('mode = "preemptive"', 'mode = "asynchronous"', "asynchronous"),
     ],
 )

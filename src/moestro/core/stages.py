@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.work import Int32s, StepResult, Units
+from moestro.core.work import BlockMoves, Int32s, StepResult, Units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +162,10 @@ class StagedDevice(Protocol):
 
     def launch(self, item: StageItem, now_ns: int) -> None:
         """Start `item`; may return before it is done."""
+        ...
+
+    def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
+        """As `Device.move_blocks`. Items under way touch no block that is copied."""
         ...
 
     def poll(self, now_ns: int) -> Sequence[StageResult]:

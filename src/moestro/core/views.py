@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -177,6 +177,19 @@ class BatchLimits:
     max_chunk: int
 
 
+class Victim(NamedTuple):
+    """An evict policy's answer.
+
+    Attributes:
+        row: of the view: who frees its KV.
+        keeps: whether that is kept in host memory, if there is any and it has room, to be copied back; else it is
+            computed again.
+    """
+
+    row: int
+    keeps: bool = True
+
+
 class EvictView(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Running sequences whose KV could be freed now (none has a unit in flight), one row each.
 
@@ -184,11 +197,13 @@ class EvictView(msgspec.Struct, frozen=True, eq=False, gc=False):
         order_rank: int64[n], place in the order policy's order; 0 would be admitted first.
         num_computed_tokens: int32[n], what recomputing would cost.
         service_class: uint8[n], as in `BatchView`.
+        num_free_host_tokens: tokens whose KV host memory has room for; 0 where there is none.
     """
 
     order_rank: NDArray[np.int64]
     num_computed_tokens: NDArray[np.int32]
     service_class: NDArray[np.uint8]
+    num_free_host_tokens: int
 
 
 ATTENTION = 0  # the group of a layer's attention; of layer `num_layers`, the sampler

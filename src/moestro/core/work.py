@@ -98,11 +98,35 @@ class Units(msgspec.Struct, frozen=True, eq=False, gc=False):
         return len(self.slot)
 
 
+class BlockMoves(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """KV blocks to be copied between a device and its host's memory: all of `kept`, then all of `restored`.
+
+    Attributes:
+        kept: int64[2, n], from the device blocks of the first row to the host blocks of the second.
+        restored: int64[2, m], from the host blocks of the first row to the device blocks of the second.
+    """
+
+    kept: Slots
+    restored: Slots
+
+    @property
+    def num_blocks(self) -> int:
+        """Copied in all."""
+        return len(self.kept[0]) + len(self.restored[0])
+
+
 class Plan(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What one step computes. `step` counts the plans of one scheduler."""
+    """What one step computes.
+
+    Attributes:
+        step: counts the plans of one scheduler.
+        units: what is computed.
+        moves: what is copied before; None: nothing.
+    """
 
     step: int
     units: Units
+    moves: BlockMoves | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -156,6 +180,10 @@ class Device(Protocol):
 
     def launch(self, item: Forward, now_ns: int) -> None:
         """Start `item`; may return before it is done."""
+        ...
+
+    def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
+        """Copy KV, after all that was launched before and before all that is launched later. Nothing is answered."""
         ...
 
     def poll(self, now_ns: int) -> list[StepResult]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from moestro.errors import ConfigError
 
 GIB = 1 << 30
+PCIE_4, PCIE_5 = 31.5e9, 63.0e9  # 16 lanes of 16 and 32 GT/s, coded 128b/130b; what copies of blocks reach is less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class Gpu:
             computed at bf16's rate.
         memory_bytes_per_s: peak of its memory.
         link_bytes_per_s: to its neighbours, one direction: NVLink, or PCIe where there is none.
+        host_bytes_per_s: to and from its host's memory: the peak of PCIe with 16 lanes, one direction.
         gemm_memory, gemm_compute: what a plain matrix product reaches of memory and arithmetic.
         kv_read: what decode attention reaches of memory.
         prefill_attention: what prefill attention reaches of arithmetic.
@@ -41,6 +43,7 @@ class Gpu:
     fp8_flops_per_s: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
+    host_bytes_per_s: float
     gemm_memory: float
     gemm_compute: float
     kv_read: float
@@ -64,6 +67,7 @@ A100 = Gpu(
     fp8_flops_per_s=0.0,
     memory_bytes_per_s=2.039e12,
     link_bytes_per_s=300e9,
+    host_bytes_per_s=PCIE_4,
     gemm_memory=0.78,
     gemm_compute=0.72,
     kv_read=0.68,
@@ -86,6 +90,7 @@ H20 = Gpu(
     fp8_flops_per_s=296e12,
     memory_bytes_per_s=4.0e12,
     link_bytes_per_s=450e9,
+    host_bytes_per_s=PCIE_5,
     gemm_memory=0.80,
     gemm_compute=0.88,
     kv_read=0.74,
@@ -108,6 +113,7 @@ H100 = Gpu(
     fp8_flops_per_s=1979e12,
     memory_bytes_per_s=3.35e12,
     link_bytes_per_s=450e9,
+    host_bytes_per_s=PCIE_5,
     gemm_memory=0.80,
     gemm_compute=0.70,
     kv_read=0.80,
@@ -130,6 +136,7 @@ H200 = Gpu(
     fp8_flops_per_s=1979e12,
     memory_bytes_per_s=4.8e12,
     link_bytes_per_s=450e9,
+    host_bytes_per_s=PCIE_5,
     gemm_memory=0.80,
     gemm_compute=0.70,
     kv_read=0.80,
@@ -153,6 +160,7 @@ RTX_PRO_6000 = Gpu(
     fp8_flops_per_s=1007e12,
     memory_bytes_per_s=1.6e12,
     link_bytes_per_s=28e9,
+    host_bytes_per_s=PCIE_5,
     gemm_memory=0.95,
     gemm_compute=0.75,
     kv_read=0.90,

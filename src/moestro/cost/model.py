@@ -50,6 +50,10 @@ class CostModel(Protocol):
         """
         ...
 
+    def move_ns(self, num_tokens: int) -> int:
+        """What copying the KV of so many tokens between the device and its host's memory takes."""
+        ...
+
 
 class GroupCostModel(CostModel, Protocol):
     """Prices steps of ranks in lock-step: an expert-parallel group, which waits for its slowest in every layer."""
@@ -100,4 +104,8 @@ class StageCostModel(Protocol):
 
     def sample_ns(self, num_sequences: int) -> int:
         """The head, and the choice of a token for each sequence."""
+        ...
+
+    def move_ns(self, num_tokens: int) -> int:
+        """See `CostModel.move_ns`."""
         ...

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.script import Script
-from moestro.core.work import LOGITS_LAST, Forward, Int32s, Slots, StepResult, Units
+from moestro.core.work import LOGITS_LAST, BlockMoves, Forward, Int32s, Slots, StepResult, Units
 from moestro.cost.model import Batch, CostModel, Int64s, Ints
 from moestro.errors import InvariantError
 
@@ -153,6 +153,7 @@ class ScriptedDevice(Scripts):
         super().__init__(block_size)
         self._pending: deque[tuple[int, StepResult]] = deque()
         self._launched: tuple[Batch, StepResult] | None = None
+        self._num_moved = 0
 
     # --- Device -----------------------------------------------------------------------------------------------------
 
@@ -174,6 +175,15 @@ class ScriptedDevice(Scripts):
             raise InvariantError("finish_at without a launched item")
         self._pending.append((ready_ns, self._launched[1]))
         self._launched = None
+
+    def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
+        """See `Device.move_blocks`: counts what is copied; whoever prices the next item takes that with it."""
+        self._num_moved += moves.num_blocks * self._block_size
+
+    def take_num_moved(self) -> int:
+        """Tokens whose KV was copied since the last call; whole blocks."""
+        num_moved, self._num_moved = self._num_moved, 0
+        return num_moved
 
     def poll(self, now_ns: int) -> list[StepResult]:
         """See `Device.poll`."""
@@ -246,7 +256,8 @@ class PricedDevice(ScriptedDevice):
         """See `Device.launch`."""
         super().launch(item, now_ns)
         assert self.batch is not None, "launch leaves a batch"
-        self._free_at_ns = max(now_ns, self._free_at_ns) + self.cost.step_ns(self.batch)
+        price_ns = self.cost.step_ns(self.batch) + self.cost.move_ns(self.take_num_moved())
+        self._free_at_ns = max(now_ns, self._free_at_ns) + price_ns
         self.finish_at(self._free_at_ns)
 
     def rounds_ns(self, num_computed: Ints, num_rounds: int) -> Int64s:

@@ -26,7 +26,7 @@ from moestro.core.stages import (
     Stopped,
 )
 from moestro.core.views import ATTENTION
-from moestro.core.work import StepResult, Units
+from moestro.core.work import BlockMoves, StepResult, Units
 from moestro.cost.gate import Gate, token_keys
 from moestro.cost.model import Batch, Int64s, StageCostModel
 from moestro.cost.networks import Network
@@ -43,7 +43,8 @@ class _Launched:
     """An item under way.
 
     Attributes:
-        launched_ns, start_ns: when it was launched, and when its first piece begins: when those before it are done.
+        may_start_ns: when it was launched and all copies before it are done.
+        start_ns: when its first piece begins: when those of the items before it are done, too.
         ends_ns: int64[p], when each of its pieces ends, counted from `start_ns`.
         num_pieces: how many of them will be done; fewer than p once it was withdrawn.
         stands: of a `Passage`: int64[p], layer * groups + group of each piece, groups as in a `QueueTable`.
@@ -51,7 +52,7 @@ class _Launched:
     """
 
     item: StageItem
-    launched_ns: int
+    may_start_ns: int
     start_ns: int
     ends_ns: Int64s
     num_pieces: int
@@ -76,6 +77,7 @@ class PricedStages:
     Args:
         cost: prices the pieces.
         max_tokens: of one plan; twice as many may be inside the network.
+        block_size: tokens of a KV block, the scheduler's.
         answer: what becomes of units behind the last layer.
 
     Attributes:
@@ -85,7 +87,7 @@ class PricedStages:
 
     works_when_polled = False
 
-    def __init__(self, cost: StageCostModel, max_tokens: int, answer: Answer) -> None:
+    def __init__(self, cost: StageCostModel, max_tokens: int, block_size: int, answer: Answer) -> None:
         self.shape = _shape_of(cost.network, _NUM_PLANS * max_tokens)
         self._num_groups = 1 + self.shape.num_experts
         self._cost = cost
@@ -93,6 +95,8 @@ class PricedStages:
         popularity = cost.popularity
         self._gate = None if popularity is None else Gate(popularity, self.shape.num_chosen)
         self._launched: deque[_Launched] = deque()
+        self._block_size = block_size
+        self._moved_at_ns = 0
 
     def launch(self, item: StageItem, now_ns: int) -> None:
         """See `StagedDevice.launch`."""
@@ -109,9 +113,14 @@ class PricedStages:
                 durations, stands = self._pieces(item, counts)
             case Sample():
                 durations = np.array([self._cost.sample_ns(len(item.units))])
-        start_ns = max(now_ns, self._launched[-1].ready_ns) if self._launched else now_ns
+        may_start_ns = max(now_ns, self._moved_at_ns)
+        start_ns = max(may_start_ns, self._launched[-1].ready_ns) if self._launched else may_start_ns
         ends_ns = durations.cumsum()
-        self._launched.append(_Launched(item, now_ns, start_ns, ends_ns, len(ends_ns), stands, counts))
+        self._launched.append(_Launched(item, may_start_ns, start_ns, ends_ns, len(ends_ns), stands, counts))
+
+    def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
+        """See `StagedDevice.move_blocks`. Copies pass what is under way, which touches other blocks."""
+        self._moved_at_ns = max(now_ns, self._moved_at_ns) + self._cost.move_ns(moves.num_blocks * self._block_size)
 
     def poll(self, now_ns: int) -> list[StageResult]:
         """See `StagedDevice.poll`."""
@@ -124,7 +133,7 @@ class PricedStages:
         """See `StagedDevice.withdraw`."""
         free_at_ns = self._launched[0].start_ns if self._launched else 0
         for launched in self._launched:
-            launched.start_ns = max(launched.launched_ns, free_at_ns)
+            launched.start_ns = max(launched.may_start_ns, free_at_ns)
             if isinstance(launched.item, Experts | Passage):
                 begins_ns = launched.start_ns + np.append(0, launched.ends_ns[:-1])
                 num_begun = int(np.searchsorted(begins_ns, now_ns)) if len(launched.ends_ns) else 0

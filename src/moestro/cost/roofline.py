@@ -124,6 +124,10 @@ class Roofline:
         assert not isinstance(total, int), "a network has layers"
         return _ns_array(total)
 
+    def move_ns(self, num_tokens: int) -> int:
+        """See `CostModel.move_ns`: at the peak of the link to the host."""
+        return round(num_tokens * self.network.kv_bytes_per_token / self.settings.gpu.host_bytes_per_s * 1e9)
+
     # --- a group of ranks -------------------------------------------------------------------------------------------
 
     def group_step_ns(self, batches: Sequence[Batch | None]) -> int:

@@ -96,6 +96,10 @@ class StagedEngine:
         """See `CostModel.decode_rounds_ns`."""
         return np.full(num_rounds, self.step_ns(Batch(start, np.ones_like(start))), np.int64)
 
+    def move_ns(self, num_tokens: int) -> int:
+        """See `CostModel.move_ns`: at the peak of the A100's link to the host."""
+        return round(num_tokens * self.network.kv_bytes_per_token / A100.host_bytes_per_s * 1e9)
+
     def attention_ns(self, layer: int, batch: Batch) -> int:
         """See `StageCostModel.attention_ns`."""
         return round(self._attention_ns(int(batch.num_tokens.sum())))

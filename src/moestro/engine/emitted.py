@@ -35,3 +35,5 @@ class SchedulerCounts:
     num_preemptions: int = 0
     num_queried_tokens: int = 0  # prompt tokens of admitted sequences
     num_hit_tokens: int = 0  # of these, taken from the prefix cache
+    num_kept_tokens: int = 0  # whose KV preempted sequences left in host memory
+    num_restored_tokens: int = 0  # whose KV was copied back

@@ -22,7 +22,7 @@ class Fit(NamedTuple):
         shared: cached blocks that it would share.
         num_own: blocks that it would be given besides.
         num_taken: free blocks that would be fewer: its own, and the shared ones that nobody holds now.
-        num_cached: tokens that it need not compute.
+        num_cached: tokens that it need not compute: found in the prefix cache, or kept in host memory.
         num_left: those that it must.
     """
 
@@ -60,7 +60,7 @@ class Entrance:
         shared = self.pool.find_prefix(sequence.readable_hashes()[: num_tokens // block_size])
         num_own = -(-num_tokens // block_size) - len(shared)
         # The last token is computed even on a full hit: its logits are wanted.
-        num_cached = min(len(shared) * block_size, num_tokens - 1)
+        num_cached = min(max(len(shared) * block_size, sequence.num_kept), num_tokens - 1)
         return Fit(shared, num_own, num_own + self.pool.num_free_among(shared), num_cached, num_tokens - num_cached)
 
     def has_place(self, sequence: Sequence, gone: Collection[int] = ()) -> bool:

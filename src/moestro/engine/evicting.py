@@ -5,17 +5,26 @@ that units in flight are recalled.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from moestro.core.views import BE, EvictView
 from moestro.core.work import Slots
 from moestro.engine.entering import Entrance
+from moestro.engine.host_blocks import HostBlocks
 from moestro.engine.policy_views import PolicyViews
 from moestro.policy.eviction import EvictPolicy
 
 # (slots, now_ns) -> those whose unit in flight was given up.
 Recall = Callable[[Slots, int], Slots]
+
+
+class Yielding(NamedTuple):
+    """A slot to give up, and whether its KV is to be kept in host memory."""
+
+    slot: int
+    keeps: bool
 
 
 class Eviction:
@@ -25,6 +34,7 @@ class Eviction:
         policy: who of those that can go.
         entrance: the scheduler's state, and what a waiting sequence would take of it.
         views: of that state.
+        host: memory in which KV may be kept.
         recall: gives up units in flight (see `core.work.Executor.recall`), so that best-effort sequences of which the
             device has nothing can go too; None: a unit in flight protects its sequence.
 
@@ -33,23 +43,29 @@ class Eviction:
     """
 
     def __init__(
-        self, policy: EvictPolicy, entrance: Entrance, views: PolicyViews, recall: Recall | None = None
+        self,
+        policy: EvictPolicy,
+        entrance: Entrance,
+        views: PolicyViews,
+        host: HostBlocks,
+        recall: Recall | None = None,
     ) -> None:
         self.makes_way = policy.makes_way
         self._policy = policy
         self._entrance, self._table, self._waiting = entrance, entrance.table, entrance.waiting
         self._views = views
+        self._host = host
         self._recall = recall
 
-    def victim(self, now_ns: int) -> int:
-        """The slot to give up for a block, of those that can go; there is one without a unit in flight."""
+    def victim(self, now_ns: int) -> Yielding:
+        """Whom to give up for a block, of those that can go; there is one without a unit in flight."""
         slots = self._evictable()
-        while not self._may_go(victim := self._choose(slots, now_ns), now_ns):
-            slots = slots[slots != victim]
+        while not self._may_go((victim := self._choose(slots, now_ns)).slot, now_ns):
+            slots = slots[slots != victim.slot]
         return victim
 
-    def victims_for_first(self, now_ns: int) -> list[int]:
-        """Best-effort slots to give up, so that the first in order, if it is latency-sensitive, has a place.
+    def victims_for_first(self, now_ns: int) -> list[Yielding]:
+        """Best-effort sequences to give up, so that the first in order, if it is latency-sensitive, has a place.
 
         Returns:
             As many as it takes; none if it has a place, or if it would have none though all of them went: nobody is
@@ -58,13 +74,13 @@ class Eviction:
         first = next(self._waiting.in_order(now_ns))
         if self._entrance.has_place(first) or not self.would_make_way(now_ns):
             return []
-        slots, victims = self._yielding(now_ns), list[int]()
-        while not self._entrance.has_place(first, victims):
+        slots, victims = self._yielding(now_ns), list[Yielding]()
+        while not self._entrance.has_place(first, [victim.slot for victim in victims]):
             if len(slots) == 0:
                 return []  # the device has something of one that it takes
             victim = self._choose(slots, now_ns)
-            slots = slots[slots != victim]
-            if self._may_go(victim, now_ns):
+            slots = slots[slots != victim.slot]
+            if self._may_go(victim.slot, now_ns):
                 victims.append(victim)
         return victims
 
@@ -103,8 +119,10 @@ class Eviction:
         table.num_units_in_flight -= 1
         return True
 
-    def _choose(self, slots: Slots, now_ns: int) -> int:
+    def _choose(self, slots: Slots, now_ns: int) -> Yielding:
         """The one of `slots` that the policy gives up."""
         ranks = self._waiting.rank([self._table.at(slot) for slot in slots.tolist()], now_ns)
-        view = EvictView(ranks, self._table.num_computed[slots], self._views.classes(slots, now_ns))
-        return int(slots[self._policy.choose(view)])
+        classes = self._views.classes(slots, now_ns)
+        view = EvictView(ranks, self._table.num_computed[slots], classes, self._host.num_free_tokens)
+        row, keeps = self._policy.choose(view)
+        return Yielding(int(slots[row]), keeps)

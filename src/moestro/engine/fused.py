@@ -31,6 +31,8 @@ class FusedExecutor:
     def submit(self, plan: Plan, now_ns: int) -> None:
         """Start `plan`."""
         self.num_pieces += 1
+        if plan.moves is not None:
+            self._device.move_blocks(plan.moves, now_ns)
         self._device.launch(Forward(plan.units), now_ns)
 
     def start(self, now_ns: int) -> None:

@@ -32,6 +32,8 @@ class RankStats:
     num_preemptions: int
     num_queried_tokens: int
     num_hit_tokens: int
+    num_kept_tokens: int
+    num_restored_tokens: int
 
 
 class Rank:
@@ -117,7 +119,8 @@ class Rank:
         """`plan`, in which only who has no token yet is latency-sensitive: the others stay one batch."""
         no_token = self.scheduler.table.has_no_token(plan.units.slot)
         classes = np.where(no_token, plan.units.service_class, np.uint8(BE))
-        return Plan(plan.step, msgspec.structs.replace(plan.units, service_class=classes))
+        units = msgspec.structs.replace(plan.units, service_class=classes)
+        return msgspec.structs.replace(plan, units=units)
 
     def _pass_by(self, now_ns: int) -> Plan | None:
         """Submit a plan of latency-sensitive units that passes what is in flight, if that may be and is worth it."""
@@ -163,6 +166,8 @@ class Rank:
             num_preemptions=counts.num_preemptions,
             num_queried_tokens=counts.num_queried_tokens,
             num_hit_tokens=counts.num_hit_tokens,
+            num_kept_tokens=counts.num_kept_tokens,
+            num_restored_tokens=counts.num_restored_tokens,
         )
 
 

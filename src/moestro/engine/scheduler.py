@@ -20,6 +20,7 @@ from moestro.engine.block_pool import BlockPool
 from moestro.engine.emitted import Emitted, SchedulerCounts
 from moestro.engine.entering import Candidate, Entrance
 from moestro.engine.evicting import Eviction, Recall
+from moestro.engine.host_blocks import HostBlocks
 from moestro.engine.policy_views import PolicyViews
 from moestro.engine.rounds import TAKE, Horizon, block_events, blocks_taken, rounds_that_fit
 from moestro.engine.sequences import BlockContent, Sequence, SequenceTable
@@ -53,7 +54,8 @@ class Scheduler:
         self.waiting = WaitingQueue(policies.order, self.pool, settings.block_size)
         self._entrance = Entrance(self.pool, self.table, self.waiting, settings.block_size, settings.max_num_seqs)
         self._views = PolicyViews(self.table, policies.order.promotes_after_ns)
-        self._eviction = Eviction(policies.evict, self._entrance, self._views, recall)
+        self._host = HostBlocks(settings.num_host_blocks, settings.block_size)
+        self._eviction = Eviction(policies.evict, self._entrance, self._views, self._host, recall)
         self.counts = SchedulerCounts()
         self.num_steps = 0
         self.by_id: dict[str, Sequence] = {}
@@ -128,8 +130,8 @@ class Scheduler:
         candidates: list[Candidate] = []
         if len(self.waiting):
             if self._eviction.makes_way and self.batch.room(view, self.limits) > 0:
-                for slot in (victims := self._eviction.victims_for_first(now_ns)):
-                    self._preempt(slot)
+                for slot, keeps in (victims := self._eviction.victims_for_first(now_ns)):
+                    self._preempt(slot, keeps=keeps)
                 if victims:
                     idle = self.table.idle(service_class)
                     view = self._views.running(idle, now_ns)
@@ -146,7 +148,7 @@ class Scheduler:
             # Who was to be computed gave up its blocks instead: others are not kept waiting for the next call.
             return self.schedule(now_ns, service_class) if evicted and not self.table.num_units_in_flight else None
         self.num_steps += 1
-        return Plan(self.num_steps, make_units(self.table, slots, num_tokens))
+        return Plan(self.num_steps, make_units(self.table, slots, num_tokens), self._host.take_moves())
 
     def _admit(self, candidates: list[Candidate], chunk: Int32s, num_free: int, now_ns: int) -> tuple[Slots, Int32s]:
         """Give slots, and blocks for all their known tokens, to candidates; one block stays free for each that runs.
@@ -170,6 +172,8 @@ class Scheduler:
             self.waiting.remove(sequence)
             self.pool.share(fit.shared)
             sequence.blocks = fit.shared + self.pool.allocate_many(fit.num_own)
+            if sequence.num_kept:
+                self.counts.num_restored_tokens += self._host.restore(sequence, len(fit.shared))
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens, sequence.admitted_ns = fit.num_cached, now_ns
                 self.counts.num_queried_tokens += sequence.num_tokens
@@ -198,22 +202,29 @@ class Scheduler:
         lost: set[int] = set()
         for slot in slots[missing].tolist():
             while slot not in lost and self.pool.num_free == 0:
-                victim = self._eviction.victim(now_ns)
+                victim, keeps = self._eviction.victim(now_ns)
                 lost.add(victim)
                 # Rather than give itself up, it waits for the blocks that a unit in flight may soon return.
                 if victim != slot or table.num_units_in_flight == 0:
-                    self._preempt(victim)
+                    self._preempt(victim, keeps=keeps)
             if slot not in lost:
                 table.add_block(slot, self.pool.allocate())
         kept = np.array([slot not in lost for slot in slots.tolist()], np.bool_)
         return slots[kept], num_tokens[kept], bool(lost)
 
-    def _preempt(self, slot: int) -> None:
-        """Free the sequence's KV and let it wait again; it keeps its tokens, its arrival and its hashes."""
+    def _preempt(self, slot: int, *, keeps: bool) -> None:
+        """Free the sequence's KV and let it wait again; it keeps its tokens, its arrival and its hashes.
+
+        Args:
+            keeps: whether its KV goes to host memory, if there is room.
+        """
+        num_computed = int(self.table.num_computed[slot])
+        is_kept = keeps and self._host.keep(self.table.at(slot), num_computed)
+        self.counts.num_kept_tokens += num_computed if is_kept else 0
         sequence = self._free(slot)
         self.counts.num_preemptions += 1
         sequence.num_preemptions += 1
-        if sequence.prompt_logprobs is not None:
+        if sequence.prompt_logprobs is not None and not is_kept:
             sequence.prompt_logprobs = []  # they start again with the prompt
         self.waiting.add(sequence)
 
@@ -318,6 +329,7 @@ class Scheduler:
         """Take a sequence that is over out of its slot, if it has one, and tell the order policy."""
         if sequence.slot is not None:
             self._free(sequence.slot)
+        self._host.forget(sequence)
         if self._order.observes:
             num_generated = min(len(sequence.generated), sequence.request.sampling.max_tokens)
             self.waiting.observe(Left(sequence.user, num_generated))
@@ -440,6 +452,7 @@ class Scheduler:
         if sorted(s.slot for s in running if s.slot is not None) != sorted(self.table.running.tolist()):
             raise InvariantError("slots in use and running sequences differ")
         self.pool.check([sequence.blocks for sequence in running])
+        self._host.check(sequence for sequence in self.by_id.values() if sequence.slot is None)
 
 
 def _true_rows(column: NDArray[np.bool_]) -> list[int]:

@@ -40,6 +40,8 @@ class Sequence:
         serial: order of arrival at this engine, unique.
         slot: the row in the table while running, else None.
         blocks: block ids held, in the order of the tokens.
+        host_blocks, num_kept: blocks of host memory that keep its KV while it waits after a preemption, in the order
+            of the tokens, and for how many tokens; none while it runs.
         hashes: hashes of its full blocks known so far, by position.
         generated: int32, tokens sampled before it was last preempted (zeros when a hashed trace is replayed).
         edits: what it wants changed in its logits; None: nothing.
@@ -53,8 +55,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "admitted_ns", "blocks", "edits", "generated", "hashes", "is_aborted", "num_cached_tokens", "num_preemptions",
-        "prompt_logprobs", "request", "sampling_row", "serial", "service_class", "slot", "stop_token_ids", "user",
+        "admitted_ns", "blocks", "edits", "generated", "hashes", "host_blocks", "is_aborted", "num_cached_tokens",
+        "num_kept", "num_preemptions", "prompt_logprobs", "request", "sampling_row", "serial", "service_class",
+        "slot", "stop_token_ids", "user",
     )  # fmt: skip
 
     def __init__(self, request: Request, serial: int) -> None:
@@ -62,6 +65,8 @@ class Sequence:
         self.serial = serial
         self.slot: int | None = None
         self.blocks: list[int] = []
+        self.host_blocks: list[int] = []
+        self.num_kept = 0
         self.hashes = split_hashes(request.block_hashes)
         self.generated = _NOTHING
         self.num_cached_tokens: int | None = None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from moestro.errors import ConfigError
 from moestro.policy.batching import BATCHING, BatchPolicy
-from moestro.policy.eviction import EVICTION, EvictPolicy
+from moestro.policy.eviction import EvictPolicy, make_evict_policy
 from moestro.policy.ordering.contract import OrderPolicy
 from moestro.policy.ordering.registry import ORDERING
 from moestro.policy.registry import make_policy, parse_policy
@@ -22,17 +22,15 @@ class Policies(NamedTuple):
 
 
 def make_policies(order: str, batch: str, evict: str) -> Policies:
-    """Policies by name, the first two with settings if any: `sjf:theta_age_s=5`.
+    """Policies by name, the first two with settings if any (`sjf:theta_age_s=5`), the last perhaps a user's own.
 
     Raises:
         ConfigError: they are unknown, or do not go together.
     """
-    if evict not in EVICTION:
-        raise ConfigError(f"unknown evict_policy {evict!r}; known: {', '.join(EVICTION)}")
     made = Policies(
         make_policy("scheduling_policy", ORDERING, *parse_policy("scheduling_policy", order)),
         make_policy("batch_policy", BATCHING, *parse_policy("batch_policy", batch)),
-        EVICTION[evict],
+        make_evict_policy(evict),
     )
     if made.evict.makes_way and not made.order.puts_ls_first:
         first = [name for name, entry in ORDERING.items() if entry.make().puts_ls_first]
@@ -49,6 +47,7 @@ class SchedulerSettings:
 
     Attributes:
         num_blocks, block_size: the KV pool: blocks, and tokens a block.
+        num_host_blocks: blocks of host memory for the KV of preempted sequences; 0: it is always computed again.
         max_model_len: tokens of one sequence, prompt and output; at most `num_blocks * block_size`.
         max_num_seqs: sequences that hold KV at once.
         max_num_urgent_seqs: more of them, for latency-sensitive sequences alone: these need not wait until a
@@ -58,12 +57,13 @@ class SchedulerSettings:
         max_num_queued_reqs: requests waiting; one more is refused.
         enable_prefix_caching: keep the KV of full blocks for prompts that begin alike.
         scheduling_policy, batch_policy, evict_policy: policies by name, the first two with settings if any,
-            `sjf:theta_age_s=5` (the first orders the waiting queue).
+            `sjf:theta_age_s=5` (the first orders the waiting queue); the last also as FILE.py:NAME.
     """
 
     num_blocks: int
     block_size: int
     max_model_len: int
+    num_host_blocks: int = 0
     max_num_seqs: int = 64
     max_num_urgent_seqs: int = 0
     max_num_batched_tokens: int = 2048
@@ -78,7 +78,7 @@ class SchedulerSettings:
         for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_num_queued_reqs", "max_num_urgent_seqs"):
+        for name in ("num_host_blocks", "max_num_queued_reqs", "max_num_urgent_seqs"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.max_chunk is not None and self.max_chunk < 1:

@@ -147,7 +147,7 @@ class WaitingQueue:
             assert sequence is not None, f"row {i} is dead"
             num_tokens = sequence.num_tokens
             num_blocks = self._pool.estimate_prefix(sequence.readable_hashes(), num_tokens // self._block_size)
-            num_uncached[i] -= min(num_blocks * self._block_size, num_tokens - 1)
+            num_uncached[i] -= min(max(num_blocks * self._block_size, sequence.num_kept), num_tokens - 1)
         return num_uncached
 
     def _compact(self) -> None:

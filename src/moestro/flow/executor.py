@@ -33,6 +33,8 @@ class FlowExecutor:
 
     def submit(self, plan: Plan, now_ns: int) -> None:
         """Let a plan in. Expert batches of other plans that have not begun go back to their queues."""
+        if plan.moves is not None:
+            self._device.move_blocks(plan.moves, now_ns)
         self._tell(Submitted(plan), now_ns)
 
     def start(self, now_ns: int) -> None:

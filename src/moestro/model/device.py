@@ -11,14 +11,21 @@ from typing import Any
 import torch
 
 from moestro.core.request import SamplingDefaults
-from moestro.core.work import Forward, StepResult
+from moestro.core.work import BlockMoves, Forward, StepResult
 from moestro.model.check import check_network
 from moestro.model.gate_override import make_override
 from moestro.model.generation_config import eos_token_ids, read_generation_config, sampling_defaults
 from moestro.model.info import LoadedInfo
 from moestro.model.load import load_network, read_config
 from moestro.model.network import Network
-from moestro.model.pools import KVPools, choose_max_model_len, choose_num_blocks, fit_max_model_len
+from moestro.model.pools import (
+    HostPools,
+    KVPools,
+    choose_max_model_len,
+    choose_num_blocks,
+    choose_num_host_blocks,
+    fit_max_model_len,
+)
 from moestro.model.refuse import TESTED_FAMILIES
 from moestro.model.results import PendingResult, compute_result
 from moestro.model.settings import ModelSettings
@@ -35,11 +42,13 @@ class TorchDevice:
     Args:
         network: the loaded network.
         pools: its KV cache.
+        host: host memory for KV; None: there is none, and no block is ever moved.
     """
 
-    def __init__(self, network: Network, pools: KVPools) -> None:
+    def __init__(self, network: Network, pools: KVPools, host: HostPools | None = None) -> None:
         self.network = network
         self.pools = pools
+        self._host = host
         self._works_when_polled = network.device.type == "cpu"
         self._launched: deque[Forward] = deque()
         self._running: deque[PendingResult] = deque()
@@ -49,6 +58,12 @@ class TorchDevice:
         self._launched.append(item)
         if not self._works_when_polled:
             self._compute()
+
+    def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
+        """See `Device.move_blocks`."""
+        assert self._host is not None, "moves without host memory"
+        self._compute()
+        self._host.move(moves)
 
     @torch.inference_mode()
     def _compute(self) -> None:
@@ -94,14 +109,15 @@ class CheckedNetwork:
     sampling_defaults: SamplingDefaults
     notes: tuple[str, ...]
 
-    def allocate(self, settings: ModelSettings) -> tuple[KVPools, LoadedInfo]:
-        """The KV cache that `settings` allow, and what is known then.
+    def allocate(self, settings: ModelSettings) -> tuple[KVPools, HostPools | None, LoadedInfo]:
+        """The KV cache that `settings` allow, host memory beside it if any, and what is known then.
 
         Raises:
             ConfigError: they ask for something impossible.
         """
         probe, network, notes, wanted_len = self.probe, self.network, self.notes, self.max_model_len
         num_blocks = choose_num_blocks(settings, probe.bytes_per_block)
+        num_host_blocks = choose_num_host_blocks(settings, probe.bytes_per_block)
         max_model_len = fit_max_model_len(settings, wanted_len, num_blocks, probe.bytes_per_block)
         if max_model_len < wanted_len:
             held = f"the {max_model_len} tokens that the KV cache holds"
@@ -109,21 +125,28 @@ class CheckedNetwork:
         if self.config.model_type not in TESTED_FAMILIES:
             name = self.config.model_type
             notes += (f"model_type {name!r} is not a tested family; it passed a comparison with transformers.",)
-        return probe.allocate(num_blocks), LoadedInfo(
-            model_type=self.config.model_type,
-            dtype=str(network.dtype).removeprefix("torch."),
-            device=network.device.type,
-            max_model_len=max_model_len,
-            vocab_size=network.config.vocab_size,
-            eos_token_ids=self.eos_token_ids,
-            sampling_defaults=self.sampling_defaults,
-            num_blocks=num_blocks,
-            block_size=settings.block_size,
-            num_layers=network.num_layers,
-            num_experts=network.num_experts,
-            num_experts_per_token=self.num_chosen,
-            num_parameters=network.num_parameters,
-            notes=notes,
+        pools = probe.allocate(num_blocks)
+        host = pools.allocate_host(num_host_blocks) if num_host_blocks else None
+        return (
+            pools,
+            host,
+            LoadedInfo(
+                model_type=self.config.model_type,
+                dtype=str(network.dtype).removeprefix("torch."),
+                device=network.device.type,
+                max_model_len=max_model_len,
+                vocab_size=network.config.vocab_size,
+                eos_token_ids=self.eos_token_ids,
+                sampling_defaults=self.sampling_defaults,
+                num_blocks=num_blocks,
+                block_size=settings.block_size,
+                num_host_blocks=num_host_blocks,
+                num_layers=network.num_layers,
+                num_experts=network.num_experts,
+                num_experts_per_token=self.num_chosen,
+                num_parameters=network.num_parameters,
+                notes=notes,
+            ),
         )
 
 
@@ -171,6 +194,6 @@ def open_device(
     """
     checked = open_network(settings, on_phase, rank)
     on_phase("allocate KV cache")
-    pools, info = checked.allocate(settings)
+    pools, host, info = checked.allocate(settings)
     on_phase("ready")
-    return TorchDevice(checked.network, pools), info
+    return TorchDevice(checked.network, pools, host), info

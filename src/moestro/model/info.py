@@ -20,6 +20,7 @@ class LoadedInfo:
         eos_token_ids: tokens that end a sequence, ascending.
         sampling_defaults: what holds where a client says nothing.
         num_blocks, block_size: the KV cache.
+        num_host_blocks: of host memory for the KV of preempted sequences.
         num_layers: transformer blocks.
         num_experts: routed experts of a layer; 0: a dense model.
         num_experts_per_token: how many of them a token visits; 0: a dense model.
@@ -36,6 +37,7 @@ class LoadedInfo:
     sampling_defaults: SamplingDefaults
     num_blocks: int
     block_size: int
+    num_host_blocks: int
     num_layers: int
     num_experts: int
     num_experts_per_token: int

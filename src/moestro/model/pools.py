@@ -6,9 +6,12 @@ takes what must not be kept, one stays zero for ever (see `step`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from moestro.core.work import BlockMoves
 from moestro.errors import ConfigError, UnsupportedModelError
 from moestro.model.settings import ModelSettings
 
@@ -81,8 +84,65 @@ class KVPools:
             ) from error
         return larger
 
+    def allocate_host(self, num_blocks: int) -> HostPools:
+        """New memory of the host with room for `num_blocks` blocks of these pools.
+
+        Raises:
+            ConfigError: there is not so much.
+        """
+        try:
+            return HostPools(self, num_blocks)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"Host memory for {num_blocks} KV blocks ({num_blocks * self.bytes_per_block} bytes) cannot be"
+                f" allocated: lower --kv-offloading-size. ({error})"
+            ) from error
+
+    def blocks(self) -> Iterator[Tensor]:
+        """K and V of each layer that has written, [num_blocks, block_size, heads, head size]: views."""
+        for pair in self._by_layer.values():
+            for pool in pair:
+                yield pool[: self.scratch_slot].view(self.num_blocks, self.block_size, *pool.shape[1:])
+
     def _empty(self, like: Tensor) -> Tensor:
         return torch.zeros(self.zero_slot + 1, *like.shape[1:], dtype=like.dtype, device=like.device)
+
+
+class HostPools:
+    """Blocks of host memory beside the pools of a device.
+
+    Args:
+        pools: the device's, every layer of which has written.
+        num_blocks: blocks to allocate.
+    """
+
+    def __init__(self, pools: KVPools, num_blocks: int) -> None:
+        self._of_device = list(pools.blocks())
+        shapes = [(blocks.shape[1:], blocks.dtype) for blocks in self._of_device]
+        self._of_host = [torch.zeros(num_blocks, *shape, dtype=dtype) for shape, dtype in shapes]
+
+    def move(self, moves: BlockMoves) -> None:
+        """Do `moves`. On an accelerator this waits for what was launched before."""
+        (from_device, to_host), (from_host, to_device) = torch.from_numpy(moves.kept), torch.from_numpy(moves.restored)
+        for device, host in zip(self._of_device, self._of_host, strict=True):
+            host.index_copy_(0, to_host, device.index_select(0, from_device.to(device.device)).to(host.device))
+            back = host.index_select(0, from_host).to(device.device)
+            device.index_copy_(0, to_device.to(device.device), back)
+
+
+def choose_num_host_blocks(settings: ModelSettings, bytes_per_block: int) -> int:
+    """Blocks that `kv_offloading_size` holds.
+
+    Raises:
+        ConfigError: it is more than nothing, and holds none.
+    """
+    num_blocks = int(settings.kv_offloading_size * (1 << 30)) // bytes_per_block
+    if settings.kv_offloading_size and not num_blocks:
+        raise ConfigError(
+            f"--kv-offloading-size {settings.kv_offloading_size:g} GiB holds no KV block, which takes"
+            f" {bytes_per_block} bytes: give more, or 0."
+        )
+    return num_blocks
 
 
 def choose_num_blocks(settings: ModelSettings, bytes_per_block: int) -> int:

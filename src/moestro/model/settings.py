@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -31,6 +32,7 @@ class ModelSettings:
         block_size: tokens of one KV block.
         kv_cache_memory_bytes: of all layers' K and V.
         num_gpu_blocks_override: blocks to allocate, whatever `kv_cache_memory_bytes` says.
+        kv_offloading_size: GiB of host memory for the KV of preempted sequences; 0: it is computed again.
 
     Raises:
         ConfigError: a value is impossible; the text says what is allowed.
@@ -47,6 +49,7 @@ class ModelSettings:
     block_size: int = 16
     kv_cache_memory_bytes: int = 1 << 30
     num_gpu_blocks_override: int | None = None
+    kv_offloading_size: float = 0
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -59,6 +62,8 @@ class ModelSettings:
         _check_at_least("--block-size", self.block_size, 1)
         _check_at_least("--kv-cache-memory-bytes", self.kv_cache_memory_bytes, 1)
         _check_at_least("--num-gpu-blocks-override", self.num_gpu_blocks_override, 1)
+        if not 0 <= self.kv_offloading_size < math.inf:
+            raise ConfigError(f"--kv-offloading-size {self.kv_offloading_size:g} is no size: give GiB, 0 or more.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed {self.seed} is out of range: give 0 .. 2**63 - 1.")
         if self.gate_override is not None:

@@ -21,8 +21,8 @@ from moestro.core.stages import (
     StageShape,
     Stopped,
 )
-from moestro.core.work import Int32s
-from moestro.model.pools import KVPools
+from moestro.core.work import BlockMoves, Int32s
+from moestro.model.pools import HostPools, KVPools
 from moestro.model.stage_pieces import Pieces, Progress, StageRunner
 from moestro.model.staged_network import StagedNetwork
 
@@ -57,14 +57,21 @@ class StagedTorchDevice:
         pools: its KV cache.
         shape: how many tokens may be inside.
         piece_bytes: experts whose weights are fewer bytes together are one piece, between whose experts nothing stops.
+        host: host memory for KV; None: there is none, and no block is ever moved.
     """
 
     def __init__(
-        self, staged: StagedNetwork, pools: KVPools, shape: StageShape, piece_bytes: int = _PIECE_BYTES
+        self,
+        staged: StagedNetwork,
+        pools: KVPools,
+        shape: StageShape,
+        piece_bytes: int = _PIECE_BYTES,
+        host: HostPools | None = None,
     ) -> None:
         self.shape = shape
         self.pools = pools
         self.staged = staged
+        self._host = host
         self._device = staged.network.device
         self._is_cpu = self._device.type == "cpu"
         self._runner = StageRunner(staged, pools, shape, piece_bytes)
@@ -81,6 +88,11 @@ class StagedTorchDevice:
         self._running.append(_Launched(progress, self._runner.pieces(progress)))
         if not self._is_cpu:
             self._work_ahead()
+
+    def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
+        """See `StagedDevice.move_blocks`."""
+        assert self._host is not None, "moves without host memory"
+        self._host.move(moves)
 
     def poll(self, now_ns: int) -> list[StageResult]:
         """Do, or wait for, one piece; the result of the item whose last piece it was."""

@@ -77,6 +77,10 @@ _OWN_COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
     ("engine_stalls", "Times that it had requests and did not get on.", lambda m: m.num_stalls),
     ("requests_moved", "Requests that went elsewhere when it ended.", lambda m: m.num_moved),
 )
+_OWN_RANK_COUNTERS: tuple[tuple[str, str, Callable[[RankLoad], float]], ...] = (
+    ("kv_kept_tokens", "Tokens whose KV a preempted request left in host memory.", lambda load: load.num_kept_tokens),
+    ("kv_restored_tokens", "Tokens whose KV was copied back from there.", lambda load: load.num_restored_tokens),
+)
 _LABELS = ("model_name", "engine")
 
 
@@ -110,6 +114,8 @@ class _Figures(Collector):
         sources = self._sources
         for name, text, of_engine in _OWN_COUNTERS:
             yield self._counter(f"moestro:{name}", text, map(of_engine, sources.metrics.engines))
+        for name, text, of_load in _OWN_RANK_COUNTERS:
+            yield self._counter(f"moestro:{name}", text, map(of_load, sources.engines.loads))
         up = [float(sources.engines.is_routable(i)) for i in range(len(self._label_values))]
         yield self._gauge("moestro:engine_ready", "1 while the engine takes requests.", up)
         refused = CounterMetricFamily("moestro:requests_refused", "Requests refused, by reason.", labels=("reason",))

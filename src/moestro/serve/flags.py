@@ -14,7 +14,6 @@ from moestro.config import (
     EVICT_POLICIES,
     SCHEDULING_POLICIES,
     Dtype,
-    EvictName,
     GenerationConfig,
     LoadFormat,
     Mode,
@@ -71,6 +70,8 @@ class MemoryFlags:
     "Bytes of KV cache of each engine; more of it: more sequences at once. Unset: 1 GiB, or what a paced GPU has left."
     num_gpu_blocks_override: Annotated[int | None, Parameter(group=_MEMORY)] = None
     "KV blocks of each engine, whatever the bytes above say; for experiments with scarce memory."
+    kv_offloading_size: Annotated[float | None, Parameter(group=_MEMORY)] = None
+    "GiB of host memory, for each engine, that keep the KV of preempted requests. Unset: it is computed again."
 
 
 @Parameter(name="*")
@@ -90,9 +91,9 @@ class SchedulingFlags:
     batch_policy: Annotated[
         str, _policy("Which sequences enter the next step (qllm:max_batch=16).", BATCH_POLICIES)
     ] = "decode_first"
-    evict_policy: Annotated[EvictName, _policy("Which sequence frees its KV, to be recomputed.", EVICT_POLICIES)] = (
-        "last_in_order"
-    )
+    evict_policy: Annotated[
+        str, _policy("Which sequence frees its KV where blocks run out; or FILE.py:NAME.", EVICT_POLICIES)
+    ] = "last_in_order"
     enable_prefix_caching: Annotated[bool, Parameter(group=_SCHEDULING)] = True
     "Compute the common beginning of prompts once."
 

@@ -21,6 +21,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     block_size: int
     num_blocks: int
+    num_host_blocks: int = 0  # for the KV of preempted sequences
     num_parameters: int
     # For the operator's eyes:
     model_type: str
@@ -81,6 +82,8 @@ class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     num_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache
     num_hit_tokens: int = 0  # of these, found there
+    num_kept_tokens: int = 0  # whose KV preempted requests left in host memory
+    num_restored_tokens: int = 0  # whose KV was copied back
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from moestro.config import PACED_QLLM, ModelSettings, PacedSettings
 from moestro.core.request import TokenLogprobs
-from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, Device, Forward, StepResult, Units
+from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, BlockMoves, Device, Forward, StepResult, Units
 from moestro.cost.capacity import kv_blocks
 from moestro.cost.gpus import A100, gpu_named
 from moestro.cost.hf_config import network_named
@@ -28,7 +28,7 @@ from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.staged_engines import QLLM, StagedEngine, in_4_bits
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.engine.rank import Rank
-from moestro.errors import ConfigError
+from moestro.errors import ConfigError, InvariantError
 from moestro.serve.launch_spec import LaunchSpec
 from moestro.serve.messages import ModelInfo
 from moestro.serve.rank_process import make_preemptive_rank, make_rank
@@ -67,6 +67,10 @@ class PacedDevice:
         price_ns = self._cost.step_ns(Batch(item.units.start, item.units.num_tokens))
         self._free_at_ns = max(now_ns, self._free_at_ns) + price_ns
         self._pending.append((self._free_at_ns, self._answers.of(item, now_ns)))
+
+    def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
+        """See `Device.move_blocks`. It plays no host memory, and `moestro serve` refuses to be asked for any."""
+        raise InvariantError("a paced device was told to copy KV blocks")
 
     def poll(self, now_ns: int) -> list[StepResult]:
         """See `Device.poll`."""
@@ -140,7 +144,7 @@ def make_paced_rank(spec: LaunchSpec, paced: PacedSettings, answers: Answers, in
         return answers.of(Forward(units), now_ns)
 
     max_tokens = spec.limits.max_num_batched_tokens
-    return make_preemptive_rank(spec, PricedStages(cost, max_tokens, answer), info)
+    return make_preemptive_rank(spec, PricedStages(cost, max_tokens, info.block_size, answer), info)
 
 
 def _stage_cost(paced: PacedSettings) -> Roofline | StagedEngine:

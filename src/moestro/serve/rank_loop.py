@@ -54,6 +54,16 @@ class Stats(Protocol):
         """Of these, found there."""
         ...
 
+    @property
+    def num_kept_tokens(self) -> int:
+        """Whose KV preempted sequences left in host memory."""
+        ...
+
+    @property
+    def num_restored_tokens(self) -> int:
+        """Whose KV was copied back."""
+        ...
+
 
 class Steppable(Protocol):
     """What `engine.rank.Rank` is to its driver."""
@@ -170,6 +180,8 @@ def _load(stats: Stats) -> RankLoad:
         num_preemptions=stats.num_preemptions,
         num_queried_tokens=stats.num_queried_tokens,
         num_hit_tokens=stats.num_hit_tokens,
+        num_kept_tokens=stats.num_kept_tokens,
+        num_restored_tokens=stats.num_restored_tokens,
     )
 
 

@@ -98,6 +98,7 @@ def scheduler_settings(spec: LaunchSpec, info: ModelInfo) -> SchedulerSettings:
     """What the operator chose, and what is known now that the model is loaded."""
     return SchedulerSettings(
         num_blocks=info.num_blocks,
+        num_host_blocks=info.num_host_blocks,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         **spec.limits.for_scheduler(),

@@ -50,6 +50,7 @@ def _model_info(model_id: str, info: LoadedInfo) -> ModelInfo:
         sampling_defaults=info.sampling_defaults,
         block_size=info.block_size,
         num_blocks=info.num_blocks,
+        num_host_blocks=info.num_host_blocks,
         num_parameters=info.num_parameters,
         model_type=info.model_type,
         dtype=info.dtype,

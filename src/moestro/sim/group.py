@@ -253,7 +253,8 @@ class Group:
             seat.plan = seat.rank.begin(now_ns)
         batches = [seat.device.batch for seat in self.seats]
         if any(batch is not None for batch in batches):
-            self.next_ns = now_ns + self._prices.step_ns(batches)
+            num_moved = max(seat.device.take_num_moved() for seat in self.seats)
+            self.next_ns = now_ns + self._prices.move_ns(num_moved) + self._prices.step_ns(batches)
             for seat in self.seats:
                 if seat.plan is not None:
                     seat.device.finish_at(self.next_ns)

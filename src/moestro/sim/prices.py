@@ -20,6 +20,10 @@ class Prices(Protocol):
         """What a step takes; None: the rank idles in it. At least one does not."""
         ...
 
+    def move_ns(self, num_tokens: int) -> int:
+        """See `CostModel.move_ns`."""
+        ...
+
     def rounds_ns(self, starts: Sequence[Ints], num_rounds: int) -> Int64s:
         """int64[num_rounds], what each of the coming decode rounds takes; an empty start: the rank idles."""
         ...
@@ -38,6 +42,10 @@ class OneRank:
         (batch,) = batches
         assert batch is not None, "a step of nobody"
         return self._cost.step_ns(batch)
+
+    def move_ns(self, num_tokens: int) -> int:
+        """See `Prices.move_ns`."""
+        return self._cost.move_ns(num_tokens)
 
     def rounds_ns(self, starts: Sequence[Ints], num_rounds: int) -> Int64s:
         """See `Prices.rounds_ns`."""
@@ -58,6 +66,10 @@ class Barrier:
     def step_ns(self, batches: Sequence[Batch | None]) -> int:
         """See `Prices.step_ns`."""
         return self._cost.group_step_ns(batches)
+
+    def move_ns(self, num_tokens: int) -> int:
+        """See `Prices.move_ns`."""
+        return self._cost.move_ns(num_tokens)
 
     def rounds_ns(self, starts: Sequence[Ints], num_rounds: int) -> Int64s:
         """See `Prices.rounds_ns`."""

@@ -11,7 +11,7 @@ import numpy as np
 from moestro.cluster.router import Router
 from moestro.cluster.settings import EngineSpec, RouterSettings
 from moestro.cost.capacity import kv_blocks
-from moestro.cost.gpus import gpu_named
+from moestro.cost.gpus import GIB, gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
 from moestro.cost.staged_engines import QLLM, StagedEngine
@@ -136,8 +136,10 @@ def make_bounds(engines: EngineSettings) -> SchedulerSettings:
         gpu_memory_utilization=engines.gpu_memory_utilization,
         num_ep_ranks=engines.ep_ranks,
     )
+    block_bytes = network_named(engines.network).kv_bytes_per_token * engines.block_size
     return SchedulerSettings(
         num_blocks=num_blocks,
+        num_host_blocks=int(engines.kv_offloading_size * GIB) // block_bytes,
         block_size=engines.block_size,
         max_model_len=engines.max_model_len or num_blocks * engines.block_size,
         max_num_seqs=engines.max_num_seqs,

@@ -94,6 +94,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             vLLM's, as `cost` has it.
         gpu_memory_utilization: what of the GPU's memory the engine takes.
         num_blocks: KV blocks of a rank; unset: what fits beside the weights.
+        kv_offloading_size: GiB of host memory, for each rank, that keep the KV of preempted requests.
         block_size, max_model_len, max_num_seqs, max_num_batched_tokens, max_num_queued_reqs, enable_prefix_caching:
             as `moestro serve` has them; max_model_len unset: what the cache holds.
     """
@@ -108,6 +109,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     host_sequence_us: float | None = None
     gpu_memory_utilization: float = 0.9
     num_blocks: int | None = None
+    kv_offloading_size: float = 0.0
     block_size: int = 16
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -120,6 +122,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("host_step_us", "host_sequence_us"):
             if (value := getattr(self, name)) is not None and not 0 <= value < float("inf"):
                 raise ConfigError(f"[engines] {name} must be 0 or more, got {value:g}")
+        if not 0 <= self.kv_offloading_size < float("inf"):
+            raise ConfigError(f"[engines] kv_offloading_size must be 0 or more, got {self.kv_offloading_size:g}")
+        if self.table is not None and self.kv_offloading_size:
+            raise ConfigError("[engines] a table does not say what copies to host memory take: drop kv_offloading_size")
         if self.table is not None and self.engine is not None:
             raise ConfigError("[engines] a table prices whole steps: give it, or engine")
         if (self.table or self.engine) and (self.num_blocks is None or self.ep_ranks > 1):

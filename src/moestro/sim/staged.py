@@ -39,7 +39,9 @@ class StagedRank:
         self, settings: SchedulerSettings, cost: StageCostModel, policy: StepPolicy, *, passes_decodes: bool = True
     ) -> None:
         scripts = Scripts(settings.block_size)
-        device = PricedStages(cost, settings.max_num_batched_tokens, lambda units, _: scripts.answer(units))
+        device = PricedStages(
+            cost, settings.max_num_batched_tokens, settings.block_size, lambda units, _: scripts.answer(units)
+        )
         self._rank = build_preemptive_rank(settings, device, policy, passes_decodes=passes_decodes)
         self.seats = [Seat(self._rank, scripts)]
         self.next_ns: int | None = None

@@ -14,7 +14,7 @@ from moestro.core.views import FIGURES, EngineTable
 from moestro.errors import ConfigError
 from moestro.policy.routing.contract import Needs, RoutePolicy, RouteView
 from moestro.policy.routing.scoring import Scored
-from moestro.policy.user_code import load_callable
+from moestro.policy.user_code import load_policy
 
 _ANYTHING = Needs(hits=True, figures=FIGURES, otherwise="what the file does")
 
@@ -28,17 +28,13 @@ def user_policy(path: Path, name: str) -> RoutePolicy:
     Raises:
         ConfigError: there is no such file or name in it, it cannot be run, or the trial fails; the text has the cause.
     """
-    found = load_callable("--route-policy", path, name)
-    try:
-        policy = (
-            found() if isinstance(found, type) else Scored(_checked(found), name, Needs(hits=True, figures=FIGURES))
-        )
+
+    def tried(found: Any) -> RoutePolicy:
+        policy: RoutePolicy = found if hasattr(found, "decide") else Scored(_checked(found), name, _ANYTHING)
         _try(policy)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"--route-policy {path}:{name} failed its trial: {type(error).__name__}: {error}") from error
-    return policy
+        return policy
+
+    return load_policy("--route-policy", path, name, tried)
 
 
 def _checked(score: Callable[[RouteView], Any]) -> Callable[[RouteView], Any]:
@@ -47,7 +43,7 @@ def _checked(score: Callable[[RouteView], Any]) -> Callable[[RouteView], Any]:
     def checked(view: RouteView) -> Any:
         scores = np.asarray(score(view), np.float64)
         if scores.shape != (len(view.engines),):
-            raise ConfigError(f"--route-policy: it returned shape {scores.shape} for {len(view.engines)} engines")
+            raise ConfigError(f"it returned shape {scores.shape} for {len(view.engines)} engines")
         return scores
 
     return checked
@@ -60,6 +56,6 @@ def _try(policy: RoutePolicy) -> None:
         RouteView(request, EngineTable.blank(2), np.zeros(2, np.int64), 16, 0, 0), Draws(0, 0)
     ).engine
     if engine not in (0, 1):
-        raise ConfigError(f"--route-policy: it chose engine {engine!r} of two")
+        raise ConfigError(f"it chose engine {engine!r} of two")
     assert policy.needs is not None
     assert callable(policy.observe)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from moestro.core.views import ATTENTION, LS, NOBODY_WAITS_NS, NUM_CLASSES, Queu
 from moestro.errors import ConfigError
 from moestro.policy.stepping.basic import in_order
 from moestro.policy.stepping.qllm import ExpertLevelPreemption
-from moestro.policy.user_code import load_callable
+from moestro.policy.user_code import load_policy
 
 StepPolicy = Callable[[QueueTable, int], Run | Wait]
 STEPPING = ("qllm", "in_order")
@@ -38,17 +39,16 @@ def make_step_policy(text: str, max_be_wait_s: float) -> StepPolicy:
     file, _, name = text.partition(":")
     if not file.endswith(".py"):
         raise ConfigError(f"{_FLAG} {text!r} is unknown: give one of {', '.join(STEPPING)}, or FILE.py:NAME")
-    found = load_callable(_FLAG, Path(file), name)
-    try:
-        policy: StepPolicy = found() if isinstance(found, type) else found
-        answer = policy(_one_token_waits(), 0)
-    except Exception as error:
-        raise ConfigError(f"{_FLAG} {text} failed its trial: {type(error).__name__}: {error}") from error
-    if not isinstance(answer, Wait) and not (
-        isinstance(answer, Run) and (answer.layer, answer.group) == (0, ATTENTION)
-    ):
-        raise ConfigError(f"{_FLAG} {text} chose {answer!r} where one token waits for the attention of layer 0")
-    return policy
+    return load_policy(_FLAG, Path(file), name, _tried)
+
+
+def _tried(policy: Any) -> StepPolicy:
+    answer = policy(_one_token_waits(), 0)
+    is_run = isinstance(answer, Run) and (answer.layer, answer.group) == (0, ATTENTION)
+    if not is_run and not isinstance(answer, Wait):
+        raise ConfigError(f"it chose {answer!r} where one token waits for the attention of layer 0")
+    chosen: StepPolicy = policy
+    return chosen
 
 
 def _one_token_waits() -> QueueTable:

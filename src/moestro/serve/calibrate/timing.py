@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.request import Request, SamplingParams
-from moestro.core.work import Device, Forward, StepResult
+from moestro.core.work import BlockMoves, Device, Forward, StepResult
 from moestro.cost.tables import HostTimes
 from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings
@@ -65,6 +65,9 @@ class InstantDevice:
     def launch(self, item: Forward, now_ns: int) -> None:
         """Answer `item` with token 0 for each unit."""
         self._results.append(StepResult(item.units.slot, np.zeros(len(item.units), np.int32)))
+
+    def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
+        """Nothing: it holds no KV."""
 
     def poll(self, now_ns: int) -> list[StepResult]:
         """What was launched."""
