@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import numpy as np
 import pytest
@@ -100,6 +102,26 @@ def rewritten(path, **changes):
     header = msgspec.structs.replace(msgspec.json.decode(first, type=Header), **changes)
     path.write_bytes(msgspec.json.encode(header) + b"\n" + b"".join(rest))
     return path
+
+
+def test_a_preemptive_server_is_replayed_in_its_mode(path):
+    """The latency-sensitive three quarters of the requests are answered earlier than step by step."""
+    limits = HEADER.limits | {"scheduling_policy": "qllm", "max_num_seqs": 4}
+    stepping = {"mode": "preemptive", "step_policy": "qllm", "pass_decodes": False, "max_be_wait": math.inf}
+    found = {}
+    for mode, told in (("fused", {}), ("preemptive", stepping)):
+        changes = {"device": "paced:qllm", "model": "mixtral-8x7b", "limits": limits, "stepping": told}
+        answer = what_if(read_request_record(rewritten(path, **changes)), (), None)
+        found[mode] = answer.report.outcomes[1]
+        assert found[mode].report.num_ok == 60
+    assert found["preemptive"].ls_ttft_ms.mean < found["fused"].ls_ttft_ms.mean
+
+
+def test_the_host_memory_of_a_server_is_replayed_and_no_table_prices_it(path):
+    record = read_request_record(rewritten(path, num_blocks=100, max_model_len=1600, kv_offloading_size=1.0))
+    assert what_if(record, (), None).runs[1][1].is_answered.all()
+    with pytest.raises(ConfigError, match="a table does not say what copies"):
+        what_if(record, (), "table.json")
 
 
 def test_the_cost_of_a_real_server_s_steps_has_to_be_said(path):

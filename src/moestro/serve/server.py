@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +215,9 @@ class _Server:
             block_size=info.block_size,
             num_blocks=info.num_blocks,
             max_model_len=info.max_model_len,
+            kv_offloading_size=settings.model.kv_offloading_size,
             limits=settings.limits.for_scheduler(),
+            stepping=asdict(settings.stepping),
             route_policy=settings.server.route_score or settings.server.route_policy,
         )
         recorder.begin(header)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,8 @@ def what_if(record: RequestRecord, policies: Sequence[str], cost: str | None) ->
 
     Args:
         policies: by name.
-        cost: GPU/NETWORK, or a table that `moestro calibrate` wrote; None: what the record's device says.
+        cost: GPU/NETWORK (or qllm/NETWORK), or a table that `moestro calibrate` wrote; None: what the record's device
+            says.
 
     Raises:
         ConfigError: nothing is known of the cost of a step, or there is no such policy.
@@ -121,6 +123,7 @@ def _engines(header: Header, cost: str | None) -> EngineSettings:
         "count": header.num_engines,
         "block_size": header.block_size,
         "num_blocks": header.num_blocks,
+        "kv_offloading_size": header.kv_offloading_size,
         "max_model_len": header.max_model_len,
         **limits,
         **_cost(header, cost),
@@ -143,10 +146,14 @@ def _cost(header: Header, cost: str | None) -> dict[str, str]:
     gpu, separator, network = cost.partition("/")
     if not separator:
         raise ConfigError(f"--cost {cost!r} is neither GPU/NETWORK nor a table, FILE.json")
-    return {"gpu": gpu, "network": network}
+    return {"engine": "qllm", "network": network} if gpu == "qllm" else {"gpu": gpu, "network": network}
 
 
 def _policy(header: Header, route: str) -> PolicySettings:
     names = ("scheduling_policy", "batch_policy", "evict_policy")
     told = {name: header.limits[name] for name in names if name in header.limits}
+    told |= {name: value for name, value in header.stepping.items() if name in {"mode", "step_policy", "pass_decodes"}}
+    if "max_be_wait" in header.stepping:
+        wait_s = header.stepping["max_be_wait"]
+        told["max_be_wait_s"] = math.inf if wait_s is None else wait_s  # JSON knows no inf
     return msgspec.convert({"name": f"{route} (simulated)", "route": route, **told}, PolicySettings)

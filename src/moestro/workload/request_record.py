@@ -29,7 +29,9 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         model: under which name.
         device: as its engines called it; that of a paced one begins with paced.
         num_engines, block_size, num_blocks, max_model_len: of it.
+        kv_offloading_size: GiB of host memory of each engine, for the KV of preempted requests.
         limits: what each engine's scheduler was told, by the names of `SchedulerSettings`.
+        stepping: in which pieces each engine computed, by the names of the flags; empty: step by step.
         route_policy: which engine got a request.
     """
 
@@ -40,7 +42,9 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     max_model_len: int
+    kv_offloading_size: float = 0.0
     limits: dict[str, object]
+    stepping: dict[str, object] = {}
     route_policy: str
 
 
