@@ -26,7 +26,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -242,7 +242,7 @@ def rounds(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, obje
     """A row for each rate, round and system."""
     with systems(args, directory) as servers:
         for name, server in servers.items():
-            send(point_of(args, name, server, 4, 99))
+            send(replace(point_of(args, name, server, 4, 99), seconds=2))
         for number in range(args.rounds):
             for rate in args.rates if number == 0 else args.claim:
                 seed = args.seed + number
@@ -314,7 +314,7 @@ def plot(path: Path, told: list[dict[str, object]], title: str) -> None:
         "ls_turnaround_ms_mean": "LS: turnaround, mean, ms", "be_ttft_ms_mean": "BE: TTFT, mean, ms",
         "be_turnaround_ms_mean": "BE: turnaround, mean, ms", "tokens_per_s": "all: output tokens/s",
     }  # fmt: skip
-    figure = Figure(figsize=(14, 8), layout="constrained")
+    figure = Figure(figsize=(14, 8.5), layout="constrained")
     for axes, (figure_name, label) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):
         for system in dict.fromkeys(each["system"] for each in told):
             own = [each for each in told if each["system"] == system]
@@ -324,7 +324,7 @@ def plot(path: Path, told: list[dict[str, object]], title: str) -> None:
             axes.errorbar(x, y, (lows, highs), marker="o", markersize=4, capsize=3, label=system)
         axes.set(title=label, xlabel="requests/s offered")
         axes.set_ylim(bottom=0) if figure_name == "tokens_per_s" else axes.set_yscale("log")
-    figure.axes[0].legend(fontsize=8)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
 
