@@ -80,3 +80,19 @@ def test_a_users_policy_that_chooses_what_is_not_there_is_refused(tmp_path):
     )
     with pytest.raises(ConfigError, match="chose engine 7 of two"):
         policy_from(f"{file}:Far")
+
+
+def test_what_a_users_policy_raises_when_it_is_told_goes_no_further_than_the_log(tmp_path, caplog):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from moestro.policy.routing.contract import Choice, Needs\n"
+        "class Deaf:\n"
+        "  needs = Needs()\n"
+        "  def decide(self, view, draws): return Choice(1, 0.0, 'second')\n"
+        "  def observe(self, event): raise KeyError('the user')\n"
+    )
+    two = router(2, policy_from(f"{file}:Deaf"))
+    assert two.submit(request("r"), 0).engine == 1
+    two.ended("r", 1)
+    two.engine_lost(1, 2)
+    assert [record.message.rpartition(" ")[2] for record in caplog.records] == ["Routed", "Ended", "EngineLost"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from moestro.core.request import Request, SamplingParams
 from moestro.core.rng import Draws
 from moestro.core.views import FIGURES, EngineTable
 from moestro.errors import ConfigError
-from moestro.policy.routing.contract import Needs, RoutePolicy, RouteView
+from moestro.policy.routing.contract import Needs, RouteEvent, RoutePolicy, RouteView
 from moestro.policy.routing.scoring import Scored
 from moestro.policy.user_code import load_policy
+
+logger = logging.getLogger(__name__)
 
 _ANYTHING = Needs(hits=True, figures=FIGURES, otherwise="what the file does")
 
@@ -23,18 +26,41 @@ def user_policy(path: Path, name: str) -> RoutePolicy:
     """Load the file and make the policy of what is called `name` there.
 
     A function is a score: it takes a `RouteView` and returns float64[n], lower is better. A class is made without
-    arguments and is a `RoutePolicy`: `needs`, `decide`, `observe`. Either is tried once on two made-up engines.
+    arguments and is a `RoutePolicy`: `needs`, `decide`, `observe`. Either is tried once on two made-up engines. What
+    `observe` raises later is logged; what `decide` raises is its caller's affair.
 
     Raises:
         ConfigError: there is no such file or name in it, it cannot be run, or the trial fails; the text has the cause.
     """
 
     def tried(found: Any) -> RoutePolicy:
-        policy: RoutePolicy = found if hasattr(found, "decide") else Scored(_checked(found), name, _ANYTHING)
-        _try(policy)
-        return policy
+        if not hasattr(found, "decide"):
+            found = Scored(_checked(found), name, _ANYTHING)
+            _try(found)
+            return found
+        _try(found)
+        return _Guarded(found, f"--route-policy {path}:{name}")
 
     return load_policy("--route-policy", path, name, tried)
+
+
+class _Guarded:
+    """A class of the user's own. Its `observe` is told of what has happened already, to requests and engines that are
+    to be cared for whatever it makes of it: so what it raises goes no further than the log.
+    """
+
+    def __init__(self, policy: RoutePolicy, text: str) -> None:
+        self._policy = policy
+        self._text = text
+        self.needs = policy.needs
+        self.decide = policy.decide
+
+    def observe(self, event: RouteEvent) -> None:
+        """See `RoutePolicy`."""
+        try:
+            self._policy.observe(event)
+        except Exception:
+            logger.exception("%s: observe failed on %s", self._text, type(event).__name__)
 
 
 def _checked(score: Callable[[RouteView], Any]) -> Callable[[RouteView], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass
 
@@ -11,13 +12,15 @@ from moestro.cluster.retry_budget import RetryBudget
 from moestro.cluster.router import RouteDecision
 from moestro.core.request import Request
 from moestro.errors import RequestError
-from moestro.serve.refusals import GenerationError, HttpError, error_json
+from moestro.serve.refusals import GenerationError, HttpError, InternalError, error_json
 from moestro.serve.route.client import Client
 from moestro.serve.route.counts import Counts, usage_in
 from moestro.serve.route.fleet import Engine, Fleet
 from moestro.serve.route.heads import AnswerHead, Incoming, Named, header_text
 from moestro.serve.route.journal import Journal
 from moestro.serve.route.upstream import EngineConnection
+
+logger = logging.getLogger(__name__)
 
 _BUSY = frozenset({429, 503, 529})  # not now; 529 is Dynamo's and Anthropic's
 _FAILED = frozenset({500, 502, 504})
@@ -113,10 +116,11 @@ class Exchange:
         self._shared.counts.num_requests += 1
         try:
             self._choose()
+            self._send()
         except RequestError as error:
             self.refuse(error)
-            return
-        self._send()
+        except Exception:
+            self.fail()
 
     def refuse(self, error: RequestError) -> None:
         """End it with an error of our own; an answer that has begun is cut off, a stream with the cause in it."""
@@ -130,6 +134,13 @@ class Exchange:
             self._cut(error)
         else:
             self._client.refuse(error, self._own_lines())
+
+    def fail(self) -> None:
+        """End it because of an exception that nobody expected, while that is handled: the log has it, the client its id."""
+        logger.exception("%s failed", self._incoming.request_id)
+        if self._engine is not None:
+            self._engine.health.breaker.abandoned(self._mark)
+        self.refuse(InternalError(self._incoming.request_id))
 
     def expire(self) -> None:
         """The deadline has passed."""
@@ -316,20 +327,23 @@ class Exchange:
         return True
 
     def _try_elsewhere(self, cause: str) -> bool:
-        """Send the request to an engine that has not had it yet. False: none can take it."""
+        """Send the request to an engine that has not had it yet. False: none can take it. True: it is out of hand."""
         engine, decision = self._engine, self._decision
         assert engine is not None
         self._end_in_router(None)
         self._why = f"{engine.name} {cause}"
         try:
             self._choose()
+            self._head = None
+            self._send()
         except RequestError:
             self._engine, self._decision = engine, decision
             return False
+        except Exception:
+            self.fail()
+            return True
         engine.counts.num_retried_away += 1
         self._shared.counts.retries[cause] += 1
-        self._head = None
-        self._send()
         return True
 
     # --- back to the client
@@ -386,12 +400,12 @@ class Exchange:
     def _finish(self, status: int) -> None:
         self._stage = _OVER
         self.deadline_s = float("inf")
+        self._shared.active.pop(self._incoming.request_id, None)
         usage = usage_in(self._tail) if self._status == 200 else {}
         if usage:
             self._count_hits(usage)
         self._end_in_router(usage.get(b"completion_tokens"))
         self._shared.journal.ended(self._incoming.request_id, status, usage)
-        self._shared.active.pop(self._incoming.request_id, None)
 
     def _end_in_router(self, num_output_tokens: int | None) -> None:
         if self._is_in_router and self._request is not None:

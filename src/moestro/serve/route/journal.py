@@ -54,9 +54,10 @@ class Journal:
         """A request was given to an engine; `because`: it is not the first one that it was given to."""
         entry = self._entries.get(request.request_id)
         if entry is None or not because:
-            if len(self._entries) >= self._remember:
-                self._entries.popitem(last=False)
             entry = self._entries[request.request_id] = _Entry(request.request_id, request.num_prompt_tokens)
+            self._entries.move_to_end(request.request_id)  # an id that comes again
+            while len(self._entries) > self._remember:
+                self._entries.popitem(last=False)
         entry.attempts.append((decision, because))
 
     def ended(self, request_id: str, status: int, usage: dict[bytes, int]) -> None:

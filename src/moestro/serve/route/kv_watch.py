@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -55,6 +56,9 @@ class KvEventsWatch:
         self._running[engine] = subscription
         try:
             await subscription.run()
+        except Exception:
+            self._fleet.router.kv_lost(engine.row, time.monotonic_ns())  # for a while nobody listens
+            raise
         finally:
             del self._running[engine]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
@@ -104,27 +103,29 @@ class Proxy:
         if self.is_draining:
             raise DrainingError
         exchange = Exchange(self._shared, client, incoming)
-        asked = read(incoming.body)
-        if self._reading.threads is None:
-            exchange.start(self._reading.prepare(asked, incoming, time.monotonic_ns()), asked.model)
-        else:
-            task = asyncio.get_running_loop().create_task(self._prepare_and_start(exchange, asked, incoming))
-            self._work.add(task)
-            task.add_done_callback(self._work.discard)
+        try:
+            asked = read(incoming.body)
+            if self._reading.threads is None:
+                exchange.start(self._reading.prepare(asked, incoming, time.monotonic_ns()), asked.model)
+            else:
+                task = asyncio.get_running_loop().create_task(self._prepare_and_start(exchange, asked, incoming))
+                self._work.add(task)
+                task.add_done_callback(self._work.discard)
+        except RequestError as error:
+            exchange.refuse(error)
+        except Exception:
+            exchange.fail()
         return exchange
 
     async def _prepare_and_start(self, exchange: Exchange, asked: Asked, incoming: Incoming) -> None:
         threads, prepare, now_ns = self._reading.threads, self._reading.prepare, time.monotonic_ns()
         assert threads is not None
         try:
-            request = await threads.run(lambda: prepare(asked, incoming, now_ns))
+            exchange.start(await threads.run(lambda: prepare(asked, incoming, now_ns)), asked.model)
         except RequestError as error:
             exchange.refuse(error)
         except Exception:
-            logger.exception("%s: reading its prompt failed", incoming.request_id)
-            exchange.refuse(InternalError(incoming.request_id))
-        else:
-            exchange.start(request, asked.model)
+            exchange.fail()
 
     # --- here
 
@@ -188,12 +189,21 @@ async def sweep_forever(shared: Shared, sweep_clients: Callable[[float], None], 
     """Look at everything that has a deadline, again and again."""
     while True:
         await asyncio.sleep(interval_s)
-        now_ns = time.monotonic_ns()
-        now_s = now_ns * 1e-9
-        for exchange in [exchange for exchange in shared.active.values() if exchange.deadline_s < now_s]:
-            with contextlib.suppress(Exception):
-                exchange.expire()
-        sweep_clients(now_s)
-        for engine in shared.fleet:
-            engine.pool.sweep(now_s)
-            shared.fleet.look(engine, now_ns)
+        try:
+            _sweep(shared, sweep_clients)
+        except Exception:
+            logger.exception("the sweep failed; it goes on")
+
+
+def _sweep(shared: Shared, sweep_clients: Callable[[float], None]) -> None:
+    now_ns = time.monotonic_ns()
+    now_s = now_ns * 1e-9
+    for exchange in [exchange for exchange in shared.active.values() if exchange.deadline_s < now_s]:
+        try:
+            exchange.expire()
+        except Exception:
+            exchange.fail()
+    sweep_clients(now_s)
+    for engine in shared.fleet:
+        engine.pool.sweep(now_s)
+        shared.fleet.look(engine, now_ns)

@@ -21,6 +21,7 @@ MODELS_EVERY_S = 10.0
 _MAX_MODELS_BYTES = 4 << 20
 _MAX_HEALTH_BYTES = 64 << 10
 _SOON_S = 0.5
+_AGAIN_S = 1.0
 
 Watcher = Callable[[Engine], Awaitable[None]]  # runs until it is cancelled
 
@@ -164,8 +165,11 @@ class MetricsWatch:
 
 
 async def _run(watcher: Watcher, engine: Engine) -> None:
-    try:
-        await watcher(engine)
-    except Exception:
-        logger.exception("looking after engine %s failed", engine.name)
-        raise
+    """An exception that nobody expected ends no watcher: an engine whose health nobody checks would stay as it is."""
+    while True:
+        try:
+            await watcher(engine)
+            return
+        except Exception:
+            logger.exception("looking after engine %s failed; it begins anew", engine.name)
+        await asyncio.sleep(_AGAIN_S)
