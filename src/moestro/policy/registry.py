@@ -15,7 +15,10 @@ PolicyT = TypeVar("PolicyT")
 
 @dataclass(frozen=True, slots=True)
 class PolicyEntry(Generic[PolicyT]):
-    """How a policy is made (its settings are keyword arguments), and what it does in one line."""
+    """How a policy is made, and what it does in one line.
+
+    Its settings are those keyword arguments whose default is a number or a word; a setting is of its default's kind.
+    """
 
     make: Callable[..., PolicyT]
     description: str
@@ -66,14 +69,33 @@ def make_policy(
     if name not in known:
         raise ConfigError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
     make = known[name].make
-    parameters = inspect.signature(make).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        unknown = [setting for setting in settings if setting not in parameters]
-        if unknown:
+    parameters = inspect.signature(make).parameters.values()
+    defaults = {each.name: each.default for each in parameters if isinstance(each.default, int | float | str)}
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    for setting, value in settings.items():
+        if setting in defaults:
+            wanted = _unlike(value, defaults[setting])
+            if wanted:
+                raise ConfigError(f"{kind} {name!r}: {setting} must be {wanted}, got {value!r}")
+        elif not takes_any:
             raise ConfigError(
-                f"{kind} {name!r} has no setting {unknown[0]!r}; it has {', '.join(parameters) or 'none at all'}"
+                f"{kind} {name!r} has no setting {setting!r}; it has {', '.join(defaults) or 'none at all'}"
             )
     try:
         return make(**settings)
-    except (ConfigError, TypeError, ValueError) as error:  # the latter two: a word where a number belongs
+    except (
+        ConfigError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+    ) as error:  # all but the first: of values that fit no number
         raise ConfigError(f"{kind} {name!r}: {error}") from None
+
+
+def _unlike(value: object, default: float | str) -> str | None:
+    """What `value` should have been, in words; None: it is of the default's kind."""
+    if isinstance(default, str):
+        return None if isinstance(value, str) else "a word"
+    if isinstance(default, int):
+        return None if isinstance(value, int) else "a whole number"
+    return None if isinstance(value, int | float) else "a number"

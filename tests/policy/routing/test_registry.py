@@ -14,6 +14,8 @@ def test_a_policy_takes_settings_by_name():
     assert policy_from("bailian:hit_weight=0.55").hit_weight == 0.55
     assert policy_from("vllm-0.27:num_clients=3").num_clients == 3
     assert policy_from("lmetric:hotspots=off").num_alarms == [0, 0]
+    assert policy_from("lmetric:window_s=5,max_classes=3").window_s == 5
+    assert policy_from("gimbal-v1:load_gap=2500.5") is not None
 
 
 @pytest.mark.parametrize(
@@ -22,7 +24,18 @@ def test_a_policy_takes_settings_by_name():
         ("best", "unknown route policy 'best'; known: round_robin"),
         ("bailian:weight=1", "has no setting 'weight'; it has hit_weight"),
         ("bailian:0.7", "NAME:SETTING=VALUE"),
-        ("bailian:hit_weight=much", "route policy 'bailian'"),
+        ("bailian:hit_weight=much", "route policy 'bailian': hit_weight must be a number, got 'much'"),
+        ("cache_aware:rel_threshold=x", "rel_threshold must be a number, got 'x'"),
+        ("cache_aware:abs_threshold=nan", "abs_threshold must be a whole number, got 'nan'"),
+        ("aibrix:max_range=1.5", "max_range must be a whole number, got 1.5"),
+        ("llm-d:predict_ttft_ns=3", "has no setting 'predict_ttft_ns'; it has none at all"),
+        ("llm-d-affinity:predict_ttft_ns=3", "has no setting 'predict_ttft_ns'; it has min_hit, max_penalty_s"),
+        ("lmetric:detector=5", "has no setting 'detector'; it has hotspots, window_s, max_requests"),
+        ("lmetric:hotspots=1", "hotspots must be a word, got 1"),
+        ("lmetric:min_share=2", "0 < min_share < max_share"),
+        ("lmetric:window_s=inf", "route policy 'lmetric'"),
+        ("session_affinity:by=user", "has no setting 'by'; it has expiry_s"),
+        ("vllm-0.27:num_clients=1000000000000000000000", "cannot decide with {'num_clients': 10"),
         ("round_robin:speed=3", "it has none at all"),
         ("nowhere.py:fn", "there is no file nowhere.py"),
     ],

@@ -20,6 +20,7 @@ from moestro.policy.routing.load import least_loaded_score
 from moestro.policy.routing.scoring import Stateless, choose, lowest
 
 _KEY_BLOCKS = 16  # blocks of a prompt's beginning that name it where there is no session and no user: 256 tokens
+STICKY_EXPIRY_S = 600.0
 _MAX_KEYS = 1 << 18  # remembered; the least recently used go first
 
 
@@ -113,7 +114,7 @@ class Sticky:
 
     needs = Needs()
 
-    def __init__(self, *, by: Literal["session_id", "user"] = "session_id", expiry_s: float = 600.0) -> None:
+    def __init__(self, *, by: Literal["session_id", "user"] = "session_id", expiry_s: float = STICKY_EXPIRY_S) -> None:
         if by not in ("session_id", "user"):
             raise ConfigError(f"by must be session_id or user, got {by!r}")
         if not expiry_s > 0:

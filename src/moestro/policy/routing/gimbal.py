@@ -35,7 +35,7 @@ class GimbalV1:
     needs = Needs(figures=("kv_usage", "num_tokens"), otherwise="the engines in turn (line 1)")
 
     def __init__(
-        self, *, kv_threshold: float = 0.9, kv_gap: float = 0.1, load_gap: float = 3000, user_expiry_s: float = 600.0
+        self, *, kv_threshold: float = 0.9, kv_gap: float = 0.1, load_gap: float = 3000.0, user_expiry_s: float = 600.0
     ) -> None:
         if not (0 <= kv_threshold <= 1 and 0 <= kv_gap <= 1 and load_gap >= 0 and user_expiry_s > 0):
             raise ConfigError("kv_threshold and kv_gap must be in 0 .. 1, load_gap and user_expiry_s not negative")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 from moestro.core.rng import Draws
@@ -13,6 +14,7 @@ from moestro.policy.routing.load import least_loaded_score
 from moestro.policy.routing.scoring import Scores, choose
 
 Mitigation = Literal["off", "filter", "load"]
+_DETECTOR = HotspotSettings()
 
 
 def lmetric_score(view: RouteView) -> Scores:
@@ -23,28 +25,39 @@ def lmetric_score(view: RouteView) -> Scores:
     return p_tokens(view) * (batch_size(view) + 1)
 
 
+@dataclass(kw_only=True, eq=False)
 class LMetric:
     """The lowest `lmetric_score`; what is done about a hotspot is chosen.
 
-    Args:
+    Attributes:
         hotspots: `filter` leaves the hotspot's engines out for its class; `load` sends the class to the smallest batch;
             `off` does nothing, and keeps no window.
-        detector: what it looks at.
-
-    Attributes:
+        window_s, max_requests, min_share, max_share, max_classes: what the detector looks at; see `HotspotSettings`.
         num_alarms: of the first phase, and of the second.
 
     Source: LMetric, sections 5 and 5.2.
     """
 
+    hotspots: Mitigation = "filter"
+    window_s: float = _DETECTOR.window_s
+    max_requests: int = _DETECTOR.max_requests
+    min_share: float = _DETECTOR.min_share
+    max_share: float = _DETECTOR.max_share
+    max_classes: int = _DETECTOR.max_classes
+    num_alarms: list[int] = field(default_factory=lambda: [0, 0], init=False)
     needs = Needs(hits=True, figures=("queued_prefill_tokens",), otherwise="the router's own count of prompt tokens")
 
-    def __init__(self, *, hotspots: Mitigation = "filter", detector: HotspotSettings | None = None) -> None:
-        if hotspots not in ("off", "filter", "load"):
-            raise ConfigError(f"hotspots must be off, filter or load, got {hotspots!r}")
-        self._mitigation = hotspots
-        self._detector = None if hotspots == "off" else HotspotDetector(detector or HotspotSettings())
-        self.num_alarms = [0, 0]
+    def __post_init__(self) -> None:
+        if self.hotspots not in ("off", "filter", "load"):
+            raise ConfigError(f"hotspots must be off, filter or load, got {self.hotspots!r}")
+        settings = HotspotSettings(
+            window_s=self.window_s,
+            max_requests=self.max_requests,
+            min_share=self.min_share,
+            max_share=self.max_share,
+            max_classes=self.max_classes,
+        )
+        self._detector = None if self.hotspots == "off" else HotspotDetector(settings)
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """The lowest score, unless its class has a hotspot."""
@@ -54,7 +67,7 @@ class LMetric:
         alarm = self._detector.look(view, scores)
         if not alarm.second:
             choice = choose(view, scores, draws, "P-token * batch")
-        elif self._mitigation == "filter":
+        elif self.hotspots == "filter":
             choice = choose(view, scores, draws, "hotspot left out; P-token * batch", ~alarm.holders)
         else:
             choice = choose(view, least_loaded_score(view), draws, "hotspot; smallest batch")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
+from moestro.errors import ConfigError
 from moestro.policy.registry import PolicyEntry, parse_policy
 from moestro.policy.registry import make_policy as make_registered
-from moestro.policy.routing.affinity import BoundedHash, Sticky
+from moestro.policy.routing.affinity import STICKY_EXPIRY_S, BoundedHash, Sticky
 from moestro.policy.routing.contract import RoutePolicy
 from moestro.policy.routing.expression import expression_policy
 from moestro.policy.routing.filtered import Aibrix, CacheAware, LlmdAffinity, LowestTtft
@@ -25,6 +25,7 @@ from moestro.policy.routing.load import (
 )
 from moestro.policy.routing.moestro import Moestro
 from moestro.policy.routing.scoring import Scored
+from moestro.policy.routing.trial import try_once
 from moestro.policy.routing.user_file import user_policy
 from moestro.policy.routing.weighted import PREBLE_NEEDS, Bailian, Dynamo, preble_score
 
@@ -47,6 +48,14 @@ def _gimbal_v2() -> RoutePolicy:
     return Scored(gimbal_v2_score, "pressure", GIMBAL_V2_NEEDS)
 
 
+def _session_affinity(*, expiry_s: float = STICKY_EXPIRY_S) -> RoutePolicy:
+    return Sticky(by="session_id", expiry_s=expiry_s)
+
+
+def _user_affinity(*, expiry_s: float = STICKY_EXPIRY_S) -> RoutePolicy:
+    return Sticky(by="user", expiry_s=expiry_s)
+
+
 ROUTING: dict[str, PolicyEntry[RoutePolicy]] = {
     "round_robin": PolicyEntry(RoundRobin, "the engines in turn"),
     "power_of_two": PolicyEntry(PowerOfTwo, "of two engines drawn, the one with fewer requests in flight"),
@@ -55,8 +64,8 @@ ROUTING: dict[str, PolicyEntry[RoutePolicy]] = {
     "vllm-0.26": PolicyEntry(_vllm_026, "4 * waiting + running (vLLM up to 0.26)"),
     "vllm-0.27": PolicyEntry(Vllm027, "waiting + running, and KV pressure where any wait (vLLM from 0.27)"),
     "bounded_hash": PolicyEntry(BoundedHash, "consistent hash of session, user or prefix, with bounded load"),
-    "session_affinity": PolicyEntry(partial(Sticky, by="session_id"), "the engine that served the session last"),
-    "user_affinity": PolicyEntry(partial(Sticky, by="user"), "the engine that served the user last"),
+    "session_affinity": PolicyEntry(_session_affinity, "the engine that served the session last"),
+    "user_affinity": PolicyEntry(_user_affinity, "the engine that served the user last"),
     "bailian": PolicyEntry(Bailian, "miss ratio and relative batch, added with a weight (Bailian)"),
     "dynamo": PolicyEntry(Dynamo, "blocks to prefill, less those cached, and blocks in decode (Dynamo)"),
     "preble": PolicyEntry(_preble, "miss ratio * batch (Preble, AIGW)"),
@@ -90,9 +99,14 @@ def policy_from(text: str, score: str | None = None) -> RoutePolicy:
 
 
 def make_policy(name: str, settings: Mapping[str, object] = NO_SETTINGS) -> RoutePolicy:
-    """The policy `name` with `settings` over its defaults.
+    """The policy `name` with `settings` over its defaults, tried once.
 
     Raises:
         ConfigError: no policy, or no setting of it, has that name; or a value is not allowed.
     """
-    return make_registered("route policy", ROUTING, name, settings)
+    policy = make_registered("route policy", ROUTING, name, settings)
+    try:
+        try_once(policy)
+    except Exception as error:
+        raise ConfigError(f"route policy {name!r} cannot decide with {dict(settings)}: {error}") from error
+    return policy

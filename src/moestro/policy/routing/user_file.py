@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from moestro.core.request import Request, SamplingParams
-from moestro.core.rng import Draws
-from moestro.core.views import FIGURES, EngineTable
+from moestro.core.views import FIGURES
 from moestro.errors import ConfigError
 from moestro.policy.routing.contract import Needs, RouteEvent, RoutePolicy, RouteView
 from moestro.policy.routing.scoring import Scored
+from moestro.policy.routing.trial import try_once
 from moestro.policy.user_code import load_policy
 
 logger = logging.getLogger(__name__)
@@ -34,12 +33,10 @@ def user_policy(path: Path, name: str) -> RoutePolicy:
     """
 
     def tried(found: Any) -> RoutePolicy:
-        if not hasattr(found, "decide"):
-            found = Scored(_checked(found), name, _ANYTHING)
-            _try(found)
-            return found
-        _try(found)
-        return _Guarded(found, f"--route-policy {path}:{name}")
+        has_state = hasattr(found, "decide")
+        policy: RoutePolicy = found if has_state else Scored(_checked(found), name, _ANYTHING)
+        try_once(policy)
+        return _Guarded(policy, f"--route-policy {path}:{name}") if has_state else policy
 
     return load_policy("--route-policy", path, name, tried)
 
@@ -73,15 +70,3 @@ def _checked(score: Callable[[RouteView], Any]) -> Callable[[RouteView], Any]:
         return scores
 
     return checked
-
-
-def _try(policy: RoutePolicy) -> None:
-    """One decision over two engines of which nothing is reported."""
-    request = Request(request_id="trial", num_prompt_tokens=1, sampling=SamplingParams(), arrival_ns=0)
-    engine = policy.decide(
-        RouteView(request, EngineTable.blank(2), np.zeros(2, np.int64), 16, 0, 0), Draws(0, 0)
-    ).engine
-    if engine not in (0, 1):
-        raise ConfigError(f"it chose engine {engine!r} of two")
-    assert policy.needs is not None
-    assert callable(policy.observe)
