@@ -79,7 +79,16 @@ def test_law_random_histories_equal_sets(num_engines):
     for engine in range(num_engines):
         ours.set_capacity(engine, capacity)
     chains = [chain(rng) for _ in range(30)]
-    deeds = {"sent": 40, "said": 40, "removed": 15, "ended": 20, "forget": 0.5, "cleared": 1, "lost_track": 0.5}
+    deeds = {
+        "sent": 40,
+        "said": 40,
+        "removed": 15,
+        "emptied": 2,
+        "ended": 20,
+        "forget": 0.5,
+        "cleared": 1,
+        "lost_track": 0.5,
+    }
     in_flight = []
     for now_ns in range(0, 15_000, 10):
         engine, hashes = rng.randrange(num_engines), packed(*rng.choice(chains))
@@ -107,6 +116,9 @@ def test_law_random_histories_equal_sets(num_engines):
             hashes = packed(*rng.choices(rng.choice(chains), k=2), *rng.choices(rng.choice(chains), k=2))
             ours.removed(engine, hashes)
             plain.said -= set(split(hashes))
+        elif deed == "emptied":
+            ours.removed(engine, b"".join(plain.said))
+            plain.said = set()
         elif deed != "ended":
             getattr(ours, deed)(engine)
             getattr(plain, deed)()
@@ -141,6 +153,18 @@ def test_an_engine_that_says_all_is_not_believed_to_hold_what_was_only_sent_once
     assert one.match(packed(1, 2, 3)).tolist() == [1]
     one.lost_track(0)
     assert one.match(packed(1, 2, 3)).tolist() == [3]
+
+
+def test_an_engine_whose_last_block_was_removed_is_still_known_by_what_is_pending_alone():
+    one = index(1)
+    one.cleared(0)
+    one.said(0, packed(1))
+    one.ended(0, one.sent(0, packed(1, 2), 0))
+    one.sent(0, packed(3, 4), 1)
+    one.removed(0, packed(1))
+    assert one.is_exact(0)
+    assert one.match(packed(1, 2)).tolist() == [0]
+    assert one.match(packed(3, 4)).tolist() == [2]
 
 
 def test_the_oldest_prompt_goes_when_the_cache_is_full_and_what_others_share_stays():

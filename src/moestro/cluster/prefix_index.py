@@ -95,7 +95,7 @@ class PrefixIndex:
         """
         found = np.zeros(len(self._engines), np.int64)
         steps = _steps(self._history, hashes, ~self._exact)
-        if not self._said:
+        if not self._exact and not self._said:
             for depth, holders in steps:  # the deeper ones over the others
                 _set(found, holders, depth)
             return found
