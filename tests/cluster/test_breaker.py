@@ -47,6 +47,18 @@ def test_half_of_the_last_outcomes_open_it_too_once_there_are_enough():
     assert not breaker.admits(0)
 
 
+@pytest.mark.parametrize("num_in_row", [5, 15, 50])
+def test_it_takes_as_many_failures_in_a_row_as_were_asked_for(num_in_row):
+    for num_before in (0, 100):
+        breaker = Breaker(BreakerRules(num_in_row=num_in_row))
+        for _ in range(num_before):
+            breaker.succeeded(breaker.sent(), 0)
+        fail(breaker, 0, num_in_row - 1)
+        assert breaker.admits(0)
+        fail(breaker, 0)
+        assert not breaker.admits(0)
+
+
 def test_an_engine_that_cannot_be_reached_is_out_after_one_failure():
     breaker = Breaker(RULES)
     fail(breaker, 0, at_once=True)

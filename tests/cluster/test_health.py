@@ -74,6 +74,15 @@ def test_a_busy_engine_is_left_alone_for_as_long_as_it_asks_within_reason(health
     assert health.wait_ns(100 * S) == RULES.default_busy_ns
 
 
+def test_a_busy_engine_is_left_alone_too_while_the_breaker_would_probe_it(health):
+    health.breaker.failed(health.breaker.sent(), 0)
+    health.busy(20 * S, 0)
+    assert health.condition(0, 0, S) is Condition.OPEN
+    assert health.condition(0, 0, 6 * S) is Condition.BUSY
+    assert health.wait_ns(6 * S) == 14 * S
+    assert health.condition(0, 0, 20 * S) is Condition.PROBING
+
+
 def test_the_operators_wish_comes_first(health):
     health.is_draining = True
     health.breaker.failed(health.breaker.sent(), 0)

@@ -20,7 +20,8 @@ class BreakerRules:
 
     Attributes:
         num_in_row: failures in a row that open it.
-        window: outcomes that are remembered; half of them failures open it too, once there are as many.
+        window: outcomes that are remembered, at least twice `num_in_row`; half of them failures open it too, once there
+            are as many.
         open_ns: of the first opening; each one after it lasts twice as long, up to `max_open_ns`.
     """
 
@@ -42,7 +43,8 @@ class Breaker:
     def __init__(self, rules: BreakerRules) -> None:
         self._rules = rules
         self._row = (1 << rules.num_in_row) - 1
-        self._seen = (1 << rules.window) - 1
+        self._window = max(rules.window, 2 * rules.num_in_row)  # fewer failures than `num_in_row` are never half
+        self._seen = (1 << self._window) - 1
         self._outcomes = 0  # bits, the last outcome lowest; 1: failure
         self._num_outcomes = 0
         self._open_until_ns: int | None = None  # None: closed
@@ -113,8 +115,7 @@ class Breaker:
     def _is_enough(self) -> bool:
         if self._outcomes & self._row == self._row:
             return True
-        window = self._rules.window
-        return self._num_outcomes >= window and 2 * self._outcomes.bit_count() >= window
+        return self._num_outcomes >= self._window and 2 * self._outcomes.bit_count() >= self._window
 
     def _open(self, now_ns: int) -> None:
         rules = self._rules

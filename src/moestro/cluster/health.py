@@ -17,8 +17,8 @@ class Condition(StrEnum):
     UNCHECKED = "unchecked"  # no health check has passed yet
     DOWN = "down"  # health checks fail
     OPEN = "open"  # the breaker is open
-    PROBING = "probing"  # the breaker lets one request through
     BUSY = "busy"  # it asked to be left alone for a while
+    PROBING = "probing"  # the breaker lets one request through
     STALLED = "stalled"  # its queue grows and nothing comes out
     UP = "up"
 
@@ -128,11 +128,16 @@ class Health:
             return Condition.UNCHECKED
         if self._is_down:
             return Condition.DOWN
+        return self._condition_by_answers(num_in_flight, num_streaming, now_ns)
+
+    def _condition_by_answers(self, num_in_flight: int, num_streaming: int, now_ns: int) -> Condition:
         state = self.breaker.state(now_ns)
-        if state is not BreakerState.CLOSED:
-            return Condition.OPEN if state is BreakerState.OPEN else Condition.PROBING
+        if state is BreakerState.OPEN:
+            return Condition.OPEN
         if now_ns < self._busy_until_ns:
             return Condition.BUSY
+        if state is BreakerState.PROBING:
+            return Condition.PROBING
         return Condition.STALLED if self._is_stalled(num_in_flight, num_streaming, now_ns) else Condition.UP
 
     def _is_stalled(self, num_in_flight: int, num_streaming: int, now_ns: int) -> bool:

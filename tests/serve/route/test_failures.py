@@ -1,4 +1,4 @@
-"""Exceptions that nobody expected: a policy of the user's own that raises, a bug. One answer, and nothing left behind."""
+"""Exceptions that nobody expected: a user's policy that raises, a bug. One answer, and nothing is left behind."""
 
 from __future__ import annotations
 

@@ -162,13 +162,9 @@ class TestElsewhere:
     @looped
     async def test_the_budget_keeps_retries_from_multiplying_an_overload(self):
         engines = [FakeEngine(name, answering(500)) for name in "ab"]
-        async with rig(*engines, retry_share=0.1, breaker_failures=10_000) as it:
+        async with rig(*engines, retry_share=0.1, breaker_failures=1_000) as it:
             it.parts.shared.budget._rules = type(it.parts.shared.budget._rules)(share=0.1, per_s=0.0, burst=5.0)
             it.parts.shared.budget._saved = 0.0
-            for engine in ("a", "b"):
-                it.engine(engine).health.breaker._rules = type(it.engine(engine).health.breaker._rules)(window=60)
-                it.engine(engine).health.breaker._seen = (1 << 10_000) - 1
-                it.engine(engine).health.breaker._row = (1 << 9_999) - 1
             statuses = [(await it.call()).status for _ in range(50)]
             assert statuses.count(500) >= 45
             assert sum(len(engine.received) for engine in engines) <= 55
@@ -223,6 +219,30 @@ class TestOut:
             await both(it)
             assert it.engine("busy").condition == "busy"
             assert len(busy.received) == 1
+
+    @looped
+    async def test_a_probe_that_finds_the_engine_busy_leaves_it_in_peace_too(self):
+        bad, other = FakeEngine("bad", hang_up), FakeEngine("other")
+        async with rig(bad, other, route_policy="round_robin") as it:
+            await both(it)
+            assert it.engine("bad").condition in ("open", "probing")
+            bad.script = answering(503, "Retry-After: 60\r\n")
+            num_received = len(bad.received)
+            await it.until(lambda: it.engine("bad").condition == "probing")
+            await both(it)
+            assert it.engine("bad").condition == "busy"
+            await both(it)
+            assert len(bad.received) == num_received + 1
+
+    @looped
+    async def test_an_engine_that_hangs_up_is_forgotten_once(self):
+        bad, other = FakeEngine("bad", hang_up), FakeEngine("other")
+        async with rig(bad, other, health_interval=30) as it:
+            await both(it)
+            assert bad.received
+            assert it.engine("bad").num_forgotten == 1
+            it.parts.shared.fleet.lost(it.engine("bad"), "again", 10**18)
+            assert it.engine("bad").num_forgotten == 2
 
     @looped
     async def test_all_engines_gone_is_503_with_the_time_to_come_again(self):

@@ -136,7 +136,7 @@ class Exchange:
             self._client.refuse(error, self._own_lines())
 
     def fail(self) -> None:
-        """End it because of an exception that nobody expected, while that is handled: the log has it, the client its id."""
+        """End it because of an exception that nobody expected, while that is handled: the log tells of it."""
         logger.exception("%s failed", self._incoming.request_id)
         if self._engine is not None:
             self._engine.health.breaker.abandoned(self._mark)

@@ -165,8 +165,10 @@ class Fleet:
         """It cannot be reached, or hung up on a request: what its cache held is not to be relied on."""
         engine.unreachable = cause
         if self._by_row.get(engine.row) is engine:
-            self._forget(engine, now_ns)
+            num_forgotten = engine.num_forgotten
             self.look(engine, now_ns)
+            if engine.num_forgotten == num_forgotten:  # it was out already, or goes on
+                self._forget(engine, now_ns)
 
     def has_other(self, tried: Collection[int]) -> bool:
         """Whether an engine is in rotation that has not had its chance."""

@@ -15,6 +15,7 @@ from moestro.errors import ConfigError
 from moestro.policy.routing.registry import ROUTING
 from moestro.serve.route.kv_sources import KvSources
 
+_MAX_BREAKER_FAILURES = 1000  # their outcomes are remembered, of each engine
 _NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,64}")
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -196,6 +197,8 @@ class ReliabilitySettings:
         _at_least("--max-retries", self.max_retries, 0)
         _at_least("--retry-share", self.retry_share, 0)
         _at_least("--breaker-failures", self.breaker_failures, 1)
+        if self.breaker_failures > _MAX_BREAKER_FAILURES:
+            raise ConfigError(f"--breaker-failures may be {_MAX_BREAKER_FAILURES} at most, got {self.breaker_failures}")
         for flag, value in (
             ("--first-byte-timeout", self.first_byte_timeout),
             ("--idle-timeout", self.idle_timeout),
