@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 import socket
 
@@ -192,6 +193,36 @@ async def test_a_client_that_does_not_read_is_cut_off_and_its_engine_freed():
         plain.send(request_bytes(body={}))
         await it.until(lambda: bool(engine.received))
         await it.until_idle()
+        plain.close()
+
+
+async def break_off(engine: FakeEngine, wire: Wire, request: Received) -> None:
+    wire.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n" + bytes(200_000))
+    await asyncio.sleep(0.02)
+    wire.transport.abort()
+
+
+async def reply(engine: FakeEngine, wire: Wire, request: Received) -> None:
+    wire.reply(bytes(200_000))
+
+
+@pytest.mark.parametrize(("script", "connection"), [(reply, "close"), (reply, "keep-alive"), (break_off, "keep-alive")])
+@looped
+async def test_a_client_that_leaves_the_end_of_its_answer_unread_is_cut_off_too(script, connection):
+    """What is left of it is too little for its engine to be made to wait, and the answer is over for its engine."""
+    async with rig(FakeEngine("e", script), write_timeout=0.2) as it:
+        clients = it.parts.clients
+        plain = socket.socket()
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        plain.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(plain, ("127.0.0.1", it.port))
+        await it.until(lambda: len(clients.open) == 1)
+        [client] = clients.open
+        clients.limits = dataclasses.replace(clients.limits, idle_s=0.2)
+        client._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
+        plain.send(request_bytes(body={}, Connection=connection))
+        await it.until(lambda: client._transport.get_write_buffer_size() > 0)
+        await it.until(lambda: not clients.open)
         plain.close()
 
 

@@ -303,7 +303,7 @@ class Client(asyncio.Protocol):
         if self._is_lingering:
             self._linger()
         elif self._is_last or self._clients.is_closing:
-            self._transport.close()
+            self._close()
         else:
             self.deadline_s = time.monotonic() + self._clients.limits.idle_s
             if self._ready or self._early or self._refusal is not None:
@@ -311,15 +311,15 @@ class Client(asyncio.Protocol):
 
     def cut(self) -> None:
         """The answer cannot be completed: the connection ends as it stands, so that no client takes it for whole."""
-        self._answering = None
-        if self._transport is not None:
-            self._transport.close()  # what was written before is sent; the last chunk is not
+        self._current = self._answering = None
+        self._close()  # what was written before is sent; the last chunk is not
 
     def expire(self) -> None:
         """The deadline has passed."""
         if self._transport is None:
             return
-        if self._current is not None or self._is_lingering:
+        is_unread = self._transport.is_closing() or self._transport.get_write_buffer_size() > 0
+        if self._current is not None or self._is_lingering or is_unread:
             self._transport.abort()  # it does not read, or does not hear
         elif not self._is_in_head:
             self._end_with(BodyTimeoutError(self._clients.limits.body_s))
@@ -456,6 +456,12 @@ class Client(asyncio.Protocol):
         self._current = Incoming(_UNREADABLE, b"")
         self._is_chunked, self._is_last, self._is_lingering = False, True, True
         self.refuse(error)
+
+    def _close(self) -> None:
+        """Close it when all that was written is sent, for which the client has to read."""
+        self.deadline_s = time.monotonic() + self._clients.limits.write_s
+        if self._transport is not None:
+            self._transport.close()
 
     def _linger(self) -> None:
         """Close our side alone: a client in the middle of its request would lose the answer to a reset otherwise."""
