@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import threading
 
 import pytest
 from rich.console import Console
+from routers import request
 from serve.route.rig import FakeEngine, Received, Wire, looped, rig
 
-from moestro.cluster.record import Submitted, decode_entry
+from moestro.cluster.record import PolicyText, RecordedRouter, Submitted, decode_entry
+from moestro.cluster.replay import replay
+from moestro.cluster.settings import RouterSettings
 from moestro.cluster.story import Story
 from moestro.errors import ConfigError
 from moestro.serve.route.explain import explain
@@ -120,6 +124,67 @@ def test_what_has_no_decision_is_no_record(tmp_path):
         told(tmp_path / "missing")
 
 
+def recorded_router(record: RecordFile) -> RecordedRouter:
+    router = RecordedRouter(PolicyText("least_loaded"), RouterSettings(), record.write)
+    router.set_routable(router.add_engine(), routable=True)
+    return router
+
+
+@looped
+async def test_what_comes_while_a_write_fails_is_behind_the_gap_too(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "record.jsonl"
+    record = RecordFile(path)
+    router, append, fails = recorded_router(record), record._append, threading.Event()
+
+    def fail_once_told(entries):
+        assert fails.wait(5)
+        raise OSError(28, "No space left on device")
+
+    router.submit(request("r0"), 0)
+    await record._flush()
+    monkeypatch.setattr(record, "_append", fail_once_told)
+    router.submit(request("r1"), 1)
+    writing = asyncio.create_task(record._flush())
+    await asyncio.sleep(0.01)
+    router.ended("r1", 2)
+    router.submit(request("r2"), 3)
+    fails.set()
+    await writing
+    monkeypatch.setattr(record, "_append", append)
+    router.ended("r0", 4)
+    await record.close()
+    assert "replays up to here" in caplog.text
+    assert len(list(replay(path.read_bytes().splitlines()))) == 1
+
+
+@looped
+async def test_a_write_that_runs_when_the_router_stops_is_waited_for(tmp_path, monkeypatch):
+    path = tmp_path / "record.jsonl"
+    record = RecordFile(path)
+    router, append, may_write = recorded_router(record), record._append, threading.Event()
+    num_writing = 0
+
+    def slow(entries):
+        nonlocal num_writing
+        num_writing += 1
+        assert num_writing == 1, "two threads write to one file"
+        assert may_write.wait(5)
+        append(entries)
+        num_writing -= 1
+
+    monkeypatch.setattr(record, "_append", slow)
+    monkeypatch.setattr("moestro.serve.route.record_file.FLUSH_S", 0.0)
+    forever = asyncio.create_task(record.flush_forever())
+    await asyncio.sleep(0.02)
+    forever.cancel()
+    router.submit(request("r0"), 0)
+    closing = asyncio.create_task(record.close())
+    await asyncio.sleep(0.02)
+    may_write.set()
+    await closing
+    assert len(list(replay(path.read_bytes().splitlines()))) == 1
+
+
 @looped
 async def test_a_record_with_a_gap_has_stories_alone_from_there(tmp_path, monkeypatch, caplog):
     path = tmp_path / "record.jsonl"
@@ -134,7 +199,7 @@ async def test_a_record_with_a_gap_has_stories_alone_from_there(tmp_path, monkey
     for entry in entries:
         record.write(entry)
     await record.close()
-    written = [decode_entry(line) for line in (tmp_path / "other.jsonl").read_bytes().splitlines()]
+    written = [decode_entry(line) for line in (tmp_path / "other.jsonl").read_bytes().splitlines() if line]
     assert written[:3] == entries[:3]
     assert all(isinstance(entry, Story) for entry in written[3:])
     assert len(written) > 3

@@ -33,6 +33,7 @@ class RecordFile:
         self._path = path
         self._pending: list[Entry] = []
         self._has_gap = False
+        self._writing: asyncio.Task[None] | None = None
         try:
             self._file = path.open("ab")
             if self._file.tell():
@@ -54,16 +55,27 @@ class RecordFile:
             await self._flush()
 
     async def _flush(self) -> None:
+        """Write what there is, after what is being written: a thread goes on with that, be its waiter cancelled."""
+        while self._writing is not None:
+            await asyncio.shield(self._writing)
+        self._writing = asyncio.create_task(self._write())
+        await asyncio.shield(self._writing)
+
+    async def _write(self) -> None:
         entries, self._pending = self._pending, []
-        if not entries:
-            return
         try:
-            await asyncio.to_thread(self._append, entries)
-        except OSError as error:
+            if entries:
+                await asyncio.to_thread(self._append, entries)
+        except Exception as error:
             self._gap(str(error))
+            # What has come in the meantime is behind the gap too.
+            self._pending = [entry for entry in self._pending if isinstance(entry, Story)]
+        finally:
+            self._writing = None
 
     def _append(self, entries: list[Entry]) -> None:
-        self._file.write(msgspec.json.Encoder().encode_lines(entries))
+        lines = msgspec.json.Encoder().encode_lines(entries)
+        self._file.write(b"\n" + lines if self._has_gap else lines)  # the gap may be in the middle of a line
         self._file.flush()
 
     def _gap(self, why: str) -> None:
