@@ -134,4 +134,6 @@ def test_the_last_words_of_an_engine_that_was_removed_are_not_its_successors():
     assert one.add_engine() == 1
     one.set_routable(1, routable=True)
     assert one.table.kv_usage.as_of_ns[1] == NEVER_NS
-    assert one.submit(request("r", block_hashes=bytes(16), num_prompt_tokens=20), 2).all_hit_tokens.tolist() == [0, 0]
+    one.keeps_candidates = True
+    decision = one.submit(request("r", block_hashes=bytes(16), num_prompt_tokens=20), 2)
+    assert decision.candidates.hit_tokens.tolist() == [0, 0]

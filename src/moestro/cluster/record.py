@@ -7,13 +7,12 @@ and may begin anew, with another head, in the same file.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 
+from moestro.cluster.candidates import Candidates, finite
 from moestro.cluster.router import RouteDecision, Router
 from moestro.cluster.settings import ANY_ENGINE, EngineSpec, RouterSettings
 from moestro.cluster.story import Story
@@ -84,8 +83,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """One choice and what was seen.
 
     Attributes:
-        regret: the chosen engine's score less the best other's. Negative: it was the best, by so much. Positive: a
-            filter, an affinity or a draw passed over a better one. None: there was no other, or none has a score.
+        regret: see `Candidates`.
         candidates: the chosen one and the best others, by score.
         ages_ns: of the figures that the policy needs, on the chosen engine; one that it never said is left out.
         detail: the policy's own.
@@ -202,6 +200,7 @@ class RecordedRouter(Router):
         self._chosen_by = policy_from(policy.policy, policy.score)
         super().__init__(self._chosen_by, settings)
         self._write = write
+        self.keeps_candidates = True
         self._decision: Decision | None = None
         write(Head(policy.policy, policy.score, settings))
 
@@ -282,44 +281,34 @@ class RecordedRouter(Router):
         super().kv_lost(engine, now_ns)
         self._write(KvLost(engine, now_ns))
 
-    def _decided(self, view: RouteView, choice: Choice) -> None:
-        self._decision = describe(view, choice, self._chosen_by.needs.figures)
+    def _decided(self, view: RouteView, choice: Choice, candidates: Candidates) -> None:
+        self._decision = _described(view, choice, candidates, self._chosen_by.needs.figures)
 
 
-def describe(view: RouteView, choice: Choice, figures: tuple[str, ...]) -> Decision:
+def _described(view: RouteView, choice: Choice, candidates: Candidates, figures: tuple[str, ...]) -> Decision:
     """The decision as it is written down. `figures`: whose ages matter."""
     engine = choice.engine
-    others: list[int] = []
-    if choice.scores is not None:
-        left = np.where(view.engines.routable, choice.scores, np.inf)
-        left[engine] = np.inf
-        best = np.argsort(left, kind="stable")[: _NUM_CANDIDATES - 1]
-        others = [int(row) for row in best if math.isfinite(left[row])]
-    regret = None
-    if others and choice.scores is not None:
-        regret = _finite(float(choice.scores[engine]) - float(choice.scores[others[0]]))
+    places = candidates.ranked()
+    chosen = next(at for at in places if candidates.rows[at] == engine)
+    others = [at for at in places if at != chosen and candidates.score(at) is not None][: _NUM_CANDIDATES - 1]
     load, queued = batch_size(view), queued_prefill_tokens(view)
     as_of_ns = {name: int(getattr(view.engines, name).as_of_ns[engine]) for name in figures}
     return Decision(
         engine=engine,
-        score=_finite(choice.score),
+        score=finite(choice.score),
         reason=choice.reason,
         hit_tokens=int(view.hit_tokens[engine]),
-        regret=regret,
+        regret=candidates.regret,
         candidates=tuple(
             Candidate(
-                engine=row,
-                score=None if choice.scores is None else _finite(float(choice.scores[row])),
-                hit_tokens=int(view.hit_tokens[row]),
+                engine=(row := int(candidates.rows[at])),
+                score=candidates.score(at),
+                hit_tokens=int(candidates.hit_tokens[at]),
                 num_requests=int(load[row]),
                 queued_prefill_tokens=float(queued[row]),
             )
-            for row in (engine, *others)
+            for at in (chosen, *others)
         ),
         ages_ns={name: view.now_ns - as_of for name, as_of in as_of_ns.items() if as_of != NEVER_NS},
         detail={name: float(value) for name, value in choice.detail.items()},
     )
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from moestro.cluster.candidates import Candidates, candidates_of
 from moestro.cluster.columns import EngineColumns
 from moestro.cluster.in_flight import Flight, InFlight
 from moestro.cluster.prefix_index import PrefixIndex
@@ -25,18 +25,14 @@ class RouteDecision(msgspec.Struct, frozen=True, eq=False, gc=False):
         score: lower is better; what it means is the policy's affair.
         reason: in a few words.
         hit_tokens: of the prompt, that the engine's cache is thought to hold.
-        scores: [num_engines], every row's at that moment, unroutable ones too; None: the policy scores none.
-        all_hit_tokens: int64[num_engines], as `hit_tokens`, of every row.
-        routable: bool[num_engines], the rows that could be chosen.
+        candidates: what else could have been chosen; None: nobody wants to know (`Router.keeps_candidates`).
     """
 
     engine: int
     score: float
     reason: str
     hit_tokens: int
-    scores: NDArray[np.float64] | NDArray[np.int64] | None
-    all_hit_tokens: NDArray[np.int64]
-    routable: NDArray[np.bool_]
+    candidates: Candidates | None = None
 
 
 class Router:
@@ -46,6 +42,9 @@ class Router:
         policy: chooses.
         settings: see there.
 
+    Attributes:
+        keeps_candidates: decisions come with their candidates; set freely.
+
     Invariants: no request goes to an engine that is not routable. `num_in_flight[e]` is the number of requests
     submitted to `e` and not `ended` since. `now_ns` never goes back from call to call.
     """
@@ -53,6 +52,7 @@ class Router:
     def __init__(self, policy: RoutePolicy, settings: RouterSettings = DEFAULT_SETTINGS) -> None:
         self._policy = policy
         self._settings = settings
+        self.keeps_candidates = False
         self._columns = EngineColumns()
         self._flights = InFlight(self._columns)
         self._index = PrefixIndex(settings.index_bytes, int(settings.predicted_expiry_s * 1e9))
@@ -107,19 +107,18 @@ class Router:
         engine = choice.engine
         if not self._columns.routable[engine]:
             raise InvariantError(f"the route policy chose engine {engine}, which is not routable")
-        self._decided(view, choice)
+        candidates = candidates_of(view, choice) if self.keeps_candidates else None
+        if candidates is not None:
+            self._decided(view, choice, candidates)
         self._num_decisions += 1
         hit_tokens = int(view.hit_tokens[engine])
-        # Both may be columns, which go on changing.
-        scores = None if choice.scores is None else choice.scores.copy()
-        routable = view.engines.routable.copy()
         num_prefill_tokens = max(1, request.num_prompt_tokens - hit_tokens)
         flight = Flight(engine, now_ns, request.num_prompt_tokens, num_prefill_tokens)
         self._flights.add(request.request_id, flight)
         if self._policy.needs.hits:
             flight.pending = self._index.sent(engine, request.block_hashes, now_ns)
         self._policy.observe(Routed(request, engine, hit_tokens, choice.detail, now_ns))
-        return RouteDecision(engine, choice.score, choice.reason, hit_tokens, scores, view.hit_tokens, routable)
+        return RouteDecision(engine, choice.score, choice.reason, hit_tokens, candidates)
 
     def check_room(self) -> None:
         """Raise what `submit` would raise now: a flood is refused before anybody reads what it sends.
@@ -263,8 +262,8 @@ class Router:
         self._index.forget(engine)
         self._policy.observe(EngineLost(engine, now_ns))
 
-    def _decided(self, view: RouteView, choice: Choice) -> None:
-        """Called with each decision before it changes anything; for who keeps a record."""
+    def _decided(self, view: RouteView, choice: Choice, candidates: Candidates) -> None:
+        """Called with each decision that keeps its candidates before it changes anything; for who keeps a record."""
 
     def _view(self, request: Request, now_ns: int) -> RouteView:
         block_size = self._settings.block_size

@@ -21,7 +21,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         because: why there was a decision at all, if it is not the first.
         candidates: those that could be chosen, the best first, the chosen one among them.
         num_candidates: how many there were; of very many not all are listed.
-        regret: see `record.Decision`.
+        regret: see `Candidates`.
     """
 
     engine: str

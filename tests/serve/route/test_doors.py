@@ -316,6 +316,22 @@ class TestAdmin:
             assert (await admin.get("/admin/explain/other")).status == 404
 
     @looped
+    async def test_a_story_keeps_its_engines_name_when_another_has_taken_its_place(self):
+        one, two = FakeEngine("one"), FakeEngine("two")
+        async with rig(one) as it:
+            assert (await it.call(X_Request_Id="r")).headers["x-moestro-engine"] == "one"
+            row = it.engine("one").row
+            await it.parts.operator.remove(it.engine("one"))
+            await two.start()
+            assert it.parts.operator.add(EngineUrl.parse(f"two=http://127.0.0.1:{two.port}")).row == row
+            await it.until_up("two")
+            [attempt] = it.parts.shared.journal.story("r").attempts
+            assert [attempt.engine, *(each.engine for each in attempt.candidates)] == ["one", "one"]
+            await it.call(X_Request_Id="s")
+            assert it.parts.shared.journal.story("s").attempts[0].engine == "two"
+            two.die()
+
+    @looped
     async def test_what_has_been_tried_before_is_in_the_story(self):
         async def fail(engine: FakeEngine, wire: Wire, request: Received) -> None:
             wire.reply(status=500)

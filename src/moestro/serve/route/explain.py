@@ -110,7 +110,7 @@ def _attempt_told(attempt: Attempt) -> Iterator[str | Table]:
     if attempt.num_candidates > len(attempt.candidates):
         yield f"  and {attempt.num_candidates - len(attempt.candidates)} more with higher scores"
     if attempt.regret is not None:
-        than = "more" if attempt.regret <= 0 else "less: a filter, not the score, decided"
+        than = "more" if attempt.regret <= 0 else "less: the score alone did not decide"
         yield f"  the runner-up would have scored {abs(attempt.regret):,.6g} {than}"
 
 

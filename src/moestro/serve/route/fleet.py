@@ -60,6 +60,7 @@ class Fleet:
 
     Attributes:
         models: what each serves.
+        names: by row, of those that are gone too; another tuple when an engine has come.
     """
 
     def __init__(self, router: Router, block_tokens: int, rules: HealthRules, now_ns: Callable[[], int]) -> None:
@@ -68,7 +69,7 @@ class Fleet:
         self._rules = rules
         self._now_ns = now_ns
         self._by_row: dict[int, Engine] = {}
-        self._names: dict[int, str] = {}
+        self.names: tuple[str, ...] = ()
         self._returning: set[int] = set()  # rows that are being brought up to their share
         self.models = Models()
 
@@ -91,7 +92,7 @@ class Fleet:
             if engine.name == name or engine.url == url:
                 raise ConfigError(f"engine {name}={url}: {engine.name}={engine.url} is there already")
         row = self.router.add_engine()
-        self._names[row] = name
+        self.names = (*self.names[:row], name, *self.names[row + 1 :])
         health = Health(self._rules, self._now_ns())
         engine = self._by_row[row] = Engine(row=row, name=name, url=url, pool=pool, head=head, health=health)
         return engine
@@ -106,10 +107,6 @@ class Fleet:
     def named(self, name: str) -> Engine | None:
         """The engine that people call `name`."""
         return next((engine for engine in self._by_row.values() if engine.name == name), None)
-
-    def name_of(self, row: int) -> str:
-        """What people call the engine of a row, be it gone."""
-        return self._names[row]
 
     def submit(self, request: Request, model: str | None, tried: Collection[int], now_ns: int) -> RouteDecision:
         """Let the router choose.

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-import numpy as np
-
+from moestro.cluster.candidates import finite
 from moestro.cluster.router import RouteDecision
 from moestro.cluster.story import Attempt, Scored, Story
 from moestro.core.request import Request
 
-MAX_CANDIDATES = 32  # of one decision that are written down: the best, by their scores
+
+class _Attempt(NamedTuple):
+    """One decision; `names`: of all rows at that time, for the row of an engine that goes may become another's."""
+
+    decision: RouteDecision
+    because: str
+    names: Sequence[str]
 
 
 class _Entry:
@@ -27,7 +32,7 @@ class _Entry:
         self.time_s = time.time()
         self.began_ns = time.monotonic_ns()
         self.ended_ns = 0
-        self.attempts: list[tuple[RouteDecision, str]] = []
+        self.attempts: list[_Attempt] = []
         self.status: int | None = None
         self.usage: dict[bytes, int] = {}
 
@@ -37,16 +42,16 @@ class Journal:
 
     Args:
         remember: how many are kept.
-        name_of: the name of a row.
+        names: of the fleet's rows.
         write: None: there is no file.
     """
 
     def __init__(
-        self, policy: str, remember: int, name_of: Callable[[int], str], write: Callable[[Story], None] | None
+        self, policy: str, remember: int, names: Callable[[], Sequence[str]], write: Callable[[Story], None] | None
     ) -> None:
         self._policy = policy
         self._remember = remember
-        self._name_of = name_of
+        self._names = names
         self._write = write
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
@@ -58,7 +63,7 @@ class Journal:
             self._entries.move_to_end(request.request_id)  # an id that comes again
             while len(self._entries) > self._remember:
                 self._entries.popitem(last=False)
-        entry.attempts.append((decision, because))
+        entry.attempts.append(_Attempt(decision, because, self._names()))
 
     def ended(self, request_id: str, status: int, usage: dict[bytes, int]) -> None:
         """It is over."""
@@ -81,38 +86,27 @@ class Journal:
             time=entry.time_s,
             policy=self._policy,
             prompt_tokens=entry.num_prompt_tokens,
-            attempts=[self._attempt(decision, because) for decision, because in entry.attempts],
+            attempts=[_told(attempt) for attempt in entry.attempts],
             status=entry.status,
             seconds=(entry.ended_ns - entry.began_ns) / 1e9 if is_over else None,
             usage={name.decode(): count for name, count in entry.usage.items()},
         )
 
-    def _attempt(self, decision: RouteDecision, because: str) -> Attempt:
-        rows, regret = np.flatnonzero(decision.routable), None
-        if decision.scores is not None:
-            scores = decision.scores[rows]
-            rows = rows[np.argsort(scores, kind="stable")]
-            others = decision.scores[rows[rows != decision.engine]]
-            if len(others):
-                regret = _finite(decision.score - float(others[0]))
-        listed = list(rows[:MAX_CANDIDATES])
-        if decision.engine not in listed:
-            listed.append(decision.engine)
-        return Attempt(
-            engine=self._name_of(decision.engine),
-            score=_finite(decision.score),
-            reason=decision.reason,
-            because=because,
-            hit_tokens=decision.hit_tokens,
-            candidates=[self._candidate(decision, int(row)) for row in listed],
-            num_candidates=len(rows),
-            regret=regret,
-        )
 
-    def _candidate(self, decision: RouteDecision, row: int) -> Scored:
-        score = None if decision.scores is None else _finite(float(decision.scores[row]))
-        return Scored(self._name_of(row), score, int(decision.all_hit_tokens[row]))
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
+def _told(attempt: _Attempt) -> Attempt:
+    decision, because, names = attempt
+    candidates = decision.candidates
+    assert candidates is not None, "the router keeps none"
+    return Attempt(
+        engine=names[decision.engine],
+        score=finite(decision.score),
+        reason=decision.reason,
+        because=because,
+        hit_tokens=decision.hit_tokens,
+        candidates=[
+            Scored(names[candidates.rows[at]], candidates.score(at), int(candidates.hit_tokens[at]))
+            for at in candidates.ranked()
+        ],
+        num_candidates=candidates.num,
+        regret=candidates.regret,
+    )

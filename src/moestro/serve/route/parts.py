@@ -69,12 +69,13 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
     routing, front = settings.routing, settings.front
     record = RecordFile(settings.record.record) if settings.record.record else None
     router = _router(routing, reading, record)
+    router.keeps_candidates = record is not None or settings.record.remember > 0
     fleet = Fleet(router, reading.block_tokens, _health_rules(settings.reliability), time.monotonic_ns)
     counts = Counts()
     journal = Journal(
         routing.route_score or routing.route_policy,
         settings.record.remember,
-        fleet.name_of,
+        lambda: fleet.names,
         record.write if record else None,
     )
     shared = Shared(
