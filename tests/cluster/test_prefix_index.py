@@ -40,18 +40,21 @@ class Engine:
     """The same books of one engine, as plainly as they can be kept."""
 
     def __init__(self) -> None:
-        self.history: list[tuple[int, tuple[bytes, ...]]] = []
+        self.history: list[tuple[int, tuple[bytes, ...], bool]] = []
         self.pending: list[tuple[bytes, ...]] = []
         self.said: set[bytes] = set()
         self.is_complete = self.is_exact = False
 
-    def sent(self, blocks, now_ns, capacity):
-        self.history.append((now_ns, blocks))
-        while len(self.history) > 1 and len({each for _, prompt in self.history for each in prompt}) > capacity:
+    def sent(self, blocks, now_ns, capacity, *, is_ours=True):
+        self.history.append((now_ns, blocks, is_ours))
+        while len(self.history) > 1 and len({each for _, prompt, _ in self.history for each in prompt}) > capacity:
             del self.history[0]
 
     def expire(self, now_ns):
         self.history = [each for each in self.history if now_ns - each[0] <= EXPIRY_NS]
+
+    def forget_elsewhere(self):
+        self.history = [each for each in self.history if each[2]]
 
     def lost_track(self):
         self.said = set()
@@ -66,7 +69,7 @@ class Engine:
         self.is_complete = True
 
     def match(self, blocks) -> int:
-        prompts = self.pending if self.is_exact else [prompt for _, prompt in self.history]
+        prompts = self.pending if self.is_exact else [prompt for _, prompt, _ in self.history]
         held = self.said.union(*prompts)
         return [*(each in held for each in blocks), False].index(False)
 
@@ -80,7 +83,9 @@ def test_law_random_histories_equal_sets(num_engines):
         ours.set_capacity(engine, capacity)
     chains = [chain(rng) for _ in range(30)]
     deeds = {
-        "sent": 40,
+        "sent": 30,
+        "elsewhere": 10,
+        "forget_elsewhere": 2,
         "said": 40,
         "removed": 15,
         "emptied": 2,
@@ -94,13 +99,14 @@ def test_law_random_histories_equal_sets(num_engines):
         engine, hashes = rng.randrange(num_engines), packed(*rng.choice(chains))
         plain = oracle[engine]
         (deed,) = rng.choices(list(deeds), list(deeds.values()))
-        if deed == "sent":
-            pending = ours.sent(engine, hashes, now_ns)
-            plain.sent(split(hashes), now_ns, capacity)
+        if deed in ("sent", "elsewhere"):
+            is_ours = deed == "sent"
+            pending = ours.sent(engine, hashes, now_ns, is_ours=is_ours)
+            plain.sent(split(hashes), now_ns, capacity, is_ours=is_ours)
             cursor = (cursor + 1) % num_engines
             plain.expire(now_ns)
             oracle[cursor].expire(now_ns)
-            assert (pending is not None) == plain.is_exact
+            assert (pending is not None) == (plain.is_exact and is_ours)
             if pending is not None:
                 plain.pending.append(split(hashes))
                 in_flight.append((engine, pending, split(hashes)))
@@ -248,4 +254,4 @@ def test_the_history_of_an_engine_can_be_read():
     one.sent(0, packed(1, 2, 3), 5)
     one.sent(0, packed(1, 2), 6)
     one.sent(0, packed(1, 9), 7)
-    assert one.prompts(0) == [packed(1, 2, 3), packed(1, 2), packed(1, 9)]
+    assert [last.hashes() for last in one.prompts(0)] == [packed(1, 2, 3), packed(1, 2), packed(1, 9)]

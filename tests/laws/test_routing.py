@@ -110,7 +110,12 @@ class History:
 
     def hear_events(self, number: int, engine: int) -> None:
         blocks = prompt(self.rng, "").block_hashes
-        if self.rng.random() < 0.6:
+        what = self.rng.random()
+        if what < 0.2:
+            self.router.sent_elsewhere(engine, blocks, self.now_ns)
+        elif what < 0.25:
+            self.router.forget_elsewhere(engine)
+        elif what < 0.7:
             self.router.kv_stored(engine, blocks, self.now_ns)
         else:
             self.router.kv_removed(engine, blocks[-2 * HASH_BYTES :], self.now_ns)

@@ -43,12 +43,12 @@ class _Engine:
 
     Attributes:
         said: its blocks, those said first first.
-        prompts: its history: when each was sent, the oldest first, and its last run.
+        prompts: its history, the oldest first: when each was sent, its last run, and whether by this router.
         capacity: blocks of its cache.
     """
 
     said: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    prompts: deque[tuple[int, Run]] = field(default_factory=deque)
+    prompts: deque[tuple[int, Run, bool]] = field(default_factory=deque)
     capacity: int = _UNLIMITED
 
 
@@ -114,11 +114,11 @@ class PrefixIndex:
 
     # --- told of requests
 
-    def sent(self, engine: int, hashes: bytes, now_ns: int, *, is_pending: bool = True) -> Run | None:
+    def sent(self, engine: int, hashes: bytes, now_ns: int, *, is_ours: bool = True) -> Run | None:
         """A prompt was sent to `engine`, which will hold its blocks.
 
         Args:
-            is_pending: its end will be told.
+            is_ours: by this router, which will tell its end; not by another.
 
         Returns:
             What `ended` wants back; None: nothing.
@@ -126,7 +126,7 @@ class PrefixIndex:
         last = self._history.add(engine, hashes)
         if last is not None:
             row = self._engines[engine]
-            row.prompts.append((now_ns, last))
+            row.prompts.append((now_ns, last, is_ours))
             while self._history.num_blocks[engine] > row.capacity and len(row.prompts) > 1:
                 self._drop_oldest(engine)
             self._keep_share(engine)
@@ -134,7 +134,7 @@ class PrefixIndex:
         self._next_to_expire = (self._next_to_expire + 1) % len(self._engines)
         for each in (engine, self._next_to_expire):
             self._expire(each, now_ns)
-        return self._pending.add(engine, hashes) if is_pending and self._exact >> engine & 1 else None
+        return self._pending.add(engine, hashes) if is_ours and self._exact >> engine & 1 else None
 
     def ended(self, engine: int, pending: Run) -> None:
         """The request of which `sent` returned `pending` is over: what is left of it was said."""
@@ -188,9 +188,17 @@ class PrefixIndex:
 
     # --- handed over
 
-    def prompts(self, engine: int) -> list[bytes]:
-        """The history of `engine`: the blocks of each prompt, packed, the oldest first."""
-        return [last.hashes() for _, last in self._engines[engine].prompts]
+    def prompts(self, engine: int) -> list[Run]:
+        """The history of `engine`: the last run of each prompt, the oldest first."""
+        return [last for _, last, _ in self._engines[engine].prompts]
+
+    def forget_elsewhere(self, engine: int) -> None:
+        """Of the history of `engine`, what other routers sent is forgotten."""
+        row = self._engines[engine]
+        prompts, row.prompts = row.prompts, deque(each for each in row.prompts if each[2])
+        for _, last, is_ours in prompts:
+            if not is_ours:
+                self._history.drop(engine, last)
 
     # --- inside
 

@@ -116,6 +116,12 @@ class SentElsewhere(msgspec.Struct, frozen=True, tag=True):
     now_ns: int
 
 
+class ElsewhereForgotten(msgspec.Struct, frozen=True, tag=True):
+    """`forget_elsewhere`."""
+
+    engine: int
+
+
 class FirstTokenCame(msgspec.Struct, frozen=True, tag=True):
     """`first_token`."""
 
@@ -172,7 +178,7 @@ class KvLost(msgspec.Struct, frozen=True, tag=True):
 
 Entry = (
     Head | EngineAdded | SpecSet | EngineRemoved | RoutableSet | EngineWasLost | Submitted | FirstTokenCame
-    | RequestEnded | SentElsewhere | Reported | KvStored | KvRemoved | KvCleared | KvLost | Story
+    | RequestEnded | SentElsewhere | ElsewhereForgotten | Reported | KvStored | KvRemoved | KvCleared | KvLost | Story
 )  # fmt: skip
 
 encode_entry = msgspec.json.Encoder().encode
@@ -255,6 +261,11 @@ class RecordedRouter(Router):
         """See `Router`."""
         super().sent_elsewhere(engine, hashes, now_ns)
         self._write(SentElsewhere(engine, hashes, now_ns))
+
+    def forget_elsewhere(self, engine: int) -> None:
+        """See `Router`."""
+        super().forget_elsewhere(engine)
+        self._write(ElsewhereForgotten(engine))
 
     def report(self, engine: int, figures: EngineFigures, as_of_ns: int, now_ns: int) -> None:
         """See `Router`."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from moestro.cluster.record import (
+    ElsewhereForgotten,
     EngineAdded,
     EngineRemoved,
     EngineWasLost,
@@ -92,6 +93,8 @@ def _apply(router: RecordedRouter, entry: Entry) -> None:
             router.ended(entry.request_id, entry.now_ns, entry.num_output_tokens)
         case SentElsewhere():
             router.sent_elsewhere(entry.engine, entry.hashes, entry.now_ns)
+        case ElsewhereForgotten():
+            router.forget_elsewhere(entry.engine)
         case _:
             _apply_said(router, entry)
 

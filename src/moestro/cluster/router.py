@@ -10,6 +10,7 @@ from moestro.cluster.columns import EngineColumns
 from moestro.cluster.in_flight import Flight, InFlight
 from moestro.cluster.prefix_index import PrefixIndex
 from moestro.cluster.settings import ANY_ENGINE, DEFAULT_SETTINGS, EngineSpec, RouterSettings
+from moestro.core.prefix_tree import Run
 from moestro.core.request import Request
 from moestro.core.rng import Draws
 from moestro.core.views import UNKNOWN_KV_TOKENS, EngineFigures, EngineTable
@@ -158,10 +159,14 @@ class Router:
 
     def sent_elsewhere(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """Another router has sent `engine` a prompt of these blocks (packed): its cache is thought to hold them."""
-        self._index.sent(engine, hashes, now_ns, is_pending=False)
+        self._index.sent(engine, hashes, now_ns, is_ours=False)
 
-    def prompts_sent(self, engine: int) -> list[bytes]:
-        """Blocks of the prompts by which the cache of `engine` is known, packed, the oldest first."""
+    def forget_elsewhere(self, engine: int) -> None:
+        """What was told by `sent_elsewhere` of `engine` is told anew."""
+        self._index.forget_elsewhere(engine)
+
+    def prompts_sent(self, engine: int) -> list[Run]:
+        """The prompts by which the cache of `engine` is known, each by its last run, the oldest first."""
         return self._index.prompts(engine)
 
     # --- what the engines say; of one that was removed the last words may still come, and mean nothing

@@ -1,43 +1,70 @@
 """The prompts that engines were sent, for another router: a standby that has them knows what caches hold.
 
 What engines say of their caches (KV events) is not in it: they tell a standby themselves.
+
+It is a sequence of msgpack messages, each behind its length (4 bytes, big-endian): a `Head`, `Part`s, and an empty one
+at the end. Blocks that prompts share are in it once, so it is no larger than the index, and neither router ever stops
+for the whole of it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import AsyncIterator, Iterable, Iterator
 
 import msgspec
-from aiohttp import web
+from aiohttp import StreamReader, web
 
 from moestro.core.hashing import HASH_BYTES
+from moestro.core.prefix_tree import Run
 from moestro.errors import RequestError
 from moestro.serve.refusals import HttpError
-from moestro.serve.route.fleet import Fleet
+from moestro.serve.route.fleet import Engine, Fleet
 
 _MAX_BYTES = 1 << 30
+_PART_PROMPTS = 256  # a few milliseconds' work, between which requests are answered
+_PART_BYTES = 256 << 10
+_LENGTH_BYTES = 4
+_NO_PARENT = -1
 
 
-class History(msgspec.Struct, frozen=True):
-    """What one router gives another.
+class Head(msgspec.Struct, frozen=True):
+    """What comes first.
 
     Attributes:
-        reading: how prompts become the names of their blocks, in words: both must do it alike.
-        prompts: by the engine's URL, the blocks of each prompt, packed, the oldest first.
+        reading: how prompts become the names of their blocks, in words: both routers must do it alike.
+        engines: their URLs.
     """
 
     reading: str
-    prompts: dict[str, list[bytes]]
+    engines: list[str]
 
 
-_decode = msgspec.msgpack.Decoder(History).decode
+class Part(msgspec.Struct, frozen=True):
+    """Some prompts of one engine, the oldest first.
+
+    Attributes:
+        engine: its place in `Head.engines`.
+        runs: (number of the run before it or -1, blocks, packed) of each run that is new; runs are numbered from 0 as
+            they come, in all parts.
+        prompts: the number of each prompt's last run.
+    """
+
+    engine: int
+    runs: list[tuple[int, bytes]]
+    prompts: list[int]
+
+
+_decode_head = msgspec.msgpack.Decoder(Head).decode
+_decode_part = msgspec.msgpack.Decoder(Part).decode
 
 
 class Handover:
     """Gives the history of this router's engines, and takes another's.
 
     Args:
-        reading: see `History`.
+        reading: see `Head`.
     """
 
     def __init__(self, fleet: Fleet, reading: str) -> None:
@@ -48,38 +75,120 @@ class Handover:
         """Of the admin plane."""
         return [web.get("/admin/index", self.give), web.put("/admin/index", self.take)]
 
-    async def give(self, _http: web.Request) -> web.Response:
-        """GET /admin/index: what `take` takes, as msgpack."""
-        router = self._fleet.router
-        prompts = {engine.url: router.prompts_sent(engine.row) for engine in self._fleet}
-        return web.Response(body=msgspec.msgpack.encode(History(self._reading, prompts)))
+    async def give(self, http: web.Request) -> web.StreamResponse:
+        """GET /admin/index: what `take` takes, as it is now."""
+        prompts = {engine.url: self._fleet.router.prompts_sent(engine.row) for engine in self._fleet}
+        answer = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        await answer.prepare(http)
+        await answer.write(_message(Head(self._reading, list(prompts))))
+        numbers: dict[Run, int] = {}
+        for engine, last_runs in enumerate(prompts.values()):
+            for part in _parts(engine, last_runs, numbers):
+                await answer.write(_message(part))
+                await asyncio.sleep(0)
+        await answer.write(_message(None))
+        await answer.write_eof()
+        return answer
 
     async def take(self, http: web.Request) -> web.Response:
-        """PUT /admin/index: another router's history comes on top of this one's, as if it were sent now. Engines that
-        are not here are passed over.
+        """PUT /admin/index: another router's history comes on top of this one's, as if it were sent now, and in place
+        of what was handed over before. Engines that are not here are passed over.
         """
         try:
-            history = _decode(await _whole(http))
-            if any(len(prompt) % HASH_BYTES for prompts in history.prompts.values() for prompt in prompts):
-                raise ValueError("a prompt is no whole number of blocks")
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise RequestError(f"This is no index of another router: {error}", code="invalid_value") from None
-        if history.reading != self._reading:
-            text = f"That router compares prompts {history.reading}, this one {self._reading}: they cannot be compared."
-            raise HttpError(409, text, "invalid_value")
-        now_ns, num_prompts = time.monotonic_ns(), 0
-        for engine in self._fleet:
-            for prompt in history.prompts.get(engine.url, ()):
-                self._fleet.router.sent_elsewhere(engine.row, prompt, now_ns)
-                num_prompts += 1
+            num_prompts = await self._take(_messages(http.content))
+        except (msgspec.MsgspecError, ValueError, asyncio.IncompleteReadError) as error:
+            raise RequestError(f"This is no whole index of another router: {error}", code="invalid_value") from None
         return web.json_response({"prompts": num_prompts})
 
+    async def _take(self, messages: AsyncIterator[bytes]) -> int:
+        head = _decode_head(await anext(messages, b""))
+        if head.reading != self._reading:
+            text = f"That router compares prompts {head.reading}, this one {self._reading}: they cannot be compared."
+            raise HttpError(409, text, "invalid_value")
+        for url in head.engines:
+            if (engine := self._at(url)) is not None:
+                self._fleet.router.forget_elsewhere(engine.row)
+                await asyncio.sleep(0)
+        runs: list[tuple[int, bytes]] = []
+        num_prompts = 0
+        async for message in messages:
+            part = _decode_part(message)
+            runs += part.runs
+            _check(part, len(head.engines), runs)
+            if (engine := self._at(head.engines[part.engine])) is not None:
+                now_ns = time.monotonic_ns()
+                for last in part.prompts:
+                    self._fleet.router.sent_elsewhere(engine.row, _whole(last, runs), now_ns)
+                num_prompts += len(part.prompts)
+            await asyncio.sleep(0)
+        return num_prompts
 
-async def _whole(http: web.Request) -> bytes:
-    """The body, which may be larger than the admin plane's others."""
-    body = bytearray()
-    async for piece in http.content.iter_any():
-        body += piece
-        if len(body) > _MAX_BYTES:
+    def _at(self, url: str) -> Engine | None:
+        """The engine there; it may go while the index comes."""
+        return next((engine for engine in self._fleet if engine.url == url), None)
+
+
+def _parts(engine: int, last_runs: Iterable[Run], numbers: dict[Run, int]) -> Iterator[Part]:
+    """What a router has of an engine, while it goes on changing: of a run that has been told, the blocks up to its end
+    stay the same, be it cut or dropped.
+    """
+    part, num_bytes = Part(engine, [], []), 0
+    for last in last_runs:
+        num_before = len(part.runs)
+        part.prompts.append(_number(last, numbers, part.runs))
+        num_bytes += sum(len(blocks) for _, blocks in part.runs[num_before:])
+        if len(part.prompts) == _PART_PROMPTS or num_bytes >= _PART_BYTES:
+            yield part
+            part, num_bytes = Part(engine, [], []), 0
+    if part.prompts:
+        yield part
+
+
+def _number(last: Run, numbers: dict[Run, int], runs: list[tuple[int, bytes]]) -> int:
+    """The number of a run; if it is new, it and what is new before it are told in `runs`."""
+    new, run = [], last
+    number = _NO_PARENT
+    while run not in numbers:
+        new.append(run)
+        if run.parent is None:
+            break
+        run = run.parent
+    else:
+        number = numbers[run]
+    for each in reversed(new):
+        runs.append((number, each.blocks))
+        number = numbers[each] = len(numbers)
+    return number
+
+
+def _check(part: Part, num_engines: int, runs: list[tuple[int, bytes]]) -> None:
+    num_before = len(runs) - len(part.runs)
+    for number, (parent, blocks) in enumerate(part.runs, num_before):
+        if not blocks or len(blocks) % HASH_BYTES or not _NO_PARENT <= parent < number:
+            raise ValueError("a run is no whole number of blocks, or comes before its beginning")
+    if not 0 <= part.engine < num_engines or any(not 0 <= last < len(runs) for last in part.prompts):
+        raise ValueError("it speaks of what it has not told")
+
+
+def _whole(last: int, runs: list[tuple[int, bytes]]) -> bytes:
+    """The blocks of a prompt, packed."""
+    pieces = []
+    while last != _NO_PARENT:
+        last, blocks = runs[last]
+        pieces.append(blocks)
+    return b"".join(reversed(pieces))
+
+
+def _message(content: Head | Part | None) -> bytes:
+    encoded = b"" if content is None else msgspec.msgpack.encode(content)
+    return len(encoded).to_bytes(_LENGTH_BYTES) + encoded
+
+
+async def _messages(content: StreamReader) -> AsyncIterator[bytes]:
+    """Up to the end."""
+    num_bytes = 0
+    while length := int.from_bytes(await content.readexactly(_LENGTH_BYTES)):
+        num_bytes += length
+        if num_bytes > _MAX_BYTES:
             raise HttpError(413, f"An index has {_MAX_BYTES} bytes at most.", "invalid_value")
-    return bytes(body)
+        yield await content.readexactly(length)
