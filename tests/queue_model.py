@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moestro.cluster.prefix_index import split
 from moestro.cluster.router import Router
+from moestro.core.hashing import split_hashes
 from moestro.core.request import Request
 
 TICK_NS = 10_000_000
@@ -52,7 +52,7 @@ class QueueModel:
 
     def submit(self, request: Request, num_output_tokens: int) -> int:
         engine = self.router.submit(request, self.now_ns).engine
-        blocks = split(request.block_hashes)
+        blocks = split_hashes(request.block_hashes)
         held = [each in self.engines[engine].cached for each in blocks]
         num_hit = min([*held, False].index(False) * self.block_size, request.num_prompt_tokens - 1)
         self.num_hit, self.num_prompt = self.num_hit + num_hit, self.num_prompt + request.num_prompt_tokens
@@ -82,6 +82,6 @@ class QueueModel:
                 engine.prefilling.pop(0)
                 engine.decoding.append(job)
                 self.ttft_ns.append(self.now_ns - job.request.arrival_ns)
-                engine.cached.update(split(job.request.block_hashes))
+                engine.cached.update(split_hashes(job.request.block_hashes))
                 self.router.kv_stored(number, job.request.block_hashes, self.now_ns)
                 self.router.first_token(job.request.request_id, self.now_ns)

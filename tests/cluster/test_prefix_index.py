@@ -8,8 +8,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from moestro.cluster.prefix_index import SAID_BYTES, PrefixIndex, split
-from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key
+from moestro.cluster.prefix_index import SAID_BYTES, PrefixIndex
+from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, split_hashes
 
 EXPIRY_NS = 100
 PLENTY = 1 << 40
@@ -102,26 +102,26 @@ def test_law_random_histories_equal_sets(num_engines):
         if deed in ("sent", "elsewhere"):
             is_ours = deed == "sent"
             pending = ours.sent(engine, hashes, now_ns, is_ours=is_ours)
-            plain.sent(split(hashes), now_ns, capacity, is_ours=is_ours)
+            plain.sent(split_hashes(hashes), now_ns, capacity, is_ours=is_ours)
             cursor = (cursor + 1) % num_engines
             plain.expire(now_ns)
             oracle[cursor].expire(now_ns)
             assert (pending is not None) == (plain.is_exact and is_ours)
             if pending is not None:
-                plain.pending.append(split(hashes))
-                in_flight.append((engine, pending, split(hashes)))
+                plain.pending.append(split_hashes(hashes))
+                in_flight.append((engine, pending, split_hashes(hashes)))
         elif deed == "ended" and in_flight:
             engine, pending, blocks = in_flight.pop(rng.randrange(len(in_flight)))
             ours.ended(engine, pending)
             oracle[engine].pending.remove(blocks)
         elif deed == "said":
             ours.said(engine, hashes)
-            plain.said |= set(split(hashes))
+            plain.said |= set(split_hashes(hashes))
             plain.is_exact = plain.is_complete
         elif deed == "removed":
             hashes = packed(*rng.choices(rng.choice(chains), k=2), *rng.choices(rng.choice(chains), k=2))
             ours.removed(engine, hashes)
-            plain.said -= set(split(hashes))
+            plain.said -= set(split_hashes(hashes))
         elif deed == "emptied":
             ours.removed(engine, b"".join(plain.said))
             plain.said = set()
@@ -129,7 +129,7 @@ def test_law_random_histories_equal_sets(num_engines):
             getattr(ours, deed)(engine)
             getattr(plain, deed)()
         asked = packed(*rng.choice(chains), 9)
-        assert ours.match(asked).tolist() == [each.match(split(asked)) for each in oracle]
+        assert ours.match(asked).tolist() == [each.match(split_hashes(asked)) for each in oracle]
         assert [ours.is_exact(each) for each in range(num_engines)] == [each.is_exact for each in oracle]
         was_exact += plain.is_exact
     assert was_exact > 50
