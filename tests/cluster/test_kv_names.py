@@ -46,6 +46,15 @@ def test_a_removed_block_is_named_and_may_still_be_a_parent(cache):
     assert cache.store([3], 2, TOKENS[8:]) == names(TOKENS)[32:]
 
 
+def test_of_blocks_that_are_gone_only_the_last_are_still_parents(cache, monkeypatch):
+    monkeypatch.setattr("moestro.cluster.kv_names._NUM_LEFT", 2)
+    cache.store([1, 2, 3], None, TOKENS)
+    for theirs in (1, 2, 3):
+        cache.remove([theirs])
+    assert cache.store([4], 1, TOKENS[4:8]) == b""
+    assert cache.store([3], 2, TOKENS[8:]) == names(TOKENS)[32:]
+
+
 def test_a_block_behind_one_that_nobody_knows_is_left_out(cache):
     assert cache.store([3], 2, TOKENS[8:]) == b""
     assert cache.counts.orphaned == 1

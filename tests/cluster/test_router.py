@@ -97,6 +97,17 @@ def test_requests_that_are_not_this_routers_are_those_that_it_cannot_account_for
     assert (one.table.num_foreign[0], one.table.num_unseen[0]) == (0, 0)
 
 
+def test_requests_that_ended_after_an_engine_counted_them_are_not_taken_for_somebody_elses():
+    one = router(1, "round_robin")
+    submit(one, "a", "b", "c", "d", now_ns=10)
+    for at, name in enumerate(("a", "b", "c")):
+        one.ended(name, 21 + at)
+    one.report(0, EngineFigures(num_waiting=1, num_running=3), 20, 30)
+    assert one.table.num_foreign[0] == 0
+    one.report(0, EngineFigures(num_waiting=1, num_running=3), 24, 31)
+    assert one.table.num_foreign[0] == 3
+
+
 def test_an_engine_that_was_started_again_has_said_nothing_and_holds_nothing():
     one = router(1, "round_robin")
     submit(one, "a", now_ns=5)

@@ -47,6 +47,15 @@ def test_one_hot_key_fills_no_engine_beyond_its_bound():
     assert max(eight.table.num_in_flight) <= 1.25 * 200 / 8 + 1
 
 
+def test_no_more_keys_are_remembered_than_there_is_room_for(monkeypatch):
+    monkeypatch.setattr("moestro.policy.routing.affinity._MAX_KEYS", 3)
+    sticky = StickyMap(SECOND)
+    for at, key in enumerate(("a", "b", "c", "a", "d", "e")):
+        sticky.put(key, at, 0)
+        assert len(sticky) <= 3
+    assert [sticky.get(key, 0) for key in "abcde"] == [3, None, None, 4, 5]
+
+
 def test_a_user_is_sent_back_until_the_memory_expires_or_the_engine_goes():
     four = router(4, Sticky(by="user", expiry_s=10))
 

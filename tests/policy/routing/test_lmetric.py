@@ -150,10 +150,11 @@ def test_a_prefix_that_nearly_all_share_makes_no_class():
     assert detector.num_tracked == 0
 
 
-def test_only_the_classes_that_save_most_are_tracked():
+@pytest.mark.parametrize("order", [((1, 2), (2, 8), (3, 5)), ((2, 8), (3, 5), (1, 2))])
+def test_only_the_classes_that_save_most_are_tracked(order):
     detector = HotspotDetector(HotspotSettings(max_classes=2))
     for i in range(40):
-        for name, depth in ((1, 2), (2, 8), (3, 5)):
+        for name, depth in order:
             detector.note(Routed(prompt("a", chain(name, depth)), 0, 0, {}, i), 0, is_lower=False)
     assert detector.num_tracked == 2
     prompts = [prompt("a", chain(name, depth)) for name, depth in ((1, 2), (2, 8), (3, 5))]

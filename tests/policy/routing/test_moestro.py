@@ -86,6 +86,17 @@ def test_its_means_and_shares_stay_finite_over_millions_of_decisions():
     assert policy._recent_share(view(table(3))).sum() == pytest.approx(3)
 
 
+def test_the_work_of_an_engine_that_is_lost_is_nobodys_share():
+    policy = Moestro()
+    for i in range(30):
+        policy.observe(Routed(OF_1000, i % 3, 0, {}, i))
+    policy.observe(EngineLost(1, 30))
+    share = policy._recent_share(view(table(3)))
+    assert share[1] == 0
+    assert share.sum() == pytest.approx(3)
+    policy.observe(EngineLost(7, 31))  # of which it never heard
+
+
 def test_of_other_routers_only_what_they_cannot_have_changed_since_counts():
     known = table(
         num_in_flight=[2, 2], num_foreign=[12, 2], num_waiting=[0, 0], num_running=[14, 4],

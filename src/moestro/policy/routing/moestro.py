@@ -9,7 +9,8 @@ Sent to engine i, a request of which p tokens are new there, behind Q queued one
     itself, by their decode:                 L for each of them
 
 all in units of one prompt token's time. A second before a first token weighs more than one spread over an answer, by
-as much as answers take longer than first tokens do; by Little's law that is g = R / W, over all engines. So
+as much as answers take longer than first tokens do; by Little's law that is R / W, over all engines. One request more
+on each side keeps a handful of them from saying too much, and it never weighs less: g = max(1, (R + 1) / (W + 1)). So
 
     score = pressure / speed * (g (Q + p (1 + W)) + p R + 2 L (R + W))
 
