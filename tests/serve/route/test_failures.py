@@ -145,7 +145,8 @@ async def test_no_more_stories_are_kept_than_asked_for(remember):
         for each in ids:
             assert (await it.call(X_Request_Id=each)).status == 200
         assert [each for each in ids if journal.story(each)] == ids[len(ids) - remember :]
-        assert len(journal._entries) == remember
+        assert len(journal._over) == remember
+        assert not journal._running
 
 
 @looped

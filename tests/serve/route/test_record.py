@@ -45,11 +45,11 @@ def asked(i: int) -> dict:
     return {"model": "m", "messages": said, "max_tokens": 9, "user": f"u{i % 3}", "session_id": f"s{i % 4}"}
 
 
-async def run(record, policy: str, num_requests: int = 40) -> list[str]:
+async def run(record, policy: str, num_requests: int = 40, **more) -> list[str]:
     """A life of a router: engines that fail and come back, drains, polled figures. Returns the ids of the answers."""
     engines = [FakeEngine("a", answer), FakeEngine("b", fail_now_and_then), FakeEngine("c", answer)]
     engines[0].metrics = BUSY
-    settings = {"record": record, "route_policy": policy, "metrics_interval": 0.005, "retry_share": 1.0}
+    settings = {"record": record, "route_policy": policy, "metrics_interval": 0.005, "retry_share": 1.0} | more
     async with rig(*engines, **settings) as it:
         answers = []
         for i in range(0, num_requests, 4):
@@ -79,6 +79,14 @@ async def test_a_record_of_a_live_router_replays_to_the_same_decisions(policy, t
     is_equal, text = told(record)
     assert text.startswith(f"{num_decisions} of {num_decisions} decisions came out as they were\n")
     assert is_equal
+
+
+@looped
+async def test_every_story_is_written_be_none_remembered(tmp_path):
+    record = tmp_path / "record.jsonl"
+    ids = await run(record, "moestro", remember=0)
+    entries = [decode_entry(line) for line in record.read_bytes().splitlines() if line]
+    assert sorted(entry.request_id for entry in entries if isinstance(entry, Story)) == sorted(ids)
 
 
 @looped

@@ -38,10 +38,10 @@ class _Entry:
 
 
 class Journal:
-    """Keeps the last stories by request id, and hands each that is over to `write`.
+    """Keeps the stories of requests that run and the last that are over, by id, and hands each of these to `write`.
 
     Args:
-        remember: how many are kept.
+        remember: how many that are over are kept.
         names: of the fleet's rows.
         write: None: there is no file.
     """
@@ -53,30 +53,32 @@ class Journal:
         self._remember = remember
         self._names = names
         self._write = write
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._running: dict[str, _Entry] = {}
+        self._over: OrderedDict[str, _Entry] = OrderedDict()
 
     def routed(self, request: Request, decision: RouteDecision, because: str) -> None:
         """A request was given to an engine; `because`: it is not the first one that it was given to."""
-        entry = self._entries.get(request.request_id)
-        if entry is None or not because:
-            entry = self._entries[request.request_id] = _Entry(request.request_id, request.num_prompt_tokens)
-            self._entries.move_to_end(request.request_id)  # an id that comes again
-            while len(self._entries) > self._remember:
-                self._entries.popitem(last=False)
+        entry = self._running.get(request.request_id)
+        if entry is None:
+            entry = self._running[request.request_id] = _Entry(request.request_id, request.num_prompt_tokens)
         entry.attempts.append(_Attempt(decision, because, self._names()))
 
     def ended(self, request_id: str, status: int, usage: dict[bytes, int]) -> None:
         """It is over."""
-        entry = self._entries.get(request_id)
+        entry = self._running.pop(request_id, None)
         if entry is None:
             return
         entry.status, entry.usage, entry.ended_ns = status, usage, time.monotonic_ns()
+        self._over[request_id] = entry
+        self._over.move_to_end(request_id)  # an id that comes again
+        while len(self._over) > self._remember:
+            self._over.popitem(last=False)
         if self._write is not None:
             self._write(self._story(entry))
 
     def story(self, request_id: str) -> Story | None:
         """What is known of a request; None: nothing, or no more."""
-        entry = self._entries.get(request_id)
+        entry = self._running.get(request_id) or self._over.get(request_id)
         return None if entry is None else self._story(entry)
 
     def _story(self, entry: _Entry) -> Story:

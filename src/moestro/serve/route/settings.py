@@ -280,7 +280,7 @@ class RecordSettings:
     record: Annotated[Path | None, Parameter(group=_RECORD)] = None
     "Append what is decided to this file, for moestro explain and moestro replay. Prompts are not in it."
     remember: Annotated[int, Parameter(group=_RECORD)] = 10_000
-    "Decisions kept in memory for moestro explain."
+    "Requests that are over and kept in memory, for moestro explain."
 
     def __post_init__(self) -> None:
         _at_least("--remember", self.remember, 0)
