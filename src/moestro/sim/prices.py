@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from moestro.cost.model import Batch, CostModel, GroupCostModel, Int64s, Ints
+from moestro.cost.tables import MeasuredCost
 
 
 class Prices(Protocol):
@@ -26,6 +27,10 @@ class Prices(Protocol):
 
     def rounds_ns(self, starts: Sequence[Ints], num_rounds: int) -> Int64s:
         """int64[num_rounds], what each of the coming decode rounds takes; an empty start: the rank idles."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What whoever reads results has to know of the prices that were given so far; nothing, as a rule."""
         ...
 
 
@@ -51,6 +56,13 @@ class OneRank:
         """See `Prices.rounds_ns`."""
         return self._cost.decode_rounds_ns(starts[0], num_rounds)
 
+    def notes(self) -> list[str]:
+        """See `Prices.notes`: that steps were larger than those of a table."""
+        if not isinstance(self._cost, MeasuredCost) or not (beyond := self._cost.beyond()):
+            return []
+        words = (f"{name} of up to {asked:,}, measured up to {most:,}" for name, (asked, most) in beyond.items())
+        return [f"steps were priced beyond the table, in a straight line: {'; '.join(words)}"]
+
 
 class Barrier:
     """An expert-parallel group in lock-step: its busiest rank sets the time."""
@@ -74,3 +86,7 @@ class Barrier:
     def rounds_ns(self, starts: Sequence[Ints], num_rounds: int) -> Int64s:
         """See `Prices.rounds_ns`."""
         return self._cost.group_decode_rounds_ns(starts, num_rounds)
+
+    def notes(self) -> list[str]:
+        """None."""
+        return []
