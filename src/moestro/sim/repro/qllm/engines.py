@@ -87,4 +87,4 @@ def make_engine(name: str) -> Ranks:
     settings = SchedulerSettings(**given)  # type: ignore[arg-type]
     if engine.step_policy is None:
         return Group(settings, OneRank(cost))
-    return StagedRank(settings, cost, engine.step_policy)
+    return StagedRank(settings, cost, engine.step_policy, passes_decodes=True)
