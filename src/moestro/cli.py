@@ -249,7 +249,8 @@ def sim(
     policy
         Routing policies under which it is replayed.
     cost
-        What its steps take: GPU/NETWORK, or a table of `moestro calibrate`; unset: what the record says.
+        What its steps take: GPU/NETWORK (h20/qwen3-30b-a3b), qllm/NETWORK (QLLM's engine), or a table of
+        `moestro calibrate`; unset: what the record says.
     json
         Write all figures to this file.
     plot

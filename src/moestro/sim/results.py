@@ -107,7 +107,7 @@ class Results:
         """float64[engines], time that requests spent on each engine, summed: the area under `in_flight`."""
         rows = self.is_answered
         spent_s = (self.last_token_ns[rows] - self.arrival_ns[rows]) / 1e9
-        return np.bincount(self.engine[rows], spent_s, self.num_engines)
+        return np.bincount(self.engine[rows], spent_s, self.num_engines).astype(np.float64)
 
     def in_flight(self, engine: int, at_ns: Int64s) -> Int64s:
         """int64[m], requests of `engine` that had arrived and not ended at each of `at_ns`."""
