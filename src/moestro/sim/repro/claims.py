@@ -191,7 +191,7 @@ def _ours(findings: Findings) -> Iterator[Claim]:
             ours=f"not significantly worse in {len(findings.pairs) - len(lost)} of {len(findings.pairs)} cells:"
             f" {num['better']} better, {num['undecided']} undecided, {num['worse']} worse",
             holds=not lost,
-            why="; ".join(f"{p.load} at {p.share:.0%}, {p.figure}: {p.mean:+.0%} of {p.other}" for p in lost),
+            why="; ".join(f"{p.load} at {p.share:.0%}, {p.figure}: {p.mean:+.1%} to {p.other}" for p in lost),
         )
 
 

@@ -11,6 +11,7 @@ from moestro.sim.repro.lmetric import FIGURES, HALF, NETWORK, OUR_POLICY, PAPER_
 
 _SIZE = (11.0, 7.0)
 _COLOURS = {"better": "C2", "undecided": "0.6", "worse": "C3"}
+_TICKS = (-100, -10, 0, 10, 100)  # %, of differences
 _LEAST_SHARE = 0.005  # in the logarithmic picture
 _SHOWN = ("round_robin", "vllm-0.26", "bailian", "dynamo", "llm-d", PAPER_POLICY, OUR_POLICY)
 
@@ -126,6 +127,8 @@ def _ours(findings: Findings) -> Figure:
         axes.axvline(0, color="0.5", linewidth=0.8)
         axes.set(title=name, xlabel="%", yticks=at)
         axes.set_xscale("symlog", linthresh=10)  # the synthetic trace's intervals are a hundred times the others'
+        axes.set(xlim=(-500, 500), xticks=_TICKS, xticklabels=[f"{tick:+d}" if tick else "0" for tick in _TICKS])
+        axes.minorticks_off()
         axes.set_yticklabels([f"{pair.load} at {pair.share:.0%}" for pair in pairs], fontsize=7)
     figure.axes[0].invert_yaxis()
     figure.suptitle(
