@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from moestro.core.request import Request
 from moestro.core.script import Script
+from moestro.core.views import StepPolicy
 from moestro.cost.model import StageCostModel
 from moestro.cost.priced_device import Scripts
 from moestro.cost.priced_stages import PricedStages
 from moestro.engine.emitted import Emitted
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
-from moestro.flow.core import StepPolicy
 from moestro.sim.group import Seat
 
 
