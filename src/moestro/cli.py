@@ -304,8 +304,8 @@ def lmetric(
         authors publish. Without it there are generated sessions alone.
     out
         A directory for lmetric.json and, where matplotlib is installed, pictures. What was found of each load is kept
-        there at once, as lmetric.LOAD.json, and not made again: a run that was stopped goes on, and loads that were
-        made by several processes come together in one that asks for all of them.
+        there at once, as lmetric.LOAD.json, and not made again by the same version: a run that was stopped goes on, and
+        loads that were made by several processes come together in one that asks for all of them.
     """
     from rich.console import Console
 

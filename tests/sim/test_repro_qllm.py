@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from moestro.errors import ConfigError
+from moestro.sim.repro.conditions import this_run
 from moestro.sim.repro.qllm.claims import claims_of, ls_ttft
 from moestro.sim.repro.qllm.engines import (
     ENGINES,
@@ -25,9 +26,8 @@ from moestro.sim.repro.qllm.engines import (
 )
 from moestro.sim.repro.qllm.experiment import LONG, QUICK, SHORT, Findings, Plan, chosen, num_runs, reproduce
 from moestro.sim.repro.qllm.loads import LS_SHARE, make_rows, offsets_ns
-from moestro.sim.repro.qllm.runner import Reproduced
 from moestro.sim.repro.qllm.show import print_findings
-from moestro.sim.repro.reporting import write_result
+from moestro.sim.repro.reporting import Reproduced, write_result
 from moestro.sim.repro.testbed import Latency
 
 TINY = Plan(
@@ -81,9 +81,10 @@ def test_findings_are_shown_and_kept(found, tmp_path):
     print_findings(console, findings, claims)
     assert "ShareGPT's published means" in console.file.getvalue()
     assert "What the paper says" in console.file.getvalue()
-    write_result(Reproduced(findings, claims), tmp_path / "new" / "qllm.json")
+    result = Reproduced(conditions=this_run(), findings=findings, claims=claims)
+    write_result(result, tmp_path / "new" / "qllm.json")
     kept = json.loads((tmp_path / "new" / "qllm.json").read_text())
-    assert kept["findings"]["kind"] == "simulated"
+    assert kept["findings"]["kind"] == kept["conditions"]["kind"] == "simulated"
     assert len(kept["claims"]) == len(claims)
 
 
