@@ -117,6 +117,12 @@ class MeasuredCost:
         asked = self._asked | {"context": math.ceil(self._longest_context)}
         return {name: (asked[name], most) for name, most in self.largest.items() if asked[name] > most}
 
+    def warning(self) -> str | None:
+        """`beyond` in words, for whoever reads results; None: nothing was."""
+        words = (f"{name} of up to {asked:,}, measured up to {most:,}" for name, (asked, most) in self.beyond().items())
+        said = "; ".join(words)
+        return f"steps were priced beyond the table, in a straight line: {said}" if said else None
+
     def step_ns(self, batch: Batch) -> int:
         """See `CostModel.step_ns`."""
         num, total = len(batch.start), int(batch.num_tokens.sum())

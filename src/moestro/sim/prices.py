@@ -58,10 +58,8 @@ class OneRank:
 
     def notes(self) -> list[str]:
         """See `Prices.notes`: that steps were larger than those of a table."""
-        if not isinstance(self._cost, MeasuredCost) or not (beyond := self._cost.beyond()):
-            return []
-        words = (f"{name} of up to {asked:,}, measured up to {most:,}" for name, (asked, most) in beyond.items())
-        return [f"steps were priced beyond the table, in a straight line: {'; '.join(words)}"]
+        warning = self._cost.warning() if isinstance(self._cost, MeasuredCost) else None
+        return [] if warning is None else [warning]
 
 
 class Barrier:
