@@ -134,7 +134,7 @@ def long_queue_us(order: str, num_waiting: int, *, changes: bool) -> float:
     for step in range(-10, steps):
         now_ns = (step + 10) * 50_000_000
         if changes:
-            scheduler.abort(f"r{64 + step + 10}")
+            scheduler.abort(f"r{64 + step + 10}", 0)
             scheduler.add(make_request(10**6 + step))
         started = time.perf_counter_ns()
         plan = scheduler.schedule(now_ns)

@@ -1,11 +1,17 @@
 """How fast the simulator is, in CPU-seconds, beside Dynamo's replay if there is one; and what a million requests take.
 
-    python bench/sim_speed.py --traces TRACES [--dynamo PYTHON] [--million] --json bench/results/sim_speed.json
+    python bench/sim_speed.py --traces TRACES --json bench/results/sim_speed.json
+    python bench/sim_speed.py --traces TRACES --dynamo PYTHON --json bench/results/sim_speed.json
+    python bench/sim_speed.py --million --json bench/results/sim_speed.json
+
+The first measures ours, the second Dynamo's as well, the third a million requests. Each part of the file holds the
+command, commit and load of the machine with which it was measured, and the others stay as they are.
 
 TRACES is a folder with mooncake_conversation.jsonl.zst. PYTHON is an interpreter with `ai-dynamo==1.1.1` and
 `ai-dynamo-runtime==1.1.1` (their Rust replay: the same kind of simulation, with its own router and a modelled engine).
 Both sides read the trace, make the requests and simulate; ours prices steps of Qwen3-30B-A3B on an H200, theirs has its
-default timing model. Blocks are as large on both sides, and every request is answered.
+default timing model. Blocks are as large on both sides, and every request is answered. Not alike is what is counted:
+theirs is the CPU time of a process from its start, ours that of a process that is up and has imported everything.
 """
 
 from __future__ import annotations
@@ -17,7 +23,6 @@ import platform
 import resource
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -61,7 +66,7 @@ def simulate(settings: SimSettings) -> dict[str, float]:
     """One run of ours: CPU-seconds from reading the workload to the last answer, and a few figures of the result."""
     began = time.process_time()
     scenario = make_scenario(settings, Path())
-    results = run(scenario, settings.policies[0], settings)
+    results = run(scenario, settings.policies[0])
     cpu_s = time.process_time() - began
     assert results.is_answered.all(), "somebody was not answered"
     hit_ratio = float(results.num_hit_tokens.sum() / results.num_prompt_tokens.sum())
@@ -124,6 +129,18 @@ def peer(python: str, traces: Path) -> dict[str, dict]:
     return found
 
 
+def conditions(command: str, before: tuple[float, float, float]) -> dict[str, object]:
+    """Under which a part was measured."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "command": f"python bench/sim_speed.py {command} --json bench/results/sim_speed.json",
+        "commit": commit.stdout.strip(),
+        "machine": f"{platform.processor() or platform.machine()}, Python {platform.python_version()},"
+        f" NumPy {np.__version__}, {os.cpu_count()} cores",
+        "load_average": {"before": before, "after": os.getloadavg()},
+    }
+
+
 def ratios(own: dict[str, dict], theirs: dict[str, dict]) -> dict[str, float]:
     """CPU-seconds of the peer over ours, of the medians; above 1: ours is the faster."""
     return {name: theirs[other]["cpu_s"]["median"] / own[name]["cpu_s"]["median"] for name, other in PAIRS.items()}
@@ -145,26 +162,23 @@ def main() -> None:
     parser.add_argument("--million", action="store_true", help="only that")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    if not asked.million and asked.traces is None:
+        parser.error("--traces names the folder with the trace; or --million")
+    before = os.getloadavg()
     if asked.million:
-        found: dict = {"a million requests": million()}
+        found = {"a million requests": million() | conditions("--million", before)}
     else:
-        found = {"moestro": {name: ours(settings) for name, settings in cases(asked.traces).items()}}
+        own = {name: ours(settings) for name, settings in cases(asked.traces).items()}
+        found = {"moestro": own | conditions("--traces TRACES", before)}
         if asked.dynamo:
-            found["dynamo 1.1.1"] = peer(asked.dynamo, asked.traces)
-            found["dynamo's CPU-seconds over ours"] = ratios(found["moestro"], found["dynamo 1.1.1"])
+            before = os.getloadavg()
+            theirs = peer(asked.dynamo, asked.traces)
+            found["dynamo 1.1.1"] = theirs | conditions("--traces TRACES --dynamo PYTHON", before)
+            found["dynamo's CPU-seconds over ours"] = ratios(own, theirs)
     print(json.dumps(found, indent=1))
     if asked.json:
         earlier = json.loads(asked.json.read_text()) if asked.json.exists() else {}
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        conditions = {
-            "kind": "measured",
-            "command": " ".join(["python", "bench/sim_speed.py", *(a for a in sys.argv[1:] if a.startswith("--"))]),
-            "commit": commit.stdout.strip(),
-            "machine": f"{platform.processor() or platform.machine()}, Python {platform.python_version()},"
-            f" NumPy {np.__version__}, {os.cpu_count()} cores",
-            "repeats": REPEATS,
-        }
-        asked.json.write_text(json.dumps(earlier | conditions | found, indent=1) + "\n")
+        asked.json.write_text(json.dumps(earlier | {"kind": "measured", "repeats": REPEATS} | found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import platform
 import random
 import re
 import statistics
+import tempfile
 import time
 import urllib.request
 from collections import Counter
@@ -235,10 +236,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", required=True, help="the vllm command")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--logs", type=Path, default=Path("/tmp/vllm_pair"))
+    parser.add_argument("--logs", type=Path, help="keep what servers and routers say here")
     parser.add_argument("--json", type=Path, help="store the result here")
     options = parser.parse_args()
-    with running(options.vllm, options.logs) as (servers, urls):
+    with tempfile.TemporaryDirectory() as own, running(options.vllm, options.logs or Path(own)) as (servers, urls):
         result: dict[str, object] = {
             "kind": "measured",
             "machine": f"{os.cpu_count()} cores, {platform.machine()}; servers, routers and clients share them",

@@ -249,7 +249,8 @@ def sim(
     policy
         Routing policies under which it is replayed.
     cost
-        What its steps take: GPU/NETWORK, or a table of `moestro calibrate`; unset: what the record says.
+        What its steps take: GPU/NETWORK (h20/qwen3-30b-a3b), qllm/NETWORK (QLLM's engine), or a table of
+        `moestro calibrate`; unset: what the record says.
     json
         Write all figures to this file.
     plot
@@ -303,8 +304,8 @@ def lmetric(
         authors publish. Without it there are generated sessions alone.
     out
         A directory for lmetric.json and, where matplotlib is installed, pictures. What was found of each load is kept
-        there at once, as lmetric.LOAD.json, and not made again: a run that was stopped goes on, and loads that were
-        made by several processes come together in one that asks for all of them.
+        there at once, as lmetric.LOAD.json, and not made again by the same version: a run that was stopped goes on, and
+        loads that were made by several processes come together in one that asks for all of them.
     """
     from rich.console import Console
 

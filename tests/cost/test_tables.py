@@ -99,7 +99,20 @@ def test_a_device_that_the_form_fits_is_priced_as_it_is(rows):
 
 
 def test_it_says_what_was_measured_at_most():
-    assert MeasuredCost(table()).largest == {"chunk": 1024, "sequences": 64, "context": 2000}
+    assert MeasuredCost(table()).largest == {"chunk": 1024, "tokens": 1024, "sequences": 64, "context": 2000}
+
+
+def test_it_says_how_far_beyond_that_it_was_asked():
+    cost = MeasuredCost(table())
+    cost.step_ns(batch((0, 1024)))
+    cost.step_ns(batch(*((1999, 1),) * 64))
+    cost.decode_rounds_ns(np.array([1000, 1000]), 1000)
+    assert cost.beyond() == {}
+    cost.step_ns(batch((0, 1500), (0, 600), (4000, 1)))
+    assert cost.beyond() == {"chunk": (1500, 1024), "tokens": (2101, 1024), "context": (4001, 2000)}
+    cost.decode_rounds_ns(np.full(65, 5000), 10)
+    assert cost.beyond()["sequences"] == (65, 64)
+    assert cost.beyond()["context"] == (5010, 2000)
 
 
 def noisy_table(rng: np.random.Generator) -> Table:

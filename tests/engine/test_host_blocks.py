@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 from fake_device import KvDevice, expected_prompt_logprobs, expected_tokens, make_request
 
+from moestro.core.request import ServiceClass
 from moestro.engine.rank import Rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
+from moestro.policy.eviction import least_computed_be_first
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 8
 
@@ -127,3 +132,39 @@ def test_these_tests_can_fail_a_device_that_forgets_copies_is_caught():
 def test_a_negative_number_of_blocks_is_refused():
     with pytest.raises(ConfigError, match="num_host_blocks must not be negative"):
         make_rank(-1)
+
+
+def test_what_is_kept_is_not_said_to_be_computed_yet():
+    requests, rank = two_that_need_all_blocks(), make_rank(NUM_BLOCKS)
+    evicted(rank, requests)
+    waits = rank.scheduler.by_id["r1"]
+    assert waits.num_kept == waits.num_tokens - 1
+    assert rank.stats().queued_prefill_tokens == 1
+
+
+def test_two_victims_are_not_promised_the_same_room():
+    settings = SchedulerSettings(
+        num_blocks=16,
+        num_host_blocks=10,
+        block_size=BLOCK_SIZE,
+        max_model_len=60,
+        max_num_batched_tokens=128,
+        scheduling_policy="qllm",
+        evict_policy="least_computed_be_first",
+        enable_prefix_caching=False,
+    )
+    rank, seen = build_rank(settings, KvDevice(16, BLOCK_SIZE, num_host_blocks=10)), []
+
+    def watched(view):
+        seen.append(view.num_free_host_tokens)
+        return least_computed_be_first(view)
+
+    eviction = rank.scheduler._eviction
+    eviction._policy = replace(eviction._policy, choose=watched)
+    for name, length, service_class in (("a", 21, "be"), ("b", 22, "be"), ("ls", 40, "ls")):
+        request = make_request(name, range(length), max_tokens=3)
+        rank.add(msgspec.structs.replace(request, service_class=ServiceClass(service_class)), 0)
+        rank.step(0)
+    assert seen == [40, 40 - 24], "the first takes six blocks"
+    assert rank.stats().num_preemptions == 2
+    assert rank.stats().num_kept_tokens == 22, "there is no room for both"

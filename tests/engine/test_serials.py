@@ -12,7 +12,7 @@ def test_units_carry_the_number_that_add_gave():
     scheduler = Scheduler(settings)
     serials = [scheduler.add(fake_device.make_request(name, range(3), max_tokens=4)) for name in "ab"]
     first = scheduler.schedule(0).units
-    scheduler.abort("a")
+    scheduler.abort("a", 0)
     scheduler.update(StepResult(first.slot), 0)
     second = scheduler.schedule(0).units
     assert first.serial.tolist() == serials[:1]

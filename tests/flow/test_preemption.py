@@ -8,6 +8,7 @@ from fake_device import make_request
 from fake_stages import FakeStages, expected_tokens, make_shape
 
 from moestro.core.request import ServiceClass
+from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, Run, Wait
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.policy.stepping.basic import in_order
@@ -27,21 +28,16 @@ def request(name: str, service_class: str, length: int = 6, max_tokens: int = 3,
 class Served:
     """A rank on a device of integers, one piece a step."""
 
-    def __init__(self, policy=QLLM, *, places=None, num_blocks=64, passes_decodes=True):
+    def __init__(self, policy=QLLM, *, places=None, num_blocks=64, passes_decodes=True, **bounds):
         shape = make_shape(2 * BUDGET, places)
         self.device = FakeStages(shape, num_blocks, BLOCK_SIZE)
         self.device.may_forget = num_blocks < 64
-        bounds = SchedulerSettings(
-            num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            max_model_len=32,
-            max_num_seqs=4,
-            max_num_urgent_seqs=4,
-            max_num_batched_tokens=BUDGET,
-            scheduling_policy="qllm",
-            evict_policy="least_computed_be_first",
-        )
-        self.rank = build_preemptive_rank(bounds, self.device, policy, passes_decodes=passes_decodes)
+        usual = {
+            "max_model_len": 32, "max_num_seqs": 4, "max_num_urgent_seqs": 4, "max_num_batched_tokens": BUDGET,
+            "scheduling_policy": "qllm", "evict_policy": "least_computed_be_first",
+        }  # fmt: skip
+        settings = SchedulerSettings(num_blocks=num_blocks, block_size=BLOCK_SIZE, **(usual | bounds))
+        self.rank = build_preemptive_rank(settings, self.device, policy, passes_decodes=passes_decodes)
         self.requests, self.tokens, self.ended, self.now_ns = {}, {}, [], 0
 
     def add(self, request) -> int:
@@ -216,3 +212,78 @@ def test_while_urgent_tokens_can_run_nothing_runs_without_some():
         for _, _, serials in served.device.log[before + 1 :]:
             assert urgent & set(serials)
     served.finish()
+
+
+def test_an_urgent_request_takes_its_own_place_past_best_effort_that_waits_for_one():
+    """Whatever the order, and also where it comes just when a step ends."""
+    for moment in range(1, 40):
+        served = Served(ALONE, max_num_seqs=1, scheduling_policy="fcfs", evict_policy="last_in_order")
+        served.add(request("runs", "be", 6, max_tokens=20))
+        served.add(request("waits", "be", 6, max_tokens=20, first=1))
+        served.pieces(100 + moment)
+        served.add(request("ls", "ls", first=3, max_tokens=1))
+        served.pieces(2 * 6 * NUM_LAYERS)
+        assert served.ended == ["ls"], f"it waited, having come {moment} pieces later"
+
+
+def test_an_urgent_request_that_does_not_fit_lets_no_decodes_pass():
+    def tokens_of_both(*, one_waits: bool) -> tuple[int, int]:
+        served = Served(
+            ALONE, num_blocks=16, passes_decodes=False, max_model_len=64, max_num_batched_tokens=2 * BUDGET,
+            evict_policy="last_in_order",
+        )  # fmt: skip
+        served.add(request("be", "be", 10, max_tokens=30))
+        served.pieces(100)
+        before = len(served.tokens["be"])
+        served.add(request("ls", "ls", 6, max_tokens=12, first=3))
+        served.pieces(1)
+        if one_waits:
+            served.add(request("large", "ls", 52, max_tokens=2, first=5))
+        while "ls" not in served.ended:
+            served.pieces(1)
+        return len(served.tokens["ls"]), len(served.tokens["be"]) - before
+
+    assert tokens_of_both(one_waits=True) == tokens_of_both(one_waits=False) == (12, 12)
+
+
+def test_a_parked_request_that_is_aborted_gives_its_kv_at_once_and_computes_no_more():
+    served = Served(ALONE)
+    served.add(request("be", "be", 20))
+    served.until("expert", 2)
+    served.add(request("ls", "ls", first=3))
+    served.pieces(3)
+    free = served.rank.scheduler.pool.num_free
+    served.device.may_forget = True
+    served.rank.abort("be", served.now_ns)
+    assert served.rank.scheduler.pool.num_free == free + 5
+    before = len(served.device.log)
+    del served.requests["be"]
+    served.finish()
+    assert not any(0 in serials for _, _, serials in served.device.log[before + 1 :])
+
+
+def test_while_the_device_works_a_policy_that_waits_does_not_put_the_rank_to_sleep():
+    """An accelerator does not say when it is done: who slept until the policy's time would miss it."""
+
+    class Accelerator(FakeStages):
+        works_when_polled = False
+
+    def waits_for_best_effort_alone(view, now_ns):
+        layers = np.flatnonzero((view.n[BE] > 0).any(axis=1))
+        if not len(layers):
+            return Wait(now_ns + 10**9)
+        layer = int(layers[-1])
+        group = EVERY_EXPERT if view.num_expert_tokens[BE, layer] else ATTENTION
+        return Run(layer, group, 2**30, (BE,), 0)
+
+    device = Accelerator(make_shape(2 * BUDGET), 64, BLOCK_SIZE)
+    bounds = SchedulerSettings(
+        num_blocks=64, block_size=BLOCK_SIZE, max_model_len=32, max_num_urgent_seqs=4, max_num_batched_tokens=72
+    )
+    rank = build_preemptive_rank(bounds, device, waits_for_best_effort_alone, launch_ahead=2)
+    rank.add(request("be", "be", 10), 0)
+    rank.step(0, lambda: True)
+    rank.add(request("ls", "ls", first=3), 1)
+    rank.step(1, lambda: True)
+    assert rank.executor._core.num_launched
+    assert rank.ready_at_ns() is None

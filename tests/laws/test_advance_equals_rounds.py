@@ -265,7 +265,7 @@ def test_the_horizon_ends_where_a_taken_block_was_somebodys_prefix():
     prefix = b"".join(block_name("stem", 0, b) for b in range(3))
     add(scheduler, scripts, 12, 4, 0, prefix)
     scripts.one_round(scheduler)
-    scheduler.abort("r0")  # it leaves three blocks behind, cached
+    scheduler.abort("r0", 0)  # it leaves three blocks behind, cached
     add(scheduler, scripts, 8, 12)
     scripts.one_round(scheduler)  # this one runs in the other two, and fills them
     cached, short = add(scheduler, scripts, 15, 4, 1, prefix), add(scheduler, scripts, 4, 4, 1)

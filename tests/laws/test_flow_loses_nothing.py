@@ -19,6 +19,7 @@ from moestro.policy.stepping.basic import in_order
 from moestro.policy.stepping.qllm import ExpertLevelPreemption
 
 BLOCK_SIZE, LONGEST = 4, 32
+AS_EVER = ("qllm", True)
 PLENTY = 8 * LONGEST // BLOCK_SIZE  # blocks for as many sequences as may run
 
 
@@ -106,7 +107,17 @@ def make_policy(name: str, seed: int):
 
 
 def make_rank(
-    policy, *, num_blocks=PLENTY, places=None, piece_ns=None, ahead=1, num_chosen=3, budget=24, num_host_blocks=0
+    policy,
+    *,
+    num_blocks=PLENTY,
+    places=None,
+    piece_ns=None,
+    ahead=1,
+    num_chosen=3,
+    budget=24,
+    num_host_blocks=0,
+    order="qllm",
+    passes_decodes=True,
 ):
     shape = make_shape(2 * budget, places or 2 * budget, num_chosen=num_chosen)
     device = FakeStages(shape, num_blocks, BLOCK_SIZE, piece_ns, num_host_blocks)
@@ -119,18 +130,38 @@ def make_rank(
         max_num_seqs=4,
         max_num_urgent_seqs=4,
         max_num_batched_tokens=budget,
-        scheduling_policy="qllm",
+        scheduling_policy=order,
         # With blocks for all, nobody gives way for a slot either: then each expert runs once for each token.
-        evict_policy="least_computed_be_first" if num_blocks < PLENTY else "last_in_order",
+        evict_policy="least_computed_be_first" if num_blocks < PLENTY and "qllm" in order else "last_in_order",
     )
-    return build_preemptive_rank(bounds, device, policy, ahead), device
+    return build_preemptive_rank(bounds, device, policy, ahead, passes_decodes=passes_decodes), device
 
 
 @settings(max_examples=40, deadline=None)
 # Found here: an item launched after a withdrawal completed units that lacked what the withdrawn item had not done.
-@example(seed=2, name="random", num_blocks=9, places=24, background=(7, 3), num_chosen=2, abort_share=0.0, host=0)
+@example(
+    seed=2,
+    name="random",
+    num_blocks=9,
+    places=24,
+    background=(7, 3),
+    num_chosen=2,
+    abort_share=0.0,
+    host=0,
+    mode=AS_EVER,
+)
 # Found here: best effort gave way for a slot, and what it had computed was computed again.
-@example(seed=72575, name="random", num_blocks=64, places=24, background=None, num_chosen=1, abort_share=0.0, host=0)
+@example(
+    seed=72575,
+    name="random",
+    num_blocks=64,
+    places=24,
+    background=None,
+    num_chosen=1,
+    abort_share=0.0,
+    host=0,
+    mode=AS_EVER,
+)
 @given(
     seed=st.integers(0, 2**32),
     name=st.sampled_from(["random", "random", "in order", "qllm", "qllm without ageing", *ADVERSARIES]),
@@ -140,9 +171,10 @@ def make_rank(
     num_chosen=st.integers(1, 6),
     abort_share=st.sampled_from([0.0, 0.0, 0.1]),
     host=st.sampled_from([0, 3, 40]),
+    mode=st.tuples(st.sampled_from(["qllm", "qllm:theta_age_s=1e-7", "fcfs"]), st.booleans()),
 )
 def test_every_history_gives_the_oracles_tokens(
-    seed, name, num_blocks, places, background, num_chosen, abort_share, host
+    seed, name, num_blocks, places, background, num_chosen, abort_share, host, mode
 ):
     rng = np.random.default_rng(seed)
     piece_ns, ahead = background or (None, 1)
@@ -154,7 +186,10 @@ def test_every_history_gives_the_oracles_tokens(
         ahead=ahead,
         num_chosen=num_chosen,
         num_host_blocks=host,
+        order=mode[0],
+        passes_decodes=mode[1],
     )
+    device.may_forget |= abort_share > 0
     requests = random_requests(rng, 12)
     tokens = serve(rank, requests, rng, abort_share=abort_share)
     for request in requests:

@@ -6,15 +6,19 @@ import msgspec
 import numpy as np
 import pytest
 from fake_device import KvDevice, make_request
+from fake_stages import FakeStages, make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_text import policy_text
 
 from moestro.core.request import ServiceClass
+from moestro.core.views import BE, LS
 from moestro.core.work import Forward
+from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.policy.ordering.registry import ORDERING
+from moestro.policy.stepping.qllm import ExpertLevelPreemption
 
 BOUNDED = {
     "fcfs": {},
@@ -34,6 +38,19 @@ def random_request(rng, i, now_ns):
     )
 
 
+def waiting_in(scheduler: Scheduler) -> list:
+    return [sequence for sequence in scheduler.by_id.values() if sequence.slot is None]
+
+
+def passed_by_ns(waited: list) -> int:
+    """The most by which one of `waited` that has entered since came later than one that has not; -1: none did."""
+    longest_ns, entered = -1, [sequence for sequence in waited if sequence.slot is not None]
+    for waiting in (sequence for sequence in waited if sequence.slot is None):
+        later = [sequence.request.arrival_ns for sequence in entered if sequence.serial > waiting.serial]
+        longest_ns = max([longest_ns, *(arrival_ns - waiting.request.arrival_ns for arrival_ns in later)])
+    return longest_ns
+
+
 def longest_passing_ns(scheduler: Scheduler, rng, num_requests: int) -> int:
     """The most by which one that entered had arrived later than one that still waited then; -1: nobody was passed."""
     device = KvDevice(scheduler.pool.num_blocks, 4)
@@ -42,12 +59,9 @@ def longest_passing_ns(scheduler: Scheduler, rng, num_requests: int) -> int:
         while added < num_requests and rng.random() < 0.4:
             scheduler.add(random_request(rng, added, now_ns))
             added += 1
-        waited = [sequence for sequence in scheduler.by_id.values() if sequence.slot is None]
+        waited = waiting_in(scheduler)
         plan = scheduler.schedule(now_ns)
-        entered = [s for s in waited if s.slot is not None]
-        for waiting in (s for s in waited if s.slot is None):
-            later = [s.request.arrival_ns for s in entered if s.serial > waiting.serial]
-            longest_ns = max([longest_ns, *(arrival_ns - waiting.request.arrival_ns for arrival_ns in later)])
+        longest_ns = max(longest_ns, passed_by_ns(waited))
         if plan is not None:
             device.launch(Forward(plan.units), now_ns)
             for result in device.poll(now_ns):
@@ -82,6 +96,44 @@ def test_who_arrives_later_by_the_bound_never_enters_before(name, seed, num_bloc
     scheduler = scheduler_of(name, BOUNDED[name], **more)
     bound_ns = scheduler.waiting.policy.max_passed_over_ns
     assert longest_passing_ns(scheduler, np.random.default_rng(seed), 40) < bound_ns
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(sorted(BOUNDED)),
+    seed=st.integers(0, 2**32),
+    num_blocks=st.sampled_from([9, 30]),
+    passes_decodes=st.booleans(),
+)
+def test_in_preemptive_mode_the_bound_holds_within_a_class(name, seed, num_blocks, passes_decodes):
+    """Latency-sensitive requests pass best-effort ones that wait for a step's end, by design."""
+    rng = np.random.default_rng(seed)
+    bounds = SchedulerSettings(
+        num_blocks=num_blocks,
+        block_size=4,
+        max_model_len=32,
+        max_num_seqs=3,
+        max_num_urgent_seqs=3,
+        max_num_batched_tokens=16,
+        scheduling_policy=policy_text(name, BOUNDED[name]),
+        evict_policy="least_computed_be_first" if name == "qllm" else "last_in_order",
+    )
+    device = FakeStages(make_shape(32), num_blocks, 4)
+    device.may_forget = True
+    policy = ExpertLevelPreemption(max_wait_ns=50, max_merged=4)
+    rank, added = build_preemptive_rank(bounds, device, policy, passes_decodes=passes_decodes), 0
+    bound_ns = rank.scheduler.waiting.policy.max_passed_over_ns
+    for now_ns in range(10_000):
+        if added < 25 and rng.random() < 0.2:
+            rank.add(random_request(rng, added, now_ns), now_ns)
+            added += 1
+        waited = waiting_in(rank.scheduler)
+        rank.step(now_ns, lambda: True)
+        for service_class in (LS, BE):
+            assert passed_by_ns([s for s in waited if s.service_class == service_class]) < bound_ns
+        if added == 25 and not rank.has_work:
+            return
+    raise AssertionError("requests were left over")
 
 
 def passing_ns(name, order_settings):

@@ -95,7 +95,7 @@ class World:
         self.device.expect(self.serial[request.request_id], self.jobs[int(request.request_id[1:])].script)
 
     def abort(self, request: Request) -> None:
-        if self.scheduler.abort(request.request_id):
+        if self.scheduler.abort(request.request_id, self.now_ns):
             self.device.forget(self.serial[request.request_id])
             self.record.append((request.request_id, "abort"))
 

@@ -192,7 +192,7 @@ def test_several_plans_in_flight_and_results_in_pieces_change_nothing(seed, num_
             for sequence, token in zip(emitted.sequences, emitted.token_ids, strict=True):
                 assert sequence.request.request_id not in aborted
                 tokens.setdefault(sequence.request.request_id, []).append(token)
-        if rng.random() < 0.05 and scheduler.abort(victim := requests[rng.integers(len(requests))].request_id):
+        if rng.random() < 0.05 and scheduler.abort(victim := requests[rng.integers(len(requests))].request_id, now_ns):
             aborted.add(victim)
         scheduler.check()  # not the order: whoever is in flight cannot be evicted, even if it came last
         if not arriving and not flights and not scheduler.has_work:

@@ -113,7 +113,7 @@ def test_what_is_measured_of_any_device_is_a_cost_model(tmp_path):
     how = Measuring(rounds=2, num_checks=4, out=tmp_path / "table.json")
     table, checked = measure(InstantDevice(), limits(), how)
     cost = MeasuredCost(table)
-    assert cost.largest == {"chunk": 400, "sequences": 24, "context": 255}
+    assert cost.largest == {"chunk": 400, "tokens": 400, "sequences": 24, "context": 255}
     assert cost.step_ns(chunk(100, 20)) > 0
     assert cost.step_ns(short_chunks(128)) > 0
     assert table.host.step_ns > 0

@@ -96,6 +96,12 @@ def test_log_probabilities_can_be_asked_for(paced):
     assert call(paced, "GET", "/health").status == 200
 
 
+def test_a_warning_about_prices_is_logged_once(caplog):
+    said = iter([None, "beyond the table"] + ["and further"] * 9)
+    run_rank(PacedDevice(COST, FixedAnswers([10, 11, 12]), lambda: next(said)), max_tokens=6)
+    assert caplog.messages == ["beyond the table"]
+
+
 def run_rank(device, **sampling):
     """Times and tokens of one request, on a clock that goes from result to result."""
     rank, now_ns, found = build_rank(BOUNDS, device), 0, []

@@ -54,9 +54,11 @@ def test_an_example_shows_what_its_text_promises(example):
     first, second, third, *rest = report["outcomes"]
     if name == "three_routers":
         assert mean(third) < mean(second) < mean(first)
-        assert third["report"]["cached_share"] > 1.5 * second["report"]["cached_share"]
+        assert third["report"]["cached_share"] > 1.3 * second["report"]["cached_share"]
         (told,) = rest
-        assert told["report"]["cached_share"] > 1.2 * third["report"]["cached_share"], "it knows answers' blocks, too"
+        assert mean(told) < mean(second)
+        for outcome in report["outcomes"]:
+            assert 0.9 * 8 < outcome["report"]["requests_per_s"] <= 8, "the load lasts from the first to the last"
     elif name == "orders_under_load":
         assert mean(second) < mean(first), "short prompts first"
         assert mean(third, "ls_ttft_ms") < mean(first, "ls_ttft_ms")

@@ -91,6 +91,33 @@ def test_another_policy_is_compared_with_the_simulation_of_the_recorded_one(path
     )
 
 
+def test_a_scored_prompt_has_no_latency_and_is_replayed_all_the_same(path):
+    """`max_tokens` 0: its record has no time of a token, and none is made of it."""
+    before = what_if(read_request_record(path), (), None)
+    lines = path.read_bytes().splitlines(keepends=True)
+    told = [msgspec.json.decode(line, type=RecordedRequest) for line in lines[1:]]
+    scored = {"first_token_ns": 0, "last_token_ns": 0, "num_output_tokens": 0, "max_tokens": 0}
+    told[:6] = [msgspec.structs.replace(each, **scored) for each in told[:6]]
+    path.write_bytes(b"".join([lines[0], *(msgspec.json.encode(each) + b"\n" for each in told)]))
+    answer = what_if(read_request_record(path), (), None)
+    recorded, simulated = answer.report.outcomes
+    for outcome in (recorded, simulated):
+        assert outcome.report.num_ok == 60
+        assert outcome.report.duration_s == pytest.approx(before.report.outcomes[0].report.duration_s, rel=0.1)
+    assert recorded.report.ttft_ms == before.report.outcomes[0].report.ttft_ms
+    assert recorded.report.e2e_ms == before.report.outcomes[0].report.e2e_ms
+    assert recorded.ls_ttft_ms.mean == pytest.approx(80)
+    assert recorded.load_imbalance == pytest.approx(1, abs=0.2)
+    (_, results), (_, replayed) = answer.runs
+    assert len(results.records().answered) == len(replayed.records().answered) == 54
+
+
+def test_a_record_does_not_tell_prefill(path):
+    recorded, simulated = what_if(read_request_record(path), (), None).report.outcomes
+    assert recorded.prefill is None
+    assert simulated.prefill.most_s > 0
+
+
 def test_the_recorded_policy_alone_is_replayed_too(path):
     answer = what_if(read_request_record(path), ("round_robin",), None)
     assert len(answer.report.outcomes) == 2

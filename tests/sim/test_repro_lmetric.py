@@ -6,18 +6,22 @@ import io
 import json
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
 
+from moestro import __version__
 from moestro.errors import ConfigError
 from moestro.policy.routing.registry import make_policy
 from moestro.sim.repro.adversary import HOT_TOKENS, OWN_TOKENS, with_hot_prefix
 from moestro.sim.repro.claims import claims_of
+from moestro.sim.repro.conditions import this_run
 from moestro.sim.repro.lmetric import QUICK, UNSEEN_SEEDS, Reproduction, merged
 from moestro.sim.repro.loads import generated_sources, trace_sources
 from moestro.sim.repro.prefix_classes import WatchedClasses
-from moestro.sim.repro.runner import Reproduced, reproduce_lmetric, save
+from moestro.sim.repro.reporting import Reproduced
+from moestro.sim.repro.runner import Part, reproduce_lmetric, save
 from moestro.sim.repro.show import print_findings
 from moestro.sim.repro.testbed import measured, paired_interval, run, signals_of
 from moestro.workload.requests import RequestForm, RequestMaker
@@ -68,8 +72,9 @@ def test_findings_are_shown_and_kept(found, tmp_path):
     shown = console.file.getvalue()
     assert "generated sessions" in shown
     assert "What the paper says" in shown
-    kept = json.loads(save(Reproduced(findings, claims), tmp_path / "new", "lmetric").read_text())
-    assert kept["findings"]["kind"] == "simulated"
+    result = Reproduced(conditions=this_run(), findings=findings, claims=claims)
+    kept = json.loads(save(result, tmp_path / "new", "lmetric").read_text())
+    assert kept["findings"]["kind"] == kept["conditions"]["kind"] == "simulated"
     assert len(kept["claims"]) == len(claims)
 
 
@@ -131,9 +136,11 @@ def test_a_load_that_is_not_there_is_named():
         reproduce_lmetric(Console(file=io.StringIO()), replace(TINY, sources=("mooncake_conversation",)), None, None)
 
 
+LEAST = replace(TINY, num_requests=12, shares=(0.5,), paired_shares=(), policies=("round_robin",))
+
+
 def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
-    plan = replace(TINY, num_requests=12, shares=(0.5,), paired_shares=(), policies=("round_robin",), sources=None)
-    console, of = Console(file=io.StringIO()), lambda *names: replace(plan, sources=names)
+    console, of = Console(file=io.StringIO()), lambda *names: replace(LEAST, sources=names)
     reproduce_lmetric(console, of("chat"), None, tmp_path)
     reproduce_lmetric(console, of("coder"), None, tmp_path)
     first = (tmp_path / "lmetric.chat.json").stat().st_mtime_ns
@@ -143,6 +150,30 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
     assert both.findings == reproduce_lmetric(console, of("chat", "coder"), None, None).findings
     reproduce_lmetric(console, replace(of("chat"), num_requests=13), None, tmp_path)
     assert (tmp_path / "lmetric.chat.json").stat().st_mtime_ns != first
+
+
+def test_a_part_of_another_commit_is_named_and_one_of_another_version_is_made_again(tmp_path):
+    plan, path = replace(LEAST, sources=("chat",)), tmp_path / "lmetric.chat.json"
+    first = reproduce_lmetric(Console(file=io.StringIO()), plan, None, tmp_path)
+    assert first.parts == {"chat": first.conditions}
+    assert first.conditions.version == __version__
+
+    def again(**then):
+        part = msgspec.json.decode(path.read_bytes(), type=Part)
+        older = msgspec.structs.replace(part.conditions, **then)
+        path.write_bytes(msgspec.json.encode(msgspec.structs.replace(part, conditions=older)))
+        console = Console(file=io.StringIO(), width=200)
+        result = reproduce_lmetric(console, plan, None, tmp_path)
+        return older, result, "is of commit" in console.file.getvalue()
+
+    for commit in ("0123456789ab", ""):
+        older, result, is_named = again(commit=commit)
+        assert result.parts == {"chat": older}
+        assert is_named
+    _, result, is_named = again(version="0.0.1")
+    assert result.parts == {"chat": result.conditions}
+    assert not is_named
+    assert result.findings == first.findings
 
 
 def test_requests_of_hot_classes_are_watched():

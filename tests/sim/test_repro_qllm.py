@@ -12,13 +12,22 @@ import pytest
 from rich.console import Console
 
 from moestro.errors import ConfigError
+from moestro.sim.repro.conditions import this_run
 from moestro.sim.repro.qllm.claims import claims_of, ls_ttft
-from moestro.sim.repro.qllm.engines import ENGINES, EXPERT, FCFS, ITERATION, RUN_TO_COMPLETION, make_engine
+from moestro.sim.repro.qllm.engines import (
+    ENGINES,
+    EXPERT,
+    FCFS,
+    ITERATION,
+    MAX_BATCH,
+    NUM_PLACES,
+    RUN_TO_COMPLETION,
+    make_engine,
+)
 from moestro.sim.repro.qllm.experiment import LONG, QUICK, SHORT, Findings, Plan, chosen, num_runs, reproduce
 from moestro.sim.repro.qllm.loads import LS_SHARE, make_rows, offsets_ns
-from moestro.sim.repro.qllm.runner import Reproduced
 from moestro.sim.repro.qllm.show import print_findings
-from moestro.sim.repro.reporting import write_result
+from moestro.sim.repro.reporting import Reproduced, write_result
 from moestro.sim.repro.testbed import Latency
 
 TINY = Plan(
@@ -34,7 +43,7 @@ def found():
 
 def test_every_engine_is_run_at_every_rate_under_every_seed(found):
     findings, steps = found
-    assert len(findings.cells) == len(steps) == num_runs(TINY) == 7 * 2 * 3
+    assert len(findings.cells) == len(steps) == num_runs(TINY) == 9 * 2 * 3
     assert len({(cell.load, cell.rate, cell.engine, cell.seed) for cell in findings.cells}) == len(steps)
     assert all(cell.ls.num_requests and cell.be.num_requests for cell in findings.cells)
 
@@ -72,9 +81,10 @@ def test_findings_are_shown_and_kept(found, tmp_path):
     print_findings(console, findings, claims)
     assert "ShareGPT's published means" in console.file.getvalue()
     assert "What the paper says" in console.file.getvalue()
-    write_result(Reproduced(findings, claims), tmp_path / "new" / "qllm.json")
+    result = Reproduced(conditions=this_run(), findings=findings, claims=claims)
+    write_result(result, tmp_path / "new" / "qllm.json")
     kept = json.loads((tmp_path / "new" / "qllm.json").read_text())
-    assert kept["findings"]["kind"] == "simulated"
+    assert kept["findings"]["kind"] == kept["conditions"]["kind"] == "simulated"
     assert len(kept["claims"]) == len(claims)
 
 
@@ -110,11 +120,13 @@ def test_lengths_may_come_from_a_trace(tmp_path):
     assert not rows.is_generated
 
 
-def test_engines_differ_in_policies_alone():
-    settings = [make_engine(name).seats[0].rank.scheduler.settings for name in ENGINES]
-    for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
-        assert len({getattr(each, name) for each in settings}) == 1
-    assert settings[0].num_blocks == pytest.approx((0.9 * 80 * 2**30 - 22.93e9) / (128 * 1024 * 16), abs=1)
+def test_engines_differ_in_policies_alone_and_in_places_where_it_is_said():
+    settings = {name: make_engine(name).seats[0].rank.scheduler.settings for name in ENGINES}
+    for name in ("num_blocks", "block_size", "max_num_batched_tokens"):
+        assert len({getattr(each, name) for each in settings.values()}) == 1
+    assert {name for name, each in settings.items() if each.num_slots == MAX_BATCH} == {RUN_TO_COMPLETION, FCFS}
+    assert {each.num_slots for each in settings.values()} == {MAX_BATCH, NUM_PLACES}
+    assert settings[FCFS].num_blocks == pytest.approx((0.9 * 80 * 2**30 - 22.93e9) / (128 * 1024 * 16), abs=1)
 
 
 def test_loads_are_chosen_by_name():

@@ -21,6 +21,7 @@ from moestro.policy.stepping.qllm import ExpertLevelPreemption
 from moestro.sim.arrivals import AtTimes
 from moestro.sim.cluster import Cluster
 from moestro.sim.group import Group
+from moestro.sim.plots import save_plots
 from moestro.sim.prices import OneRank
 from moestro.sim.settings import read_settings
 from moestro.sim.staged import StagedRank
@@ -42,6 +43,10 @@ LS_FIRST = replace(
 )
 PREEMPTS = ExpertLevelPreemption(max_wait_ns=None)
 SMALL = StagedEngine(QLLM, replace(MIXTRAL, groups=(replace(MIXTRAL.groups[0], layers=(0, 1, 2)),)))
+
+
+def staged(policy=PREEMPTS) -> StagedRank:
+    return StagedRank(LS_FIRST, qllm(), policy, passes_decodes=True)
 
 
 def serve(ranks, rows: Rows, offsets_ns):
@@ -73,7 +78,7 @@ def test_in_order_it_takes_what_forward_passes_take_to_the_nanosecond(ls_share, 
     cost = StagedEngine(replace(QLLM, zipf=0.0), replace(MIXTRAL, experts=experts))
     rows, offsets_ns = draw(3, 40, ls_share)
     bounds = replace(BOUNDS, num_blocks=num_blocks, num_host_blocks=host)
-    whole, pieces = Group(bounds, OneRank(cost)), StagedRank(bounds, cost, in_order)
+    whole, pieces = Group(bounds, OneRank(cost)), StagedRank(bounds, cost, in_order, passes_decodes=True)
     fused, staged = serve(whole, rows, offsets_ns), serve(pieces, rows, offsets_ns)
     for name in ("admitted_ns", "first_token_ns", "last_token_ns"):
         assert np.array_equal(getattr(fused, name), getattr(staged, name)), name
@@ -89,7 +94,7 @@ def test_whatever_runs_next_every_request_has_its_tokens(seed, ls_share, tight, 
     bounds = replace(bounds, num_blocks=40 if tight else 200, num_host_blocks=seed % 3 * 20)
     rows, offsets_ns = draw(seed, 20, ls_share, 300_000_000)
     policies = [PREEMPTS, ExpertLevelPreemption(max_wait_ns=10**8, max_merged=0), Random(seed), *ADVERSARIES.values()]
-    results = serve(StagedRank(bounds, SMALL, policies[seed % len(policies)]), rows, offsets_ns)
+    results = serve(StagedRank(bounds, SMALL, policies[seed % len(policies)], passes_decodes=True), rows, offsets_ns)
     assert results.is_answered.all()
     assert np.array_equal(results.num_tokens, rows.num_output_tokens)
     assert (results.first_token_ns > results.arrival_ns).all()
@@ -97,18 +102,18 @@ def test_whatever_runs_next_every_request_has_its_tokens(seed, ls_share, tight, 
 
 def test_one_seed_gives_one_record():
     rows, offsets_ns = draw(5, 30, 0.3)
-    digests = {serve(StagedRank(LS_FIRST, qllm(), PREEMPTS), rows, offsets_ns).digest() for _ in range(2)}
+    digests = {serve(staged(), rows, offsets_ns).digest() for _ in range(2)}
     assert len(digests) == 1
 
 
 def test_an_urgent_request_waits_for_one_piece_and_then_as_if_it_were_alone():
     lengths = {"num_prompt_tokens": np.array([90, 20]), "num_output_tokens": np.array([9, 1])}
     rows = Rows(**lengths, is_ls=np.array([False, True]))
-    alone_rank = StagedRank(LS_FIRST, qllm(), PREEMPTS)
+    alone_rank = staged()
     alone_ns = int(serve(alone_rank, rows.select(np.array([1])), [0]).first_token_ns[0])
-    iteration_ns = int(serve(StagedRank(LS_FIRST, qllm(), PREEMPTS), rows.select(np.array([0])), [0]).first_token_ns[0])
+    iteration_ns = int(serve(staged(), rows.select(np.array([0])), [0]).first_token_ns[0])
     for arrival_ns in (1, 10_000_000, iteration_ns // 2, iteration_ns - 1):
-        ranks = StagedRank(LS_FIRST, qllm(), ExpertLevelPreemption(max_wait_ns=None, max_merged=0))
+        ranks = staged(ExpertLevelPreemption(max_wait_ns=None, max_merged=0))
         ttft_ns = serve(ranks, rows, [0, arrival_ns]).first_token_ns[1] - arrival_ns
         # Another serial, so another draw of experts: some calls more or less.
         assert abs(ttft_ns - alone_ns) < 0.1 * alone_ns + qllm().expert_ns(90)
@@ -156,6 +161,30 @@ def test_a_scenario_compares_the_modes(tmp_path):
     assert all(outcome.report.num_ok == 30 for outcome in report.outcomes)
     assert preemptive.ls_ttft_ms.mean < fused.ls_ttft_ms.mean
     assert json.loads(json.dumps(report.settings))["policies"][1]["mode"] == "preemptive"
+
+
+def test_prefill_is_told_where_steps_have_it_to_themselves_alone(tmp_path):
+    path = tmp_path / "modes.toml"
+    path.write_text(SCENARIO)
+    report, runs = simulate(read_settings(path), tmp_path)
+    fused, *preemptive = report.outcomes
+    assert fused.prefill.most_s > 0
+    assert [outcome.prefill for outcome in preemptive] == [None, None]
+    assert "prefill.png" in {file.name for file in save_plots(tmp_path, runs)}
+    assert "prefill.png" not in {file.name for file in save_plots(tmp_path, runs[1:])}
+
+
+def test_modes_are_compared_with_equal_places_where_that_is_asked_for(tmp_path):
+    path, found = tmp_path / "places.toml", {}
+    for places in (None, 0, 1):
+        told = "" if places is None else f"\nmax_num_urgent_seqs = {places}"
+        text = SCENARIO.replace("max_num_seqs = 8", "max_num_seqs = 1")
+        path.write_text(text.replace('scheduling_policy = "qllm"', f'scheduling_policy = "qllm"{told}'))
+        report, _ = simulate(read_settings(path), tmp_path)
+        found[places] = [outcome.ls_ttft_ms.mean for outcome in report.outcomes[:2]]
+    for without, with_place in zip(found[0], found[1], strict=True):
+        assert with_place < 0.9 * without, "who has a place need not wait until another's answer is over"
+    assert found[None] == [found[0][0], found[1][1]]
 
 
 def test_a_roofline_prices_stages_too(tmp_path):

@@ -7,7 +7,7 @@ from moestro.core.hashing import split_hashes
 from moestro.errors import ConfigError
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import labelled
-from moestro.workload.session_generator import generate, steady_rows
+from moestro.workload.session_generator import generate, steady_rows, steady_sessions
 from moestro.workload.session_shapes import SHAPES, App, LogNormal, SessionShape
 from moestro.workload.sessions import Pace, grown
 from moestro.workload.statistics import measure
@@ -60,20 +60,40 @@ def test_a_turn_is_all_that_was_said_and_something_new(shape, num_requests, rate
     assert len(sessions) == rows.session[-1] + 1
 
 
-@given(st.integers(1, 200), st.integers(0, 3))
-def test_open_loop_is_closed_loop_with_answers_that_last_as_guessed(num_requests, seed):
-    sessions, pace = generate(SMALL, num_requests, 5, seed), Pace(ttft_s=0.25, tpot_s=0.125)
+def driven(sessions, pace):
+    """When each turn arrives, by row, as whoever drives the closed loop would find it."""
     arrivals = {}
     for row, start in zip(sessions.first_rows.tolist(), sessions.start_ns.tolist(), strict=True):
         turn = (row, start)
         while turn is not None:
             arrivals[turn[0]] = turn[1]
-            lasts = S // 4 + int(sessions.rows.num_output_tokens[turn[0]]) * S // 8
+            lasts = int(pace.service_ns(sessions.rows.num_output_tokens[turn[0]]))
             turn = sessions.next_turn(turn[0], turn[1] + lasts)
-    assert sorted(arrivals) == list(range(num_requests))
+    assert sorted(arrivals) == list(range(len(sessions.rows)))
+    return arrivals
+
+
+@given(st.integers(1, 200), st.integers(0, 3))
+def test_open_loop_is_closed_loop_with_answers_that_last_as_guessed(num_requests, seed):
+    sessions, pace = generate(SMALL, num_requests, 5, seed), Pace(ttft_s=0.25, tpot_s=0.125)
     rows = sessions.open_loop(pace)
-    assert rows.timestamp_ns.tolist() == sorted(arrivals.values())
+    assert rows.timestamp_ns.tolist() == sorted(driven(sessions, pace).values())
     assert sorted(rows.num_prompt_tokens) == sorted(sessions.rows.num_prompt_tokens)
+
+
+@given(st.integers(2, 200), st.integers(0, 3), st.data())
+def test_a_window_holds_the_turns_of_its_time_and_no_others(num_requests, seed, data):
+    begin = data.draw(st.integers(0, num_requests - 1))
+    end = data.draw(st.integers(begin + 1, num_requests))
+    sessions, pace = generate(SMALL, num_requests, 5, seed), Pace(ttft_s=0.25, tpot_s=0.125)
+    window, whole = sessions.window(begin, end, pace), sessions.open_loop(pace)
+    arrivals = driven(window, pace)
+    in_order = sorted(arrivals, key=lambda row: (arrivals[row], window.rows.session[row]))
+    assert [arrivals[row] for row in in_order] == (whole.timestamp_ns - whole.timestamp_ns[begin])[begin:end].tolist()
+    for name in ("num_prompt_tokens", "num_output_tokens", "stream", "user"):
+        assert sorted(getattr(window.rows, name)) == sorted(getattr(whole, name)[begin:end]), name
+    assert (np.diff(window.start_ns) >= 0).all()
+    assert len(window) == len(window.start_ns) == window.rows.session[-1] + 1
 
 
 def test_every_turn_finds_what_was_said_before_it():
@@ -125,6 +145,17 @@ def test_a_shape_has_the_figures_of_the_trace_that_it_is_made_like(name):
     assert found.rate == pytest.approx(rate, rel=0.05)
     for word, value in PUBLISHED[name].items():
         assert values[word] == pytest.approx(value, rel=0.2), word
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_steady_sessions_come_at_their_rate_from_the_first_turn_to_the_last(name):
+    rate, count = 6, 6000
+    sessions = steady_sessions(SHAPES[name], count, rate, 3)
+    at_s = np.array(sorted(driven(sessions, Pace()).values())) / S
+    assert at_s[0] == 0
+    thirds = np.histogram(at_s, 3, (0, count / rate))[0]
+    assert thirds == pytest.approx(np.full(3, count / 3), rel=0.12)
+    assert at_s[-1] == pytest.approx(count / rate, rel=0.1)
 
 
 def test_a_window_of_sessions_begins_amid_them_at_its_full_rate():

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from moestro.core.work import BlockMoves, Int32s, StepResult, Units
 
+NUM_PLANS = 2  # that a rank has inside at once: one that is parked, and one that passes it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -262,3 +263,7 @@ class Wait:
     """A step policy's answer: nothing now; ask again at `until_ns`, or when work or a result comes."""
 
     until_ns: int
+
+
+# (view, now_ns) -> what runs next. Asked only while something waits and the device has room.
+StepPolicy = Callable[[QueueTable, int], Run | Wait]

@@ -12,8 +12,8 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from moestro.core.columns import true_rows
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.script import Script
 from moestro.core.work import LOGITS_LAST, BlockMoves, Forward, Int32s, Slots, StepResult, Units
@@ -79,14 +79,14 @@ class Scripts:
         samples = (units.logits & LOGITS_LAST).view(np.bool_)
         finished = samples & (end >= self._ends_at.take(units.slot))
         # A sequence whose prompt's length is not known yet shows up here, too: its first token says it.
-        for row in _true_rows(finished):
+        for row in true_rows(finished):
             finished[row] = self._sample(int(units.slot[row]), int(end[row]))
         block_hashes = {}
-        for row in _true_rows(end >= self._fills_at.take(units.slot)):
+        for row in true_rows(end >= self._fills_at.take(units.slot)):
             packed = self._fill(int(units.slot[row]), int(end[row]))
             if packed:
                 block_hashes[row] = packed
-        for row in _true_rows(finished):
+        for row in true_rows(finished):
             self.forget(int(units.serial[row]))
         return StepResult(units.slot, finished=finished, block_hashes=block_hashes)
 
@@ -95,7 +95,7 @@ class Scripts:
         largest = int(slots.max())
         if largest >= len(self._serial):
             self._grow(2 * largest + 2)
-        for row in _true_rows(self._serial.take(slots) != serials):
+        for row in true_rows(self._serial.take(slots) != serials):
             slot, serial = int(slots[row]), int(serials[row])
             progress = self._progress.get(serial)
             if progress is None:
@@ -224,19 +224,14 @@ class ScriptedDevice(Scripts):
         """
         end = num_computed + num_rounds
         told = {}
-        for row in _true_rows(end >= self._fills_at.take(slots)):
+        for row in true_rows(end >= self._fills_at.take(slots)):
             packed = self._fill(int(slots[row]), int(end[row]))
             if packed:
                 told[int(slots[row])] = packed
-        finished: list[int] = slots.take(_true_rows(end >= self._ends_at.take(slots))).tolist()
+        finished: list[int] = slots.take(true_rows(end >= self._ends_at.take(slots))).tolist()
         for slot in finished:
             self.forget(int(self._serial[slot]))
         return told, finished
-
-
-def _true_rows(column: NDArray[np.bool_]) -> list[int]:
-    """Where `column` is true; cheap where it is nowhere, as it is in most steps."""
-    return column.nonzero()[0].tolist() if np.count_nonzero(column) else []
 
 
 class PricedDevice(ScriptedDevice):

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from moestro.core.stages import (
+    NUM_PLANS,
     Attention,
     AttentionDone,
     Experts,
@@ -34,7 +35,6 @@ from moestro.cost.networks import Network
 # (units, now_ns) -> their result: called once for every unit that comes to its end.
 Answer = Callable[[Units, int], StepResult]
 
-_NUM_PLANS = 2  # inside at once: one that is parked, and one that passes it
 _NOWHERE = np.empty(0, np.int64)
 
 
@@ -88,7 +88,7 @@ class PricedStages:
     works_when_polled = False
 
     def __init__(self, cost: StageCostModel, max_tokens: int, block_size: int, answer: Answer) -> None:
-        self.shape = _shape_of(cost.network, _NUM_PLANS * max_tokens)
+        self.shape = _shape_of(cost.network, NUM_PLANS * max_tokens)
         self._num_groups = 1 + self.shape.num_experts
         self._cost = cost
         self._answer = answer

@@ -7,11 +7,12 @@ prefill chunks over (new, cached) tokens and of decodes over (sequences, context
 
 `tokens` is what n tokens cost in short chunks; `own(q)` what each token of a long chunk costs more, for its queries
 attend to each other; `reading(q)` what a chunk pays for each token that is cached before it. Between measured points
-these are straight lines, beyond the last as well; `largest` says where that is.
+these are straight lines, beyond the last as well; `largest` says where that is, and `beyond` who went there.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,8 @@ class MeasuredCost:
             two numbers of sequences, each at two contexts.
 
     Attributes:
-        largest: what was measured at most: tokens of a chunk, sequences, tokens of context. Beyond it prices go on in
-            a straight line.
+        largest: what was measured at most: tokens of a chunk, tokens of a step, decoding sequences, and tokens of their
+            mean context. Beyond it prices go on in a straight line, and `beyond` says so.
 
     Raises:
         ConfigError: points are missing; the text says which.
@@ -96,13 +97,31 @@ class MeasuredCost:
         self._host = table.host
         self._tokens, self._own, self._reading = _prefill_lines(table)
         self._decode_rows = _decode_rows(table.decode)
+        chunk = max(point.new for point in table.prefill)
         self.largest = {
-            "chunk": max(point.new for point in table.prefill),
+            "chunk": chunk,
+            "tokens": max(int(self._tokens.last), chunk),
             "sequences": max(point.sequences for point in table.decode),
             "context": max(point.context for point in table.decode),
         }
+        self._asked = dict.fromkeys(self.largest, 0)
+        self._longest_context = 0.0
         self._tokens_ps: dict[int, int] = {}
         self._lines: dict[int, _Line] = {}
+
+    def beyond(self) -> dict[str, tuple[int, int]]:
+        """Of what was priced so far, by name as in `largest`: the most that was asked, and the most that was measured.
+
+        Only those of which more was asked.
+        """
+        asked = self._asked | {"context": math.ceil(self._longest_context)}
+        return {name: (asked[name], most) for name, most in self.largest.items() if asked[name] > most}
+
+    def warning(self) -> str | None:
+        """`beyond` in words, for whoever reads results; None: nothing was."""
+        words = (f"{name} of up to {asked:,}, measured up to {most:,}" for name, (asked, most) in self.beyond().items())
+        said = "; ".join(words)
+        return f"steps were priced beyond the table, in a straight line: {said}" if said else None
 
     def step_ns(self, batch: Batch) -> int:
         """See `CostModel.step_ns`."""
@@ -110,7 +129,8 @@ class MeasuredCost:
         if num == total:
             return _ns(self._host_ps(num) + self._decode_step_ps(batch.start))
         is_chunk = batch.num_tokens > 1
-        chunks = zip(batch.start[is_chunk].tolist(), batch.num_tokens[is_chunk].tolist(), strict=True)
+        chunks = list(zip(batch.start[is_chunk].tolist(), batch.num_tokens[is_chunk].tolist(), strict=True))
+        self._asked["chunk"] = max(self._asked["chunk"], *(new for _, new in chunks))
         price = self._host_ps(num) + self._token_part(total)
         price += sum(
             round((self._own.at(new) * new + self._reading.at(new) * cached) * PS_PER_NS) for cached, new in chunks
@@ -124,6 +144,7 @@ class MeasuredCost:
         """See `CostModel.decode_rounds_ns`."""
         num = len(start)
         contexts = int(start.sum()) + num + num * np.arange(num_rounds, dtype=np.int64)
+        self._longest_context = max(self._longest_context, float(contexts[-1]) / num)
         device = np.rint(self._line(num).along(contexts / num) * PS_PER_NS).astype(np.int64)
         result: Int64s = (device + self._host_ps(num) + PS_PER_NS // 2) // PS_PER_NS
         return result
@@ -139,18 +160,22 @@ class MeasuredCost:
     def _token_part(self, num_tokens: int) -> int:
         part = self._tokens_ps.get(num_tokens)
         if part is None:
+            self._asked["tokens"] = max(self._asked["tokens"], num_tokens)
             part = self._tokens_ps[num_tokens] = round(self._tokens.at(num_tokens) * PS_PER_NS)
         return part
 
     def _decode_step_ps(self, start: Ints) -> int:
         """The device's part of a step of decodes."""
         num = len(start)
-        return round(self._line(num).at((int(start.sum()) + num) / num) * PS_PER_NS)
+        context = (int(start.sum()) + num) / num
+        self._longest_context = max(self._longest_context, context)
+        return round(self._line(num).at(context) * PS_PER_NS)
 
     def _line(self, num_sequences: int) -> _Line:
         """Time over mean context for this number of sequences, between the two measured numbers around it."""
         line = self._lines.get(num_sequences)
         if line is None:
+            self._asked["sequences"] = max(self._asked["sequences"], num_sequences)
             counts, contexts, ns = self._decode_rows
             times = np.array([_Line(counts, column).at(num_sequences) for column in ns.T])
             line = self._lines[num_sequences] = _Line(contexts, times)
@@ -172,6 +197,11 @@ class _Line:
         knots = zip(self._x.tolist(), self._y.tolist(), self._slope.tolist(), strict=False)
         self._knots: list[tuple[float, float, float]] = list(knots)
         self._inner: list[float] = self._x[1:-1].tolist()
+
+    @property
+    def last(self) -> float:
+        """The last knot."""
+        return float(self._x[-1])
 
     def at(self, x: float) -> float:
         """The value at one place: bit for bit that of `along`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -81,7 +80,8 @@ class Entrance:
     ) -> list[Candidate]:
         """Waiting sequences that could enter beside the running ones, in order.
 
-        The first that does not fit stops the search: nobody overtakes it for being smaller.
+        The first that does not fit stops the search: nobody overtakes it for being smaller. But where best effort's
+        places are taken, those who need none of them go on.
 
         Args:
             room: tokens that newcomers might be given; 0 or less: nobody is looked at.
@@ -90,19 +90,24 @@ class Entrance:
         found: list[Candidate] = []
         if room <= 0 or self.table.num_free_slots == 0:
             return found
-        num_free, num_be = self._num_blocks(), self.table.num_be
-        waiting = self.waiting.in_order(now_ns)
-        if service_class is not None:
-            waiting = (sequence for sequence in waiting if sequence.service_class == service_class)
-        for sequence in islice(waiting, self.table.num_free_slots):
+        num_free, num_be, num_ls_left = self._num_blocks(), self.table.num_be, self.waiting.num_ls
+        for sequence in self.waiting.in_order(now_ns):
+            is_be = sequence.service_class == BE
+            num_ls_left -= not is_be
+            if is_be and num_be >= self.max_num_be:
+                if num_ls_left == 0:
+                    break
+                continue
+            if service_class is not None and sequence.service_class != service_class:
+                continue
             fit = self.fit(sequence)
             num_free -= fit.num_taken
-            num_be += sequence.service_class == BE
-            if num_free < 0 or num_be > self.max_num_be:
+            if num_free < 0:
                 break
+            num_be += is_be
             found.append(Candidate(sequence, fit))
             room -= min(fit.num_left, limits.max_chunk)
-            if room <= 0:
+            if room <= 0 or len(found) == self.table.num_free_slots:
                 break
         return found
 

@@ -60,28 +60,36 @@ class Eviction:
     def victim(self, now_ns: int) -> Yielding:
         """Whom to give up for a block, of those that can go; there is one without a unit in flight."""
         slots = self._evictable()
-        while not self._may_go((victim := self._choose(slots, now_ns)).slot, now_ns):
+        while not self.take_back((victim := self._choose(slots, now_ns)).slot, now_ns):
             slots = slots[slots != victim.slot]
         return victim
 
-    def victims_for_first(self, now_ns: int) -> list[Yielding]:
+    def victims_for_first(self, now_ns: int, service_class: int | None = None) -> list[Yielding]:
         """Best-effort sequences to give up, so that the first in order, if it is latency-sensitive, has a place.
+
+        Args:
+            service_class: only if it is of this class (then age does not count); None: of any.
 
         Returns:
             As many as it takes; none if it has a place, or if it would have none though all of them went: nobody is
             preempted for nothing. Units may have been recalled even then, of which the device had done a part.
         """
         first = next(self._waiting.in_order(now_ns))
+        if service_class is not None and first.service_class != service_class:
+            return []
         if self._entrance.has_place(first) or not self.would_make_way(now_ns):
             return []
         slots, victims = self._yielding(now_ns), list[Yielding]()
+        num_free_host_tokens = self._host.num_free_tokens
         while not self._entrance.has_place(first, [victim.slot for victim in victims]):
             if len(slots) == 0:
                 return []  # the device has something of one that it takes
-            victim = self._choose(slots, now_ns)
+            victim = self._choose(slots, now_ns, num_free_host_tokens)
             slots = slots[slots != victim.slot]
-            if self._may_go(victim.slot, now_ns):
+            if self.take_back(victim.slot, now_ns):
                 victims.append(victim)
+                wanted = self._host.room_for(int(self._table.num_computed[victim.slot])) if victim.keeps else 0
+                num_free_host_tokens -= wanted if wanted <= num_free_host_tokens else 0
         return victims
 
     def would_make_way(self, now_ns: int) -> bool:
@@ -108,21 +116,28 @@ class Eviction:
             return table.idle()
         return np.concatenate((table.idle(), table.in_flight(BE)))
 
-    def _may_go(self, slot: int, now_ns: int) -> bool:
-        """Whether the sequence in `slot` has no unit in flight, or none any more."""
+    def take_back(self, slot: int, now_ns: int) -> bool:
+        """Recall the unit in flight of the sequence in `slot`, if it has one. Returns whether it has none now."""
         table = self._table
-        if self._recall is None or not table.num_in_flight[slot]:
+        if not table.num_in_flight[slot]:
             return True
-        if table.at(slot).is_aborted or not len(self._recall(np.array([slot], np.int64), now_ns)):
+        if self._recall is None or table.at(slot).is_aborted:
+            return False
+        if len(self._recall(np.array([slot], np.int64), now_ns)) == 0:
             return False  # the device has something of it
         table.num_in_flight[slot] = 0
         table.num_units_in_flight -= 1
         return True
 
-    def _choose(self, slots: Slots, now_ns: int) -> Yielding:
-        """The one of `slots` that the policy gives up."""
+    def _choose(self, slots: Slots, now_ns: int, num_free_host_tokens: int | None = None) -> Yielding:
+        """The one of `slots` that the policy gives up.
+
+        Args:
+            num_free_host_tokens: what victims before it leave of host memory; None: all that is free.
+        """
         ranks = self._waiting.rank([self._table.at(slot) for slot in slots.tolist()], now_ns)
         classes = self._views.classes(slots, now_ns)
-        view = EvictView(ranks, self._table.num_computed[slots], classes, self._host.num_free_tokens)
+        room = self._host.num_free_tokens if num_free_host_tokens is None else num_free_host_tokens
+        view = EvictView(ranks, self._table.num_computed[slots], classes, room)
         row, keeps = self._policy.choose(view)
         return Yielding(int(slots[row]), keeps)

@@ -36,6 +36,10 @@ class HostBlocks:
         """Tokens whose KV would still find room."""
         return len(self._free) * self._block_size
 
+    def room_for(self, num_tokens: int) -> int:
+        """What keeping the KV of so many tokens takes, in tokens: whole blocks."""
+        return -(-num_tokens // self._block_size) * self._block_size
+
     def keep(self, sequence: Sequence, num_computed: int) -> bool:
         """Copy the KV of a sequence that is about to give its blocks up.
 
@@ -45,7 +49,7 @@ class HostBlocks:
         Returns:
             False: it has none, or there is no room for all of it; nothing has changed.
         """
-        num_blocks = -(-num_computed // self._block_size)
+        num_blocks = self.room_for(num_computed) // self._block_size
         if not 0 < num_blocks <= len(self._free):
             return False
         sequence.host_blocks = [self._free.pop() for _ in range(num_blocks)]

@@ -10,13 +10,12 @@ import numpy as np
 
 from moestro.core.request import Output, Request, TokenLogprobs
 from moestro.core.stages import StagedDevice
-from moestro.core.views import BE, LS
+from moestro.core.views import BE, LS, StepPolicy
 from moestro.core.work import Device, Executor, Plan, Slots
 from moestro.engine.emitted import Emitted
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
-from moestro.flow.core import StepPolicy
 from moestro.flow.executor import FlowExecutor
 
 
@@ -73,7 +72,8 @@ class Rank:
 
     def abort(self, request_id: str, now_ns: int) -> None:
         """Drop a request within one step; unknown ids are ignored. No output follows."""
-        self.scheduler.abort(request_id)
+        self.scheduler.abort(request_id, now_ns)
+        self._has_news = True  # it held what another may wait for
 
     def step(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> list[Output]:
         """Take what is ready and submit the next plan. Returns what requests gained.
@@ -108,8 +108,8 @@ class Rank:
         """Submit the next plan, if there is one and it may run now: the second half of `step`. Returns it."""
         plan = self._pass_by(now_ns)
         if plan is None and self.scheduler.table.num_units_in_flight == 0 and self.scheduler.has_work:
-            self._has_news = False
             plan = self.scheduler.schedule(now_ns)
+            self._has_news = self.scheduler.waiting.num_ls > 0  # there was no room in this plan; they may pass it
             if plan is not None:
                 self.executor.submit(plan if self._passes_decodes else self._hastening_prompts(plan), now_ns)
         self.executor.start(now_ns)
@@ -130,7 +130,7 @@ class Rank:
         if len(self._passing) or not len(table.in_flight(BE)):
             return None
         self._has_news = False
-        if not (self._passes_decodes or self.scheduler.has_urgent_prompts):
+        if not (self._passes_decodes or self.scheduler.has_urgent_prompts(now_ns)):
             return None
         plan = self.scheduler.schedule(now_ns, LS)
         if plan is not None:
@@ -155,14 +155,14 @@ class Rank:
     def stats(self) -> RankStats:
         """Figures for routers, metrics and log lines."""
         scheduler, counts, table = self.scheduler, self.scheduler.counts, self.scheduler.table
-        known = table.num_tokens.take(table.running)
+        waiting, known = scheduler.waiting, table.num_tokens.take(table.running)
         left = known - table.num_computed.take(table.running)
         return RankStats(
             num_running=len(table.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(waiting),
             kv_usage=1 - scheduler.pool.num_free / scheduler.pool.num_blocks,
-            queued_prefill_tokens=scheduler.waiting.num_tokens + int(left.sum(where=left > 1)),
-            num_tokens=scheduler.waiting.num_tokens + int(known.sum()),
+            queued_prefill_tokens=waiting.num_tokens - waiting.num_kept + int(left.sum(where=left > 1)),
+            num_tokens=waiting.num_tokens + int(known.sum()),
             num_preemptions=counts.num_preemptions,
             num_queried_tokens=counts.num_queried_tokens,
             num_hit_tokens=counts.num_hit_tokens,

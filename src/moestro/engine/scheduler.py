@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
+from moestro.core.columns import true_rows
 from moestro.core.request import FinishReason, Request
-from moestro.core.views import LS, BatchLimits, BatchView
+from moestro.core.views import BE, LS, BatchLimits, BatchView
 from moestro.core.work import Int32s, Plan, Slots, StepResult
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.emitted import Emitted, SchedulerCounts
@@ -33,7 +34,8 @@ from moestro.policy.ordering.contract import Admitted, Left
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill, paged KV, a prefix cache and preemption by recomputing.
+    """Continuous batching with chunked prefill, paged KV, a prefix cache and preemption, by recomputing or with KV that
+    was kept in host memory.
 
     Args:
         settings: bounds and policies.
@@ -89,10 +91,11 @@ class Scheduler:
         self.waiting.add(sequence)
         return sequence.serial
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, now_ns: int) -> bool:
         """Drop a request; an unknown id is ignored, for it may just have ended. Returns whether it was known.
 
-        A unit in flight is let finish, since it may write to the sequence's blocks; its result is dropped.
+        A unit in flight that is not recalled is let finish, since it may write to the sequence's blocks; its result is
+        dropped.
         """
         sequence = self.by_id.pop(request_id, None)
         if sequence is None:
@@ -100,22 +103,35 @@ class Scheduler:
         if sequence.slot is None:
             self.waiting.remove(sequence)
             self._leave(sequence)
-        elif self.table.num_in_flight[sequence.slot]:
+        elif not self._takes_back(sequence, sequence.slot, now_ns):
             sequence.is_aborted = True
             self._num_aborted_in_flight += 1
         else:
             self._leave(sequence)
         return True
 
+    def _takes_back(self, sequence: Sequence, slot: int, now_ns: int) -> bool:
+        """Whether it has no unit in flight, or had one that only waited: best effort's, which others have passed."""
+        if not self.table.num_in_flight[slot]:
+            return True
+        return sequence.service_class == BE and self._eviction.take_back(slot, now_ns)
+
     @property
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
         return bool(len(self.waiting) or len(self.table.running))
 
-    @property
-    def has_urgent_prompts(self) -> bool:
-        """Whether a latency-sensitive sequence waits, or has no token yet and no unit in flight."""
-        return self.waiting.num_ls > 0 or bool(self.table.has_no_token(self.table.idle(LS)).any())
+    def has_urgent_prompts(self, now_ns: int) -> bool:
+        """Whether a latency-sensitive sequence without a token could be computed now: it has no unit in flight, or it
+        waits and could enter.
+        """
+        idle = self.table.idle(LS)
+        if bool(self.table.has_no_token(idle).any()):
+            return True
+        if not self.waiting.num_ls or (room := self.batch.room(self._views.running(idle, now_ns), self.limits)) <= 0:
+            return False
+        could_enter = self._entrance.candidates(room, self.limits, now_ns, LS)
+        return bool(could_enter) or self._eviction.would_make_way(now_ns)
 
     # --- schedule ---------------------------------------------------------------------------------------------------
 
@@ -130,7 +146,7 @@ class Scheduler:
         candidates: list[Candidate] = []
         if len(self.waiting):
             if self._eviction.makes_way and self.batch.room(view, self.limits) > 0:
-                for slot, keeps in (victims := self._eviction.victims_for_first(now_ns)):
+                for slot, keeps in (victims := self._eviction.victims_for_first(now_ns, service_class)):
                     self._preempt(slot, keeps=keeps)
                 if victims:
                     idle = self.table.idle(service_class)
@@ -301,9 +317,9 @@ class Scheduler:
         emitted = Emitted(table.at_all(slots), [-1] * len(slots) if tokens is None else tokens.tolist())
         emitted.finish_reasons.extend([None] * len(slots))
         reasons = emitted.finish_reasons
-        for row in _true_rows(num_tokens >= table.last_num_tokens.take(slots)):
+        for row in true_rows(num_tokens >= table.last_num_tokens.take(slots)):
             reasons[row] = FinishReason.LENGTH
-        stopped = [] if finished is None else _true_rows(finished)
+        stopped = [] if finished is None else true_rows(finished)
         if tokens is not None:
             told = zip(emitted.sequences, emitted.token_ids, strict=True)
             stopped += [row for row, (sequence, token) in enumerate(told) if token in sequence.stop_token_ids]
@@ -313,7 +329,7 @@ class Scheduler:
             row_of = {index: row for row, index in enumerate(range(len(slots)) if rows is None else rows.tolist())}
             emitted.logprobs.update({row_of[index]: entry for index, entry in result.logprobs.items()})
         if table.num_wanting_prompt_logprobs:
-            for row in _true_rows(table.wants_prompt_logprobs.take(slots)):
+            for row in true_rows(table.wants_prompt_logprobs.take(slots)):
                 emitted.prompt_logprobs[row] = table.take_prompt_logprobs(int(slots[row]))
         self._end_all(emitted)
         return emitted
@@ -410,7 +426,7 @@ class Scheduler:
         table.num_computed[running] = num_tokens
         num_tokens += 1
         table.num_tokens[running] = num_tokens
-        at_last = _true_rows(num_tokens >= table.last_num_tokens.take(running))
+        at_last = true_rows(num_tokens >= table.last_num_tokens.take(running))
         if not at_last and not finished:
             return Emitted()
         reasons = dict.fromkeys(running.take(at_last).tolist(), FinishReason.LENGTH)
@@ -436,7 +452,7 @@ class Scheduler:
             self.pool.round = 0
             return
         # Nothing to remember, so all that counts is who takes a block before whom.
-        short = _true_rows(end > capacity)
+        short = true_rows(end > capacity)
         if short:
             taken = blocks_taken(computed.take(short).tolist(), capacity.take(short).tolist(), block_size, num_rounds)
             short_slots = running.take(short).tolist()
@@ -453,8 +469,3 @@ class Scheduler:
             raise InvariantError("slots in use and running sequences differ")
         self.pool.check([sequence.blocks for sequence in running])
         self._host.check(sequence for sequence in self.by_id.values() if sequence.slot is None)
-
-
-def _true_rows(column: NDArray[np.bool_]) -> list[int]:
-    """Where `column` is true; cheap where it is nowhere, as it is in most steps."""
-    return column.nonzero()[0].tolist() if np.count_nonzero(column) else []

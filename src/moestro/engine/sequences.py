@@ -48,7 +48,7 @@ class Sequence:
         num_cached_tokens: prompt tokens taken from the prefix cache at first admission; None before it.
         admitted_ns: when that was.
         prompt_logprobs: collected so far; None once delivered, or when none are wanted.
-        num_preemptions: times that it gave them up again.
+        num_preemptions: times that it gave its blocks up.
         is_aborted: to be dropped when its unit in flight returns.
         service_class: LS or BE, as the client said it.
         user: `name_key` of the user.

@@ -41,7 +41,7 @@ class WaitingQueue:
         block_size: tokens of one block.
 
     Attributes:
-        num_tokens: of all that wait.
+        num_tokens, num_kept: of all that wait, and those of them whose KV is in host memory.
         num_ls: latency-sensitive sequences among them.
     """
 
@@ -53,7 +53,7 @@ class WaitingQueue:
         self._live = np.zeros(16, np.bool_)
         self._sequences: list[Sequence | None] = []
         self._row_of: dict[int, int] = {}
-        self.num_tokens = 0
+        self.num_tokens = self.num_kept = 0
         self.num_ls = 0
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
         # The order holds from the first of these times until before the second, while the pool's hashes stay.
@@ -75,6 +75,7 @@ class WaitingQueue:
         self._sequences.append(sequence)
         self._row_of[sequence.serial] = row
         self.num_tokens += sequence.num_tokens
+        self.num_kept += sequence.num_kept
         self.num_ls += sequence.service_class == LS
         self._until_ns = self._from_ns
 
@@ -84,6 +85,7 @@ class WaitingQueue:
         self._live[row] = False
         self._sequences[row] = None
         self.num_tokens -= sequence.num_tokens
+        self.num_kept -= sequence.num_kept
         self.num_ls -= sequence.service_class == LS
         self._until_ns = self._from_ns
 

@@ -14,7 +14,6 @@ to choose, and whatever was not chosen is exactly where it was.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -34,7 +33,7 @@ from moestro.core.stages import (
     Stopped,
 )
 from moestro.core.unit_sets import select_units
-from moestro.core.views import ATTENTION, EVERY_EXPERT, LS, QueueTable, Run, Wait
+from moestro.core.views import ATTENTION, EVERY_EXPERT, LS, Run, StepPolicy, Wait
 from moestro.core.work import Plan, Slots, StepResult
 from moestro.errors import InvariantError
 from moestro.flow.micro_queues import Batches, MicroQueues, merge_batches
@@ -43,9 +42,6 @@ from moestro.flow.token_pool import TokenPool
 Int64s = NDArray[np.int64]
 
 _NONE = np.empty(0, np.int32)
-
-# (view, now_ns) -> what runs next. Asked only while something waits and the device has room.
-StepPolicy = Callable[[QueueTable, int], Run | Wait]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +75,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Command: give up expert batches that have not begun."""
+    """Command: give up what has not begun of expert batches and passages."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

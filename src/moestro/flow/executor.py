@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable
 
 from moestro.core.stages import StagedDevice
+from moestro.core.views import StepPolicy
 from moestro.core.work import Plan, Slots, StepResult
-from moestro.flow.core import Done, Emit, Event, FlowCore, Launch, StepPolicy, Submitted, Tick, Withdraw
+from moestro.flow.core import Done, Emit, Event, FlowCore, Launch, Submitted, Tick, Withdraw
 
 
 class FlowExecutor:
@@ -32,7 +33,7 @@ class FlowExecutor:
         self.num_pieces = 0
 
     def submit(self, plan: Plan, now_ns: int) -> None:
-        """Let a plan in. Expert batches of other plans that have not begun go back to their queues."""
+        """Let a plan in. What has not begun of other plans goes back to its queues."""
         if plan.moves is not None:
             self._device.move_blocks(plan.moves, now_ns)
         self._tell(Submitted(plan), now_ns)
@@ -72,7 +73,10 @@ class FlowExecutor:
 
     def ready_at_ns(self) -> int | None:
         """When the device will have a result or the policy wants to be asked; None: neither, or the hardware knows."""
-        times = [at for at in (self._device.ready_at_ns(), self._core.wake_ns) if at is not None]
+        ready_ns = self._device.ready_at_ns()
+        if ready_ns is None and self._core.num_launched:
+            return None
+        times = [at for at in (ready_ns, self._core.wake_ns) if at is not None]
         return min(times, default=None)
 
     def recall(self, slots: Slots, now_ns: int) -> Slots:

@@ -123,11 +123,17 @@ class HostPools:
 
     def move(self, moves: BlockMoves) -> None:
         """Do `moves`. On an accelerator this waits for what was launched before."""
-        (from_device, to_host), (from_host, to_device) = torch.from_numpy(moves.kept), torch.from_numpy(moves.restored)
-        for device, host in zip(self._of_device, self._of_host, strict=True):
-            host.index_copy_(0, to_host, device.index_select(0, from_device.to(device.device)).to(host.device))
-            back = host.index_select(0, from_host).to(device.device)
-            device.index_copy_(0, to_device.to(device.device), back)
+        where = self._of_device[0].device
+        if moves.kept.size:
+            from_device, to_host = torch.from_numpy(moves.kept)
+            from_device = from_device.to(where)
+            for device, host in zip(self._of_device, self._of_host, strict=True):
+                host.index_copy_(0, to_host, device.index_select(0, from_device).to(host.device))
+        if moves.restored.size:
+            from_host, to_device = torch.from_numpy(moves.restored)
+            to_device = to_device.to(where)
+            for device, host in zip(self._of_device, self._of_host, strict=True):
+                device.index_copy_(0, to_device, host.index_select(0, from_host).to(where))
 
 
 def choose_num_host_blocks(settings: ModelSettings, bytes_per_block: int) -> int:

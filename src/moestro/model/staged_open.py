@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from moestro.core.stages import StageShape
+from moestro.core.stages import NUM_PLANS, StageShape
 from moestro.errors import ConfigError
 from moestro.model.arena import bytes_per_token
 from moestro.model.device import CheckedNetwork, open_network
@@ -13,8 +13,6 @@ from moestro.model.info import LoadedInfo
 from moestro.model.settings import ModelSettings
 from moestro.model.staged_device import StagedTorchDevice
 from moestro.model.staged_network import StagedNetwork
-
-NUM_PLANS = 2  # inside at once: one that is parked, and one that passes it
 
 
 def open_staged_device(

@@ -6,8 +6,9 @@ there. What the answers say comes from `Answers`: the demo network's own tokens,
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -33,6 +34,8 @@ from moestro.serve.launch_spec import LaunchSpec
 from moestro.serve.messages import ModelInfo
 from moestro.serve.rank_process import make_preemptive_rank, make_rank
 
+logger = logging.getLogger(__name__)
+
 # What answers without arithmetic say over and over; it begins with a space, so that its end and beginning join.
 WORDS = (
     " This answer is paced: each of its tokens took as long as a model says that it would take on another machine,"
@@ -54,17 +57,23 @@ class PacedDevice:
     Args:
         cost: prices the items; what the rank's own code takes comes on top, some 0.1 ms a step.
         answers: what they bring about.
+        warning: what whoever reads results has to know of the prices so far; None: nothing. It is logged once.
     """
 
-    def __init__(self, cost: CostModel, answers: Answers) -> None:
+    def __init__(self, cost: CostModel, answers: Answers, warning: Callable[[], str | None] = lambda: None) -> None:
         self._cost = cost
         self._answers = answers
+        self._warning = warning
+        self._has_warned = False
         self._pending: deque[tuple[int, StepResult]] = deque()
         self._free_at_ns = 0
 
     def launch(self, item: Forward, now_ns: int) -> None:
         """See `Device.launch`."""
         price_ns = self._cost.step_ns(Batch(item.units.start, item.units.num_tokens))
+        if not self._has_warned and (text := self._warning()) is not None:
+            logger.warning("%s", text)
+            self._has_warned = True
         self._free_at_ns = max(now_ns, self._free_at_ns) + price_ns
         self._pending.append((self._free_at_ns, self._answers.of(item, now_ns)))
 
@@ -135,7 +144,8 @@ def make_paced_rank(spec: LaunchSpec, paced: PacedSettings, answers: Answers, in
         ConfigError: nothing is known of the GPU or the network.
     """
     if paced.table is not None:
-        return make_rank(spec, PacedDevice(MeasuredCost(load_table(paced.table)), answers), info)
+        table = MeasuredCost(load_table(paced.table))
+        return make_rank(spec, PacedDevice(table, answers, table.warning), info)
     cost = _stage_cost(paced)
     if spec.stepping.mode == "fused":
         return make_rank(spec, PacedDevice(cost, answers), info)

@@ -86,7 +86,8 @@ class Cluster:
 
     def run(self, workload: Workload, arrivals: Arrivals) -> Results:
         """Let the requests of `workload` arrive, and wait until all are answered."""
-        results = Results(len(workload), len(self.engines))
+        tells_prefill = all(group.tells_prefill for group in self.groups)
+        results = Results(len(workload), len(self.engines), tells_prefill=tells_prefill)
         world, firsts = self.world, zip(arrivals.start_ns.tolist(), arrivals.first_rows.tolist(), strict=True)
         self._arrivals, self._firsts = arrivals, iter(firsts)
         self._await_next()
@@ -180,7 +181,7 @@ class Cluster:
 def _note_end(results: Results, row: int, sequence: EngineSequence, now_ns: int) -> None:
     results.admitted_ns[row] = sequence.admitted_ns
     results.last_token_ns[row] = now_ns
-    results.num_tokens[row] = len(sequence.generated)
+    results.num_tokens[row] = min(len(sequence.generated), sequence.request.sampling.max_tokens)  # none if scored
     results.num_hit_tokens[row] = sequence.num_cached_tokens or 0
     results.num_preemptions[row] = sequence.num_preemptions
     results.status[row] = ANSWERED

@@ -21,11 +21,17 @@ class Ranks(Protocol):
         next_ns: when there is something to do; None: only when a request arrives.
         began_ns: when what is under way began.
         ends: int64[k], when each round of the jump under way ends; None: no jump is under way.
+        tells_prefill: the `plan` of a seat is what runs from `began_ns` on, so that its time can be told apart.
     """
 
     next_ns: int | None
     began_ns: int
     ends: NDArray[np.int64] | None
+
+    @property
+    def tells_prefill(self) -> bool:
+        """See above."""
+        ...
 
     @property
     def seats(self) -> Sequence[Seat]:

@@ -123,17 +123,18 @@ class Group:
         jump: take steady rounds at once.
 
     Attributes:
+        tells_prefill: True.
         next_ns: when the step or jump under way ends; None: nothing is under way.
         began_ns: when it began.
         ends: int64[k], when each round of the jump under way ends; None: a single step is under way, or nothing.
-        num_turns: steps and jumps so far.
     """
+
+    tells_prefill = True
 
     def __init__(self, settings: SchedulerSettings, prices: Prices, *, jump: bool = True) -> None:
         self.seats = [FusedSeat(settings) for _ in range(prices.num_ranks)]
         self.next_ns: int | None = None
         self.began_ns = 0
-        self.num_turns = 0
         self._prices = prices
         self._jumps = jump
         self._has_newcomer = False  # it will most likely enter: to ask how long nobody does is for nothing
@@ -166,7 +167,6 @@ class Group:
         """
         emitted = [self._collect(seat, now_ns) for seat in self.seats]
         self.began_ns = now_ns
-        self.num_turns += 1
         num_rounds, until_ns = self._steady(now_ns) if self._jumps and not self._has_newcomer else STEPWISE
         self._has_newcomer = False
         if num_rounds:

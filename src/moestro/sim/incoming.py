@@ -12,7 +12,7 @@ from moestro.sim.settings import WorkloadSettings
 from moestro.workload.arrivals import at_rate, constant, gamma, poisson, replay, weibull
 from moestro.workload.length_shapes import draw_shape
 from moestro.workload.rows import Int64s, Rows, equal_rows, labelled
-from moestro.workload.session_generator import generate
+from moestro.workload.session_generator import steady_sessions
 from moestro.workload.session_shapes import SHAPES
 from moestro.workload.traces import read_trace
 
@@ -33,7 +33,7 @@ def make_workload(settings: WorkloadSettings, directory: Path, seed: int) -> tup
             raise ConfigError(f"[workload] unknown sessions {settings.sessions!r}; known: {', '.join(SHAPES)}")
         assert settings.num_requests is not None, "checked by the settings"
         assert settings.rate is not None, "checked by the settings"
-        sessions = generate(SHAPES[settings.sessions], settings.num_requests, settings.rate, seed)
+        sessions = steady_sessions(SHAPES[settings.sessions], settings.num_requests, settings.rate, seed)
         return _labelled(sessions.rows, settings, seed), sessions
     rows = _rows(settings, directory)
     if settings.shape is not None:

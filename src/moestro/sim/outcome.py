@@ -10,13 +10,13 @@ from moestro.sim.results import WINDOW_NS, Results
 from moestro.workload.report import Report, Spread, make_report, spread_of
 from moestro.workload.slos import Slos
 
-_NUM_LOOKS = 512  # moments at which the load of engines is compared
+_NUM_LOOKS = 512  # moments at which pictures show the load of engines
 
 
 class PrefillSplit(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of prefill served in a window of `window_s`, of the two engines that served the most and the least.
 
-    As LMetric compares engines (section 4.2). Means over the windows of the run.
+    As LMetric compares engines (section 4.2). Means over the windows in which any engine served some.
     """
 
     window_s: float
@@ -35,9 +35,10 @@ class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
         ls_ttft_ms, be_ttft_ms: of latency-sensitive and best-effort requests; None where there are not both.
         num_preemptions: of all requests.
         num_refused: requests that no engine took.
-        load_imbalance: largest over mean, at least 1: of the mean numbers of requests in flight on the engines.
+        load_imbalance: largest over mean, at least 1: of the time that requests spent on each engine, which is the area
+            under the number of requests in flight there; so stretches in which nobody is there do not count.
         max_queue_depth: of any engine at a time.
-        prefill: see there.
+        prefill: see there; None: nobody told it, as of records and in `preemptive` mode.
         digest: of the record; equal digests are equal runs.
     """
 
@@ -49,7 +50,7 @@ class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
     num_refused: int
     load_imbalance: float
     max_queue_depth: int
-    prefill: PrefillSplit
+    prefill: PrefillSplit | None
     digest: str
 
 
@@ -62,6 +63,7 @@ class SimReport(msgspec.Struct, frozen=True, kw_only=True):
         workload: in a few words.
         is_generated: it was drawn by a generator, not recorded.
         settings: as told.
+        notes: what a reader has to know of these figures, as that steps were priced beyond a table.
         outcomes: the first is what the others are compared with.
     """
 
@@ -70,15 +72,13 @@ class SimReport(msgspec.Struct, frozen=True, kw_only=True):
     workload: str
     is_generated: bool
     settings: object
+    notes: tuple[str, ...] = ()
     outcomes: tuple[PolicyOutcome, ...]
 
 
 def outcome_of(title: str, results: Results, slos: Slos | None) -> PolicyOutcome:
     """The figures of one run."""
-    seconds = results.prefill_seconds()
-    most, least = results.most_different_engines()
-    at_ns = looks(results)
-    load = np.array([results.in_flight(engine, at_ns).mean() for engine in range(results.num_engines)])
+    load = results.request_seconds()
     depth = max(int(results.queue_depth(engine, results.arrival_ns).max()) for engine in range(results.num_engines))
     return PolicyOutcome(
         title=title,
@@ -89,14 +89,23 @@ def outcome_of(title: str, results: Results, slos: Slos | None) -> PolicyOutcome
         num_refused=sum(count for count, _ in results.refusals.values()),
         load_imbalance=float(load.max() / load.mean()) if load.any() else 1.0,
         max_queue_depth=depth,
-        prefill=PrefillSplit(
-            window_s=WINDOW_NS / 1e9,
-            most_engine=most,
-            most_s=float(seconds[most].mean()),
-            least_engine=least,
-            least_s=float(seconds[least].mean()),
-        ),
+        prefill=_prefill_of(results),
         digest=results.digest(),
+    )
+
+
+def _prefill_of(results: Results) -> PrefillSplit | None:
+    seconds = results.prefill_seconds()
+    seconds = seconds[:, seconds.any(0)]
+    if not results.tells_prefill or not seconds.size:
+        return None
+    most, least = results.most_different_engines()
+    return PrefillSplit(
+        window_s=WINDOW_NS / 1e9,
+        most_engine=most,
+        most_s=float(seconds[most].mean()),
+        least_engine=least,
+        least_s=float(seconds[least].mean()),
     )
 
 
@@ -105,7 +114,7 @@ def _ttft_of(results: Results, *, best_effort: bool) -> Spread | None:
     is_wanted = results.is_best_effort == best_effort
     if is_wanted.all() or not is_wanted.any():
         return None
-    rows = is_wanted & results.is_answered
+    rows = is_wanted & results.is_answered & (results.num_tokens > 0)
     return spread_of(results.first_token_ns[rows] - results.arrival_ns[rows])
 
 

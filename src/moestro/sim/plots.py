@@ -24,7 +24,7 @@ def save_plots(directory: Path, runs: Runs) -> list[Path]:
     """Draw `runs`, a title and its results each, into files of `directory`, which is made if need be.
 
     Returns:
-        The files: latencies.png, load.png, prefill.png, hits.png, queues.png.
+        The files: latencies.png, load.png, hits.png, queues.png, and prefill.png of the runs that tell it, if any do.
 
     Raises:
         ConfigError: they cannot be written.
@@ -32,10 +32,12 @@ def save_plots(directory: Path, runs: Runs) -> list[Path]:
     drawn = {
         "latencies": latency_figure(runs),
         "load": _stacked(runs, _load, "requests in flight on each engine"),
-        "prefill": _stacked(runs, _prefill, "prefill seconds in each 10 s, busiest and idlest engine"),
         "hits": _stacked(runs, _hits, "share of prompt tokens found in the prefix cache"),
         "queues": _stacked(runs, _queues, "requests waiting on each engine"),
     }
+    telling = [(title, results) for title, results in runs if results.tells_prefill]
+    if telling:
+        drawn["prefill"] = _stacked(telling, _prefill, "prefill seconds in each 10 s, busiest and idlest engine")
     files = []
     try:
         directory.mkdir(parents=True, exist_ok=True)

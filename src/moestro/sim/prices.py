@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from moestro.cost.model import Batch, CostModel, GroupCostModel, Int64s, Ints
+from moestro.cost.tables import MeasuredCost
 
 
 class Prices(Protocol):
@@ -26,6 +27,10 @@ class Prices(Protocol):
 
     def rounds_ns(self, starts: Sequence[Ints], num_rounds: int) -> Int64s:
         """int64[num_rounds], what each of the coming decode rounds takes; an empty start: the rank idles."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What whoever reads results has to know of the prices that were given so far; nothing, as a rule."""
         ...
 
 
@@ -51,6 +56,11 @@ class OneRank:
         """See `Prices.rounds_ns`."""
         return self._cost.decode_rounds_ns(starts[0], num_rounds)
 
+    def notes(self) -> list[str]:
+        """See `Prices.notes`: that steps were larger than those of a table."""
+        warning = self._cost.warning() if isinstance(self._cost, MeasuredCost) else None
+        return [] if warning is None else [warning]
+
 
 class Barrier:
     """An expert-parallel group in lock-step: its busiest rank sets the time."""
@@ -74,3 +84,7 @@ class Barrier:
     def rounds_ns(self, starts: Sequence[Ints], num_rounds: int) -> Int64s:
         """See `Prices.rounds_ns`."""
         return self._cost.group_decode_rounds_ns(starts, num_rounds)
+
+    def notes(self) -> list[str]:
+        """None."""
+        return []

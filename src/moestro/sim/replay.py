@@ -14,9 +14,9 @@ from moestro.core.request import ServiceClass
 from moestro.errors import ConfigError
 from moestro.sim.arrivals import AtTimes
 from moestro.sim.outcome import SimReport, outcome_of
-from moestro.sim.results import ANSWERED, Results
+from moestro.sim.results import ANSWERED, NOT_YET_NS, Results
 from moestro.sim.scenario import Scenario, make_bounds, make_prices, run
-from moestro.sim.settings import EngineSettings, PolicySettings, SimSettings, WorkloadSettings
+from moestro.sim.settings import EngineSettings, PolicySettings
 from moestro.sim.show import progress
 from moestro.workload.request_record import Header, RequestRecord
 
@@ -68,26 +68,25 @@ def what_if(record: RequestRecord, policies: Sequence[str], cost: str | None) ->
     """
     header = record.header
     engines = _engines(header, cost)
-    unused = WorkloadSettings(prompt_tokens=1, output_tokens=1, num_requests=1, rate=1.0)
     chosen = tuple(_policy(header, name) for name in dict.fromkeys((header.route_policy, *policies)))
-    settings = SimSettings(workload=unused, engines=engines, policies=chosen)
     scenario = Scenario(
         workload=record,
         arrivals=AtTimes(record.arrival_ns),
+        engines=engines,
         bounds=make_bounds(engines),
         prices=make_prices(engines),
-        num_groups=header.num_engines,
         source=f"{len(record):,} requests recorded under {header.route_policy}",
         is_generated=False,
     )
     runs = [(RECORDED, recorded_results(record))]
     for policy in chosen:
         with progress(policy.title, len(record)) as advance:
-            runs.append((policy.title, run(scenario, policy, settings, advance)))
+            runs.append((policy.title, run(scenario, policy, advance)))
     report = SimReport(
         workload=scenario.source,
         is_generated=False,
         settings={"header": msgspec.to_builtins(header), "engines": msgspec.to_builtins(engines)},
+        notes=tuple(scenario.prices.notes()),
         outcomes=tuple(outcome_of(title, results, None) for title, results in runs),
     )
     base = runs[1][1]
@@ -95,8 +94,12 @@ def what_if(record: RequestRecord, policies: Sequence[str], cost: str | None) ->
 
 
 def recorded_results(record: RequestRecord) -> Results:
-    """The record as results, beside which simulated ones can be put."""
-    results = Results(len(record), record.header.num_engines)
+    """The record as results, beside which simulated ones can be put.
+
+    Of a scored prompt, which has no tokens, a record does not say when it was over: its time here ends as it is
+    admitted.
+    """
+    results = Results(len(record), record.header.num_engines, tells_prefill=False)
     requests, start_ns = record.requests, record.requests[0].arrival_ns
     for name in ("arrival_ns", "admitted_ns", "first_token_ns", "last_token_ns"):
         getattr(results, name)[:] = [getattr(request, name) - start_ns for request in requests]
@@ -108,6 +111,9 @@ def recorded_results(record: RequestRecord) -> Results:
     ):
         column[:] = [getattr(request, name) for request in requests]
     results.is_best_effort[:] = np.array([request.service_class is ServiceClass.BE for request in requests])
+    is_scored = results.num_tokens == 0
+    results.first_token_ns[is_scored] = NOT_YET_NS
+    results.last_token_ns[is_scored] = results.admitted_ns[is_scored]
     results.status[:] = ANSWERED
     return results
 

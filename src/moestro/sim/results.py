@@ -23,9 +23,11 @@ class Results:
 
     Args:
         num_requests, num_engines: how many.
+        tells_prefill: somebody says what time of the engines' steps goes into prompts.
 
     Attributes:
         arrival_ns, admitted_ns, first_token_ns, last_token_ns: int64[n]; admitted: given KV blocks for the first time.
+            A request of no tokens, a scored prompt, may lack a first one.
         num_prompt_tokens, num_tokens, num_hit_tokens: int32[n]; tokens generated; prompt tokens from the prefix cache.
         num_preemptions: int32[n].
         engine: int32[n]; -1: none took it.
@@ -35,8 +37,9 @@ class Results:
         prefill_ns: by engine, by window: time of its steps, each counted by the share of its tokens that are prefill.
     """
 
-    def __init__(self, num_requests: int, num_engines: int) -> None:
+    def __init__(self, num_requests: int, num_engines: int, *, tells_prefill: bool = True) -> None:
         self.num_engines = num_engines
+        self.tells_prefill = tells_prefill
         self.arrival_ns, self.admitted_ns, self.first_token_ns, self.last_token_ns = (
             np.full(num_requests, NOT_YET_NS, np.int64) for _ in range(4)
         )
@@ -99,6 +102,12 @@ class Results:
             late_ns=empty,
             stall_ns=empty,
         )
+
+    def request_seconds(self) -> Floats:
+        """float64[engines], time that requests spent on each engine, summed: the area under `in_flight`."""
+        rows = self.is_answered
+        spent_s = (self.last_token_ns[rows] - self.arrival_ns[rows]) / 1e9
+        return np.bincount(self.engine[rows], spent_s, self.num_engines).astype(np.float64)
 
     def in_flight(self, engine: int, at_ns: Int64s) -> Int64s:
         """int64[m], requests of `engine` that had arrived and not ended at each of `at_ns`."""

@@ -28,6 +28,7 @@ from moestro.sim.incoming import describe, make_workload
 from moestro.sim.prices import Barrier, OneRank, Prices
 from moestro.sim.results import Results
 from moestro.sim.settings import EngineSettings, PolicySettings, SimSettings
+from moestro.sim.signals import AT_ONCE, SignalSettings
 from moestro.sim.staged import StagedRank
 from moestro.workload.requests import RequestForm, RequestMaker
 
@@ -40,20 +41,24 @@ class Scenario:
 
     Attributes:
         workload, arrivals: what comes, and when.
+        engines: see there.
         bounds: of each rank, but for its policies.
         prices: of a group's steps.
-        num_groups: how many there are.
         source: the workload in a few words, for titles.
         is_generated: requests were made, not recorded: results say so.
+        signals: what the router hears, unless a policy says otherwise.
+        seed: of the router's draws.
     """
 
     workload: Workload
     arrivals: Arrivals
+    engines: EngineSettings
     bounds: SchedulerSettings
     prices: Prices
-    num_groups: int
     source: str
     is_generated: bool
+    signals: SignalSettings = AT_ONCE
+    seed: int = 0
 
 
 def make_scenario(settings: SimSettings, directory: Path) -> Scenario:
@@ -73,11 +78,13 @@ def make_scenario(settings: SimSettings, directory: Path) -> Scenario:
     return Scenario(
         workload=workload,
         arrivals=arrivals,
+        engines=settings.engines,
         bounds=bounds,
         prices=make_prices(settings.engines, directory),
-        num_groups=settings.engines.count,
         source=describe(settings.workload),
         is_generated=rows.is_generated,
+        signals=settings.signals,
+        seed=settings.seed,
     )
 
 
@@ -149,26 +156,28 @@ def make_bounds(engines: EngineSettings) -> SchedulerSettings:
     )
 
 
-def run(scenario: Scenario, policy: PolicySettings, settings: SimSettings, on_arrival: OnArrival = None) -> Results:
+def run(scenario: Scenario, policy: PolicySettings, on_arrival: OnArrival = None) -> Results:
     """The scenario under one combination of policies.
 
     Raises:
         ConfigError: there is no policy of that name, or a setting of it is not allowed.
     """
+    policy.check_prices(scenario.engines)
     bounds = replace(
         scenario.bounds,
+        max_num_urgent_seqs=policy.num_urgent_seqs(scenario.bounds.max_num_seqs),
         scheduling_policy=policy.scheduling_policy,
         batch_policy=policy.batch_policy,
         evict_policy=policy.evict_policy,
     )
-    groups = [_make_ranks(bounds, scenario.prices, policy, settings.engines) for _ in range(scenario.num_groups)]
+    groups = [_make_ranks(bounds, scenario.prices, policy, scenario.engines) for _ in range(scenario.engines.count)]
     router = Router(
         policy_from(policy.route),
-        RouterSettings(block_size=bounds.block_size, seed=settings.seed),
+        RouterSettings(block_size=bounds.block_size, seed=scenario.seed),
     )
-    for _ in range(scenario.num_groups * scenario.prices.num_ranks):
+    for _ in range(scenario.engines.count * scenario.prices.num_ranks):
         router.set_routable(router.add_engine(EngineSpec(num_blocks=bounds.num_blocks)), routable=True)
-    cluster = Cluster(groups, router, policy.signals or settings.signals, on_arrival)
+    cluster = Cluster(groups, router, policy.signals or scenario.signals, on_arrival)
     return cluster.run(scenario.workload, scenario.arrivals)
 
 
@@ -177,7 +186,7 @@ def _make_ranks(bounds: SchedulerSettings, prices: Prices, policy: PolicySetting
         return Group(bounds, prices)
     cost = _roofline(engines) if engines.engine is None else _staged_engine(engines)
     return StagedRank(
-        replace(bounds, max_num_urgent_seqs=bounds.max_num_seqs),
+        bounds,
         cost,
         make_step_policy(policy.step_policy, policy.max_be_wait_s),
         passes_decodes=policy.pass_decodes,

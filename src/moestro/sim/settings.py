@@ -142,8 +142,10 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         scheduling_policy, batch_policy, evict_policy: of each engine. All of them as `moestro serve` takes them, with
             settings after a colon: `sjf:theta_age_s=5`.
         mode: `fused`: a step is one forward pass. `preemptive`: latency-sensitive requests pass best-effort ones inside
-            it, on ranks on their own with as many places for each class; every stage is an event then, so this takes
-            longer, and the time of prefill is not told.
+            it, on ranks on their own; every stage is an event then, so this takes longer, and the time of prefill is
+            not told.
+        max_num_urgent_seqs: places of each engine beside its max_num_seqs, which latency-sensitive requests alone may
+            take; unset: none in `fused` mode and as many again in `preemptive` mode, as in `moestro serve`.
         step_policy, max_be_wait_s, pass_decodes: of `preemptive` mode, as `moestro serve` has them.
         signals: what the router hears, and how late; unset: the file's [signals].
     """
@@ -154,6 +156,7 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     batch_policy: str = "decode_first"
     evict_policy: str = "last_in_order"
     mode: Mode = "fused"
+    max_num_urgent_seqs: int | None = None
     step_policy: str = "qllm"
     max_be_wait_s: float = 1.0
     pass_decodes: bool = False
@@ -161,6 +164,21 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         make_step_policy(self.step_policy, self.max_be_wait_s)
+        if self.max_num_urgent_seqs is not None and self.max_num_urgent_seqs < 0:
+            raise ConfigError(f"[[policies]] max_num_urgent_seqs must be 0 or more, got {self.max_num_urgent_seqs}")
+
+    def check_prices(self, engines: EngineSettings) -> None:
+        """Raise ConfigError if what `engines` say of the cost of a step does not do for the mode."""
+        if self.mode == "preemptive" and (engines.table is not None or engines.ep_ranks > 1):
+            raise ConfigError(
+                "[[policies]] mode = 'preemptive' wants prices of stages, of ranks on their own: no table, ep_ranks 1"
+            )
+
+    def num_urgent_seqs(self, max_num_seqs: int) -> int:
+        """`max_num_urgent_seqs`, or what it is where it is unset."""
+        if self.max_num_urgent_seqs is not None:
+            return self.max_num_urgent_seqs
+        return max_num_seqs if self.mode == "preemptive" else 0
 
     @property
     def title(self) -> str:
@@ -196,12 +214,8 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ConfigError(f"seed must not be negative, got {self.seed}")
-        if any(policy.mode == "preemptive" for policy in self.policies) and (
-            self.engines.table is not None or self.engines.ep_ranks > 1
-        ):
-            raise ConfigError(
-                "[[policies]] mode = 'preemptive' wants prices of stages, of ranks on their own: no table, ep_ranks 1"
-            )
+        for policy in self.policies:
+            policy.check_prices(self.engines)
         titles = [policy.title for policy in self.policies]
         if not titles or len(set(titles)) < len(titles):
             raise ConfigError(

@@ -44,6 +44,8 @@ def print_report(console: Console, report: SimReport) -> None:
         soft_wrap=True,
     )
     console.print(_table(report.outcomes))
+    for note in report.notes:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     for outcome in report.outcomes:
         for word, failure in outcome.report.failures.items():
             console.print(f"{outcome.title}: {failure.count} {word}: {failure.example}", markup=False, soft_wrap=True)

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from moestro.core.request import Request
 from moestro.core.script import Script
+from moestro.core.views import StepPolicy
 from moestro.cost.model import StageCostModel
 from moestro.cost.priced_device import Scripts
 from moestro.cost.priced_stages import PricedStages
 from moestro.engine.emitted import Emitted
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
-from moestro.flow.core import StepPolicy
 from moestro.sim.group import Seat
 
 
@@ -31,12 +31,14 @@ class StagedRank:
         passes_decodes: see `engine.rank.Rank`.
 
     Attributes:
-        seats: its only one. Its `plan` stays None: steps overlap, and no time belongs to one plan alone.
-        num_turns: events so far.
+        seats: its only one.
+        tells_prefill: False: steps overlap, and no time belongs to one plan alone; a seat's `plan` stays None.
     """
 
+    tells_prefill = False
+
     def __init__(
-        self, settings: SchedulerSettings, cost: StageCostModel, policy: StepPolicy, *, passes_decodes: bool = True
+        self, settings: SchedulerSettings, cost: StageCostModel, policy: StepPolicy, *, passes_decodes: bool
     ) -> None:
         scripts = Scripts(settings.block_size)
         device = PricedStages(
@@ -47,7 +49,6 @@ class StagedRank:
         self.next_ns: int | None = None
         self.began_ns = 0
         self.ends: NDArray[np.int64] | None = None
-        self.num_turns = 0
 
     def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
         """Put a request in the waiting queue: the rank looks at it now.
@@ -68,7 +69,6 @@ class StagedRank:
     def turn(self, now_ns: int) -> list[Emitted]:
         """Take what is ready, and begin what comes next."""
         self.began_ns = now_ns
-        self.num_turns += 1
         emitted = self._rank.collect(now_ns)
         self.seats[0].forget_ended(emitted)
         self._rank.begin(now_ns)

@@ -59,12 +59,13 @@ def simulate(settings: SimSettings, directory: Path) -> tuple[SimReport, Runs]:
     scenario, runs = make_scenario(settings, directory), []
     for policy in settings.policies:
         with progress(policy.title, len(scenario.workload)) as advance:
-            runs.append((policy.title, run(scenario, policy, settings, advance)))
+            runs.append((policy.title, run(scenario, policy, advance)))
     slos = None if settings.slos is None else Slos(**msgspec.structs.asdict(settings.slos))
     report = SimReport(
         workload=scenario.source,
         is_generated=scenario.is_generated,
         settings=msgspec.to_builtins(settings),
+        notes=tuple(scenario.prices.notes()),
         outcomes=tuple(outcome_of(title, results, slos) for title, results in runs),
     )
     return report, runs

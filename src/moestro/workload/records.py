@@ -65,8 +65,9 @@ class Records:
 
     @property
     def answered(self) -> Timelines:
-        """The rows of `is_ok` alone."""
-        whole, ok = self.timelines, self.is_ok
+        """The rows of `is_ok` that have tokens: those of scored prompts, without any, have no latencies."""
+        whole = self.timelines
+        ok = self.is_ok & (whole.num_tokens > 0)
         return Timelines(whole.arrival_ns[ok], whole.first_token_ns[ok], whole.last_token_ns[ok], whole.num_tokens[ok])
 
 

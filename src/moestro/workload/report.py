@@ -53,6 +53,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """One run. Latencies count from the scheduled arrival and cover whole answers only; None: there was none.
 
     `duration_s` runs from the first arrival to the end of the last request, so that throughput pays for stragglers.
+    A scored prompt, an answer of no tokens, counts among the requests and has no latencies.
     `num_wrong_length`: answers that are not as long as was asked for, and so were less or more work than meant.
     """
 
@@ -81,7 +82,11 @@ def make_report(records: Records, slos: Slos | None = None) -> Report:
     """The figures of `records`, at least one request."""
     answered = records.answered
     duration_s = float(records.end_ns.max() - records.timelines.arrival_ns.min()) / NS_PER_S
-    num_ok, num_input, num_output = len(answered), int(records.num_prompt_tokens.sum()), int(answered.num_tokens.sum())
+    num_ok, num_input, num_output = (
+        int(records.is_ok.sum()),
+        int(records.num_prompt_tokens.sum()),
+        int(answered.num_tokens.sum()),
+    )
     late, stalls = _lateness(records.late_ns), _lateness(records.stall_ns)
     wrong_length = records.is_ok & (records.timelines.num_tokens != records.num_asked_tokens)
     return Report(
@@ -108,7 +113,9 @@ def make_report(records: Records, slos: Slos | None = None) -> Report:
 
 
 def _goodput(records: Records, slos: Slos, duration_s: float) -> Goodput:
-    num_met = int(slos.met(records.answered).sum())
+    answered = records.answered
+    num_without_latency = int(records.is_ok.sum()) - len(answered)  # nothing of a scored prompt can be late
+    num_met = int(slos.met(answered).sum()) + num_without_latency
     return Goodput(
         ttft_ms=slos.ttft_ms,
         tpot_ms=slos.tpot_ms,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,8 @@ from moestro.workload.sessions import Pace, Sessions, prompt_lengths
 
 _MAX_TURNS = 256  # where the beta distribution draws a session that would go on for ever
 _LEAD_IN, _TAIL = 1.0, 0.1  # of the requests asked for: drawn before and behind a steady window, and left out of it
+_STEADY_AFTER_S = 5_000  # by when the load is within 3 % of steady, for any of the shapes
+_MORE = 0.2  # of the turns expected: drawn beyond them, so that chance leaves no gap at the end
 _PARTS = 4  # a user's own beginning and an answer take at most this part of the context each
 
 
@@ -60,6 +63,24 @@ def steady_rows(shape: SessionShape, num_requests: int, rate: float, seed: int, 
     window = rows.select(np.arange(begin, begin + num_requests))
     assert window.timestamp_ns is not None, "made so"
     return replace(window, timestamp_ns=window.timestamp_ns - window.timestamp_ns[0])
+
+
+def steady_sessions(shape: SessionShape, num_requests: int, rate: float, seed: int) -> Sessions:
+    """`num_requests` turns in closed loop, from 0, out of the middle of a longer history of sessions.
+
+    `steady_rows`, but that a turn whose predecessor is among them comes a think time after that one's answer. So there
+    is a load of about `rate` turns a second from the first to the last; `generate` builds up for hours, and the last
+    turns come when nearly nobody else is there. The turns before are missing, in the caches as well.
+
+    Raises:
+        ConfigError: as `generate`.
+    """
+    num_before = math.ceil(_STEADY_AFTER_S * rate) if 0 < rate < math.inf else 0
+    history = generate(shape, num_requests + int((num_before + num_requests) * _MORE) + num_before, rate, seed)
+    pace = Pace()
+    begin = int(np.count_nonzero(history.arrival_ns(pace) < _STEADY_AFTER_S * NS_PER_S))
+    begin = min(begin, len(history.rows) - num_requests)
+    return history.window(begin, begin + num_requests, pace)
 
 
 def _draw(shape: SessionShape, num_sessions: int, rng: np.random.Generator) -> tuple[Rows, Int64s]:

@@ -69,15 +69,43 @@ class Sessions:
         Where answers last longer, turns come before the ones that they follow have ended, which no user does: use the
         closed loop wherever something can drive it.
         """
+        arrival_ns = self.arrival_ns(pace)
+        timed = replace(self.rows, timestamp_ns=arrival_ns)
+        return timed.select(np.argsort(arrival_ns, kind="stable"))
+
+    def arrival_ns(self, pace: Pace) -> Int64s:
+        """int64[n], when each turn arrives if every answer lasts as long as `pace` guesses."""
         session = self.rows.session
         assert session is not None, "turns belong to sessions"
         steps = self.think_ns.copy()
         steps[1:] += pace.service_ns(self.rows.num_output_tokens)[:-1]
         steps[self.first_rows] = 0
         since_all = np.cumsum(steps)
-        arrival_ns = self.start_ns[session] + since_all - since_all[self.first_rows][session]
-        timed = replace(self.rows, timestamp_ns=arrival_ns)
-        return timed.select(np.argsort(arrival_ns, kind="stable"))
+        times: Int64s = self.start_ns[session] + since_all - since_all[self.first_rows][session]
+        return times
+
+    def window(self, begin: int, end: int, pace: Pace) -> Sessions:
+        """The turns `begin` .. `end` - 1 in the order of `arrival_ns(pace)`, still in closed loop; the first is at 0.
+
+        A session that is cut goes on with its first turn inside, at the time that `pace` guesses, and knows nothing of
+        what was before.
+        """
+        arrival_ns, session = self.arrival_ns(pace), self.rows.session
+        assert session is not None, "turns belong to sessions"
+        kept = np.sort(np.argsort(arrival_ns, kind="stable")[begin:end])
+        kept = kept[np.argsort(arrival_ns[kept][_firsts(session[kept])], kind="stable")]
+        firsts = _firsts(session[kept]) == np.arange(len(kept))
+        think_ns, start_ns = self.think_ns[kept], arrival_ns[kept][firsts]
+        think_ns[firsts] = 0
+        rows = replace(self.rows.select(kept), session=np.cumsum(firsts) - 1)
+        return Sessions(rows, start_ns - start_ns[0], think_ns)
+
+
+def _firsts(session: Int64s) -> Int64s:
+    """int64[n], for each of n turns, those of a session side by side, where the first one of its session is."""
+    changes = np.append(True, session[1:] != session[:-1])
+    places: Int64s = np.flatnonzero(changes)[np.cumsum(changes) - 1]
+    return places
 
 
 def prompt_lengths(

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moestro.core.clock import to_ns
-from moestro.core.views import ATTENTION, LS, NOBODY_WAITS_NS, NUM_CLASSES, QueueTable, Run, Wait
+from moestro.core.views import ATTENTION, LS, NOBODY_WAITS_NS, NUM_CLASSES, QueueTable, Run, StepPolicy, Wait
 from moestro.errors import ConfigError
 from moestro.policy.stepping.basic import in_order
 from moestro.policy.stepping.qllm import ExpertLevelPreemption
 from moestro.policy.user_code import load_policy
 
-StepPolicy = Callable[[QueueTable, int], Run | Wait]
 STEPPING = ("qllm", "in_order")
 _FLAG = "--step-policy"
 

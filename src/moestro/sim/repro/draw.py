@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 from moestro.sim.repro.lmetric import FIGURES, HALF, NETWORK, OUR_POLICY, PAPER_POLICY, Findings
 
 _SIZE = (11.0, 7.0)
+_COLOURS = {"better": "C2", "undecided": "0.6", "worse": "C3"}
+_TICKS = (-100, -10, 0, 10, 100)  # %, of differences
 _LEAST_SHARE = 0.005  # in the logarithmic picture
 _SHOWN = ("round_robin", "vllm-0.26", "bailian", "dynamo", "llm-d", PAPER_POLICY, OUR_POLICY)
 
@@ -114,19 +116,25 @@ def _classes(findings: Findings) -> Figure:
 
 
 def _ours(findings: Findings) -> Figure:
-    """Ours against the best other policy of each cell, under seeds of their own, with 95 % intervals."""
+    """Ours against the best rival of each cell, under seeds of their own, with 95 % intervals."""
     figure = Figure(figsize=(11.0, 1.5 + 0.28 * len(findings.pairs) / len(FIGURES)), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(FIGURES), sharey=True), FIGURES, strict=True):
         pairs = [pair for pair in findings.pairs if pair.figure == name]
         at = np.arange(len(pairs))
         for row, pair in enumerate(pairs):
-            axes.plot([100 * pair.low, 100 * pair.high], [row, row], color="C2" if pair.holds else "C3", linewidth=2)
+            axes.plot([100 * pair.low, 100 * pair.high], [row, row], color=_COLOURS[pair.verdict], linewidth=2)
         axes.plot([100 * pair.mean for pair in pairs], at, "k.")
         axes.axvline(0, color="0.5", linewidth=0.8)
-        axes.set(title=name, xlabel="%", yticks=at, xlim=(-60, 60))
+        axes.set(title=name, xlabel="%", yticks=at)
+        axes.set_xscale("symlog", linthresh=10)  # the synthetic trace's intervals are a hundred times the others'
+        axes.set(xlim=(-500, 500), xticks=_TICKS, xticklabels=[f"{tick:+d}" if tick else "0" for tick in _TICKS])
+        axes.minorticks_off()
         axes.set_yticklabels([f"{pair.load} at {pair.share:.0%}" for pair in pairs], fontsize=7)
     figure.axes[0].invert_yaxis()
-    figure.suptitle(f"{OUR_POLICY} against the best other policy of each cell: left of 0 is better (simulated)")
+    figure.suptitle(
+        f"{OUR_POLICY} against the best rival of each cell: left of 0 is better (simulated)\n"
+        "95 % intervals: green all better, red all worse, grey undecided; logarithmic beyond 10 %"
+    )
     return figure
 
 

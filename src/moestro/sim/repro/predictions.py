@@ -7,8 +7,9 @@ from numpy.typing import NDArray
 
 from moestro.core.rng import Draws
 from moestro.cost.model import Batch, CostModel
-from moestro.policy.routing.contract import Choice, FirstToken, Needs, Routed, RouteEvent, RoutePolicy, RouteView
+from moestro.policy.routing.contract import Choice, FirstToken, Routed, RouteEvent, RoutePolicy, RouteView
 from moestro.policy.routing.filtered import PredictTtft
+from moestro.sim.repro.watching import Watching
 
 Floats = NDArray[np.float64]
 
@@ -43,7 +44,7 @@ def predictor(cost: CostModel, max_num_batched_tokens: int) -> PredictTtft:
     return predict
 
 
-class Watched:
+class Watched(Watching):
     """A policy whose score is a predicted TTFT, and what came of each prediction.
 
     Args:
@@ -54,24 +55,19 @@ class Watched:
     """
 
     def __init__(self, policy: RoutePolicy) -> None:
-        self._policy = policy
+        super().__init__(policy)
         self._pending: dict[str, tuple[float, int]] = {}
         self.predicted_ns: list[float] = []
         self.actual_ns: list[int] = []
 
-    @property
-    def needs(self) -> Needs:
-        """The policy's."""
-        return self._policy.needs
-
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """As the policy does, the score noted."""
-        choice = self._policy.decide(view, draws)
+        choice = super().decide(view, draws)
         return Choice(choice.engine, choice.score, choice.reason, choice.scores, {_SCORE: choice.score})
 
     def observe(self, event: RouteEvent) -> None:
         """Compare what was predicted with what came."""
-        self._policy.observe(event)
+        super().observe(event)
         match event:
             case Routed():
                 self._pending[event.request.request_id] = (event.detail[_SCORE], event.now_ns)

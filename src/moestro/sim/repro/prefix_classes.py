@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from moestro.core.rng import Draws
-from moestro.policy.routing.contract import Choice, Needs, Routed, RouteEvent, RoutePolicy, RouteView
+from moestro.policy.routing.contract import Routed, RouteEvent, RoutePolicy
+from moestro.sim.repro.watching import Watching
 
 
-class WatchedClasses:
+class WatchedClasses(Watching):
     """LMetric, and what its detector saw of each request whose class it tracks.
 
     Args:
@@ -16,21 +16,12 @@ class WatchedClasses:
     """
 
     def __init__(self, policy: RoutePolicy) -> None:
-        self._policy = policy
+        super().__init__(policy)
         self._shares: list[tuple[float, float]] = []
-
-    @property
-    def needs(self) -> Needs:
-        """The policy's."""
-        return self._policy.needs
-
-    def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """As the policy does."""
-        return self._policy.decide(view, draws)
 
     def observe(self, event: RouteEvent) -> None:
         """Note the class's share of requests and of engines; nothing where no engine has its blocks."""
-        self._policy.observe(event)
+        super().observe(event)
         if isinstance(event, Routed) and event.detail.get("holder_share"):
             self._shares.append((event.detail["class_share"], event.detail["holder_share"]))
 

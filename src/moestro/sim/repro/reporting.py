@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -11,6 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from moestro.errors import ConfigError
+from moestro.sim.repro.conditions import Conditions
+
+FindingsT = TypeVar("FindingsT")
 
 _VERDICTS = {True: "[green]holds[/]", False: "[red]does not[/]", None: "[dim]not judged[/]"}
 
@@ -30,6 +34,21 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     ours: str
     holds: bool | None
     why: str = ""
+
+
+class Reproduced(msgspec.Struct, Generic[FindingsT], frozen=True, kw_only=True):
+    """What is written to the result file.
+
+    Attributes:
+        conditions: of the run that wrote it.
+        parts: by load, the conditions of what was made on its own, and maybe before.
+        findings, claims: what was found, and what the paper says of it.
+    """
+
+    conditions: Conditions
+    parts: dict[str, Conditions] = {}
+    findings: FindingsT
+    claims: list[Claim]
 
 
 def claims_table(claims: Sequence[Claim]) -> Table:

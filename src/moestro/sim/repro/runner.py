@@ -8,39 +8,36 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from moestro import __version__
 from moestro.errors import ConfigError
 from moestro.sim.repro.claims import claims_of
+from moestro.sim.repro.conditions import Conditions, this_run
 from moestro.sim.repro.lmetric import Findings, Plan, Reproduction, merged
-from moestro.sim.repro.reporting import Claim, bar, write_result
+from moestro.sim.repro.reporting import Reproduced, bar, write_result
 from moestro.sim.repro.show import print_findings
-
-
-class Reproduced(msgspec.Struct, frozen=True):
-    """What is written to the result file."""
-
-    findings: Findings
-    claims: list[Claim]
 
 
 class Part(msgspec.Struct, frozen=True):
     """One load's findings, kept so that a long run can be stopped and go on, or be spread over processes."""
 
+    conditions: Conditions
     plan: Plan
     findings: Findings
 
 
-def reproduce_lmetric(console: Console, plan: Plan, traces: Path | None, out: Path | None) -> Reproduced:
+def reproduce_lmetric(console: Console, plan: Plan, traces: Path | None, out: Path | None) -> Reproduced[Findings]:
     """LMetric's tables and claims, simulated.
 
     Args:
         plan: see there.
         traces: see `Reproduction`.
-        out: where the findings of each load are kept as soon as they are made; those of an equal plan are not
-            made again. None: nowhere.
+        out: where the findings of each load are kept as soon as they are made; those of an equal plan and version
+            are not made again, and what is not known to be of this very code is named. None: nowhere.
 
     Raises:
         ConfigError: a load is not known, or its trace is not at hand; or nothing can be written to `out`.
     """
+    conditions = this_run()
     with bar(console) as progress:
         task = progress.add_task("")
         reproduction = Reproduction(plan, traces, lambda what: progress.update(task, advance=1, description=what))
@@ -50,20 +47,32 @@ def reproduce_lmetric(console: Console, plan: Plan, traces: Path | None, out: Pa
                 f"no load {', '.join(sorted(missing))}: Mooncake's traces are read from --traces DIRECTORY"
             )
         progress.update(task, total=sum(reproduction.num_runs(source) for source in reproduction.sources))
-        parts = []
+        parts: dict[str, Part] = {}
         for source in reproduction.sources:
             part = _kept(plan, source.name, out)
             if part is None:
-                part = Part(replace(plan, sources=None), reproduction.run(source))
+                part = Part(conditions, replace(plan, sources=None), reproduction.run(source))
                 if out is not None:
                     write_result(part, _part_path(out, source.name))
             else:
                 progress.advance(task, reproduction.num_runs(source))
-            parts.append(part.findings)
-    findings = merged(parts)
+            parts[source.name] = part
+    findings = merged([part.findings for part in parts.values()])
     claims = claims_of(findings)
     print_findings(console, findings, claims)
-    return Reproduced(findings, claims)
+    made = {load: part.conditions for load, part in parts.items()}
+    _warn(console, conditions, made)
+    return Reproduced(conditions=conditions, parts=made, findings=findings, claims=claims)
+
+
+def _warn(console: Console, now: Conditions, made: dict[str, Conditions]) -> None:
+    """Name the parts that were kept, and may be of other code."""
+    for load, then in made.items():
+        if then is not now and not then.has_code_of(now):
+            console.print(
+                f"[yellow]{_part_path(Path(), load)} is of commit {then.commit or 'unknown'}, and this is"
+                f" {now.commit or 'unknown'}: it was not made again; delete it if its code has changed[/]"
+            )
 
 
 def _part_path(out: Path, load: str) -> Path:
@@ -71,17 +80,18 @@ def _part_path(out: Path, load: str) -> Path:
 
 
 def _kept(plan: Plan, load: str, out: Path | None) -> Part | None:
-    """What an equal plan has found of this load."""
+    """What an equal plan of this version has found of this load."""
     if out is None or not _part_path(out, load).exists():
         return None
     try:
         part = msgspec.json.decode(_part_path(out, load).read_bytes(), type=Part)
     except msgspec.DecodeError:  # of another version
         return None
-    return part if part.plan == replace(plan, sources=None) else None
+    is_ours = part.conditions.version == __version__ and part.plan == replace(plan, sources=None)
+    return part if is_ours else None
 
 
-def save(reproduced: Reproduced, directory: Path, name: str) -> Path:
+def save(reproduced: Reproduced[Findings], directory: Path, name: str) -> Path:
     """Write the result as JSON; returns where.
 
     Raises:

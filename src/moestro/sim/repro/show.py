@@ -10,6 +10,8 @@ from rich.table import Table
 from moestro.sim.repro.lmetric import FIGURES, Cell, Findings
 from moestro.sim.repro.reporting import Claim, claims_table
 
+_VERDICTS = {"better": "[green]better[/]", "undecided": "[dim]undecided[/]", "worse": "[red]worse[/]"}
+
 
 def print_findings(console: Console, findings: Findings, claims: Sequence[Claim]) -> None:
     """Every load and rate, then the paper's claims beside ours."""
@@ -41,10 +43,10 @@ def _table(cells: Sequence[Cell]) -> Table:
 
 
 def _pairs(findings: Findings) -> Table:
-    title = "Ours against the best other policy, more seeds: difference and its 95 % interval (below 0: ours is less)"
-    table = Table("load", "share", "figure", "best other", "difference", "interval", "", title=title)
+    title = "Ours against the best rival, more seeds: difference and its 95 % interval (below 0: ours is less)"
+    table = Table("load", "share", "figure", "best rival", "difference", "interval", "", title=title)
     for pair in findings.pairs:
         interval = f"{pair.low:+.1%} .. {pair.high:+.1%}"
         cells = (pair.load, f"{pair.share:.0%}", pair.figure, pair.other, f"{pair.mean:+.1%}", interval)
-        table.add_row(*cells, "" if pair.holds else "[red]lost[/]")
+        table.add_row(*cells, _VERDICTS[pair.verdict])
     return table

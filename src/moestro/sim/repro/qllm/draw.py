@@ -15,22 +15,27 @@ from moestro.sim.repro.qllm.engines import (
     EXPERT_AGED,
     EXPERT_MIXED,
     FCFS,
+    FCFS_64,
     ITERATION,
     ITERATION_AGED,
+    ITERATION_MIXED,
     RUN_TO_COMPLETION,
     SLO_S,
 )
 from moestro.sim.repro.qllm.experiment import Findings
 
 _SIZE = (12.0, 8.5)
-# What people call them, and how they are drawn; the same engine with ageing has the same colour, dashed.
+# What people call them, and how they are drawn; the same engine with ageing has the same colour, dashed,
+# as is the like of another without preemption, or with more places.
 _LINES = {
     RUN_TO_COMPLETION: ("run to completion (the paper's baseline)", "C7", "-"),
     FCFS: ("continuous batching, first come first served", "C0", "-"),
+    FCFS_64: ("... with 64 places, as all below", "C0", "--"),
     ITERATION: ("priority between iterations (Algorithm 1)", "C1", "-"),
     ITERATION_AGED: ("... with ageing", "C1", "--"),
     EXPERT: ("QLLM: preemption at every expert call", "C3", "-"),
     EXPERT_AGED: ("... with ageing", "C3", "--"),
+    ITERATION_MIXED: ("LS first between iterations, mixed batches", "C2", "--"),
     EXPERT_MIXED: ("preemption at every expert call, mixed batches (ours)", "C2", "-"),
 }
 

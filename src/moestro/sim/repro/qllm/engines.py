@@ -1,14 +1,16 @@
-"""QLLM's testbed and the engines that are compared on it: they differ in their policies, and in nothing else."""
+"""QLLM's testbed, and the engines that are compared on it. They differ in their policies, and in how many sequences
+hold KV: QLLM keeps that of whom it preempts, so its engines hold more, and a baseline is there with as many.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from moestro.core.views import StepPolicy
 from moestro.cost.gpus import A100
 from moestro.cost.staged_engines import qllm
 from moestro.engine.settings import SchedulerSettings
-from moestro.flow.core import StepPolicy
 from moestro.policy.stepping.qllm import ExpertLevelPreemption
 from moestro.sim.engine import Ranks
 from moestro.sim.group import Group
@@ -16,6 +18,7 @@ from moestro.sim.prices import OneRank
 from moestro.sim.staged import StagedRank
 
 MAX_BATCH = 32  # section 4, "Baseline System"
+NUM_PLACES = 2 * MAX_BATCH  # sequences that hold KV in QLLM's engines: a batch, and those that it has pushed out
 SLO_S = 3.0  # section 4, Q1
 AGE_S = 10.0  # ours: from then on a best-effort request counts as latency-sensitive
 STEP_WAIT_S = 1.0  # ours: for so long a best-effort step may be passed over inside the network
@@ -27,7 +30,7 @@ _QLLM: Mapping[str, object] = {
     "scheduling_policy": "qllm",
     "batch_policy": "qllm",
     "evict_policy": "least_computed_be_first",
-    "max_num_urgent_seqs": MAX_BATCH,  # preempted sequences keep their KV; a batch is still of 32
+    "max_num_urgent_seqs": NUM_PLACES - MAX_BATCH,  # Algorithm 1's batches are of MAX_BATCH nevertheless
 }
 _AGED: Mapping[str, object] = {"scheduling_policy": f"qllm:theta_age_s={AGE_S:g}"}
 
@@ -49,6 +52,7 @@ class Engine:
 
 RUN_TO_COMPLETION, FCFS, ITERATION, EXPERT = "run_to_completion", "fcfs", "iteration_priority", "expert_level"
 ITERATION_AGED, EXPERT_AGED, EXPERT_MIXED = "iteration_priority_aged", "expert_level_aged", "expert_level_mixed"
+FCFS_64, ITERATION_MIXED = "fcfs_64_places", "iteration_mixed"  # with as many places as the engines of QLLM
 _PREEMPTS = ExpertLevelPreemption(max_wait_ns=None, max_merged=_ALL)
 _PREEMPTS_AGED = ExpertLevelPreemption(max_wait_ns=round(STEP_WAIT_S * 1e9), max_merged=_ALL)
 
@@ -58,12 +62,17 @@ ENGINES: dict[str, Engine] = {
         bounds={"batch_policy": "run_to_completion"},
     ),
     FCFS: Engine(about="continuous batching, first come, first served, prompts and decodes in one step"),
+    FCFS_64: Engine(about="the same with 64 places, as many as all below have", bounds={"max_num_seqs": NUM_PLACES}),
     ITERATION: Engine(about="QLLM's Algorithm 1, between forward passes", bounds=_QLLM),
     EXPERT: Engine(about="QLLM: the same, and it preempts at every expert call", bounds=_QLLM, step_policy=_PREEMPTS),
     ITERATION_AGED: Engine(about="iteration_priority with ageing", bounds={**_QLLM, **_AGED}),
     EXPERT_AGED: Engine(about="expert_level with ageing", bounds={**_QLLM, **_AGED}, step_policy=_PREEMPTS_AGED),
+    ITERATION_MIXED: Engine(
+        about="LS first between forward passes, batches of up to 64 that mix prompts and decodes of both classes",
+        bounds={**_QLLM, "batch_policy": "decode_first"},
+    ),
     EXPERT_MIXED: Engine(
-        about="ours: it preempts at every expert call, and batches mix prompts and decodes of both classes",
+        about="ours: iteration_mixed, and it preempts at every expert call",
         bounds={**_QLLM, "batch_policy": "decode_first"},
         step_policy=_PREEMPTS,
     ),
@@ -87,4 +96,4 @@ def make_engine(name: str) -> Ranks:
     settings = SchedulerSettings(**given)  # type: ignore[arg-type]
     if engine.step_policy is None:
         return Group(settings, OneRank(cost))
-    return StagedRank(settings, cost, engine.step_policy)
+    return StagedRank(settings, cost, engine.step_policy, passes_decodes=True)

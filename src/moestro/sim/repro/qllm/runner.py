@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
+from moestro.sim.repro.conditions import this_run
 from moestro.sim.repro.qllm.claims import claims_of
 from moestro.sim.repro.qllm.experiment import Findings, Plan, num_runs, reproduce
 from moestro.sim.repro.qllm.show import print_findings
-from moestro.sim.repro.reporting import Claim, bar
+from moestro.sim.repro.reporting import Reproduced, bar
 
 
-class Reproduced(msgspec.Struct, frozen=True):
-    """What is written to the result file."""
-
-    findings: Findings
-    claims: list[Claim]
-
-
-def reproduce_qllm(console: Console, plan: Plan, trace: Path | None) -> Reproduced:
+def reproduce_qllm(console: Console, plan: Plan, trace: Path | None) -> Reproduced[Findings]:
     """QLLM's figures and claims, simulated.
 
     Raises:
@@ -31,4 +24,4 @@ def reproduce_qllm(console: Console, plan: Plan, trace: Path | None) -> Reproduc
         findings = reproduce(plan, trace, lambda what: progress.update(task, advance=1, description=what))
     claims = claims_of(findings)
     print_findings(console, findings, claims)
-    return Reproduced(findings, claims)
+    return Reproduced(conditions=this_run(), findings=findings, claims=claims)
