@@ -393,7 +393,7 @@ class TestSettings:
         [
             {"port": 70_000}, {"api_key": ("",)}, {"engine_api_key": ""}, {"admin_api_key": ""}, {"remember": -1},
             {"retry_share": -1}, {"first_byte_timeout": 0}, {"text_block_bytes": 1}, {"open_path": ("x",)},
-            {"admin_host": "0.0.0.0"},
+            {"admin_host": "0.0.0.0"}, {"breaker_failures": 0}, {"breaker_failures": 1001},
         ],
     )  # fmt: skip
     def test_impossible_settings_are_refused_when_made(self, given):
