@@ -42,12 +42,14 @@ class Engine:
     Attributes:
         about: what it does, in a line.
         bounds: of its scheduler, beside those of all.
-        step_policy: makes one for the `preemptive` mode; None: `fused`, nothing stops inside a forward pass.
+        step_policy: of the `preemptive` mode; None: `fused`, nothing stops inside a forward pass.
+        passes_decodes: latency-sensitive tokens pass others also after their request's first, as in QLLM's code.
     """
 
     about: str
     bounds: Mapping[str, object] = field(default_factory=dict)
     step_policy: StepPolicy | None = None
+    passes_decodes: bool = True
 
 
 RUN_TO_COMPLETION, FCFS, ITERATION, EXPERT = "run_to_completion", "fcfs", "iteration_priority", "expert_level"
@@ -72,9 +74,10 @@ ENGINES: dict[str, Engine] = {
         bounds={**_QLLM, "batch_policy": "decode_first"},
     ),
     EXPERT_MIXED: Engine(
-        about="ours: iteration_mixed, and it preempts at every expert call",
+        about="ours: iteration_mixed, and it preempts at every expert call until a request's first token",
         bounds={**_QLLM, "batch_policy": "decode_first"},
         step_policy=_PREEMPTS,
+        passes_decodes=False,
     ),
 }
 
@@ -96,4 +99,4 @@ def make_engine(name: str) -> Ranks:
     settings = SchedulerSettings(**given)  # type: ignore[arg-type]
     if engine.step_policy is None:
         return Group(settings, OneRank(cost))
-    return StagedRank(settings, cost, engine.step_policy, passes_decodes=True)
+    return StagedRank(settings, cost, engine.step_policy, passes_decodes=engine.passes_decodes)
