@@ -191,6 +191,29 @@ def test_a_request_moves_once_at_most():
     run(test)
 
 
+def test_a_policy_that_raises_while_requests_move_ends_that_request_alone(monkeypatch):
+    def test():
+        world = World(3)
+        first, second = world.submit("a"), asyncio.Queue()
+        world.engines.submit(request("b"), second)  # on engine 1
+        world.engines.submit(request("c"), second)  # on engine 2
+        world.engines.submit(request("d"), second)  # on engine 0 again
+        submit = world.engines._router.submit
+
+        def raises_for_a(asked, now_ns):
+            if asked.request_id == "a":
+                raise ZeroDivisionError
+            return submit(asked, now_ns)
+
+        monkeypatch.setattr(world.engines._router, "submit", raises_for_a)
+        world.engines.on_exit(0, "killed")
+        assert first.get_nowait().code == "internal_error"
+        assert world.engines.num_in_flight == 3, "d has gone elsewhere"
+        assert not world.engines.is_routable(0)
+
+    run(test)
+
+
 def test_without_another_engine_a_request_waits_for_the_next_life_of_its_own():
     def test():
         world = World(1)

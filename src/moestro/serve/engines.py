@@ -30,7 +30,7 @@ from moestro.serve.messages import (
     ToRank,
 )
 from moestro.serve.metrics import Metrics
-from moestro.serve.refusals import GenerationError, RefusedByRankError
+from moestro.serve.refusals import GenerationError, InternalError, RefusedByRankError
 from moestro.workload.request_record import RecordedRequest
 
 logger = logging.getLogger(__name__)
@@ -265,11 +265,17 @@ class Engines:
         self._place(flight)
 
     def _place(self, flight: _Flight) -> bool:
+        """Send a request that lost its engine to another. Returns whether that is settled: it went, or it ended."""
+        request_id = flight.request.request_id
         try:
             flight.engine = self._send_somewhere(flight.request)
         except (NoEngineError, QueueFullError):
             return False
-        del self._homeless[flight.request.request_id]
+        except Exception:  # of a user's policy, for instance: the others are to be placed nevertheless
+            logger.exception("request %s cannot be given to another engine", request_id)
+            self._fail(request_id, InternalError(request_id))
+            return True
+        del self._homeless[request_id]
         return True
 
     def _deliver(self, engine: int, output: Output, now_ns: int) -> None:
