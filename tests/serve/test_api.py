@@ -58,6 +58,15 @@ def test_a_stream_joins_to_the_whole_answer(fake):
     assert not any("\ufffd" in chunk["choices"][0]["text"] for chunk in chunks[:-1])
 
 
+def test_tokens_that_show_nothing_yet_have_a_chunk_too_so_that_a_client_sees_when_its_answer_began(fake):
+    text = complete(fake, max_tokens=4).json["choices"][0]["text"]
+    held_back = f"{text[:-1]}☃"
+    *chunks, _ = complete(fake, max_tokens=4, stop=[held_back], stream=True).events
+    assert chunks[0]["choices"][0]["text"] == ""
+    assert chunks[0]["choices"][0]["finish_reason"] is None
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+
+
 def test_a_chat_stream_begins_with_the_role_and_may_end_with_the_usage(fake):
     first, *_, last, done = chat(
         fake, max_tokens=9, ignore_eos=True, stream=True, stream_options={"include_usage": True}

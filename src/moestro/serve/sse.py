@@ -122,8 +122,9 @@ async def stream(
 
 
 async def _send_piece(events: EventStream, form: AnswerForm, piece: Piece, usage: Usage | None) -> None:
-    """A piece without text (half a character, a held-back stop) is worth a chunk only where every token counts."""
-    if piece.text or piece.finish_reason or piece.scores or usage:
-        chunk = form.chunk(piece)
-        chunk.usage = usage
-        await events.send_answer(chunk)
+    """One chunk for the tokens of a step, also where these show nothing yet (half a character, a held-back stop): a
+    client sees that its answer has begun, and when. vLLM does the same.
+    """
+    chunk = form.chunk(piece)
+    chunk.usage = usage
+    await events.send_answer(chunk)
