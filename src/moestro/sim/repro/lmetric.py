@@ -29,8 +29,8 @@ NETWORK, OTHER_NETWORK, GPU = "qwen3-30b-a3b", "qwen2-7b", "h20"
 SHARES = (0.3, 0.5, 0.65, 0.8, 0.9)  # of the saturation rate; the paper's figures are at one half
 HALF = 0.5
 OUR_POLICY, PAPER_POLICY, BASELINE = "moestro", "lmetric", "vllm-0.26"
-# Each is the best of some cell at seed 0. They are not all that are: in 18 of 120 cells the best is one of seven others
-# (docs/repro.md), beside which ours is not compared under more seeds.
+# Each is the best of some cell at seed 0. They are not all that are: in some the best is one of seven others, beside
+# which ours is not compared under more seeds (docs/repro.md).
 RIVALS = ("lmetric", "llm-d", "dynamo", "bailian", "llm-d-affinity", "preble")
 WEIGHTS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # Bailian's lambda (Fig. 11)
 RANGES = (2, 4, 8, 16, 32)  # AIBrix' filter (Fig. 13)
