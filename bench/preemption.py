@@ -27,6 +27,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -289,6 +290,16 @@ def summaries(found: list[dict[str, object]]) -> list[dict[str, object]]:
     return told
 
 
+@cache
+def vllm_version(command: Path | None) -> str | None:
+    """Of the environment in which the command is; None: there is none."""
+    if command is None:
+        return None
+    asked = "import importlib.metadata as m; print(m.version('vllm'))"
+    done = subprocess.run([command.with_name("python"), "-c", asked], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
 def store(args: argparse.Namespace, found: list[dict[str, object]]) -> None:
     """Write what was asked for, of the points so far."""
     told, lengths = summaries(found), "ShareGPT" if args.lengths.is_file() else "a log-normal stand-in for ShareGPT"
@@ -299,6 +310,7 @@ def store(args: argparse.Namespace, found: list[dict[str, object]]) -> None:
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, one compute thread each",
             "lengths": f"{lengths}, divided by {args.shrink:g}", "arrivals": "poisson", "ls_share": LS_SHARE,
             "seconds": args.seconds, "max_num_seqs": NUM_SEQS, "max_num_batched_tokens": BUDGET,
+            "vllm": vllm_version(args.vllm),
             "flags": {name: " ".join(flags) for name, flags in MODES.items() if name in args.modes},
         }  # fmt: skip
         args.json.write_text(json.dumps({**conditions, "summary": told, "points": found}, indent=1) + "\n")
