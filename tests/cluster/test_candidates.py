@@ -38,6 +38,15 @@ def test_law_the_best_are_kept_in_order_and_the_regret_is_against_the_best_other
         assert kept.regret == (scores[chosen] - others[0] if is_finite else None)
 
 
+@pytest.mark.parametrize("num_engines", [8, 40])
+def test_a_score_that_is_no_number_hides_no_other(num_engines):
+    scores = np.arange(num_engines, dtype=np.float64)
+    scores[3] = math.nan
+    kept = candidates_of(view(table(num_in_flight=[0] * num_engines)), Choice(1, 1.0, "", scores))
+    assert len(kept.rows) == min(num_engines, MAX_CANDIDATES)
+    assert kept.regret == 1.0
+
+
 def test_where_nothing_is_scored_the_chosen_one_is_among_the_first():
     seen = view(table(num_in_flight=[0] * 100))
     kept = candidates_of(seen, Choice(77, 0.0, ""))

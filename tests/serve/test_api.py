@@ -65,6 +65,9 @@ def test_tokens_that_show_nothing_yet_have_a_chunk_too_so_that_a_client_sees_whe
     assert chunks[0]["choices"][0]["text"] == ""
     assert chunks[0]["choices"][0]["finish_reason"] is None
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+    opening, first, *_ = chat(fake, max_tokens=4, stop=[held_back], stream=True).events
+    assert opening["choices"][0]["delta"]["role"] == "assistant"
+    assert first["choices"][0]["delta"] == {"content": ""}
 
 
 def test_a_chat_stream_begins_with_the_role_and_may_end_with_the_usage(fake):

@@ -214,6 +214,17 @@ def test_a_policy_that_raises_while_requests_move_ends_that_request_alone(monkey
     run(test)
 
 
+def test_a_request_that_cannot_be_sent_for_a_bug_is_not_counted_as_in_flight():
+    def test():
+        world = World(1)
+        world.engines._send = lambda engine, message: 1 // 0
+        with pytest.raises(ZeroDivisionError):
+            world.submit("a")
+        assert world.engines._router.table.num_in_flight.tolist() == [0]
+
+    run(test)
+
+
 def test_without_another_engine_a_request_waits_for_the_next_life_of_its_own():
     def test():
         world = World(1)

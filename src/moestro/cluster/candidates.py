@@ -50,7 +50,7 @@ class Candidates(msgspec.Struct, frozen=True, eq=False, gc=False):
         others = self.scores[self.rows != self.chosen]
         if not len(others):
             return None
-        return finite(float(self.scores[self.rows == self.chosen][0]) - float(others.min()))
+        return finite(float(self.scores[self.rows == self.chosen][0]) - float(np.fmin.reduce(others)))
 
 
 def candidates_of(view: RouteView, choice: Choice) -> Candidates:
@@ -71,6 +71,7 @@ def finite(number: float) -> float | None:
 
 def _best(scores: NDArray[np.float64] | NDArray[np.int64]) -> NDArray[np.intp]:
     """Places of the MAX_CANDIDATES lowest, of equal ones the first: the same on every machine."""
+    scores = np.where(np.isnan(scores), np.inf, scores)
     # As many groups, each with one that is not above the greatest of their minima: a tenth of what a partition costs.
     groups = scores[: len(scores) // MAX_CANDIDATES * MAX_CANDIDATES].reshape(MAX_CANDIDATES, -1)
     places = np.flatnonzero(scores <= groups.min(axis=1).max())

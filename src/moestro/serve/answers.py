@@ -114,7 +114,8 @@ class ChatForm:
 
     def chunk(self, piece: Piece) -> Answer:
         """What the message gained."""
-        delta = ChatDelta(content=piece.text or None)
+        shows_nothing_more = not piece.text and piece.finish_reason is not None
+        delta = ChatDelta(content=None if shows_nothing_more else piece.text)
         return self._chunk([ChatChunkChoice(piece.index, delta, piece.finish_reason, _chat_logprobs(piece.scores))])
 
     def closing(self, usage: Usage) -> Answer:

@@ -252,6 +252,9 @@ class Engines:
             except NoEngineError:  # its end will be noticed presently; until then it is out of rotation
                 self._router.ended(request.request_id, self._now_ns())
                 self._router.set_routable(engine, routable=False)
+            except Exception:
+                self._router.ended(request.request_id, self._now_ns())
+                raise
             else:
                 return engine
 

@@ -134,6 +134,11 @@ def _engines(header: Header, cost: str | None) -> EngineSettings:
         **limits,
         **_cost(header, cost),
     }
+    if header.kv_offloading_size and "table" in told:
+        raise ConfigError(
+            "this server kept KV of preempted requests in host memory, and a table does not say what these copies take:"
+            " give --cost GPU/NETWORK"
+        )
     return msgspec.convert(told, EngineSettings)
 
 

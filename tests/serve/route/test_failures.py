@@ -136,6 +136,32 @@ async def test_a_sweep_that_fails_goes_on(monkeypatch):
         assert (await it.call()).status == 504
 
 
+@looped
+async def test_of_a_running_request_nothing_is_told_where_nothing_is_remembered():
+    async def wait(engine: FakeEngine, wire: Wire, request: Received) -> None:
+        await asyncio.sleep(3600)
+
+    async with rig(FakeEngine("a", wait), remember=0, first_byte_timeout=0.3) as it:
+        asked = asyncio.ensure_future(it.call(X_Request_Id="runs"))
+        await asyncio.sleep(0.1)
+        journal = it.parts.shared.journal
+        assert "runs" in journal._running
+        assert journal.story("runs") is None
+        assert (await asked).status == 504
+
+
+@looped
+async def test_books_that_cannot_be_closed_keep_nobody_from_his_answer(monkeypatch):
+    async with rig(FakeEngine("a")) as it:
+
+        def fails(*_):
+            raise ValueError("a bug")
+
+        monkeypatch.setattr(it.parts.shared.journal, "ended", fails)
+        assert (await it.call()).status == 200
+        assert not it.parts.shared.active
+
+
 @pytest.mark.parametrize("remember", [0, 1, 3])
 @looped
 async def test_no_more_stories_are_kept_than_asked_for(remember):

@@ -398,9 +398,16 @@ class Exchange:
             self._engine.num_streaming -= 1
 
     def _finish(self, status: int) -> None:
+        """It is over, whatever the books say: nothing that goes wrong in them keeps the client from its answer."""
         self._stage = _OVER
         self.deadline_s = float("inf")
         self._shared.active.pop(self._incoming.request_id, None)
+        try:
+            self._close_books(status)
+        except Exception:
+            logger.exception("%s: its books could not be closed", self._incoming.request_id)
+
+    def _close_books(self, status: int) -> None:
         usage = usage_in(self._tail) if self._status == 200 else {}
         if usage:
             self._count_hits(usage)

@@ -70,6 +70,7 @@ class Handover:
     def __init__(self, fleet: Fleet, reading: str) -> None:
         self._fleet = fleet
         self._reading = reading
+        self._taking = asyncio.Lock()  # two at once would both take the place of the one before, and stand beside
 
     def routes(self) -> list[web.RouteDef]:
         """Of the admin plane."""
@@ -95,7 +96,8 @@ class Handover:
         of what was handed over before. Engines that are not here are passed over.
         """
         try:
-            num_prompts = await self._take(_messages(http.content))
+            async with self._taking:
+                num_prompts = await self._take(_messages(http.content))
         except (msgspec.MsgspecError, ValueError, asyncio.IncompleteReadError) as error:
             raise RequestError(f"This is no whole index of another router: {error}", code="invalid_value") from None
         return web.json_response({"prompts": num_prompts})

@@ -77,9 +77,11 @@ class Journal:
             self._write(self._story(entry))
 
     def story(self, request_id: str) -> Story | None:
-        """What is known of a request; None: nothing, or no more."""
+        """What is known of a request; None: nothing, or no more, or nothing is remembered."""
         entry = self._running.get(request_id) or self._over.get(request_id)
-        return None if entry is None else self._story(entry)
+        if entry is None or any(attempt.decision.candidates is None for attempt in entry.attempts):
+            return None
+        return self._story(entry)
 
     def _story(self, entry: _Entry) -> Story:
         is_over = entry.status is not None

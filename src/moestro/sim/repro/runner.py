@@ -61,16 +61,16 @@ def reproduce_lmetric(console: Console, plan: Plan, traces: Path | None, out: Pa
     claims = claims_of(findings)
     print_findings(console, findings, claims)
     made = {load: part.conditions for load, part in parts.items()}
-    _warn(console, conditions, made)
+    _warn(console, conditions, made, out)
     return Reproduced(conditions=conditions, parts=made, findings=findings, claims=claims)
 
 
-def _warn(console: Console, now: Conditions, made: dict[str, Conditions]) -> None:
+def _warn(console: Console, now: Conditions, made: dict[str, Conditions], out: Path | None) -> None:
     """Name the parts that were kept, and may be of other code."""
     for load, then in made.items():
         if then is not now and not then.has_code_of(now):
             console.print(
-                f"[yellow]{_part_path(Path(), load)} is of commit {then.commit or 'unknown'}, and this is"
+                f"[yellow]{_part_path(out or Path(), load)} is of commit {then.commit or 'unknown'}, and this is"
                 f" {now.commit or 'unknown'}: it was not made again; delete it if its code has changed[/]"
             )
 

@@ -19,9 +19,10 @@ def reproduce_qllm(console: Console, plan: Plan, trace: Path | None) -> Reproduc
     Raises:
         ConfigError: the trace cannot be used.
     """
+    conditions = this_run()  # now: the checkout may have changed by the end
     with bar(console) as progress:
         task = progress.add_task("", total=num_runs(plan))
         findings = reproduce(plan, trace, lambda what: progress.update(task, advance=1, description=what))
     claims = claims_of(findings)
     print_findings(console, findings, claims)
-    return Reproduced(conditions=this_run(), findings=findings, claims=claims)
+    return Reproduced(conditions=conditions, findings=findings, claims=claims)
