@@ -3,7 +3,8 @@
     moestro serve --kv-offloading-size 4 --scheduling-policy qllm --evict-policy examples/offload_kv.py:OffloadKV
 
 The policies that come with Moestro give up whoever has computed least, for that is what would be lost. Here nothing is
-lost, so whoever holds most goes: one copy makes the most room. Short ones are sooner computed again than copied.
+lost, so whoever holds most goes: one copy makes the most room. Short ones
+compute again: that is little, and leaves the room to others.
 """
 
 from __future__ import annotations

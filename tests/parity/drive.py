@@ -48,7 +48,8 @@ def recording(network: Network) -> RecordingNetwork:
 
 def make_device(network: Network, num_blocks: int = NUM_BLOCKS, num_host_blocks: int = 0) -> TorchDevice:
     pools = network.probe(BLOCK_SIZE)[0].allocate(num_blocks)
-    return TorchDevice(network, pools, pools.allocate_host(num_host_blocks))
+    pools.allocate_host(num_host_blocks)
+    return TorchDevice(network, pools)
 
 
 def greedy(num: int = 1, **columns: object) -> np.ndarray:

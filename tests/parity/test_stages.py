@@ -35,7 +35,8 @@ def staged_device(network, num_blocks: int = NUM_BLOCKS, num_host_blocks: int = 
         num_places=2 * BUDGET - 8,
     )
     pools = probe.allocate(num_blocks)
-    return StagedTorchDevice(staged, pools, shape, piece_bytes=1, host=pools.allocate_host(num_host_blocks))
+    pools.allocate_host(num_host_blocks)
+    return StagedTorchDevice(staged, pools, shape, piece_bytes=1)
 
 
 def make_requests(rng, num: int = 5) -> list:

@@ -192,7 +192,7 @@ class Victim(NamedTuple):
 
 
 class EvictView(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Running sequences whose KV could be freed now (none has a unit in flight), one row each.
+    """Running sequences whose KV could be freed now (with no unit in flight, or one to be recalled), one row each.
 
     Attributes:
         order_rank: int64[n], place in the order policy's order; 0 would be admitted first.

@@ -56,6 +56,10 @@ class Gpu:
     kernel_ns: float
     all_to_all_start_ns: float
 
+    def host_copy_ns(self, num_bytes: int) -> int:
+        """What copying so many bytes to or from its host's memory takes, at the peak of the link."""
+        return round(num_bytes / self.host_bytes_per_s * 1e9)
+
 
 # Peaks: NVIDIA's data sheet of the A100 80 GB SXM (no FP8 units), and AIConfigurator's a100_sxm.yaml, which says the
 # same. Experts: AIConfigurator's grid of vLLM 0.14 (Qwen3 and Mixtral shapes, 1 to 4,096 tokens). GEMM and attention:

@@ -126,7 +126,7 @@ class Roofline:
 
     def move_ns(self, num_tokens: int) -> int:
         """See `CostModel.move_ns`: at the peak of the link to the host."""
-        return round(num_tokens * self.network.kv_bytes_per_token / self.settings.gpu.host_bytes_per_s * 1e9)
+        return self.settings.gpu.host_copy_ns(num_tokens * self.network.kv_bytes_per_token)
 
     # --- a group of ranks -------------------------------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ class StagedEngine:
 
     def move_ns(self, num_tokens: int) -> int:
         """See `CostModel.move_ns`: at the peak of the A100's link to the host."""
-        return round(num_tokens * self.network.kv_bytes_per_token / A100.host_bytes_per_s * 1e9)
+        return A100.host_copy_ns(num_tokens * self.network.kv_bytes_per_token)
 
     def attention_ns(self, layer: int, batch: Batch) -> int:
         """See `StageCostModel.attention_ns`."""

@@ -59,8 +59,8 @@ class Eviction:
 
     def victim(self, now_ns: int) -> Yielding:
         """Whom to give up for a block, of those that can go; there is one without a unit in flight."""
-        slots = self._evictable()
-        while not self.take_back((victim := self._choose(slots, now_ns)).slot, now_ns):
+        slots, room = self._evictable(), self._host.num_free_tokens
+        while not self.take_back((victim := self._choose(slots, room, now_ns)).slot, now_ns):
             slots = slots[slots != victim.slot]
         return victim
 
@@ -79,17 +79,16 @@ class Eviction:
             return []
         if self._entrance.has_place(first) or not self.would_make_way(now_ns):
             return []
-        slots, victims = self._yielding(now_ns), list[Yielding]()
-        num_free_host_tokens = self._host.num_free_tokens
+        slots, victims, room = self._yielding(now_ns), list[Yielding](), self._host.num_free_tokens
         while not self._entrance.has_place(first, [victim.slot for victim in victims]):
             if len(slots) == 0:
                 return []  # the device has something of one that it takes
-            victim = self._choose(slots, now_ns, num_free_host_tokens)
+            victim = self._choose(slots, room, now_ns)
             slots = slots[slots != victim.slot]
             if self.take_back(victim.slot, now_ns):
                 victims.append(victim)
                 wanted = self._host.room_for(int(self._table.num_computed[victim.slot])) if victim.keeps else 0
-                num_free_host_tokens -= wanted if wanted <= num_free_host_tokens else 0
+                room -= wanted if wanted <= room else 0
         return victims
 
     def would_make_way(self, now_ns: int) -> bool:
@@ -129,15 +128,14 @@ class Eviction:
         table.num_units_in_flight -= 1
         return True
 
-    def _choose(self, slots: Slots, now_ns: int, num_free_host_tokens: int | None = None) -> Yielding:
+    def _choose(self, slots: Slots, room: int, now_ns: int) -> Yielding:
         """The one of `slots` that the policy gives up.
 
         Args:
-            num_free_host_tokens: what victims before it leave of host memory; None: all that is free.
+            room: tokens for which host memory has room, once the victims before it are there.
         """
         ranks = self._waiting.rank([self._table.at(slot) for slot in slots.tolist()], now_ns)
         classes = self._views.classes(slots, now_ns)
-        room = self._host.num_free_tokens if num_free_host_tokens is None else num_free_host_tokens
         view = EvictView(ranks, self._table.num_computed[slots], classes, room)
         row, keeps = self._policy.choose(view)
         return Yielding(int(slots[row]), keeps)

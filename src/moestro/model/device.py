@@ -19,7 +19,6 @@ from moestro.model.info import LoadedInfo
 from moestro.model.load import load_network, read_config
 from moestro.model.network import Network
 from moestro.model.pools import (
-    HostPools,
     KVPools,
     choose_max_model_len,
     choose_num_blocks,
@@ -42,13 +41,11 @@ class TorchDevice:
     Args:
         network: the loaded network.
         pools: its KV cache.
-        host: host memory for KV; None: there is none, and no block is ever moved.
     """
 
-    def __init__(self, network: Network, pools: KVPools, host: HostPools | None = None) -> None:
+    def __init__(self, network: Network, pools: KVPools) -> None:
         self.network = network
         self.pools = pools
-        self._host = host
         self._works_when_polled = network.device.type == "cpu"
         self._launched: deque[Forward] = deque()
         self._running: deque[PendingResult] = deque()
@@ -61,9 +58,8 @@ class TorchDevice:
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
         """See `Device.move_blocks`."""
-        assert self._host is not None, "moves without host memory"
         self._compute()
-        self._host.move(moves)
+        self.pools.move_blocks(moves)
 
     @torch.inference_mode()
     def _compute(self) -> None:
@@ -109,7 +105,7 @@ class CheckedNetwork:
     sampling_defaults: SamplingDefaults
     notes: tuple[str, ...]
 
-    def allocate(self, settings: ModelSettings) -> tuple[KVPools, HostPools | None, LoadedInfo]:
+    def allocate(self, settings: ModelSettings) -> tuple[KVPools, LoadedInfo]:
         """The KV cache that `settings` allow, host memory beside it if any, and what is known then.
 
         Raises:
@@ -126,27 +122,24 @@ class CheckedNetwork:
             name = self.config.model_type
             notes += (f"model_type {name!r} is not a tested family; it passed a comparison with transformers.",)
         pools = probe.allocate(num_blocks)
-        host = pools.allocate_host(num_host_blocks) if num_host_blocks else None
-        return (
-            pools,
-            host,
-            LoadedInfo(
-                model_type=self.config.model_type,
-                dtype=str(network.dtype).removeprefix("torch."),
-                device=network.device.type,
-                max_model_len=max_model_len,
-                vocab_size=network.config.vocab_size,
-                eos_token_ids=self.eos_token_ids,
-                sampling_defaults=self.sampling_defaults,
-                num_blocks=num_blocks,
-                block_size=settings.block_size,
-                num_host_blocks=num_host_blocks,
-                num_layers=network.num_layers,
-                num_experts=network.num_experts,
-                num_experts_per_token=self.num_chosen,
-                num_parameters=network.num_parameters,
-                notes=notes,
-            ),
+        if num_host_blocks:
+            pools.allocate_host(num_host_blocks)
+        return pools, LoadedInfo(
+            model_type=self.config.model_type,
+            dtype=str(network.dtype).removeprefix("torch."),
+            device=network.device.type,
+            max_model_len=max_model_len,
+            vocab_size=network.config.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            sampling_defaults=self.sampling_defaults,
+            num_blocks=num_blocks,
+            block_size=settings.block_size,
+            num_host_blocks=num_host_blocks,
+            num_layers=network.num_layers,
+            num_experts=network.num_experts,
+            num_experts_per_token=self.num_chosen,
+            num_parameters=network.num_parameters,
+            notes=notes,
         )
 
 
@@ -194,6 +187,6 @@ def open_device(
     """
     checked = open_network(settings, on_phase, rank)
     on_phase("allocate KV cache")
-    pools, host, info = checked.allocate(settings)
+    pools, info = checked.allocate(settings)
     on_phase("ready")
-    return TorchDevice(checked.network, pools, host), info
+    return TorchDevice(checked.network, pools), info

@@ -29,6 +29,7 @@ class KVPools:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._by_layer: dict[int, tuple[Tensor, Tensor]] = {}
+        self._host: _HostPools | None = None
 
     @property
     def scratch_slot(self) -> int:
@@ -84,19 +85,24 @@ class KVPools:
             ) from error
         return larger
 
-    def allocate_host(self, num_blocks: int) -> HostPools:
-        """New memory of the host with room for `num_blocks` blocks of these pools.
+    def allocate_host(self, num_blocks: int) -> None:
+        """Have memory of the host beside these pools, with room for `num_blocks` blocks.
 
         Raises:
             ConfigError: there is not so much.
         """
         try:
-            return HostPools(self, num_blocks)
+            self._host = _HostPools(self, num_blocks)
         except RuntimeError as error:
             raise ConfigError(
                 f"Host memory for {num_blocks} KV blocks ({num_blocks * self.bytes_per_block} bytes) cannot be"
                 f" allocated: lower --kv-offloading-size. ({error})"
             ) from error
+
+    def move_blocks(self, moves: BlockMoves) -> None:
+        """Copy between these pools and the host's. On an accelerator this waits for what was launched before."""
+        assert self._host is not None, "moves without host memory"
+        self._host.move(moves)
 
     def blocks(self) -> Iterator[Tensor]:
         """K and V of each layer that has written, [num_blocks, block_size, heads, head size]: views."""
@@ -108,7 +114,7 @@ class KVPools:
         return torch.zeros(self.zero_slot + 1, *like.shape[1:], dtype=like.dtype, device=like.device)
 
 
-class HostPools:
+class _HostPools:
     """Blocks of host memory beside the pools of a device.
 
     Args:
@@ -122,7 +128,7 @@ class HostPools:
         self._of_host = [torch.zeros(num_blocks, *shape, dtype=dtype) for shape, dtype in shapes]
 
     def move(self, moves: BlockMoves) -> None:
-        """Do `moves`. On an accelerator this waits for what was launched before."""
+        """See `KVPools.move_blocks`."""
         where = self._of_device[0].device
         if moves.kept.size:
             from_device, to_host = torch.from_numpy(moves.kept)

@@ -22,7 +22,7 @@ from moestro.core.stages import (
     Stopped,
 )
 from moestro.core.work import BlockMoves, Int32s
-from moestro.model.pools import HostPools, KVPools
+from moestro.model.pools import KVPools
 from moestro.model.stage_pieces import Pieces, Progress, StageRunner
 from moestro.model.staged_network import StagedNetwork
 
@@ -57,21 +57,14 @@ class StagedTorchDevice:
         pools: its KV cache.
         shape: how many tokens may be inside.
         piece_bytes: experts whose weights are fewer bytes together are one piece, between whose experts nothing stops.
-        host: host memory for KV; None: there is none, and no block is ever moved.
     """
 
     def __init__(
-        self,
-        staged: StagedNetwork,
-        pools: KVPools,
-        shape: StageShape,
-        piece_bytes: int = _PIECE_BYTES,
-        host: HostPools | None = None,
+        self, staged: StagedNetwork, pools: KVPools, shape: StageShape, piece_bytes: int = _PIECE_BYTES
     ) -> None:
         self.shape = shape
         self.pools = pools
         self.staged = staged
-        self._host = host
         self._device = staged.network.device
         self._is_cpu = self._device.type == "cpu"
         self._runner = StageRunner(staged, pools, shape, piece_bytes)
@@ -91,8 +84,7 @@ class StagedTorchDevice:
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
         """See `StagedDevice.move_blocks`."""
-        assert self._host is not None, "moves without host memory"
-        self._host.move(moves)
+        self.pools.move_blocks(moves)
 
     def poll(self, now_ns: int) -> list[StageResult]:
         """Do, or wait for, one piece; the result of the item whose last piece it was."""

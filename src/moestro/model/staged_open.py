@@ -43,8 +43,8 @@ def open_staged_device(
             f"Tokens inside the network take {parked_bytes} bytes, as much as --kv-cache-memory-bytes"
             f" {settings.kv_cache_memory_bytes} has: raise it, or lower --max-num-batched-tokens."
         )
-    pools, host, info = checked.allocate(replace(settings, kv_cache_memory_bytes=max(left, 1)))
-    device = StagedTorchDevice(staged, pools, shape, host=host)
+    pools, info = checked.allocate(replace(settings, kv_cache_memory_bytes=max(left, 1)))
+    device = StagedTorchDevice(staged, pools, shape)
     on_phase("ready")
     return device, info
 
