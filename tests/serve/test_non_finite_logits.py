@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serve.running import REAL, Running, complete, is_idle, metrics, wait_until
+from serve.running import REAL, Running, complete, is_idle, metrics, open_stream, read_to_end, wait_until
 
 POISON = 4000  # which no answer here contains
 CLEAN = list(range(100, 160))  # more than three blocks
@@ -80,11 +80,13 @@ def test_requests_without_finite_logits_end_alone_and_the_others_of_their_batch_
 
 
 def test_a_stream_ends_with_an_error_event_and_the_log_names_the_request(poisoned):
-    reply = ask(poisoned, [5, 6, POISON], stream=True)
-    assert reply.status == 500
-    assert reply.json["error"]["code"] == "non_finite_logits"
-    assert "request cmpl-" in poisoned.text
-    assert "its logits are not finite" in poisoned.text
+    said = read_to_end(open_stream(poisoned, prompt=CLEAN, logit_bias={str(POISON): 100}, temperature=0))
+    events = [json.loads(line[6:]) for line in said.decode().splitlines() if line.startswith("data: {")]
+    assert "choices" in events[0]  # the token that is poison; there is none after it
+    assert events[-1]["error"]["code"] == "non_finite_logits"
+    assert b"[DONE]" not in said
+    request = events[0]["id"]
+    assert f"engine 0: request {request}-0 ended after 1 tokens: its logits are not finite" in poisoned.text
 
 
 def test_what_such_a_request_computed_is_never_read_from_the_prefix_cache(poisoned):
