@@ -11,6 +11,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from moestro.errors import ConfigError, RequestError
+from moestro.model.checkpoint_files import refuse_links_out
 from moestro.serve.chat_template import Renderers
 from moestro.serve.refusals import shown
 from moestro.serve.template_worker import RenderJob
@@ -29,7 +30,7 @@ class Tokenizer:
         path: a directory with tokenizer.json (and, for chats, a chat template).
 
     Raises:
-        ConfigError: there is no readable tokenizer.json.
+        ConfigError: there is no readable tokenizer.json, or a file is a link out of the directory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,6 +39,7 @@ class Tokenizer:
                 f"no tokenizer.json in {path}: only fast tokenizers are supported;"
                 " name a directory that has one with --tokenizer DIR"
             )
+        refuse_links_out(path)
         try:
             self._fast = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
         except Exception as error:  # a broken file surfaces as whatever the reader of that part raises
