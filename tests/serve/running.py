@@ -56,8 +56,18 @@ class Running:
         host, port = self.url.removeprefix("http://").split(":")
         return host, int(port)
 
-    def ranks(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
+        """All that it has started."""
         return psutil.Process(self.process.pid).children(recursive=True)
+
+    def renderers(self) -> list[psutil.Process]:
+        """Those that render chat templates."""
+        return [each for each in self.processes() if "moestro.serve.template_worker" in each.cmdline()]
+
+    def ranks(self) -> list[psutil.Process]:
+        """The engines."""
+        renderers = self.renderers()
+        return [each for each in self.processes() if each not in renderers]
 
     def left_behind(self) -> list[str]:
         """Directories that should be gone once it has ended."""

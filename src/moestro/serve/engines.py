@@ -285,7 +285,13 @@ class Engines:
         flight = self._flights.get(output.request_id)
         if flight is None or flight.engine != engine:
             return  # aborted, or moved, while this was on its way
-        self._measure(flight, output, now_ns)
+        if output.finish_reason is FinishReason.NON_FINITE:
+            logger.error(
+                "engine %d: request %s ended after %d tokens: its logits are not finite (NaN or infinity)",
+                engine, output.request_id, flight.num_tokens,
+            )  # fmt: skip
+        else:
+            self._measure(flight, output, now_ns)
         if output.finish_reason is not None:
             self._end(output.request_id, output.finish_reason)
         flight.inbox.put_nowait(output)

@@ -60,8 +60,9 @@ class FrontDoor:
         return app
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads and the processes that render chats."""
         self._threads.close()
+        self._model.tokenizer.close()
 
     # --- generation
 

@@ -146,6 +146,7 @@ class _Server:
         """Read the tokenizer while the engines load."""
         server = self._settings.server
         tokenizer = await asyncio.to_thread(Tokenizer, server.tokenizer or Path(self._settings.model.model))
+        tokenizer.warm_chats()
         try:
             async with asyncio.timeout(server.startup_timeout):
                 infos = await engines.all_ready()

@@ -92,7 +92,7 @@ def tokenized(fields: TokenizeFields, model: ServedModel) -> Tokenized:
     else:
         assert fields.prompt is not None
         text = fields.prompt
-        refuse_too_much_text(len(text), model)
+    refuse_too_much_text(len(text), model)
     adds = fields.messages is None if fields.add_special_tokens is None else fields.add_special_tokens
     ids = model.tokenizer.encode(text, add_special_tokens=adds)
     names = [model.tokenizer.backend.id_to_token(i) for i in ids] if fields.return_token_strs else None
