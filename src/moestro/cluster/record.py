@@ -86,7 +86,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         regret: see `Candidates`.
         candidates: the chosen one and the best others, by score.
         ages_ns: of the figures that the policy needs, on the chosen engine; one that it never said is left out.
-        detail: the policy's own.
+        detail: the policy's own; None: no finite number, for which JSON has no word.
     """
 
     engine: int
@@ -96,7 +96,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     regret: float | None
     candidates: tuple[Candidate, ...]
     ages_ns: dict[str, int]
-    detail: dict[str, float]
+    detail: dict[str, float | None]
 
 
 class Submitted(msgspec.Struct, frozen=True, tag=True):
@@ -321,5 +321,5 @@ def _described(view: RouteView, choice: Choice, candidates: Candidates, figures:
             for at in (chosen, *others)
         ),
         ages_ns={name: view.now_ns - as_of for name, as_of in as_of_ns.items() if as_of != NEVER_NS},
-        detail={name: float(value) for name, value in choice.detail.items()},
+        detail={name: finite(value) for name, value in choice.detail.items()},
     )
