@@ -126,7 +126,7 @@ def test_an_engine_that_says_what_cannot_be_read_is_killed_and_started_again(sta
     server = start()
     reply = complete(server, priority=BABBLE)
     assert (reply.status, reply.json["error"]["code"]) == (500, "engine_died")
-    assert "killed, for a message of it was lost" in server.text
+    assert "killed, for a message of it could not be read" in server.text
     wait_until(lambda: status(server) == 200)
     assert complete(server, max_tokens=2).status == 200
 

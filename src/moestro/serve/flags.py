@@ -138,7 +138,7 @@ class ServerFlags:
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Parameter(group=_SERVER)] = "info"
     "How much is logged. Prompts and answers are never logged."
     record: Annotated[Path | None, Parameter(group=_SERVER)] = None
-    "Write a line for each answered request to this file, without its text, for moestro sim --replay."
+    "Append a line for each answered request to this file, without its text, for moestro sim --replay."
     shutdown_timeout: Annotated[float, Parameter(group=_SERVER)] = 10.0
     "Seconds that running requests have to finish after SIGTERM or Ctrl-C."
     write_timeout: Annotated[float, Parameter(group=_SERVER)] = 60.0

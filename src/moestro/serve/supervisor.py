@@ -113,6 +113,13 @@ class Supervisor:
         state.num_launches += 1
 
     def _on_message(self, rank: int, message: FromRank) -> None:
+        try:
+            self._take_in(rank, message)
+        except Exception:  # an error of ours says nothing about the engine
+            self._metrics.num_delivery_errors += 1
+            logger.exception("cannot take in a %s of engine %d", type(message).__name__, rank)
+
+    def _take_in(self, rank: int, message: FromRank) -> None:
         state, now = self._ranks[rank], now_ns()
         if isinstance(message, Ready) and not self._processes.is_running(rank):
             return  # the last words of a process that has ended
@@ -129,7 +136,7 @@ class Supervisor:
     def _on_broken(self, rank: int) -> None:
         if self._ranks[rank].is_running:  # else its end is known already, and all that was to be done for it is done
             self._engines.set_trusted(rank, trusted=False)
-            self._kill(rank, "a message of it was lost")
+            self._kill(rank, "a message of it could not be read")
 
     def _kill(self, rank: int, why: str) -> None:
         self._ranks[rank].hung = f"killed, for {why}"
