@@ -143,7 +143,7 @@ class ServerSettings:
     route_score: str | None = None
     startup_timeout: float = 600.0
     shutdown_timeout: float = 10.0
-    engine_timeout: float = 60.0
+    engine_timeout: float = 10.0
     watchdog_timeout: float = 30.0
     step_timeout: float = 300.0
     write_timeout: float = 60.0

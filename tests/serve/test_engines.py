@@ -378,6 +378,23 @@ def happen(world: World, inboxes: dict[str, asyncio.Queue], step: int, rng: rand
             inboxes[f"r{step}"] = world.submit(f"r{step}")
 
 
+def test_the_time_in_which_the_server_stood_still_does_not_count_for_requests_that_wait_for_an_engine():
+    def test():
+        world = World(1)
+        inbox = world.submit("a")
+        world.engines.on_exit(0, "it was killed")
+        pause_ns = int(2 * HOMELESS_S * 1e9)
+        world.now_ns += pause_ns
+        world.engines.extend_homeless(pause_ns)
+        world.engines.settle_homeless()
+        assert inbox.empty()
+        world.now_ns += int(HOMELESS_S * 1e9)
+        world.engines.settle_homeless()
+        assert isinstance(inbox.get_nowait(), NoEngineError)
+
+    run(test)
+
+
 class FailingRouter:
     """A router in which one call raises, for one request or always."""
 

@@ -172,6 +172,11 @@ class Engines:
             elif not self._place(self._flights[request_id]):
                 break
 
+    def extend_homeless(self, by_ns: int) -> None:
+        """Let the requests that lost their engine wait longer: in that time no other could be started."""
+        for request_id in self._homeless:
+            self._homeless[request_id] += by_ns
+
     def retry_aborts(self) -> None:
         """Tell the engines of the aborts that they could not be told of: else they would compute for nobody."""
         for engine, request_ids in list(self._unsent_aborts.items()):

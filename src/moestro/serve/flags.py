@@ -166,8 +166,8 @@ class EngineFlags:
     )
     startup_timeout: Annotated[float, Parameter(group=_ENGINES)] = 600.0
     "Seconds that engines have to be ready."
-    engine_timeout: Annotated[float, Parameter(group=_ENGINES)] = 60.0
-    "Seconds without a sign of life after which an engine is killed and started again."
+    engine_timeout: Annotated[float, Parameter(group=_ENGINES)] = 10.0
+    "Seconds without a sign of life, while the server runs, after which an engine is killed and started again."
     watchdog_timeout: Annotated[float, Parameter(group=_ENGINES)] = 30.0
     "Seconds without a step, although it has requests, after which an engine's stacks are dumped and it gets no more."
     step_timeout: Annotated[float, Parameter(group=_ENGINES)] = 300.0

@@ -128,7 +128,7 @@ async def _running(parts: Parts, urls: tuple[EngineUrl, ...]) -> AsyncIterator[N
     for url in urls:
         parts.operator.add(url)
     tasks = [
-        asyncio.create_task(sweep_forever(parts.shared, parts.clients.sweep, _SWEEP_S)),
+        asyncio.create_task(sweep_forever(parts.shared, parts.clients, _SWEEP_S)),
         asyncio.create_task(log_forever(RouteLines(parts.shared.fleet, parts.shared.counts))),
     ]
     try:
