@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from moestro.core.setting_checks import check_floats
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.engine.settings import make_policies
@@ -103,6 +104,7 @@ class SteppingSettings:
     max_parked_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        check_floats(self, may_be_infinite={"max_be_wait"})
         _check_choice("--mode", self.mode, get_args(Mode))
         _check_range("--max-be-wait", self.max_be_wait, 0)
         make_step_policy(self.step_policy, self.max_be_wait)
@@ -141,7 +143,7 @@ class ServerSettings:
     route_score: str | None = None
     startup_timeout: float = 600.0
     shutdown_timeout: float = 10.0
-    engine_timeout: float = 60.0
+    engine_timeout: float = 10.0
     watchdog_timeout: float = 30.0
     step_timeout: float = 300.0
     write_timeout: float = 60.0
@@ -150,6 +152,7 @@ class ServerSettings:
     record: Path | None = None
 
     def __post_init__(self) -> None:
+        check_floats(self)
         _check_range("--port", self.port, 0, 65535)
         _check_range("--engines", self.engines, 1, 1024)
         _check_range("--startup-timeout", self.startup_timeout, 1)

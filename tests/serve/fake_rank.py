@@ -16,7 +16,7 @@ from moestro.config import SchedulerLimits
 from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
 from moestro.errors import ConfigError, QueueFullError
 from moestro.serve.channel import Channel
-from moestro.serve.launch_spec import STACK_DUMP, LaunchSpec
+from moestro.serve.launch_spec import STACK_DUMP, read_launch_spec
 from moestro.serve.messages import Failed, ModelInfo, Phase, Ready, identity_of
 from moestro.serve.rank_loop import run_rank
 
@@ -152,7 +152,7 @@ def scored(token_id: int, num_top: int) -> TokenLogprobs:
 
 
 def main() -> int:
-    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=LaunchSpec)
+    spec = read_launch_spec(sys.stdin.buffer)
     faulthandler.register(STACK_DUMP)
     channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno())
     try:

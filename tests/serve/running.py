@@ -164,3 +164,12 @@ def open_stream(server: Running, **fields: object) -> socket.socket:
 def read_to_end(connection: socket.socket) -> bytes:
     with contextlib.closing(connection):
         return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def read_to_end_of_answer(connection: socket.socket) -> bytes:
+    """A chunked answer on a connection that stays open."""
+    data, more = b"", b"-"
+    with contextlib.closing(connection):
+        while more and not data.endswith(b"0\r\n\r\n"):
+            data += (more := connection.recv(65536))
+    return data

@@ -14,7 +14,7 @@ from moestro.errors import ConfigError, EngineDiedError, NoEngineError, QueueFul
 from moestro.serve.engines import HOMELESS_S, Engines
 from moestro.serve.messages import Abort, Add, Failed, Outputs, RankLoad, Ready, Refused
 from moestro.serve.metrics import Metrics
-from moestro.serve.refusals import DrainingError, GenerationError
+from moestro.serve.refusals import DrainingError, GenerationError, InternalError
 
 
 def request(name: str) -> Request:
@@ -28,12 +28,12 @@ def outputs(*items: Output) -> Outputs:
 class World:
     """Engines, all ready, and what was sent to them."""
 
-    def __init__(self, num_engines: int = 2) -> None:
+    def __init__(self, num_engines: int = 2, router=None) -> None:
         self.sent: list[tuple[int, object]] = []
         self.unreachable: set[int] = set()
         self.metrics = Metrics(num_engines)
         self.now_ns = 0
-        self.engines = Engines(empty_router(num_engines), self.send, self.metrics, lambda: self.now_ns)
+        self.engines = Engines(router or empty_router(num_engines), self.send, self.metrics, lambda: self.now_ns)
         for engine in range(num_engines):
             self.engines.on_message(engine, Ready(INFO))
 
@@ -376,3 +376,83 @@ def happen(world: World, inboxes: dict[str, asyncio.Queue], step: int, rng: rand
             world.engines.on_message(engine, outputs(Output(request_id=name, token_ids=ids, finish_reason=reason)))
         case _ if world.engines.is_healthy:
             inboxes[f"r{step}"] = world.submit(f"r{step}")
+
+
+def test_the_time_in_which_the_server_stood_still_does_not_count_for_requests_that_wait_for_an_engine():
+    def test():
+        world = World(1)
+        inbox = world.submit("a")
+        world.engines.on_exit(0, "it was killed")
+        pause_ns = int(2 * HOMELESS_S * 1e9)
+        world.now_ns += pause_ns
+        world.engines.extend_homeless(pause_ns)
+        world.engines.settle_homeless()
+        assert inbox.empty()
+        world.now_ns += int(HOMELESS_S * 1e9)
+        world.engines.settle_homeless()
+        assert isinstance(inbox.get_nowait(), NoEngineError)
+
+    run(test)
+
+
+class FailingRouter:
+    """A router in which one call raises, for one request or always."""
+
+    def __init__(self, method: str, request_id: str | None) -> None:
+        self._router = empty_router(2)
+        self._method, self._request_id = method, request_id
+
+    def __getattr__(self, name: str):
+        found = getattr(self._router, name)
+        if name != self._method:
+            return found
+
+        def call(*args, **kwargs):
+            if self._request_id in (None, args[0]):
+                raise AssertionError("a bug of ours")
+            return found(*args, **kwargs)
+
+        return call
+
+
+@pytest.mark.parametrize("method", ["first_token", "ended"])
+def test_an_error_of_ours_in_delivery_ends_that_request_alone_and_stops_it(method):
+    def test():
+        world = World(router=FailingRouter(method, "a"))
+        inboxes = {name: world.submit(name) for name in "abc"}
+        reason = FinishReason.STOP if method == "ended" else None
+        batch = [Output(request_id=name, token_ids=(1,), finish_reason=reason) for name in "ac"]
+        world.engines.on_message(0, outputs(*batch))
+        error = inboxes["a"].get_nowait()
+        assert isinstance(error, InternalError)
+        assert inboxes["a"].empty()
+        assert inboxes["c"].get_nowait() == batch[1]
+        assert inboxes["b"].empty()
+        assert world.metrics.num_delivery_errors == 1
+        assert world.engines.num_in_flight == (1 if method == "ended" else 2)
+
+    run(test)
+
+
+def test_a_refusal_that_cannot_be_taken_in_is_an_error_to_its_client():
+    def test():
+        world = World(router=FailingRouter("ended", "a"))
+        inbox = world.submit("a")
+        refused = Refused(
+            request_id="a", http_status=400, error_type="x", message="", param=None, code=None, retry_after_s=None
+        )
+        world.engines.on_message(0, refused)
+        assert isinstance(inbox.get_nowait(), InternalError)
+
+    run(test)
+
+
+def test_figures_that_the_router_cannot_take_cost_no_request_its_tokens():
+    def test():
+        world = World(router=FailingRouter("report", None))
+        inbox, output = world.submit("a"), Output(request_id="a", token_ids=(1,))
+        with pytest.raises(AssertionError, match="a bug of ours"):
+            world.engines.on_message(0, outputs(output))
+        assert inbox.get_nowait() == output
+
+    run(test)

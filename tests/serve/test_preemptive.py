@@ -15,7 +15,7 @@ PROMPTS = ["def fibonacci(n):\n", "import os\n" * 60, "class Stack:\n    def pus
 
 
 OFFLOAD = f"{Path(__file__).parents[2] / 'examples' / 'offload_kv.py'}:OffloadKV"
-LIMITS = ("--mode", "preemptive", "--max-num-batched-tokens", "128", "--max-num-seqs", "8")
+LIMITS = ("--mode", "preemptive", "--max-be-wait", "inf", "--max-num-batched-tokens", "128", "--max-num-seqs", "8")
 SCARCE = ("--num-gpu-blocks-override", "40", "--max-model-len", "640", "--kv-offloading-size", "0.1")
 OFFLOADING = (*SCARCE, "--scheduling-policy", "qllm", "--evict-policy", OFFLOAD)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from moestro.cluster.router import Router
@@ -172,6 +172,11 @@ class Engines:
             elif not self._place(self._flights[request_id]):
                 break
 
+    def extend_homeless(self, by_ns: int) -> None:
+        """Let the requests that lost their engine wait longer: in that time no other could be started."""
+        for request_id in self._homeless:
+            self._homeless[request_id] += by_ns
+
     def retry_aborts(self) -> None:
         """Tell the engines of the aborts that they could not be told of: else they would compute for nobody."""
         for engine, request_ids in list(self._unsent_aborts.items()):
@@ -192,14 +197,18 @@ class Engines:
             case Outputs():
                 now_ns = self._now_ns()
                 self.loads[engine] = message.load
-                self._router.report(engine, _figures(message.load), message.as_of_ns, now_ns)
-                for output in message.outputs:
-                    self._deliver(engine, output, now_ns)
+                try:
+                    self._router.report(engine, _figures(message.load), message.as_of_ns, now_ns)
+                finally:  # figures that the router cannot take must not cost a request its tokens
+                    for output in message.outputs:
+                        with self._ending_on_error(output.request_id):
+                            self._deliver(engine, output, now_ns)
             case Heartbeat():
                 pass
             case Refused():
-                if flight := self._end(message.request_id, None):
-                    flight.inbox.put_nowait(RefusedByRankError(message))
+                with self._ending_on_error(message.request_id):
+                    if flight := self._end(message.request_id, None):
+                        flight.inbox.put_nowait(RefusedByRankError(message))
             case Phase():
                 self.phases[engine].append(message)
                 logger.info("engine %d: %s took %.2f s", engine, message.name, message.seconds)
@@ -280,6 +289,21 @@ class Engines:
             return True
         del self._homeless[request_id]
         return True
+
+    @contextlib.contextmanager
+    def _ending_on_error(self, request_id: str) -> Iterator[None]:
+        """An error of ours inside the block, in counting for instance, ends this request with an error, and no more."""
+        flight = self._flights.get(request_id)
+        try:
+            yield
+        except Exception:
+            self._metrics.num_delivery_errors += 1
+            logger.exception("request %s ends: what its engine said of it cannot be taken in", request_id)
+            if flight is None:
+                return
+            flight.inbox.put_nowait(InternalError(request_id))
+            with contextlib.suppress(Exception):  # the same error again; the client has its answer
+                self.abort(request_id, FinishReason.ERROR)
 
     def _deliver(self, engine: int, output: Output, now_ns: int) -> None:
         flight = self._flights.get(output.request_id)

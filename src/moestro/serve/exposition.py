@@ -24,7 +24,8 @@ class Sources:
 
     Attributes:
         model_name: the label that vLLM's dashboards choose by.
-        num_dropped: messages that could not be read or taken in, and strangers'.
+        num_dropped: messages that could not be read, or came from strangers.
+        num_unrecorded: requests that `--record` has lost.
     """
 
     model_name: str
@@ -32,6 +33,7 @@ class Sources:
     engines: Engines
     metrics: Metrics
     num_dropped: Callable[[], int]
+    num_unrecorded: Callable[[], int]
 
 
 class Exposition:
@@ -122,8 +124,12 @@ class _Figures(Collector):
         for reason, count in sorted(sources.metrics.refusals.items()):
             refused.add_metric((reason,), count)
         yield refused
-        text = "Messages that could not be read or taken in, and strangers'."
+        text = "Messages that could not be read, or came from strangers."
         yield CounterMetricFamily("moestro:messages_dropped", text, value=sources.num_dropped())
+        text = "Messages of engines that the server failed to take in; the requests at fault end with an error."
+        yield CounterMetricFamily("moestro:delivery_errors", text, value=sources.metrics.num_delivery_errors)
+        text = "Lines that --record could not write; after the first nothing is recorded."
+        yield CounterMetricFamily("moestro:record_lines_lost", text, value=sources.num_unrecorded())
 
     def _gauge(self, name: str, text: str, values: Iterable[float]) -> Metric:
         family = GaugeMetricFamily(name, text, labels=_LABELS)

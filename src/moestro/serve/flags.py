@@ -138,7 +138,7 @@ class ServerFlags:
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Parameter(group=_SERVER)] = "info"
     "How much is logged. Prompts and answers are never logged."
     record: Annotated[Path | None, Parameter(group=_SERVER)] = None
-    "Write a line for each answered request to this file, without its text, for moestro sim --replay."
+    "Append a line for each answered request to this file, without its text, for moestro sim --replay."
     shutdown_timeout: Annotated[float, Parameter(group=_SERVER)] = 10.0
     "Seconds that running requests have to finish after SIGTERM or Ctrl-C."
     write_timeout: Annotated[float, Parameter(group=_SERVER)] = 60.0
@@ -166,8 +166,8 @@ class EngineFlags:
     )
     startup_timeout: Annotated[float, Parameter(group=_ENGINES)] = 600.0
     "Seconds that engines have to be ready."
-    engine_timeout: Annotated[float, Parameter(group=_ENGINES)] = 60.0
-    "Seconds without a sign of life after which an engine is killed and started again."
+    engine_timeout: Annotated[float, Parameter(group=_ENGINES)] = 10.0
+    "Seconds without a sign of life, while the server runs, after which an engine is killed and started again."
     watchdog_timeout: Annotated[float, Parameter(group=_ENGINES)] = 30.0
     "Seconds without a step, although it has requests, after which an engine's stacks are dumped and it gets no more."
     step_timeout: Annotated[float, Parameter(group=_ENGINES)] = 300.0

@@ -90,8 +90,10 @@ class Metrics:
     Attributes:
         engines: by number.
         refusals: by the error's code.
+        num_delivery_errors: messages of ranks, or outputs in them, that raised an error here.
     """
 
     def __init__(self, num_engines: int) -> None:
         self.engines = [EngineMetrics() for _ in range(num_engines)]
         self.refusals: Counter[str] = Counter()
+        self.num_delivery_errors = 0

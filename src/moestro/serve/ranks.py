@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import msgspec
-
-from moestro.serve.launch_spec import LaunchSpec
+from moestro.serve.launch_spec import LaunchSpec, write_launch_spec
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +57,7 @@ class Ranks:
         self._processes[spec.rank] = process
         self._watchers[spec.rank] = asyncio.create_task(self._watch(spec.rank, process))
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(spec) + b"\n")  # and stays open: its end means that we are gone
+        process.stdin.write(write_launch_spec(spec))  # and stays open: its end means that we are gone
 
     async def stop(self, ask: Callable[[int], None], patience_s: float = _KILL_AFTER_S) -> None:
         """End every process: `ask` each to leave, kill those that stay longer than `patience_s`."""

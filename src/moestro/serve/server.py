@@ -36,15 +36,17 @@ from moestro.serve.prepare import ServedModel
 from moestro.serve.pulse import Patience
 from moestro.serve.rank_socket import RankSocket
 from moestro.serve.ranks import PACED_WORKER, WORKER, now_ns, private_address
-from moestro.serve.recorder import Recorder
+from moestro.serve.record_file import RecordFile, read_clocks
 from moestro.serve.refusals import DrainingError
 from moestro.serve.startup import StartClock
 from moestro.serve.statline import StatLines, log_forever
 from moestro.serve.supervisor import Launching, Supervisor
 from moestro.serve.tokenizer import Tokenizer
-from moestro.workload.request_record import Header
+from moestro.workload.request_record import Header, RecordedRequest
 
 logger = logging.getLogger(__name__)
+
+Recorded = Header | RecordedRequest
 
 _FAREWELL_S = 1.0  # for answers that are complete to reach their clients
 
@@ -97,7 +99,8 @@ class _Server:
         with bound_socket(self._settings.server.host, self._settings.server.port) as listener:
             async with self._cluster() as cluster:
                 model, infos = await self._load(cluster.engines)
-                await self._serve(cluster, model, listener, infos)
+                async with self._recording(cluster.engines, infos[0]) as record:
+                    await self._serve(cluster, model, listener, infos, record)
 
     def _on_signal(self, main: asyncio.Task[None]) -> None:
         if self._is_serving and not self._stop.is_set():
@@ -167,11 +170,23 @@ class _Server:
         return model, infos
 
     async def _serve(
-        self, cluster: _Cluster, model: ServedModel, listener: socket.socket, infos: Sequence[ModelInfo]
+        self,
+        cluster: _Cluster,
+        model: ServedModel,
+        listener: socket.socket,
+        infos: Sequence[ModelInfo],
+        record: RecordFile[Recorded] | None,
     ) -> None:
         settings, engines = self._settings.server, cluster.engines
         front = FrontDoor(engines, model, settings.write_timeout)
-        sources = Sources(model.names[0], model.info, engines, cluster.metrics, lambda: cluster.wire.num_dropped)
+        sources = Sources(
+            model_name=model.names[0],
+            info=model.info,
+            engines=engines,
+            metrics=cluster.metrics,
+            num_dropped=lambda: cluster.wire.num_dropped,
+            num_unrecorded=lambda: record.num_lost if record is not None else 0,
+        )
         runner = web.AppRunner(
             front.app(settings.api_key, cluster.metrics, Exposition(sources)),
             handler_cancellation=True,  # a client that leaves frees its sequence
@@ -181,9 +196,6 @@ class _Server:
         )
         await runner.setup()
         stats = asyncio.create_task(log_forever(StatLines(engines, cluster.metrics)))
-        recorder = self._recorder(infos[0])
-        if recorder is not None:
-            engines.on_answered = recorder.write
         try:
             door = await listen(runner, listener, settings.max_connections)
             self._is_serving = True
@@ -200,15 +212,15 @@ class _Server:
             engines.fail_all(DrainingError())  # the rest hear why, also when a second signal cuts this short
             await runner.cleanup()
             front.close()
-            if recorder is not None:
-                recorder.close()
 
-    def _recorder(self, info: ModelInfo) -> Recorder | None:
-        """Where requests are recorded, its first line written; None: nowhere."""
+    @contextlib.asynccontextmanager
+    async def _recording(self, engines: Engines, info: ModelInfo) -> AsyncIterator[RecordFile[Recorded] | None]:
+        """Requests that are answered inside the block are recorded, if that is wanted."""
         settings = self._settings
         if settings.server.record is None:
-            return None
-        recorder = Recorder(settings.server.record)
+            yield None
+            return
+        record: RecordFile[Recorded] = RecordFile(settings.server.record)
         header = Header(
             model=settings.server.served_model_name[0],
             device=info.device,
@@ -220,9 +232,12 @@ class _Server:
             limits=settings.limits.for_scheduler(),
             stepping=asdict(settings.stepping),
             route_policy=settings.server.route_score or settings.server.route_policy,
+            clocks=read_clocks(),
         )
-        recorder.begin(header)
-        return recorder
+        record.write(header)
+        engines.on_answered = record.write
+        async with record.writing():
+            yield record
 
     async def _until_told(self, supervisor: Supervisor) -> None:
         """Serve until a signal.

@@ -318,7 +318,7 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
     door = await accept(parts.accept_client, listener)
     for url in urls:
         parts.operator.add(EngineUrl.parse(url))
-    sweeper = asyncio.create_task(sweep_forever(parts.shared, parts.clients.sweep, 0.01))
+    sweeper = asyncio.create_task(sweep_forever(parts.shared, parts.clients, 0.01))
     made = Rig(parts, listener.getsockname()[1])
     try:
         if is_up:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
 from serve.route.rig import FakeEngine, Received, Rig, Wire, looped, rig, say_ok
 
+from moestro.serve.route.upstream import _LATE_S
 from moestro.serve.route.watch import Watch
 
 MOODY = """
@@ -185,3 +187,23 @@ async def test_an_id_that_comes_again_costs_no_other_story():
         await it.call(X_Request_Id="third")
         assert it.parts.shared.journal.story("first") is not None
         assert it.parts.shared.journal.story("second") is None
+
+
+@looped
+async def test_a_connect_limit_that_takes_effect_late_is_not_held_against_the_engine(monkeypatch):
+    """The router was stopped while it connected; a limit that takes effect in time still counts."""
+    async with rig(FakeEngine("a"), connect_timeout=0.1) as it:
+        pool, lateness = it.engine("a").pool, [_LATE_S + 0.2]
+        connect = pool._connect
+
+        async def interrupted():
+            if not lateness:
+                return await connect()
+            time.sleep(lateness.pop())  # noqa: ASYNC251 the whole process stands still
+            raise TimeoutError
+
+        monkeypatch.setattr(pool, "_connect", interrupted)
+        assert (await pool.connect()).is_open
+        lateness.append(0.0)
+        with pytest.raises(TimeoutError):
+            await pool.connect()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from serve.running import MOESTRO, Running, call, complete, open_stream, read_to_end, wait_until
+from serve.running import MOESTRO, Running, call, complete, open_stream, read_to_end, read_to_end_of_answer, wait_until
 
 from moestro.cli import main
 
@@ -115,6 +115,22 @@ def test_what_nobody_knows_is_said_so(routed, capsys):
         main(["explain", "none", "--admin-url", admin_url(routed)])
     assert ended.value.code == 2
     assert "Nothing is known of request none" in capsys.readouterr().err
+
+
+def test_a_pause_of_the_router_itself_costs_no_request_and_opens_no_breaker(fake, tmp_path):
+    patience = ("--idle-timeout", "1", "--first-byte-timeout", "1", "--stall-timeout", "1", "--probe-timeout", "1")
+    running = Running(route_to(fake, flags=(*patience, "--health-interval", "0.3")), tmp_path)
+    try:
+        stream = open_stream(running, max_tokens=1500)  # 3 s of tokens
+        running.process.send_signal(signal.SIGSTOP)
+        time.sleep(4)
+        running.process.send_signal(signal.SIGCONT)
+        assert b"data: [DONE]" in read_to_end_of_answer(stream)
+        assert "is open" not in running.text
+        assert "is stalled" not in running.text
+        assert complete(running, max_tokens=2).status == 200
+    finally:
+        assert running.stop() == 0
 
 
 def test_a_stopped_router_finishes_what_runs_and_refuses_what_comes(fake, tmp_path):

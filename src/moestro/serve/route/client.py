@@ -100,6 +100,11 @@ class Clients:
         for client in [client for client in self.open if client.deadline_s < now_s]:
             client.expire()
 
+    def paused(self, pause_s: float) -> None:
+        """The router stood still for so long: clients have as much more time."""
+        for client in self.open:
+            client.deadline_s += pause_s
+
     def close_idle(self) -> None:
         """Connections without a request end now, the others after their answer."""
         self.is_closing = True

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from moestro.cluster.breaker import BreakerRules
 from moestro.cluster.health import HealthRules
-from moestro.cluster.record import PolicyText, RecordedRouter
+from moestro.cluster.record import Entry, PolicyText, RecordedRouter
 from moestro.cluster.retry_budget import RetryBudget, RetryRules
 from moestro.cluster.router import Router
 from moestro.cluster.settings import RouterSettings
+from moestro.cluster.story import Story
 from moestro.policy.routing.registry import policy_from
 from moestro.serve.connections import TooMany
 from moestro.serve.keys import ApiKeys
 from moestro.serve.preparing import PrepareThreads
+from moestro.serve.record_file import RecordFile, read_clocks
 from moestro.serve.route.client import ClientLimits, Clients
 from moestro.serve.route.counts import Counts
 from moestro.serve.route.exchange import ExchangeRules, Shared
@@ -27,7 +30,6 @@ from moestro.serve.route.kv_watch import KvEventsWatch
 from moestro.serve.route.operator import Operator
 from moestro.serve.route.proxy import Proxy
 from moestro.serve.route.reading import Reading
-from moestro.serve.route.record_file import RecordFile
 from moestro.serve.route.settings import FrontSettings, ReliabilitySettings, RouteSettings, RoutingSettings
 from moestro.serve.route.watch import HealthWatch, MetricsWatch, Watch, Watcher, WatchRules
 
@@ -47,7 +49,7 @@ class Parts:
     clients: Clients
     operator: Operator
     exposition: RouteExposition
-    record: RecordFile | None
+    record: RecordFile[Entry] | None
     threads: PrepareThreads | None
     kv_events: KvEventsWatch | None
     max_connections: int
@@ -67,7 +69,7 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
         ConfigError: the settings cannot be honoured.
     """
     routing, front = settings.routing, settings.front
-    record = RecordFile(settings.record.record) if settings.record.record else None
+    record = _record(settings.record.record) if settings.record.record else None
     router = _router(routing, reading, record)
     router.keeps_candidates = record is not None or settings.record.remember > 0
     fleet = Fleet(router, reading.block_tokens, _health_rules(settings.reliability), time.monotonic_ns)
@@ -114,13 +116,18 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
     )
 
 
-def _router(routing: RoutingSettings, reading: Reading, record: RecordFile | None) -> Router:
+def _record(path: Path) -> RecordFile[Entry]:
+    """Behind a gap a replay is impossible, and stories can still be told."""
+    return RecordFile(path, (Story,), "it replays up to here, and has stories alone from now on")
+
+
+def _router(routing: RoutingSettings, reading: Reading, record: RecordFile[Entry] | None) -> Router:
     settings = RouterSettings(
         block_size=reading.block_tokens, seed=routing.seed, index_bytes=routing.index_memory_bytes
     )
     if record is None:
         return Router(policy_from(routing.route_policy, routing.route_score), settings)
-    return RecordedRouter(PolicyText(routing.route_policy, routing.route_score), settings, record.write)
+    return RecordedRouter(PolicyText(routing.route_policy, routing.route_score), settings, record.write, read_clocks())
 
 
 def _health_rules(reliability: ReliabilitySettings) -> HealthRules:

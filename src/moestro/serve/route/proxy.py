@@ -16,6 +16,7 @@ from moestro import __version__
 from moestro.errors import RequestError
 from moestro.serve.exposition import CONTENT_TYPE
 from moestro.serve.keys import ApiKeys
+from moestro.serve.pauses import PauseMeter
 from moestro.serve.refusals import (
     AuthenticationError,
     DrainingError,
@@ -25,7 +26,7 @@ from moestro.serve.refusals import (
     shown,
 )
 from moestro.serve.route.asked import Asked, read
-from moestro.serve.route.client import Answering, Client
+from moestro.serve.route.client import Answering, Client, Clients
 from moestro.serve.route.exchange import Exchange, Shared
 from moestro.serve.route.heads import Incoming, Named, own_head, plain_id
 from moestro.serve.route.reading import Reading
@@ -185,17 +186,30 @@ def _id_line(incoming: Incoming) -> bytes:
     return b"X-Request-Id: %b\r\n" % incoming.request_id.encode()
 
 
-async def sweep_forever(shared: Shared, sweep_clients: Callable[[float], None], interval_s: float) -> None:
+async def sweep_forever(shared: Shared, clients: Clients, interval_s: float) -> None:
     """Look at everything that has a deadline, again and again."""
+    pauses = PauseMeter(time.monotonic_ns(), int(2 * interval_s * 1e9))
     while True:
         await asyncio.sleep(interval_s)
         try:
-            _sweep(shared, sweep_clients)
+            if pause_ns := pauses.tick(time.monotonic_ns()):
+                _forgive(shared, clients, pause_ns)
+            _sweep(shared, clients)
         except Exception:
             logger.exception("the sweep failed; it goes on")
 
 
-def _sweep(shared: Shared, sweep_clients: Callable[[float], None]) -> None:
+def _forgive(shared: Shared, clients: Clients, pause_ns: int) -> None:
+    """This process stood still: engines and clients have as much time left as they had before."""
+    now_ns = time.monotonic_ns()
+    for exchange in shared.active.values():
+        exchange.deadline_s += pause_ns * 1e-9
+    clients.paused(pause_ns * 1e-9)
+    for engine in shared.fleet:
+        engine.health.paused(pause_ns, now_ns)
+
+
+def _sweep(shared: Shared, clients: Clients) -> None:
     now_ns = time.monotonic_ns()
     now_s = now_ns * 1e-9
     for exchange in [exchange for exchange in shared.active.values() if exchange.deadline_s < now_s]:
@@ -203,7 +217,7 @@ def _sweep(shared: Shared, sweep_clients: Callable[[float], None]) -> None:
             exchange.expire()
         except Exception:
             exchange.fail()
-    sweep_clients(now_s)
+    clients.sweep(now_s)
     for engine in shared.fleet:
         engine.pool.sweep(now_s)
         shared.fleet.look(engine, now_ns)

@@ -128,13 +128,12 @@ async def _running(parts: Parts, urls: tuple[EngineUrl, ...]) -> AsyncIterator[N
     for url in urls:
         parts.operator.add(url)
     tasks = [
-        asyncio.create_task(sweep_forever(parts.shared, parts.clients.sweep, _SWEEP_S)),
+        asyncio.create_task(sweep_forever(parts.shared, parts.clients, _SWEEP_S)),
         asyncio.create_task(log_forever(RouteLines(parts.shared.fleet, parts.shared.counts))),
     ]
-    if parts.record is not None:
-        tasks.append(asyncio.create_task(parts.record.flush_forever()))
     try:
-        yield
+        async with parts.record.writing() if parts.record is not None else contextlib.nullcontext():
+            yield
     finally:
         for task in tasks:
             task.cancel()
@@ -144,8 +143,6 @@ async def _running(parts: Parts, urls: tuple[EngineUrl, ...]) -> AsyncIterator[N
             parts.kv_events.close()
         for engine in parts.shared.fleet:
             engine.pool.close()
-        if parts.record is not None:
-            await parts.record.close()
         if parts.threads is not None:
             parts.threads.close()
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from cyclopts import Group, Parameter
 
+from moestro.core.setting_checks import check_floats
 from moestro.errors import ConfigError
 from moestro.policy.routing.registry import ROUTING
 from moestro.serve.route.kv_sources import KvSources
@@ -115,6 +116,7 @@ class EngineSettings:
     "Media, as the events name them, whose blocks count as hits."
 
     def __post_init__(self) -> None:
+        check_floats(self)
         _above("--connect-timeout", self.connect_timeout)
         _above("--health-interval", self.health_interval)
         _above("--probe-timeout", self.probe_timeout)
@@ -194,6 +196,7 @@ class ReliabilitySettings:
     "Seconds in which an engine that comes back is brought up to its share; its cache is cold."
 
     def __post_init__(self) -> None:
+        check_floats(self)
         _at_least("--max-retries", self.max_retries, 0)
         _at_least("--retry-share", self.retry_share, 0)
         _at_least("--breaker-failures", self.breaker_failures, 1)
@@ -237,6 +240,7 @@ class FrontSettings:
     "How much is logged. Prompts and answers are never logged."
 
     def __post_init__(self) -> None:
+        check_floats(self)
         _port("--port", self.port)
         _at_least("--max-body-bytes", self.max_body_bytes, 1024)
         _at_least("--max-connections", self.max_connections, 1)

@@ -17,6 +17,7 @@ from moestro.serve.route.known import KnownHeads
 _HIGH_WATER_BYTES = 1 << 20  # a request's body is written at once; this only bounds what asyncio thinks of it
 _MAX_IDLE = 256  # connections kept without a request
 _MAX_IDLE_S = 60.0
+_LATE_S = 1.0  # a time limit that takes effect so much too late was not kept by the other side
 _MAX_KNOWN = 16  # heads of one engine's answers: they are others every second, for they have a date in them
 _BODILESS = frozenset({204, 304})
 _CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,8})\r\n")
@@ -79,6 +80,16 @@ class Pool:
         Raises:
             OSError: it cannot be made; TimeoutError is one.
         """
+        while True:
+            begun_s = time.monotonic()
+            try:
+                return await self._connect()
+            except TimeoutError:
+                if time.monotonic() - begun_s < self._connect_s + _LATE_S:
+                    raise
+                # The limit took effect late, so the router itself stood still: the engine was given no time.
+
+    async def _connect(self) -> EngineConnection:
         address, connection = self._address, EngineConnection(self)
         try:
             async with asyncio.timeout(self._connect_s):
