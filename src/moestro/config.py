@@ -127,6 +127,8 @@ class ServerSettings:
         engine_timeout: seconds of silence after which an engine is taken for dead.
         watchdog_timeout, step_timeout: seconds in which an engine with requests may complete no step, until it is taken
             out of rotation, and until it is taken for dead.
+        resume_streams: whether a stream whose engine ends goes on in another even where the tokens that come may differ
+            from those that would have come.
         write_timeout: seconds that a client may leave its stream unread.
         max_connections: clients connected at a time.
         log_level: a name that `logging` knows.
@@ -146,6 +148,7 @@ class ServerSettings:
     engine_timeout: float = 10.0
     watchdog_timeout: float = 30.0
     step_timeout: float = 300.0
+    resume_streams: bool = False
     write_timeout: float = 60.0
     max_connections: int = 4096
     log_level: str = "info"

@@ -57,8 +57,9 @@ def test_a_score_that_is_no_number_is_written_as_none():
 def test_tokens_are_never_written():
     made, lines = recorded()
     secret = request("a", prompt=PROMPT)
-    made.submit(msgspec.structs.replace(secret, token_ids=bytes(400)), 0)
-    assert decode_entry(lines[-1]).request.token_ids is None
+    made.submit(msgspec.structs.replace(secret, token_ids=bytes(400), resumed_token_ids=b"\1" * 8), 0)
+    written = decode_entry(lines[-1]).request
+    assert (written.token_ids, written.resumed_token_ids) == (None, bytes(8)), "their number alone"
 
 
 def test_a_refusal_is_written_and_replays():

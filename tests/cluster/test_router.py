@@ -69,6 +69,14 @@ def test_prompt_tokens_to_compute_are_counted_until_the_first_token():
     assert (one.table.prefill_tokens[0], one.table.num_prefilling[0], one.table.context_tokens[0]) == (0, 0, 100)
 
 
+def test_the_tokens_of_an_answer_that_is_resumed_are_tokens_to_compute():
+    one = router(1, "round_robin")
+    submit(one, "a", num_prompt_tokens=100, resumed_token_ids=bytes(4 * 10))
+    assert (one.table.prefill_tokens[0], one.table.context_tokens[0]) == (110, 110)
+    one.ended("a", 1)
+    assert (one.table.prefill_tokens[0], one.table.context_tokens[0]) == (0, 0)
+
+
 def test_each_figure_keeps_its_own_age_and_an_older_one_changes_nothing():
     one = router(1, "round_robin")
     one.report(0, EngineFigures(kv_usage=0.5, num_running=3), 50, 60)

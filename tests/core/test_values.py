@@ -26,6 +26,8 @@ def test_a_request_survives_the_wire():
     [
         ({"num_prompt_tokens": 0}, "empty prompt"),
         ({"token_ids": b"123"}, "holds 3 bytes"),
+        ({"resumed_token_ids": b"123456"}, "holds 6 bytes"),
+        ({"resumed_token_ids": bytes(4 * 16)}, "16 resumed tokens leave none of 16"),
         ({"block_hashes": b"short"}, "block_hashes holds 5 bytes"),
     ],
 )

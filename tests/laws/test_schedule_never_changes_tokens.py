@@ -154,6 +154,47 @@ def test_every_history_gives_the_oracles_tokens(
     assert rank.scheduler.pool.num_free == num_blocks, "a block leaked"
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(8, 40),
+    max_num_seqs=st.integers(1, 8),
+    budget=st.integers(8, 40),
+    delay=st.integers(0, 2),
+    caching=st.booleans(),
+    host=st.sampled_from([0, 40]),
+)
+def test_an_answer_that_is_resumed_in_another_engine_goes_on_as_it_would_have_in_the_first(
+    seed, num_blocks, max_num_seqs, budget, delay, caching, host
+):
+    """The device's tokens depend on all tokens before, on penalties, on `min_tokens` and on (seed, position)."""
+    rng = np.random.default_rng(seed)
+    bounds = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "num_host_blocks": host}
+    whole = random_requests(rng, 14, 32)
+    expected = {request.request_id: expected_tokens(request) for request in whole}
+    cuts = {request_id: int(rng.integers(0, max(1, len(tokens)))) for request_id, tokens in expected.items()}
+    resumed = [
+        msgspec.structs.replace(
+            request,
+            resumed_token_ids=np.array(expected[request.request_id][: cuts[request.request_id]], np.int32).tobytes(),
+        )
+        for request in whole
+    ]
+    rank = build_rank(
+        SchedulerSettings(
+            num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=32, enable_prefix_caching=caching, **bounds
+        ),
+        KvDevice(num_blocks, BLOCK_SIZE, delay, host),
+    )
+    tokens, _, reasons, _ = serve(rank, resumed, rng)
+    for request in whole:
+        name = request.request_id
+        assert tokens[name] == expected[name][cuts[name] :]
+        assert reasons[name] == ("stop" if set(tokens[name]) & set(request.sampling.stop_token_ids) else "length")
+    assert rank.scheduler.counts.num_queried_tokens == sum(request.num_prompt_tokens for request in whole)
+    assert rank.scheduler.pool.num_free == num_blocks, "a block leaked"
+
+
 def next_piece(flights: list, rng: np.random.Generator):
     """The oldest result, or a part of it; the rest stays in flight."""
     result = flights.pop(0)

@@ -68,7 +68,7 @@ class FakeRank:
         num_waiting = len(self.requests) - self.num_running
         if request.priority == REFUSE or num_waiting >= self.limits.max_num_queued_reqs:
             raise QueueFullError(num_waiting)
-        self.requests[request.request_id] = (request, 0)
+        self.requests[request.request_id] = (request, request.num_resumed_tokens)
         self.num_queried += request.num_prompt_tokens
 
     def abort(self, request_id: str, now_ns: int) -> None:
@@ -127,7 +127,7 @@ class FakeRank:
         self.requests[request.request_id] = (request, count + 1)
         if reason is not None:
             del self.requests[request.request_id]
-        return gained(request, (token_id,), reason, is_first=count == 0)
+        return gained(request, (token_id,), reason, is_first=count == request.num_resumed_tokens)
 
 
 def gained(request: Request, token_ids: tuple[int, ...], reason: FinishReason | None, *, is_first: bool) -> Output:
@@ -163,7 +163,8 @@ def main() -> int:
             return 7  # without a word
         if spec.model.seed == 3:
             time.sleep(60)
-        channel.send(Ready(INFO))
+        is_exact = spec.model.dtype == "float32"  # as far as the server can tell
+        channel.send(Ready(msgspec.structs.replace(INFO, is_exact=is_exact)))
         rank = FakeRank(spec.limits)
         rank.babble = lambda: channel.send("babble")
         run_rank(rank, channel, time.monotonic_ns)

@@ -11,14 +11,16 @@ from serve.fake_rank import INFO
 
 from moestro.core.request import FinishReason, Output, Request, SamplingParams
 from moestro.errors import ConfigError, EngineDiedError, NoEngineError, QueueFullError
-from moestro.serve.engines import HOMELESS_S, Engines
+from moestro.serve.engines import HOMELESS_S, MAX_MOVES, Engines, Interrupted
 from moestro.serve.messages import Abort, Add, Failed, Outputs, RankLoad, Ready, Refused
 from moestro.serve.metrics import Metrics
 from moestro.serve.refusals import DrainingError, GenerationError, InternalError
 
 
-def request(name: str) -> Request:
-    return Request(request_id=name, num_prompt_tokens=1, sampling=SamplingParams(), arrival_ns=0)
+def request(name: str, num_resumed_tokens: int = 0) -> Request:
+    resumed = bytes(4 * num_resumed_tokens)
+    sampling = SamplingParams(max_tokens=100)
+    return Request(request_id=name, num_prompt_tokens=1, sampling=sampling, arrival_ns=0, resumed_token_ids=resumed)
 
 
 def outputs(*items: Output) -> Outputs:
@@ -47,6 +49,17 @@ class World:
         for name in names:
             self.engines.submit(request(name), inbox)
         return inbox
+
+    def move_all(self, inbox: asyncio.Queue) -> list[str]:
+        """Move whatever was interrupted, as a `Generation` does. Returns what."""
+        moved = [event.request_id for event in iter(lambda: inbox.get_nowait() if inbox.qsize() else None, None)]
+        for name in moved:
+            self.engines.move(request(name), has_begun=False)
+        return moved
+
+    @property
+    def added(self) -> list[tuple[int, str]]:
+        return [(engine, message.request.request_id) for engine, message in self.sent if isinstance(message, Add)]
 
 
 def empty_router(num_engines: int):
@@ -140,18 +153,21 @@ def test_a_refusal_is_an_error_with_its_status():
     run(test)
 
 
-def test_an_engines_end_ends_what_had_begun_there_and_takes_it_out_of_rotation():
+def test_an_engines_end_interrupts_its_requests_and_takes_it_out_of_rotation():
     def test():
         world = World()
         lost, kept = world.submit("a"), world.submit("b")
         world.engines.on_message(0, outputs(Output(request_id="a", token_ids=(1,))))
         assert lost.get_nowait().token_ids == (1,)
         world.engines.on_exit(0, "killed")
-        assert isinstance(lost.get_nowait(), GenerationError)
+        interrupted = lost.get_nowait()
+        assert isinstance(interrupted, Interrupted)
+        assert isinstance(interrupted.error, GenerationError)
         assert kept.empty()
+        assert world.engines.num_in_flight == 2
         assert world.engines.is_healthy
         world.submit("c", "d")
-        assert [engine for engine, message in world.sent if isinstance(message, Add)] == [0, 1, 1, 1]
+        assert world.added == [(0, "a"), (1, "b"), (1, "c"), (1, "d")]
         world.engines.on_exit(1, "killed")
         assert not world.engines.is_healthy
         with pytest.raises(NoEngineError):
@@ -160,13 +176,16 @@ def test_an_engines_end_ends_what_had_begun_there_and_takes_it_out_of_rotation()
     run(test)
 
 
-def test_a_request_without_output_moves_when_its_engine_ends_and_late_words_of_that_engine_are_ignored():
+def test_an_interrupted_request_moves_and_late_words_of_the_engine_that_ended_are_ignored():
     def test():
         world = World()
         inbox = world.submit("a")
+        late = outputs(Output(request_id="a", token_ids=(1,)))
         world.engines.on_exit(0, "killed")
-        assert [engine for engine, message in world.sent if isinstance(message, Add)] == [0, 1]
-        world.engines.on_message(0, outputs(Output(request_id="a", token_ids=(1,))))
+        world.engines.on_message(0, late)
+        assert world.move_all(inbox) == ["a"], "and no token"
+        assert world.added == [(0, "a"), (1, "a")]
+        world.engines.on_message(0, late)
         assert inbox.empty()
         last = Output(request_id="a", token_ids=(2,), finish_reason=FinishReason.STOP)
         world.engines.on_message(1, outputs(last))
@@ -177,16 +196,57 @@ def test_a_request_without_output_moves_when_its_engine_ends_and_late_words_of_t
     run(test)
 
 
-def test_a_request_moves_once_at_most():
+def test_what_ended_before_it_moved_moves_no_more():
+    def test():
+        world = World()
+        world.submit("a")
+        world.engines.on_exit(0, "killed")
+        world.engines.abort("a")
+        world.engines.move(request("a"), has_begun=False)
+        assert world.added == [(0, "a")]
+        assert world.engines.num_in_flight == 0
+        assert world.metrics.engines[0].ended[FinishReason.ABORT] == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize(("gains", "num_engines"), [([0, 0], 2), ([3, 0], 2), ([0, 2, 0], 3), ([1] * 9, MAX_MOVES + 1)])
+def test_a_request_moves_while_it_gets_on_and_not_for_ever(gains, num_engines):
+    """`gains`: tokens that it gets from one engine after the other, each of which then ends."""
+
+    def test():
+        world, num_tokens = World(len(gains)), 0
+        inbox = world.submit("a")
+        for gain in gains:
+            engine, _ = world.added[-1]
+            if gain:
+                world.engines.on_message(engine, outputs(Output(request_id="a", token_ids=(1,) * gain)))
+                num_tokens += len(inbox.get_nowait().token_ids)
+            world.engines.on_exit(engine, "killed")
+            event = inbox.get_nowait()
+            if not isinstance(event, Interrupted):
+                break
+            world.engines.move(request("a", num_tokens), has_begun=False)
+        assert event.code == "engine_died"
+        assert len(world.added) == num_engines
+        assert world.engines.num_in_flight == 0
+        assert sum(each.ended[FinishReason.ERROR] for each in world.metrics.engines) == 1
+
+    run(test)
+
+
+def test_to_begin_anew_and_fail_at_the_same_token_is_not_to_get_on():
     def test():
         world = World(3)
         inbox = world.submit("a")
         for _ in range(2):
-            engine, _ = world.sent[-1]
-            assert inbox.empty()
+            engine, _ = world.added[-1]
+            world.engines.on_message(engine, outputs(Output(request_id="a", token_ids=(1, 2, 3))))
+            inbox.get_nowait()
             world.engines.on_exit(engine, "killed")
-        assert inbox.get_nowait().code == "engine_died"
-        assert world.engines.num_in_flight == 0
+            event = inbox.get_nowait()
+            world.engines.move(request("a"), has_begun=False)
+        assert event.code == "engine_died"
 
     run(test)
 
@@ -194,10 +254,7 @@ def test_a_request_moves_once_at_most():
 def test_a_policy_that_raises_while_requests_move_ends_that_request_alone(monkeypatch):
     def test():
         world = World(3)
-        first, second = world.submit("a"), asyncio.Queue()
-        world.engines.submit(request("b"), second)  # on engine 1
-        world.engines.submit(request("c"), second)  # on engine 2
-        world.engines.submit(request("d"), second)  # on engine 0 again
+        first, second = world.submit("a", "b", "c"), world.submit("d")  # a and d are on engine 0
         submit = world.engines._router.submit
 
         def raises_for_a(asked, now_ns):
@@ -207,6 +264,7 @@ def test_a_policy_that_raises_while_requests_move_ends_that_request_alone(monkey
 
         monkeypatch.setattr(world.engines._router, "submit", raises_for_a)
         world.engines.on_exit(0, "killed")
+        assert world.move_all(first) + world.move_all(second) == ["a", "d"]
         assert first.get_nowait().code == "internal_error"
         assert world.engines.num_in_flight == 3, "d has gone elsewhere"
         assert not world.engines.is_routable(0)
@@ -230,10 +288,11 @@ def test_without_another_engine_a_request_waits_for_the_next_life_of_its_own():
         world = World(1)
         inbox = world.submit("a", "b")
         world.engines.on_exit(0, "killed")
+        world.move_all(inbox)
         world.engines.abort("b")
         assert world.engines.num_in_flight == 1
         world.engines.on_message(0, Ready(INFO))
-        assert [message.request.request_id for _, message in world.sent if isinstance(message, Add)] == ["a", "b", "a"]
+        assert world.added == [(0, "a"), (0, "b"), (0, "a")]
         world.engines.on_message(0, outputs(Output(request_id="a", finish_reason=FinishReason.STOP)))
         assert inbox.get_nowait().finish_reason == "stop"
 
@@ -245,6 +304,7 @@ def test_a_request_does_not_wait_for_another_engine_for_ever():
         world = World(1)
         inbox = world.submit("a")
         world.engines.on_exit(0, "killed")
+        world.move_all(inbox)
         world.engines.settle_homeless()
         assert inbox.empty()
         world.now_ns = int(HOMELESS_S * 1e9)
@@ -283,6 +343,35 @@ def test_what_a_request_took_is_measured_where_its_tokens_arrive():
         assert [sum(h.counts) for h in (metrics.first_token_s, metrics.gap_s)] == [1, 2]
         assert (metrics.num_prompt_tokens, metrics.num_generated_tokens) == (1, 3)
         assert metrics.ended[FinishReason.LENGTH] == 1
+
+    run(test)
+
+
+def test_what_an_interrupted_request_took_is_measured_once():
+    def test():
+        world = World(2)
+        inbox = world.submit("a")
+        say = [Output(request_id="a", token_ids=(1,), finish_reason=each) for each in (None, FinishReason.LENGTH)]
+        world.now_ns = 3 * 10**9
+        world.engines.on_message(0, outputs(say[0]))
+        inbox.get_nowait()
+        world.engines.on_exit(0, "killed")
+        inbox.get_nowait()
+        world.engines.move(request("a", 1), has_begun=True)
+        table = world.engines._router.table
+        assert (table.num_prefilling.tolist(), table.prefill_tokens.tolist()) == ([0, 1], [0, 2])
+        world.now_ns = 7 * 10**9
+        world.engines.on_message(1, outputs(say[0]))
+        assert table.num_prefilling.tolist() == [0, 0]
+        world.engines.on_message(1, outputs(say[1]))
+        first, second = world.metrics.engines
+        for name in ("first_token_s", "queue_s", "prefill_s"):
+            assert [sum(getattr(each, name).counts) for each in (first, second)] == [1, 0], name
+        assert [each.num_generated_tokens for each in (first, second)] == [1, 2]
+        assert [each.num_prompt_tokens for each in (first, second)] == [1, 0]
+        assert second.gap_s.total == 4.0, "the client waited for so long"
+        assert (second.generation_tokens.total, second.ended[FinishReason.LENGTH]) == (3, 1)
+        assert (first.num_moved, first.num_streams_resumed) == (1, 1)
 
     run(test)
 
@@ -352,6 +441,7 @@ def test_law_requests_are_conserved_under_random_histories():
             assert [world.engines.num_in_flight_on(engine) for engine in range(3)] == [0, 0, 0]
             for inbox in inboxes.values():
                 ends = [inbox.get_nowait() for _ in range(inbox.qsize())]
+                ends = [end for end in ends if not isinstance(end, Interrupted)]
                 assert sum(isinstance(end, Exception) or end.finish_reason is not None for end in ends) == 1
 
     run(test)
@@ -360,7 +450,7 @@ def test_law_requests_are_conserved_under_random_histories():
 def happen(world: World, inboxes: dict[str, asyncio.Queue], step: int, rng: random.Random) -> None:
     """One of the things that happen to engines and requests."""
     name, engine = f"r{rng.randrange(step + 1)}", rng.randrange(3)
-    match rng.randrange(9):
+    match rng.randrange(10):
         case 0 if rng.random() < 0.3:
             world.engines.on_exit(engine, "chaos")
         case 0:
@@ -374,6 +464,8 @@ def happen(world: World, inboxes: dict[str, asyncio.Queue], step: int, rng: rand
         case 3 | 4 | 5:
             ids, reason = rng.choice([(), (1,)]), rng.choice([None, FinishReason.STOP])
             world.engines.on_message(engine, outputs(Output(request_id=name, token_ids=ids, finish_reason=reason)))
+        case 6 if inboxes:
+            move_one(world, rng.choice(list(inboxes.values())))
         case _ if world.engines.is_healthy:
             inboxes[f"r{step}"] = world.submit(f"r{step}")
 
@@ -383,6 +475,7 @@ def test_the_time_in_which_the_server_stood_still_does_not_count_for_requests_th
         world = World(1)
         inbox = world.submit("a")
         world.engines.on_exit(0, "it was killed")
+        move_one(world, inbox)
         pause_ns = int(2 * HOMELESS_S * 1e9)
         world.now_ns += pause_ns
         world.engines.extend_homeless(pause_ns)
@@ -456,3 +549,14 @@ def test_figures_that_the_router_cannot_take_cost_no_request_its_tokens():
         assert inbox.get_nowait() == output
 
     run(test)
+
+
+def move_one(world: World, inbox: asyncio.Queue) -> None:
+    """Answer the first interruption that `inbox` holds, and put everything else back."""
+    events = [inbox.get_nowait() for _ in range(inbox.qsize())]
+    found = next((event for event in events if isinstance(event, Interrupted)), None)
+    for event in events:
+        if event is not found:
+            inbox.put_nowait(event)
+    if found is not None:
+        world.engines.move(request(found.request_id), has_begun=False)

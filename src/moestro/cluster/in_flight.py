@@ -18,14 +18,15 @@ class Flight:
     """One request between `submit` and `ended`.
 
     Attributes:
-        num_prefill_tokens: prompt tokens to compute, as it seemed when it was sent.
+        num_known_tokens: of the prompt, and of an answer that is resumed.
+        num_prefill_tokens: those of them to compute, as it seemed when it was sent.
         pending: what the prefix index wants back when it is over; None: nothing.
         serial: its place among all flights.
     """
 
     engine: int
     submit_ns: int
-    num_prompt_tokens: int
+    num_known_tokens: int
     num_prefill_tokens: int
     pending: Run | None = None
     is_prefilling: bool = True
@@ -90,7 +91,7 @@ class InFlight:
         columns.num_unseen[row] += 1
         columns.prefill_tokens[row] += flight.num_prefill_tokens
         columns.said_prefill_tokens[row] += flight.num_prefill_tokens
-        columns.context_tokens[row] += flight.num_prompt_tokens
+        columns.context_tokens[row] += flight.num_known_tokens
 
     def first_token(self, request_id: str) -> Flight | None:
         """Its prompt is computed. Returns it, or None if that was known or nothing of that id is in flight."""
@@ -119,7 +120,7 @@ class InFlight:
         del row.flights[request_id]
         row.departed.append((now_ns, flight.submit_ns))
         columns.num_in_flight[flight.engine] -= 1
-        columns.context_tokens[flight.engine] -= flight.num_prompt_tokens
+        columns.context_tokens[flight.engine] -= flight.num_known_tokens
         if flight.serial > row.seen:
             columns.num_unseen[flight.engine] -= 1
         return flight

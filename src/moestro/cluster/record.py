@@ -247,7 +247,9 @@ class RecordedRouter(Router):
 
     def submit(self, request: Request, now_ns: int) -> RouteDecision:
         """See `Router`."""
-        bare = msgspec.structs.replace(request, token_ids=None, cache_salt=None)
+        # The number of resumed tokens is part of the decision; which ones they are is part of a conversation.
+        resumed = bytes(len(request.resumed_token_ids))
+        bare = msgspec.structs.replace(request, token_ids=None, resumed_token_ids=resumed, cache_salt=None)
         try:
             answer = super().submit(request, now_ns)
         except RequestError as refusal:

@@ -113,8 +113,8 @@ class Router:
             self._decided(view, choice, candidates)
         self._num_decisions += 1
         hit_tokens = int(view.hit_tokens[engine])
-        num_prefill_tokens = max(1, request.num_prompt_tokens - hit_tokens)
-        flight = Flight(engine, now_ns, request.num_prompt_tokens, num_prefill_tokens)
+        num_prefill_tokens = max(1, request.num_known_tokens - hit_tokens)
+        flight = Flight(engine, now_ns, request.num_known_tokens, num_prefill_tokens)
         self._flights.add(request.request_id, flight)
         if self._policy.needs.hits:
             flight.pending = self._index.sent(engine, request.block_hashes, now_ns)

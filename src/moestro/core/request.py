@@ -84,6 +84,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     *full* block of the prompt, made once where the request enters, under `hash_key` (model, adapter, salt).
     `user` and `session_id` say who asks and in which conversation, where that is known: policies that keep a user or a
     conversation on one engine read them; they are names to compare, nothing more.
+    `resumed_token_ids` is packed int32: tokens of the answer that another engine generated before it ended. They follow
+    the prompt and never count as part of it: the engine that is given them goes on as if it had sampled them itself.
     """
 
     request_id: str
@@ -91,6 +93,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     arrival_ns: int
     token_ids: bytes | None = None
+    resumed_token_ids: bytes = b""
     block_hashes: bytes = b""
     hash_key: bytes = b""
     cache_salt: str | None = None  # of `hash_key`; said again where others must make the same names
@@ -104,8 +107,28 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"request {self.request_id!r}: empty prompt")
         if self.token_ids is not None and len(self.token_ids) != 4 * self.num_prompt_tokens:
             raise ValueError(f"request {self.request_id!r}: token_ids holds {len(self.token_ids)} bytes")
+        if len(self.resumed_token_ids) % 4:
+            raise ValueError(
+                f"request {self.request_id!r}: resumed_token_ids holds {len(self.resumed_token_ids)} bytes,"
+                " not a multiple of 4"
+            )
+        if self.resumed_token_ids and self.num_resumed_tokens >= self.sampling.max_tokens:
+            raise ValueError(
+                f"request {self.request_id!r}: {self.num_resumed_tokens} resumed tokens leave none of"
+                f" {self.sampling.max_tokens} to generate"
+            )
         if len(self.block_hashes) % HASH_BYTES:
             raise ValueError(f"request {self.request_id!r}: block_hashes holds {len(self.block_hashes)} bytes")
+
+    @property
+    def num_resumed_tokens(self) -> int:
+        """Tokens of the answer that were generated elsewhere."""
+        return len(self.resumed_token_ids) // 4
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens that an engine computes before it samples one: the prompt and what is resumed."""
+        return self.num_prompt_tokens + self.num_resumed_tokens
 
     @property
     def num_total_tokens(self) -> int:
@@ -116,6 +139,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         """int32[num_prompt_tokens]; only for a request that carries its token ids."""
         assert self.token_ids is not None, f"request {self.request_id!r} carries no token ids"
         return np.frombuffer(self.token_ids, np.int32)
+
+    def resumed_array(self) -> NDArray[np.int32]:
+        """int32[num_resumed_tokens]."""
+        return np.frombuffer(self.resumed_token_ids, np.int32)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

@@ -192,7 +192,7 @@ class Scheduler:
                 self.counts.num_restored_tokens += self._host.restore(sequence, len(fit.shared))
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens, sequence.admitted_ns = fit.num_cached, now_ns
-                self.counts.num_queried_tokens += sequence.num_tokens
+                self.counts.num_queried_tokens += sequence.request.num_prompt_tokens
                 self.counts.num_hit_tokens += fit.num_cached
                 if self._order.observes:
                     self.waiting.observe(Admitted(sequence.user, sequence.request.num_prompt_tokens))

@@ -43,7 +43,8 @@ class Sequence:
         host_blocks, num_kept: blocks of host memory that keep its KV while it waits after a preemption, in the order
             of the tokens, and for how many tokens; none while it runs.
         hashes: hashes of its full blocks known so far, by position.
-        generated: int32, tokens sampled before it was last preempted (zeros when a hashed trace is replayed).
+        generated: int32, tokens sampled before it was last preempted, or before another engine resumed it here (zeros
+            when a hashed trace is replayed).
         edits: what it wants changed in its logits; None: nothing.
         num_cached_tokens: prompt tokens taken from the prefix cache at first admission; None before it.
         admitted_ns: when that was.
@@ -68,7 +69,7 @@ class Sequence:
         self.host_blocks: list[int] = []
         self.num_kept = 0
         self.hashes = split_hashes(request.block_hashes)
-        self.generated = _NOTHING
+        self.generated = request.resumed_array() if request.resumed_token_ids else _NOTHING
         self.num_cached_tokens: int | None = None
         self.admitted_ns = 0
         self.num_preemptions = 0
@@ -84,7 +85,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known while it waits: the prompt and what was generated before a preemption."""
+        """Tokens known while it waits: the prompt and `generated`."""
         return self.request.num_prompt_tokens + len(self.generated)
 
     def readable_hashes(self) -> list[bytes]:

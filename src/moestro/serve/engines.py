@@ -35,28 +35,58 @@ from moestro.workload.request_record import RecordedRequest
 
 logger = logging.getLogger(__name__)
 
-Inbox = asyncio.Queue[Output | RequestError]  # one per HTTP request; after an error nothing more is worth reading
 
-# A request that loses a second engine before its first token may well be what ends them.
-MAX_MOVES = 1
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The engine of a request has ended, after all outputs that came before this. The reader of the inbox answers with
+    `Engines.move`, or lets the client have `error`.
+    """
+
+    request_id: str
+    error: RequestError
+
+
+# One per HTTP request; after an error nothing more is worth reading.
+Inbox = asyncio.Queue[Output | Interrupted | RequestError]
+
+# A request that has lost so many engines may be what ends them, though it gets on in between.
+MAX_MOVES = 3
 HOMELESS_S = 60.0  # how long a request that lost its engine waits for another
-_NOWHERE = -1
 
 
 @dataclass(slots=True)
 class _Flight:
-    """One request on its way."""
+    """One request on its way.
+
+    Attributes:
+        engine: the one that has it, or had it last.
+        is_placed: whether an engine has it; if not, it lost one and has not been given to another.
+        is_prefilling: whether that engine has said nothing of it yet.
+        num_moves: engines that it lost and was moved from.
+        num_tokens: tokens of its answer so far.
+        num_tokens_before: `num_tokens` when it was moved last.
+        has_output, has_token: whether an output, and a token, came from any engine.
+    """
 
     request: Request
     inbox: Inbox
-    engine: int  # _NOWHERE: it lost its engine and waits for another
+    engine: int
+    is_placed: bool = True
+    is_prefilling: bool = True
     num_moves: int = 0
-    has_output: bool = False
     num_tokens: int = 0
+    num_tokens_before: int = 0
+    has_output: bool = False
+    has_token: bool = False
     num_hit_tokens: int = 0
     admitted_ns: int = 0
     first_ns: int = 0
     last_ns: int = 0
+
+    def may_move(self) -> bool:
+        """Whether another engine may be risked: one that got no further on the last one may be what ends them."""
+        got_on = not self.num_moves or self.num_tokens > self.num_tokens_before
+        return got_on and self.num_moves < MAX_MOVES
 
 
 class Engines:
@@ -73,8 +103,10 @@ class Engines:
         loads: how full each engine said it is, after its last step.
         phases: of each engine's last start.
 
-    Invariant: every submitted request ends once: by an output with a finish reason, a refusal, `abort`, or an error
-    when its engine ends and no other takes it over. A request is taken over only before its first output.
+    Invariants: every submitted request ends once: by an output with a finish reason, a refusal, `abort`, or an error
+    when its engine ends and no other takes it over. No token of an engine that ended reaches an inbox after the
+    `Interrupted`: a request has no engine until `move`, and an engine takes requests again only once another process
+    speaks for it (see `RankSocket.expect`).
     """
 
     def __init__(
@@ -144,12 +176,31 @@ class Engines:
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Stop a request, if it has not ended; `reason`: under which its end is counted."""
         flight = self._end(request_id, reason)
-        if flight is None or flight.engine == _NOWHERE:
+        if flight is None or not flight.is_placed:
             return
         try:
             self._send(flight.engine, Abort((request_id,)))
         except NoEngineError:  # it is gone, or does not keep up with what is sent
             self._unsent_aborts.setdefault(flight.engine, []).append(request_id)
+
+    def move(self, request: Request, *, has_begun: bool) -> None:
+        """Send an interrupted request to another engine, now or when there is one; ignored if it was aborted meanwhile.
+
+        Args:
+            request: with the tokens from which it goes on, or none: its answer begins anew.
+            has_begun: whether the client has a part of the answer.
+        """
+        flight = self._flights.get(request.request_id)
+        if flight is None:
+            return
+        metrics = self._metrics.engines[flight.engine]
+        metrics.num_moved += 1
+        metrics.num_streams_resumed += has_begun
+        flight.request = request
+        flight.num_moves += 1
+        flight.num_tokens_before, flight.num_tokens = flight.num_tokens, request.num_resumed_tokens
+        self._homeless[request.request_id] = self._now_ns() + int(HOMELESS_S * 1e9)
+        self._place(flight)
 
     def fail_all(self, error: RequestError) -> None:
         """End every request with `error`, and stop it on its engine."""
@@ -225,7 +276,7 @@ class Engines:
                 self._take_down(engine)
 
     def on_exit(self, engine: int, how: str) -> MoestroError:
-        """A rank's process has ended: its requests end or move. `how`: one line. Returns the cause."""
+        """A rank's process has ended: its requests are interrupted, or end. `how`: one line. Returns the cause."""
         cause = self._causes.pop(engine, None) or EngineDiedError(f"engine {engine}: {how}")
         self._take_down(engine)
         self._unsent_aborts.pop(engine, None)
@@ -238,12 +289,14 @@ class Engines:
             return cause
         error = GenerationError("The engine that served this request has stopped. Retry.", code="engine_died")
         for request_id, flight in list(self._flights.items()):
-            if flight.engine != engine:
+            if flight.engine != engine or not flight.is_placed:
                 continue
-            if flight.has_output or flight.num_moves == MAX_MOVES:
-                self._fail(request_id, error)
+            self._router.ended(request_id, self._now_ns())
+            flight.is_placed = False
+            if flight.may_move():
+                flight.inbox.put_nowait(Interrupted(request_id, error))
             else:
-                self._move(flight)
+                self._fail(request_id, error)
         return cause
 
     # --- inside
@@ -267,15 +320,6 @@ class Engines:
             else:
                 return engine
 
-    def _move(self, flight: _Flight) -> None:
-        """Give a request of an engine that ended to another, now or when there is one."""
-        self._metrics.engines[flight.engine].num_moved += 1
-        self._router.ended(flight.request.request_id, self._now_ns())
-        flight.engine = _NOWHERE
-        flight.num_moves += 1
-        self._homeless[flight.request.request_id] = self._now_ns() + int(HOMELESS_S * 1e9)
-        self._place(flight)
-
     def _place(self, flight: _Flight) -> bool:
         """Send a request that lost its engine to another. Returns whether that is settled: it went, or it ended."""
         request_id = flight.request.request_id
@@ -287,6 +331,7 @@ class Engines:
             logger.exception("request %s cannot be given to another engine", request_id)
             self._fail(request_id, InternalError(request_id))
             return True
+        flight.is_placed = flight.is_prefilling = True
         del self._homeless[request_id]
         return True
 
@@ -307,8 +352,8 @@ class Engines:
 
     def _deliver(self, engine: int, output: Output, now_ns: int) -> None:
         flight = self._flights.get(output.request_id)
-        if flight is None or flight.engine != engine:
-            return  # aborted, or moved, while this was on its way
+        if flight is None or flight.engine != engine or not flight.is_placed:
+            return  # aborted, or interrupted, while this was on its way
         if output.finish_reason is FinishReason.NON_FINITE:
             logger.error(
                 "engine %d: request %s ended after %d tokens: its logits are not finite (NaN or infinity)",
@@ -322,19 +367,22 @@ class Engines:
 
     def _measure(self, flight: _Flight, output: Output, now_ns: int) -> None:
         metrics, num_tokens = self._metrics.engines[flight.engine], len(output.token_ids)
+        if flight.is_prefilling:
+            flight.is_prefilling = False
+            self._router.first_token(flight.request.request_id, now_ns)
         if not flight.has_output:
             flight.has_output = True
             flight.admitted_ns, flight.num_hit_tokens = output.admitted_ns, output.num_cached_tokens
-            self._router.first_token(flight.request.request_id, now_ns)
             metrics.num_prompt_tokens += flight.request.num_prompt_tokens
             metrics.queue_s.observe((output.admitted_ns - flight.request.arrival_ns) / 1e9)
             metrics.prefill_s.observe((now_ns - output.admitted_ns) / 1e9)
         if not num_tokens:
             return  # a prompt was scored, and nothing generated
         metrics.num_generated_tokens += num_tokens
-        if flight.num_tokens:
+        if flight.has_token:
             metrics.gap_s.observe((now_ns - flight.last_ns) / 1e9)
         else:
+            flight.has_token = True
             metrics.first_token_s.observe((now_ns - flight.request.arrival_ns) / 1e9)
             flight.first_ns = now_ns
         flight.num_tokens += num_tokens
@@ -350,10 +398,10 @@ class Engines:
         if flight is None:
             return None
         self._homeless.pop(request_id, None)
-        if flight.engine != _NOWHERE:
+        if flight.is_placed:
             self._router.ended(request_id, self._now_ns(), flight.num_tokens)
-            if reason is not None:
-                self._count_end(flight, reason)
+        if reason is not None:
+            self._count_end(flight, reason)
         return flight
 
     def _count_end(self, flight: _Flight, reason: FinishReason) -> None:

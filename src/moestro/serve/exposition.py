@@ -78,6 +78,7 @@ _OWN_COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
     ("engine_restarts", "Times that the engine's process was started again.", lambda m: m.num_restarts),
     ("engine_stalls", "Times that it had requests and did not get on.", lambda m: m.num_stalls),
     ("requests_moved", "Requests that went elsewhere when it ended.", lambda m: m.num_moved),
+    ("streams_resumed", "Of these, streams that had begun and went on.", lambda m: m.num_streams_resumed),
 )
 _OWN_RANK_COUNTERS: tuple[tuple[str, str, Callable[[RankLoad], float]], ...] = (
     ("kv_kept_tokens", "Tokens whose KV a preempted request left in host memory.", lambda load: load.num_kept_tokens),

@@ -172,6 +172,11 @@ class EngineFlags:
     "Seconds without a step, although it has requests, after which an engine's stacks are dumped and it gets no more."
     step_timeout: Annotated[float, Parameter(group=_ENGINES)] = 300.0
     "Seconds without a step after which it is killed and started again: longer than any step may take."
+    resume_streams: Annotated[bool, Parameter(group=_ENGINES)] = False
+    (
+        "When an engine ends, its streams continue on another one in bfloat16 and float16 too, where the continuation"
+        " may differ from what the first engine would have sent. Unset: such a stream ends with an error event."
+    )
 
 
 @Parameter(name="*")

@@ -92,7 +92,7 @@ class FrontDoor:
         options = prepared.options
         with (
             self.traffic.answering(),
-            Generation(self._engines, self._model.tokenizer, prepared.jobs) as generation,
+            Generation(self._engines, self._model, prepared.jobs) as generation,
         ):
             if options.stream:
                 wanted = UsageWanted(options.include_usage, options.continuous_usage)

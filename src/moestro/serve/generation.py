@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from moestro.core.request import FinishReason, Output, TokenLogprobs
+import msgspec
+
+from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
 from moestro.errors import RequestError
-from moestro.serve.engines import Engines
-from moestro.serve.prepare import Job
+from moestro.serve.engines import Engines, Inbox, Interrupted
+from moestro.serve.prepare import Job, ServedModel
 from moestro.serve.protocol import PromptTokensDetails, Usage
 from moestro.serve.refusals import GenerationError
 from moestro.serve.scores import Score, first_score, score_of
@@ -44,6 +47,7 @@ class _Choice:
         self.job = job
         self.num_generated = 0
         self.num_cached = 0
+        self._token_ids = array("i")
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(job.request.token_array()[-CONTEXT_TOKENS:].tolist())
         self._stops = StopFinder(job.stop)
@@ -52,7 +56,9 @@ class _Choice:
 
     def take(self, output: Output) -> Piece:
         """Turn tokens into text. A stop string ends the choice there, whatever else came with it."""
-        self.num_cached = output.num_cached_tokens
+        if not self._token_ids:  # an engine that resumes the answer may find more, or less, of the prompt
+            self.num_cached = output.num_cached_tokens
+        self._token_ids.extend(output.token_ids)
         prompt_scores = self._score_prompt(output.prompt_logprobs)
         text, scores = self._begin(prompt_scores)
         reason: str | None = output.finish_reason
@@ -74,6 +80,10 @@ class _Choice:
         wants = self.job.request.sampling.logprobs is not None
         shown_apart = prompt_scores if self.job.prompt_logprobs is not None else None
         return Piece(self.index, text, reason, tuple(scores) if wants else None, shown_apart)
+
+    def resumed(self) -> Request:
+        """The request with all tokens of its answer so far."""
+        return msgspec.structs.replace(self.job.request, resumed_token_ids=self._token_ids.tobytes())
 
     def _begin(self, prompt_scores: tuple[Score, ...] | None) -> tuple[str, list[Score]]:
         """The echo, with the first piece."""
@@ -103,14 +113,23 @@ class _Choice:
 class Generation:
     """Submits the requests of `jobs` on entering; on leaving, whatever the reason, stops those that still run.
 
+    When the engine of a choice ends, the choice goes on elsewhere from where it was, or begins anew there, so that the
+    client gets an answer that one engine might have given; where neither can be, the answer ends with an error.
+
     Args:
         jobs: one per choice, in order.
+
+    Attributes:
+        has_begun: whether the client has a part of the answer; who sends the first part sets it before.
     """
 
-    def __init__(self, engines: Engines, tokenizer: Tokenizer, jobs: Sequence[Job]) -> None:
+    def __init__(self, engines: Engines, model: ServedModel, jobs: Sequence[Job]) -> None:
+        self.has_begun = False
         self._engines = engines
-        self._inbox: asyncio.Queue[Output | RequestError] = asyncio.Queue()
-        self._choices = [_Choice(i, job, tokenizer) for i, job in enumerate(jobs)]
+        self._model = model
+        self._inbox: Inbox = asyncio.Queue()
+        self._choices = [_Choice(i, job, model.tokenizer) for i, job in enumerate(jobs)]
+        self._collected: list[list[Piece]] = [[] for _ in jobs]
         self._running = {choice.job.request.request_id: choice for choice in self._choices}
 
     def __enter__(self) -> Generation:
@@ -137,6 +156,9 @@ class Generation:
             event = await self._inbox.get()
             if isinstance(event, RequestError):
                 raise event
+            if isinstance(event, Interrupted):
+                self._move(event)
+                continue
             if event.finish_reason is FinishReason.ERROR:
                 raise GenerationError("The engine failed on this request; its log says why.", code="engine_error")
             if event.finish_reason is FinishReason.NON_FINITE:
@@ -163,10 +185,9 @@ class Generation:
         Raises:
             RequestError: as `next_piece`.
         """
-        pieces: list[list[Piece]] = [[] for _ in self._choices]
         while piece := await self.next_piece():
-            pieces[piece.index].append(piece)
-        return [_join(parts) for parts in pieces]
+            self._collected[piece.index].append(piece)
+        return [_join(parts) for parts in self._collected]
 
     def usage(self) -> Usage:
         """Tokens so far, all choices together."""
@@ -175,6 +196,39 @@ class Generation:
         generated = sum(choice.num_generated for choice in self._choices)
         cached = sum(choice.num_cached for choice in prompts)
         return Usage(prompt, generated, prompt + generated, PromptTokensDetails(cached))
+
+    def _move(self, interrupted: Interrupted) -> None:
+        """Send a choice whose engine has ended to another.
+
+        Raises:
+            RequestError: the client has a part of the answer, and what another engine would add might not fit it.
+        """
+        choice = self._running.get(interrupted.request_id)
+        if choice is None:
+            return  # a stop string ended it before
+        if choice.num_generated == 0:
+            self._engines.move(choice.job.request, has_begun=False)
+        elif self._can_resume(choice):
+            self._engines.move(choice.resumed(), has_begun=self.has_begun)
+        elif not self.has_begun:
+            self._collected[choice.index].clear()
+            again = _Choice(choice.index, choice.job, self._model.tokenizer)
+            self._choices[choice.index] = self._running[interrupted.request_id] = again
+            self._engines.move(choice.job.request, has_begun=False)
+        else:
+            self._engines.abort(interrupted.request_id, FinishReason.ERROR)
+            raise interrupted.error
+
+    def _can_resume(self, choice: _Choice) -> bool:
+        """Whether `choice` may go on elsewhere from where it is: the same tokens will come, or the operator prefers a
+        stream that goes on to one that ends. Log probabilities are left out: they would differ in the last bits.
+        """
+        sampling = choice.job.request.sampling
+        if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+            return False
+        if not self.has_begun:
+            return self._model.info.is_exact
+        return len(self._choices) == 1 and (self._model.info.is_exact or self._model.resumes_streams)
 
     def _stop_all(self) -> None:
         for request_id in self._running:

@@ -56,14 +56,15 @@ class EngineMetrics:
         num_prompt_tokens: of requests that got their first output.
         num_generated_tokens: received from the engine, shown or not.
         ended: requests by how they ended.
-        num_restarts, num_stalls, num_moved: processes started again; times that it did not get on; requests that went
-            elsewhere when it ended.
+        num_restarts, num_stalls: processes started again; times that it did not get on.
+        num_moved, num_streams_resumed: requests that went elsewhere when it ended; those of them of which the client
+            had a part already.
     """
 
     __slots__ = (
         "decode_s", "ended", "first_token_s", "gap_s", "generation_tokens", "mean_gap_s", "num_generated_tokens",
-        "num_moved", "num_prompt_tokens", "num_restarts", "num_stalls", "prefill_s", "prompt_tokens", "queue_s",
-        "whole_s",
+        "num_moved", "num_prompt_tokens", "num_restarts", "num_stalls", "num_streams_resumed", "prefill_s",
+        "prompt_tokens", "queue_s", "whole_s",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -82,6 +83,7 @@ class EngineMetrics:
         self.num_restarts = 0
         self.num_stalls = 0
         self.num_moved = 0
+        self.num_streams_resumed = 0
 
 
 class Metrics:

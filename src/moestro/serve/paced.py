@@ -204,6 +204,7 @@ def paced_info(paced: PacedSettings, model: ModelSettings, vocab_size: int) -> M
         num_experts=network.experts.num_experts if network.experts else 0,
         num_experts_per_token=network.experts.top_k if network.experts else 0,
         notes=(f"{PACED_NOTE} Answers repeat fixed words.",),
+        is_exact=True,
     )
 
 

@@ -30,6 +30,7 @@ class ServedModel:
         created: when it was loaded, in seconds since 1970.
         fingerprint: changes whenever answers may.
         has_priorities: whether its engines look at `priority`.
+        resumes_streams: whether a stream goes on in another engine even where the tokens to come may differ.
     """
 
     names: tuple[str, ...]
@@ -39,6 +40,7 @@ class ServedModel:
     info: ModelInfo
     tokenizer: Tokenizer
     has_priorities: bool = False
+    resumes_streams: bool = False
 
     def name_for(self, asked: str | None) -> str:
         """The name to answer with; a client that names none means the only model there is."""

@@ -166,6 +166,7 @@ class _Server:
             info=infos[0],
             tokenizer=tokenizer,
             has_priorities=self._settings.limits.scheduling_policy == "priority",
+            resumes_streams=server.resume_streams,
         )
         return model, infos
 

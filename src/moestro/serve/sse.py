@@ -98,6 +98,7 @@ async def stream(
         RequestError: refused before anything was sent. Later failures end the stream instead.
     """
     piece = await generation.next_piece()
+    generation.has_begun = True
     response = await events.open()
     try:
         for opening in form.openings():

@@ -41,6 +41,10 @@ def _build_preemptive(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelI
     return make_preemptive_rank(spec, device, info, launch_ahead=1 if device.works_when_polled else 2), info
 
 
+# In these, rounding that depends on a batch's shape is too small to change which token is the largest.
+_EXACT_DTYPES = ("float32", "float64")
+
+
 def _model_info(model_id: str, info: LoadedInfo) -> ModelInfo:
     return ModelInfo(
         model_id=model_id,
@@ -59,6 +63,7 @@ def _model_info(model_id: str, info: LoadedInfo) -> ModelInfo:
         num_experts=info.num_experts,
         num_experts_per_token=info.num_experts_per_token,
         notes=info.notes,
+        is_exact=info.dtype in _EXACT_DTYPES,
     )
 
 

@@ -27,8 +27,8 @@ def all_fresh(view: RouteView, *figures: Figure) -> bool:
 
 
 def new_tokens(view: RouteView) -> Counts:
-    """Prompt tokens that each engine would have to compute for this request."""
-    return view.request.num_prompt_tokens - view.hit_tokens
+    """Tokens of the prompt, and of an answer that is resumed, that each engine would have to compute."""
+    return view.request.num_known_tokens - view.hit_tokens
 
 
 def hit_ratio(view: RouteView) -> Scores:

@@ -90,7 +90,7 @@ class Moestro:
         """Count work, answers and stays."""
         match event:
             case Routed():
-                new = max(1, event.request.num_prompt_tokens - event.hit_tokens)
+                new = max(1, event.request.num_known_tokens - event.hit_tokens)
                 self._new_tokens.add(new)
                 self._count_work(event.engine, new + self._answer_tokens.value)
             case Ended():

@@ -71,7 +71,7 @@ class Dynamo(Stateless):
         return choose(view, scores, draws, "blocks to compute and to hold")
 
     def _scores(self, view: RouteView) -> Scores:
-        routable, prompt = view.engines.routable, view.request.num_prompt_tokens
+        routable, prompt = view.engines.routable, view.request.num_known_tokens
         queued = queued_prefill_tokens(view)
         credit = self.overlap_weight * view.hit_tokens
         if self.overlap_decay:
