@@ -311,3 +311,16 @@ def test_units_that_entered_together_do_not_pass_each_other():
             served.add(request(f"ls{number}", "ls", 3, max_tokens=1, first=number + 3))
         served.finish()
         assert served.rank.stats().preemptions == BatchPreemptions()
+
+
+def test_a_request_can_be_aborted_at_any_piece():
+    """At the 76th its layer has all contributions, and the device has an item that only completes the layer."""
+    for moment in range(60, 90):
+        served = Served(in_order)
+        served.device.may_forget = True
+        for number in range(3):
+            served.add(request(f"r{number}", "be", 3, max_tokens=10, first=30 + number))
+        served.pieces(moment)
+        served.rank.abort("r1", served.now_ns)
+        del served.requests["r1"]
+        served.finish()
