@@ -93,7 +93,7 @@ class SteppingSettings:
         step_policy: what runs next in `preemptive` mode: `qllm`, urgent first; `in_order`, nobody is preempted; or
             FILE.py:NAME.
         pass_decodes: whether requests of class `ls` pass others for each of their tokens, not for the first alone.
-        max_be_wait: seconds for which a step of best-effort requests may be passed over; inf: for ever.
+        max_be_wait: seconds for which a best-effort request may be passed over in one step; inf means no limit.
         max_parked_bytes: of what is inside the network, taken from the KV cache's memory; None: two full steps.
     """
 

@@ -117,7 +117,10 @@ class SteppingFlags:
         " alone: their answers come sooner, in small batches, and all others and the throughput pay for it."
     )
     max_be_wait: Annotated[float, Parameter(group=_SCHEDULING)] = 1.0
-    'In preemptive mode, seconds for which a step of "be" requests may be passed over; inf: for ever.'
+    (
+        'In preemptive mode, seconds for which "be" requests may stand still in one step while "ls" requests that came'
+        " later run; then they run first until the step is over. inf means no limit."
+    )
     max_parked_bytes: Annotated[int | None, Parameter(group=_SCHEDULING)] = None
     "In preemptive mode, bytes of the KV cache's memory for what is inside the network; unset: two full steps."
 
