@@ -128,5 +128,6 @@ def error_json(error: RequestError) -> bytes:
 
 def shown(value: object) -> str:
     """What the client sent, fit to be repeated to it: printable and short."""
-    text = re.sub(r"[^\x20-\x7e\xa0-\uffff]", "?", str(value))
-    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+    text = str(value)
+    printable = re.sub(r"[^\x20-\x7e\xa0-\uffff]", "?", text[:_SHOWN_CHARS])
+    return printable if len(text) <= _SHOWN_CHARS else printable + "..."

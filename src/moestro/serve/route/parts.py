@@ -38,7 +38,7 @@ class Parts:
 
     Attributes:
         record: what is decided goes there; None: nowhere.
-        threads: that prompts are read on; None: they are read at once.
+        threads: that large bodies are read on.
         kv_events: follows the engines' caches; None: nobody publishes.
     """
 
@@ -48,7 +48,7 @@ class Parts:
     operator: Operator
     exposition: RouteExposition
     record: RecordFile | None
-    threads: PrepareThreads | None
+    threads: PrepareThreads
     kv_events: KvEventsWatch | None
     max_connections: int
 

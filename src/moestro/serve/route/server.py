@@ -146,8 +146,7 @@ async def _running(parts: Parts, urls: tuple[EngineUrl, ...]) -> AsyncIterator[N
             engine.pool.close()
         if parts.record is not None:
             await parts.record.close()
-        if parts.threads is not None:
-            parts.threads.close()
+        parts.threads.close()
 
 
 @contextlib.asynccontextmanager
