@@ -100,6 +100,11 @@ class HttpError(RequestError):
         self.http_status = http_status
 
 
+def too_large(limit: int) -> HttpError:
+    """The refusal of a body of more than `limit` bytes."""
+    return HttpError(413, f"The request body may have {limit} bytes.", "request_too_large")
+
+
 class RefusedByRankError(RequestError):
     """A rank's refusal, as it came over the wire."""
 
