@@ -6,19 +6,19 @@ import asyncio
 import logging
 import resource
 import socket
+from collections import Counter
 from collections.abc import Callable
 from typing import cast
 
 from aiohttp import web
 
 from moestro.errors import ConfigError
+from moestro.serve.http_connection import HttpConnection
+from moestro.serve.log_limit import LogLimit
 from moestro.serve.refusals import ConnectionsFullError, error_json
 
 logger = logging.getLogger(__name__)
 
-# Also the time that a connection has for the headers of its first request. Longer than the pools of common clients and
-# proxies keep an idle connection, so that the side that closes it is theirs.
-IDLE_S = 75.0
 SEND_BUFFER_BYTES = 256 << 10
 _OTHER_FILES = 128  # that the process keeps open besides: libraries, the ranks' pipes, the event loop
 
@@ -39,14 +39,20 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def listen(runner: web.AppRunner, listener: socket.socket, max_connections: int) -> asyncio.Server:
-    """Accept connections for `runner`, which is set up, up to `max_connections` at a time; more hear 503 at once."""
+async def listen(
+    runner: web.AppRunner, listener: socket.socket, max_connections: int, refusals: Counter[str]
+) -> asyncio.Server:
+    """Accept connections for `runner`, which is set up, up to `max_connections` at a time; more hear 503 at once.
+
+    Args:
+        refusals: Counts what could not be read, by code.
+    """
     allow_open_files(max_connections)
-    server = runner.server
+    server, log = runner.server, LogLimit(logger)
     assert server is not None, "the runner is not set up"
 
     def protocol() -> asyncio.BaseProtocol:
-        return server() if len(server.connections) < max_connections else TooMany()
+        return HttpConnection(server, refusals, log) if len(server.connections) < max_connections else TooMany()
 
     return await accept(protocol, listener)
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from aiohttp import web
 from rich.console import Console
 
 from moestro import __version__
@@ -25,10 +24,12 @@ from moestro.config import ServerSettings, ServeSettings
 from moestro.errors import EngineDiedError
 from moestro.policy.routing.registry import policy_from
 from moestro.serve.banner import Started, print_banner
-from moestro.serve.connections import IDLE_S, bound_socket, listen
+from moestro.serve.body import MAX_BODY_BYTES
+from moestro.serve.connections import bound_socket, listen
 from moestro.serve.engines import Engines
 from moestro.serve.exposition import Exposition, Sources
 from moestro.serve.frontdoor import FrontDoor
+from moestro.serve.gate import Gate
 from moestro.serve.launch_spec import LaunchSpec
 from moestro.serve.messages import ModelInfo
 from moestro.serve.metrics import Metrics
@@ -188,17 +189,11 @@ class _Server:
             num_dropped=lambda: cluster.wire.num_dropped,
             num_unrecorded=lambda: record.num_lost if record is not None else 0,
         )
-        runner = web.AppRunner(
-            front.app(settings.api_key, cluster.metrics, Exposition(sources)),
-            handler_cancellation=True,  # a client that leaves frees its sequence
-            access_log=None,
-            keepalive_timeout=IDLE_S,
-            shutdown_timeout=_FAREWELL_S,
-        )
-        await runner.setup()
+        gate = Gate(settings.api_key, cluster.metrics.refusals, MAX_BODY_BYTES)
+        runner = await gate.runner(front.app(Exposition(sources)), shutdown_timeout=_FAREWELL_S)
         stats = asyncio.create_task(log_forever(StatLines(engines, cluster.metrics)))
         try:
-            door = await listen(runner, listener, settings.max_connections)
+            door = await listen(runner, listener, settings.max_connections, cluster.metrics.refusals)
             self._is_serving = True
             cluster.supervisor.watch()
             self._greet(listener, infos)

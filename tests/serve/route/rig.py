@@ -337,8 +337,7 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
         await parts.operator.watch.close()
         if parts.kv_events is not None:
             parts.kv_events.close()
-        if parts.threads is not None:
-            parts.threads.close()
+        parts.threads.close()
         for engine in parts.shared.fleet:
             engine.pool.close()
         for engine in engines:

@@ -95,6 +95,36 @@ async def test_a_body_has_a_bound_which_is_known_before_it_is_read(is_chunked):
 
 
 @looped
+async def test_a_body_that_is_too_large_is_refused_before_the_client_is_told_to_go_on():
+    async with rig(FakeEngine("e"), max_body_bytes=10_000) as it:
+        caller = await it.caller()
+        caller.send(
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 10001\r\n\r\n".encode()
+        )
+        assert (await caller.answer()).status == 413
+
+
+@looped
+async def test_a_chat_of_half_a_million_messages_does_not_hold_up_the_others():
+    """Measured: 0.1 s; decoded on the event loop it was 2 s."""
+    engine = FakeEngine("e")
+    async with rig(engine) as it:
+        message = b'{"role":"user","content":[{"type":"text","text":"x"}]},'
+        swarm = await it.caller()
+        body = b'{"model": "m", "messages": [' + message * 550_000 + message[:-1] + b"]}"
+        swarm.ask(body=body)
+        answering = asyncio.ensure_future(swarm.answer())
+        longest, loop = 0.0, asyncio.get_running_loop()
+        while not answering.done():
+            since = loop.time()
+            await asyncio.sleep(0.001)
+            longest = max(longest, loop.time() - since)
+        assert answering.result().status == 200
+        assert engine.received[0].body == body
+        assert longest < 0.6
+
+
+@looped
 async def test_all_bodies_together_have_a_bound_too():
     async with rig(FakeEngine("e")) as it:
         it.parts.clients.limits = type(it.parts.clients.limits)(max_held_bytes=300_000)

@@ -40,7 +40,7 @@ class Parts:
 
     Attributes:
         record: what is decided goes there; None: nowhere.
-        threads: that prompts are read on; None: they are read at once.
+        threads: that large bodies are read on.
         kv_events: follows the engines' caches; None: nobody publishes.
     """
 
@@ -50,7 +50,7 @@ class Parts:
     operator: Operator
     exposition: RouteExposition
     record: RecordFile[Entry] | None
-    threads: PrepareThreads | None
+    threads: PrepareThreads
     kv_events: KvEventsWatch | None
     max_connections: int
 

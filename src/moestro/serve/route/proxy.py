@@ -13,6 +13,7 @@ from urllib.parse import unquote
 import msgspec
 
 from moestro import __version__
+from moestro.core.request import Request
 from moestro.errors import RequestError
 from moestro.serve.exposition import CONTENT_TYPE
 from moestro.serve.keys import ApiKeys
@@ -25,7 +26,7 @@ from moestro.serve.refusals import (
     UnknownModelError,
     shown,
 )
-from moestro.serve.route.asked import Asked, read
+from moestro.serve.route.asked import read
 from moestro.serve.route.client import Answering, Client, Clients
 from moestro.serve.route.exchange import Exchange, Shared
 from moestro.serve.route.heads import Incoming, Named, own_head, plain_id
@@ -105,11 +106,10 @@ class Proxy:
             raise DrainingError
         exchange = Exchange(self._shared, client, incoming)
         try:
-            asked = read(incoming.body)
-            if self._reading.threads is None:
-                exchange.start(self._reading.prepare(asked, incoming, time.monotonic_ns()), asked.model)
+            if len(incoming.body) <= self._reading.max_inline_bytes:
+                exchange.start(*self._read(incoming, time.monotonic_ns()))
             else:
-                task = asyncio.get_running_loop().create_task(self._prepare_and_start(exchange, asked, incoming))
+                task = asyncio.get_running_loop().create_task(self._read_and_start(exchange, incoming))
                 self._work.add(task)
                 task.add_done_callback(self._work.discard)
         except RequestError as error:
@@ -118,11 +118,15 @@ class Proxy:
             exchange.fail()
         return exchange
 
-    async def _prepare_and_start(self, exchange: Exchange, asked: Asked, incoming: Incoming) -> None:
-        threads, prepare, now_ns = self._reading.threads, self._reading.prepare, time.monotonic_ns()
-        assert threads is not None
+    def _read(self, incoming: Incoming, now_ns: int) -> tuple[Request, str | None]:
+        """What the router decides by, and the model that is asked for."""
+        asked = read(incoming.body)
+        return self._reading.prepare(asked, incoming, now_ns), asked.model
+
+    async def _read_and_start(self, exchange: Exchange, incoming: Incoming) -> None:
+        now_ns = time.monotonic_ns()
         try:
-            exchange.start(await threads.run(lambda: prepare(asked, incoming, now_ns)), asked.model)
+            exchange.start(*await self._reading.threads.run(lambda: self._read(incoming, now_ns)))
         except RequestError as error:
             exchange.refuse(error)
         except Exception:

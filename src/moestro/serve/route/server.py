@@ -8,13 +8,13 @@ import gc
 import logging
 import signal
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 import uvloop
-from aiohttp import web
 from rich.console import Console
 
-from moestro.serve.connections import accept, allow_open_files, bound_socket
+from moestro.serve.connections import accept, allow_open_files, bound_socket, listen
 from moestro.serve.refusals import DrainingError
 from moestro.serve.route.admin import Admin
 from moestro.serve.route.banner import Started, print_banner
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _SWEEP_S = 0.25
 _STEP_S = 0.01
+_MAX_ADMIN_CONNECTIONS = 256
 _FAREWELL_S = 1.0  # for answers that are complete to reach their clients
 _FIRST_LOOK_S = 5.0  # the banner waits for the first word of every engine, so long at most
 _GC_THRESHOLD = 50_000  # requests leave no cycles; looking for them at every few hundred objects is wasted
@@ -143,19 +144,18 @@ async def _running(parts: Parts, urls: tuple[EngineUrl, ...]) -> AsyncIterator[N
             parts.kv_events.close()
         for engine in parts.shared.fleet:
             engine.pool.close()
-        if parts.threads is not None:
-            parts.threads.close()
+        parts.threads.close()
 
 
 @contextlib.asynccontextmanager
 async def _admin_plane(parts: Parts, listener: socket.socket, settings: RouteSettings) -> AsyncIterator[None]:
     admin = Admin(parts.operator, parts.shared.journal, parts.exposition.text)
-    runner = web.AppRunner(admin.app(settings.admin), access_log=None, shutdown_timeout=_FAREWELL_S)
-    await runner.setup()
-    await web.SockSite(runner, listener).start()
+    runner = await admin.runner(settings.admin)
+    door = await listen(runner, listener, _MAX_ADMIN_CONNECTIONS, Counter())
     try:
         yield
     finally:
+        door.close()
         await runner.cleanup()
 
 
