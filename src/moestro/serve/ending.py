@@ -56,7 +56,7 @@ class Ending:
 
     def run(self, server: Coroutine[Any, Any, None]) -> None:
         """Run `server` to its end on an event loop of its own; what it raises, but for a cancellation, is raised."""
-        before = set(threading.enumerate())
+        before, alarm = set(threading.enumerate()), signal.getitimer(signal.ITIMER_REAL)
         # Not the event loop's signal handlers: these are called even while it is blocked.
         handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
@@ -66,7 +66,8 @@ class Ending:
             ):
                 runner.run(self._run(server))
         finally:
-            self._join(set(threading.enumerate()) - before)
+            if self._join(set(threading.enumerate()) - before):
+                signal.setitimer(signal.ITIMER_REAL, *alarm)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -110,18 +111,22 @@ class Ending:
         timer.start()
         self._timers.append(timer)
 
-    def _join(self, threads: set[threading.Thread]) -> None:
-        """Wait for the threads that the interpreter would wait for. If one hangs, the process ends without it."""
+    def _join(self, threads: set[threading.Thread]) -> bool:
+        """Wait for the threads that the interpreter would wait for. If one hangs, the process ends without it.
+
+        Returns:
+            Whether all have ended, so that nothing need be ended by force.
+        """
         ends_at_s = time.monotonic() + _JOIN_S
         waited_for = [thread for thread in threads if not thread.daemon]
         for thread in waited_for:
             thread.join(max(0.0, ends_at_s - time.monotonic()))
         if any(thread.is_alive() for thread in waited_for):
             self._end_within(_JOIN_S)
-            return
-        signal.setitimer(signal.ITIMER_REAL, 0)
+            return False
         for timer in self._timers:
             timer.cancel()
+        return True
 
     def _leave(self) -> None:
         """End the process now."""
