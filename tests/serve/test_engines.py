@@ -12,9 +12,11 @@ from serve.fake_rank import INFO
 from moestro.core.request import FinishReason, Output, Request, SamplingParams
 from moestro.errors import ConfigError, EngineDiedError, NoEngineError, QueueFullError
 from moestro.serve.engines import HOMELESS_S, MAX_MOVES, Engines, Interrupted
-from moestro.serve.messages import Abort, Add, Failed, Outputs, RankLoad, Ready, Refused
+from moestro.serve.messages import Abort, Add, Failed, Outputs, Phase, RankLoad, Ready, Refused
 from moestro.serve.metrics import Metrics
+from moestro.serve.pulse import Patience
 from moestro.serve.refusals import DrainingError, GenerationError, InternalError
+from moestro.serve.supervisor import Launching, Supervisor
 
 
 def request(name: str, num_resumed_tokens: int = 0) -> Request:
@@ -560,3 +562,21 @@ def move_one(world: World, inbox: asyncio.Queue) -> None:
             inbox.put_nowait(event)
     if found is not None:
         world.engines.move(request(found.request_id), has_begun=False)
+
+
+def test_a_message_that_cannot_be_taken_in_is_logged_and_counted_and_says_nothing_about_its_engine(caplog):
+    class FailingEngines:
+        def on_message(self, engine: int, message: object) -> None:
+            raise AssertionError("a bug of ours")
+
+    def test():
+        metrics = Metrics(1)
+        patience = Patience(start_ns=1, silence_ns=1, stall_ns=1, step_ns=1)
+        launching = Launching(spec=lambda rank, launch: None, patience=patience)
+        supervisor = Supervisor(FailingEngines(), None, metrics, launching)
+        supervisor._on_message(0, Phase("load", 0.0))
+        assert metrics.num_delivery_errors == 1
+        assert not supervisor.over.done()
+
+    run(test)
+    assert "cannot take in a Phase of engine 0" in caplog.text

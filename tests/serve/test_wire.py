@@ -35,9 +35,9 @@ from moestro.serve.messages import (
     encode,
     identity_of,
 )
+from moestro.serve.private_directory import private_directory
 from moestro.serve.rank_loop import run_rank
 from moestro.serve.rank_socket import RankSocket
-from moestro.serve.ranks import private_address
 
 ADD = Add(
     Request(
@@ -55,8 +55,8 @@ BROKEN = "broken"
 
 @pytest.fixture
 def address():
-    with private_address() as address:
-        yield address
+    with private_directory() as directory:
+        yield f"ipc://{directory / 'ranks'}"
 
 
 @pytest.fixture

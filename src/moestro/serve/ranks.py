@@ -9,9 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Callable, Mapping, Sequence
 
 from moestro.serve.launch_spec import LaunchSpec, write_launch_spec
 
@@ -21,13 +19,6 @@ WORKER = (sys.executable, "-m", "moestro.serve.worker")
 PACED_WORKER = (sys.executable, "-m", "moestro.serve.paced_worker")
 _LAST_WORDS_S = 0.2  # for messages that a rank sent just before it ended
 _KILL_AFTER_S = 5.0  # between asking a rank to leave and making it
-
-
-@contextlib.contextmanager
-def private_address() -> Iterator[str]:
-    """An ipc:// address in a directory that only this user can enter, gone afterwards."""
-    with TemporaryDirectory(prefix="moestro-") as directory:  # made with mode 0700
-        yield f"ipc://{Path(directory) / 'ranks'}"
 
 
 class Ranks:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import signal
+import shutil
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import uvloop
 from rich.console import Console
 
 from moestro import __version__
@@ -26,6 +25,7 @@ from moestro.policy.routing.registry import policy_from
 from moestro.serve.banner import Started, print_banner
 from moestro.serve.body import MAX_BODY_BYTES
 from moestro.serve.connections import bound_socket, listen
+from moestro.serve.ending import Ending
 from moestro.serve.engines import Engines
 from moestro.serve.exposition import Exposition, Sources
 from moestro.serve.frontdoor import FrontDoor
@@ -34,9 +34,10 @@ from moestro.serve.launch_spec import LaunchSpec
 from moestro.serve.messages import ModelInfo
 from moestro.serve.metrics import Metrics
 from moestro.serve.prepare import ServedModel
+from moestro.serve.private_directory import private_directory
 from moestro.serve.pulse import Patience
 from moestro.serve.rank_socket import RankSocket
-from moestro.serve.ranks import PACED_WORKER, WORKER, now_ns, private_address
+from moestro.serve.ranks import PACED_WORKER, WORKER, now_ns
 from moestro.serve.record_file import RecordFile, read_clocks
 from moestro.serve.refusals import DrainingError
 from moestro.serve.startup import StartClock
@@ -64,8 +65,8 @@ def serve(settings: ServeSettings, command: Sequence[str] | None = None) -> None
     """
     level = settings.server.log_level.upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    with contextlib.suppress(asyncio.CancelledError):
-        uvloop.run(_Server(settings, command or _command(settings)).run())
+    ending = Ending(settings.server.shutdown_timeout)
+    ending.run(_Server(settings, command or _command(settings), ending).run())
 
 
 def _command(settings: ServeSettings) -> Sequence[str]:
@@ -85,35 +86,31 @@ class _Cluster:
 class _Server:
     """One run of the server."""
 
-    def __init__(self, settings: ServeSettings, command: Sequence[str]) -> None:
+    def __init__(self, settings: ServeSettings, command: Sequence[str], ending: Ending) -> None:
         self._settings = settings
         self._command = command
+        self._ending = ending
         self._clock = StartClock()
-        self._stop = asyncio.Event()
-        self._is_serving = False
 
     async def run(self) -> None:
-        main = asyncio.current_task()
-        assert main is not None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, main)
         with bound_socket(self._settings.server.host, self._settings.server.port) as listener:
             async with self._cluster() as cluster:
-                model, infos = await self._load(cluster.engines)
+                try:
+                    model, infos = await self._load(cluster.engines)
+                except BaseException:
+                    self._ending.farewell()
+                    raise
                 async with self._recording(cluster.engines, infos[0]) as record:
                     await self._serve(cluster, model, listener, infos, record)
-
-    def _on_signal(self, main: asyncio.Task[None]) -> None:
-        if self._is_serving and not self._stop.is_set():
-            self._stop.set()
-        else:
-            main.cancel()
 
     @contextlib.asynccontextmanager
     async def _cluster(self) -> AsyncIterator[_Cluster]:
         """Engines whose processes are started; none of them outlives the block."""
         server, limits = self._settings.server, self._settings.limits
-        with private_address() as address, contextlib.closing(RankSocket(address, server.engines)) as wire:
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(private_directory())
+            address = f"ipc://{directory / 'ranks'}"
+            wire = stack.enter_context(contextlib.closing(RankSocket(address, server.engines)))
             metrics = Metrics(server.engines)
             settings = RouterSettings(
                 block_size=self._settings.model.block_size, max_num_queued=limits.max_num_queued_reqs
@@ -128,6 +125,7 @@ class _Server:
                 command=self._command,
             )
             supervisor = Supervisor(engines, wire, metrics, launching)
+            self._ending.before_exit = [supervisor.kill_all, lambda: shutil.rmtree(directory, ignore_errors=True)]
             self._clock.mark("start the front door")
             async with supervisor.running():
                 yield _Cluster(engines, metrics, supervisor, wire)
@@ -194,7 +192,7 @@ class _Server:
         stats = asyncio.create_task(log_forever(StatLines(engines, cluster.metrics)))
         try:
             door = await listen(runner, listener, settings.max_connections, cluster.metrics.refusals)
-            self._is_serving = True
+            self._ending.is_serving = True
             cluster.supervisor.watch()
             self._greet(listener, infos)
             await self._until_told(cluster.supervisor)
@@ -204,6 +202,7 @@ class _Server:
                 logger.info("stopping: %d requests have %g s to finish", front.traffic.num_answering, patience)
             await front.traffic.drain(settings.shutdown_timeout)
         finally:
+            self._ending.farewell()
             stats.cancel()
             engines.fail_all(DrainingError())  # the rest hear why, also when a second signal cuts this short
             await runner.cleanup()
@@ -241,7 +240,7 @@ class _Server:
         Raises:
             EngineDiedError: no engine is left.
         """
-        stop: asyncio.Future[Any] = asyncio.create_task(self._stop.wait())
+        stop: asyncio.Future[Any] = asyncio.create_task(self._ending.wanted.wait())
         try:
             await asyncio.wait((stop, supervisor.over), return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -101,6 +101,10 @@ class Supervisor:
             await asyncio.gather(*tasks, return_exceptions=True)  # one of them may be starting a process
             await self._processes.stop(self._dismiss)
 
+    def kill_all(self) -> None:
+        """End every process now; may be called on any thread."""
+        self._processes.kill_all()
+
     def watch(self) -> None:
         """From now on look for ranks that hang."""
         self._begin(self._tick_forever())

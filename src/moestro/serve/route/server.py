@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
-import uvloop
 from rich.console import Console
 
 from moestro.serve.connections import accept, allow_open_files, bound_socket, listen
+from moestro.serve.ending import Ending
 from moestro.serve.refusals import DrainingError
 from moestro.serve.route.admin import Admin
 from moestro.serve.route.banner import Started, print_banner
@@ -46,24 +45,19 @@ def route(settings: RouteSettings, reading: Reading) -> None:
     """
     level = settings.front.log_level.upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    with contextlib.suppress(asyncio.CancelledError):
-        uvloop.run(_Server(settings, reading).run())
+    ending = Ending(settings.front.shutdown_timeout)
+    ending.run(_Server(settings, reading, ending).run())
 
 
 class _Server:
     """One run."""
 
-    def __init__(self, settings: RouteSettings, reading: Reading) -> None:
+    def __init__(self, settings: RouteSettings, reading: Reading, ending: Ending) -> None:
         self._settings = settings
         self._reading = reading
-        self._stop = asyncio.Event()
-        self._is_serving = False
+        self._ending = ending
 
     async def run(self) -> None:
-        main = asyncio.current_task()
-        assert main is not None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, main)
         urls, front, admin = self._settings.engines.urls, self._settings.front, self._settings.admin
         allow_open_files(2 * front.max_connections)  # each client may need an engine's connection
         with (
@@ -74,24 +68,19 @@ class _Server:
             async with _running(parts, urls), _admin_plane(parts, admin_listener, self._settings):
                 await self._serve(parts, listener, admin_listener)
 
-    def _on_signal(self, main: asyncio.Task[None]) -> None:
-        if self._is_serving and not self._stop.is_set():
-            self._stop.set()
-        else:
-            main.cancel()
-
     async def _serve(self, parts: Parts, listener: socket.socket, admin_listener: socket.socket) -> None:
         await _first_look(parts)
         door = await accept(parts.accept_client, listener)
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD)
-        self._is_serving = True
+        self._ending.is_serving = True
         self._greet(parts, _url(listener), _url(admin_listener))
         try:
-            await self._stop.wait()
+            await self._ending.wanted.wait()
             await self._drain(parts)
         finally:
+            self._ending.farewell()
             door.close()
             parts.clients.close()
 
