@@ -263,7 +263,7 @@ def test_a_config_that_is_no_file(directory):
     assert "is not a regular file" in refusal(directory)
 
 
-WRONG = [3, -1, "x", [[1]], {"a": {"b": 1}}, True, 1e300, None]
+WRONG = [3, -1, "x", "fp8", [[1]], {"a": {"b": 1}}, True, 1e300, None]
 
 
 @pytest.mark.parametrize("value", WRONG, ids=repr)

@@ -164,7 +164,7 @@ class BlockPool:
                     self.journal.append(CacheEvent(self.round, is_stored=True, block_hash=block_hash))
 
     def forget(self, hashes: list[bytes]) -> None:
-        """No block can be found under any of `hashes` from now on; whoever holds such a block keeps it."""
+        """Make the blocks of `hashes` impossible to find; sequences that hold them keep them."""
         for block_hash in hashes:
             block = self._block_of.pop(block_hash, None)
             if block is None:

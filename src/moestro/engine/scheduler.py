@@ -279,10 +279,10 @@ class Scheduler:
         return emitted
 
     def _without_non_finite(self, result: StepResult, rows: Slots) -> tuple[StepResult, list[Sequence]]:
-        """The result without its non-finite `rows`, whose sequences leave now; and these, but for aborted ones.
+        """The result without its non-finite `rows`, whose sequences leave now; and those that were not aborted.
 
-        Everything is forgotten that the prefix cache has under the names of their blocks: the KV of a chunk whose
-        logits nobody wanted may hold NaN, and another sequence may have stored it. The next equal prompt is computed.
+        The prefix cache forgets all names of their blocks, also of blocks that other sequences stored: chunks whose
+        logits were not wanted enter the cache unchecked. So the next equal prompt is computed from its first token.
         """
         failed = []
         for slot in result.slot[rows].tolist():

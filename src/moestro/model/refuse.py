@@ -228,8 +228,9 @@ def _refuse_heads(raw: dict[str, Any]) -> None:
 def _refuse_quantization(quantization: Any) -> None:
     if quantization is None:
         return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if not isinstance(method, str) or method not in _DEQUANTIZED:
+    is_object = isinstance(quantization, dict)
+    method = quantization.get("quant_method") if is_object else quantization
+    if not is_object or not isinstance(method, str) or method not in _DEQUANTIZED:
         raise UnsupportedModelError(
             f"Weights quantized by {method!r} are not read: only {' and '.join(_DEQUANTIZED)} are, dequantized at load."
             " Give an unquantized checkpoint."

@@ -18,13 +18,13 @@ from moestro.errors import RequestError
 from moestro.serve.refusals import DrainingError, shown
 from moestro.serve.template_worker import (
     TIME_LIMIT_S,
+    LimitExceeded,
     Refused,
     RenderAnswer,
     Rendered,
     RenderJob,
-    TooLarge,
     read_message,
-    write_message,
+    write_job,
 )
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class _Renderer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            write_message(self._process.stdin.fileno(), job)
+            write_job(self._process.stdin.fileno(), job)
             body = read_message(self._process.stdout.fileno())
         except BrokenPipeError:
             body = None
@@ -82,16 +82,17 @@ class _Renderer:
             answer: RenderAnswer = _decode_answer(body)
             return answer
         code = self._process.wait()
-        is_late = code == -signal.SIGALRM
-        return TooLarge(f"{TIME_LIMIT_S:g} s" if is_late else f"the process that renders it can bear (status {code})")
+        if code == -signal.SIGALRM:
+            return LimitExceeded(f"{TIME_LIMIT_S:g} s")
+        return LimitExceeded(f"the process that renders it can bear (status {code})")
 
     def kill(self) -> None:
         """End the process, also in the middle of a chat."""
         self._process.kill()
 
     def close(self) -> None:
-        """End the process and forget it; nobody renders with it."""
-        with self._process:  # waits, and closes the pipes
+        """End the process and close its pipes; called while no thread renders with it."""
+        with self._process:  # which waits for its end
             self.kill()
 
 
@@ -132,7 +133,7 @@ class Renderers:
             case Refused(message):
                 text = f"The model's chat template refuses these messages: {shown(message)}"
                 raise RequestError(text, param="messages")
-            case TooLarge(limit):
+            case LimitExceeded(limit):
                 logger.warning("the chat template takes more than %s for a client's messages", limit)
                 raise TemplateLimitError(limit)
 

@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 TIME_LIMIT_S = 5.0  # of one rendering; an ordinary chat takes less than a millisecond
 MEMORY_LIMIT_BYTES = 1 << 30  # of this process, address space; an idle one has some 150 MB
 TEXT_LIMIT_BYTES = 64 << 20  # of a rendered chat; twice the largest body of a request
-_MESSAGE_CHARS = 1000  # of a template's error
+_ERROR_CHARS = 1000  # of a template's error
 _LENGTH_BYTES = 4  # before each message, big-endian
 
 
@@ -44,25 +44,25 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class TooLarge(msgspec.Struct, frozen=True, tag=True):
+class LimitExceeded(msgspec.Struct, frozen=True, tag=True):
     """The template took more than it may have. `limit`: of what, and how much."""
 
     limit: str
 
 
-RenderAnswer = Rendered | Refused | TooLarge
+RenderAnswer = Rendered | Refused | LimitExceeded
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_job = msgspec.msgpack.Decoder(RenderJob).decode
 
 
-def write_message(file: int, message: RenderJob | RenderAnswer) -> None:
-    """Write `message` to a pipe.
+def write_job(file: int, job: RenderJob) -> None:
+    """Write `job` to a pipe.
 
     Raises:
-        BrokenPipeError: nobody reads it.
+        BrokenPipeError: the process at its other end has gone.
     """
-    _write(file, _encode(message))
+    _write(file, _encode(job))
 
 
 def read_message(file: int) -> bytes | None:
@@ -88,12 +88,12 @@ def _answer(body: bytes) -> bytes:
     try:
         answer = _encode(_render(_decode_job(body)))
     except MemoryError:
-        return _encode(TooLarge(f"{MEMORY_LIMIT_BYTES >> 20} MiB of memory"))
+        return _encode(LimitExceeded(f"{MEMORY_LIMIT_BYTES >> 20} MiB of memory"))
     except Exception as error:  # a template is a program that we did not write
-        text = str(error)[:_MESSAGE_CHARS]
+        text = str(error)[:_ERROR_CHARS]
         return _encode(Refused(text.encode(errors="replace").decode()))
     if len(answer) > TEXT_LIMIT_BYTES:
-        return _encode(TooLarge(f"{TEXT_LIMIT_BYTES >> 20} MiB of text"))
+        return _encode(LimitExceeded(f"{TEXT_LIMIT_BYTES >> 20} MiB of text"))
     return answer
 
 
