@@ -14,6 +14,7 @@ import msgspec
 
 from moestro.config import SchedulerLimits
 from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
+from moestro.core.work import PassCounts
 from moestro.errors import ConfigError, QueueFullError
 from moestro.serve.channel import Channel
 from moestro.serve.launch_spec import STACK_DUMP, read_launch_spec
@@ -52,6 +53,7 @@ class Stats(msgspec.Struct):
     num_hit_tokens: int = 0
     num_kept_tokens: int = 0
     num_restored_tokens: int = 0
+    pass_counts: PassCounts = PassCounts()
 
 
 class FakeRank:

@@ -9,11 +9,11 @@ import pytest
 from routers import router
 from serve.fake_rank import INFO
 
-from moestro.core.request import FinishReason, Output, Request, SamplingParams
+from moestro.core.request import FinishReason, Output, Request, SamplingParams, ServiceClass
 from moestro.errors import ConfigError, EngineDiedError, NoEngineError, QueueFullError
 from moestro.serve.engines import HOMELESS_S, MAX_MOVES, Engines, Interrupted
 from moestro.serve.messages import Abort, Add, Failed, Outputs, Phase, RankLoad, Ready, Refused
-from moestro.serve.metrics import Metrics
+from moestro.serve.metrics import Metrics, merge
 from moestro.serve.pulse import Patience
 from moestro.serve.refusals import DrainingError, GenerationError, InternalError
 from moestro.serve.supervisor import Launching, Supervisor
@@ -340,9 +340,11 @@ def test_what_a_request_took_is_measured_where_its_tokens_arrive():
             world.now_ns = now_s * 10**9
             world.engines.on_message(0, outputs(Output(request_id="a", token_ids=(1,), finish_reason=reason)))
         metrics = world.metrics.engines[0]
-        totals = [h.total for h in (metrics.first_token_s, metrics.gap_s, metrics.mean_gap_s, metrics.whole_s)]
+        first_token_s, mean_gap_s = metrics.first_token_s[ServiceClass.LS], metrics.mean_gap_s[ServiceClass.LS]
+        totals = [h.total for h in (first_token_s, metrics.gap_s, mean_gap_s, metrics.whole_s)]
         assert totals == [3.0, 3.0, 1.5, 6.0]
-        assert [sum(h.counts) for h in (metrics.first_token_s, metrics.gap_s)] == [1, 2]
+        assert [sum(h.counts) for h in (first_token_s, metrics.gap_s)] == [1, 2]
+        assert merge(metrics.first_token_s.values()).counts == first_token_s.counts, "the other class has none"
         assert (metrics.num_prompt_tokens, metrics.num_generated_tokens) == (1, 3)
         assert metrics.ended[FinishReason.LENGTH] == 1
 
@@ -367,8 +369,9 @@ def test_what_an_interrupted_request_took_is_measured_once():
         assert table.num_prefilling.tolist() == [0, 0]
         world.engines.on_message(1, outputs(say[1]))
         first, second = world.metrics.engines
-        for name in ("first_token_s", "queue_s", "prefill_s"):
-            assert [sum(getattr(each, name).counts) for each in (first, second)] == [1, 0], name
+        for name in ("first_token_s", "queue_s"):
+            assert [sum(merge(getattr(each, name).values()).counts) for each in (first, second)] == [1, 0], name
+        assert [sum(each.prefill_s.counts) for each in (first, second)] == [1, 0]
         assert [each.num_generated_tokens for each in (first, second)] == [1, 2]
         assert [each.num_prompt_tokens for each in (first, second)] == [1, 0]
         assert second.gap_s.total == 4.0, "the client waited for so long"

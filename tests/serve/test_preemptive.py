@@ -57,9 +57,10 @@ def test_the_answers_are_those_of_the_fused_mode(server, preemptive):
     assert answers(preemptive) == answers(server)
 
 
-MAX_BE_WAIT_S = 1.0
-NUM_LONG, LONG_TOKENS = 16, 1900  # a step of seconds: several times the bound
-KV_BYTES = 600_000_000
+MAX_BE_WAIT_S = 0.5
+NUM_LONG, LONG_TOKENS = 12, 1900  # a step of seconds: several times the bound
+KV_BYTES = 450_000_000
+PASSED_OVER = 'moestro:passed_over_seconds_total{engine="0"}'
 
 
 @pytest.fixture(scope="module")
@@ -99,15 +100,26 @@ def test_a_step_that_has_run_for_longer_than_the_bound_is_passed(long_steps):
         assert complete(long_steps, max_tokens=1, service_class="ls").status == 200
         assert not step.is_over(), "the urgent request waited for the end of the step"
         assert step.reply.result().status == 200
+    found = metrics(long_steps)
+    assert found['moestro:batch_passes_total{engine="0"}'] == 1
+    assert found['moestro:withdrawals_total{engine="0"}'] >= 1
+    assert found['moestro:parked_tokens_max{engine="0"}'] > LONG_TOKENS * NUM_LONG // 2
+    assert found['moestro:parked_tokens{engine="0"}'] == 0
+    urgent_s, best_effort_s = (
+        found[f'moestro:time_to_first_token_seconds_sum{{engine="0",service_class="{each}"}}'] for each in ("ls", "be")
+    )
+    assert 0 < found[PASSED_OVER] < urgent_s < best_effort_s / NUM_LONG
 
 
 def test_best_effort_that_was_passed_for_the_bound_goes_on(long_steps):
     with ThreadPoolExecutor(1) as pool:
+        before_s = metrics(long_steps)[PASSED_OVER]
         step = LongStep(long_steps, pool)
         urgent = open_stream(long_steps, max_tokens=2000, service_class="ls")
         try:
             assert step.reply.result(timeout=25).status == 200
             assert load(long_steps)[0]["num_running"] == 1, "the urgent request has ended, and proves nothing"
+            assert metrics(long_steps)[PASSED_OVER] - before_s >= MAX_BE_WAIT_S
         finally:
             urgent.close()
 

@@ -199,18 +199,18 @@ class Device(Protocol):
         ...
 
 
-class BatchPreemptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of best-effort batches that were passed, since an executor's start.
+class PassCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """How often and for how long best-effort units were passed over, since an executor's start.
 
     Attributes:
-        num_batch_preemptions: plans that ran ahead of best-effort units which had entered earlier and could have run.
+        num_passes: plans that ran ahead of best-effort units which had entered earlier and could have run.
         num_withdrawals: times that the device was told to give back what it had not begun.
         num_parked_tokens: tokens of the units that are passed over now.
         max_parked_tokens: the most that there were.
         passed_over_ns: time in which any unit was passed over; a stretch is added when it is over.
     """
 
-    num_batch_preemptions: int = 0
+    num_passes: int = 0
     num_withdrawals: int = 0
     num_parked_tokens: int = 0
     max_parked_tokens: int = 0
@@ -246,7 +246,7 @@ class Executor(Protocol):
         ...
 
     @property
-    def preemptions(self) -> BatchPreemptions:
+    def pass_counts(self) -> PassCounts:
         """Totals; all zero where no plan passes another."""
         ...
 

@@ -11,7 +11,7 @@ import numpy as np
 from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
 from moestro.core.stages import StagedDevice
 from moestro.core.views import BE, LS, StepPolicy
-from moestro.core.work import BatchPreemptions, Device, Executor, Plan, Slots
+from moestro.core.work import Device, Executor, PassCounts, Plan, Slots
 from moestro.engine.emitted import Emitted
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.scheduler import Scheduler
@@ -33,7 +33,7 @@ class RankStats:
     num_hit_tokens: int
     num_kept_tokens: int
     num_restored_tokens: int
-    preemptions: BatchPreemptions
+    pass_counts: PassCounts
 
 
 class Rank:
@@ -169,7 +169,7 @@ class Rank:
             num_hit_tokens=counts.num_hit_tokens,
             num_kept_tokens=counts.num_kept_tokens,
             num_restored_tokens=counts.num_restored_tokens,
-            preemptions=self.executor.preemptions,
+            pass_counts=self.executor.pass_counts,
         )
 
 

@@ -34,7 +34,7 @@ from moestro.core.stages import (
 )
 from moestro.core.unit_sets import select_units
 from moestro.core.views import ATTENTION, EVERY_EXPERT, LS, Run, StepPolicy, Wait
-from moestro.core.work import BatchPreemptions, Plan, Slots, StepResult
+from moestro.core.work import PassCounts, Plan, Slots, StepResult
 from moestro.errors import InvariantError
 from moestro.flow.micro_queues import Batches, MicroQueues, merge_batches
 from moestro.flow.passed_over import PassedOver
@@ -156,7 +156,7 @@ class FlowCore:
         return len(self._launched)
 
     @property
-    def preemptions(self) -> BatchPreemptions:
+    def pass_counts(self) -> PassCounts:
         """Totals since the start."""
         return self._passed_over.counts
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from moestro.core.stages import StagedDevice
 from moestro.core.views import StepPolicy
-from moestro.core.work import BatchPreemptions, Plan, Slots, StepResult
+from moestro.core.work import PassCounts, Plan, Slots, StepResult
 from moestro.flow.core import Done, Emit, Event, FlowCore, Launch, Submitted, Tick, Withdraw
 
 
@@ -33,9 +33,9 @@ class FlowExecutor:
         self.num_pieces = 0
 
     @property
-    def preemptions(self) -> BatchPreemptions:
-        """See `Executor.preemptions`."""
-        return self._core.preemptions
+    def pass_counts(self) -> PassCounts:
+        """See `Executor.pass_counts`."""
+        return self._core.pass_counts
 
     def submit(self, plan: Plan, now_ns: int) -> None:
         """Let a plan in. What has not begun of other plans goes back to its queues."""

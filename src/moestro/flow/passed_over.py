@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.views import BE, LS
-from moestro.core.work import BatchPreemptions
+from moestro.core.work import PassCounts
 from moestro.flow.micro_queues import MicroQueues
 from moestro.flow.token_pool import TokenPool
 
@@ -34,7 +34,7 @@ class PassedOver:
 
     def __init__(self, pool: TokenPool, queues: MicroQueues) -> None:
         self._pool, self._queues = pool, queues
-        self.counts = BatchPreemptions()
+        self.counts = PassCounts()
         self._ids = _NOBODY  # units that are passed over now
         self._since_ns = 0
         self._stretch_ns = 0  # for how long somebody has been passed over without a break
@@ -79,7 +79,7 @@ class PassedOver:
             earlier = np.setdiff1d(earlier, np.concatenate([*launched, self._queues.short_of_places(BE)]))
         if len(earlier) and latest_plan > self._latest_plan:
             self._latest_plan = latest_plan
-            self._replace(num_batch_preemptions=self.counts.num_batch_preemptions + 1)
+            self._replace(num_passes=self.counts.num_passes + 1)
         return earlier
 
     def _set(self, ids: Int64s) -> None:

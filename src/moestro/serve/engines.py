@@ -374,7 +374,9 @@ class Engines:
             flight.has_output = True
             flight.admitted_ns, flight.num_hit_tokens = output.admitted_ns, output.num_cached_tokens
             metrics.num_prompt_tokens += flight.request.num_prompt_tokens
-            metrics.queue_s.observe((output.admitted_ns - flight.request.arrival_ns) / 1e9)
+            metrics.queue_s[flight.request.service_class].observe(
+                (output.admitted_ns - flight.request.arrival_ns) / 1e9
+            )
             metrics.prefill_s.observe((now_ns - output.admitted_ns) / 1e9)
         if not num_tokens:
             return  # a prompt was scored, and nothing generated
@@ -383,7 +385,7 @@ class Engines:
             metrics.gap_s.observe((now_ns - flight.last_ns) / 1e9)
         else:
             flight.has_token = True
-            metrics.first_token_s.observe((now_ns - flight.request.arrival_ns) / 1e9)
+            metrics.first_token_s[flight.request.service_class].observe((now_ns - flight.request.arrival_ns) / 1e9)
             flight.first_ns = now_ns
         flight.num_tokens += num_tokens
         flight.last_ns = now_ns
@@ -415,7 +417,8 @@ class Engines:
             metrics.prompt_tokens.observe(flight.request.num_prompt_tokens)
             metrics.generation_tokens.observe(flight.num_tokens)
             if flight.num_tokens > 1:
-                metrics.mean_gap_s.observe((flight.last_ns - flight.first_ns) / 1e9 / (flight.num_tokens - 1))
+                mean_gap_s = (flight.last_ns - flight.first_ns) / 1e9 / (flight.num_tokens - 1)
+                metrics.mean_gap_s[flight.request.service_class].observe(mean_gap_s)
 
 
 def _recorded(flight: _Flight) -> RecordedRequest:
