@@ -11,6 +11,7 @@ from typing import Protocol, cast
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from moestro.errors import RequestError
+from moestro.serve.cors import Cors
 from moestro.serve.refusals import BodyTimeoutError, BusyError, HttpError, error_json
 from moestro.serve.route.heads import MAX_HEAD_BYTES, Headers, Incoming, Named, RequestHead, own_head
 from moestro.serve.route.known import KnownHeads
@@ -79,12 +80,14 @@ class Clients:
 
     Attributes:
         open: those that are.
+        cors: added to every answer; None means nothing.
         known: heads of requests that may be answered without parsing them again.
         num_held_bytes: of bodies, beyond what is small.
     """
 
-    def __init__(self, handler: Handler, limits: ClientLimits) -> None:
+    def __init__(self, handler: Handler, limits: ClientLimits, cors: Cors | None = None) -> None:
         self.handler = handler
+        self.cors = cors
         self.limits = limits
         self.open: set[Client] = set()
         self.known: KnownHeads[RequestHead] = KnownHeads(_MAX_KNOWN)
@@ -440,7 +443,9 @@ class Client(asyncio.Protocol):
 
     def _begin(self, head: bytes) -> None:
         self.has_begun = True
-        current = self._current
+        current, cors = self._current, self._clients.cors
+        if cors is not None and current is not None:
+            head += cors.answer_lines(current.head.named.get(b"origin"))
         if self._is_last or self._clients.is_closing:
             head += b"Connection: close\r\n\r\n"
         elif current is not None and current.head.is_old:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
@@ -24,6 +25,9 @@ _NOT_TO_ENGINE = _HOP_BY_HOP | {
 }
 # An engine's own word on these would be taken for ours.
 _NOT_TO_CLIENT = _HOP_BY_HOP | {b"content-length", b"x-request-id", b"x-moestro-engine", b"x-moestro-reason"}
+KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
+# Withheld where the router answers CORS: an engine that answers it too would add its headers a second time.
+CORS_HEADERS = frozenset({b"origin", b"access-control-request-method", b"access-control-request-headers"})
 _NEEDED = frozenset({b"content-length", b"content-type", b"authorization"})
 _BODILESS = frozenset({b"GET", b"HEAD", b"DELETE", b"OPTIONS"})
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
@@ -65,6 +69,7 @@ class Incoming:
     body: bytes
     client: str = ""
     request_id: str = ""
+    on_over: Callable[[], None] | None = None  # called when its answer has ended; None means that nobody waits for it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,18 +100,18 @@ class EngineHead:
         host: the value of Host.
         prefix: the path under which the engine's API lies; usually empty.
         authorization: replaces the client's, where the engine has a key of its own.
-        drops_authorization: the client's is for this router alone.
+        withheld: client's headers, in lower case, that are for this router alone.
     """
 
     host: bytes
     prefix: bytes = b""
     authorization: bytes | None = None
-    drops_authorization: bool = False
+    withheld: frozenset[bytes] = frozenset()
     _dropped: frozenset[bytes] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
-        drops = self.drops_authorization or self.authorization is not None
-        object.__setattr__(self, "_dropped", _NOT_TO_ENGINE | ({b"authorization"} if drops else set()))
+        replaced = KEY_HEADERS if self.authorization is not None else frozenset()
+        object.__setattr__(self, "_dropped", _NOT_TO_ENGINE | self.withheld | replaced)
 
     def of(self, incoming: Incoming) -> bytes:
         """The head of the request that the engine gets; the body follows as it came."""

@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from urllib.parse import unquote
 
@@ -15,8 +16,8 @@ import msgspec
 from moestro import __version__
 from moestro.core.request import Request
 from moestro.errors import RequestError
+from moestro.serve.access import UNLIMITED, Access
 from moestro.serve.exposition import CONTENT_TYPE
-from moestro.serve.keys import ApiKeys
 from moestro.serve.refusals import (
     AuthenticationError,
     DrainingError,
@@ -49,7 +50,7 @@ class Proxy:
     """Answers clients.
 
     Args:
-        keys: one of which every request but a probe must carry; none: the door is open.
+        access: who may enter; probes need no key.
         extra_paths: that engines are asked for too.
         metrics: the text of `/metrics`.
 
@@ -59,12 +60,18 @@ class Proxy:
     """
 
     def __init__(
-        self, shared: Shared, reading: Reading, keys: ApiKeys, extra_paths: frozenset[str], metrics: Callable[[], bytes]
+        self,
+        shared: Shared,
+        reading: Reading,
+        access: Access,
+        extra_paths: frozenset[str],
+        metrics: Callable[[], bytes],
     ) -> None:
         self._shared = shared
         self._reading = reading
-        self._keys = keys
-        self.has_keys = bool(keys)
+        self._access = access
+        self.has_keys = bool(access.keys)
+        self._is_free = access.cors is None and not access.limits.is_on
         self._open_paths = _OPEN | extra_paths
         self._metrics = metrics
         self._prefix = f"req-{secrets.token_hex(4)}-"
@@ -76,15 +83,21 @@ class Proxy:
 
     def refuses(self, named: Named, target: bytes) -> RequestError | None:
         """What is wrong with a request whose body has not come yet."""
-        if target.partition(b"?")[0] in _PROBES:
+        if target.partition(b"?")[0] in _PROBES or (self._access.cors is not None and _may_be_preflight(named)):
             return None
-        return None if self._keys.admit(named.get(b"authorization", b"")) else AuthenticationError()
+        try:
+            self._key_of(named)
+        except AuthenticationError as error:
+            return error
+        return None
 
     def handle(self, client: Client, incoming: Incoming) -> Answering | None:
         """Answer now, or return who will."""
         incoming.request_id = self._request_id(incoming)
         path = incoming.head.path
         try:
+            if not self._is_free and self._is_preflight(client, incoming):
+                return None
             if path in self._open_paths or (path.startswith("/v1/") and self._is_open(path)):
                 return self._send_on(client, incoming)
             self._answer_here(client, incoming, path)
@@ -95,6 +108,24 @@ class Proxy:
             self._refuse(client, incoming, InternalError(incoming.request_id))
         return None
 
+    def _key_of(self, named: Named) -> int | None:
+        return self._access.key_of(named.get(b"authorization", b""), named.get(b"x-api-key", b""))
+
+    def _is_preflight(self, client: Client, incoming: Incoming) -> bool:
+        """Answer a preflight, and count every other request; RequestError if it may not ask so, or so much."""
+        head, cors, limits = incoming.head, self._access.cors, self._access.limits
+        named = head.named
+        if cors is not None and _may_be_preflight(named):
+            if head.method == b"OPTIONS":
+                asked = named[b"origin"], named[b"access-control-request-method"]
+                lines = cors.preflight_lines(*asked, named.get(b"access-control-request-headers", b""))
+                client.reply(own_head(200, "", 0, _id_line(incoming) + lines))
+                return True
+            self._key_of(named)  # it was let in for what it is not
+        if limits.is_on and head.path not in UNLIMITED:
+            limits.take(self._key_of(named), incoming.client, time.monotonic())
+        return False
+
     # --- to engines
 
     def _is_open(self, path: str) -> bool:
@@ -103,6 +134,11 @@ class Proxy:
     def _send_on(self, client: Client, incoming: Incoming) -> Exchange:
         if self.is_draining:
             raise DrainingError
+        limits = self._access.limits
+        if limits.has_slots:
+            key = self._key_of(incoming.head.named)
+            limits.enter(key)
+            incoming.on_over = partial(limits.leave, key)
         exchange = Exchange(self._shared, client, incoming)
         try:
             if len(incoming.body) <= self._reading.max_inline_bytes:
@@ -178,6 +214,10 @@ class Proxy:
         if given is None or (plain := plain_id(given)) is None:
             return f"{self._prefix}{next(self._serial):x}"
         return plain if plain not in self._shared.active else f"{plain[:100]}~{next(self._serial):x}"
+
+
+def _may_be_preflight(named: Named) -> bool:
+    return b"access-control-request-method" in named and b"origin" in named
 
 
 def _not_found(path: str) -> HttpError:

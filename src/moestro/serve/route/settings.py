@@ -13,6 +13,7 @@ from cyclopts import Group, Parameter
 
 from moestro.errors import ConfigError
 from moestro.policy.routing.registry import ROUTING
+from moestro.serve.access_settings import AccessSettings
 from moestro.serve.route.kv_sources import KvSources
 
 _MAX_BREAKER_FAILURES = 1000  # their outcomes are remembered, of each engine
@@ -295,6 +296,7 @@ class RouteSettings:
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     reliability: ReliabilitySettings = field(default_factory=ReliabilitySettings)
     front: FrontSettings = field(default_factory=FrontSettings)
+    access: AccessSettings = field(default_factory=AccessSettings)
     admin: AdminSettings = field(default_factory=AdminSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
 
