@@ -23,20 +23,21 @@ def encoded(text: str, at: int) -> str:
 # Other spellings of a path, each of which some server takes for the path itself.
 SPELLINGS = {
     "an encoded letter": lambda path: encoded(path, len(path) - 1),
-    "an encoded slash": lambda path: "/" + encoded(path[1:], path[1:].find("/")) if "/" in path[1:] else "/%2f" + path,
-    "encoded twice": lambda path: encoded(path, len(path) - 1).replace("%", "%25"),
+    "an encoded letter, twice": lambda path: encoded(path, len(path) - 1).replace("%", "%25"),
+    "an encoded slash": lambda path: "/%2f" + path[1:],
+    "encoded slashes and dots": lambda path: "/v1/responses/..%2f.." + path,
     "two slashes": lambda path: "/" + path,
-    "two slashes within": lambda path: "/" + path[1:].replace("/", "//") if "/" in path[1:] else path + "//",
+    "two slashes within": lambda path: "/v1/" + path,
     "a slash at the end": lambda path: path + "/",
     "a parameter": lambda path: path + ";x=1",
     "a parameter within": lambda path: "/;x" + path,
     "a segment up": lambda path: "/v1/x/../.." + path,
     "a segment up, from an open tree": lambda path: "/v1/responses/../.." + path,
-    "a segment up, encoded": lambda path: "/v1/x/%2e%2e/%2E%2E" + path,
     "a segment up, from a model's name": lambda path: "/v1/models/../.." + path,
+    "a segment up, encoded": lambda path: "/v1/x/%2e%2e/%2E%2E" + path,
     "this segment": lambda path: "/." + path,
     "this segment at the end": lambda path: path + "/.",
-    "backslashes": lambda path: path.replace("/", "\\") if path == "" else "/" + path[1:] + "\\",
+    "a backslash": lambda path: path + "\\",
     "a backslash, encoded": lambda path: "/%5c" + path[1:],
     "a zero byte": lambda path: path + "%00",
     "a line feed": lambda path: path + "%0a",
@@ -85,12 +86,8 @@ async def test_a_path_that_can_be_read_in_two_ways_is_refused_with_what_to_send(
     async with rig(engine) as it:
         for path in (CHAT, "/tokenize", "/health", "/v1/models"):
             answer = await ask(it, spell(path))
-            if answer.status == 404:  # a model of that name, or a path that is not there, and neither of them here
-                assert answer.code in ("not_found", "model_not_found")
-                continue
             assert (answer.status, answer.code) == (400, "ambiguous_path"), spell(path)
             assert "Send the path alone" in answer.json["error"]["message"]
-            assert it.counts.refusals["ambiguous_path"]
         assert not engine.received
 
 
