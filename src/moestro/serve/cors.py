@@ -73,11 +73,6 @@ class Cors:
         }
 
 
-def is_preflight(method: str, origin: str | None, request_method: str | None) -> bool:
-    """Whether a browser asks if a page may ask."""
-    return method == "OPTIONS" and origin is not None and request_method is not None
-
-
 def _lines(headers: dict[str, str]) -> bytes:
     return "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode("latin-1")
 

@@ -14,7 +14,7 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 
 from moestro.errors import RequestError
 from moestro.serve.access import PROBES, UNLIMITED, Access
-from moestro.serve.cors import Cors, is_preflight
+from moestro.serve.cors import Cors
 from moestro.serve.refusals import AuthenticationError, HttpError, InternalError, error_json, shown, too_large
 
 logger = logging.getLogger(__name__)
@@ -121,8 +121,8 @@ class Gate:
 
 
 def _is_preflight(http: web.BaseRequest) -> bool:
-    headers = http.headers
-    return is_preflight(http.method, headers.get("Origin"), headers.get("Access-Control-Request-Method"))
+    """Whether a browser asks if a page may ask."""
+    return http.method == "OPTIONS" and "Origin" in http.headers and "Access-Control-Request-Method" in http.headers
 
 
 def _request_id(http: web.BaseRequest) -> str:

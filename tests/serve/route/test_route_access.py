@@ -117,6 +117,13 @@ async def test_a_preflight_is_answered_here_and_every_answer_has_the_headers():
 
 
 @looped
+async def test_a_refusal_before_the_body_is_read_has_the_headers_too():
+    async with rig(FakeEngine("e"), api_key=("k1",), allowed_origins=("*",)) as it:
+        refused = await it.call(Origin=PAGE, X_Api_Key="wrong")
+        assert (refused.status, refused.headers["access-control-allow-origin"]) == (401, "*")
+
+
+@looped
 async def test_without_the_flag_cors_is_the_engines_affair():
     engine = FakeEngine("e")
     async with rig(engine) as it:

@@ -26,6 +26,7 @@ from moestro.serve.route.journal import Journal
 from moestro.serve.route.kv_exposition import KvFigures
 from moestro.serve.route.kv_watch import KvEventsWatch
 from moestro.serve.route.operator import Operator
+from moestro.serve.route.paths import Routes
 from moestro.serve.route.proxy import Proxy
 from moestro.serve.route.reading import Reading
 from moestro.serve.route.record_file import RecordFile
@@ -88,7 +89,7 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
         active={},
     )
     exposition, access = RouteExposition(fleet, counts), Access.of(front.api_key, settings.access)
-    proxy = Proxy(shared, reading, access, frozenset(front.open_path), exposition.text)
+    proxy = Proxy(shared, reading, access, Routes(front.open_path), exposition.text)
     engines = settings.engines
     rules = WatchRules(
         health_path=engines.health_path,
