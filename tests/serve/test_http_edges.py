@@ -217,7 +217,7 @@ def test_a_coding_that_is_not_known_is_501_and_the_connection_ends(fake):
         assert raw.is_closed()
 
 
-@pytest.mark.parametrize("name", ["Host", "Authorization"])
+@pytest.mark.parametrize("name", ["Host", "Authorization", "X-Api-Key"])
 def test_what_may_be_there_once_is_not_there_twice(fake, name):
     with Raw(fake) as raw:
         raw.send(f"GET /v1/models HTTP/1.1\r\nHost: x\r\n{name}: Bearer a\r\n{name}: Bearer b\r\n\r\n".encode())

@@ -209,7 +209,7 @@ def test_a_rank_that_sends_what_cannot_be_read_is_broken_and_no_more_is_heard_of
     assert on_loop(address, test).num_dropped == 1
 
 
-def test_strangers_are_dropped_and_counted(address):
+def test_strangers_are_dropped_and_counted_and_told_of_once(address, caplog):
     async def test(wire, inbox):
         context = zmq.Context()
         stranger = dealer(context, address)
@@ -221,6 +221,9 @@ def test_strangers_are_dropped_and_counted(address):
         context.destroy(linger=0)
 
     assert on_loop(address, test).num_dropped == len(GARBAGE) + 1
+    assert [message for message in caplog.messages if "stranger" in message] == [
+        "dropped a stranger's message (1 dropped so far)"
+    ]
 
 
 def test_a_message_beyond_the_limit_is_not_read(address):

@@ -19,6 +19,7 @@ from moestro.config import (
     Mode,
     PacedArithmetic,
 )
+from moestro.serve.access_settings import AccessSettings
 
 NETWORK_GROUP = Group.create_ordered("Model", help="What is loaded, and how.")
 _MEMORY = Group.create_ordered("Memory", help="How long sequences may be, and how many fit.")
@@ -192,4 +193,5 @@ class ServeFlags:
     scheduling: SchedulingFlags = field(default_factory=SchedulingFlags)
     stepping: SteppingFlags = field(default_factory=SteppingFlags)
     server: ServerFlags = field(default_factory=ServerFlags)
+    access: AccessSettings = field(default_factory=AccessSettings)
     engines: EngineFlags = field(default_factory=EngineFlags)

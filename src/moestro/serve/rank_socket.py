@@ -10,6 +10,7 @@ import msgspec
 import zmq
 
 from moestro.errors import ConfigError, NoEngineError
+from moestro.serve.log_limit import LogLimit
 from moestro.serve.messages import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED_MESSAGES,
@@ -44,6 +45,7 @@ class RankSocket:
         self._deliver: Callable[[int, FromRank], None] | None = None
         self._on_broken: Callable[[int], None] | None = None
         self.num_dropped = 0
+        self._log = LogLimit(logger)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         for option, value in (
@@ -114,7 +116,7 @@ class RankSocket:
             return
         if rank is None:
             self.num_dropped += 1
-            logger.warning("dropped a stranger's message (%d dropped so far)", self.num_dropped)
+            self._log.warning("stranger", f"dropped a stranger's message ({self.num_dropped} dropped so far)")
             return
         assert self._deliver is not None
         assert self._on_broken is not None

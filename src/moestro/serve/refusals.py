@@ -29,7 +29,8 @@ class AuthenticationError(RequestError):
 
     def __init__(self) -> None:
         super().__init__(
-            "Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'.", code="invalid_api_key"
+            "Incorrect or missing API key. Send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'.",
+            code="invalid_api_key",
         )
 
 

@@ -22,6 +22,8 @@ from moestro.cluster.settings import RouterSettings
 from moestro.config import ServerSettings, ServeSettings
 from moestro.errors import EngineDiedError
 from moestro.policy.routing.registry import policy_from
+from moestro.serve.access import NO_LIMITS, Access
+from moestro.serve.access_settings import AccessSettings
 from moestro.serve.banner import Started, print_banner
 from moestro.serve.body import MAX_BODY_BYTES
 from moestro.serve.connections import bound_socket, listen
@@ -53,10 +55,11 @@ Recorded = Header | RecordedRequest
 _FAREWELL_S = 1.0  # for answers that are complete to reach their clients
 
 
-def serve(settings: ServeSettings, command: Sequence[str] | None = None) -> None:
+def serve(settings: ServeSettings, access: AccessSettings = NO_LIMITS, command: Sequence[str] | None = None) -> None:
     """Serve until SIGTERM or SIGINT; a second one does not wait for requests to finish.
 
     Args:
+        access: how much one client may ask, and which web pages may.
         command: what a rank process runs; None: what the settings need.
 
     Raises:
@@ -66,7 +69,7 @@ def serve(settings: ServeSettings, command: Sequence[str] | None = None) -> None
     level = settings.server.log_level.upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     ending = Ending(settings.server.shutdown_timeout)
-    ending.run(_Server(settings, command or _command(settings), ending).run())
+    ending.run(_Server(settings, access, command or _command(settings), ending).run())
 
 
 def _command(settings: ServeSettings) -> Sequence[str]:
@@ -86,8 +89,10 @@ class _Cluster:
 class _Server:
     """One run of the server."""
 
-    def __init__(self, settings: ServeSettings, command: Sequence[str], ending: Ending) -> None:
+    def __init__(self, settings: ServeSettings, access: AccessSettings, command: Sequence[str], ending: Ending) -> None:
         self._settings = settings
+        self._access = Access.of(settings.server.api_key, access)
+        self._max_per_address = access.max_connections_per_address
         self._command = command
         self._ending = ending
         self._clock = StartClock()
@@ -187,11 +192,12 @@ class _Server:
             num_dropped=lambda: cluster.wire.num_dropped,
             num_unrecorded=lambda: record.num_lost if record is not None else 0,
         )
-        gate = Gate(settings.api_key, cluster.metrics.refusals, MAX_BODY_BYTES)
+        refusals = cluster.metrics.refusals
+        gate = Gate(self._access, refusals, MAX_BODY_BYTES)
         runner = await gate.runner(front.app(Exposition(sources)), shutdown_timeout=_FAREWELL_S)
         stats = asyncio.create_task(log_forever(StatLines(engines, cluster.metrics)))
         try:
-            door = await listen(runner, listener, settings.max_connections, cluster.metrics.refusals)
+            door = await listen(runner, listener, refusals, settings.max_connections, self._max_per_address)
             self._ending.is_serving = True
             cluster.supervisor.watch()
             self._greet(listener, infos)

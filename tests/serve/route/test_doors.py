@@ -80,7 +80,6 @@ class TestPaths:
             "/v1/load_lora_adapter",
             "/admin/engines",
             "/v1",
-            "//v1/x",
         ],
     )
     @looped

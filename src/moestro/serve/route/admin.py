@@ -11,6 +11,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from moestro.errors import ConfigError, RequestError
+from moestro.serve.access import Access
 from moestro.serve.exposition import CONTENT_TYPE
 from moestro.serve.gate import Gate
 from moestro.serve.refusals import HttpError, shown
@@ -42,7 +43,8 @@ class Admin:
 
     async def runner(self, settings: AdminSettings) -> web.AppRunner:
         """Return what runs it, set up."""
-        gate = Gate((settings.admin_api_key,) if settings.admin_api_key else (), Counter(), MAX_INDEX_BYTES)
+        access = Access.of([settings.admin_api_key] if settings.admin_api_key else [])
+        gate = Gate(access, Counter(), MAX_INDEX_BYTES)
         return await gate.runner(self._app(settings), shutdown_timeout=_FAREWELL_S)
 
     def _app(self, settings: AdminSettings) -> web.Application:

@@ -15,8 +15,8 @@ from moestro.cluster.router import Router
 from moestro.cluster.settings import RouterSettings
 from moestro.cluster.story import Story
 from moestro.policy.routing.registry import policy_from
+from moestro.serve.access import Access
 from moestro.serve.connections import TooMany
-from moestro.serve.keys import ApiKeys
 from moestro.serve.preparing import PrepareThreads
 from moestro.serve.record_file import RecordFile, read_clocks
 from moestro.serve.route.client import ClientLimits, Clients
@@ -24,10 +24,12 @@ from moestro.serve.route.counts import Counts
 from moestro.serve.route.exchange import ExchangeRules, Shared
 from moestro.serve.route.exposition import RouteExposition
 from moestro.serve.route.fleet import Fleet
+from moestro.serve.route.heads import CORS_HEADERS, KEY_HEADERS
 from moestro.serve.route.journal import Journal
 from moestro.serve.route.kv_exposition import KvFigures
 from moestro.serve.route.kv_watch import KvEventsWatch
 from moestro.serve.route.operator import Operator
+from moestro.serve.route.paths import Routes
 from moestro.serve.route.proxy import Proxy
 from moestro.serve.route.reading import Reading
 from moestro.serve.route.settings import FrontSettings, ReliabilitySettings, RouteSettings, RoutingSettings
@@ -54,7 +56,7 @@ class Parts:
     kv_events: KvEventsWatch | None
     max_connections: int
 
-    def accept_client(self) -> asyncio.BaseProtocol:
+    def accept_client(self) -> asyncio.Protocol:
         """A protocol for a new connection."""
         return self.clients() if len(self.clients.open) < self.max_connections else TooMany()
 
@@ -88,8 +90,8 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
         journal=journal,
         active={},
     )
-    exposition, keys = RouteExposition(fleet, counts), ApiKeys(front.api_key)
-    proxy = Proxy(shared, reading, keys, frozenset(front.open_path), exposition.text)
+    exposition, access = RouteExposition(fleet, counts), Access.of(front.api_key, settings.access)
+    proxy = Proxy(shared, reading, access, Routes(front.open_path), exposition.text)
     engines = settings.engines
     rules = WatchRules(
         health_path=engines.health_path,
@@ -106,8 +108,8 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
     return Parts(
         shared=shared,
         proxy=proxy,
-        clients=Clients(proxy, _client_limits(front)),
-        operator=Operator(fleet, watch, engines, keys, reading.words),
+        clients=Clients(proxy, _client_limits(front), access.cors),
+        operator=Operator(fleet, watch, engines, _withheld(access), reading.words),
         exposition=exposition,
         record=record,
         threads=reading.threads,
@@ -145,6 +147,12 @@ def _exchange_rules(reliability: ReliabilitySettings, front: FrontSettings) -> E
         idle_s=reliability.idle_timeout,
         shows_route=front.route_headers,
     )
+
+
+def _withheld(access: Access) -> frozenset[bytes]:
+    """Headers that are this router's affair."""
+    nothing: frozenset[bytes] = frozenset()
+    return (KEY_HEADERS if access.keys else nothing) | (CORS_HEADERS if access.cors is not None else nothing)
 
 
 def _client_limits(front: FrontSettings) -> ClientLimits:

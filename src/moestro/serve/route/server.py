@@ -70,7 +70,7 @@ class _Server:
 
     async def _serve(self, parts: Parts, listener: socket.socket, admin_listener: socket.socket) -> None:
         await _first_look(parts)
-        door = await accept(parts.accept_client, listener)
+        door = await accept(parts.accept_client, listener, self._settings.access.max_connections_per_address)
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD)
@@ -140,7 +140,7 @@ async def _running(parts: Parts, urls: tuple[EngineUrl, ...]) -> AsyncIterator[N
 async def _admin_plane(parts: Parts, listener: socket.socket, settings: RouteSettings) -> AsyncIterator[None]:
     admin = Admin(parts.operator, parts.shared.journal, parts.exposition.text)
     runner = await admin.runner(settings.admin)
-    door = await listen(runner, listener, _MAX_ADMIN_CONNECTIONS, Counter())
+    door = await listen(runner, listener, Counter(), _MAX_ADMIN_CONNECTIONS)
     try:
         yield
     finally:
