@@ -53,11 +53,22 @@ async def assert_nothing_follows(it: Rig, user: str, code: str) -> None:
         await asyncio.wait_for(caller.reader.read(1), 0.3)
 
 
+async def wait_for_template_process(it: Rig) -> None:
+    """In exact mode the first chat waits for the process that renders it."""
+    async with asyncio.timeout(30):
+        caller = await it.caller()
+        status = 0
+        while status != 200:
+            caller.ask(body=asked_by("good"))
+            status = (await caller.answer()).status
+
+
 @pytest.mark.parametrize("is_exact", [False, True])
 @looped
 async def test_a_policy_that_raises_refuses_its_request_once(is_exact, moody, demo_dir):
     reading = {"tokenizer": demo_dir} if is_exact else {}
     async with rig(FakeEngine("a"), route_policy=moody, first_byte_timeout=0.1, **reading) as it:
+        await wait_for_template_process(it)
         await assert_nothing_follows(it, "bad", "internal_error")
 
 

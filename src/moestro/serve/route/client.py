@@ -12,7 +12,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from moestro.errors import RequestError
 from moestro.serve.cors import Cors
-from moestro.serve.refusals import BodyTimeoutError, BusyError, HttpError, error_json
+from moestro.serve.refusals import BodyTimeoutError, BusyError, HttpError, error_json, too_large
 from moestro.serve.route.heads import MAX_HEAD_BYTES, Headers, Incoming, RequestHead, fault_of, own_head, size_of
 from moestro.serve.route.known import KnownHeads
 
@@ -423,7 +423,7 @@ class Client(asyncio.Protocol):
         if refusal := self._handler.refuses(head):
             return refusal
         if int(named.get(b"content-length", b"0")) > limits.max_body_bytes:
-            return _too_large(limits.max_body_bytes)
+            return too_large(limits.max_body_bytes)
         self.deadline_s = time.monotonic() + limits.body_s
         self._wants_continue = b"expect" in named and not is_old
         return None
@@ -433,7 +433,7 @@ class Client(asyncio.Protocol):
         clients, limits = self._clients, self._clients.limits
         growth = after - max(before, _SMALL_BYTES)
         if after > limits.max_body_bytes:
-            self._refusal = _too_large(limits.max_body_bytes)
+            self._refusal = too_large(limits.max_body_bytes)
         elif clients.num_held_bytes + growth > limits.max_held_bytes:
             self._refusal = BusyError(len(clients.open))
         else:
@@ -493,10 +493,6 @@ class Client(asyncio.Protocol):
         out, self._out = self._out, []
         if self._transport is not None:
             self._transport.writelines(out)
-
-
-def _too_large(limit: int) -> HttpError:
-    return HttpError(413, f"The request body may have {limit} bytes.", "request_too_large")
 
 
 def _head_too_large() -> HttpError:

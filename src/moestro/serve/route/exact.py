@@ -29,8 +29,10 @@ def exact_reading(directory: Path, block_size: int) -> Reading:
     Raises:
         ConfigError: there is none.
     """
+    tokenizer = Tokenizer(directory)
+    tokenizer.warm_chats()
     return Reading(
-        prepare=ExactReader(Tokenizer(directory), block_size),
+        prepare=ExactReader(tokenizer, block_size),
         block_tokens=block_size,
         words=f"as tokens of {directory}, in blocks of {block_size}",
         max_inline_bytes=0,
