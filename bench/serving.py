@@ -21,18 +21,23 @@ _START_S = 300
 class Server:
     """One that answered /health when it was handed over."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None
     url: str
+    key: str = ""
+
+    def get(self, path: str) -> bytes:
+        """The body of an answer that is no error."""
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, headers=headers), timeout=5) as answer:
+            return answer.read()
 
     def load(self) -> dict:
         """`GET /load`: requests in hand, and what each engine holds."""
-        with urllib.request.urlopen(f"{self.url}/load", timeout=5) as answer:
-            return json.load(answer)
+        return json.loads(self.get("/load"))
 
     def samples(self, name: str) -> list[float]:
         """What `/metrics` says of `name`, one value for each engine."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
-            lines = answer.read().decode().splitlines()
+        lines = self.get("/metrics").decode().splitlines()
         return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{")]
 
     def all_ready(self) -> bool:
@@ -62,7 +67,8 @@ def started(command: list[str], port: int, log: Path | None = None, **environmen
         try:
             deadline = time.monotonic() + _START_S
             while True:
-                with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
+                with contextlib.suppress(OSError):
+                    Server(process, url).get("/health")
                     break
                 assert process.poll() is None, f"{command[0]} ended; its log says why"
                 assert time.monotonic() < deadline, f"{command[0]} is not ready after {_START_S} s"

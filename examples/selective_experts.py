@@ -1,7 +1,7 @@
 """A step policy of one's own: experts that are at hand run first, the others when enough tokens wait for them.
 
 Where not all experts fit into fast memory, a batch of one that does not costs its weights' way there. This policy lets
-tokens gather before such an expert, and lets them wait no longer than `max_wait_ns` after they came to the device.
+tokens gather before such an expert, and lets them wait there for `max_wait_ns` at most.
 Nothing is skipped: every token still gets all of its experts, and so the same answer.
 """
 
@@ -23,7 +23,7 @@ class SelectiveExperts:
     Args:
         resident: physical experts of every layer that are at hand.
         min_tokens: tokens for whose sake another expert is fetched.
-        max_wait_ns: after which a token waits for nobody.
+        max_wait_ns: time in one queue after which a token waits for no others.
     """
 
     resident: frozenset[int]

@@ -106,7 +106,8 @@ def serve(
             kv_events=kv_events_from(engines.pop("kv_events_config")),
             server=ServerSettings(**front, **engines),
             paced=paced,
-        )
+        ),
+        flags.access,
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from moestro.core.setting_checks import check_floats
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.engine.settings import make_policies
@@ -92,7 +93,7 @@ class SteppingSettings:
         step_policy: what runs next in `preemptive` mode: `qllm`, urgent first; `in_order`, nobody is preempted; or
             FILE.py:NAME.
         pass_decodes: whether requests of class `ls` pass others for each of their tokens, not for the first alone.
-        max_be_wait: seconds for which a step of best-effort requests may be passed over; inf: for ever.
+        max_be_wait: seconds for which a best-effort request may be passed over in one step; inf means no limit.
         max_parked_bytes: of what is inside the network, taken from the KV cache's memory; None: two full steps.
     """
 
@@ -103,6 +104,7 @@ class SteppingSettings:
     max_parked_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        check_floats(self, may_be_infinite={"max_be_wait"})
         _check_choice("--mode", self.mode, get_args(Mode))
         _check_range("--max-be-wait", self.max_be_wait, 0)
         make_step_policy(self.step_policy, self.max_be_wait)
@@ -143,7 +145,7 @@ class ServerSettings:
     route_score: str | None = None
     startup_timeout: float = 600.0
     shutdown_timeout: float = 10.0
-    engine_timeout: float = 60.0
+    engine_timeout: float = 10.0
     watchdog_timeout: float = 30.0
     step_timeout: float = 300.0
     resume_streams: bool = False
@@ -153,6 +155,7 @@ class ServerSettings:
     record: Path | None = None
 
     def __post_init__(self) -> None:
+        check_floats(self)
         _check_range("--port", self.port, 0, 65535)
         _check_range("--engines", self.engines, 1, 1024)
         _check_range("--startup-timeout", self.startup_timeout, 1)

@@ -137,3 +137,14 @@ class TestSlowStart:
         assert health.condition(0, 0, 0) is Condition.BUSY
         assert health.condition(0, 0, 2 * S) is Condition.UP
         assert health.share(2 * S) == 1.0
+
+
+def test_the_time_in_which_the_router_stood_still_is_no_silence_of_the_engine(health):
+    health.counted(7, 1, 0)
+    health.progressed(1, 0)
+    health.paused(100 * S, 110 * S)
+    assert health.condition(2, 1, 129 * S) is Condition.UP
+    assert health.condition(2, 1, 130 * S) is Condition.STALLED
+    health.progressed(1, 130 * S)
+    health.paused(100 * S, 130 * S)  # never beyond the present
+    assert health.condition(2, 1, 160 * S) is Condition.STALLED

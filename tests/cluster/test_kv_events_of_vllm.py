@@ -56,7 +56,7 @@ def play(path: Path, *, arrays: bool) -> tuple[KvFeed, Sink, int]:
     """A capture, from its first line to its last. Returns also how many requests' hits were foretold."""
     sink = Sink()
     naming = NamingRules(model="m", block_size=BLOCK_SIZE)
-    feed = KvFeed(sink, KvFeedSettings(engine=3, name="e1", naming=naming, can_replay=True))
+    feed = KvFeed(sink, KvFeedSettings(engine=3, name="e1", naming=naming, can_replay=True), lambda _kind, _text: None)
     is_connected, num_checked = False, 0
     for now_ns, line in enumerate(lines(path)):
         if line["at"] == "connected":
@@ -100,7 +100,7 @@ def test_every_hit_that_vllm_had_was_foretold_and_no_other(path, arrays):
 def test_without_the_replay_a_gap_leaves_nothing_that_is_not_held():
     sink = Sink()
     naming = NamingRules(model="m", block_size=BLOCK_SIZE)
-    feed = KvFeed(sink, KvFeedSettings(engine=3, name="e1", naming=naming, can_replay=False))
+    feed = KvFeed(sink, KvFeedSettings(engine=3, name="e1", naming=naming, can_replay=False), lambda _kind, _text: None)
     is_connected = False
     for now_ns, line in enumerate(lines(CAPTURES[0])):
         if line["at"] == "connected":
@@ -124,6 +124,7 @@ def test_blocks_named_from_events_are_those_of_the_prompt_named_from_its_text(pa
     feed = KvFeed(
         sink,
         KvFeedSettings(engine=3, name="e1", naming=NamingRules(model="m", block_size=BLOCK_SIZE), can_replay=False),
+        lambda _kind, _text: None,
     )
     num_blocks = 0
     for line in lines(path):

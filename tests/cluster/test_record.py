@@ -70,6 +70,25 @@ def test_a_refusal_is_written_and_replays():
     assert (was.refusal, was.decision, again) == ("NoEngineError", None, was)
 
 
+INFINITE_DETAIL = """
+from moestro.policy.routing.contract import Choice, Needs
+
+class First:
+    needs = Needs()
+    def decide(self, view, rng):
+        return Choice(int(view.engines.routable.argmax()), 0.0, "first", detail={"headroom": float("inf")})
+    def observe(self, event): pass
+"""
+
+
+def test_an_infinite_detail_of_a_policy_does_not_spoil_the_record(tmp_path):
+    (tmp_path / "mine.py").write_text(INFINITE_DETAIL)
+    made, lines = recorded(f"{tmp_path / 'mine.py'}:First")
+    made.submit(request("a"), 0)
+    assert decisions(lines)[0].detail == {"headroom": None}
+    assert [was == again for was, again in replay(lines)] == [True]
+
+
 def test_a_run_that_ended_in_the_middle_of_a_line_is_replayed_to_there_and_the_next_from_its_head():
     first, lines = recorded()
     first.submit(request("a"), 0)

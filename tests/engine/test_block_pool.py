@@ -10,7 +10,7 @@ def test_blocks_are_conserved_under_any_traffic(seed):
     rng = np.random.default_rng(seed)
     pool, held, serial = BlockPool(24), [], 0
     for _ in range(400):
-        action = rng.integers(4)
+        action = rng.integers(5)
         if action == 0 and pool.num_free:
             held.append(pool.allocate_many(int(rng.integers(1, pool.num_free + 1))))
         elif action == 1 and held:
@@ -23,6 +23,10 @@ def test_blocks_are_conserved_under_any_traffic(seed):
             found = pool.find_prefix([bytes([i % 30]) * 16 for i in range(serial, serial + 3)])
             pool.share(found)
             held.append(found)
+        elif action == 4:
+            names = [bytes([i % 30]) * 16 for i in range(serial, serial + 2)]
+            pool.forget(names)
+            assert not any(pool.find_prefix([name]) for name in names)
         pool.check(held)
 
 

@@ -9,6 +9,7 @@ from fake_stages import FakeStages, expected_tokens, make_shape
 
 from moestro.core.request import ServiceClass
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, Run, Wait
+from moestro.core.work import PassCounts
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.policy.stepping.basic import in_order
@@ -287,3 +288,39 @@ def test_while_the_device_works_a_policy_that_waits_does_not_put_the_rank_to_sle
     rank.step(1, lambda: True)
     assert rank.executor._core.num_launched
     assert rank.ready_at_ns() is None
+
+
+def test_time_passed_over_is_the_pieces_that_urgent_units_ran_meanwhile():
+    served = Served(ALONE, passes_decodes=False)
+    served.add(request("be", "be", 20, max_tokens=1))
+    served.until("expert", 2)
+    served.add(request("ls", "ls", max_tokens=1, first=3))
+    served.finish()
+    shape, counts = served.device.shape, served.rank.stats().pass_counts
+    num_pieces = shape.num_layers + sum(shape.is_sparse) * shape.num_experts + 1  # of the urgent pass, 1 ns each
+    assert counts.passed_over_ns == num_pieces
+    assert (counts.num_passes, counts.num_withdrawals) == (1, 1)
+    assert (counts.num_parked_tokens, counts.max_parked_tokens) == (0, 20)
+
+
+def test_units_that_entered_together_do_not_pass_each_other():
+    for policy in (QLLM, ALONE):
+        served = Served(policy)
+        for number in range(3):
+            served.add(request(f"be{number}", "be", 5, max_tokens=1, first=number))
+            served.add(request(f"ls{number}", "ls", 3, max_tokens=1, first=number + 3))
+        served.finish()
+        assert served.rank.stats().pass_counts == PassCounts()
+
+
+def test_a_request_can_be_aborted_at_any_piece():
+    """At the 76th its layer has all contributions, and the device has an item that only completes the layer."""
+    for moment in range(60, 90):
+        served = Served(in_order)
+        served.device.may_forget = True
+        for number in range(3):
+            served.add(request(f"r{number}", "be", 3, max_tokens=10, first=30 + number))
+        served.pieces(moment)
+        served.rank.abort("r1", served.now_ns)
+        del served.requests["r1"]
+        served.finish()

@@ -74,11 +74,13 @@ def recount(queues: MicroQueues) -> None:
     """The table that policies see against the queues themselves."""
     pool, seen = queues._pool, queues.table()
     n, oldest = np.zeros_like(seen.n), np.full_like(seen.oldest_ns, np.iinfo(np.int64).max)
+    passed = np.zeros_like(seen.passed_ns)
     for service_class, by_layer in enumerate(queues._units):
         for layer, ids in enumerate(by_layer):
             for unit in ids.tolist():
                 n[service_class, layer, 0] += pool.num_tokens[unit]
-                oldest[service_class, layer, 0] = min(oldest[service_class, layer, 0], pool.came_ns[unit])
+                oldest[service_class, layer, 0] = min(oldest[service_class, layer, 0], pool.queued_ns[unit])
+                passed[service_class, layer, 0] = max(passed[service_class, layer, 0], pool.passed_ns[unit])
     for layer, segments in enumerate(queues._segments):
         for segment in segments:
             index, experts = segment.waiting()
@@ -86,9 +88,12 @@ def recount(queues: MicroQueues) -> None:
             for expert, unit in zip(experts.tolist(), pool.units_at(segment.places[index]).tolist(), strict=True):
                 at = (segment.service_class, layer, 1 + expert)
                 n[at] += 1
-                oldest[at] = min(oldest[at], pool.came_ns[unit])
+                oldest[at] = min(oldest[at], pool.queued_ns[unit])
+                passed[at] = max(passed[at], pool.passed_ns[unit])
     assert (n == seen.n).all()
     assert (oldest == seen.oldest_ns).all()
+    assert (passed == seen.passed_ns).all()
+    assert np.count_nonzero(pool.passed_ns) == pool.num_passed
     assert (n[:, :, 1:].sum(-1) == seen.num_expert_tokens).all()
     assert n.sum() == queues.num_waiting
     assert (seen.runnable <= (n.sum(0) > 0)).all()

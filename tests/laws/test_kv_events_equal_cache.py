@@ -24,7 +24,7 @@ def test_what_is_published_is_what_is_cached(seed, host):
     rank = build_rank(settings, KvDevice(24, 4, num_host_blocks=host))
     cache, sink, names, num_batches = CacheEvents(rank.scheduler), Sink(), set[bytes](), 0
     naming = NamingRules(model="fake", block_size=4)
-    feed = KvFeed(sink, KvFeedSettings(engine=0, name="e", naming=naming, can_replay=False))
+    feed = KvFeed(sink, KvFeedSettings(engine=0, name="e", naming=naming, can_replay=False), lambda _kind, _text: None)
     feed.stream.connected(0)
     num_removed = 0
     for step in range(400):

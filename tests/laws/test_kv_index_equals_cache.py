@@ -26,7 +26,7 @@ class World:
         naming = NamingRules(model=MODEL, block_size=BLOCK_SIZE)
         rules = StreamRules(max_num_waiting=8)
         settings = KvFeedSettings(engine=0, name="e", naming=naming, can_replay=can_replay, stream=rules)
-        self.feed = KvFeed(self.sink, settings)
+        self.feed = KvFeed(self.sink, settings, lambda _kind, _text: None)
         self.position: tuple[FakePublisher, int] | None = None  # the batch that was applied last
         self.is_connected = False
         self.wire: list[tuple[int, bytes]] = []

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 from parity import drive, tiny
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from moestro.errors import UnsupportedModelError
+from moestro.errors import ConfigError, UnsupportedModelError
 from moestro.model import check, refuse
 from moestro.model.attention import Scoring
 from moestro.model.device import open_device
@@ -139,6 +143,146 @@ def test_a_lost_shard(directory):
 def test_a_malformed_index(text, directory):
     (directory / "model.safetensors.index.json").write_text(text)
     assert "is malformed" in refusal(directory)
+
+
+@pytest.mark.parametrize(
+    "name", ["evil.bin", "../model.safetensors", "/tmp/model.safetensors", "deep/x.safetensors", ""]
+)
+def test_an_index_that_names_what_is_not_read(name, directory):
+    (directory / "evil.bin").touch()
+    (directory / "model.safetensors").rename(directory.parent / "model.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    message = refusal(directory)
+    assert f"names the weight file {name!r}: only .safetensors files beside it are read" in message
+    assert "Convert the weights to safetensors" in message
+
+
+@pytest.mark.parametrize("name", ["evil.bin", "model.safetensors", "elsewhere.safetensors.index.json"])
+def test_a_config_that_names_the_weights_itself(name, directory):
+    assert "transformers_weights" in refusal(edit(directory, transformers_weights=name))
+
+
+def test_pickled_weights_beside_safetensors_are_not_looked_at(directory):
+    (directory / "pytorch_model.bin").write_bytes(b"no pickle")
+    assert open_device(tiny.settings_of(directory))
+
+
+def test_an_adapter_beside_the_weights(directory):
+    (directory / "adapter_config.json").write_text("{}")
+    assert "holds a LoRA adapter" in refusal(directory)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "generation_config.json", "chat_template.jinja", "merges.txt"]
+)
+def test_a_link_out_of_the_directory(name, directory, tmp_path):
+    (directory / name).touch()
+    (directory / name).rename(tmp_path / name)
+    (directory / name).symlink_to(tmp_path / name)
+    assert f"{directory / name} is a link to {tmp_path / name}, outside of the checkpoint's directory" in refusal(
+        directory
+    )
+
+
+def test_chat_templates_in_a_folder_that_is_a_link_out_of_the_directory(directory, tmp_path):
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "templates" / "tool_use.jinja").touch()
+    (directory / "additional_chat_templates").symlink_to(tmp_path / "templates")
+    assert "outside of the checkpoint's directory" in refusal(directory)
+
+
+def test_links_inside_the_directory_and_files_that_are_not_read_may_stay(directory, tmp_path):
+    (directory / "model.safetensors").rename(directory / "weights")
+    (directory / "model.safetensors").symlink_to("weights")
+    (directory / "README.md").symlink_to(tmp_path / "README.md")
+    linked = tmp_path / "linked"
+    linked.symlink_to(directory)
+    assert open_device(tiny.settings_of(linked))
+
+
+def test_the_hubs_cache_in_which_all_files_are_links_to_its_blobs(directory, tmp_path):
+    repository = tmp_path / "models--org--name"
+    snapshot, blobs = repository / "snapshots" / "0123abc", repository / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in directory.iterdir():
+        path.rename(blobs / f"sha-{path.name}")
+        (snapshot / path.name).symlink_to(f"../../blobs/sha-{path.name}")
+    assert open_device(tiny.settings_of(snapshot))
+    (tmp_path / "other").write_text("{}")
+    (snapshot / "generation_config.json").unlink()
+    (snapshot / "generation_config.json").symlink_to(tmp_path / "other")
+    assert "outside of the checkpoint's directory" in refusal(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.int64, "I64")]
+)
+def test_weights_that_are_not_plain_numbers(dtype, name, directory):
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(dtype)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    message = refusal(directory)
+    assert f"tensor model.norm.weight is of dtype {name}; F64, F32, F16, BF16 are read" in message
+
+
+def test_masks_that_the_network_does_not_read_may_be_of_any_dtype(tmp_path):
+    directory = tiny.save_checkpoint(tmp_path, tiny.make_config("gpt_neox", intermediate_size=48))
+    tensors = load_file(directory / "model.safetensors")
+    tensors["gpt_neox.layers.0.attention.bias"] = torch.ones(4, 4, dtype=torch.bool)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    assert open_device(tiny.settings_of(directory))
+
+
+FILES = ["config.json", "generation_config.json", "model.safetensors.index.json"]
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"a": ' * 100_000, "is nested more than 32 levels deep"),
+        ('{"a": ' * 100 + "1" + "}" * 100, "is nested more than 32 levels deep"),
+        ('{"a": "' + "x" * (4 << 20) + '"}', "at most 4194304 are read"),
+        ("[1]", "must hold one JSON object"),
+        ("\udcff", "is malformed"),
+        ('{"a": ' + "1" * 5000 + "}", "is malformed"),
+    ],
+    ids=["endless", "deep", "huge", "no object", "no text", "a huge number"],
+)
+def test_json_without_measure(file, text, reason, directory, monkeypatch):
+    monkeypatch.setattr(refuse, "MAX_INDEX_BYTES", 4 << 20)
+    (directory / file).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(UnsupportedModelError, match=reason):
+        open_device(tiny.settings_of(directory))
+
+
+def test_a_config_that_is_no_file(directory):
+    (directory / "config.json").unlink()
+    os.mkfifo(directory / "config.json")
+    assert "is not a regular file" in refusal(directory)
+
+
+WRONG = [3, -1, "x", "fp8", [[1]], {"a": {"b": 1}}, True, 1e300, None]
+
+
+@pytest.mark.parametrize("value", WRONG, ids=repr)
+def test_values_of_a_wrong_type_are_refused_and_never_an_error_of_ours(value, directory):
+    """Each field of a config, one after the other; a value that happens to be right may load."""
+    path = directory / "config.json"
+    right = json.loads(path.read_text())
+    extra = ("quantization_config", "rope_parameters", "layer_types", "text_config", "vision_config", "rope_scaling")
+    for name in {*right, *extra} - {"num_hidden_layers"}:
+        path.write_text(json.dumps({**right, name: value}))
+        with contextlib.suppress(ConfigError):
+            read_config(tiny.settings_of(directory))
+
+
+@pytest.mark.parametrize("value", ["x", [[1]], 1.5, {"a": 1}, [True]], ids=repr)
+def test_end_tokens_that_are_no_ids(value, directory):
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(UnsupportedModelError, match="eos_token_id must be an integer or a list of them"):
+        open_device(tiny.settings_of(directory))
 
 
 def test_a_malformed_generation_config(directory):

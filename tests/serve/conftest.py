@@ -44,11 +44,11 @@ def server(real_command, tmp_path_factory) -> Iterator[Running]:
     # In bfloat16 rounding depends on the batch's shape: that a seed repeats an answer is promised in float32 alone.
     running = Running((*real_command, "--dtype", "float32"), tmp_path_factory.mktemp("real"))
     yield running
-    ranks = running.ranks()
+    processes = running.processes()
     try:
         assert running.stop() == 0
         assert running.left_behind() == []
-        assert not any(rank.is_running() for rank in ranks)
+        assert not any(process.is_running() for process in processes)
     finally:
         running.kill()
 

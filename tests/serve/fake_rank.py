@@ -14,9 +14,10 @@ import msgspec
 
 from moestro.config import SchedulerLimits
 from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
+from moestro.core.work import PassCounts
 from moestro.errors import ConfigError, QueueFullError
 from moestro.serve.channel import Channel
-from moestro.serve.launch_spec import STACK_DUMP, LaunchSpec
+from moestro.serve.launch_spec import STACK_DUMP, read_launch_spec
 from moestro.serve.messages import Failed, ModelInfo, Phase, Ready, identity_of
 from moestro.serve.rank_loop import run_rank
 
@@ -52,6 +53,7 @@ class Stats(msgspec.Struct):
     num_hit_tokens: int = 0
     num_kept_tokens: int = 0
     num_restored_tokens: int = 0
+    pass_counts: PassCounts = PassCounts()
 
 
 class FakeRank:
@@ -152,7 +154,7 @@ def scored(token_id: int, num_top: int) -> TokenLogprobs:
 
 
 def main() -> int:
-    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=LaunchSpec)
+    spec = read_launch_spec(sys.stdin.buffer)
     faulthandler.register(STACK_DUMP)
     channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno())
     try:

@@ -56,8 +56,18 @@ class Running:
         host, port = self.url.removeprefix("http://").split(":")
         return host, int(port)
 
-    def ranks(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
+        """All that it has started."""
         return psutil.Process(self.process.pid).children(recursive=True)
+
+    def renderers(self) -> list[psutil.Process]:
+        """Those that render chat templates."""
+        return [each for each in self.processes() if "moestro.serve.template_worker" in each.cmdline()]
+
+    def ranks(self) -> list[psutil.Process]:
+        """The engines."""
+        renderers = self.renderers()
+        return [each for each in self.processes() if each not in renderers]
 
     def left_behind(self) -> list[str]:
         """Directories that should be gone once it has ended."""
@@ -154,3 +164,12 @@ def open_stream(server: Running, **fields: object) -> socket.socket:
 def read_to_end(connection: socket.socket) -> bytes:
     with contextlib.closing(connection):
         return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def read_to_end_of_answer(connection: socket.socket) -> bytes:
+    """A chunked answer on a connection that stays open."""
+    data, more = b"", b"-"
+    with contextlib.closing(connection):
+        while more and not data.endswith(b"0\r\n\r\n"):
+            data += (more := connection.recv(65536))
+    return data

@@ -9,12 +9,14 @@ import pytest
 from routers import router
 from serve.fake_rank import INFO
 
-from moestro.core.request import FinishReason, Output, Request, SamplingParams
+from moestro.core.request import FinishReason, Output, Request, SamplingParams, ServiceClass
 from moestro.errors import ConfigError, EngineDiedError, NoEngineError, QueueFullError
 from moestro.serve.engines import HOMELESS_S, MAX_MOVES, Engines, Interrupted
-from moestro.serve.messages import Abort, Add, Failed, Outputs, RankLoad, Ready, Refused
-from moestro.serve.metrics import Metrics
-from moestro.serve.refusals import DrainingError, GenerationError
+from moestro.serve.messages import Abort, Add, Failed, Outputs, Phase, RankLoad, Ready, Refused
+from moestro.serve.metrics import Metrics, merge
+from moestro.serve.pulse import Patience
+from moestro.serve.refusals import DrainingError, GenerationError, InternalError
+from moestro.serve.supervisor import Launching, Supervisor
 
 
 def request(name: str, num_resumed_tokens: int = 0) -> Request:
@@ -30,12 +32,12 @@ def outputs(*items: Output) -> Outputs:
 class World:
     """Engines, all ready, and what was sent to them."""
 
-    def __init__(self, num_engines: int = 2) -> None:
+    def __init__(self, num_engines: int = 2, router=None) -> None:
         self.sent: list[tuple[int, object]] = []
         self.unreachable: set[int] = set()
         self.metrics = Metrics(num_engines)
         self.now_ns = 0
-        self.engines = Engines(empty_router(num_engines), self.send, self.metrics, lambda: self.now_ns)
+        self.engines = Engines(router or empty_router(num_engines), self.send, self.metrics, lambda: self.now_ns)
         for engine in range(num_engines):
             self.engines.on_message(engine, Ready(INFO))
 
@@ -338,9 +340,11 @@ def test_what_a_request_took_is_measured_where_its_tokens_arrive():
             world.now_ns = now_s * 10**9
             world.engines.on_message(0, outputs(Output(request_id="a", token_ids=(1,), finish_reason=reason)))
         metrics = world.metrics.engines[0]
-        totals = [h.total for h in (metrics.first_token_s, metrics.gap_s, metrics.mean_gap_s, metrics.whole_s)]
+        first_token_s, mean_gap_s = metrics.first_token_s[ServiceClass.LS], metrics.mean_gap_s[ServiceClass.LS]
+        totals = [h.total for h in (first_token_s, metrics.gap_s, mean_gap_s, metrics.whole_s)]
         assert totals == [3.0, 3.0, 1.5, 6.0]
-        assert [sum(h.counts) for h in (metrics.first_token_s, metrics.gap_s)] == [1, 2]
+        assert [sum(h.counts) for h in (first_token_s, metrics.gap_s)] == [1, 2]
+        assert merge(metrics.first_token_s.values()).counts == first_token_s.counts, "the other class has none"
         assert (metrics.num_prompt_tokens, metrics.num_generated_tokens) == (1, 3)
         assert metrics.ended[FinishReason.LENGTH] == 1
 
@@ -365,8 +369,9 @@ def test_what_an_interrupted_request_took_is_measured_once():
         assert table.num_prefilling.tolist() == [0, 0]
         world.engines.on_message(1, outputs(say[1]))
         first, second = world.metrics.engines
-        for name in ("first_token_s", "queue_s", "prefill_s"):
-            assert [sum(getattr(each, name).counts) for each in (first, second)] == [1, 0], name
+        for name in ("first_token_s", "queue_s"):
+            assert [sum(merge(getattr(each, name).values()).counts) for each in (first, second)] == [1, 0], name
+        assert [sum(each.prefill_s.counts) for each in (first, second)] == [1, 0]
         assert [each.num_generated_tokens for each in (first, second)] == [1, 2]
         assert [each.num_prompt_tokens for each in (first, second)] == [1, 0]
         assert second.gap_s.total == 4.0, "the client waited for so long"
@@ -470,6 +475,87 @@ def happen(world: World, inboxes: dict[str, asyncio.Queue], step: int, rng: rand
             inboxes[f"r{step}"] = world.submit(f"r{step}")
 
 
+def test_the_time_in_which_the_server_stood_still_does_not_count_for_requests_that_wait_for_an_engine():
+    def test():
+        world = World(1)
+        inbox = world.submit("a")
+        world.engines.on_exit(0, "it was killed")
+        move_one(world, inbox)
+        pause_ns = int(2 * HOMELESS_S * 1e9)
+        world.now_ns += pause_ns
+        world.engines.extend_homeless(pause_ns)
+        world.engines.settle_homeless()
+        assert inbox.empty()
+        world.now_ns += int(HOMELESS_S * 1e9)
+        world.engines.settle_homeless()
+        assert isinstance(inbox.get_nowait(), NoEngineError)
+
+    run(test)
+
+
+class FailingRouter:
+    """A router in which one call raises, for one request or always."""
+
+    def __init__(self, method: str, request_id: str | None) -> None:
+        self._router = empty_router(2)
+        self._method, self._request_id = method, request_id
+
+    def __getattr__(self, name: str):
+        found = getattr(self._router, name)
+        if name != self._method:
+            return found
+
+        def call(*args, **kwargs):
+            if self._request_id in (None, args[0]):
+                raise AssertionError("a bug of ours")
+            return found(*args, **kwargs)
+
+        return call
+
+
+@pytest.mark.parametrize("method", ["first_token", "ended"])
+def test_an_error_of_ours_in_delivery_ends_that_request_alone_and_stops_it(method):
+    def test():
+        world = World(router=FailingRouter(method, "a"))
+        inboxes = {name: world.submit(name) for name in "abc"}
+        reason = FinishReason.STOP if method == "ended" else None
+        batch = [Output(request_id=name, token_ids=(1,), finish_reason=reason) for name in "ac"]
+        world.engines.on_message(0, outputs(*batch))
+        error = inboxes["a"].get_nowait()
+        assert isinstance(error, InternalError)
+        assert inboxes["a"].empty()
+        assert inboxes["c"].get_nowait() == batch[1]
+        assert inboxes["b"].empty()
+        assert world.metrics.num_delivery_errors == 1
+        assert world.engines.num_in_flight == (1 if method == "ended" else 2)
+
+    run(test)
+
+
+def test_a_refusal_that_cannot_be_taken_in_is_an_error_to_its_client():
+    def test():
+        world = World(router=FailingRouter("ended", "a"))
+        inbox = world.submit("a")
+        refused = Refused(
+            request_id="a", http_status=400, error_type="x", message="", param=None, code=None, retry_after_s=None
+        )
+        world.engines.on_message(0, refused)
+        assert isinstance(inbox.get_nowait(), InternalError)
+
+    run(test)
+
+
+def test_figures_that_the_router_cannot_take_cost_no_request_its_tokens():
+    def test():
+        world = World(router=FailingRouter("report", None))
+        inbox, output = world.submit("a"), Output(request_id="a", token_ids=(1,))
+        with pytest.raises(AssertionError, match="a bug of ours"):
+            world.engines.on_message(0, outputs(output))
+        assert inbox.get_nowait() == output
+
+    run(test)
+
+
 def move_one(world: World, inbox: asyncio.Queue) -> None:
     """Answer the first interruption that `inbox` holds, and put everything else back."""
     events = [inbox.get_nowait() for _ in range(inbox.qsize())]
@@ -479,3 +565,21 @@ def move_one(world: World, inbox: asyncio.Queue) -> None:
             inbox.put_nowait(event)
     if found is not None:
         world.engines.move(request(found.request_id), has_begun=False)
+
+
+def test_a_message_that_cannot_be_taken_in_is_logged_and_counted_and_says_nothing_about_its_engine(caplog):
+    class FailingEngines:
+        def on_message(self, engine: int, message: object) -> None:
+            raise AssertionError("a bug of ours")
+
+    def test():
+        metrics = Metrics(1)
+        patience = Patience(start_ns=1, silence_ns=1, stall_ns=1, step_ns=1)
+        launching = Launching(spec=lambda rank, launch: None, patience=patience)
+        supervisor = Supervisor(FailingEngines(), None, metrics, launching)
+        supervisor._on_message(0, Phase("load", 0.0))
+        assert metrics.num_delivery_errors == 1
+        assert not supervisor.over.done()
+
+    run(test)
+    assert "cannot take in a Phase of engine 0" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from moestro.cluster.kv_names import NamingRules
 from moestro.config import KvEventsSettings, kv_events_from
 from moestro.core.hashing import hash_blocks, hash_key, split_hashes
 from moestro.errors import ConfigError
+from moestro.serve.log_limit import LogLimit
 from moestro.serve.route.kv_sources import KvSource
 from moestro.serve.route.kv_subscriber import KvSubscription
 from moestro.serve.tokenizer import Tokenizer
@@ -53,7 +55,8 @@ class Listener:
         self.replay.connect(f"tcp://127.0.0.1:{replay_port}")
         self.sink = Sink()
         naming = NamingRules(model=MODEL, block_size=16)
-        self.feed = KvFeed(self.sink, KvFeedSettings(engine=0, name="e", naming=naming, can_replay=True))
+        settings = KvFeedSettings(engine=0, name="e", naming=naming, can_replay=True)
+        self.feed = KvFeed(self.sink, settings, lambda _kind, _text: None)
         self.feed.stream.connected(0)
 
     def ask(self) -> None:
@@ -135,10 +138,11 @@ def test_the_routers_own_subscription_finds_all_that_was_stored_before_it_came(p
     async def heard() -> Sink:
         sink = Sink()
         naming = NamingRules(model=MODEL, block_size=16)
-        feed = KvFeed(sink, KvFeedSettings(engine=0, name="e", naming=naming, can_replay=True))
+        log = LogLimit(logging.getLogger())
+        feed = KvFeed(sink, KvFeedSettings(engine=0, name="e", naming=naming, can_replay=True), log.warning)
         with zmq.Context() as context:
             source = KvSource(f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}")
-            task = asyncio.create_task(KvSubscription(context, source, feed, lambda: 0).run())
+            task = asyncio.create_task(KvSubscription(context, source, feed, lambda: 0, log).run())
             async with asyncio.timeout(10):
                 while not (feed.stream.is_complete and feed.num_blocks):  # noqa: ASYNC110 - nobody is told of it
                     await asyncio.sleep(0.02)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serve.running import call, complete, metrics, open_stream, wait_until
 
-from moestro.core.request import FinishReason
+from moestro.core.request import FinishReason, ServiceClass
+from moestro.core.work import PassCounts
 from moestro.serve.messages import RankLoad
 from moestro.serve.metrics import Histogram, Metrics
 from moestro.serve.statline import StatLines
@@ -24,7 +26,9 @@ VLLM_NAMES = {
 }  # fmt: skip
 OWN_NAMES = {
     "moestro:engine_ready", "moestro:engine_restarts", "moestro:engine_stalls", "moestro:messages_dropped",
-    "moestro:requests_moved", "moestro:requests_refused", "process_resident_memory_bytes",
+    "moestro:requests_moved", "moestro:requests_refused", "moestro:batch_passes", "moestro:withdrawals",
+    "moestro:passed_over_seconds", "moestro:parked_tokens", "moestro:parked_tokens_max",
+    "process_resident_memory_bytes",
 }  # fmt: skip
 
 
@@ -44,6 +48,22 @@ def test_the_names_of_dashboards_and_our_own_are_there_with_model_and_engine(fak
 def test_head_answers_as_get_does_without_a_body(fake):
     reply = call(fake, "HEAD", "/metrics")
     assert (reply.status, reply.body) == (200, b"")
+
+
+def test_latencies_are_told_by_class_under_our_names_and_in_one_under_vllms(fake):
+    """A dashboard that was made for vLLM sees the series that it knows: those of all classes together."""
+    names = ("time_to_first_token_seconds", "request_time_per_output_token_seconds", "request_queue_time_seconds")
+    before = metrics(fake)
+    for service_class, times in (("ls", 1), ("be", 3)):
+        for _ in range(times):
+            assert complete(fake, max_tokens=3, service_class=service_class).status == 200
+    after = metrics(fake)
+    for name in names:
+        keys = [f'moestro:{name}_count{{engine="0",service_class="{each}"}}' for each in ("ls", "be")]
+        keys.append(f'vllm:{name}_count{{engine="0"}}')
+        assert [after[key] - before[key] for key in keys] == [1, 3, 4], name
+        sums = [after[key] for key in after if key.startswith(f"moestro:{name}_sum{{")]
+        assert sum(sums) == pytest.approx(after[f'vllm:{name}_sum{{engine="0"}}'])
 
 
 def test_a_request_moves_the_figures_by_what_it_was(fake):
@@ -99,6 +119,15 @@ def test_the_stats_line_tells_what_happened_since_the_last_one_and_is_silent_wit
     assert lines.lines(10.0) == [
         "engine 1: running 3, waiting 0, KV 25.0%, prefix hits 75%, tokens/s in 100.0, out 5.0"
     ]
+    figures = counted.engines[1]
+    for seconds in (0.010, 0.030):
+        figures.first_token_s[ServiceClass.LS].observe(seconds)
+        figures.mean_gap_s[ServiceClass.LS].observe(seconds / 10)
+        figures.queue_s[ServiceClass.BE].observe(1000 * seconds)
+    passes = PassCounts(num_passes=7, passed_over_ns=2_500_000_000)
+    engines.loads = (RankLoad(), RankLoad(num_queried_tokens=200, num_hit_tokens=150, pass_counts=passes))
+    [line] = lines.lines(10.0)
+    assert line.endswith("; ls TTFT 20 ms, TPOT 2 ms; be queue 20.0 s; 7 passes in 2.5 s")
     engines.loads = (RankLoad(), RankLoad())  # it was started again
     counted.engines[1].ended[FinishReason.ERROR] += 1
     assert lines.lines(10.0) == ["engine 1: running 0, waiting 0, KV 0.0%, tokens/s in 0.0, out 0.0"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from moestro.serve.pauses import PauseMeter
 from moestro.serve.pulse import Patience, Pulse, Verdict
 from moestro.serve.restarts import FIRST_DELAY_S, LAST_DELAY_S, MAX_FAILED_STARTS, STEADY_S, RestartRule
 
@@ -60,6 +61,39 @@ def test_the_time_without_requests_does_not_count_as_standing_still():
     assert pulse.judge(0, 1000 * S) is Verdict.FINE
     beat(pulse, 1029)
     assert pulse.judge(1, 1029 * S) is Verdict.FINE
+
+
+@pytest.mark.parametrize("pause_s", [12, 1000])
+def test_the_time_in_which_the_api_server_stood_still_does_not_count(pause_s):
+    pulse = ready_pulse()
+    beat(pulse, 10)
+    assert pulse.judge(1, 20 * S) is Verdict.FINE
+    now_s = 20 + pause_s
+    pulse.paused(pause_s * S, now_s * S)
+    assert pulse.judge(1, (now_s + 9) * S) is Verdict.FINE  # 19 s without a step, and silence of as long
+    assert pulse.judge(1, (now_s + 10) * S) is Verdict.STALLED
+    assert pulse.judge(1, (now_s + 49) * S) is Verdict.STALLED
+    assert pulse.judge(1, (now_s + 50) * S) is Verdict.HUNG
+    assert "--engine-timeout" in pulse.reason
+
+
+def test_what_was_heard_after_a_pause_is_not_put_into_the_future_by_it():
+    pulse = ready_pulse()
+    beat(pulse, 1000, num_steps=1)  # read before the pause was measured
+    pulse.paused(900 * S, 1000 * S)
+    assert pulse.judge(1, 1060 * S) is Verdict.HUNG
+
+
+def test_a_start_has_its_whole_time_although_the_api_server_stood_still():
+    pulse = Pulse(PATIENCE, 0)
+    pulse.paused(500 * S, 510 * S)
+    assert pulse.judge(0, 599 * S) is Verdict.FINE
+    assert pulse.judge(0, 600 * S) is Verdict.HUNG
+
+
+def test_a_pause_is_what_a_tick_comes_too_late():
+    meter = PauseMeter(100 * S, longest_ns=2 * S)
+    assert [meter.tick(at_s * S) for at_s in (101, 103, 105, 120, 121)] == [0, 0, 0, 13 * S, 0]
 
 
 def test_a_start_may_take_its_own_time_also_in_silence():

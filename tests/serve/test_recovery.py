@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,7 @@ from serve.running import (
     metrics,
     open_stream,
     read_to_end,
+    read_to_end_of_answer,
     wait_until,
 )
 
@@ -114,19 +116,11 @@ def test_health_is_503_only_while_no_engine_is_ready(start):
     assert status(server, "/readyz") == 200
 
 
-def read_to_end_of_answer(connection) -> bytes:
-    data, more = b"", b"-"
-    while more and not data.endswith(b"0\r\n\r\n"):
-        data += (more := connection.recv(65536))
-    connection.close()
-    return data
-
-
 def test_an_engine_that_says_what_cannot_be_read_is_killed_and_started_again(start):
     server = start()
     reply = complete(server, priority=BABBLE)
     assert (reply.status, reply.json["error"]["code"]) == (500, "engine_died")
-    assert "killed, for a message of it was lost" in server.text
+    assert "killed, for a message of it could not be read" in server.text
     wait_until(lambda: status(server) == 200)
     assert complete(server, max_tokens=2).status == 200
 
@@ -181,6 +175,26 @@ def test_a_process_that_stands_still_is_killed_and_its_queue_waits_for_the_next_
     assert b"engine_died" in read_to_end(streaming)
     assert queued.wait().status == 200
     assert "nothing was heard of it for 2 s (--engine-timeout)" in strict.text
+
+
+@pytest.mark.parametrize("stops_engine", [False, True], ids=["the server alone", "the whole machine"])
+def test_a_pause_of_the_server_itself_costs_no_engine_and_no_request(strict, stops_engine):
+    wait_until(lambda: status(strict) == 200)
+    [rank] = strict.ranks()
+    stream, queued = open_stream(strict, max_tokens=1000), Later(strict, max_tokens=5)  # 2 s of tokens
+    wait_until(lambda: num_waiting(strict) == 1)
+    stopped = [strict.process.pid, *([rank.pid] if stops_engine else [])]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(3.5)  # longer than each of --engine-timeout, --watchdog-timeout and --step-timeout
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    assert b"data: [DONE]" in read_to_end_of_answer(stream)
+    assert queued.wait().status == 200
+    time.sleep(1)  # a few looks at the engine
+    assert strict.ranks() == [rank]
+    assert "this process stood still for 3 s" in strict.text
+    assert status(strict) == 200
 
 
 def test_an_engine_that_hangs_in_a_step_is_out_of_rotation_dumps_its_stacks_and_then_is_killed(strict):

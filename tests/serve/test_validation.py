@@ -194,7 +194,7 @@ def test_ids_that_cannot_fit_are_refused_by_their_number_alone():
 
 @pytest.mark.parametrize("item", ["1", "[1]", "[[]]", "[]", '[1,"a"]'])
 def test_a_swarm_of_ids_or_lists_is_refused_without_decoding_it(item, monkeypatch):
-    monkeypatch.setattr("moestro.serve.decoding._COMPLETION", None)  # it would be asked
+    monkeypatch.setattr("moestro.serve.decoding.decode_completion._decoder", None)  # it would be asked
     with pytest.raises(RequestError) as refused:
         parse_completion(f'{{"prompt": [{", ".join([item] * 5000)}]}}'.encode(), max_prompt_ids=1000)
     assert refused.value.param == "prompt"

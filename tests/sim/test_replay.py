@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from moestro.core.clock import ClockPair
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.request import ServiceClass
 from moestro.errors import ConfigError
-from moestro.serve.recorder import Recorder
 from moestro.sim.replay import RECORDED, what_if
 from moestro.workload.request_record import FORMAT, Header, RecordedRequest, read_request_record
 
@@ -54,11 +54,9 @@ def request(i: int, rng: np.random.Generator, stems: list[bytes]) -> RecordedReq
 def path(tmp_path):
     rng = np.random.default_rng(0)
     stems = [bytes(rng.bytes(38 * HASH_BYTES)) for _ in range(7)]
-    recorder = Recorder(tmp_path / "record.jsonl")
-    recorder.begin(HEADER)
-    for i in rng.permutation(60).tolist():  # in the order of their ends, which is not that of their arrivals
-        recorder.write(request(i, rng, stems))
-    recorder.close()
+    # Requests are written in the order of their ends, which is not that of their arrivals.
+    entries = [HEADER, *(request(i, rng, stems) for i in rng.permutation(60).tolist())]
+    (tmp_path / "record.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(entries))
     return tmp_path / "record.jsonl"
 
 
@@ -165,7 +163,10 @@ def test_the_cost_of_a_real_server_s_steps_has_to_be_said(path):
     [
         (lambda lines: [b"{}\n", *lines[1:]], "is no record of `moestro serve --record`"),
         (lambda lines: [lines[0].replace(FORMAT.encode(), b"other"), *lines[1:]], "of format 'other'"),
-        (lambda lines: [lines[0], b"{]\n"], "line 2"),
+        (lambda lines: [lines[0], lines[1][:50] + b"\n", *lines[2:]], "line 2"),
+        (lambda lines: [lines[0], b"{}\n"], "line 2"),
+        (lambda lines: [lines[0], b"{]\n"], "holds no requests"),
+        (lambda lines: lines[1:], "line 1 comes before a header"),
         (lambda lines: lines[:1], "holds no requests"),
         (lambda lines: [], "is no record"),
     ],
@@ -176,6 +177,68 @@ def test_what_is_no_record_is_refused(path, spoil, words):
         read_request_record(path)
 
 
-def test_a_record_that_cannot_be_written_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be written"):
-        Recorder(tmp_path / "nowhere" / "record.jsonl")
+S = 1_000_000_000
+CLOCKS = ClockPair(wall_ns=1_700_000_000 * S, monotonic_ns=10**15)
+REBOOTED = ClockPair(wall_ns=1_700_000_100 * S, monotonic_ns=5 * S)  # 100 s later, on a machine that was started anew
+
+
+def record_of(path, *parts: tuple[Header, list[RecordedRequest]]):
+    """A file to which one server after the other has appended, as `RecordFile` does."""
+    encode = msgspec.json.Encoder().encode_lines
+    path.write_bytes(b"\n".join(encode([header, *requests]) for header, requests in parts))
+    return path
+
+
+def later(requests, by_ns: int) -> list[RecordedRequest]:
+    names = ("arrival_ns", "admitted_ns", "first_token_ns", "last_token_ns")
+    return [msgspec.structs.replace(each, **{name: getattr(each, name) + by_ns for name in names}) for each in requests]
+
+
+def test_records_of_a_server_that_was_started_again_are_joined_on_the_wall_clock(path):
+    header = msgspec.structs.replace(HEADER, clocks=CLOCKS)
+    requests = read_request_record(path).requests
+    again = later(requests[:20], 5 * S - 10**15)  # the same 20 requests, 0 s to 6 s after the second start
+    scored = msgspec.structs.replace(again[0], request_id="cmpl-x", first_token_ns=0, last_token_ns=0)
+    second = msgspec.structs.replace(HEADER, clocks=REBOOTED)
+    joined = read_request_record(record_of(path, (header, requests), (second, [*again, scored])))
+    assert len(joined) == 81
+    gaps_s = [i * 0.3 for i in range(60)] + [100 + i * 0.3 for i in (0, *range(20))]
+    assert joined.arrival_ns.tolist() == [round(gap * S) for gap in gaps_s]
+    assert joined.requests[0].arrival_ns == CLOCKS.wall_ns
+    assert {each.first_token_ns for each in joined.requests if each.request_id == "cmpl-x"} == {0}
+    assert what_if(joined, (), None).runs[1][1].is_answered.all()
+
+
+def test_a_line_that_a_killed_server_cut_off_is_passed_over(path):
+    header = msgspec.structs.replace(HEADER, clocks=CLOCKS)
+    requests = read_request_record(path).requests
+    record_of(path, (header, requests))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-40])
+    assert len(read_request_record(path)) == 59
+    again = msgspec.json.Encoder().encode_lines([header, requests[-1]])
+    path.write_bytes(whole[:-40] + b"\n" + again)
+    assert len(read_request_record(path)) == 60
+
+
+def test_a_start_that_answered_nothing_is_passed_over(path):
+    older = msgspec.structs.replace(HEADER, num_engines=7)
+    assert len(read_request_record(record_of(path, (older, []), (HEADER, read_request_record(path).requests)))) == 60
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"clocks": REBOOTED, "num_engines": 3},
+            "line 63: .* begins here, with another num_engines",
+        ),
+        ({"clocks": None}, "does not say its wall-clock time"),
+    ],
+)
+def test_records_that_cannot_be_joined_are_refused_and_the_line_is_named(path, changes, words):
+    requests = read_request_record(path).requests
+    header = msgspec.structs.replace(HEADER, clocks=CLOCKS)
+    record_of(path, (header, requests), (msgspec.structs.replace(header, **changes), requests))
+    with pytest.raises(ConfigError, match=words):
+        read_request_record(path)

@@ -13,6 +13,7 @@ from routers import router
 from step_policies import ADVERSARIES, Random
 
 from moestro.cost.hf_config import network_named
+from moestro.cost.model import Batch
 from moestro.cost.staged_engines import QLLM, StagedEngine, qllm
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
@@ -119,6 +120,49 @@ def test_an_urgent_request_waits_for_one_piece_and_then_as_if_it_were_alone():
         assert abs(ttft_ns - alone_ns) < 0.1 * alone_ns + qllm().expert_ns(90)
     in_turn = serve(Group(LS_FIRST, OneRank(qllm())), rows, [0, 10_000_000]).first_token_ns[1]
     assert in_turn > iteration_ns, "between iterations it waits for the rest of one"
+
+
+EVERY_EXPERT_VISITED = replace(MIXTRAL.experts, top_k=8)  # so that a piece costs the same in every batch
+EVEN = StagedEngine(replace(QLLM, zipf=0.0), replace(MIXTRAL, experts=EVERY_EXPERT_VISITED))
+LONG_AND_URGENT = Rows(  # a best-effort prompt, and then urgent ones
+    num_prompt_tokens=np.array([90, *[20] * 30]),
+    num_output_tokens=np.ones(31, np.int64),
+    is_ls=np.array([False, *[True] * 30]),
+)
+
+
+def served_with(num_urgent: int, max_wait_ns: int | None):
+    """How late the best-effort prompt is for urgent ones that come in its step, one after another; and the counts."""
+    policy = ExpertLevelPreemption(max_wait_ns=max_wait_ns, max_merged=0)
+    alone_ns = int(serve(StagedRank(LS_FIRST, EVEN, policy, passes_decodes=True), ONE_LONG, [0]).first_token_ns[0])
+    rank = StagedRank(LS_FIRST, EVEN, policy, passes_decodes=True)
+    offsets_ns = [0, *(alone_ns // 2 + np.arange(num_urgent) * 10_000_000).tolist()]
+    rows = LONG_AND_URGENT.select(np.arange(1 + num_urgent))
+    late_ns = int(serve(rank, rows, offsets_ns).first_token_ns[0]) - alone_ns
+    return late_ns, rank.seats[0].rank.stats().pass_counts
+
+
+ONE_LONG = LONG_AND_URGENT.select(np.array([0]))
+
+
+@pytest.mark.parametrize("num_urgent", [1, 3, 30])
+def test_best_effort_is_late_by_exactly_the_time_for_which_it_was_passed_over(num_urgent):
+    late_ns, counts = served_with(num_urgent, None)
+    assert late_ns == counts.passed_over_ns > 0
+    assert 1 <= counts.num_passes <= num_urgent
+    assert counts.num_withdrawals >= 1
+    assert (counts.num_parked_tokens, counts.max_parked_tokens) == (0, 90)
+
+
+def test_best_effort_is_passed_over_for_the_bound_and_a_piece_at_most():
+    """Whether several plans pass it or one that lasts for longer; and also where the step had run for longer before."""
+    one_ns, all_ns = served_with(1, None)[0], served_with(30, None)[0]
+    piece_ns = max(EVEN.expert_ns(90), EVEN.attention_ns(0, Batch(np.array([0]), np.array([90]))))
+    for bound_ns in (one_ns // 10, one_ns // 2, one_ns * 3 // 2, all_ns // 2):
+        late_ns, counts = served_with(30, bound_ns)
+        assert bound_ns <= counts.passed_over_ns <= bound_ns + piece_ns
+        # Once the bound is reached, urgent tokens that stand in its queue go on with it, which costs a little.
+        assert counts.passed_over_ns <= late_ns <= 1.1 * counts.passed_over_ns
 
 
 SCENARIO = """

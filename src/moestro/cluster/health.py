@@ -92,6 +92,11 @@ class Health:
             self.progressed(num_in_flight, now_ns)
         self._counter, self._counter_ns = num_tokens, now_ns
 
+    def paused(self, pause_ns: int, now_ns: int) -> None:
+        """The router itself stood still for `pause_ns` until now: that time says nothing about the engine."""
+        self._progress_ns = min(self._progress_ns + pause_ns, now_ns)
+        self._counter_ns = min(self._counter_ns + pause_ns, now_ns)
+
     def condition(self, num_in_flight: int, num_streaming: int, now_ns: int) -> Condition:
         """The verdict on an engine with `num_in_flight` requests, `num_streaming` of which have begun to answer."""
         found = self._condition(num_in_flight, num_streaming, now_ns)

@@ -7,7 +7,7 @@ All of it without sockets or clock: `serve` reads the sockets, tests read files.
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,8 +25,6 @@ from moestro.cluster.kv_wire import (
     decode_batch,
     decode_frames,
 )
-
-logger = logging.getLogger(__name__)
 
 _DEFAULT_STREAM = StreamRules()
 
@@ -92,6 +90,8 @@ class KvFeed:
     Args:
         sink: is told.
         settings: see there.
+        warn: Takes a kind and a log line that begins with the engine's name, as often as something is odd. The caller
+            bounds the rate of lines by kind.
 
     Attributes:
         stream: puts the batches in order; its `request` and `deadline_ns` say what is to be done next.
@@ -99,15 +99,15 @@ class KvFeed:
         dp_rank: the publisher's data-parallel rank; None until it has said.
     """
 
-    def __init__(self, sink: KvSink, settings: KvFeedSettings) -> None:
+    def __init__(self, sink: KvSink, settings: KvFeedSettings, warn: Callable[[str, str], None]) -> None:
         self.counts = KvFeedCounts()
         self.dp_rank: int | None = None
         self.stream = KvStream(self, can_replay=settings.can_replay, rules=settings.stream, counts=self.counts.stream)
         self._sink = sink
         self._settings = settings
+        self._tell = warn
         self._engine = settings.engine
         self._blocks = NamedBlocks(settings.naming, self.counts.blocks)
-        self._has_warned = False
         self._is_whole = False  # all that the cache holds was told, or will be
 
     # --- from the sockets
@@ -145,7 +145,7 @@ class KvFeed:
             batch = decode_batch(payload)
         except KvEventError as error:
             self.counts.illegible += 1
-            self._warn(f"a batch of KV events cannot be read ({error})")
+            self._warn("illegible", f"a batch of KV events cannot be read ({error})")
             self.lost(now_ns)
             return
         if self.dp_rank is None:
@@ -153,7 +153,8 @@ class KvFeed:
         if batch.dp_rank != self.dp_rank:
             self.counts.other_rank += 1
             self._warn(
-                f"one stream of KV events carries ranks {self.dp_rank} and {batch.dp_rank}; the second is ignored"
+                "other rank",
+                f"one stream of KV events carries ranks {self.dp_rank} and {batch.dp_rank}; the second is ignored",
             )
             return
         self.counts.illegible += batch.num_illegible
@@ -176,7 +177,6 @@ class KvFeed:
     def restarted(self, now_ns: int) -> None:
         """Another process publishes."""
         self.dp_rank = None
-        self._has_warned = False
         self._is_whole = False
         self._blocks = NamedBlocks(self._settings.naming, self.counts.blocks)
         self._sink.kv_cleared(self._engine, now_ns)
@@ -204,13 +204,14 @@ class KvFeed:
             if hashes:
                 self._sink.kv_stored(self._engine, hashes, now_ns)
             elif blocks.is_ambiguous and not was_ambiguous:
-                self._warn("one hash is given to different blocks: upgrade the engine (SGLang) for exact hits")
+                self._warn("ambiguous", "one hash is given to different blocks: upgrade the engine (SGLang)")
                 self._is_whole = False
                 self._sink.kv_lost(self._engine, now_ns)
             elif blocks.block_size_seen not in (None, self._settings.naming.block_size):
                 self._warn(
+                    "block size",
                     f"its KV blocks have {blocks.block_size_seen} tokens, the router's"
-                    f" {self._settings.naming.block_size}. Exact hits need one size in router and engines"
+                    f" {self._settings.naming.block_size}. Exact hits need one size in router and engines",
                 )
         elif isinstance(event, BlockRemoved):
             hashes = blocks.remove(event)
@@ -230,11 +231,8 @@ class KvFeed:
             return decode_frames(frames)
         except KvEventError as error:
             self.counts.illegible += 1
-            self._warn(f"a message is none of a KV event publisher's ({error})")
+            self._warn("stranger", f"a message is none of a KV event publisher's ({error})")
             return None
 
-    def _warn(self, text: str) -> None:
-        """Once a process of the engine's: what is wrong with one batch mostly is with all."""
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("%s: %s", self._settings.name, text)
+    def _warn(self, kind: str, text: str) -> None:
+        self._tell(kind, f"{self._settings.name}: {text}")

@@ -16,6 +16,7 @@ from moestro.cluster.candidates import Candidates, finite
 from moestro.cluster.router import RouteDecision, Router
 from moestro.cluster.settings import ANY_ENGINE, EngineSpec, RouterSettings
 from moestro.cluster.story import Story
+from moestro.core.clock import ClockPair
 from moestro.core.request import Request
 from moestro.core.views import NEVER_NS, EngineFigures
 from moestro.errors import RequestError
@@ -32,6 +33,7 @@ class Head(msgspec.Struct, frozen=True, tag=True):
     policy: str  # as `policy_from` reads it
     score: str | None
     settings: RouterSettings
+    clocks: ClockPair | None = None  # when it was made; older records do not say
 
 
 class EngineAdded(msgspec.Struct, frozen=True, tag=True):
@@ -86,7 +88,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         regret: see `Candidates`.
         candidates: the chosen one and the best others, by score.
         ages_ns: of the figures that the policy needs, on the chosen engine; one that it never said is left out.
-        detail: the policy's own.
+        detail: the policy's own; None: no finite number, for which JSON has no word.
     """
 
     engine: int
@@ -96,7 +98,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     regret: float | None
     candidates: tuple[Candidate, ...]
     ages_ns: dict[str, int]
-    detail: dict[str, float]
+    detail: dict[str, float | None]
 
 
 class Submitted(msgspec.Struct, frozen=True, tag=True):
@@ -200,15 +202,22 @@ class RecordedRouter(Router):
         policy: by text, so that a replay can make it again.
         settings: see there.
         write: takes each entry, in order; the head at once.
+        clocks: the present moment, for the head.
     """
 
-    def __init__(self, policy: PolicyText, settings: RouterSettings, write: Callable[[Entry], None]) -> None:
+    def __init__(
+        self,
+        policy: PolicyText,
+        settings: RouterSettings,
+        write: Callable[[Entry], None],
+        clocks: ClockPair | None = None,
+    ) -> None:
         self._chosen_by = policy_from(policy.policy, policy.score)
         super().__init__(self._chosen_by, settings)
         self._write = write
         self.keeps_candidates = True
         self._decision: Decision | None = None
-        write(Head(policy.policy, policy.score, settings))
+        write(Head(policy.policy, policy.score, settings, clocks))
 
     def add_engine(self, spec: EngineSpec = ANY_ENGINE) -> int:
         """See `Router`."""
@@ -323,5 +332,5 @@ def _described(view: RouteView, choice: Choice, candidates: Candidates, figures:
             for at in (chosen, *others)
         ),
         ages_ns={name: view.now_ns - as_of for name, as_of in as_of_ns.items() if as_of != NEVER_NS},
-        detail={name: float(value) for name, value in choice.detail.items()},
+        detail={name: finite(float(value)) for name, value in choice.detail.items()},
     )

@@ -18,6 +18,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"  # the client left
     ERROR = "error"  # the rank failed
+    NON_FINITE = "non_finite_logits"  # the network answered NaN or infinity: there is no next token
 
 
 class ServiceClass(StrEnum):

@@ -221,8 +221,12 @@ class QueueTable:
 
     Attributes:
         n: int32[classes, num_layers + 1, 1 + num_experts], tokens.
-        oldest_ns: int64, as `n`: when the first of them to come to the device came there; `NOBODY_WAITS_NS`:
-            none waits.
+        oldest_ns: int64, as `n`: when the token that has waited longest came into this queue; `NOBODY_WAITS_NS`: the
+            queue is empty. The age of a queue; a token that goes on to another queue starts anew there.
+        passed_ns: int64, as `n`: the longest time for which a unit with tokens in this queue was passed over; 0 in an
+            empty queue. A unit is passed over while it could run and the device runs units of a higher class that
+            entered the network later; the time is summed over all queues from its entering to its result. Bounds on
+            starvation are about this time.
         runnable: bool[num_layers + 1, 1 + num_experts]. Tokens wait, and some can run now: an attention also wants
             places for its tokens, which come free when other tokens complete a layer.
         num_expert_tokens: int32[classes, num_layers + 1], sum of `n` over a layer's experts.
@@ -231,6 +235,7 @@ class QueueTable:
 
     n: NDArray[np.int32]
     oldest_ns: NDArray[np.int64]
+    passed_ns: NDArray[np.int64]
     runnable: NDArray[np.bool_]
     num_expert_tokens: NDArray[np.int32]
     num_free_places: int
@@ -249,6 +254,8 @@ class Run:
             device. 0: no further than their experts' queues.
         classes: who may run, the first ones first: with (LS, BE), best-effort tokens fill what latency-sensitive ones
             leave of `max_rows`.
+        ask_again_ns: when the policy wants to choose again although these tokens are still under way: the device gives
+            back what it has not begun by then. None means no such time.
     """
 
     layer: int
@@ -256,6 +263,7 @@ class Run:
     max_rows: int
     classes: tuple[int, ...]
     until: int = 0
+    ask_again_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,8 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
         slot: int64[n], which units.
         token_ids: int32[n], the sampled token (-1 without LOGITS_LAST), or None from a priced device.
         finished: bool[n], sequences whose script ends here, or None from a device that cannot know.
+        non_finite: int64[m], indices into `slot` of units whose wanted logits hold NaN or have no finite maximum: no
+            token can be chosen, and their other fields mean nothing. None: there is no such unit.
         logprobs: by index into `slot`, the sampled token's.
         prompt_logprobs: by index into `slot`, one entry per token of a LOGITS_PROMPT unit: that of the token after it.
         block_hashes: by index into `slot`, HASH_BYTES for each block of *generated* tokens completed (hashed traces).
@@ -150,6 +152,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
     slot: Slots
     token_ids: Int32s | None = None
     finished: NDArray[np.bool_] | None = None
+    non_finite: NDArray[np.int64] | None = None
     logprobs: dict[int, TokenLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
     block_hashes: dict[int, bytes] = msgspec.field(default_factory=dict)
@@ -162,6 +165,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
             slot=self.slot[rows],
             token_ids=None if self.token_ids is None else self.token_ids[rows],
             finished=None if self.finished is None else self.finished[rows],
+            non_finite=None if self.non_finite is None else np.flatnonzero(np.isin(rows, self.non_finite)),
             logprobs={row_of[i]: v for i, v in self.logprobs.items() if i in row_of},
             prompt_logprobs={row_of[i]: v for i, v in self.prompt_logprobs.items() if i in row_of},
             block_hashes={row_of[i]: v for i, v in self.block_hashes.items() if i in row_of},
@@ -195,6 +199,24 @@ class Device(Protocol):
         ...
 
 
+class PassCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """How often and for how long best-effort units were passed over, since an executor's start.
+
+    Attributes:
+        num_passes: plans that ran ahead of best-effort units which had entered earlier and could have run.
+        num_withdrawals: times that the device was told to give back what it had not begun.
+        num_parked_tokens: tokens of the units that are passed over now.
+        max_parked_tokens: the most that there were.
+        passed_over_ns: time in which any unit was passed over; a stretch is added when it is over.
+    """
+
+    num_passes: int = 0
+    num_withdrawals: int = 0
+    num_parked_tokens: int = 0
+    max_parked_tokens: int = 0
+    passed_over_ns: int = 0
+
+
 class Executor(Protocol):
     """Turns plans into work items and their results into step results."""
 
@@ -221,6 +243,11 @@ class Executor(Protocol):
     @property
     def overlaps_plans(self) -> bool:
         """Whether a later plan may pass an earlier one."""
+        ...
+
+    @property
+    def pass_counts(self) -> PassCounts:
+        """Totals; all zero where no plan passes another."""
         ...
 
     @property

@@ -163,6 +163,20 @@ class BlockPool:
                 if self.journal is not None:
                     self.journal.append(CacheEvent(self.round, is_stored=True, block_hash=block_hash))
 
+    def forget(self, hashes: list[bytes]) -> None:
+        """Make the blocks of `hashes` impossible to find; sequences that hold them keep them."""
+        for block_hash in hashes:
+            block = self._block_of.pop(block_hash, None)
+            if block is None:
+                continue
+            del self._hash_of[block]
+            if self._ref_count[block] == 0:
+                del self._cached[block]
+                self._blank.append(block)
+            self.version += 1
+            if self.journal is not None:
+                self.journal.append(CacheEvent(self.round, is_stored=False, block_hash=block_hash))
+
     def check(self, held: list[list[int]]) -> None:
         """Recount everything against the block lists that sequences hold.
 

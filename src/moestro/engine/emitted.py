@@ -11,11 +11,12 @@ from moestro.engine.sequences import Sequence
 
 
 class Emitted(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Tokens sampled in one step, one row per sequence that gained one.
+    """Tokens sampled in one step, one row per sequence that gained one or had to end without.
 
     Attributes:
         sequences: who.
-        token_ids: what (-1 when a hashed trace is replayed, or max_tokens is 0 and the prompt is over).
+        token_ids: what (-1 when a hashed trace is replayed, max_tokens is 0 and the prompt is over, or the reason to
+            finish is NON_FINITE).
         finish_reasons: None while it goes on.
         logprobs: by row.
         prompt_logprobs: by row, all of the prompt's, with the first token.
@@ -26,6 +27,12 @@ class Emitted(msgspec.Struct, frozen=True, eq=False, gc=False):
     finish_reasons: list[FinishReason | None] = msgspec.field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
+
+    def add_failed(self, sequences: list[Sequence]) -> None:
+        """Append a row for each of `sequences`, which ended because their logits were not finite."""
+        self.sequences.extend(sequences)
+        self.token_ids.extend([-1] * len(sequences))
+        self.finish_reasons.extend([FinishReason.NON_FINITE] * len(sequences))
 
 
 @dataclass(slots=True)

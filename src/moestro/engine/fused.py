@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moestro.core.work import Device, Forward, Plan, Slots, StepResult
+from moestro.core.work import Device, Forward, PassCounts, Plan, Slots, StepResult
 
 
 class FusedExecutor:
@@ -18,10 +18,12 @@ class FusedExecutor:
 
     Attributes:
         overlaps_plans: False: plans end in the order in which they came.
+        pass_counts: all zero.
         num_pieces: plans submitted.
     """
 
     overlaps_plans = False
+    pass_counts = PassCounts()
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from moestro.core.request import Output, Request, TokenLogprobs
+from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
 from moestro.core.stages import StagedDevice
 from moestro.core.views import BE, LS, StepPolicy
-from moestro.core.work import Device, Executor, Plan, Slots
+from moestro.core.work import Device, Executor, PassCounts, Plan, Slots
 from moestro.engine.emitted import Emitted
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.scheduler import Scheduler
@@ -33,6 +33,7 @@ class RankStats:
     num_hit_tokens: int
     num_kept_tokens: int
     num_restored_tokens: int
+    pass_counts: PassCounts
 
 
 class Rank:
@@ -168,6 +169,7 @@ class Rank:
             num_hit_tokens=counts.num_hit_tokens,
             num_kept_tokens=counts.num_kept_tokens,
             num_restored_tokens=counts.num_restored_tokens,
+            pass_counts=self.executor.pass_counts,
         )
 
 
@@ -196,15 +198,16 @@ def build_preemptive_rank(
 
 
 def outputs_of(emitted: Emitted) -> list[Output]:
-    """One message per sequence that gained a token, or whose prompt is over and that wanted none."""
+    """One message per sequence that gained a token, whose prompt is over and that wanted none, or that had to end."""
     outputs = []
-    for row, sequence in enumerate(emitted.sequences):
+    for row, (sequence, reason) in enumerate(zip(emitted.sequences, emitted.finish_reasons, strict=True)):
+        has_token = sequence.request.sampling.max_tokens > 0 and reason is not FinishReason.NON_FINITE
         logprobs: tuple[TokenLogprobs, ...] = (emitted.logprobs[row],) if row in emitted.logprobs else ()
         outputs.append(
             Output(
                 request_id=sequence.request.request_id,
-                token_ids=(emitted.token_ids[row],) if sequence.request.sampling.max_tokens else (),
-                finish_reason=emitted.finish_reasons[row],
+                token_ids=(emitted.token_ids[row],) if has_token else (),
+                finish_reason=reason,
                 logprobs=logprobs,
                 prompt_logprobs=emitted.prompt_logprobs.get(row),
                 num_cached_tokens=sequence.num_cached_tokens or 0,

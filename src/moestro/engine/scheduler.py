@@ -247,16 +247,23 @@ class Scheduler:
     # --- update -----------------------------------------------------------------------------------------------------
 
     def update(self, result: StepResult, now_ns: int) -> Emitted:
-        """Take the results of units in flight: tokens appended, full blocks remembered, ended sequences freed."""
+        """Take the results of units in flight: tokens appended, full blocks remembered, ended sequences freed.
+
+        Sequences whose logits are not finite end here, without a token.
+        """
         table = self.table
         num_done = table.num_in_flight.take(result.slot)
         if np.count_nonzero(num_done) < len(num_done):
             raise InvariantError("a result for a unit that is not in flight")
         table.num_units_in_flight -= len(num_done)
+        failed: list[Sequence] = []
+        if result.non_finite is not None:
+            result, failed = self._without_non_finite(result, result.non_finite)
         if self._num_aborted_in_flight:
             result = self._without_aborted(result)
-            num_done = table.num_in_flight[result.slot]
         slots = result.slot
+        if len(slots) < len(num_done):
+            num_done = table.num_in_flight.take(slots)
         computed = table.num_computed.take(slots) + num_done
         table.num_computed[slots] = computed
         table.num_in_flight[slots] = 0
@@ -267,7 +274,27 @@ class Scheduler:
         for index, packed in result.block_hashes.items():
             table.learn_hashes(int(slots[index]), packed)
         self._remember_full_blocks(slots, computed)
-        return self._emit(result, computed == table.num_tokens.take(slots))
+        emitted = self._emit(result, computed == table.num_tokens.take(slots))
+        emitted.add_failed(failed)
+        return emitted
+
+    def _without_non_finite(self, result: StepResult, rows: Slots) -> tuple[StepResult, list[Sequence]]:
+        """The result without its non-finite `rows`, whose sequences leave now; and those that were not aborted.
+
+        The prefix cache forgets all names of their blocks, also of blocks that other sequences stored: chunks whose
+        logits were not wanted enter the cache unchecked. So the next equal prompt is computed from its first token.
+        """
+        failed = []
+        for slot in result.slot[rows].tolist():
+            sequence = self.table.at(slot)
+            self.pool.forget(sequence.hashes)
+            if sequence.is_aborted:
+                self._num_aborted_in_flight -= 1
+            else:
+                del self.by_id[sequence.request.request_id]
+                failed.append(sequence)
+            self._leave(sequence)
+        return result.select(np.setdiff1d(np.arange(len(result.slot)), rows)), failed
 
     def _without_aborted(self, result: StepResult) -> StepResult:
         """The result without sequences that were aborted while their unit was in flight; these leave now."""

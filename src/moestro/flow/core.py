@@ -34,9 +34,10 @@ from moestro.core.stages import (
 )
 from moestro.core.unit_sets import select_units
 from moestro.core.views import ATTENTION, EVERY_EXPERT, LS, Run, StepPolicy, Wait
-from moestro.core.work import Plan, Slots, StepResult
+from moestro.core.work import PassCounts, Plan, Slots, StepResult
 from moestro.errors import InvariantError
 from moestro.flow.micro_queues import Batches, MicroQueues, merge_batches
+from moestro.flow.passed_over import PassedOver
 from moestro.flow.token_pool import TokenPool
 
 Int64s = NDArray[np.int64]
@@ -109,21 +110,20 @@ class FlowCore:
         policy: chooses what runs next.
         launch_ahead: items with the device at once. 1: each choice sees all results; 2: an accelerator has its next
             item while the host takes in the last one's result.
-
-    Attributes:
-        wake_ns: when the policy wants to be asked again; None: it waits for nothing.
     """
 
     def __init__(self, shape: StageShape, policy: StepPolicy, launch_ahead: int = 1) -> None:
         self.shape = shape
-        self.wake_ns: int | None = None
         self._policy = policy
         self._launch_ahead = launch_ahead
         self._pool = TokenPool(shape)
         self._queues = MicroQueues(shape, self._pool)
+        self._passed_over = PassedOver(self._pool, self._queues)
         self._launched: deque[_Launched] = deque()
         self._door: list[Plan] = []
         self._num_withdrawn = 0  # launched items of which it is not known how far they came
+        self._wait_until_ns: int | None = None  # what the policy said last: `Wait.until_ns`
+        self._ask_again_ns: int | None = None  # the earliest `Run.ask_again_ns` of what is launched
         self._counts: NDArray[np.int64] | None = None
         if shape.num_experts:
             self._counts = np.zeros((shape.num_layers, shape.num_experts), np.int64)
@@ -134,8 +134,17 @@ class FlowCore:
         return len(self._pool) + len(self._door)
 
     @property
-    def has_room(self) -> bool:
-        """Whether a `Tick` may launch something."""
+    def wake_ns(self) -> int | None:
+        """When the policy wants to be asked again even if no event comes; None means no such time."""
+        return min((at for at in (self._wait_until_ns, self._ask_again_ns) if at is not None), default=None)
+
+    def wants_tick(self, now_ns: int) -> bool:
+        """Whether a `Tick` asks the policy: the device has room, or the policy set a time that has come."""
+        wake_ns = self.wake_ns
+        return self._has_room or (wake_ns is not None and now_ns >= wake_ns)
+
+    @property
+    def _has_room(self) -> bool:
         # What a withdrawn item did not do must be known first: the next one might complete a unit that lacks it.
         if self._num_withdrawn or len(self._launched) >= self._launch_ahead:
             return False
@@ -146,8 +155,14 @@ class FlowCore:
         """Items with the device."""
         return len(self._launched)
 
+    @property
+    def pass_counts(self) -> PassCounts:
+        """Totals since the start."""
+        return self._passed_over.counts
+
     def on_event(self, now_ns: int, event: Event) -> list[Command]:
         """Take note of `event`, and say what is to be done about it, in order."""
+        self._passed_over.elapse(now_ns)
         commands: list[Command] = []
         match event:
             case Done(result):
@@ -156,6 +171,10 @@ class FlowCore:
                 self._submit(plan, now_ns, commands)
             case Tick():
                 self._choose(now_ns, commands)
+        # A device that works when it is polled hands out a result with the time at which it began the last piece. So
+        # the time after a result belongs to that result's item, until the next event says what runs.
+        if self._launched or not isinstance(event, Done):
+            self._passed_over.observe(self._units_of(launched) for launched in self._launched)
         return commands
 
     def recall(self, slots: Slots) -> Slots:
@@ -167,9 +186,9 @@ class FlowCore:
         recalled = [self._turn_away(slots)]
         ids = self._pool.find(slots)
         for launched in self._launched:
-            item = launched.item
-            ids = np.setdiff1d(ids, self._pool.units_at(item.places) if isinstance(item, Experts) else launched.ids)
+            ids = np.setdiff1d(ids, self._units_of(launched))
         if len(ids):
+            self._passed_over.forget(ids)
             recalled.append(self._pool.slot[ids])
             self._queues.drop(ids)
             inside = ids[self._pool.lacking[ids] > 0]  # between attention and the end of experts
@@ -177,6 +196,12 @@ class FlowCore:
                 self._pool.give_back_places(self._pool.places_of(self._pool.wave(inside).rows))
             self._pool.leave(ids)
         return np.concatenate(recalled)
+
+    def _units_of(self, launched: _Launched) -> Int64s:
+        """Units with which an item has anything to do."""
+        if isinstance(launched.item, Experts):
+            return np.concatenate([launched.ids, self._pool.units_at(launched.item.places)])
+        return launched.ids
 
     def _turn_away(self, slots: Slots) -> Slots:
         """Forget the units of `slots` that wait at the door, and answer their slots."""
@@ -199,8 +224,13 @@ class FlowCore:
         self._door.append(plan)
         self._admit(now_ns)
         # Whoever came may be more urgent than the rest of what runs: let the policy choose again.
+        self._withdraw(commands)
+
+    def _withdraw(self, commands: list[Command]) -> None:
+        self._ask_again_ns = None
         if any(isinstance(launched.item, Experts | Passage) for launched in self._launched):
             self._num_withdrawn = len(self._launched)
+            self._passed_over.count_withdrawal()
             commands.append(Withdraw())
 
     def _admit(self, now_ns: int) -> None:
@@ -209,23 +239,24 @@ class FlowCore:
             if plan.num_tokens > self._pool.num_free_rows:
                 return
             self._door.remove(plan)
-            self._queues.add_units(0, self._pool.enter(plan, now_ns))
+            self._queues.add_units(0, self._pool.enter(plan), now_ns)
 
     def _take(self, now_ns: int, result: StageResult, commands: list[Command]) -> None:
         if not self._launched:
             raise InvariantError("a result of nothing")
         launched = self._launched.popleft()
+        self._ask_again_ns = None  # the policy chooses again after each result
         self._num_withdrawn = max(self._num_withdrawn - 1, 0)
         match launched.item, result:
             case Attention() as item, AttentionDone(topk_ids):
                 if topk_ids is None:
-                    self._queues.add_units(item.layer + 1, launched.ids)
+                    self._queues.add_units(item.layer + 1, launched.ids, now_ns)
                 else:
-                    self._queues.add_pairs(item.layer, item.places, topk_ids)
+                    self._queues.add_pairs(item.layer, item.places, topk_ids, now_ns)
             case Experts() as item, ExpertsDone(num_batches):
-                self._take_experts(launched, item, num_batches, commands)
+                self._take_experts(now_ns, launched, item, num_batches, commands)
             case Passage() as item, Stopped():
-                self._take_stopped(launched.ids, item, result, commands)
+                self._take_stopped(now_ns, launched.ids, item, result, commands)
             case (Sample() | Passage()) as item, StepResult(expert_counts=counts):
                 self._count(counts)
                 commands.append(Emit(msgspec.structs.replace(result, expert_counts=self._counts)))
@@ -240,15 +271,15 @@ class FlowCore:
         if counts is not None and self._counts is not None:
             self._counts += counts
 
-    def _take_stopped(self, ids: Int64s, item: Passage, stopped: Stopped, commands: list[Command]) -> None:
+    def _take_stopped(self, now_ns: int, ids: Int64s, item: Passage, stopped: Stopped, commands: list[Command]) -> None:
         self._count(stopped.expert_counts)
         if stopped.topk_ids is None:
             self._pool.complete(ids)
             self._pool.give_back_places(item.places)
-            self._queues.add_units(stopped.layer, ids)
+            self._queues.add_units(stopped.layer, ids, now_ns)
             return
         done = stopped.topk_ids < stopped.first_open
-        self._queues.add_pairs(stopped.layer, item.places, stopped.topk_ids, ~done)
+        self._queues.add_pairs(stopped.layer, item.places, stopped.topk_ids, now_ns, ~done)
         self._complete(stopped.layer, self._pool.contribute(np.repeat(item.places, done.sum(axis=1))), commands)
 
     def _complete(self, layer: int, ids: Int64s, commands: list[Command]) -> None:
@@ -256,14 +287,16 @@ class FlowCore:
         if len(ids):
             self._launch(self._experts_item(layer, merge_batches([]), ids), ids, commands)
 
-    def _take_experts(self, launched: _Launched, item: Experts, num_batches: int, commands: list[Command]) -> None:
+    def _take_experts(
+        self, now_ns: int, launched: _Launched, item: Experts, num_batches: int, commands: list[Command]
+    ) -> None:
         assert self._counts is not None, "experts of a dense network"
         self._counts[item.layer, item.experts[:num_batches]] += item.counts[:num_batches]
         ids = launched.ids
         if num_batches == len(item.experts):
             if len(ids):
                 self._pool.give_back_places(item.complete_places)
-                self._queues.add_units(item.layer + 1, ids)
+                self._queues.add_units(item.layer + 1, ids, now_ns)
             return
         done = int(item.counts[:num_batches].sum())
         rest = Batches(item.experts[num_batches:], item.counts[num_batches:], item.places[done:], item.choices[done:])
@@ -275,19 +308,23 @@ class FlowCore:
 
     def _choose(self, now_ns: int, commands: list[Command]) -> None:
         """Launch what the policy wants, as long as the device has room."""
-        self.wake_ns = None
+        if self._ask_again_ns is not None and now_ns >= self._ask_again_ns:
+            self._withdraw(commands)
+        self._wait_until_ns = None
         if self._door:
             self._admit(now_ns)
-        while self.has_room and self._queues.num_waiting:
+        while self._has_room and self._queues.num_waiting:
             table = self._queues.table()
             if not np.count_nonzero(table.runnable):
                 return  # a result will free places
             match self._policy(table, now_ns):
                 case Wait(until_ns):
-                    self.wake_ns = until_ns
+                    self._wait_until_ns = until_ns
                     return
                 case Run() as run:
                     self._run(run, commands)
+                    times = [at for at in (self._ask_again_ns, run.ask_again_ns) if at is not None]
+                    self._ask_again_ns = min(times, default=None)
 
     def _run(self, run: Run, commands: list[Command]) -> None:
         if run.group == ATTENTION:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from moestro.core.stages import StagedDevice
 from moestro.core.views import StepPolicy
-from moestro.core.work import Plan, Slots, StepResult
+from moestro.core.work import PassCounts, Plan, Slots, StepResult
 from moestro.flow.core import Done, Emit, Event, FlowCore, Launch, Submitted, Tick, Withdraw
 
 
@@ -32,6 +32,11 @@ class FlowExecutor:
         self._results: deque[StepResult] = deque()
         self.num_pieces = 0
 
+    @property
+    def pass_counts(self) -> PassCounts:
+        """See `Executor.pass_counts`."""
+        return self._core.pass_counts
+
     def submit(self, plan: Plan, now_ns: int) -> None:
         """Let a plan in. What has not begun of other plans goes back to its queues."""
         if plan.moves is not None:
@@ -40,7 +45,7 @@ class FlowExecutor:
 
     def start(self, now_ns: int) -> None:
         """Give the device what it has room for, unless it works only when it is polled."""
-        if self._core.has_room and not self._device.works_when_polled:
+        if self._core.wants_tick(now_ns) and not self._device.works_when_polled:
             self._tell(Tick(), now_ns)
 
     def poll(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> StepResult | None:
@@ -51,7 +56,7 @@ class FlowExecutor:
         several plans inside this returns after every piece, so that the policy is asked at a time that is true.
         """
         while not self._results:
-            if self._core.has_room:
+            if self._core.wants_tick(now_ns):
                 self._tell(Tick(), now_ns)
             if self._core.num_launched == 0 or not self._work(now_ns, is_wanted):
                 break

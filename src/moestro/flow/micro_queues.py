@@ -61,7 +61,7 @@ class MicroQueues:
 
     Args:
         shape: of the device.
-        pool: knows class, size and age of each unit.
+        pool: knows class, size and ages of each unit.
     """
 
     def __init__(self, shape: StageShape, pool: TokenPool) -> None:
@@ -72,6 +72,7 @@ class MicroQueues:
         self._runnable = np.zeros((layers, groups), np.bool_)
         self._num_expert_tokens = np.zeros((NUM_CLASSES, layers), np.int32)
         self._seen = tuple(_read_only(each) for each in (self._n, self._oldest_ns, self._num_expert_tokens))
+        self._nobody_passed = _read_only(np.zeros_like(self._oldest_ns))
         self._units: list[list[Int64s]] = [[np.empty(0, np.int64)] * layers for _ in range(NUM_CLASSES)]
         self._segments: list[list[Segment]] = [[] for _ in range(layers)]
         self._needs_places = np.array([*shape.is_sparse, False])
@@ -79,20 +80,45 @@ class MicroQueues:
 
     def table(self) -> QueueTable:
         """What a step policy sees; it must not keep it."""
-        runnable, free = self._runnable, self._pool.num_free_places
-        if self.num_waiting > free:  # else nobody is short of places
-            short = self._needs_places & (self._n[:, :, ATTENTION].sum(0) > free)
-            if np.count_nonzero(short):
-                runnable = runnable.copy()
-                for layer in np.flatnonzero(short).tolist():
-                    runnable[layer, ATTENTION] = self._smallest_unit(layer) <= free
+        runnable = self._runnable
+        if short := self._layers_short_of_places():
+            runnable = runnable.copy()
+            runnable[short, ATTENTION] = False
         n, oldest_ns, num_expert_tokens = self._seen
-        return QueueTable(n, oldest_ns, _read_only(runnable), num_expert_tokens, free)
+        passed_ns = _read_only(self._longest_passed_ns()) if self._pool.num_passed else self._nobody_passed
+        free = self._pool.num_free_places
+        return QueueTable(n, oldest_ns, passed_ns, _read_only(runnable), num_expert_tokens, free)
+
+    def short_of_places(self, service_class: int) -> Int64s:
+        """Units of a class that wait for an attention which has no places for any unit."""
+        queues = [self._units[service_class][layer] for layer in self._layers_short_of_places()]
+        return np.concatenate(queues) if queues else np.empty(0, np.int64)
+
+    def _layers_short_of_places(self) -> list[int]:
+        """Layers with units before their attention and places for none of them."""
+        free = self._pool.num_free_places
+        if self.num_waiting <= free:
+            return []
+        crowded = self._needs_places & (self._n[:, :, ATTENTION].sum(0) > free)
+        return [layer for layer in np.flatnonzero(crowded).tolist() if self._smallest_unit(layer) > free]
+
+    def _longest_passed_ns(self) -> Int64s:
+        """`QueueTable.passed_ns`. Made anew for each table, because it is asked for only while a unit is parked."""
+        longest, passed_ns = np.zeros_like(self._oldest_ns), self._pool.passed_ns
+        for service_class, layer in np.argwhere(self._n[:, :, ATTENTION]).tolist():
+            longest[service_class, layer, ATTENTION] = passed_ns[self._units[service_class][layer]].max()
+        for layer, segments in enumerate(self._segments):
+            for segment in segments:
+                index, experts = segment.waiting()
+                units = self._pool.units_at(segment.places[index])
+                np.maximum.at(longest[segment.service_class, layer, 1:], experts, passed_ns[units])
+        return longest
 
     # --- attention and sampler --------------------------------------------------------------------------------------
 
-    def add_units(self, layer: int, ids: Int64s) -> None:
-        """Units wait for the attention of `layer`, or (layer `num_layers`) for the sampler."""
+    def add_units(self, layer: int, ids: Int64s, now_ns: int) -> None:
+        """Units wait from now on for the attention of `layer`, or (layer `num_layers`) for the sampler."""
+        self._pool.queued_ns[ids] = now_ns
         classes = self._pool.service_class[ids]
         lowest, highest = int(classes.min()), int(classes.max())
         for service_class in range(lowest, highest + 1):
@@ -147,19 +173,24 @@ class MicroQueues:
         num_tokens = int(self._pool.num_tokens[ids].sum())
         self.num_waiting += num_tokens - int(self._n[at])
         self._n[at] = num_tokens
-        self._oldest_ns[at] = self._pool.came_ns[ids].min() if len(ids) else NOBODY_WAITS_NS
+        self._oldest_ns[at] = self._pool.queued_ns[ids].min() if len(ids) else NOBODY_WAITS_NS
         self._runnable[layer, ATTENTION] = self._n[:, layer, ATTENTION].any()
 
     # --- experts ----------------------------------------------------------------------------------------------------
 
-    def add_pairs(self, layer: int, places: Int32s, topk_ids: Int32s, wanted: NDArray[np.bool_] | None = None) -> None:
-        """Tokens wait for their experts.
+    def add_pairs(
+        self, layer: int, places: Int32s, topk_ids: Int32s, now_ns: int, wanted: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Tokens wait from now on for their experts.
 
         Args:
+            layer: of the experts.
             places: int32[tokens].
             topk_ids: int32[tokens, chosen], physical experts in ascending id.
+            now_ns: the time.
             wanted: bool[tokens, chosen], for which of these; None: all.
         """
+        self._pool.queued_ns[self._pool.units_at(places)] = now_ns
         num_chosen = topk_ids.shape[1]
         choices = np.tile(np.arange(num_chosen, dtype=np.int32), len(places))
         places, experts = np.repeat(places, num_chosen), topk_ids.reshape(-1)
@@ -168,7 +199,7 @@ class MicroQueues:
         self._add_segments(layer, places, choices, experts)
 
     def give_back(self, layer: int, batches: Batches) -> None:
-        """Batches that were taken and not run wait again."""
+        """Batches that were taken and not run wait again, as long as if they had never been taken."""
         self._add_segments(layer, batches.places, batches.choices, np.repeat(batches.experts, batches.counts))
 
     def take_expert(self, layer: int, expert: int, max_rows: int, classes: tuple[int, ...]) -> Batches:
@@ -251,20 +282,20 @@ class MicroQueues:
                 continue
             sizes = np.bincount(experts[own], minlength=self._shape.num_experts)
             self._segments[layer].append(_segment(service_class, places[own][order], choices[own][order], sizes))
-            self._count_in(layer, service_class, sizes, self._pool.came_ns[units[own][order]])
+            self._count_in(layer, service_class, sizes, self._pool.queued_ns[units[own][order]])
 
-    def _count_in(self, layer: int, service_class: int, sizes: Int64s, came_ns: Int64s) -> None:
-        """`sizes`: int64[experts], new pairs of each; `came_ns`: int64[pairs], sorted by expert."""
+    def _count_in(self, layer: int, service_class: int, sizes: Int64s, queued_ns: Int64s) -> None:
+        """`sizes`: int64[experts], new pairs of each; `queued_ns`: int64[pairs], sorted by expert."""
         self._n[service_class, layer, 1:] += sizes.astype(np.int32)
         oldest = self._oldest_ns[service_class, layer, 1:]
         some = np.flatnonzero(sizes)
-        first = came_ns.min()
-        if first < came_ns.max():
-            first = np.minimum.reduceat(came_ns, (sizes.cumsum() - sizes)[some])
+        first = queued_ns.min()
+        if first < queued_ns.max():
+            first = np.minimum.reduceat(queued_ns, (sizes.cumsum() - sizes)[some])
         oldest[some] = np.minimum(oldest[some], first)
         self._runnable[layer, 1:] |= sizes > 0
-        self._num_expert_tokens[service_class, layer] += len(came_ns)
-        self.num_waiting += len(came_ns)
+        self._num_expert_tokens[service_class, layer] += len(queued_ns)
+        self.num_waiting += len(queued_ns)
 
     def _of_class(self, layer: int, service_class: int) -> list[Segment]:
         return [segment for segment in self._segments[layer] if segment.service_class == service_class]
@@ -275,7 +306,7 @@ class MicroQueues:
             waiting = segment.places[segment.begin[expert] : segment.end[expert]]
             if len(waiting):
                 left += len(waiting)
-                oldest = min(oldest, int(self._pool.came_ns[self._pool.units_at(waiting)].min()))
+                oldest = min(oldest, int(self._pool.queued_ns[self._pool.units_at(waiting)].min()))
         at = (service_class, layer, 1 + expert)
         change = left - int(self._n[at])
         self._n[at], self._oldest_ns[at] = left, oldest

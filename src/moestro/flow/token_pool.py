@@ -66,7 +66,11 @@ class TokenPool:
         shape: how many there may be.
 
     Attributes:
-        service_class, num_tokens, came_ns, slot: uint8, int32, int64, int64 [rows], by unit.
+        service_class, num_tokens, slot: uint8, int32, int64 [rows], by unit.
+        plan_of: int64[rows], by unit, the number of its plan; plans are numbered as they enter.
+        queued_ns: int64[rows], by unit, when it came into the queue, or the layer's expert queues, where it waits.
+        passed_ns: int64[rows], by unit, for how long it was passed over since it entered; 0 for rows without a unit.
+        num_passed: units whose `passed_ns` is not 0.
         lacking: int32[rows], by unit, contributions of this layer that are neither there nor under way.
         num_free_rows, num_free_places: how many are left.
     """
@@ -75,7 +79,10 @@ class TokenPool:
         self._num_chosen = shape.num_chosen
         self.service_class: NDArray[np.uint8] = np.zeros(shape.num_rows, np.uint8)
         self.num_tokens: Int32s = np.zeros(shape.num_rows, np.int32)
-        self.came_ns: Int64s = np.zeros(shape.num_rows, np.int64)
+        self.plan_of: Int64s = np.zeros(shape.num_rows, np.int64)
+        self.queued_ns: Int64s = np.zeros(shape.num_rows, np.int64)
+        self.passed_ns: Int64s = np.zeros(shape.num_rows, np.int64)
+        self.num_passed = 0
         self.lacking: Int32s = np.zeros(shape.num_rows, np.int32)
         self.slot: Slots = np.zeros(shape.num_rows, np.int64)
         self.num_free_rows, self.num_free_places = shape.num_rows, shape.num_places
@@ -84,7 +91,6 @@ class TokenPool:
         self._unit_of_row: Int32s = np.zeros(shape.num_rows, np.int32)
         self._place_of_row: Int32s = np.zeros(shape.num_rows, np.int32)
         self._row_of_place: Int32s = np.zeros(shape.num_places, np.int32)
-        self._plan_of: Int64s = np.zeros(shape.num_rows, np.int64)
         self._index_of: Int32s = np.zeros(shape.num_rows, np.int32)
         self._plans: dict[int, _PlanInside] = {}
         self._waves: dict[bytes, Wave] = {}
@@ -94,7 +100,7 @@ class TokenPool:
         """Plans with units in the network."""
         return len(self._plans)
 
-    def enter(self, plan: Plan, now_ns: int) -> Int64s:
+    def enter(self, plan: Plan) -> Int64s:
         """Give rows to a plan's units, for whose tokens there are enough.
 
         Returns:
@@ -110,10 +116,9 @@ class TokenPool:
         self.service_class[ids] = units.service_class
         self.num_tokens[ids] = units.num_tokens
         self.slot[ids] = units.slot
-        self.came_ns[ids] = now_ns
         self.lacking[ids] = 0
         self._unit_of_row[rows] = np.repeat(ids, units.num_tokens)
-        self._plan_of[ids] = self._num_plans
+        self.plan_of[ids] = self._num_plans
         self._index_of[ids] = np.arange(len(ids))
         plan_rows = rows.astype(np.int32)
         inside = self._plans[self._num_plans] = _PlanInside(units, plan_rows, ids, len(ids))
@@ -182,7 +187,10 @@ class TokenPool:
             raise InvariantError("a unit leaves that is not in the network")
         self._row_is_free[rows] = True
         self.num_free_rows += len(rows)
-        for number, count in _count_each(self._plan_of[ids]):
+        if self.num_passed:
+            self.num_passed -= int(np.count_nonzero(self.passed_ns[ids]))
+            self.passed_ns[ids] = 0
+        for number, count in _count_each(self.plan_of[ids]):
             plan = self._plans[number]
             plan.num_left -= count
             if plan.num_left == 0:
@@ -194,15 +202,30 @@ class TokenPool:
         """Names of the units of these slots that are in the network, ascending."""
         found = [np.empty(0, np.int64)]
         for number, plan in self._plans.items():
-            ids = plan.ids[np.isin(plan.units.slot, slots)]
-            # A plan still lists units that have left; their rows are free, or another's by now.
-            inside = ~self._row_is_free[ids] & (self._unit_of_row[ids] == ids) & (self._plan_of[ids] == number)
-            found.append(ids[inside])
+            found.append(self._still_inside(number, plan.ids[np.isin(plan.units.slot, slots)]))
         return np.sort(np.concatenate(found))
+
+    def find_earlier(self, service_class: int, before: int) -> Int64s:
+        """Names of the units of a class that are in the network, of plans with a number less than `before`."""
+        found = [np.empty(0, np.int64)]
+        for number, plan in self._plans.items():
+            if number < before:
+                found.append(self._still_inside(number, plan.ids[plan.units.service_class == service_class]))
+        return np.concatenate(found)
+
+    def pass_over(self, ids: Int64s, passed_ns: int) -> None:
+        """The units `ids` (distinct) were passed over for `passed_ns`, more than 0."""
+        self.num_passed += len(ids) - int(np.count_nonzero(self.passed_ns[ids]))
+        self.passed_ns[ids] += passed_ns
+
+    def _still_inside(self, number: int, ids: Int64s) -> Int64s:
+        """Those of a plan's `ids` that have not left: the rows of the others are free, or another unit's by now."""
+        inside: Int64s = ids[~self._row_is_free[ids] & (self._unit_of_row[ids] == ids) & (self.plan_of[ids] == number)]
+        return inside
 
     def _make_wave(self, ids: Int64s) -> Wave:
         parts, rows = [], []
-        numbers = self._plan_of[ids]
+        numbers = self.plan_of[ids]
         for number in np.unique(numbers).tolist():
             plan = self._plans[number]
             index = self._index_of[ids[numbers == number]].astype(np.int64)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from moestro.core.request import SamplingDefaults
 from moestro.errors import UnsupportedModelError
+from moestro.model.checkpoint_files import read_json_object
 
 # What a default may be: the bounds of the API.
 _BOUNDS = {
@@ -26,21 +26,21 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
         UnsupportedModelError: it is no JSON object.
     """
     path = directory / "generation_config.json"
-    try:
-        fields = json.loads(path.read_text()) if path.exists() else {}
-    except ValueError as error:
-        raise UnsupportedModelError(f"{path} is malformed: {error}.") from error
-    if not isinstance(fields, dict):
-        raise UnsupportedModelError(f"{path} is malformed: it must hold one JSON object.")
-    return fields
+    return read_json_object(path) if path.exists() else {}
 
 
 def eos_token_ids(fields: dict[str, Any], config: Any) -> tuple[int, ...]:
-    """Ids that end a sequence: those of the file and of transformers' config, ascending."""
-    ids: set[int] = set()
+    """Ids that end a sequence: those of the file and of transformers' config, ascending.
+
+    Raises:
+        UnsupportedModelError: one of them is no token id.
+    """
+    ids: list[int] = []
     for given in (fields.get("eos_token_id"), config.eos_token_id, config.get_text_config().eos_token_id):
-        ids.update(given if isinstance(given, list | tuple) else [] if given is None else [given])
-    return tuple(sorted(ids))
+        ids += given if isinstance(given, list | tuple) else [] if given is None else [given]
+    if wrong := [each for each in ids if type(each) is not int]:
+        raise UnsupportedModelError(f"eos_token_id must be an integer or a list of them, got {wrong[0]!r}.")
+    return tuple(sorted(set(ids)))
 
 
 def sampling_defaults(fields: dict[str, Any]) -> SamplingDefaults:

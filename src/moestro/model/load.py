@@ -9,12 +9,19 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
-from moestro.errors import ConfigError, UnsupportedModelError
+from moestro.errors import ConfigError, MoestroError, UnsupportedModelError
 from moestro.model.attention import PAGED, register_attention
 from moestro.model.experts import EXPERTS, register_experts
 from moestro.model.network import Network
 from moestro.model.pools import choose_max_model_len
-from moestro.model.refuse import read_config_file, refuse_config, refuse_config_file, refuse_skeleton, refuse_weights
+from moestro.model.refuse import (
+    find_weights,
+    read_config_file,
+    refuse_config,
+    refuse_config_file,
+    refuse_dtypes,
+    refuse_skeleton,
+)
 from moestro.model.settings import ModelSettings
 
 
@@ -26,16 +33,19 @@ def read_config(settings: ModelSettings) -> Any:
         ConfigError: `--max-model-len` exceeds what the network was made for.
     """
     directory = Path(settings.model)
-    refuse_config_file(read_config_file(directory))
-    if settings.load_format != "dummy":
-        refuse_weights(directory)
+    raw = read_config_file(directory)
+    refuse_config_file(raw)
+    files = [] if settings.load_format == "dummy" else find_weights(directory)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers' validators raise kinds of their own
+        limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+        refuse_config(config, choose_max_model_len(settings, limit))
+    except MoestroError:
+        raise
+    except Exception as error:  # transformers' validators raise kinds of their own, and what they miss, any kind
         raise UnsupportedModelError(f"config.json is not understood by transformers: {error}") from error
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    refuse_config(config, choose_max_model_len(settings, limit))
-    _build_skeleton(config)
+    ignored = _build_skeleton(config)._keys_to_ignore_on_load_unexpected or ()
+    refuse_dtypes(files, raw.get("quantization_config"), ignored)
     return config
 
 
@@ -80,14 +90,15 @@ def choose_device(settings: ModelSettings, rank: int = 0) -> torch.device:
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
-def _build_skeleton(config: Any) -> None:
-    """Refuse by the network's modules, built without memory for weights."""
+def _build_skeleton(config: Any) -> Any:
+    """The network, built without memory for weights, unless its modules are refused."""
     try:
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever an inconsistent config makes a constructor raise
         raise UnsupportedModelError(f"transformers cannot build this config's network: {error}") from error
     refuse_skeleton(skeleton)
+    return skeleton
 
 
 def _read_weights(settings: ModelSettings, config: Any) -> tuple[Any, str]:

@@ -6,16 +6,19 @@ not of a tested family still has to pass `check` once it is loaded.
 
 from __future__ import annotations
 
-import json
+import re
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moestro.errors import UnsupportedModelError
+from moestro.model.checkpoint_files import MAX_INDEX_BYTES, read_json_object, refuse_links_out
 
 # Families whose logits the parity tests hold to transformers' own.
 TESTED_FAMILIES = frozenset(
@@ -37,27 +40,25 @@ TESTED_FAMILIES = frozenset(
     }
 )
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-_DEQUANTIZED = ("fp8", "mxfp4")
+# Names of dtypes as safetensors has them.
+_FLOATS = ("F64", "F32", "F16", "BF16")
+# Quantizations that are undone at load, and the dtypes that they keep weights and scales in.
+_DEQUANTIZED = {"fp8": ("F8_E4M3", "F8_E5M2", "F8_E8M0"), "mxfp4": ("U8",)}
 
 
 def read_config_file(directory: Path) -> dict[str, Any]:
     """`config.json` as it stands.
 
     Raises:
-        UnsupportedModelError: there is no checkpoint here, or its config is no JSON object.
+        UnsupportedModelError: there is no checkpoint here, a file is a link out of it, or its config is no JSON object.
     """
     if not directory.is_dir():
         raise UnsupportedModelError(f"{directory} is no directory: give a checkpoint directory with a config.json.")
     names = sorted(path.name for path in directory.iterdir())
     if "config.json" not in names:
         raise UnsupportedModelError(f"{directory} holds no config.json{_what_it_is(names)}")
-    try:
-        raw = json.loads((directory / "config.json").read_text())
-    except ValueError as error:
-        raise UnsupportedModelError(f"{directory / 'config.json'} is malformed: {error}.") from error
-    if not isinstance(raw, dict):
-        raise UnsupportedModelError(f"{directory / 'config.json'} is malformed: it must hold one JSON object.")
-    return raw
+    refuse_links_out(directory)
+    return read_json_object(directory / "config.json")
 
 
 def refuse_config_file(raw: dict[str, Any]) -> None:
@@ -78,27 +79,77 @@ def refuse_config_file(raw: dict[str, Any]) -> None:
         raise UnsupportedModelError(f"model_type {family!r} is an encoder-decoder: only decoders are served.")
     if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UnsupportedModelError(f"model_type {family!r} has no causal language model: it cannot generate text.")
+    if raw.get("transformers_weights") is not None:
+        raise UnsupportedModelError(
+            f"config.json names its weights by transformers_weights ({raw['transformers_weights']!r}): not read. Give"
+            " the weights as model.safetensors, or in shards with an index."
+        )
     _refuse_heads(raw)
     _refuse_quantization(raw.get("quantization_config"))
 
 
-def refuse_weights(directory: Path) -> None:
-    """Nothing, if the directory holds all safetensors files that it names.
+def find_weights(directory: Path) -> list[Path]:
+    """The files that transformers reads weights from: all are safetensors files of the directory.
 
     Raises:
-        UnsupportedModelError: it does not.
+        UnsupportedModelError: a file is missing, or is anything else.
     """
-    names = {path.name for path in directory.iterdir()}
+    names = sorted(path.name for path in directory.iterdir())
+    if "adapter_config.json" in names:  # transformers would load the adapter too, from a pickle if that is what it is
+        raise UnsupportedModelError(f"{directory} holds a LoRA adapter: merge it into the model, or take it away.")
     index = directory / "model.safetensors.index.json"
+    found = [name for name in names if name == "model.safetensors"]  # which transformers prefers
     if index.exists():
+        found += _indexed(index)
+    found = found or [name for name in names if name.endswith(".safetensors")]
+    if missing := sorted(set(found) - set(names)):
+        raise UnsupportedModelError(f"{directory} lacks {len(missing)} weight files, first {missing[0]}.")
+    if not found:
+        raise UnsupportedModelError(f"{directory} holds no .safetensors weights{_what_it_is(names)}")
+    return [directory / name for name in found]
+
+
+def _indexed(index: Path) -> list[str]:
+    """Names of the weight files that an index names."""
+    weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UnsupportedModelError(f"{index} is malformed: weight_map must name a file for each tensor.")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise UnsupportedModelError(
+                f"{index} names the weight file {name!r}: only .safetensors files beside it are read. Convert the"
+                " weights to safetensors."
+            )
+    return names
+
+
+def refuse_dtypes(files: Sequence[Path], quantization: Any, ignored: Sequence[str]) -> None:
+    """Nothing, if the weights are floating-point numbers, or packed in the way that the config says.
+
+    Args:
+        files: from `find_weights`.
+        quantization: the config's, which `refuse_config_file` has let pass.
+        ignored: patterns of names of tensors that the network does not read.
+
+    Raises:
+        UnsupportedModelError: they are not, or a file cannot be read.
+    """
+    method = None if quantization is None else quantization["quant_method"]
+    allowed = _FLOATS if method is None else _FLOATS + _DEQUANTIZED[method]
+    for file in files:
         try:
-            needed = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UnsupportedModelError(f"{index} is malformed: {error!r}.") from error
-        if missing := sorted(needed - names):
-            raise UnsupportedModelError(f"{directory} lacks {len(missing)} weight files, first {missing[0]}.")
-    elif not any(name.endswith(".safetensors") for name in names):
-        raise UnsupportedModelError(f"{directory} holds no .safetensors weights{_what_it_is(sorted(names))}")
+            with safe_open(file, framework="pt") as tensors:
+                dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+        except Exception as error:  # of torn files; the reader and the system raise kinds of their own
+            raise UnsupportedModelError(f"The weights in {file} cannot be loaded: {error}") from error
+        for name, dtype in dtypes.items():
+            if dtype not in allowed and not any(re.search(pattern, name) for pattern in ignored):
+                packed = "" if method is None else f" with quantization {method!r}"
+                raise UnsupportedModelError(
+                    f"{file}: tensor {name} is of dtype {dtype}; {', '.join(allowed)} are read{packed}. Give an"
+                    " unquantized checkpoint, or one whose config.json names its quantization."
+                )
 
 
 def refuse_config(config: Any, max_model_len: int) -> None:
@@ -168,6 +219,8 @@ def _refuse_heads(raw: dict[str, Any]) -> None:
     for entry in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         heads.update([entry] if isinstance(entry, str) else entry)
     given = raw.get("architectures") or []
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+        raise UnsupportedModelError(f"config.json: architectures must be a list of names, got {given!r}.")
     if given and not heads.intersection(given):
         raise UnsupportedModelError(f"architectures {given} holds no causal language model: it cannot generate text.")
 
@@ -175,8 +228,9 @@ def _refuse_heads(raw: dict[str, Any]) -> None:
 def _refuse_quantization(quantization: Any) -> None:
     if quantization is None:
         return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if method not in _DEQUANTIZED:
+    is_object = isinstance(quantization, dict)
+    method = quantization.get("quant_method") if is_object else quantization
+    if not is_object or not isinstance(method, str) or method not in _DEQUANTIZED:
         raise UnsupportedModelError(
             f"Weights quantized by {method!r} are not read: only {' and '.join(_DEQUANTIZED)} are, dequantized at load."
             " Give an unquantized checkpoint."

@@ -16,9 +16,10 @@ from torch import Tensor
 from moestro.core.request import TokenLogprobs
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, StepResult, Units
 from moestro.model.logit_edits import edit_logits
-from moestro.model.sampler import LogprobTensors, measure_logprobs, sample
+from moestro.model.sampler import LogprobTensors, has_finite_peak, measure_logprobs, sample
 from moestro.model.step import Int64s, PagedStep
 
+_NO_TOKEN = -1  # stands for a token in a row whose logits are not finite
 _MAX_MEASURED_ROWS = 256  # a long prompt's log probabilities come in pieces, for each costs a copy of its logits
 
 
@@ -36,6 +37,11 @@ class Measured:
     num_top: NDArray[np.int32]
     tensors: LogprobTensors
 
+    def non_finite_units(self) -> Int64s:
+        """Units, perhaps more than once, of rows whose logits were not finite: a log probability of these is NaN."""
+        units: Int64s = self.units[self.tensors.logprobs.isnan().numpy()]
+        return units
+
     def entries(self) -> dict[int, tuple[TokenLogprobs, ...]]:
         """The rows of each unit, in order."""
         found: dict[int, list[TokenLogprobs]] = {}
@@ -51,7 +57,7 @@ class PendingResult:
     Attributes:
         units: the step's.
         sampled_units: int64[n], those that want a token.
-        tokens: int64[n], theirs.
+        tokens: int64[n], theirs; `_NO_TOKEN` where the logits are not finite.
         sampled, prompt: log probabilities of sampled and of prompt tokens, where some unit wants them.
         expert_counts: int64[layers, experts]; None: a dense model.
         done: passes when all of it is on the host; None: it is.
@@ -73,15 +79,24 @@ class PendingResult:
     def read(self) -> StepResult:
         """The result, as the host's words."""
         token_ids = np.full(len(self.units), -1, np.int32)
-        token_ids[self.sampled_units] = self.tokens.numpy()
+        tokens = self.tokens.numpy()
+        token_ids[self.sampled_units] = tokens
         sampled = {} if self.sampled is None else self.sampled.entries()
         return StepResult(
             slot=self.units.slot,
             token_ids=token_ids,
+            non_finite=self._non_finite(tokens),
             logprobs={unit: entries[0] for unit, entries in sampled.items()},
             prompt_logprobs={} if self.prompt is None else self.prompt.entries(),
             expert_counts=None if self.expert_counts is None else self.expert_counts.numpy(),
         )
+
+    def _non_finite(self, tokens: Int64s) -> Int64s | None:
+        """As `StepResult.non_finite`. `tokens`: on the host."""
+        found = self.sampled_units[tokens == _NO_TOKEN]
+        if self.prompt is not None:
+            found = np.union1d(found, self.prompt.non_finite_units())
+        return found if len(found) else None
 
 
 def compute_result(step: PagedStep, logits: Tensor, expert_counts: Tensor | None) -> PendingResult:
@@ -97,8 +112,11 @@ def compute_result(step: PagedStep, logits: Tensor, expert_counts: Tensor | None
     last = logits if len(rows) == len(logits) else logits[step.upload(rows)]
     sampling = units.sampling[sampled_units]
     edited = last if units.edits is None else edit_logits(last, units.edits, sampled_units, sampling)
-    tokens = sample(edited, sampling, step.length_of[sampled_units])
-    sampled = _measure_sampled(step, sampled_units, last, tokens)
+    is_finite = has_finite_peak(last)
+    if edited is not last:
+        is_finite &= has_finite_peak(edited)  # all tokens that the model thinks possible may be banned
+    tokens = sample(edited, sampling, step.length_of[sampled_units]).where(is_finite, _NO_TOKEN)
+    sampled = _measure_sampled(step, sampled_units, last, tokens.clamp(min=0))
     prompt = _measure_prompts(step, logits)
     if logits.device.type == "cpu":
         return PendingResult(units, sampled_units, tokens, sampled, prompt, expert_counts)

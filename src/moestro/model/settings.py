@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from moestro.core.setting_checks import check_floats
 from moestro.errors import ConfigError
 from moestro.model.gate_override import check_spec
 
@@ -52,6 +52,7 @@ class ModelSettings:
     kv_offloading_size: float = 0
 
     def __post_init__(self) -> None:
+        check_floats(self)
         if not self.model:
             raise ConfigError("--model is empty: give a checkpoint directory.")
         _check_choice("--dtype", self.dtype, get_args(Dtype))
@@ -62,7 +63,7 @@ class ModelSettings:
         _check_at_least("--block-size", self.block_size, 1)
         _check_at_least("--kv-cache-memory-bytes", self.kv_cache_memory_bytes, 1)
         _check_at_least("--num-gpu-blocks-override", self.num_gpu_blocks_override, 1)
-        if not 0 <= self.kv_offloading_size < math.inf:
+        if self.kv_offloading_size < 0:
             raise ConfigError(f"--kv-offloading-size {self.kv_offloading_size:g} is no size: give GiB, 0 or more.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed {self.seed} is out of range: give 0 .. 2**63 - 1.")

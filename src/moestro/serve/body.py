@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from moestro.serve.refusals import BodyTimeoutError, BusyError, HttpError
+from moestro.serve.refusals import BodyTimeoutError, BusyError, HttpError, too_large
 
 MAX_BODY_BYTES = 32 << 20
 BODY_TIMEOUT_S = 60.0
@@ -29,8 +29,7 @@ class Bodies:
         """The whole body, if it is JSON by its own account and comes in time; it is held while the block lasts.
 
         Raises:
-            RequestError: it is not, does not, or there is too much of others already.
-            web.HTTPRequestEntityTooLarge: it has more than `MAX_BODY_BYTES`.
+            RequestError: it is not, does not, is too large, or there is too much of others already.
         """
         if http.content_type != "application/json" and not http.content_type.endswith("+json"):
             text = f"Content-Type must be application/json, got {http.content_type}."
@@ -51,11 +50,14 @@ class Bodies:
                     self._take(body, part)
         except TimeoutError:
             raise BodyTimeoutError(BODY_TIMEOUT_S) from None
+        except web.RequestPayloadError:
+            text = "The request body is not what its Transfer-Encoding, or its Content-Encoding, says."
+            raise HttpError(400, text, "bad_request") from None
 
     def _take(self, body: bytearray, part: bytes) -> None:
         size = len(body) + len(part)
         if size > MAX_BODY_BYTES:
-            raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, size)
+            raise too_large(MAX_BODY_BYTES)
         growth = _counted(size) - _counted(len(body))
         if growth and self._num_bytes + growth > self._max_held_bytes:
             raise BusyError(self._num_bodies)

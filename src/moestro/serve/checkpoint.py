@@ -9,11 +9,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.utils import validate_repo_id
 
 from moestro.errors import ConfigError
+from moestro.model.checkpoint_files import READ_PATTERNS
 from moestro.serve.refusals import shown
 
 DEMO_NAME = "moestro-demo"
-# Weights are safetensors only: the other formats are pickles. Code is never fetched.
-_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 
 
 def locate_model(model: str | None) -> Path:
@@ -43,7 +42,7 @@ def _download(model: str) -> Path:
         raise ConfigError(f"there is no directory {model}")
     try:
         validate_repo_id(model)
-        return Path(snapshot_download(model, allow_patterns=list(_PATTERNS)))
+        return Path(snapshot_download(model, allow_patterns=list(READ_PATTERNS)))  # code is never fetched
     except Exception as error:  # the hub's client raises its own errors, its transport's and the file system's
         raise ConfigError(
             f"{model} is no directory here, and fetching it from the Hugging Face hub failed"

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from moestro.cluster.router import Router
@@ -224,6 +224,11 @@ class Engines:
             elif not self._place(self._flights[request_id]):
                 break
 
+    def extend_homeless(self, by_ns: int) -> None:
+        """Let the requests that lost their engine wait longer: in that time no other could be started."""
+        for request_id in self._homeless:
+            self._homeless[request_id] += by_ns
+
     def retry_aborts(self) -> None:
         """Tell the engines of the aborts that they could not be told of: else they would compute for nobody."""
         for engine, request_ids in list(self._unsent_aborts.items()):
@@ -244,14 +249,18 @@ class Engines:
             case Outputs():
                 now_ns = self._now_ns()
                 self.loads[engine] = message.load
-                self._router.report(engine, _figures(message.load), message.as_of_ns, now_ns)
-                for output in message.outputs:
-                    self._deliver(engine, output, now_ns)
+                try:
+                    self._router.report(engine, _figures(message.load), message.as_of_ns, now_ns)
+                finally:  # figures that the router cannot take must not cost a request its tokens
+                    for output in message.outputs:
+                        with self._ending_on_error(output.request_id):
+                            self._deliver(engine, output, now_ns)
             case Heartbeat():
                 pass
             case Refused():
-                if flight := self._end(message.request_id, None):
-                    flight.inbox.put_nowait(RefusedByRankError(message))
+                with self._ending_on_error(message.request_id):
+                    if flight := self._end(message.request_id, None):
+                        flight.inbox.put_nowait(RefusedByRankError(message))
             case Phase():
                 self.phases[engine].append(message)
                 logger.info("engine %d: %s took %.2f s", engine, message.name, message.seconds)
@@ -327,11 +336,32 @@ class Engines:
         del self._homeless[request_id]
         return True
 
+    @contextlib.contextmanager
+    def _ending_on_error(self, request_id: str) -> Iterator[None]:
+        """An error of ours inside the block, in counting for instance, ends this request with an error, and no more."""
+        flight = self._flights.get(request_id)
+        try:
+            yield
+        except Exception:
+            self._metrics.num_delivery_errors += 1
+            logger.exception("request %s ends: what its engine said of it cannot be taken in", request_id)
+            if flight is None:
+                return
+            flight.inbox.put_nowait(InternalError(request_id))
+            with contextlib.suppress(Exception):  # the same error again; the client has its answer
+                self.abort(request_id, FinishReason.ERROR)
+
     def _deliver(self, engine: int, output: Output, now_ns: int) -> None:
         flight = self._flights.get(output.request_id)
         if flight is None or flight.engine != engine or not flight.is_placed:
             return  # aborted, or interrupted, while this was on its way
-        self._measure(flight, output, now_ns)
+        if output.finish_reason is FinishReason.NON_FINITE:
+            logger.error(
+                "engine %d: request %s ended after %d tokens: its logits are not finite (NaN or infinity)",
+                engine, output.request_id, flight.num_tokens,
+            )  # fmt: skip
+        else:
+            self._measure(flight, output, now_ns)
         if output.finish_reason is not None:
             self._end(output.request_id, output.finish_reason)
         flight.inbox.put_nowait(output)
@@ -345,7 +375,9 @@ class Engines:
             flight.has_output = True
             flight.admitted_ns, flight.num_hit_tokens = output.admitted_ns, output.num_cached_tokens
             metrics.num_prompt_tokens += flight.request.num_prompt_tokens
-            metrics.queue_s.observe((output.admitted_ns - flight.request.arrival_ns) / 1e9)
+            metrics.queue_s[flight.request.service_class].observe(
+                (output.admitted_ns - flight.request.arrival_ns) / 1e9
+            )
             metrics.prefill_s.observe((now_ns - output.admitted_ns) / 1e9)
         if not num_tokens:
             return  # a prompt was scored, and nothing generated
@@ -354,7 +386,7 @@ class Engines:
             metrics.gap_s.observe((now_ns - flight.last_ns) / 1e9)
         else:
             flight.has_token = True
-            metrics.first_token_s.observe((now_ns - flight.request.arrival_ns) / 1e9)
+            metrics.first_token_s[flight.request.service_class].observe((now_ns - flight.request.arrival_ns) / 1e9)
             flight.first_ns = now_ns
         flight.num_tokens += num_tokens
         flight.last_ns = now_ns
@@ -386,7 +418,8 @@ class Engines:
             metrics.prompt_tokens.observe(flight.request.num_prompt_tokens)
             metrics.generation_tokens.observe(flight.num_tokens)
             if flight.num_tokens > 1:
-                metrics.mean_gap_s.observe((flight.last_ns - flight.first_ns) / 1e9 / (flight.num_tokens - 1))
+                mean_gap_s = (flight.last_ns - flight.first_ns) / 1e9 / (flight.num_tokens - 1)
+                metrics.mean_gap_s[flight.request.service_class].observe(mean_gap_s)
 
 
 def _recorded(flight: _Flight) -> RecordedRequest:

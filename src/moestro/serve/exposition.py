@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from moestro.core.request import FinishReason
 from moestro.serve.engines import Engines
 from moestro.serve.messages import ModelInfo, RankLoad
-from moestro.serve.metrics import EngineMetrics, Histogram, Metrics
+from moestro.serve.metrics import ByClass, EngineMetrics, Histogram, Metrics, merge
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -24,7 +24,8 @@ class Sources:
 
     Attributes:
         model_name: the label that vLLM's dashboards choose by.
-        num_dropped: messages that could not be read or taken in, and strangers'.
+        num_dropped: messages that could not be read, or came from strangers.
+        num_unrecorded: requests that `--record` has lost.
     """
 
     model_name: str
@@ -32,6 +33,7 @@ class Sources:
     engines: Engines
     metrics: Metrics
     num_dropped: Callable[[], int]
+    num_unrecorded: Callable[[], int]
 
 
 class Exposition:
@@ -61,13 +63,15 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
     ("prompt_tokens", "Prompt tokens of requests that got their first output.", lambda m: m.num_prompt_tokens),
     ("generation_tokens", "Tokens generated.", lambda m: m.num_generated_tokens),
 )
-_HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], Histogram]], ...] = (
+_CLASS_HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], ByClass]], ...] = (
     ("time_to_first_token_seconds", "From a request's arrival to its first token.", lambda m: m.first_token_s),
-    ("inter_token_latency_seconds", "Each gap between two tokens of a request.", lambda m: m.gap_s),
     ("request_time_per_output_token_seconds", "Mean gap of each request that finished.", lambda m: m.mean_gap_s),
-    ("e2e_request_latency_seconds", "From arrival to last token, of each that finished.", lambda m: m.whole_s),
     ("request_queue_time_seconds", "From arrival until the request was first admitted.", lambda m: m.queue_s),
-    ("request_prefill_time_seconds", "From there to its first token.", lambda m: m.prefill_s),
+)
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], Histogram]], ...] = (
+    ("inter_token_latency_seconds", "Each gap between two tokens of a request.", lambda m: m.gap_s),
+    ("e2e_request_latency_seconds", "From arrival to last token, of each that finished.", lambda m: m.whole_s),
+    ("request_prefill_time_seconds", "From admission to the first token.", lambda m: m.prefill_s),
     ("request_decode_time_seconds", "From first to last token, of each that finished.", lambda m: m.decode_s),
     ("request_prompt_tokens", "Prompt tokens of each that finished.", lambda m: m.prompt_tokens),
     ("request_generation_tokens", "Tokens generated for each that finished.", lambda m: m.generation_tokens),
@@ -81,6 +85,17 @@ _OWN_COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
 _OWN_RANK_COUNTERS: tuple[tuple[str, str, Callable[[RankLoad], float]], ...] = (
     ("kv_kept_tokens", "Tokens whose KV a preempted request left in host memory.", lambda load: load.num_kept_tokens),
     ("kv_restored_tokens", "Tokens whose KV was copied back from there.", lambda load: load.num_restored_tokens),
+    ("batch_passes", "Plans of ls requests that ran ahead of be requests.", lambda load: load.pass_counts.num_passes),
+    ("withdrawals", "Times that the device was interrupted in a step.", lambda load: load.pass_counts.num_withdrawals),
+    (
+        "passed_over_seconds",
+        "Time in which be requests could run and ls requests ran that came later.",
+        lambda load: load.pass_counts.passed_over_ns / 1e9,
+    ),
+)
+_OWN_GAUGES: tuple[tuple[str, str, Callable[[RankLoad], float]], ...] = (
+    ("parked_tokens", "Tokens of be requests passed over now.", lambda load: load.pass_counts.num_parked_tokens),
+    ("parked_tokens_max", "The most that there were at once.", lambda load: load.pass_counts.max_parked_tokens),
 )
 _LABELS = ("model_name", "engine")
 
@@ -98,7 +113,7 @@ class _Figures(Collector):
         yield from self._own()
 
     def _shared(self, prefix: str) -> Iterator[Metric]:
-        """What vLLM has too, by the same names and labels."""
+        """What vLLM has too, by the same names; under its prefix also by the same labels."""
         loads, engines = self._sources.engines.loads, self._sources.metrics.engines
         for name, text, of_load in _GAUGES:
             yield self._gauge(f"{prefix}:{name}", text, map(of_load, loads))
@@ -106,6 +121,12 @@ class _Figures(Collector):
             yield self._counter(f"{prefix}:{name}", text, map(of_load, loads))
         for name, text, of_engine in _COUNTERS:
             yield self._counter(f"{prefix}:{name}", text, map(of_engine, engines))
+        for name, text, by_class_of in _CLASS_HISTOGRAMS:
+            if prefix == "vllm":  # its dashboards expect one series for each engine
+                merged = (merge(by_class_of(engine).values()) for engine in engines)
+                yield self._histogram(f"{prefix}:{name}", text, merged)
+            else:
+                yield self._histogram_by_class(f"{prefix}:{name}", text, map(by_class_of, engines))
         for name, text, histogram_of in _HISTOGRAMS:
             yield self._histogram(f"{prefix}:{name}", text, map(histogram_of, engines))
         yield self._ended(f"{prefix}:request_success")
@@ -117,14 +138,20 @@ class _Figures(Collector):
             yield self._counter(f"moestro:{name}", text, map(of_engine, sources.metrics.engines))
         for name, text, of_load in _OWN_RANK_COUNTERS:
             yield self._counter(f"moestro:{name}", text, map(of_load, sources.engines.loads))
+        for name, text, of_load in _OWN_GAUGES:
+            yield self._gauge(f"moestro:{name}", text, map(of_load, sources.engines.loads))
         up = [float(sources.engines.is_routable(i)) for i in range(len(self._label_values))]
         yield self._gauge("moestro:engine_ready", "1 while the engine takes requests.", up)
         refused = CounterMetricFamily("moestro:requests_refused", "Requests refused, by reason.", labels=("reason",))
         for reason, count in sorted(sources.metrics.refusals.items()):
             refused.add_metric((reason,), count)
         yield refused
-        text = "Messages that could not be read or taken in, and strangers'."
+        text = "Messages that could not be read, or came from strangers."
         yield CounterMetricFamily("moestro:messages_dropped", text, value=sources.num_dropped())
+        text = "Messages of engines that the server failed to take in; the requests at fault end with an error."
+        yield CounterMetricFamily("moestro:delivery_errors", text, value=sources.metrics.num_delivery_errors)
+        text = "Lines that --record could not write; after the first nothing is recorded."
+        yield CounterMetricFamily("moestro:record_lines_lost", text, value=sources.num_unrecorded())
 
     def _gauge(self, name: str, text: str, values: Iterable[float]) -> Metric:
         family = GaugeMetricFamily(name, text, labels=_LABELS)
@@ -141,8 +168,14 @@ class _Figures(Collector):
     def _histogram(self, name: str, text: str, histograms: Iterable[Histogram]) -> Metric:
         family = HistogramMetricFamily(name, text, labels=_LABELS)
         for labels, histogram in zip(self._label_values, histograms, strict=True):
-            names = (*map(str, histogram.bounds), "+Inf")
-            family.add_metric(labels, list(zip(names, accumulate(histogram.counts), strict=True)), histogram.total)
+            family.add_metric(labels, _buckets(histogram), histogram.total)
+        return family
+
+    def _histogram_by_class(self, name: str, text: str, by_classes: Iterable[ByClass]) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=(*_LABELS, "service_class"))
+        for labels, by_class in zip(self._label_values, by_classes, strict=True):
+            for service_class, histogram in by_class.items():
+                family.add_metric((*labels, service_class), _buckets(histogram), histogram.total)
         return family
 
     def _ended(self, name: str) -> Metric:
@@ -158,3 +191,9 @@ class _Figures(Collector):
         for labels in self._label_values:
             family.add_metric((*labels, str(info.block_size), str(info.num_blocks)), 1)
         return family
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Upper bounds as they are written, and how many observations are at most as large."""
+    names = (*map(str, histogram.bounds), "+Inf")
+    return list(zip(names, accumulate(histogram.counts), strict=True))

@@ -19,6 +19,7 @@ from moestro.config import (
     Mode,
     PacedArithmetic,
 )
+from moestro.serve.access_settings import AccessSettings
 
 NETWORK_GROUP = Group.create_ordered("Model", help="What is loaded, and how.")
 _MEMORY = Group.create_ordered("Memory", help="How long sequences may be, and how many fit.")
@@ -117,7 +118,10 @@ class SteppingFlags:
         " alone: their answers come sooner, in small batches, and all others and the throughput pay for it."
     )
     max_be_wait: Annotated[float, Parameter(group=_SCHEDULING)] = 1.0
-    'In preemptive mode, seconds for which a step of "be" requests may be passed over; inf: for ever.'
+    (
+        'In preemptive mode, seconds for which "be" requests may stand still in one step while "ls" requests that came'
+        " later run; then they run first until the step is over. inf means no limit."
+    )
     max_parked_bytes: Annotated[int | None, Parameter(group=_SCHEDULING)] = None
     "In preemptive mode, bytes of the KV cache's memory for what is inside the network; unset: two full steps."
 
@@ -138,7 +142,7 @@ class ServerFlags:
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Parameter(group=_SERVER)] = "info"
     "How much is logged. Prompts and answers are never logged."
     record: Annotated[Path | None, Parameter(group=_SERVER)] = None
-    "Write a line for each answered request to this file, without its text, for moestro sim --replay."
+    "Append a line for each answered request to this file, without its text, for moestro sim --replay."
     shutdown_timeout: Annotated[float, Parameter(group=_SERVER)] = 10.0
     "Seconds that running requests have to finish after SIGTERM or Ctrl-C."
     write_timeout: Annotated[float, Parameter(group=_SERVER)] = 60.0
@@ -166,8 +170,8 @@ class EngineFlags:
     )
     startup_timeout: Annotated[float, Parameter(group=_ENGINES)] = 600.0
     "Seconds that engines have to be ready."
-    engine_timeout: Annotated[float, Parameter(group=_ENGINES)] = 60.0
-    "Seconds without a sign of life after which an engine is killed and started again."
+    engine_timeout: Annotated[float, Parameter(group=_ENGINES)] = 10.0
+    "Seconds without a sign of life, while the server runs, after which an engine is killed and started again."
     watchdog_timeout: Annotated[float, Parameter(group=_ENGINES)] = 30.0
     "Seconds without a step, although it has requests, after which an engine's stacks are dumped and it gets no more."
     step_timeout: Annotated[float, Parameter(group=_ENGINES)] = 300.0
@@ -189,4 +193,5 @@ class ServeFlags:
     scheduling: SchedulingFlags = field(default_factory=SchedulingFlags)
     stepping: SteppingFlags = field(default_factory=SteppingFlags)
     server: ServerFlags = field(default_factory=ServerFlags)
+    access: AccessSettings = field(default_factory=AccessSettings)
     engines: EngineFlags = field(default_factory=EngineFlags)

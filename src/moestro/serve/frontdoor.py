@@ -13,9 +13,7 @@ from moestro.serve.answers import AnswerForm, ChatForm, CompletionForm, heading
 from moestro.serve.body import MAX_BODY_BYTES, Bodies
 from moestro.serve.engines import Engines
 from moestro.serve.exposition import Exposition
-from moestro.serve.gate import gate
 from moestro.serve.generation import Generation
-from moestro.serve.metrics import Metrics
 from moestro.serve.operations import Operations
 from moestro.serve.prepare import Arrival, Prepared, ServedModel, prepare_chat, prepare_completion
 from moestro.serve.preparing import PrepareThreads
@@ -43,10 +41,9 @@ class FrontDoor:
         self._threads = PrepareThreads()
         self.traffic = Traffic()
 
-    def app(self, api_keys: tuple[str, ...], metrics: Metrics, exposition: Exposition) -> web.Application:
-        """The application to run; open without `api_keys`."""
+    def app(self, exposition: Exposition) -> web.Application:
+        """The application to run, behind a gate."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        gate(app, api_keys, metrics.refusals)
         app.add_routes(
             [
                 web.get("/v1/models", self.models),
@@ -60,8 +57,9 @@ class FrontDoor:
         return app
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads and the processes that render chats."""
         self._threads.close()
+        self._model.tokenizer.close()
 
     # --- generation
 

@@ -162,6 +162,12 @@ class Generation:
                 continue
             if event.finish_reason is FinishReason.ERROR:
                 raise GenerationError("The engine failed on this request; its log says why.", code="engine_error")
+            if event.finish_reason is FinishReason.NON_FINITE:
+                raise GenerationError(
+                    "The model's logits are not finite (NaN or infinity) after these tokens, so that there is no next"
+                    " token. Another try will most likely end the same way: change the prompt, or tell the operator.",
+                    code=event.finish_reason,
+                )
             choice = self._running.get(event.request_id)
             if choice is None:
                 continue  # came after a stop string, before the engine heard of it

@@ -14,19 +14,35 @@ class ApiKeys:
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key.encode("utf-8", "surrogateescape")) for key in keys]
+        self._digests = [_digest(_bytes(key)) for key in keys]
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def admit(self, authorization: str | bytes) -> bool:
-        """Whether the value of an `Authorization` header is a bearer token that is one of the keys."""
-        if isinstance(authorization, str):
-            authorization = authorization.encode("utf-8", "surrogateescape")
-        scheme, _, given = authorization.partition(b" ")
-        digest = _digest(given.strip())
+    def find(self, authorization: str | bytes, x_api_key: str | bytes) -> int | None:
+        """Return which key a request has; None means none of them, or two that differ.
+
+        Args:
+            authorization: What `Authorization` says: a bearer token, as OpenAI's clients send it. Empty if not there.
+            x_api_key: What `x-api-key` says: the key, as Anthropic's clients send it. Empty if not there.
+        """
+        bearer, other = _bytes(authorization), _bytes(x_api_key)
+        found = set()
+        if bearer:
+            scheme, _, token = bearer.partition(b" ")
+            found.add(self._find(token.strip()) if scheme.lower() == b"bearer" else None)
+        if other:
+            found.add(self._find(other.strip()))
+        return found.pop() if len(found) == 1 else None
+
+    def _find(self, key: bytes) -> int | None:
+        digest = _digest(key)
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == b"bearer" and any(matches)
+        return matches.index(True) if any(matches) else None
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
 
 
 def _digest(key: bytes) -> bytes:

@@ -1,8 +1,10 @@
-"""What a rank process is told on its first line of stdin."""
+"""The launch spec: what the API server tells a rank process on stdin, before anything else."""
 
 from __future__ import annotations
 
 import signal
+import struct
+from typing import BinaryIO
 
 import msgspec
 
@@ -25,3 +27,27 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     stepping: SteppingSettings
     paced: PacedSettings | None = None
     kv_events: KvEventsSettings | None = None
+
+
+_LENGTH = struct.Struct(">I")
+_decode = msgspec.msgpack.Decoder(LaunchSpec).decode
+
+
+def write_launch_spec(spec: LaunchSpec) -> bytes:
+    """The bytes to send to the process: a length, then MessagePack, which keeps every float (JSON has no inf)."""
+    body = msgspec.msgpack.encode(spec)
+    return _LENGTH.pack(len(body)) + body
+
+
+def read_launch_spec(stream: BinaryIO) -> LaunchSpec:
+    """The launch spec at the beginning of `stream`; what follows stays unread.
+
+    Raises:
+        EOFError: the stream ended too early, because the API server did.
+    """
+    header = stream.read(_LENGTH.size)
+    length = _LENGTH.unpack(header)[0] if len(header) == _LENGTH.size else 0
+    body = stream.read(length)
+    if not length or len(body) < length:
+        raise EOFError("stdin ended before its launch spec")
+    return _decode(body)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from moestro.core.request import Output, Request, SamplingDefaults
+from moestro.core.work import PassCounts
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +86,7 @@ class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_hit_tokens: int = 0  # of these, found there
     num_kept_tokens: int = 0  # whose KV preempted requests left in host memory
     num_restored_tokens: int = 0  # whose KV was copied back
+    pass_counts: PassCounts = PassCounts()  # of `preemptive` mode
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

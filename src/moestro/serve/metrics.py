@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from moestro.core.request import FinishReason
+from moestro.core.request import FinishReason, ServiceClass
 
 # vLLM's bounds, so that its dashboards' heat maps fit; the gaps begin lower, for small models.
 _FIRST_TOKEN_S = (
@@ -46,12 +46,30 @@ class Histogram:
         self.total += value
 
 
+def merge(histograms: Iterable[Histogram]) -> Histogram:
+    """The observations of all of `histograms`, which have the same bounds."""
+    first, *others = histograms
+    merged = Histogram(first.bounds)
+    merged.counts = [sum(counts) for counts in zip(first.counts, *(other.counts for other in others), strict=True)]
+    merged.total = sum((other.total for other in others), first.total)
+    return merged
+
+
+ByClass = dict[ServiceClass, Histogram]
+
+
+def _by_class(bounds: Sequence[float]) -> ByClass:
+    return {service_class: Histogram(bounds) for service_class in ServiceClass}
+
+
 class EngineMetrics:
     """Totals of one engine since the start of the front door, through all its restarts.
 
     Attributes:
-        first_token_s, gap_s, mean_gap_s, whole_s: TTFT, ITL, TPOT and E2E, as the front door sees them.
-        queue_s, prefill_s, decode_s: the parts of E2E: until admitted, until the first token, until the last.
+        first_token_s, mean_gap_s: TTFT and TPOT of each class, as the front door sees them.
+        gap_s, whole_s: ITL and E2E.
+        queue_s: of each class, the first part of E2E: until admitted.
+        prefill_s, decode_s: the others: until the first token, until the last.
         prompt_tokens, generation_tokens: of each request that finished.
         num_prompt_tokens: of requests that got their first output.
         num_generated_tokens: received from the engine, shown or not.
@@ -68,11 +86,11 @@ class EngineMetrics:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.first_token_s = Histogram(_FIRST_TOKEN_S)
+        self.first_token_s = _by_class(_FIRST_TOKEN_S)
         self.gap_s = Histogram(_GAP_S)
-        self.mean_gap_s = Histogram(_GAP_S)
+        self.mean_gap_s = _by_class(_GAP_S)
         self.whole_s = Histogram(_WHOLE_S)
-        self.queue_s = Histogram(_WHOLE_S)
+        self.queue_s = _by_class(_WHOLE_S)
         self.prefill_s = Histogram(_WHOLE_S)
         self.decode_s = Histogram(_WHOLE_S)
         self.prompt_tokens = Histogram(_TOKENS)
@@ -92,8 +110,10 @@ class Metrics:
     Attributes:
         engines: by number.
         refusals: by the error's code.
+        num_delivery_errors: messages of ranks, or outputs in them, that raised an error here.
     """
 
     def __init__(self, num_engines: int) -> None:
         self.engines = [EngineMetrics() for _ in range(num_engines)]
         self.refusals: Counter[str] = Counter()
+        self.num_delivery_errors = 0

@@ -124,6 +124,7 @@ def chat_jobs(ask: ChatAsk, model: ServedModel, arrival: Arrival) -> list[Job]:
     """
     refuse_too_much_text(sum(len(message["content"]) for message in ask.messages), model)
     text = model.tokenizer.render_chat(ask.messages)
+    refuse_too_much_text(len(text), model)  # a template may say more than the messages
     ids = model.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
     refuse_foreign_ids("messages", ids, model.info.vocab_size)
     return _jobs([_Prompt(ids, None)], ask.options, model, arrival)

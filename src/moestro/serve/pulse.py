@@ -69,6 +69,12 @@ class Pulse:
             self._num_steps = num_steps
             self._stepped_ns = now_ns
 
+    def paused(self, pause_ns: int, now_ns: int) -> None:
+        """The API server itself stood still for `pause_ns` until now: that time says nothing about the rank."""
+        self._launched_ns = min(self._launched_ns + pause_ns, now_ns)
+        self._heard_ns = min(self._heard_ns + pause_ns, now_ns)
+        self._stepped_ns = min(self._stepped_ns + pause_ns, now_ns)
+
     def judge(self, num_in_flight: int, now_ns: int) -> Verdict:
         """The verdict for a rank with `num_in_flight` requests."""
         if not self.is_ready:

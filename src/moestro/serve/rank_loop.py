@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from moestro.core.request import Output, Request
+from moestro.core.work import PassCounts
 from moestro.errors import RequestError
 from moestro.serve.channel import Channel
 from moestro.serve.messages import Abort, Add, Outputs, RankLoad, Refused, Shutdown, ToRank
@@ -62,6 +63,11 @@ class Stats(Protocol):
     @property
     def num_restored_tokens(self) -> int:
         """Whose KV was copied back."""
+        ...
+
+    @property
+    def pass_counts(self) -> PassCounts:
+        """How often and for how long best effort was passed over."""
         ...
 
 
@@ -182,6 +188,7 @@ def _load(stats: Stats) -> RankLoad:
         num_hit_tokens=stats.num_hit_tokens,
         num_kept_tokens=stats.num_kept_tokens,
         num_restored_tokens=stats.num_restored_tokens,
+        pass_counts=stats.pass_counts,
     )
 
 

@@ -1,4 +1,4 @@
-"""A rank process: its launch spec one line of JSON on stdin, then the rank's loop. What the rank is made of comes in.
+"""A rank process: it reads its launch spec from stdin and runs the rank's loop. What the rank is made of comes in.
 
 It serves until the front door says `Shutdown`, or until stdin ends because the front door is gone.
 """
@@ -14,8 +14,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
-import msgspec
-
 from moestro.core.stages import StagedDevice
 from moestro.core.work import Device
 from moestro.engine.cache_events import CacheEvents
@@ -25,7 +23,7 @@ from moestro.errors import ConfigError, MoestroError
 from moestro.policy.stepping.registry import make_step_policy
 from moestro.serve.channel import Channel
 from moestro.serve.kv_publisher import KvPublisher
-from moestro.serve.launch_spec import STACK_DUMP, LaunchSpec
+from moestro.serve.launch_spec import STACK_DUMP, LaunchSpec, read_launch_spec
 from moestro.serve.messages import Failed, ModelInfo, Phase, Ready, identity_of
 from moestro.serve.rank_loop import run_rank
 
@@ -41,7 +39,7 @@ def run_process(build: Callable[[LaunchSpec, OnPhase], tuple[Rank, ModelInfo]]) 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front door decides when to leave
     faulthandler.enable()
     faulthandler.register(STACK_DUMP)  # needs no interpreter lock: it also answers when the main loop hangs in a kernel
-    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=LaunchSpec)
+    spec = read_launch_spec(sys.stdin.buffer)
     logging.basicConfig(level=spec.log_level.upper(), format=f"%(levelname)s engine {spec.rank}: %(message)s")
     channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno())
     try:

@@ -10,6 +10,7 @@ import msgspec
 import zmq
 
 from moestro.errors import ConfigError, NoEngineError
+from moestro.serve.log_limit import LogLimit
 from moestro.serve.messages import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED_MESSAGES,
@@ -29,7 +30,8 @@ _RETIRED = -1
 class RankSocket:
     """Sends to ranks by number and delivers what they say; what does not decode, or comes from a stranger, is counted.
 
-    A rank of which a message was lost is broken, for a request may wait for it: no more is heard of its process.
+    A rank that sends a message that does not decode is broken, for a request may wait for it: no more is heard of its
+    process. An error in taking in a message says nothing of the rank, and is left to `deliver`.
     What comes from a rank's process after another has taken its place is stale, and ignored.
 
     Args:
@@ -43,6 +45,7 @@ class RankSocket:
         self._deliver: Callable[[int, FromRank], None] | None = None
         self._on_broken: Callable[[int], None] | None = None
         self.num_dropped = 0
+        self._log = LogLimit(logger)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         for option, value in (
@@ -61,7 +64,10 @@ class RankSocket:
         self._loop = asyncio.get_running_loop()
 
     def listen(self, deliver: Callable[[int, FromRank], None], on_broken: Callable[[int], None]) -> None:
-        """From now on call `deliver` on the event loop with (rank, message), and `on_broken` when one was lost."""
+        """From now on call `deliver` on the event loop with (rank, message), and `on_broken` when one does not decode.
+
+        `deliver` must not raise: the messages behind would wait until the next one comes.
+        """
         self._deliver = deliver
         self._on_broken = on_broken
         self._loop.add_reader(self._socket.fileno(), self._drain)
@@ -110,17 +116,19 @@ class RankSocket:
             return
         if rank is None:
             self.num_dropped += 1
-            logger.warning("dropped a stranger's message (%d dropped so far)", self.num_dropped)
+            self._log.warning("stranger", f"dropped a stranger's message ({self.num_dropped} dropped so far)")
             return
         assert self._deliver is not None
         assert self._on_broken is not None
         try:
-            self._deliver(rank, _decoded(frames))
-        except Exception:  # also of ours, in taking the message in: the others' messages must not wait for ever
+            message = _decoded(frames)
+        except Exception as error:  # text in it that is no UTF-8 has an exception of its own
             self.num_dropped += 1
-            logger.exception("lost a message of rank %d (%d dropped so far)", rank, self.num_dropped)
+            logger.error("a message of rank %d cannot be read: %s (%d dropped so far)", rank, error, self.num_dropped)
             self._ranks[frames[0]] = _RETIRED
             self._on_broken(rank)
+            return
+        self._deliver(rank, message)
 
 
 def _decoded(frames: list[bytes]) -> FromRank:

@@ -9,13 +9,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
-
-from moestro.serve.launch_spec import LaunchSpec
+from moestro.serve.launch_spec import LaunchSpec, write_launch_spec
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +19,6 @@ WORKER = (sys.executable, "-m", "moestro.serve.worker")
 PACED_WORKER = (sys.executable, "-m", "moestro.serve.paced_worker")
 _LAST_WORDS_S = 0.2  # for messages that a rank sent just before it ended
 _KILL_AFTER_S = 5.0  # between asking a rank to leave and making it
-
-
-@contextlib.contextmanager
-def private_address() -> Iterator[str]:
-    """An ipc:// address in a directory that only this user can enter, gone afterwards."""
-    with TemporaryDirectory(prefix="moestro-") as directory:  # made with mode 0700
-        yield f"ipc://{Path(directory) / 'ranks'}"
 
 
 class Ranks:
@@ -59,7 +48,7 @@ class Ranks:
         self._processes[spec.rank] = process
         self._watchers[spec.rank] = asyncio.create_task(self._watch(spec.rank, process))
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(spec) + b"\n")  # and stays open: its end means that we are gone
+        process.stdin.write(write_launch_spec(spec))  # and stays open: its end means that we are gone
 
     async def stop(self, ask: Callable[[int], None], patience_s: float = _KILL_AFTER_S) -> None:
         """End every process: `ask` each to leave, kill those that stay longer than `patience_s`."""

@@ -29,7 +29,8 @@ class AuthenticationError(RequestError):
 
     def __init__(self) -> None:
         super().__init__(
-            "Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'.", code="invalid_api_key"
+            "Incorrect or missing API key. Send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'.",
+            code="invalid_api_key",
         )
 
 
@@ -100,6 +101,11 @@ class HttpError(RequestError):
         self.http_status = http_status
 
 
+def too_large(limit: int) -> HttpError:
+    """The refusal of a body of more than `limit` bytes."""
+    return HttpError(413, f"The request body may have {limit} bytes.", "request_too_large")
+
+
 class RefusedByRankError(RequestError):
     """A rank's refusal, as it came over the wire."""
 
@@ -128,5 +134,6 @@ def error_json(error: RequestError) -> bytes:
 
 def shown(value: object) -> str:
     """What the client sent, fit to be repeated to it: printable and short."""
-    text = re.sub(r"[^\x20-\x7e\xa0-\uffff]", "?", str(value))
-    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+    text = str(value)
+    printable = re.sub(r"[^\x20-\x7e\xa0-\uffff]", "?", text[:_SHOWN_CHARS])
+    return printable if len(text) <= _SHOWN_CHARS else printable + "..."

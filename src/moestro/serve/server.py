@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import signal
+import shutil
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import uvloop
-from aiohttp import web
 from rich.console import Console
 
 from moestro import __version__
@@ -24,35 +22,44 @@ from moestro.cluster.settings import RouterSettings
 from moestro.config import ServerSettings, ServeSettings
 from moestro.errors import EngineDiedError
 from moestro.policy.routing.registry import policy_from
+from moestro.serve.access import NO_LIMITS, Access
+from moestro.serve.access_settings import AccessSettings
 from moestro.serve.banner import Started, print_banner
-from moestro.serve.connections import IDLE_S, bound_socket, listen
+from moestro.serve.body import MAX_BODY_BYTES
+from moestro.serve.connections import bound_socket, listen
+from moestro.serve.ending import Ending
 from moestro.serve.engines import Engines
 from moestro.serve.exposition import Exposition, Sources
 from moestro.serve.frontdoor import FrontDoor
+from moestro.serve.gate import Gate
 from moestro.serve.launch_spec import LaunchSpec
 from moestro.serve.messages import ModelInfo
 from moestro.serve.metrics import Metrics
 from moestro.serve.prepare import ServedModel
+from moestro.serve.private_directory import private_directory
 from moestro.serve.pulse import Patience
 from moestro.serve.rank_socket import RankSocket
-from moestro.serve.ranks import PACED_WORKER, WORKER, now_ns, private_address
-from moestro.serve.recorder import Recorder
+from moestro.serve.ranks import PACED_WORKER, WORKER, now_ns
+from moestro.serve.record_file import RecordFile, read_clocks
 from moestro.serve.refusals import DrainingError
 from moestro.serve.startup import StartClock
 from moestro.serve.statline import StatLines, log_forever
 from moestro.serve.supervisor import Launching, Supervisor
 from moestro.serve.tokenizer import Tokenizer
-from moestro.workload.request_record import Header
+from moestro.workload.request_record import Header, RecordedRequest
 
 logger = logging.getLogger(__name__)
+
+Recorded = Header | RecordedRequest
 
 _FAREWELL_S = 1.0  # for answers that are complete to reach their clients
 
 
-def serve(settings: ServeSettings, command: Sequence[str] | None = None) -> None:
+def serve(settings: ServeSettings, access: AccessSettings = NO_LIMITS, command: Sequence[str] | None = None) -> None:
     """Serve until SIGTERM or SIGINT; a second one does not wait for requests to finish.
 
     Args:
+        access: how much one client may ask, and which web pages may.
         command: what a rank process runs; None: what the settings need.
 
     Raises:
@@ -61,8 +68,8 @@ def serve(settings: ServeSettings, command: Sequence[str] | None = None) -> None
     """
     level = settings.server.log_level.upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    with contextlib.suppress(asyncio.CancelledError):
-        uvloop.run(_Server(settings, command or _command(settings)).run())
+    ending = Ending(settings.server.shutdown_timeout)
+    ending.run(_Server(settings, access, command or _command(settings), ending).run())
 
 
 def _command(settings: ServeSettings) -> Sequence[str]:
@@ -82,34 +89,33 @@ class _Cluster:
 class _Server:
     """One run of the server."""
 
-    def __init__(self, settings: ServeSettings, command: Sequence[str]) -> None:
+    def __init__(self, settings: ServeSettings, access: AccessSettings, command: Sequence[str], ending: Ending) -> None:
         self._settings = settings
+        self._access = Access.of(settings.server.api_key, access)
+        self._max_per_address = access.max_connections_per_address
         self._command = command
+        self._ending = ending
         self._clock = StartClock()
-        self._stop = asyncio.Event()
-        self._is_serving = False
 
     async def run(self) -> None:
-        main = asyncio.current_task()
-        assert main is not None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, main)
         with bound_socket(self._settings.server.host, self._settings.server.port) as listener:
             async with self._cluster() as cluster:
-                model, infos = await self._load(cluster.engines)
-                await self._serve(cluster, model, listener, infos)
-
-    def _on_signal(self, main: asyncio.Task[None]) -> None:
-        if self._is_serving and not self._stop.is_set():
-            self._stop.set()
-        else:
-            main.cancel()
+                try:
+                    model, infos = await self._load(cluster.engines)
+                except BaseException:
+                    self._ending.farewell()
+                    raise
+                async with self._recording(cluster.engines, infos[0]) as record:
+                    await self._serve(cluster, model, listener, infos, record)
 
     @contextlib.asynccontextmanager
     async def _cluster(self) -> AsyncIterator[_Cluster]:
         """Engines whose processes are started; none of them outlives the block."""
         server, limits = self._settings.server, self._settings.limits
-        with private_address() as address, contextlib.closing(RankSocket(address, server.engines)) as wire:
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(private_directory())
+            address = f"ipc://{directory / 'ranks'}"
+            wire = stack.enter_context(contextlib.closing(RankSocket(address, server.engines)))
             metrics = Metrics(server.engines)
             settings = RouterSettings(
                 block_size=self._settings.model.block_size, max_num_queued=limits.max_num_queued_reqs
@@ -124,6 +130,7 @@ class _Server:
                 command=self._command,
             )
             supervisor = Supervisor(engines, wire, metrics, launching)
+            self._ending.before_exit = [supervisor.kill_all, lambda: shutil.rmtree(directory, ignore_errors=True)]
             self._clock.mark("start the front door")
             async with supervisor.running():
                 yield _Cluster(engines, metrics, supervisor, wire)
@@ -146,6 +153,7 @@ class _Server:
         """Read the tokenizer while the engines load."""
         server = self._settings.server
         tokenizer = await asyncio.to_thread(Tokenizer, server.tokenizer or Path(self._settings.model.model))
+        tokenizer.warm_chats()
         try:
             async with asyncio.timeout(server.startup_timeout):
                 infos = await engines.all_ready()
@@ -167,26 +175,30 @@ class _Server:
         return model, infos
 
     async def _serve(
-        self, cluster: _Cluster, model: ServedModel, listener: socket.socket, infos: Sequence[ModelInfo]
+        self,
+        cluster: _Cluster,
+        model: ServedModel,
+        listener: socket.socket,
+        infos: Sequence[ModelInfo],
+        record: RecordFile[Recorded] | None,
     ) -> None:
         settings, engines = self._settings.server, cluster.engines
         front = FrontDoor(engines, model, settings.write_timeout)
-        sources = Sources(model.names[0], model.info, engines, cluster.metrics, lambda: cluster.wire.num_dropped)
-        runner = web.AppRunner(
-            front.app(settings.api_key, cluster.metrics, Exposition(sources)),
-            handler_cancellation=True,  # a client that leaves frees its sequence
-            access_log=None,
-            keepalive_timeout=IDLE_S,
-            shutdown_timeout=_FAREWELL_S,
+        sources = Sources(
+            model_name=model.names[0],
+            info=model.info,
+            engines=engines,
+            metrics=cluster.metrics,
+            num_dropped=lambda: cluster.wire.num_dropped,
+            num_unrecorded=lambda: record.num_lost if record is not None else 0,
         )
-        await runner.setup()
+        refusals = cluster.metrics.refusals
+        gate = Gate(self._access, refusals, MAX_BODY_BYTES)
+        runner = await gate.runner(front.app(Exposition(sources)), shutdown_timeout=_FAREWELL_S)
         stats = asyncio.create_task(log_forever(StatLines(engines, cluster.metrics)))
-        recorder = self._recorder(infos[0])
-        if recorder is not None:
-            engines.on_answered = recorder.write
         try:
-            door = await listen(runner, listener, settings.max_connections)
-            self._is_serving = True
+            door = await listen(runner, listener, refusals, settings.max_connections, self._max_per_address)
+            self._ending.is_serving = True
             cluster.supervisor.watch()
             self._greet(listener, infos)
             await self._until_told(cluster.supervisor)
@@ -196,19 +208,20 @@ class _Server:
                 logger.info("stopping: %d requests have %g s to finish", front.traffic.num_answering, patience)
             await front.traffic.drain(settings.shutdown_timeout)
         finally:
+            self._ending.farewell()
             stats.cancel()
             engines.fail_all(DrainingError())  # the rest hear why, also when a second signal cuts this short
             await runner.cleanup()
             front.close()
-            if recorder is not None:
-                recorder.close()
 
-    def _recorder(self, info: ModelInfo) -> Recorder | None:
-        """Where requests are recorded, its first line written; None: nowhere."""
+    @contextlib.asynccontextmanager
+    async def _recording(self, engines: Engines, info: ModelInfo) -> AsyncIterator[RecordFile[Recorded] | None]:
+        """Requests that are answered inside the block are recorded, if that is wanted."""
         settings = self._settings
         if settings.server.record is None:
-            return None
-        recorder = Recorder(settings.server.record)
+            yield None
+            return
+        record: RecordFile[Recorded] = RecordFile(settings.server.record)
         header = Header(
             model=settings.server.served_model_name[0],
             device=info.device,
@@ -220,9 +233,12 @@ class _Server:
             limits=settings.limits.for_scheduler(),
             stepping=asdict(settings.stepping),
             route_policy=settings.server.route_score or settings.server.route_policy,
+            clocks=read_clocks(),
         )
-        recorder.begin(header)
-        return recorder
+        record.write(header)
+        engines.on_answered = record.write
+        async with record.writing():
+            yield record
 
     async def _until_told(self, supervisor: Supervisor) -> None:
         """Serve until a signal.
@@ -230,7 +246,7 @@ class _Server:
         Raises:
             EngineDiedError: no engine is left.
         """
-        stop: asyncio.Future[Any] = asyncio.create_task(self._stop.wait())
+        stop: asyncio.Future[Any] = asyncio.create_task(self._ending.wanted.wait())
         try:
             await asyncio.wait((stop, supervisor.over), return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -7,13 +7,26 @@ import logging
 import time
 from dataclasses import dataclass
 
+from moestro.core.request import ServiceClass
 from moestro.serve.engines import Engines
 from moestro.serve.messages import RankLoad
-from moestro.serve.metrics import Metrics
+from moestro.serve.metrics import EngineMetrics, Metrics
 
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """Observations of one histogram."""
+
+    num: int
+    seconds: float
+
+    def since(self, old: _Sum) -> _Sum:
+        """Those that came after `old`."""
+        return _Sum(self.num - old.num, self.seconds - old.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +37,9 @@ class _Totals:
     num_generated: int
     num_queried: int
     num_hit: int
+    num_passes: int
+    passed_over_ns: int
+    latencies: dict[tuple[ServiceClass, str], _Sum]  # by class, and by name in the line
 
 
 class StatLines:
@@ -44,10 +60,7 @@ class StatLines:
         ]
 
     def _totals(self) -> list[_Totals]:
-        return [
-            _Totals(m.num_prompt_tokens, m.num_generated_tokens, load.num_queried_tokens, load.num_hit_tokens)
-            for m, load in zip(self._metrics.engines, self._engines.loads, strict=True)
-        ]
+        return [_totals_of(m, load) for m, load in zip(self._metrics.engines, self._engines.loads, strict=True)]
 
 
 async def log_forever(lines: StatLines) -> None:
@@ -61,20 +74,54 @@ async def log_forever(lines: StatLines) -> None:
         then = now
 
 
+def _totals_of(metrics: EngineMetrics, load: RankLoad) -> _Totals:
+    figures = {"queue": metrics.queue_s, "TTFT": metrics.first_token_s, "TPOT": metrics.mean_gap_s}
+    return _Totals(
+        num_prompt=metrics.num_prompt_tokens,
+        num_generated=metrics.num_generated_tokens,
+        num_queried=load.num_queried_tokens,
+        num_hit=load.num_hit_tokens,
+        num_passes=load.pass_counts.num_passes,
+        passed_over_ns=load.pass_counts.passed_over_ns,
+        latencies={
+            (service_class, name): _Sum(sum(histogram.counts), histogram.total)
+            for name, by_class in figures.items()
+            for service_class, histogram in by_class.items()
+        },
+    )
+
+
 def _since(old: _Totals, new: _Totals) -> _Totals:
-    """The difference; a rank that was started again counts its cache anew."""
-    is_new_rank = new.num_queried < old.num_queried
+    """The difference; a rank that was started again counts from 0."""
+    is_new_rank = new.num_queried < old.num_queried or new.num_passes < old.num_passes
     return _Totals(
         new.num_prompt - old.num_prompt,
         new.num_generated - old.num_generated,
         new.num_queried - (0 if is_new_rank else old.num_queried),
         new.num_hit - (0 if is_new_rank else old.num_hit),
+        new.num_passes - (0 if is_new_rank else old.num_passes),
+        new.passed_over_ns - (0 if is_new_rank else old.passed_over_ns),
+        {key: latency.since(old.latencies[key]) for key, latency in new.latencies.items()},
     )
 
 
 def _line(engine: int, load: RankLoad, gained: _Totals, seconds: float) -> str:
+    latencies = "".join(_class_part(each, gained.latencies) for each in ServiceClass)
+    passes = f"; {gained.num_passes} passes in {_time(gained.passed_over_ns / 1e9)}" if gained.num_passes else ""
     hits = f", prefix hits {gained.num_hit / gained.num_queried:.0%}" if gained.num_queried else ""
     return (
         f"engine {engine}: running {load.num_running}, waiting {load.num_waiting}, KV {load.kv_usage:.1%}{hits},"
         f" tokens/s in {gained.num_prompt / seconds:.1f}, out {gained.num_generated / seconds:.1f}"
+        f"{latencies}{passes}"
     )
+
+
+def _class_part(service_class: ServiceClass, latencies: dict[tuple[ServiceClass, str], _Sum]) -> str:
+    """Means of the requests of one class; "" if there were none."""
+    own = {name: latency for (each, name), latency in latencies.items() if each == service_class and latency.num}
+    means = [f"{name} {_time(latency.seconds / latency.num)}" for name, latency in own.items()]
+    return f"; {service_class} {', '.join(means)}" if means else ""
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -10,11 +10,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moestro.core.clock import NS_PER_S
 from moestro.errors import EngineDiedError, MoestroError, NoEngineError
 from moestro.serve.engines import Engines
 from moestro.serve.launch_spec import STACK_DUMP, LaunchSpec
 from moestro.serve.messages import FromRank, Heartbeat, Ready, Shutdown
 from moestro.serve.metrics import Metrics
+from moestro.serve.pauses import PauseMeter
 from moestro.serve.pulse import Patience, Pulse, Verdict
 from moestro.serve.rank_socket import RankSocket
 from moestro.serve.ranks import WORKER, Ranks, now_ns
@@ -23,6 +25,7 @@ from moestro.serve.restarts import MAX_FAILED_STARTS, RestartRule
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
+_LATE_TICK_S = 2 * _TICK_S  # a tick that comes later means that this process stood still
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +101,10 @@ class Supervisor:
             await asyncio.gather(*tasks, return_exceptions=True)  # one of them may be starting a process
             await self._processes.stop(self._dismiss)
 
+    def kill_all(self) -> None:
+        """End every process now; may be called on any thread."""
+        self._processes.kill_all()
+
     def watch(self) -> None:
         """From now on look for ranks that hang."""
         self._begin(self._tick_forever())
@@ -113,6 +120,13 @@ class Supervisor:
         state.num_launches += 1
 
     def _on_message(self, rank: int, message: FromRank) -> None:
+        try:
+            self._take_in(rank, message)
+        except Exception:  # an error of ours says nothing about the engine
+            self._metrics.num_delivery_errors += 1
+            logger.exception("cannot take in a %s of engine %d", type(message).__name__, rank)
+
+    def _take_in(self, rank: int, message: FromRank) -> None:
         state, now = self._ranks[rank], now_ns()
         if isinstance(message, Ready) and not self._processes.is_running(rank):
             return  # the last words of a process that has ended
@@ -129,7 +143,7 @@ class Supervisor:
     def _on_broken(self, rank: int) -> None:
         if self._ranks[rank].is_running:  # else its end is known already, and all that was to be done for it is done
             self._engines.set_trusted(rank, trusted=False)
-            self._kill(rank, "a message of it was lost")
+            self._kill(rank, "a message of it could not be read")
 
     def _kill(self, rank: int, why: str) -> None:
         self._ranks[rank].hung = f"killed, for {why}"
@@ -180,13 +194,24 @@ class Supervisor:
     # --- looking after them
 
     async def _tick_forever(self) -> None:
+        pauses = PauseMeter(now_ns(), int(_LATE_TICK_S * 1e9))
         while True:
             await asyncio.sleep(_TICK_S)
+            if pause_ns := pauses.tick(now_ns()):
+                self._forgive(pause_ns)
             for rank, state in enumerate(self._ranks):
                 if state.is_running:
                     self._look_at(rank, state)
             self._engines.settle_homeless()
             self._engines.retry_aborts()
+
+    def _forgive(self, pause_ns: int) -> None:
+        """This process stood still: engines and requests have as much time left as they had before."""
+        if pause_ns >= NS_PER_S:
+            logger.warning("this process stood still for %.0f s; engines are not judged by that time", pause_ns / 1e9)
+        for state in self._ranks:
+            state.pulse.paused(pause_ns, now_ns())
+        self._engines.extend_homeless(pause_ns)
 
     def _look_at(self, rank: int, state: _Rank) -> None:
         verdict = state.pulse.judge(self._engines.num_in_flight_on(rank), now_ns())

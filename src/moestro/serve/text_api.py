@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import msgspec
 from aiohttp import web
 
 from moestro.errors import RequestError
 from moestro.serve.body import Bodies
-from moestro.serve.decoding import decode_fields
+from moestro.serve.decoding import BodyDecoder
+from moestro.serve.json_elements import count_elements
 from moestro.serve.prepare import ServedModel, refuse_foreign_ids, refuse_too_much_text
 from moestro.serve.preparing import PrepareThreads
 from moestro.serve.protocol import Message
@@ -47,8 +50,8 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
-_TOKENIZE = msgspec.json.Decoder(TokenizeFields)
-_DETOKENIZE = msgspec.json.Decoder(DetokenizeFields)
+_tokenize = BodyDecoder(TokenizeFields)
+_detokenize = BodyDecoder(DetokenizeFields, ids="tokens")
 
 
 class TextApi:
@@ -66,14 +69,12 @@ class TextApi:
     async def tokenize(self, http: web.Request) -> web.Response:
         """POST /tokenize."""
         async with self._bodies.reading(http) as body:
-            return _json(await self._threads.run(lambda: tokenized(decode_fields(body, _TOKENIZE, {}), self._model)))
+            return _json(await self._threads.run(lambda: tokenized(_tokenize(body), self._model)))
 
     async def detokenize(self, http: web.Request) -> web.Response:
         """POST /detokenize."""
         async with self._bodies.reading(http) as body:
-            return _json(
-                await self._threads.run(lambda: detokenized(decode_fields(body, _DETOKENIZE, {}), self._model))
-            )
+            return _json(await self._threads.run(lambda: detokenized(body, self._model)))
 
 
 def tokenized(fields: TokenizeFields, model: ServedModel) -> Tokenized:
@@ -92,27 +93,31 @@ def tokenized(fields: TokenizeFields, model: ServedModel) -> Tokenized:
     else:
         assert fields.prompt is not None
         text = fields.prompt
-        refuse_too_much_text(len(text), model)
+    refuse_too_much_text(len(text), model)
     adds = fields.messages is None if fields.add_special_tokens is None else fields.add_special_tokens
     ids = model.tokenizer.encode(text, add_special_tokens=adds)
     names = [model.tokenizer.backend.id_to_token(i) for i in ids] if fields.return_token_strs else None
     return Tokenized(len(ids), model.info.max_model_len, ids, names)
 
 
-def detokenized(fields: DetokenizeFields, model: ServedModel) -> Detokenized:
+def detokenized(body: bytes, model: ServedModel) -> Detokenized:
     """The text of the tokens, special ones included.
 
     Raises:
         RequestError: another model, ids that it does not have, or more of them than it could read.
     """
+    limit = model.info.max_model_len
+
+    def check_ids(ids: memoryview) -> None:
+        if (num_ids := count_elements(ids, sys.maxsize)) > limit:
+            raise RequestError(
+                f"tokens may hold {limit} ids at most, got {num_ids}.", param="tokens", code="invalid_value"
+            )
+
+    fields = _detokenize(body, check_ids)
     model.name_for(fields.model)
-    ids, limit = fields.tokens, model.info.max_model_len
-    if len(ids) > limit:
-        raise RequestError(
-            f"tokens may hold {limit} ids at most, got {len(ids)}.", param="tokens", code="invalid_value"
-        )
-    refuse_foreign_ids("tokens", ids, model.info.vocab_size)
-    return Detokenized(model.tokenizer.backend.decode(ids, skip_special_tokens=False))
+    refuse_foreign_ids("tokens", fields.tokens, model.info.vocab_size)
+    return Detokenized(model.tokenizer.backend.decode(fields.tokens, skip_special_tokens=False))
 
 
 def _json(value: object) -> web.Response:

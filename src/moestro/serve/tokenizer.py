@@ -11,7 +11,10 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from moestro.errors import ConfigError, RequestError
+from moestro.model.checkpoint_files import refuse_links_out
+from moestro.serve.chat_template import Renderers
 from moestro.serve.refusals import shown
+from moestro.serve.template_worker import RenderJob
 from moestro.serve.token_text import TokenTexts
 
 _UNFINISHED = "\ufffd"  # how a decoder shows bytes that are no character (yet)
@@ -27,7 +30,7 @@ class Tokenizer:
         path: a directory with tokenizer.json (and, for chats, a chat template).
 
     Raises:
-        ConfigError: there is no readable tokenizer.json.
+        ConfigError: there is no readable tokenizer.json, or a file is a link out of the directory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,6 +39,7 @@ class Tokenizer:
                 f"no tokenizer.json in {path}: only fast tokenizers are supported;"
                 " name a directory that has one with --tokenizer DIR"
             )
+        refuse_links_out(path)
         try:
             self._fast = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
         except Exception as error:  # a broken file surfaces as whatever the reader of that part raises
@@ -51,6 +55,7 @@ class Tokenizer:
         self.token_texts = TokenTexts(self.backend)
         # Upper bound: a byte-level token of n symbols stands for n bytes, which are n characters at most.
         self.max_token_chars = max(map(len, self.backend.get_vocab(with_added_tokens=True)))
+        self._renderers = Renderers()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` also those that the model wants around every text."""
@@ -70,7 +75,7 @@ class Tokenizer:
             tools: as the API has them; templates that know none leave them out.
 
         Raises:
-            RequestError: the model has no template, or its template refuses these messages.
+            RequestError: the model has no template, or its template refuses these messages or exceeds its limits.
         """
         if not self._fast.chat_template:
             raise RequestError(
@@ -78,19 +83,29 @@ class Tokenizer:
                 param="messages",
                 code="no_chat_template",
             )
+        given_tools = None if tools is None else list(tools)
         try:
-            text = self._fast.apply_chat_template(
-                list(messages),
-                tools=None if tools is None else list(tools),
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except Exception as error:  # a template is a program that we did not write (transformers sandboxes it)
-            raise RequestError(
-                f"The model's chat template refuses these messages: {shown(error)}", param="messages"
-            ) from error
-        assert isinstance(text, str)
-        return text
+            template = self._fast.get_chat_template(tools=given_tools)
+        except ValueError as error:  # several templates, and none for a chat of this kind
+            text = f"This model has no chat template for these messages: {shown(error)}"
+            raise RequestError(text, param="messages", code="no_chat_template") from error
+        job = RenderJob(
+            template=template,
+            messages=list(messages),
+            tools=given_tools,
+            add_generation_prompt=add_generation_prompt,
+            special_tokens=self._fast.special_tokens_map,
+        )
+        return self._renderers.render(job)
+
+    def warm_chats(self) -> None:
+        """Start what renders chats, so that the first one does not wait for it."""
+        if self._fast.chat_template:
+            self._renderers.warm()
+
+    def close(self) -> None:
+        """End what renders chats."""
+        self._renderers.close()
 
     def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
         """What turns the tokens generated after `prompt_ids` into text, piece by piece."""

@@ -12,10 +12,12 @@ import numpy as np
 from moestro.core.request import ServiceClass
 from moestro.errors import PromptTooLongError, RequestError
 from moestro.serve.decoding import decode_chat, decode_completion
+from moestro.serve.json_elements import count_elements
 from moestro.serve.protocol import ContentPart, GenerationFields, Message
 from moestro.serve.refusals import shown
 
 MAX_PROMPTS = 1024
+MAX_PROMPT_IDS = 1 << 20  # token ids of all prompts of a request, where one prompt may not be longer; decoded in 50 ms
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -267,20 +269,25 @@ def _stop_token_ids(ids: Iterable[int]) -> tuple[int, ...]:
 
 
 def _refuse_swarm(prompt: memoryview, limit: int) -> None:
-    """Refuse lists of ids by their punctuation: to decode millions of them would hold up the whole process.
+    """Refuse lists of texts or ids by their punctuation: to decode millions of them would hold up the whole process.
 
     What gets through is counted exactly once it is decoded.
     """
     if not _IDS.match(prompt):
+        if bytes(prompt[:1]) == b"[" and count_elements(prompt, MAX_PROMPTS + 1) > MAX_PROMPTS:
+            raise _invalid("prompt", f"must hold 1 to {MAX_PROMPTS} prompts, and has more")
         return
     chars = np.frombuffer(prompt, np.uint8)
     starts = np.flatnonzero(chars == ord("["))
     if len(starts) > MAX_PROMPTS + 1:
         raise _invalid("prompt", f"must hold 1 to {MAX_PROMPTS} prompts, got {len(starts) - 1}")
     # A list of n ids has n - 1 commas, and perhaps one behind it.
-    longest = max(int(np.count_nonzero(ids == ord(","))) for ids in np.split(chars, starts))
-    if longest > limit:
-        raise PromptTooLongError(longest, DEFAULT_COMPLETION_TOKENS, limit)
+    counts = [int(np.count_nonzero(ids == ord(","))) for ids in np.split(chars, starts)]
+    if max(counts) > limit:
+        raise PromptTooLongError(max(counts), DEFAULT_COMPLETION_TOKENS, limit)
+    if sum(counts) > max(limit, MAX_PROMPT_IDS):
+        text = f"may hold {max(limit, MAX_PROMPT_IDS)} token ids in all, got {sum(counts)}; send several requests"
+        raise _invalid("prompt", text)
 
 
 def _refuse_too_many_ids(prompt: str | Sequence[str | int | list[int]], max_tokens: int, limit: int) -> None:

@@ -12,12 +12,17 @@ from typing import Literal
 import msgspec
 
 from moestro.config import Mode
+from moestro.core.setting_checks import check_floats
 from moestro.errors import ConfigError
 from moestro.policy.stepping.registry import make_step_policy
 from moestro.sim.signals import AT_ONCE, SignalSettings
 from moestro.workload.length_shapes import Shape
 
 Pattern = Literal["trace", "poisson", "gamma", "weibull", "constant"]
+
+
+def _check_floats(table: str, settings: object, *may_be_infinite: str) -> None:
+    check_floats(settings, lambda name: f"{table} {name}", may_be_infinite)
 
 
 def _at_least_1(table: str, settings: object, *names: str) -> None:
@@ -56,6 +61,7 @@ class WorkloadSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        _check_floats("[workload]", self)
         given = [self.trace is not None, self.sessions is not None, self.prompt_tokens is not None]
         if sum(given) != 1:
             raise ConfigError("[workload] needs exactly one of trace, sessions, and prompt_tokens with output_tokens")
@@ -76,7 +82,7 @@ class WorkloadSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         if self.arrivals == "trace" and self.trace is None:
             raise ConfigError("[workload] arrivals = 'trace' needs a trace")
         for name in ("rate", "burstiness"):
-            if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
+            if (value := getattr(self, name)) is not None and value <= 0:
                 raise ConfigError(f"[workload] {name} must be above 0, got {value:g}")
 
 
@@ -118,11 +124,12 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
+        _check_floats("[engines]", self)
         _at_least_1("engines", self, "count", "ep_ranks", "block_size", "num_blocks", "max_model_len")
         for name in ("host_step_us", "host_sequence_us"):
-            if (value := getattr(self, name)) is not None and not 0 <= value < float("inf"):
+            if (value := getattr(self, name)) is not None and value < 0:
                 raise ConfigError(f"[engines] {name} must be 0 or more, got {value:g}")
-        if not 0 <= self.kv_offloading_size < float("inf"):
+        if self.kv_offloading_size < 0:
             raise ConfigError(f"[engines] kv_offloading_size must be 0 or more, got {self.kv_offloading_size:g}")
         if self.table is not None and self.kv_offloading_size:
             raise ConfigError("[engines] a table does not say what copies to host memory take: drop kv_offloading_size")
@@ -163,6 +170,7 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     signals: SignalSettings | None = None
 
     def __post_init__(self) -> None:
+        _check_floats("[[policies]]", self, "max_be_wait_s")
         make_step_policy(self.step_policy, self.max_be_wait_s)
         if self.max_num_urgent_seqs is not None and self.max_num_urgent_seqs < 0:
             raise ConfigError(f"[[policies]] max_num_urgent_seqs must be 0 or more, got {self.max_num_urgent_seqs}")
@@ -192,6 +200,9 @@ class SloSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     e2e_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_floats("[slos]", self)
 
 
 class SimSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from moestro.cluster.router import Router
+from moestro.core.setting_checks import check_floats
 from moestro.core.views import FIGURES, Channel, EngineFigures
 from moestro.core.work import Int32s
 from moestro.errors import ConfigError
@@ -42,11 +43,12 @@ class ChannelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     period_ms: float = 100.0
 
     def __post_init__(self) -> None:
+        check_floats(self, "signals: {}".format)
         known = [name for name in FIGURES if name != "expert_pressure"]
         for name in self.figures:
             if name not in known:
                 raise ConfigError(f"signals: no engine of a simulation says {name!r}; known: {', '.join(known)}")
-        if not 0 <= self.delay_ms < float("inf") or not 0 < self.period_ms < float("inf"):
+        if self.delay_ms < 0 or self.period_ms <= 0:
             raise ConfigError("signals: delay_ms must be 0 or more, and period_ms above 0")
 
 
@@ -67,9 +69,10 @@ class SignalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kv_events_delay_ms: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.response_delay_ms < float("inf"):
+        check_floats(self, "signals: {}".format)
+        if self.response_delay_ms < 0:
             raise ConfigError(f"signals: response_delay_ms must be 0 or more, got {self.response_delay_ms}")
-        if self.kv_events_delay_ms is not None and not 0 <= self.kv_events_delay_ms < float("inf"):
+        if self.kv_events_delay_ms is not None and self.kv_events_delay_ms < 0:
             raise ConfigError(f"signals: kv_events_delay_ms must be 0 or more, got {self.kv_events_delay_ms}")
 
 

@@ -1,17 +1,21 @@
 """A server's record of what it answered: `moestro serve --record FILE` writes it, the simulator replays it.
 
-One JSON object a line: first a `Header`, then a `RecordedRequest` for each request, in the order in which they ended.
+One JSON object a line: a `Header`, then a `RecordedRequest` for each request, in the order in which they ended.
+A server that is started again appends another header and goes on.
 No prompt and no answer is in it: blocks go by their keyed hashes, users by a number.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from moestro.core.clock import ClockPair
 from moestro.core.request import Request, SamplingParams, ServiceClass
 from moestro.core.script import Script
 from moestro.errors import ConfigError
@@ -19,6 +23,7 @@ from moestro.workload.files import open_lines
 from moestro.workload.rows import Int64s
 
 FORMAT = "moestro-requests-1"
+_TIMES = ("arrival_ns", "admitted_ns", "first_token_ns", "last_token_ns")
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +38,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         limits: what each engine's scheduler was told, by the names of `SchedulerSettings`.
         stepping: in which pieces each engine computed, by the names of the flags; empty: step by step.
         route_policy: which engine got a request.
+        clocks: when the record began; None: an older version wrote it.
     """
 
     format: str = FORMAT
@@ -46,6 +52,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     limits: dict[str, object]
     stepping: dict[str, object] = {}
     route_policy: str
+    clocks: ClockPair | None = None
 
 
 class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +95,7 @@ class RequestRecord:
     not their answers.
 
     Attributes:
-        header: see there.
+        header: of the first server.
         requests: in order of arrival.
     """
 
@@ -121,27 +128,98 @@ class RequestRecord:
         return request, Script(max(told.num_output_tokens, 1))
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What one server wrote, from the line of its header on."""
+
+    line: int
+    header: Header
+    requests: list[RecordedRequest] = field(default_factory=list)
+
+
 def read_request_record(path: Path) -> RequestRecord:
-    """The record in `path`.
+    """The record in `path`. Where servers with the same settings followed each other, their requests are joined on the
+    wall clock; the time in between, in which none ran, stays in the arrivals.
 
     Raises:
-        ConfigError: it cannot be read, or is no record; the text names the line.
+        ConfigError: it cannot be read, is no record, or is one of servers that cannot be joined; the text names the
+            line.
     """
-    decode = msgspec.json.Decoder(RecordedRequest).decode
-    with open_lines(path) as lines:
-        try:
-            header = msgspec.json.decode(next(lines, ""), type=Header)
-            if header.format != FORMAT:
-                raise ConfigError(f"{path} is a record of format {header.format!r}; this version reads {FORMAT!r}")
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{path} is no record of `moestro serve --record`: {error}") from None
-        requests = []
-        for number, line in enumerate(lines, 2):
-            try:
-                requests.append(decode(line))
-            except msgspec.DecodeError as error:
-                raise ConfigError(f"{path}, line {number}: {error}") from None
-    if not requests:
+    runs = [run for run in _runs(path) if run.requests]
+    if not runs:
         raise ConfigError(f"{path} holds no requests")
+    first = runs[0]
+    for run in runs[1:]:
+        _check_joins(path, first, run)
+    requests = first.requests if len(runs) == 1 else [request for run in runs for request in _on_wall_clock(run)]
     requests.sort(key=lambda request: (request.arrival_ns, request.request_id))
-    return RequestRecord(header, requests)
+    return RequestRecord(first.header, requests)
+
+
+def _runs(path: Path) -> list[_Run]:
+    """A line that is cut off is passed over where a run ends: the server was killed, or its disk was full."""
+    runs: list[_Run] = []
+    cut_off = ""
+    with open_lines(path) as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                entry = _decoded(line)
+            except msgspec.ValidationError as error:
+                raise _damaged(path, f"line {number}: {error}", runs) from None
+            except msgspec.DecodeError as error:
+                cut_off = cut_off or f"line {number}: {error}"
+                continue
+            if isinstance(entry, Header):
+                if entry.format != FORMAT:
+                    raise ConfigError(f"{path} is a record of format {entry.format!r}; this version reads {FORMAT!r}")
+                runs.append(_Run(number, entry))
+                cut_off = ""
+            elif cut_off or not runs:
+                raise _damaged(path, cut_off or f"line {number} comes before a header", runs)
+            else:
+                runs[-1].requests.append(entry)
+    if not runs:
+        raise _damaged(path, cut_off or "it is empty", runs)
+    return runs
+
+
+def _damaged(path: Path, how: str, runs: list[_Run]) -> ConfigError:
+    what = "is damaged" if runs else "is no record of `moestro serve --record`"
+    return ConfigError(f"{path} {what}: {how}")
+
+
+_decode_request = msgspec.json.Decoder(RecordedRequest).decode
+_decode_header = msgspec.json.Decoder(Header).decode
+
+
+def _decoded(line: str) -> Header | RecordedRequest:
+    try:
+        return _decode_request(line)
+    except msgspec.ValidationError as error:
+        with contextlib.suppress(msgspec.ValidationError):
+            return _decode_header(line)
+        raise error from None
+
+
+def _check_joins(path: Path, first: _Run, run: _Run) -> None:
+    where = f"{path}, line {run.line}: another server's record begins here,"
+    names = [name for name in Header.__struct_fields__ if name != "clocks"]
+    changed = [name for name in names if getattr(run.header, name) != getattr(first.header, name)]
+    if changed:
+        raise ConfigError(f"{where} with another {', '.join(changed)}: put its lines into a file of their own")
+    if run.header.clocks is None or first.header.clocks is None:
+        raise ConfigError(
+            f"{where} and one of the two does not say its wall-clock time, so they cannot be joined: put its lines"
+            " into a file of their own"
+        )
+
+
+def _on_wall_clock(run: _Run) -> Iterator[RecordedRequest]:
+    assert run.header.clocks is not None
+    offset_ns = run.header.clocks.offset_ns
+    for request in run.requests:
+        times = {name: getattr(request, name) for name in _TIMES}
+        moved = {name: time_ns + offset_ns for name, time_ns in times.items() if time_ns}  # 0: there was no such moment
+        yield msgspec.structs.replace(request, **moved)

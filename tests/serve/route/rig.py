@@ -14,6 +14,7 @@ from typing import Any
 import httptools
 import uvloop
 
+from moestro.serve.access_settings import AccessSettings
 from moestro.serve.connections import accept, bound_socket
 from moestro.serve.route.exact import exact_reading
 from moestro.serve.route.parts import Parts, assemble
@@ -31,8 +32,15 @@ from moestro.serve.route.settings import (
 )
 
 CHAT = "/v1/chat/completions"
-KINDS = (EngineSettings, RoutingSettings, ReliabilitySettings, FrontSettings, AdminSettings, RecordSettings)
-PLACES = ("engines", "routing", "reliability", "front", "admin", "record")
+GROUPS = {
+    "engines": EngineSettings,
+    "routing": RoutingSettings,
+    "reliability": ReliabilitySettings,
+    "front": FrontSettings,
+    "access": AccessSettings,
+    "admin": AdminSettings,
+    "record": RecordSettings,
+}
 QUICK: dict[str, Any] = {"health_interval": 0.02, "metrics_interval": 0.0, "probe_timeout": 1.0, "slow_start": 0.0}
 
 
@@ -51,7 +59,7 @@ def settings_of(**given: Any) -> RouteSettings:
     given = QUICK | given
     groups = {
         place: kind(**{name: given.pop(name) for name in list(given) if name in kind.__dataclass_fields__})
-        for place, kind in zip(PLACES, KINDS, strict=True)
+        for place, kind in GROUPS.items()
     }
     assert not given, f"no such setting: {given}"
     return RouteSettings(**groups)
@@ -315,10 +323,10 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
     given = settings_of(engine=urls, **settings)
     parts = assemble(given, reading_of(given.routing))
     listener: socket.socket = bound_socket("127.0.0.1", 0)
-    door = await accept(parts.accept_client, listener)
+    door = await accept(parts.accept_client, listener, given.access.max_connections_per_address)
     for url in urls:
         parts.operator.add(EngineUrl.parse(url))
-    sweeper = asyncio.create_task(sweep_forever(parts.shared, parts.clients.sweep, 0.01))
+    sweeper = asyncio.create_task(sweep_forever(parts.shared, parts.clients, 0.01))
     made = Rig(parts, listener.getsockname()[1])
     try:
         if is_up:
@@ -337,8 +345,7 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
         await parts.operator.watch.close()
         if parts.kv_events is not None:
             parts.kv_events.close()
-        if parts.threads is not None:
-            parts.threads.close()
+        parts.threads.close()
         for engine in parts.shared.fleet:
             engine.pool.close()
         for engine in engines:

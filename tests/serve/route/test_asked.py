@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, hash_text, split_hashes
+from moestro.serve.json_elements import MAX_ELEMENTS
 from moestro.serve.route.asked import NOTHING, plain_text, prompt_key, read, request_from_text
 from moestro.serve.route.exact import ExactReader
 from moestro.serve.route.heads import Incoming, RequestHead
@@ -206,3 +207,19 @@ class TestExact:
 
 def test_nothing_is_read_of_nothing():
     assert read(b"") is NOTHING
+
+
+def test_a_large_body_is_read_as_a_small_one():
+    small = {"model": "m", "max_tokens": 7, "messages": [turn("system", LONG), turn("user", "hello")], "tools": [1]}
+    padded = small | {"unknown": "x" * MAX_ELEMENTS}
+    assert read(json.dumps(padded).encode()) == read(json.dumps(small).encode())
+    assert read(json.dumps({"model": "m", "prompt": "x" * MAX_ELEMENTS}).encode()).model == "m"
+    assert read(json.dumps({"messages": [1], "unknown": "x" * MAX_ELEMENTS}).encode()) is NOTHING
+
+
+def test_a_chat_of_too_many_elements_is_compared_as_it_is_spelt_and_keeps_its_model():
+    body = {"model": "m", "messages": [turn("user", "x")] * MAX_ELEMENTS}
+    asked = read(json.dumps(body).encode())
+    assert (asked.model, asked.messages) == ("m", None)
+    assert plain_text(asked) == json.dumps(body["messages"]).encode()
+    assert shared_blocks(body, {"model": "m", "messages": [*body["messages"], turn("user", "y")]}) > 1000

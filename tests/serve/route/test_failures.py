@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
 from serve.route.rig import FakeEngine, Received, Rig, Wire, looped, rig, say_ok
 
+from moestro.serve.route.upstream import _LATE_S
 from moestro.serve.route.watch import Watch
 
 MOODY = """
@@ -51,11 +53,22 @@ async def assert_nothing_follows(it: Rig, user: str, code: str) -> None:
         await asyncio.wait_for(caller.reader.read(1), 0.3)
 
 
+async def wait_for_template_process(it: Rig) -> None:
+    """In exact mode the first chat waits for the process that renders it."""
+    async with asyncio.timeout(30):
+        caller = await it.caller()
+        status = 0
+        while status != 200:
+            caller.ask(body=asked_by("good"))
+            status = (await caller.answer()).status
+
+
 @pytest.mark.parametrize("is_exact", [False, True])
 @looped
 async def test_a_policy_that_raises_refuses_its_request_once(is_exact, moody, demo_dir):
     reading = {"tokenizer": demo_dir} if is_exact else {}
     async with rig(FakeEngine("a"), route_policy=moody, first_byte_timeout=0.1, **reading) as it:
+        await wait_for_template_process(it)
         await assert_nothing_follows(it, "bad", "internal_error")
 
 
@@ -185,3 +198,23 @@ async def test_an_id_that_comes_again_costs_no_other_story():
         await it.call(X_Request_Id="third")
         assert it.parts.shared.journal.story("first") is not None
         assert it.parts.shared.journal.story("second") is None
+
+
+@looped
+async def test_a_connect_limit_that_takes_effect_late_is_not_held_against_the_engine(monkeypatch):
+    """The router was stopped while it connected; a limit that takes effect in time still counts."""
+    async with rig(FakeEngine("a"), connect_timeout=0.1) as it:
+        pool, lateness = it.engine("a").pool, [_LATE_S + 0.2]
+        connect = pool._connect
+
+        async def interrupted():
+            if not lateness:
+                return await connect()
+            time.sleep(lateness.pop())  # noqa: ASYNC251 the whole process stands still
+            raise TimeoutError
+
+        monkeypatch.setattr(pool, "_connect", interrupted)
+        assert (await pool.connect()).is_open
+        lateness.append(0.0)
+        with pytest.raises(TimeoutError):
+            await pool.connect()

@@ -23,7 +23,7 @@ MALFORMED = {
     "bare line feeds": b"POST /v1/x HTTP/1.1\nA: b\n\n",
     "a zero byte": b"POST /v1/x HTTP/1.1\r\nA: \x00\r\n\r\n",
     "a space before the colon": b"POST /v1/x HTTP/1.1\r\nA : b\r\n\r\n",
-    "a bad chunk": b"POST /v1/x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "a bad chunk": b"POST /score HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
 }
 
 
@@ -37,16 +37,10 @@ async def test_malformed_http_is_refused_in_openais_form_and_the_connection_ends
         answer = await caller.answer()
         assert (answer.status, answer.code) == (400, "bad_request")
         assert answer.json["error"].keys() == {"message", "type", "param", "code"}
+        assert answer.json["error"]["message"].startswith("Malformed HTTP")
         assert answer.headers["connection"] == "close"
         assert await caller.is_closed()
         assert not engine.received
-
-
-@looped
-async def test_a_coding_that_is_not_known_is_refused():
-    async with rig(FakeEngine("e")) as it:
-        answer = await it.call(Transfer_Encoding="gzip, chunked", body=b"")
-        assert answer.status in (400, 501)
 
 
 @looped
@@ -81,17 +75,47 @@ async def test_a_body_has_a_bound_which_is_known_before_it_is_read(is_chunked):
     async with rig(engine, max_body_bytes=10_000) as it:
         caller = await it.caller()
         if is_chunked:
-            caller.send(f"POST {CHAT} HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+            caller.send(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
             for _ in range(11):
                 caller.send(b"3e8\r\n" + b"x" * 1000 + b"\r\n")
         else:
-            caller.send(f"POST {CHAT} HTTP/1.1\r\nContent-Length: 10001\r\n\r\n".encode())
+            caller.send(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 10001\r\n\r\n".encode())
         answer = await caller.answer()
         assert (answer.status, answer.code) == (413, "request_too_large")
         caller.send(b"x" * 10_000)  # a client that goes on hears the answer all the same
         assert await caller.is_closed()
         assert not engine.received
         assert (await it.call(body=b"x" * 10_000)).status == 200
+
+
+@looped
+async def test_a_body_that_is_too_large_is_refused_before_the_client_is_told_to_go_on():
+    async with rig(FakeEngine("e"), max_body_bytes=10_000) as it:
+        caller = await it.caller()
+        caller.send(
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 10001\r\n\r\n".encode()
+        )
+        assert (await caller.answer()).status == 413
+
+
+@looped
+async def test_a_chat_of_half_a_million_messages_does_not_hold_up_the_others():
+    """Measured: 0.1 s; decoded on the event loop it was 2 s."""
+    engine = FakeEngine("e")
+    async with rig(engine) as it:
+        message = b'{"role":"user","content":[{"type":"text","text":"x"}]},'
+        swarm = await it.caller()
+        body = b'{"model": "m", "messages": [' + message * 550_000 + message[:-1] + b"]}"
+        swarm.ask(body=body)
+        answering = asyncio.ensure_future(swarm.answer())
+        longest, loop = 0.0, asyncio.get_running_loop()
+        while not answering.done():
+            since = loop.time()
+            await asyncio.sleep(0.001)
+            longest = max(longest, loop.time() - since)
+        assert answering.result().status == 200
+        assert engine.received[0].body == body
+        assert longest < 0.6
 
 
 @looped

@@ -247,7 +247,7 @@ async def test_head_is_answered_with_a_head():
 
     async with rig(FakeEngine("e", script)) as it:
         caller = await it.caller()
-        for path, length in (("/v1/files", "1000"), ("/version", None)):
+        for path, length in (("/v1/responses/r", "1000"), ("/version", None)):
             caller.ask(path, method="HEAD")
             answer = await caller.answer(is_head=True)
             assert answer.status == 200

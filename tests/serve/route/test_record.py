@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import threading
+import time
 
 import pytest
 from rich.console import Console
@@ -17,8 +19,9 @@ from moestro.cluster.replay import replay
 from moestro.cluster.settings import RouterSettings
 from moestro.cluster.story import Story
 from moestro.errors import ConfigError
+from moestro.serve.record_file import RecordFile
 from moestro.serve.route.explain import explain
-from moestro.serve.route.record_file import RecordFile
+from moestro.serve.route.parts import _record
 from moestro.serve.route.replaying import replay_record
 
 TURN = "What a router is told it writes down, word by word. " * 40
@@ -141,7 +144,7 @@ def recorded_router(record: RecordFile) -> RecordedRouter:
 @looped
 async def test_what_comes_while_a_write_fails_is_behind_the_gap_too(tmp_path, monkeypatch, caplog):
     path = tmp_path / "record.jsonl"
-    record = RecordFile(path)
+    record = _record(path)
     router, append, fails = recorded_router(record), record._append, threading.Event()
 
     def fail_once_told(entries):
@@ -168,7 +171,7 @@ async def test_what_comes_while_a_write_fails_is_behind_the_gap_too(tmp_path, mo
 @looped
 async def test_a_write_that_runs_when_the_router_stops_is_waited_for(tmp_path, monkeypatch):
     path = tmp_path / "record.jsonl"
-    record = RecordFile(path)
+    record = _record(path)
     router, append, may_write = recorded_router(record), record._append, threading.Event()
     num_writing = 0
 
@@ -181,8 +184,8 @@ async def test_a_write_that_runs_when_the_router_stops_is_waited_for(tmp_path, m
         num_writing -= 1
 
     monkeypatch.setattr(record, "_append", slow)
-    monkeypatch.setattr("moestro.serve.route.record_file.FLUSH_S", 0.0)
-    forever = asyncio.create_task(record.flush_forever())
+    monkeypatch.setattr("moestro.serve.record_file.FLUSH_S", 0.0)
+    forever = asyncio.create_task(record._flush_forever())
     await asyncio.sleep(0.02)
     forever.cancel()
     router.submit(request("r0"), 0)
@@ -198,8 +201,8 @@ async def test_a_record_with_a_gap_has_stories_alone_from_there(tmp_path, monkey
     path = tmp_path / "record.jsonl"
     await run(path, "least_loaded", num_requests=4)
     entries = [decode_entry(line) for line in path.read_bytes().splitlines() if line]
-    record = RecordFile(tmp_path / "other.jsonl")
-    monkeypatch.setattr("moestro.serve.route.record_file._MAX_PENDING", 3)
+    record = _record(tmp_path / "other.jsonl")
+    monkeypatch.setattr("moestro.serve.record_file._MAX_PENDING", 3)
     for entry in entries:
         record.write(entry)
     await record._flush()
@@ -211,3 +214,16 @@ async def test_a_record_with_a_gap_has_stories_alone_from_there(tmp_path, monkey
     assert written[:3] == entries[:3]
     assert all(isinstance(entry, Story) for entry in written[3:])
     assert len(written) > 3
+
+
+@looped
+async def test_the_head_says_the_time_on_both_clocks_and_one_of_an_older_version_is_read(tmp_path):
+    path = tmp_path / "record.jsonl"
+    before_ns = time.time_ns()
+    await run(path, "least_loaded", num_requests=4)
+    head = decode_entry(path.read_bytes().splitlines()[0])
+    assert before_ns <= head.clocks.wall_ns <= time.time_ns()
+    assert 0 <= time.monotonic_ns() - head.clocks.monotonic_ns < time.time_ns() - before_ns
+    path.write_bytes(re.sub(rb',"clocks":{[^}]*}', b"", path.read_bytes(), count=1))
+    assert decode_entry(path.read_bytes().splitlines()[0]).clocks is None
+    assert told(path)[0]

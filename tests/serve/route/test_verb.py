@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from serve.running import MOESTRO, Running, call, complete, open_stream, read_to_end, wait_until
+from serve.running import MOESTRO, Running, call, complete, open_stream, read_to_end, read_to_end_of_answer, wait_until
 
 from moestro.cli import main
 
@@ -74,6 +74,46 @@ def test_the_openai_client_does_not_notice(server, tmp_path):
         assert running.stop() == 0
 
 
+def test_what_strangers_send_is_refused_and_one_log_line_of_each_kind(routed):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    for _ in range(3):
+        for sent, status in (
+            (b"POST /v1/%6coad_lora_adapter HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n", 400),
+            (b"POST /v1/load_lora_adapter HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 404),
+            (head + b"Secret: \x00\r\n\r\n", 400),
+            (head + b"Host: y\r\n\r\n", 400),
+            (head + b"Expect: more\r\n\r\n", 417),
+        ):
+            with socket.create_connection(routed.address, timeout=30) as stranger:
+                stranger.sendall(sent)
+                answer = b"".join(iter(lambda: stranger.recv(65536), b""))
+                assert answer.startswith(b"HTTP/1.1 %d " % status)
+                assert b'{"error":{"message":' in answer
+    assert routed.text.count("refused with 400: Malformed HTTP") == 1
+    assert routed.text.count("refused with 417") == 1
+    assert "Secret" not in routed.text
+    assert "Traceback" not in routed.text
+
+
+def test_a_hundred_megabytes_of_trailer_are_refused_and_keep_nobody_waiting(routed):
+    with socket.create_connection(routed.address, timeout=30) as stranger:
+        stranger.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nA: ")
+
+        def pour() -> None:
+            for _ in range(100):
+                stranger.sendall(b"v" * (1 << 20))
+
+        pouring = threading.Thread(target=pour)
+        pouring.start()
+        longest_s = 0.0
+        while pouring.is_alive():
+            begin_s = time.monotonic()
+            assert call(routed, "GET", "/health").status == 200
+            longest_s = max(longest_s, time.monotonic() - begin_s)
+        assert stranger.recv(65536).startswith(b"HTTP/1.1 431 ")
+    assert longest_s < 2.0  # a read used to copy all that had come before: seconds
+
+
 def test_a_request_is_explained_from_the_router_and_from_its_record(routed, capsys):
     complete(routed, max_tokens=3)
     answer = call(routed, "POST", "/v1/completions", {"prompt": "def f(x):"}, X_Request_Id="explain-me")
@@ -115,6 +155,22 @@ def test_what_nobody_knows_is_said_so(routed, capsys):
         main(["explain", "none", "--admin-url", admin_url(routed)])
     assert ended.value.code == 2
     assert "Nothing is known of request none" in capsys.readouterr().err
+
+
+def test_a_pause_of_the_router_itself_costs_no_request_and_opens_no_breaker(fake, tmp_path):
+    patience = ("--idle-timeout", "1", "--first-byte-timeout", "1", "--stall-timeout", "1", "--probe-timeout", "1")
+    running = Running(route_to(fake, flags=(*patience, "--health-interval", "0.3")), tmp_path)
+    try:
+        stream = open_stream(running, max_tokens=1500)  # 3 s of tokens
+        running.process.send_signal(signal.SIGSTOP)
+        time.sleep(4)
+        running.process.send_signal(signal.SIGCONT)
+        assert b"data: [DONE]" in read_to_end_of_answer(stream)
+        assert "is open" not in running.text
+        assert "is stalled" not in running.text
+        assert complete(running, max_tokens=2).status == 200
+    finally:
+        assert running.stop() == 0
 
 
 def test_a_stopped_router_finishes_what_runs_and_refuses_what_comes(fake, tmp_path):

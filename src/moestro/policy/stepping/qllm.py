@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,9 @@ class ExpertLevelPreemption:
     tokens, of experts: pairs of token and expert): what a small batch costs is mostly weights, and who has merged goes
     on, and is decoded, together. Best-effort tokens alone run in the deepest layer first: what was begun ends.
 
-    Bound: a best-effort unit that came `max_wait_ns` ago is served before everything else until it is through; None:
-    no bound, as in the paper (section 6 calls it a limitation).
+    Bound: a best-effort unit that was passed over for `max_wait_ns` in all is served before everything else until it is
+    through. A unit lives for one step, so a request may lose that much in each of its steps. None means no bound, as in
+    the paper (section 6 calls it a limitation).
 
     Source: QLLM, arXiv:2503.09304, sections 3.2 and 3.3; the merging rule and the ageing are ours.
     """
@@ -31,12 +32,13 @@ class ExpertLevelPreemption:
 
     def __call__(self, view: QueueTable, now_ns: int) -> Run:
         """What runs next."""
-        urgent = _layers(view, LS)
-        if len(urgent) == 0 or self._is_overdue(view, now_ns):
+        urgent, left_ns = _layers(view, LS), self._left_ns(view)
+        if len(urgent) == 0 or (left_ns is not None and left_ns <= 0):
             layers = _layers(view, BE)
             return _run(view, BE, int(layers[-1]), ALL, ALL) if len(layers) else in_order(view, now_ns)
         first = int(urgent[0])
-        return _run(view, LS, first, self.max_merged, self._next_meeting(view, first))
+        run = _run(view, LS, first, self.max_merged, self._next_meeting(view, first))
+        return run if left_ns is None else replace(run, ask_again_ns=now_ns + left_ns)
 
     def _next_meeting(self, view: QueueTable, layer: int) -> int:
         """The layer up to which urgent tokens from `layer` on meet nobody with whom they might go on together."""
@@ -47,8 +49,11 @@ class ExpertLevelPreemption:
         ahead = np.flatnonzero(meets[layer + 1 :])
         return layer + 1 + int(ahead[0]) if len(ahead) else ALL
 
-    def _is_overdue(self, view: QueueTable, now_ns: int) -> bool:
-        return self.max_wait_ns is not None and int(view.oldest_ns[BE].min()) <= now_ns - self.max_wait_ns
+    def _left_ns(self, view: QueueTable) -> int | None:
+        """For how much longer best effort may be passed over; None means no limit, or no best effort."""
+        if self.max_wait_ns is None or not np.count_nonzero(view.n[BE]):
+            return None
+        return self.max_wait_ns - int(view.passed_ns[BE].max())
 
 
 def _waiting(view: QueueTable, service_class: int) -> NDArray[np.int32]:

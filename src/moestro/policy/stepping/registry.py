@@ -25,7 +25,7 @@ def make_step_policy(text: str, max_be_wait_s: float) -> StepPolicy:
     Args:
         text: a name in STEPPING, or `FILE.py:NAME`: a function or an object that can be called, or a class of such
             objects, which is made without arguments. It is tried once, on a device where one token waits.
-        max_be_wait_s: of `qllm`, seconds for which best effort may be passed over; inf: for ever.
+        max_be_wait_s: of `qllm`, seconds for which a best-effort unit may be passed over; inf means no limit.
 
     Raises:
         ConfigError: there is no such policy, or it fails its trial.
@@ -54,4 +54,5 @@ def _one_token_waits() -> QueueTable:
     shape = (NUM_CLASSES, 2, 3)
     n, oldest_ns = np.zeros(shape, np.int32), np.full(shape, NOBODY_WAITS_NS, np.int64)
     n[LS, 0, ATTENTION], oldest_ns[LS, 0, ATTENTION] = 1, 0
-    return QueueTable(n, oldest_ns, n.max(axis=0) > 0, np.zeros(shape[:2], np.int32), 1)
+    passed_ns = np.zeros(shape, np.int64)
+    return QueueTable(n, oldest_ns, passed_ns, n.max(axis=0) > 0, np.zeros(shape[:2], np.int32), 1)

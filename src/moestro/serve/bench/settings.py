@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
+from moestro.core.setting_checks import check_floats
 from moestro.errors import ConfigError
 from moestro.workload.length_shapes import Shape
 
@@ -49,6 +50,7 @@ class EndpointSettings:
     "Seconds after which a request without a whole answer has failed."
 
     def __post_init__(self) -> None:
+        check_floats(self)
         _check("--timeout", self.timeout, self.timeout > 0, "above 0")
         if not self.base_url.startswith(("http://", "https://")):
             raise ConfigError(f"--base-url must begin with http:// or https://, got {self.base_url}")
@@ -128,12 +130,13 @@ class ArrivalSettings:
     "Requests sent before the run and not counted. If all of them fail, there is no run."
 
     def __post_init__(self) -> None:
+        check_floats(self, may_be_infinite={"request_rate"})
         if self.request_rate is not None:
             _check("--request-rate", self.request_rate, self.request_rate > 0, "above 0")
         if self.max_concurrency is not None:
             _check("--max-concurrency", self.max_concurrency, self.max_concurrency >= 1, "at least 1")
-        _check("--burstiness", self.burstiness, 0 < self.burstiness < math.inf, "above 0")
-        _check("--rate-factor", self.rate_factor, 0 < self.rate_factor < math.inf, "above 0")
+        _check("--burstiness", self.burstiness, self.burstiness > 0, "above 0")
+        _check("--rate-factor", self.rate_factor, self.rate_factor > 0, "above 0")
         _check("--num-warmups", self.num_warmups, self.num_warmups >= 0, "at least 0")
         if self.rate_factor != 1 and self.request_rate is not None:
             raise ConfigError("--rate-factor and --request-rate both set a trace's speed: give one of them")
@@ -160,8 +163,9 @@ class GoalSettings:
     "Most rates that the search tries. Each is a run of --num-prompts: give enough for it to last half a minute."
 
     def __post_init__(self) -> None:
+        check_floats(self)
         _check("--slo-share", self.slo_share, 0 < self.slo_share <= 1, "above 0 and at most 1")
-        _check("--rate-tolerance", self.rate_tolerance, 0 < self.rate_tolerance < math.inf, "above 0")
+        _check("--rate-tolerance", self.rate_tolerance, self.rate_tolerance > 0, "above 0")
         _check("--max-probes", self.max_probes, self.max_probes >= 1, "at least 1")
         if self.find_rate and not self.goodput:
             raise ConfigError("--find-rate needs to know what is good: give --goodput, for instance ttft:500 tpot:50")

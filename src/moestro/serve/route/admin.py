@@ -11,16 +11,18 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from moestro.errors import ConfigError, RequestError
+from moestro.serve.access import Access
 from moestro.serve.exposition import CONTENT_TYPE
-from moestro.serve.gate import gate
+from moestro.serve.gate import Gate
 from moestro.serve.refusals import HttpError, shown
 from moestro.serve.route.fleet import Engine
-from moestro.serve.route.handover import Handover
+from moestro.serve.route.handover import MAX_INDEX_BYTES, Handover
 from moestro.serve.route.journal import Journal
 from moestro.serve.route.operator import Operator
 from moestro.serve.route.settings import AdminSettings, EngineUrl, is_loopback
 
 _MAX_BODY_BYTES = 64 << 10
+_FAREWELL_S = 1.0  # for answers that are complete to reach the operator
 
 
 class _NewEngine(msgspec.Struct):
@@ -39,10 +41,14 @@ class Admin:
         self._journal = journal
         self._metrics = metrics
 
-    def app(self, settings: AdminSettings) -> web.Application:
-        """The application to run."""
+    async def runner(self, settings: AdminSettings) -> web.AppRunner:
+        """Return what runs it, set up."""
+        access = Access.of([settings.admin_api_key] if settings.admin_api_key else [])
+        gate = Gate(access, Counter(), MAX_INDEX_BYTES)
+        return await gate.runner(self._app(settings), shutdown_timeout=_FAREWELL_S)
+
+    def _app(self, settings: AdminSettings) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
-        gate(app, (settings.admin_api_key,) if settings.admin_api_key else (), Counter())
         app.middlewares.append(_only_programs(settings.admin_host))
         app.add_routes(
             [

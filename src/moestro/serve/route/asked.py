@@ -10,6 +10,7 @@ import msgspec
 
 from moestro.core.hashing import hash_key, hash_text
 from moestro.core.request import Request, SamplingParams
+from moestro.serve.json_elements import MAX_ELEMENTS, has_many_elements
 from moestro.serve.route.heads import Incoming
 
 BYTES_PER_TOKEN = 4  # of English text and common tokenizers; a unit of load and hits, not a measurement
@@ -60,6 +61,16 @@ class Asked(msgspec.Struct):
 
 NOTHING = Asked()
 _decode = msgspec.json.Decoder(Asked).decode
+_decode_messages = msgspec.json.Decoder(list[Said]).decode
+_decode_but_messages = msgspec.json.Decoder(
+    msgspec.defstruct(
+        "AskedButMessages",
+        [
+            (field.name, msgspec.Raw, ABSENT) if field.name == "messages" else (field.name, field.type, field.default)
+            for field in msgspec.structs.fields(Asked)
+        ],
+    )
+).decode
 
 
 def read(body: bytes) -> Asked:
@@ -67,9 +78,23 @@ def read(body: bytes) -> Asked:
     if not body:
         return NOTHING
     try:
-        return _decode(body)
+        return _decode(body) if len(body) <= MAX_ELEMENTS else _read_large(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return NOTHING
+
+
+def _read_large(body: bytes) -> Asked:
+    """Read a body that may have more elements than can be decoded quickly.
+
+    A chat of too many elements counts as a prompt that is its JSON as spelt; decoding it would stop all streams.
+    """
+    fields = msgspec.structs.asdict(_decode_but_messages(body))
+    messages = fields.pop("messages")
+    if not is_given(messages):
+        return Asked(**fields)
+    if has_many_elements(messages):
+        return Asked(**fields | {"prompt": messages})
+    return Asked(**fields, messages=_decode_messages(messages))
 
 
 def is_given(raw: msgspec.Raw) -> bool:

@@ -11,8 +11,9 @@ from typing import Protocol, cast
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from moestro.errors import RequestError
-from moestro.serve.refusals import BodyTimeoutError, BusyError, HttpError, error_json
-from moestro.serve.route.heads import MAX_HEAD_BYTES, Headers, Incoming, Named, RequestHead, own_head
+from moestro.serve.cors import Cors
+from moestro.serve.refusals import BodyTimeoutError, BusyError, HttpError, error_json, too_large
+from moestro.serve.route.heads import MAX_HEAD_BYTES, Headers, Incoming, RequestHead, fault_of, own_head, size_of
 from moestro.serve.route.known import KnownHeads
 
 _HIGH_WATER_BYTES = 256 << 10  # of an answer that the client has not read yet; then its engine is made to wait
@@ -38,16 +39,13 @@ class Answering(Protocol):
 
 
 class Handler(Protocol):
-    """Answers requests.
+    """Answers requests."""
 
-    Attributes:
-        has_keys: whether heads are shown to `refuses`.
-    """
+    def refuses(self, head: RequestHead) -> RequestError | None:
+        """Return the error for a request whose body has not come yet; None admits every head of the same bytes."""
 
-    has_keys: bool
-
-    def refuses(self, named: Named, target: bytes) -> RequestError | None:
-        """What is wrong with a request whose body has not come yet; None: nothing."""
+    def refused(self, error: RequestError, address: str) -> None:
+        """Take note that a request from `address` is refused before it is read to its end."""
 
     def handle(self, client: Client, incoming: Incoming) -> Answering | None:
         """Answer now, or return who will, and call `client`'s methods later."""
@@ -79,12 +77,14 @@ class Clients:
 
     Attributes:
         open: those that are.
+        cors: added to every answer; None means nothing.
         known: heads of requests that may be answered without parsing them again.
         num_held_bytes: of bodies, beyond what is small.
     """
 
-    def __init__(self, handler: Handler, limits: ClientLimits) -> None:
+    def __init__(self, handler: Handler, limits: ClientLimits, cors: Cors | None = None) -> None:
         self.handler = handler
+        self.cors = cors
         self.limits = limits
         self.open: set[Client] = set()
         self.known: KnownHeads[RequestHead] = KnownHeads(_MAX_KNOWN)
@@ -99,6 +99,11 @@ class Clients:
         """Close what has taken too long; to be called now and then."""
         for client in [client for client in self.open if client.deadline_s < now_s]:
             client.expire()
+
+    def paused(self, pause_s: float) -> None:
+        """The router stood still for so long: clients have as much more time."""
+        for client in self.open:
+            client.deadline_s += pause_s
 
     def close_idle(self) -> None:
         """Connections without a request end now, the others after their answer."""
@@ -129,13 +134,15 @@ class Client(asyncio.Protocol):
         self._parser = HttpRequestParser(self)
         self._address = ""
         self._headers: Headers = []
-        self._named: Named = {}
+        self._head = _UNREADABLE
         self._target = b""
         self._pieces: list[bytes] = []
         self._num_body_bytes = 0
         self._num_held_bytes = 0
-        self._num_head_bytes = 0
+        self._num_between_bytes = 0  # read since the last byte of a body: of a head, between chunks, of trailers
+        self._num_trailer_bytes = 0
         self._is_in_head = True
+        self._wants_continue = False  # the client sends its body when it is told to
         self._is_between = True  # nothing of a next request has been read
         self._first_read = b""  # what the current request began with, if it began a read
         self._refusal: RequestError | None = None  # the last thing to be said on this connection
@@ -208,16 +215,22 @@ class Client(asyncio.Protocol):
         """A request begins."""
         self._is_between = False
         self._headers, self._target, self._pieces = [], b"", []
-        self._num_body_bytes = 0
+        if self._refusal is None:
+            self._head = _UNREADABLE
+        self._num_body_bytes = self._num_trailer_bytes = 0
 
     def on_url(self, part: bytes) -> None:
         """A part of the target."""
         self._target += part
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or (after the body) a trailer, which nobody gets."""
+        """A header, or (after the body) a trailer, which is dropped."""
         if self._is_in_head:
             self._headers.append((name.lower(), name, value))
+            return
+        self._num_trailer_bytes += len(name) + len(value)
+        if self._num_trailer_bytes > MAX_HEAD_BYTES:
+            self._refusal = self._refusal or _head_too_large()
 
     def on_headers_complete(self) -> None:
         """The body begins, if there is one."""
@@ -227,6 +240,7 @@ class Client(asyncio.Protocol):
 
     def on_body(self, piece: bytes) -> None:
         """A part of the body; kept, if there is room for it."""
+        self._num_between_bytes = 0
         if self._refusal is not None:
             return
         before, after = self._num_body_bytes, self._num_body_bytes + len(piece)
@@ -238,12 +252,11 @@ class Client(asyncio.Protocol):
         """The request is whole."""
         pieces, self._pieces = self._pieces, []
         self._is_in_head = self._is_between = True
-        self._num_head_bytes = 0
+        self._num_between_bytes = 0
+        self._wants_continue = False
         if self._refusal is not None:
             return
-        parser = self._parser
-        is_last, is_old = not parser.should_keep_alive(), parser.get_http_version() == "1.0"
-        head = RequestHead(parser.get_method(), self._target, self._headers, self._named, is_last, is_old)
+        head = self._head
         if self._first_read:
             if _ONCE_ONLY.isdisjoint(head.named):
                 has_length = b"content-length" in head.named
@@ -300,13 +313,15 @@ class Client(asyncio.Protocol):
         if self._transport is None or current is None:
             return
         self._let_go_of(current)
-        if self._is_lingering:
+        has_more = bool(self._early) or self._refusal is not None
+        is_over = self._is_last or self._clients.is_closing
+        if self._is_lingering or (is_over and has_more):
             self._linger()
-        elif self._is_last or self._clients.is_closing:
+        elif is_over:
             self._close()
         else:
             self.deadline_s = time.monotonic() + self._clients.limits.idle_s
-            if self._ready or self._early or self._refusal is not None:
+            if self._ready or has_more or self._wants_continue:
                 self._go_on()
 
     def cut(self) -> None:
@@ -339,14 +354,14 @@ class Client(asyncio.Protocol):
     # --- the rest
 
     def _feed(self, data: bytes) -> None:
-        self._num_head_bytes += len(data)  # too many, where a body comes with the head; they are forgotten with it
+        self._num_between_bytes += len(data)  # too many, where some of a body comes with them; then it is forgotten
         try:
             self._parser.feed_data(data)
         except HttpParserUpgrade:
             pass  # refused when its head was read: the parser takes its body for what follows an upgrade
         except HttpParserError as error:
             self._refusal = self._refusal or HttpError(400, f"Malformed HTTP: {error}.", "bad_request")
-        if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
+        if self._num_between_bytes > MAX_HEAD_BYTES:
             self._refusal = self._refusal or _head_too_large()
 
     def _take_known(self, data: bytes) -> bool:
@@ -357,8 +372,6 @@ class Client(asyncio.Protocol):
         head, begin, length = found
         if begin + (length or 0) != len(data) or len(data) > self._small_bytes:
             return False
-        if self._handler.has_keys and self._handler.refuses(head.named, head.target):
-            return False  # it is refused before its body is read
         self._answer(Incoming(head, data[begin:], self._address))
         return True
 
@@ -378,6 +391,9 @@ class Client(asyncio.Protocol):
                 self._transport.resume_reading()
                 self._feed(early)
             else:
+                if self._wants_continue:
+                    self._wants_continue = False
+                    self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                 break
         self._is_going_on = False
 
@@ -391,35 +407,33 @@ class Client(asyncio.Protocol):
             self._answering = answering
 
     def _check_head(self) -> RequestError | None:
-        """What is wrong with the request that has begun; what waits for permission to go on gets it."""
-        limits = self._clients.limits
-        self._named = named = {lower: value for lower, _, value in self._headers}
-        if self._num_head_bytes > MAX_HEAD_BYTES and self._head_size() > MAX_HEAD_BYTES:
+        """Read the head of the request that has begun, and return the first thing that is wrong with it."""
+        limits, parser = self._clients.limits, self._parser
+        named = {lower: value for lower, _, value in self._headers}
+        if self._num_between_bytes > MAX_HEAD_BYTES and size_of(self._headers) > MAX_HEAD_BYTES:
             return _head_too_large()
-        if self._parser.should_upgrade():
+        self._num_between_bytes = 0
+        version, is_last = parser.get_http_version(), not parser.should_keep_alive()
+        is_old = version == "1.0"
+        self._head = head = RequestHead(parser.get_method(), self._target, self._headers, named, is_last, is_old)
+        if fault := fault_of(head, version):
+            return fault
+        if parser.should_upgrade():
             return HttpError(501, "Connections are not upgraded here: leave out Upgrade.", "upgrade_not_supported")
-        if named.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
-            return HttpError(501, "Transfer-Encoding must be chunked.", "unsupported_transfer_encoding")
-        if self._handler.has_keys and (refusal := self._handler.refuses(named, self._target)):
+        if refusal := self._handler.refuses(head):
             return refusal
         if int(named.get(b"content-length", b"0")) > limits.max_body_bytes:
-            return _too_large(limits.max_body_bytes)
+            return too_large(limits.max_body_bytes)
         self.deadline_s = time.monotonic() + limits.body_s
-        if named.get(b"expect", b"").lower() == b"100-continue":
-            self._out.append(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self._flush()
+        self._wants_continue = b"expect" in named and not is_old
         return None
-
-    def _head_size(self) -> int:
-        """Without what came with it."""
-        return sum(len(name) + len(value) for _, name, value in self._headers) + len(self._target)
 
     def _has_room(self, before: int, after: int) -> bool:
         """Whether a body that had `before` bytes may have `after`, which is not small."""
         clients, limits = self._clients, self._clients.limits
         growth = after - max(before, _SMALL_BYTES)
         if after > limits.max_body_bytes:
-            self._refusal = _too_large(limits.max_body_bytes)
+            self._refusal = too_large(limits.max_body_bytes)
         elif clients.num_held_bytes + growth > limits.max_held_bytes:
             self._refusal = BusyError(len(clients.open))
         else:
@@ -440,7 +454,9 @@ class Client(asyncio.Protocol):
 
     def _begin(self, head: bytes) -> None:
         self.has_begun = True
-        current = self._current
+        current, cors = self._current, self._clients.cors
+        if cors is not None and current is not None:
+            head += cors.answer_lines(current.head.named.get(b"origin"))
         if self._is_last or self._clients.is_closing:
             head += b"Connection: close\r\n\r\n"
         elif current is not None and current.head.is_old:
@@ -453,7 +469,8 @@ class Client(asyncio.Protocol):
         """Refuse what cannot be read to its end; what follows it cannot be trusted either."""
         self._pieces = []
         self._let_go(self._num_held_bytes)
-        self._current = Incoming(_UNREADABLE, b"")
+        self._handler.refused(error, self._address)
+        self._current = Incoming(self._head, b"")
         self._is_chunked, self._is_last, self._is_lingering = False, True, True
         self.refuse(error)
 
@@ -464,9 +481,11 @@ class Client(asyncio.Protocol):
             self._transport.close()
 
     def _linger(self) -> None:
-        """Close our side alone: a client in the middle of its request would lose the answer to a reset otherwise."""
+        """Close our side alone: a reset would take the answer from a client that has sent more than was read."""
+        self._is_lingering, self._early = True, b""
         self.deadline_s = time.monotonic() + self._clients.limits.linger_s
         if self._transport is not None:
+            self._transport.resume_reading()
             self._transport.write_eof()
 
     def _flush(self) -> None:
@@ -476,9 +495,5 @@ class Client(asyncio.Protocol):
             self._transport.writelines(out)
 
 
-def _too_large(limit: int) -> HttpError:
-    return HttpError(413, f"The request body may have {limit} bytes.", "request_too_large")
-
-
 def _head_too_large() -> HttpError:
-    return HttpError(431, f"The head of a request may have {MAX_HEAD_BYTES} bytes.", "head_too_large")
+    return HttpError(431, f"A head may have {MAX_HEAD_BYTES} bytes, and so may trailers.", "head_too_large")

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from moestro.core.hashing import hash_blocks
 from moestro.core.request import Request
 from moestro.errors import RequestError
-from moestro.serve.preparing import PrepareThreads
 from moestro.serve.route.asked import Asked, Said, is_given, make_request, prompt_key, request_from_text
 from moestro.serve.route.heads import Incoming
 from moestro.serve.route.reading import Reading
@@ -30,11 +29,13 @@ def exact_reading(directory: Path, block_size: int) -> Reading:
     Raises:
         ConfigError: there is none.
     """
+    tokenizer = Tokenizer(directory)
+    tokenizer.warm_chats()
     return Reading(
-        prepare=ExactReader(Tokenizer(directory), block_size),
+        prepare=ExactReader(tokenizer, block_size),
         block_tokens=block_size,
         words=f"as tokens of {directory}, in blocks of {block_size}",
-        threads=PrepareThreads(),
+        max_inline_bytes=0,
     )
 
 

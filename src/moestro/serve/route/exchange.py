@@ -402,6 +402,8 @@ class Exchange:
         self._stage = _OVER
         self.deadline_s = float("inf")
         self._shared.active.pop(self._incoming.request_id, None)
+        if self._incoming.on_over is not None:
+            self._incoming.on_over()
         try:
             self._close_books(status)
         except Exception:

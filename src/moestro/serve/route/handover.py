@@ -22,7 +22,7 @@ from moestro.errors import RequestError
 from moestro.serve.refusals import HttpError
 from moestro.serve.route.fleet import Engine, Fleet
 
-_MAX_BYTES = 1 << 30
+MAX_INDEX_BYTES = 1 << 30
 _PART_PROMPTS = 256  # a few milliseconds' work, between which requests are answered
 _PART_BYTES = 256 << 10
 _LENGTH_BYTES = 4
@@ -191,6 +191,6 @@ async def _messages(content: StreamReader) -> AsyncIterator[bytes]:
     num_bytes = 0
     while length := int.from_bytes(await content.readexactly(_LENGTH_BYTES)):
         num_bytes += length
-        if num_bytes > _MAX_BYTES:
-            raise HttpError(413, f"An index has {_MAX_BYTES} bytes at most.", "invalid_value")
+        if num_bytes > MAX_INDEX_BYTES:
+            raise HttpError(413, f"An index has {MAX_INDEX_BYTES} bytes at most.", "invalid_value")
         yield await content.readexactly(length)

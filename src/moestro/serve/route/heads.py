@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
+
+from moestro.serve.refusals import HttpError
+from moestro.serve.route.paths import plain_path
 
 Headers = list[tuple[bytes, bytes, bytes]]  # (name in lower case, name as it came, value)
 
@@ -24,9 +28,16 @@ _NOT_TO_ENGINE = _HOP_BY_HOP | {
 }
 # An engine's own word on these would be taken for ours.
 _NOT_TO_CLIENT = _HOP_BY_HOP | {b"content-length", b"x-request-id", b"x-moestro-engine", b"x-moestro-reason"}
+KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
+# Withheld where the router answers CORS: an engine that answers it too would add its headers a second time.
+CORS_HEADERS = frozenset({b"origin", b"access-control-request-method", b"access-control-request-headers"})
 _NEEDED = frozenset({b"content-length", b"content-type", b"authorization"})
 _BODILESS = frozenset({b"GET", b"HEAD", b"DELETE", b"OPTIONS"})
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_VERSIONS = frozenset({"1.1", "1.0"})
+# Fields of which a second line would be read by one server and not by the next.
+_SINGLE = frozenset({b"host", b"authorization", b"x-api-key", b"transfer-encoding", b"expect"})
+_HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%-]*(?::[0-9]*)?|\[[0-9A-Fa-f:.]+\](?::[0-9]*)?")
 _PLAIN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _NOT_IN_HEADER = re.compile(r"[^\x20-\x7e]")
 _SHOWN_CHARS = 200
@@ -40,7 +51,7 @@ class RequestHead:
         target: as it was sent: path and query.
         is_last: the connection ends after the answer.
         is_old: HTTP/1.0: no chunks.
-        path: of the target, without the query.
+        path: of the target, without the query; empty if it can be read in two ways.
         written: for each engine's head what `EngineHead.of` made of this one.
     """
 
@@ -54,7 +65,7 @@ class RequestHead:
     written: dict[EngineHead, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", self.target.partition(b"?")[0].decode("latin-1"))
+        object.__setattr__(self, "path", plain_path(self.target))
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +76,7 @@ class Incoming:
     body: bytes
     client: str = ""
     request_id: str = ""
+    on_over: Callable[[], None] | None = None  # called when its answer has ended; None means that nobody waits for it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,18 +107,18 @@ class EngineHead:
         host: the value of Host.
         prefix: the path under which the engine's API lies; usually empty.
         authorization: replaces the client's, where the engine has a key of its own.
-        drops_authorization: the client's is for this router alone.
+        withheld: client's headers, in lower case, that are for this router alone.
     """
 
     host: bytes
     prefix: bytes = b""
     authorization: bytes | None = None
-    drops_authorization: bool = False
+    withheld: frozenset[bytes] = frozenset()
     _dropped: frozenset[bytes] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
-        drops = self.drops_authorization or self.authorization is not None
-        object.__setattr__(self, "_dropped", _NOT_TO_ENGINE | ({b"authorization"} if drops else set()))
+        replaced = KEY_HEADERS if self.authorization is not None else frozenset()
+        object.__setattr__(self, "_dropped", _NOT_TO_ENGINE | self.withheld | replaced)
 
     def of(self, incoming: Incoming) -> bytes:
         """The head of the request that the engine gets; the body follows as it came."""
@@ -141,6 +153,28 @@ def answer_lines(status: int, headers: Headers, named: Named) -> bytes:
     return _status_line(status) + b"".join(lines)
 
 
+def fault_of(head: RequestHead, version: str) -> HttpError | None:
+    """Check a request's head against RFC 9110 and 9112, and return the first fault; None means that there is none.
+
+    Args:
+        head: Head of the request.
+        version: HTTP version, as the parser read it.
+    """
+    if version not in _VERSIONS:
+        return _bad_head("The version must be HTTP/1.1 or HTTP/1.0.")
+    if not head.path:
+        text = (
+            "The path can be read in more than one way. Send the path alone, as the documentation spells it: without"
+            " escapes, empty or dotted segments, a slash at the end, backslashes, semicolons, a fragment or a host."
+        )
+        return HttpError(400, text, "ambiguous_path")
+    if len(head.named) < len(head.headers):
+        names = [lower for lower, _, _ in head.headers]
+        if twice := next((name for name in _SINGLE if names.count(name) > 1), None):
+            return _bad_head(f"{twice.decode().title()} may be there once, and is there more often.")
+    return _host_fault(head) or _coding_fault(head)
+
+
 def own_head(status: int, content_type: str, length: int, added: bytes = b"") -> bytes:
     """The head of an answer of our own, open at its end."""
     typed = f"Content-Type: {content_type}\r\n" if length else ""
@@ -153,9 +187,37 @@ def header_text(text: str) -> str:
     return text if text.isascii() and text.isprintable() else _NOT_IN_HEADER.sub("?", text)
 
 
+def size_of(headers: Headers) -> int:
+    """Return the bytes of all names and values."""
+    return sum(len(name) + len(value) for _, name, value in headers)
+
+
 def plain_id(given: bytes) -> str | None:
     """A client's request id, if it is short and plain."""
     return given.decode() if _PLAIN_ID.fullmatch(given) else None
+
+
+def _host_fault(head: RequestHead) -> HttpError | None:
+    host = head.named.get(b"host")
+    if host is None:
+        return None if head.is_old else _bad_head("HTTP/1.1 needs a Host.")
+    return None if _HOST.fullmatch(host) else _bad_head("The value of Host must be a host, with a port or without.")
+
+
+def _coding_fault(head: RequestHead) -> HttpError | None:
+    """Check how the body is sent."""
+    coding, expected = head.named.get(b"transfer-encoding"), head.named.get(b"expect")
+    if coding is not None and head.is_old:
+        return _bad_head("HTTP/1.0 has no Transfer-Encoding: send a Content-Length.")
+    if coding is not None and coding.lower() != b"chunked":
+        return HttpError(501, "Transfer-Encoding must be chunked.", "unsupported_transfer_encoding")
+    if expected is not None and expected.lower() != b"100-continue" and not head.is_old:
+        return HttpError(417, "Expect may be 100-continue alone.", "expectation_failed")
+    return None
+
+
+def _bad_head(text: str) -> HttpError:
+    return HttpError(400, text, "bad_request")
 
 
 def _status_line(status: int) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import random
 import time
 from collections.abc import Callable
@@ -13,9 +12,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from moestro.cluster.kv_events import KvFeed
+from moestro.serve.log_limit import LogLimit
 from moestro.serve.route.kv_sources import KvSource
-
-logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 3.0  # between connections
 _CONNECT_S = 5.0
@@ -52,19 +50,26 @@ class KvSubscription:
         source: where the publisher is.
         feed: takes the messages.
         num_forgotten: how often the router has forgotten what the engine holds; then it is told again.
+        log: Destination of log lines.
 
     Attributes:
         lag_s: from a batch's time stamp to its arrival, of the newest that came live; the clocks are two.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], source: KvSource, feed: KvFeed, num_forgotten: Callable[[], int]
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        source: KvSource,
+        feed: KvFeed,
+        num_forgotten: Callable[[], int],
+        log: LogLimit,
     ) -> None:
         self.lag_s = 0.0
         self.feed = feed
         self._context = context
         self._source = source
         self._num_forgotten = num_forgotten
+        self._log = log
         self._num_told = num_forgotten()
 
     async def run(self) -> None:
@@ -75,7 +80,7 @@ class KvSubscription:
                 await self._listen(connection)
                 if connection.is_made:
                     pause_s = _FIRST_PAUSE_S
-                    logger.info("KV events from %s have ended; connecting again", self._source.events)
+                    self._log.info("ended", f"KV events from {self._source.events} have ended; connecting again")
                     self.feed.stream.disconnected(time.monotonic_ns())
             await self._sleep(pause_s * random.uniform(0.5, 1.5))  # noqa: S311 - so that routers do not come all at once
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -12,6 +12,7 @@ import zmq
 
 from moestro.cluster.kv_events import KvFeed, KvFeedSettings
 from moestro.cluster.kv_names import NamingRules
+from moestro.serve.log_limit import LogLimit
 from moestro.serve.route.fleet import Engine, Fleet
 from moestro.serve.route.kv_sources import KvSources
 from moestro.serve.route.kv_subscriber import KvSubscription
@@ -51,8 +52,9 @@ class KvEventsWatch:
         settings = KvFeedSettings(
             engine=engine.row, name=engine.name, naming=naming, can_replay=source.replay is not None
         )
-        feed = KvFeed(self._fleet.router, settings)
-        subscription = KvSubscription(self._context, source, feed, lambda: engine.num_forgotten)
+        log = LogLimit(logger)
+        feed = KvFeed(self._fleet.router, settings, log.warning)
+        subscription = KvSubscription(self._context, source, feed, lambda: engine.num_forgotten, log)
         self._running[engine] = subscription
         try:
             await subscription.run()

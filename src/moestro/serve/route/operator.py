@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from moestro.serve.keys import ApiKeys
 from moestro.serve.route.fleet import Engine, Fleet
 from moestro.serve.route.heads import EngineHead
 from moestro.serve.route.settings import EngineSettings, EngineUrl
@@ -33,14 +32,14 @@ class Operator:
     """The operator's hands.
 
     Args:
-        keys: of the data plane: where there are any, a client's key is the router's affair and stays here.
+        withheld: headers of clients that engines do not get.
         reading: how prompts are compared, in words.
     """
 
     fleet: Fleet
     watch: Watch
     settings: EngineSettings
-    keys: ApiKeys
+    withheld: frozenset[bytes]
     reading: str
 
     def add(self, url: EngineUrl) -> Engine:
@@ -56,7 +55,7 @@ class Operator:
             host=url.netloc.encode(),
             prefix=url.path.encode(),
             authorization=None if key is None else f"Bearer {key}".encode("utf-8", "surrogateescape"),
-            drops_authorization=bool(self.keys),
+            withheld=self.withheld,
         )
         engine = self.fleet.add(url.name, url.url, pool, head)
         self.watch.begin(engine)

@@ -5,29 +5,33 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from moestro.cluster.breaker import BreakerRules
 from moestro.cluster.health import HealthRules
-from moestro.cluster.record import PolicyText, RecordedRouter
+from moestro.cluster.record import Entry, PolicyText, RecordedRouter
 from moestro.cluster.retry_budget import RetryBudget, RetryRules
 from moestro.cluster.router import Router
 from moestro.cluster.settings import RouterSettings
+from moestro.cluster.story import Story
 from moestro.policy.routing.registry import policy_from
+from moestro.serve.access import Access
 from moestro.serve.connections import TooMany
-from moestro.serve.keys import ApiKeys
 from moestro.serve.preparing import PrepareThreads
+from moestro.serve.record_file import RecordFile, read_clocks
 from moestro.serve.route.client import ClientLimits, Clients
 from moestro.serve.route.counts import Counts
 from moestro.serve.route.exchange import ExchangeRules, Shared
 from moestro.serve.route.exposition import RouteExposition
 from moestro.serve.route.fleet import Fleet
+from moestro.serve.route.heads import CORS_HEADERS, KEY_HEADERS
 from moestro.serve.route.journal import Journal
 from moestro.serve.route.kv_exposition import KvFigures
 from moestro.serve.route.kv_watch import KvEventsWatch
 from moestro.serve.route.operator import Operator
+from moestro.serve.route.paths import Routes
 from moestro.serve.route.proxy import Proxy
 from moestro.serve.route.reading import Reading
-from moestro.serve.route.record_file import RecordFile
 from moestro.serve.route.settings import FrontSettings, ReliabilitySettings, RouteSettings, RoutingSettings
 from moestro.serve.route.watch import HealthWatch, MetricsWatch, Watch, Watcher, WatchRules
 
@@ -38,7 +42,7 @@ class Parts:
 
     Attributes:
         record: what is decided goes there; None: nowhere.
-        threads: that prompts are read on; None: they are read at once.
+        threads: that large bodies are read on.
         kv_events: follows the engines' caches; None: nobody publishes.
     """
 
@@ -47,12 +51,12 @@ class Parts:
     clients: Clients
     operator: Operator
     exposition: RouteExposition
-    record: RecordFile | None
-    threads: PrepareThreads | None
+    record: RecordFile[Entry] | None
+    threads: PrepareThreads
     kv_events: KvEventsWatch | None
     max_connections: int
 
-    def accept_client(self) -> asyncio.BaseProtocol:
+    def accept_client(self) -> asyncio.Protocol:
         """A protocol for a new connection."""
         return self.clients() if len(self.clients.open) < self.max_connections else TooMany()
 
@@ -67,7 +71,7 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
         ConfigError: the settings cannot be honoured.
     """
     routing, front = settings.routing, settings.front
-    record = RecordFile(settings.record.record) if settings.record.record else None
+    record = _record(settings.record.record) if settings.record.record else None
     router = _router(routing, reading, record)
     router.keeps_candidates = record is not None or settings.record.remember > 0
     fleet = Fleet(router, reading.block_tokens, _health_rules(settings.reliability), time.monotonic_ns)
@@ -86,8 +90,8 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
         journal=journal,
         active={},
     )
-    exposition, keys = RouteExposition(fleet, counts), ApiKeys(front.api_key)
-    proxy = Proxy(shared, reading, keys, frozenset(front.open_path), exposition.text)
+    exposition, access = RouteExposition(fleet, counts), Access.of(front.api_key, settings.access)
+    proxy = Proxy(shared, reading, access, Routes(front.open_path), exposition.text)
     engines = settings.engines
     rules = WatchRules(
         health_path=engines.health_path,
@@ -104,8 +108,8 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
     return Parts(
         shared=shared,
         proxy=proxy,
-        clients=Clients(proxy, _client_limits(front)),
-        operator=Operator(fleet, watch, engines, keys, reading.words),
+        clients=Clients(proxy, _client_limits(front), access.cors),
+        operator=Operator(fleet, watch, engines, _withheld(access), reading.words),
         exposition=exposition,
         record=record,
         threads=reading.threads,
@@ -114,13 +118,18 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
     )
 
 
-def _router(routing: RoutingSettings, reading: Reading, record: RecordFile | None) -> Router:
+def _record(path: Path) -> RecordFile[Entry]:
+    """Behind a gap a replay is impossible, and stories can still be told."""
+    return RecordFile(path, (Story,), "it replays up to here, and has stories alone from now on")
+
+
+def _router(routing: RoutingSettings, reading: Reading, record: RecordFile[Entry] | None) -> Router:
     settings = RouterSettings(
         block_size=reading.block_tokens, seed=routing.seed, index_bytes=routing.index_memory_bytes
     )
     if record is None:
         return Router(policy_from(routing.route_policy, routing.route_score), settings)
-    return RecordedRouter(PolicyText(routing.route_policy, routing.route_score), settings, record.write)
+    return RecordedRouter(PolicyText(routing.route_policy, routing.route_score), settings, record.write, read_clocks())
 
 
 def _health_rules(reliability: ReliabilitySettings) -> HealthRules:
@@ -138,6 +147,12 @@ def _exchange_rules(reliability: ReliabilitySettings, front: FrontSettings) -> E
         idle_s=reliability.idle_timeout,
         shows_route=front.route_headers,
     )
+
+
+def _withheld(access: Access) -> frozenset[bytes]:
+    """Headers that are this router's affair."""
+    nothing: frozenset[bytes] = frozenset()
+    return (KEY_HEADERS if access.keys else nothing) | (CORS_HEADERS if access.cors is not None else nothing)
 
 
 def _client_limits(front: FrontSettings) -> ClientLimits:

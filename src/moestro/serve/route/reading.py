@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from moestro.core.request import Request
@@ -11,6 +11,7 @@ from moestro.serve.preparing import PrepareThreads
 from moestro.serve.route.asked import BYTES_PER_TOKEN, Asked, request_from_text
 from moestro.serve.route.heads import Incoming
 
+MAX_INLINE_BYTES = 256 << 10  # read and hashed in about a millisecond
 Prepare = Callable[[Asked, Incoming, int], Request]  # what is asked, the whole request, now_ns
 
 
@@ -22,13 +23,15 @@ class Reading:
         prepare: makes the request that the router decides by.
         block_tokens: tokens of one block, or about as many.
         words: how prompts are compared, for the operator.
-        threads: where it runs, if it takes too long for the event loop.
+        max_inline_bytes: the largest body that is read on the event loop; larger ones are read on threads.
+        threads: started when first needed.
     """
 
     prepare: Prepare
     block_tokens: int
     words: str
-    threads: PrepareThreads | None = None
+    max_inline_bytes: int = MAX_INLINE_BYTES
+    threads: PrepareThreads = field(default_factory=PrepareThreads)
 
 
 def text_reading(block_bytes: int) -> Reading:

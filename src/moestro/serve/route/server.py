@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
-import uvloop
-from aiohttp import web
 from rich.console import Console
 
-from moestro.serve.connections import accept, allow_open_files, bound_socket
+from moestro.serve.connections import accept, allow_open_files, bound_socket, listen
+from moestro.serve.ending import Ending
 from moestro.serve.refusals import DrainingError
 from moestro.serve.route.admin import Admin
 from moestro.serve.route.banner import Started, print_banner
@@ -29,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _SWEEP_S = 0.25
 _STEP_S = 0.01
+_MAX_ADMIN_CONNECTIONS = 256
 _FAREWELL_S = 1.0  # for answers that are complete to reach their clients
 _FIRST_LOOK_S = 5.0  # the banner waits for the first word of every engine, so long at most
 _GC_THRESHOLD = 50_000  # requests leave no cycles; looking for them at every few hundred objects is wasted
@@ -45,24 +45,19 @@ def route(settings: RouteSettings, reading: Reading) -> None:
     """
     level = settings.front.log_level.upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    with contextlib.suppress(asyncio.CancelledError):
-        uvloop.run(_Server(settings, reading).run())
+    ending = Ending(settings.front.shutdown_timeout)
+    ending.run(_Server(settings, reading, ending).run())
 
 
 class _Server:
     """One run."""
 
-    def __init__(self, settings: RouteSettings, reading: Reading) -> None:
+    def __init__(self, settings: RouteSettings, reading: Reading, ending: Ending) -> None:
         self._settings = settings
         self._reading = reading
-        self._stop = asyncio.Event()
-        self._is_serving = False
+        self._ending = ending
 
     async def run(self) -> None:
-        main = asyncio.current_task()
-        assert main is not None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, main)
         urls, front, admin = self._settings.engines.urls, self._settings.front, self._settings.admin
         allow_open_files(2 * front.max_connections)  # each client may need an engine's connection
         with (
@@ -73,24 +68,19 @@ class _Server:
             async with _running(parts, urls), _admin_plane(parts, admin_listener, self._settings):
                 await self._serve(parts, listener, admin_listener)
 
-    def _on_signal(self, main: asyncio.Task[None]) -> None:
-        if self._is_serving and not self._stop.is_set():
-            self._stop.set()
-        else:
-            main.cancel()
-
     async def _serve(self, parts: Parts, listener: socket.socket, admin_listener: socket.socket) -> None:
         await _first_look(parts)
-        door = await accept(parts.accept_client, listener)
+        door = await accept(parts.accept_client, listener, self._settings.access.max_connections_per_address)
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD)
-        self._is_serving = True
+        self._ending.is_serving = True
         self._greet(parts, _url(listener), _url(admin_listener))
         try:
-            await self._stop.wait()
+            await self._ending.wanted.wait()
             await self._drain(parts)
         finally:
+            self._ending.farewell()
             door.close()
             parts.clients.close()
 
@@ -128,13 +118,12 @@ async def _running(parts: Parts, urls: tuple[EngineUrl, ...]) -> AsyncIterator[N
     for url in urls:
         parts.operator.add(url)
     tasks = [
-        asyncio.create_task(sweep_forever(parts.shared, parts.clients.sweep, _SWEEP_S)),
+        asyncio.create_task(sweep_forever(parts.shared, parts.clients, _SWEEP_S)),
         asyncio.create_task(log_forever(RouteLines(parts.shared.fleet, parts.shared.counts))),
     ]
-    if parts.record is not None:
-        tasks.append(asyncio.create_task(parts.record.flush_forever()))
     try:
-        yield
+        async with parts.record.writing() if parts.record is not None else contextlib.nullcontext():
+            yield
     finally:
         for task in tasks:
             task.cancel()
@@ -144,21 +133,18 @@ async def _running(parts: Parts, urls: tuple[EngineUrl, ...]) -> AsyncIterator[N
             parts.kv_events.close()
         for engine in parts.shared.fleet:
             engine.pool.close()
-        if parts.record is not None:
-            await parts.record.close()
-        if parts.threads is not None:
-            parts.threads.close()
+        parts.threads.close()
 
 
 @contextlib.asynccontextmanager
 async def _admin_plane(parts: Parts, listener: socket.socket, settings: RouteSettings) -> AsyncIterator[None]:
     admin = Admin(parts.operator, parts.shared.journal, parts.exposition.text)
-    runner = web.AppRunner(admin.app(settings.admin), access_log=None, shutdown_timeout=_FAREWELL_S)
-    await runner.setup()
-    await web.SockSite(runner, listener).start()
+    runner = await admin.runner(settings.admin)
+    door = await listen(runner, listener, Counter(), _MAX_ADMIN_CONNECTIONS)
     try:
         yield
     finally:
+        door.close()
         await runner.cleanup()
 
 

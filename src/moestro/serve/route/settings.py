@@ -11,9 +11,12 @@ from urllib.parse import urlsplit
 
 from cyclopts import Group, Parameter
 
+from moestro.core.setting_checks import check_floats
 from moestro.errors import ConfigError
 from moestro.policy.routing.registry import ROUTING
+from moestro.serve.access_settings import AccessSettings
 from moestro.serve.route.kv_sources import KvSources
+from moestro.serve.route.paths import can_be_opened
 
 _MAX_BREAKER_FAILURES = 1000  # their outcomes are remembered, of each engine
 _NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,64}")
@@ -115,6 +118,7 @@ class EngineSettings:
     "Media, as the events name them, whose blocks count as hits."
 
     def __post_init__(self) -> None:
+        check_floats(self)
         _above("--connect-timeout", self.connect_timeout)
         _above("--health-interval", self.health_interval)
         _above("--probe-timeout", self.probe_timeout)
@@ -194,6 +198,7 @@ class ReliabilitySettings:
     "Seconds in which an engine that comes back is brought up to its share; its cache is cold."
 
     def __post_init__(self) -> None:
+        check_floats(self)
         _at_least("--max-retries", self.max_retries, 0)
         _at_least("--retry-share", self.retry_share, 0)
         _at_least("--breaker-failures", self.breaker_failures, 1)
@@ -220,7 +225,7 @@ class FrontSettings:
     api_key: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True, show_default=False)] = ()
     "Keys of which clients must send one as a bearer token; unset: the router asks for none, and hands on what it gets."
     open_path: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True, show_default=False)] = ()
-    "Paths outside /v1/ that are sent on to an engine too, such as /my_api. Engines' own administration is closed."
+    "Other paths that are sent on to an engine, such as /my_api, or /my_api/* for all below it."
     route_headers: Annotated[bool, Parameter(group=_SERVER)] = True
     "Tell clients, in x-moestro-engine and x-moestro-reason, which engine answered and why."
     max_body_bytes: Annotated[int, Parameter(group=_SERVER)] = 32 << 20
@@ -237,6 +242,7 @@ class FrontSettings:
     "How much is logged. Prompts and answers are never logged."
 
     def __post_init__(self) -> None:
+        check_floats(self)
         _port("--port", self.port)
         _at_least("--max-body-bytes", self.max_body_bytes, 1024)
         _at_least("--max-connections", self.max_connections, 1)
@@ -246,8 +252,11 @@ class FrontSettings:
         if not all(self.api_key):
             raise ConfigError("--api-key is empty: give a key, or leave the flag out to ask for none")
         for path in self.open_path:
-            if not path.startswith("/"):
-                raise ConfigError(f"--open-path {path} must begin with /")
+            if not can_be_opened(path):
+                raise ConfigError(
+                    f"--open-path {path} must be a path like /my_api, or /my_api/* for all below it: without escapes,"
+                    " empty or dotted segments and a slash at the end, and none that the router answers itself"
+                )
 
 
 @Parameter(name="*")
@@ -295,6 +304,7 @@ class RouteSettings:
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     reliability: ReliabilitySettings = field(default_factory=ReliabilitySettings)
     front: FrontSettings = field(default_factory=FrontSettings)
+    access: AccessSettings = field(default_factory=AccessSettings)
     admin: AdminSettings = field(default_factory=AdminSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
 

@@ -11,14 +11,17 @@ from typing import Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from moestro.serve.route.heads import MAX_HEAD_BYTES, AnswerHead, Headers, answer_lines
+from moestro.serve.route.heads import MAX_HEAD_BYTES, AnswerHead, Headers, answer_lines, size_of
 from moestro.serve.route.known import KnownHeads
 
 _HIGH_WATER_BYTES = 1 << 20  # a request's body is written at once; this only bounds what asyncio thinks of it
 _MAX_IDLE = 256  # connections kept without a request
 _MAX_IDLE_S = 60.0
+_LATE_S = 1.0  # a time limit that takes effect so much too late was not kept by the other side
 _MAX_KNOWN = 16  # heads of one engine's answers: they are others every second, for they have a date in them
 _BODILESS = frozenset({204, 304})
+_FIRST_STATUS, _FIRST_FINAL_STATUS, _LAST_STATUS = 100, 200, 599  # RFC 9110, 15
+_TOO_LONG = f"its answer has more than {MAX_HEAD_BYTES} bytes of a head or of trailers"
 _CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,8})\r\n")
 
 
@@ -79,6 +82,16 @@ class Pool:
         Raises:
             OSError: it cannot be made; TimeoutError is one.
         """
+        while True:
+            begun_s = time.monotonic()
+            try:
+                return await self._connect()
+            except TimeoutError:
+                if time.monotonic() - begun_s < self._connect_s + _LATE_S:
+                    raise
+                # The limit took effect late, so the router itself stood still: the engine was given no time.
+
+    async def _connect(self) -> EngineConnection:
         address, connection = self._address, EngineConnection(self)
         try:
             async with asyncio.timeout(self._connect_s):
@@ -149,7 +162,9 @@ class EngineConnection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._first_read = b""  # what the answer began with
         self._skipped_head = b""  # the parser has not seen the answer up to now: this, and whole chunks
-        self._num_head_bytes = 0
+        self._num_between_bytes = 0  # read since the last byte of a body: of heads, between chunks, of trailers
+        self._num_trailer_bytes = 0
+        self._fault = ""  # what makes the answer useless, where the parser does not mind
         self._is_between = True  # nothing of the answer has come
         self._has_end = False  # the answer says where it ends; otherwise it ends with the connection
         self._is_head_due = False
@@ -231,26 +246,43 @@ class EngineConnection(asyncio.Protocol):
             self._says_more = True  # than it was asked
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or (after the body) a trailer, which nobody gets."""
+        """A header, or (after the body) a trailer, which is dropped."""
         if self._head is None:
             self._headers.append((name.lower(), name, value))
+            return
+        self._num_trailer_bytes += len(name) + len(value)
+        if self._num_trailer_bytes > MAX_HEAD_BYTES:
+            self._reject(_TOO_LONG)
 
     def on_headers_complete(self) -> None:
         """The body begins, if there is one."""
         status = self._parser.get_status_code()
-        if status < 200 or self._is_complete:
+        if self._is_complete:
+            return
+        if not _FIRST_STATUS <= status <= _LAST_STATUS:
+            self._reject(f"its answer has the status {status:03d}")
+        if status < _FIRST_FINAL_STATUS:
             return
         named = {lower: value for lower, _, value in self._headers}
+        codings = [value.lower() for lower, _, value in self._headers if lower == b"transfer-encoding"]
+        if codings not in ([], [b"chunked"]):
+            self._reject("its answer has a Transfer-Encoding that is not chunked")
+        if self._num_between_bytes > MAX_HEAD_BYTES and size_of(self._headers) > MAX_HEAD_BYTES:
+            self._reject(_TOO_LONG)
+        self._num_between_bytes = 0
         lines = answer_lines(status, self._headers, named)
         self._head = AnswerHead(status, named, lines, self._parser.should_keep_alive())
         self._is_head_due = True
         length = named.get(b"content-length")
         self._length = None if length is None else int(length)
-        self._has_end = length is not None or b"transfer-encoding" in named or status in _BODILESS
+        self._has_end = length is not None or bool(codings) or status in _BODILESS
 
     def on_body(self, piece: bytes) -> None:
         """A part of the body."""
-        if not self._is_complete:
+        self._num_between_bytes = 0
+        if self._head is None:
+            self._reject("its answer has an interim status and a body")
+        elif not self._is_complete:
             self._pieces.append(piece)
 
     def on_message_complete(self) -> None:
@@ -314,18 +346,18 @@ class EngineConnection(asyncio.Protocol):
 
     def _parse(self, data: bytes) -> None:
         is_in_head = self._head is None
+        self._num_between_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade) as error:
-            self._break(f"its answer is no HTTP: {error}")
+            self._reject(f"its answer is no HTTP: {error}")
+        if self._num_between_bytes > MAX_HEAD_BYTES:
+            self._reject(_TOO_LONG)
+        if self._fault:
+            self._break(self._fault)
             return
-        if is_in_head:
-            self._num_head_bytes += len(data)
-            if self._head is None and self._num_head_bytes > MAX_HEAD_BYTES:
-                self._break("the head of its answer is too large")
-                return
-            if self._head is not None and self._first_read:
-                self._learn(self._head)
+        if is_in_head and self._head is not None and self._first_read:
+            self._learn(self._head)
         self._deliver()
 
     def _learn(self, head: AnswerHead) -> None:
@@ -370,6 +402,10 @@ class EngineConnection(asyncio.Protocol):
             self.close()
         if sink is not None:
             sink.done()
+
+    def _reject(self, cause: str) -> None:
+        """Break the connection once the parser has returned; the first cause counts."""
+        self._fault = self._fault or cause
 
     def _break(self, cause: str) -> None:
         sink = self._sink

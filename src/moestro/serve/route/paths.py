@@ -1,0 +1,110 @@
+"""Which paths clients can reach, and by which methods. Each path has one spelling, so the list holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+from urllib.parse import unquote
+
+Methods = frozenset[bytes]
+
+_READ: Methods = frozenset({b"GET", b"HEAD"})
+# A browser's preflight is the engine's to answer: CORS is configured there.
+_POST: Methods = frozenset({b"POST", b"OPTIONS"})
+_READ_OF_ENGINE = _READ | {b"OPTIONS"}
+_ALL = _READ | _POST | {b"PUT", b"PATCH", b"DELETE"}
+
+# Paths that the router answers itself.
+OWN_PATHS: dict[str, Methods] = {
+    "/health": _READ,
+    "/ping": _READ | {b"POST"},  # SageMaker's
+    "/ready": _READ,
+    "/readyz": _READ,
+    "/version": _READ,
+    "/metrics": _READ,
+    "/v1/models": _READ,
+}
+MODELS = "/v1/models/"  # the tree of the models' cards, which the router answers too
+# Paths of vLLM's, SGLang's and Moestro's that answer prompts or describe the model. What changes, stops, traces or
+# describes the process is not in it.
+_ENGINE_PATHS: dict[str, Methods] = {
+    **dict.fromkeys(
+        (
+            *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+            *("/v1/chat/completions/render", "/v1/completions/render", "/v1/embeddings", "/v2/embed", "/v1/classify"),
+            *("/v1/score", "/v1/rerank", "/v2/rerank", "/v1/tokenize", "/v1/detokenize", "/inference/v1/generate"),
+            *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech"),
+            *("/v1/images/generations", "/v1/images/edits"),
+            *("/tokenize", "/detokenize", "/pooling", "/score", "/rerank"),
+        ),
+        _POST,
+    ),
+    **dict.fromkeys(("/generate", "/encode", "/classify"), _POST | {b"PUT"}),  # SGLang answers PUT as well
+    **dict.fromkeys(("/get_model_info", "/model_info", "/tokenizer_info"), _READ_OF_ENGINE),
+}
+_ENGINE_TREES: dict[str, Methods] = {"/v1/responses/": _READ_OF_ENGINE | {b"POST", b"DELETE"}}
+_TREE_MARK = "/*"  # at the end of an --open-path
+
+# Segments that are not empty and not "." or "..", of characters that no server decodes, drops or splits at.
+_SEGMENT = rb"/(?!\.{1,2}(?:/|\Z))(?:[A-Za-z0-9._~!$&'()*+,=:@-]%b)+"
+_PLAIN = re.compile(b"/|(?:%b)+" % (_SEGMENT % b""))
+_MODEL = re.compile(b"/v1/models(?:%b)+" % (_SEGMENT % b"|%[0-9A-Fa-f]{2}"))
+
+
+class Route(NamedTuple):
+    """What is done with a path.
+
+    Attributes:
+        methods: Those that it answers.
+        is_own: Whether the router answers it; otherwise an engine does.
+    """
+
+    methods: Methods
+    is_own: bool
+
+
+class Routes:
+    """All paths that exist here.
+
+    Args:
+        opened: Paths that the operator adds, `/PATH` or `/TREE/*`. The router's own cannot be taken away.
+    """
+
+    def __init__(self, opened: Iterable[str] = ()) -> None:
+        exact, trees = dict(_ENGINE_PATHS), dict(_ENGINE_TREES)
+        for path in opened:
+            if path.endswith(_TREE_MARK):
+                trees[path.removesuffix("*")] = _ALL
+            else:
+                exact[path] = _ALL
+        self._exact = {path: Route(methods, is_own=False) for path, methods in exact.items()}
+        self._exact |= {path: Route(methods, is_own=True) for path, methods in OWN_PATHS.items()}
+        self._trees = [(MODELS, Route(_READ, is_own=True))]
+        self._trees += [(tree, Route(methods, is_own=False)) for tree, methods in trees.items()]
+
+    def find(self, path: str) -> Route | None:
+        """Return the route of a plain path; None means that no such path exists."""
+        found = self._exact.get(path)
+        if found is None:
+            found = next((route for tree, route in self._trees if path.startswith(tree)), None)
+        return found
+
+
+def plain_path(target: bytes) -> str:
+    """Return the path of a request's target, without the query; empty if two servers could read it in different ways.
+
+    Escapes are allowed in the names of models alone (`x%2Fy`). They are decoded here, once, and are never sent on.
+    """
+    path = target.partition(b"?")[0]
+    if b"#" in target:
+        return ""
+    if _PLAIN.fullmatch(path):
+        return path.decode()
+    return unquote(path.decode()) if _MODEL.fullmatch(path) else ""
+
+
+def can_be_opened(path: str) -> bool:
+    """Return whether `path` can be an `--open-path`: clients can ask for it, and the router does not answer it."""
+    path = path.removesuffix(_TREE_MARK)
+    return bool(_PLAIN.fullmatch(path.encode())) and "*" not in path and path not in OWN_PATHS
