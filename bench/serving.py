@@ -35,10 +35,14 @@ class Server:
         """`GET /load`: requests in hand, and what each engine holds."""
         return json.loads(self.get("/load"))
 
-    def all_ready(self) -> bool:
-        """Whether every engine takes requests, by `/metrics`."""
+    def samples(self, name: str) -> list[float]:
+        """What `/metrics` says of `name`, one value for each engine."""
         lines = self.get("/metrics").decode().splitlines()
-        return all(line.endswith(" 1.0") for line in lines if line.startswith("moestro:engine_ready{"))
+        return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{")]
+
+    def all_ready(self) -> bool:
+        """Whether every engine takes requests."""
+        return all(self.samples("moestro:engine_ready"))
 
     def wait_until_idle(self, patience_s: float = 10) -> dict:
         """The last `load`, once nothing runs or waits and no block is held; AssertionError if that does not come."""

@@ -23,6 +23,7 @@ MOESTRO = str(Path(sys.executable).with_name("moestro"))
 REAL = (MOESTRO, "serve")
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_server.py")))
 READY_S = 60
+ANSWER_S = 90  # many at once, on a busy machine
 
 
 class Running:
@@ -128,7 +129,7 @@ class Reply:
 
 def call(server: Running, method: str, path: str, body: object = None, **headers: str) -> Reply:
     """One request on a connection of its own; a body that is not bytes is sent as JSON."""
-    connection = http.client.HTTPConnection(*server.address, timeout=30)
+    connection = http.client.HTTPConnection(*server.address, timeout=ANSWER_S)
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     typed = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
     with contextlib.closing(connection):

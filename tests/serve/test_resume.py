@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from serve.fake_rank import CRASH
-from serve.running import REAL, Reply, Running, call, is_idle, load, metrics, wait_until
+from serve.running import ANSWER_S, REAL, Reply, Running, call, is_idle, load, metrics, wait_until
 
 from moestro.workload.request_record import read_request_record
 
@@ -46,7 +46,7 @@ class Asked:
     def answers(self) -> list[tuple[int, bytes]]:
         """Status and body of each, without what differs from answer to answer."""
         with self._pool:
-            return [(reply.status, bare(reply.body)) for reply in (future.result(60) for future in self._replies)]
+            return [(reply.status, bare(reply.body)) for reply in (future.result(ANSWER_S) for future in self._replies)]
 
 
 def ask(server: Running, path: str, body: dict[str, Any]) -> Reply:
@@ -106,9 +106,9 @@ def streams(parts_of_characters: list[int]) -> list[tuple[str, dict[str, Any]]]:
         stream(LONG, **SAMPLED),
         stream("x = [", **SAMPLED, presence_penalty=0.6, frequency_penalty=0.4, repetition_penalty=1.2),
         stream("while True:", temperature=1.3, seed=2, top_p=0.9, min_p=0.01, logit_bias={"5": -3, "40": 2}),
-        stream("for i in", stop=["return self.never", "\n\n\n\n"], min_tokens=150),
+        stream("for i in", stop=["return self.never", "\n\n\n\n"], min_tokens=80),
         stream("s = 'é", temperature=1.0, seed=5, logit_bias=likely),
-        stream("if x:", temperature=1.0, seed=8, ignore_eos=False, min_tokens=100),
+        stream("if x:", temperature=1.0, seed=8, ignore_eos=False, min_tokens=60),
         chat("Sort a list.", stream=True, temperature=0, stream_options={"include_usage": True}),
         stream("y = {", **SAMPLED, stream_options={"include_usage": True, "continuous_usage_stats": True}),
     ]
@@ -130,8 +130,8 @@ SCORED = [
 
 
 def salted(bodies: list[tuple[str, dict[str, Any]]], salt: int) -> list[tuple[str, dict[str, Any]]]:
-    """The same requests, of which no prefix cache knows anything."""
-    return [(path, body | {"cache_salt": f"{salt} {i}"}) for i, (path, body) in enumerate(bodies)]
+    """The same requests, of which no prefix cache knows anything; shorter than those to fake ranks."""
+    return [(path, body | {"max_tokens": 100, "cache_salt": f"{salt} {i}"}) for i, (path, body) in enumerate(bodies)]
 
 
 def texts(answers: list[tuple[int, bytes]]) -> list[list[str]]:

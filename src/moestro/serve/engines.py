@@ -38,8 +38,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The engine of a request has ended, after all outputs that came before this. The reader of the inbox answers with
-    `Engines.move`, or lets the client have `error`.
+    """The engine of a request has ended; the outputs before this are all that came of it.
+
+    The reader of the inbox calls `Engines.move`, or ends the answer with `error`.
     """
 
     request_id: str
@@ -49,7 +50,7 @@ class Interrupted:
 # One per HTTP request; after an error nothing more is worth reading.
 Inbox = asyncio.Queue[Output | Interrupted | RequestError]
 
-# A request that has lost so many engines may be what ends them, though it gets on in between.
+# A request that has lost this many engines and one more may be the cause, even if it gains tokens in between.
 MAX_MOVES = 3
 HOMELESS_S = 60.0  # how long a request that lost its engine waits for another
 
@@ -59,13 +60,13 @@ class _Flight:
     """One request on its way.
 
     Attributes:
-        engine: the one that has it, or had it last.
-        is_placed: whether an engine has it; if not, it lost one and has not been given to another.
-        is_prefilling: whether that engine has said nothing of it yet.
-        num_moves: engines that it lost and was moved from.
+        engine: the engine that has it or, between two engines, had it last.
+        is_placed: whether `engine` has it.
+        is_prefilling: whether no output has come from that engine.
+        num_moves: number of engines that it was moved away from.
         num_tokens: tokens of its answer so far.
-        num_tokens_before: `num_tokens` when it was moved last.
-        has_output, has_token: whether an output, and a token, came from any engine.
+        num_tokens_before: `num_tokens` at its last move.
+        has_output, has_token: whether an output, and a token, has come from any engine.
     """
 
     request: Request
@@ -84,7 +85,7 @@ class _Flight:
     last_ns: int = 0
 
     def may_move(self) -> bool:
-        """Whether another engine may be risked: one that got no further on the last one may be what ends them."""
+        """Whether another engine may be risked. A request that gained nothing on its last one may be what ended it."""
         got_on = not self.num_moves or self.num_tokens > self.num_tokens_before
         return got_on and self.num_moves < MAX_MOVES
 
@@ -104,9 +105,9 @@ class Engines:
         phases: of each engine's last start.
 
     Invariants: every submitted request ends once: by an output with a finish reason, a refusal, `abort`, or an error
-    when its engine ends and no other takes it over. No token of an engine that ended reaches an inbox after the
-    `Interrupted`: a request has no engine until `move`, and an engine takes requests again only once another process
-    speaks for it (see `RankSocket.expect`).
+    when its engine ends and no other takes it over. No output of an engine that ended reaches an inbox after the
+    `Interrupted`: a request has no engine until `move`, and an engine takes requests again only once `RankSocket`
+    ignores its former process.
     """
 
     def __init__(

@@ -113,14 +113,15 @@ class _Choice:
 class Generation:
     """Submits the requests of `jobs` on entering; on leaving, whatever the reason, stops those that still run.
 
-    When the engine of a choice ends, the choice goes on elsewhere from where it was, or begins anew there, so that the
-    client gets an answer that one engine might have given; where neither can be, the answer ends with an error.
+    When the engine of a choice ends, another engine continues the choice, or begins it anew if the client has nothing
+    of the answer. Either way the client gets an answer that a single engine could have given. Otherwise the answer ends
+    with an error.
 
     Args:
         jobs: one per choice, in order.
 
     Attributes:
-        has_begun: whether the client has a part of the answer; who sends the first part sets it before.
+        has_begun: whether the client may have a part of the answer; set before the first byte is sent.
     """
 
     def __init__(self, engines: Engines, model: ServedModel, jobs: Sequence[Job]) -> None:
@@ -201,7 +202,7 @@ class Generation:
         """Send a choice whose engine has ended to another.
 
         Raises:
-            RequestError: the client has a part of the answer, and what another engine would add might not fit it.
+            RequestError: the client has a part of the answer that another engine cannot continue exactly.
         """
         choice = self._running.get(interrupted.request_id)
         if choice is None:
@@ -220,8 +221,8 @@ class Generation:
             raise interrupted.error
 
     def _can_resume(self, choice: _Choice) -> bool:
-        """Whether `choice` may go on elsewhere from where it is: the same tokens will come, or the operator prefers a
-        stream that goes on to one that ends. Log probabilities are left out: they would differ in the last bits.
+        """Whether another engine may continue `choice` from its last token: the tokens to come are the same, or the
+        operator accepts others. Answers with log probabilities are not continued: these would differ in the last bits.
         """
         sampling = choice.job.request.sampling
         if sampling.logprobs is not None or sampling.prompt_logprobs is not None:

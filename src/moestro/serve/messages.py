@@ -32,8 +32,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int  # of a layer; 0: a dense model
     num_experts_per_token: int
     notes: tuple[str, ...] = ()  # what the operator should know, one sentence each
-    # Neither batch nor schedule changes a token: a request that goes on elsewhere goes on the same. Not so in bfloat16.
-    is_exact: bool = False
+    is_exact: bool = False  # batch and schedule do not change tokens, so that another engine can continue an answer
 
 
 # From the front door to a rank.

@@ -98,7 +98,7 @@ async def stream(
         RequestError: refused before anything was sent. Later failures end the stream instead.
     """
     piece = await generation.next_piece()
-    generation.has_begun = True
+    generation.has_begun = True  # before the headers leave: from now on the client may have a part of the answer
     response = await events.open()
     try:
         for opening in form.openings():
