@@ -410,7 +410,9 @@ class Client(asyncio.Protocol):
         """Read the head of the request that has begun, and return the first thing that is wrong with it."""
         limits, parser = self._clients.limits, self._parser
         named = {lower: value for lower, _, value in self._headers}
-        if self._num_between_bytes > MAX_HEAD_BYTES and size_of(self._headers) > MAX_HEAD_BYTES:
+        if (
+            size_of(self._headers) + len(self._target) > MAX_HEAD_BYTES
+        ):  # perhaps whole, in one read with another request
             return _head_too_large()
         self._num_between_bytes = 0
         version, is_last = parser.get_http_version(), not parser.should_keep_alive()
