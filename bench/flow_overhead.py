@@ -74,14 +74,14 @@ class NullDevice:
 
 def one_by_one(view: QueueTable, now_ns: int) -> Run:
     """In order, each expert an item of its own: what an expert worker does."""
-    layer = int(np.flatnonzero(view.runnable.any(axis=1))[0])
-    groups = np.flatnonzero(view.runnable[layer])
+    layer = int(np.flatnonzero(view.runnable.any(axis=(0, 2)))[0])
+    groups = np.flatnonzero(view.runnable[:, layer].any(axis=0))
     return Run(layer, int(groups[-1]), 2**31 - 1, (LS, BE))
 
 
 def whole_layers(view: QueueTable, now_ns: int) -> Run:
     """In order, all experts of a layer one item."""
-    layer = int(np.flatnonzero(view.runnable.any(axis=1))[0])
+    layer = int(np.flatnonzero(view.runnable.any(axis=(0, 2)))[0])
     group = ATTENTION if view.n[:, layer, ATTENTION].any() else EVERY_EXPERT
     return Run(layer, group, 2**31 - 1, (LS, BE))
 

@@ -35,6 +35,7 @@ class SelectiveExperts:
         tokens, oldest_ns = view.n.sum(axis=0), view.oldest_ns.min(axis=0)
         fetched = np.ones(tokens.shape[1], np.bool_)
         fetched[[ATTENTION, *(1 + expert for expert in self.resident)]] = False
-        ready = view.runnable & (~fetched | (tokens >= self.min_tokens) | (oldest_ns <= now_ns - self.max_wait_ns))
-        layers, groups = np.nonzero(ready if ready.any() else view.runnable)
+        runnable = view.runnable.any(axis=0)
+        ready = runnable & (~fetched | (tokens >= self.min_tokens) | (oldest_ns <= now_ns - self.max_wait_ns))
+        layers, groups = np.nonzero(ready if ready.any() else runnable)
         return Run(int(layers[-1]), int(groups[-1]), ALL, (LS, BE))

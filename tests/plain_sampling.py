@@ -7,8 +7,10 @@ from collections import Counter
 import numpy as np
 
 from moestro.core.request import Request, SamplingParams
-from moestro.core.rng import uniform
+from moestro.core.rng import mix64, uniform
 from moestro.core.work import SAMPLING_ROW
+
+GROUP_TOKENS = 512
 
 
 def next_token(logits: np.ndarray, tokens: list[int], request: Request) -> int:
@@ -63,9 +65,14 @@ def choose(logits: np.ndarray, row: np.void, position: int) -> int:
         kept += 1
     least = scaled[order[kept - 1]]
     weights = np.where(scaled >= least, np.exp(scaled.astype(np.float64)), 0)
-    noise = uniform(np.array([row["seed"]], np.uint64), np.array([position], np.uint64))[0]
-    reached = weights.cumsum()
-    return int(np.flatnonzero(reached > noise * reached[-1])[0])
+    groups = [weights[start : start + GROUP_TOKENS] for start in range(0, len(weights), GROUP_TOKENS)]
+    key = mix64(mix64(np.array([row["seed"]], np.uint64)) + np.uint64(position))
+    waits = [
+        -np.log1p(-uniform(key, np.array([counter], np.uint64))[0]) for counter in range(len(groups) + GROUP_TOKENS)
+    ]
+    group = int(np.argmax([tokens.sum() / wait for tokens, wait in zip(groups, waits, strict=False)]))
+    arrivals = [weight / wait for weight, wait in zip(groups[group], waits[len(groups) :], strict=False)]
+    return group * GROUP_TOKENS + int(np.argmax(arrivals))
 
 
 def random_wishes(rng: np.random.Generator, vocabulary: int, max_tokens: int) -> dict[str, object]:

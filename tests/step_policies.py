@@ -11,7 +11,7 @@ ALL = 2**31 - 1
 
 def queues(view: QueueTable) -> list[tuple[int, int]]:
     """(layer, group) of all that can run."""
-    return [(int(layer), int(group)) for layer, group in np.argwhere(view.runnable)]
+    return [(int(layer), int(group)) for layer, group in np.argwhere(view.runnable.any(axis=0))]
 
 
 class Random:

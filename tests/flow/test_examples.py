@@ -57,7 +57,7 @@ def test_selective_experts_run_what_is_at_hand_first():
 
     def watched(view, now_ns):
         run = policy(view, now_ns)
-        chosen.append((run.group, view.runnable[:, [0, 1, 2]].any()))
+        chosen.append((run.group, view.runnable[:, :, [0, 1, 2]].any()))
         return run
 
     serve(watched)

@@ -227,8 +227,8 @@ class QueueTable:
             empty queue. A unit is passed over while it could run and the device runs units of a higher class that
             entered the network later; the time is summed over all queues from its entering to its result. Bounds on
             starvation are about this time.
-        runnable: bool[num_layers + 1, 1 + num_experts]. Tokens wait, and some can run now: an attention also wants
-            places for its tokens, which come free when other tokens complete a layer.
+        runnable: bool, as `n`. Tokens of the class wait, and some can run now: an attention also wants places for its
+            tokens, which come free when other tokens complete a layer.
         num_expert_tokens: int32[classes, num_layers + 1], sum of `n` over a layer's experts.
         num_free_places: tokens that could start on a layer's experts now.
     """
@@ -246,7 +246,8 @@ class Run:
     """A step policy's answer: run this micro-queue next.
 
     Attributes:
-        layer, group: a queue with runnable tokens; group `EVERY_EXPERT`: all expert queues of the layer, ascending.
+        layer, group: a queue with runnable tokens of one of `classes`; group `EVERY_EXPERT`: all expert queues of the
+            layer, ascending.
             These run without asking again, expert by expert, unless new work comes to the device in between.
         max_rows: tokens at most. Attention takes whole units: those that fit, and the first of the first class always.
         until: of an attention: its units go on, stage by stage as in a forward pass, until they stand before the

@@ -69,7 +69,7 @@ class MicroQueues:
         self._shape, self._pool = shape, pool
         self._n = np.zeros((NUM_CLASSES, layers, groups), np.int32)
         self._oldest_ns = np.full((NUM_CLASSES, layers, groups), NOBODY_WAITS_NS, np.int64)
-        self._runnable = np.zeros((layers, groups), np.bool_)
+        self._runnable = np.zeros((NUM_CLASSES, layers, groups), np.bool_)
         self._num_expert_tokens = np.zeros((NUM_CLASSES, layers), np.int32)
         self._seen = tuple(_read_only(each) for each in (self._n, self._oldest_ns, self._num_expert_tokens))
         self._nobody_passed = _read_only(np.zeros_like(self._oldest_ns))
@@ -81,26 +81,30 @@ class MicroQueues:
     def table(self) -> QueueTable:
         """What a step policy sees; it must not keep it."""
         runnable = self._runnable
-        if short := self._layers_short_of_places():
+        if self._may_be_short_of_places():
             runnable = runnable.copy()
-            runnable[short, ATTENTION] = False
+            for service_class in range(NUM_CLASSES):
+                runnable[service_class, self._layers_short_of_places(service_class), ATTENTION] = False
         n, oldest_ns, num_expert_tokens = self._seen
         passed_ns = _read_only(self._longest_passed_ns()) if self._pool.num_passed else self._nobody_passed
         free = self._pool.num_free_places
         return QueueTable(n, oldest_ns, passed_ns, _read_only(runnable), num_expert_tokens, free)
 
     def short_of_places(self, service_class: int) -> Int64s:
-        """Units of a class that wait for an attention which has no places for any unit."""
-        queues = [self._units[service_class][layer] for layer in self._layers_short_of_places()]
+        """Units of a class that wait for an attention which has places for none of them."""
+        if not self._may_be_short_of_places():
+            return np.empty(0, np.int64)
+        queues = [self._units[service_class][layer] for layer in self._layers_short_of_places(service_class)]
         return np.concatenate(queues) if queues else np.empty(0, np.int64)
 
-    def _layers_short_of_places(self) -> list[int]:
-        """Layers with units before their attention and places for none of them."""
-        free = self._pool.num_free_places
-        if self.num_waiting <= free:
-            return []
-        crowded = self._needs_places & (self._n[:, :, ATTENTION].sum(0) > free)
-        return [layer for layer in np.flatnonzero(crowded).tolist() if self._smallest_unit(layer) > free]
+    def _may_be_short_of_places(self) -> bool:
+        return self.num_waiting > self._pool.num_free_places
+
+    def _layers_short_of_places(self, service_class: int) -> list[int]:
+        """Layers with units of a class before their attention and places for none of them."""
+        free, units = self._pool.num_free_places, self._units[service_class]
+        crowded = np.flatnonzero(self._needs_places & (self._n[service_class, :, ATTENTION] > free))
+        return [layer for layer in crowded.tolist() if self._pool.num_tokens[units[layer]].min() > free]
 
     def _longest_passed_ns(self) -> Int64s:
         """`QueueTable.passed_ns`. Made anew for each table, because it is asked for only while a unit is parked."""
@@ -164,17 +168,13 @@ class MicroQueues:
                 left, max_rows = left - size, max_rows - size
         return fits
 
-    def _smallest_unit(self, layer: int) -> int:
-        waiting = [self._pool.num_tokens[queue[layer]] for queue in self._units if len(queue[layer])]
-        return int(min(sizes.min() for sizes in waiting))
-
     def _recount_units(self, service_class: int, layer: int) -> None:
         ids, at = self._units[service_class][layer], (service_class, layer, ATTENTION)
         num_tokens = int(self._pool.num_tokens[ids].sum())
         self.num_waiting += num_tokens - int(self._n[at])
         self._n[at] = num_tokens
         self._oldest_ns[at] = self._pool.queued_ns[ids].min() if len(ids) else NOBODY_WAITS_NS
-        self._runnable[layer, ATTENTION] = self._n[:, layer, ATTENTION].any()
+        self._runnable[at] = num_tokens > 0
 
     # --- experts ----------------------------------------------------------------------------------------------------
 
@@ -295,7 +295,7 @@ class MicroQueues:
         if first < queued_ns.max():
             first = np.minimum.reduceat(queued_ns, (sizes.cumsum() - sizes)[some])
         oldest[some] = np.minimum(oldest[some], first)
-        self._runnable[layer, 1:] |= sizes > 0
+        self._runnable[service_class, layer, 1:] |= sizes > 0
         self._num_expert_tokens[service_class, layer] += len(queued_ns)
         self.num_waiting += len(queued_ns)
 
@@ -314,7 +314,7 @@ class MicroQueues:
         self._n[at], self._oldest_ns[at] = left, oldest
         self._num_expert_tokens[service_class, layer] += change
         self.num_waiting += change
-        self._runnable[layer, 1 + expert] = self._n[:, layer, 1 + expert].any()
+        self._runnable[at] = left > 0
         self._segments[layer] = [segment for segment in self._segments[layer] if segment.num_waiting]
 
     def _forget_pairs(self, service_class: int, layer: int) -> None:
@@ -323,7 +323,7 @@ class MicroQueues:
         self._num_expert_tokens[service_class, layer] = 0
         self._n[service_class, layer, 1:] = 0
         self._oldest_ns[service_class, layer, 1:] = NOBODY_WAITS_NS
-        self._runnable[layer, 1:] = self._n[:, layer, 1:].any(0)
+        self._runnable[service_class, layer, 1:] = False
 
 
 def merge_batches(parts: list[Batches]) -> Batches:

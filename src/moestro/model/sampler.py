@@ -1,8 +1,9 @@
 """From logits to tokens and log probabilities, all units of a step at once.
 
-A random token is drawn by inverting the distribution's cumulative sum at a noise that depends on (seed, position)
-alone: no other unit of the batch, no chunking and no restart changes it. For the same reason filters cut by value and
-keep all tokens that tie with the last one kept; an order among equals would depend on the batch.
+A random token is drawn with noise that depends on (seed, position) alone: no other unit of the batch, no chunking and
+no restart changes it. The last places of its logits depend on the batch, and hardly ever change it. For the same reason
+filters cut by value and keep all tokens that tie with the last one kept: an order among equals would depend on the
+batch.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from moestro.core.request import TokenLogprobs
-from moestro.core.rng import uniform
+from moestro.core.rng import mix64, uniform
 from moestro.model.upload import upload
+
+_GROUP_TOKENS = 512  # consecutive token ids; about the root of a large vocabulary, so that little noise is made
+_SHORTEST_WAIT = 2.0**-60  # in place of 0, which noise of 0 means
 
 
 def sample(logits: Tensor, sampling: NDArray[np.void], positions: NDArray[np.int64]) -> Tensor:
@@ -38,10 +43,17 @@ def sample(logits: Tensor, sampling: NDArray[np.void], positions: NDArray[np.int
     tokens = logits.argmax(-1)
     drawn = np.flatnonzero(sampling["temperature"] > 0)
     if len(drawn):
-        noise = uniform(sampling["seed"][drawn], positions[drawn].astype(np.uint64))
+        noise = _noise(sampling["seed"][drawn], positions[drawn], logits.shape[1])
         rows = upload(drawn, logits.device)
         tokens[rows] = _draw(_filter(_scale(logits[rows], sampling[drawn]), sampling[drawn]), noise)
     return tokens
+
+
+def _noise(seeds: NDArray[np.uint64], positions: NDArray[np.int64], vocabulary: int) -> NDArray[np.float64]:
+    """[n, groups + `_GROUP_TOKENS`], uniform in [0, 1): a function of each row's seed and position alone."""
+    num_groups = -(-vocabulary // _GROUP_TOKENS)
+    keys = mix64(mix64(seeds) + positions.astype(np.uint64))
+    return uniform(keys[:, None], np.arange(num_groups + _GROUP_TOKENS, dtype=np.uint64))
 
 
 def has_finite_peak(logits: Tensor) -> Tensor:
@@ -147,9 +159,21 @@ def _least_kept(scaled: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.floa
 
 
 def _draw(scaled: Tensor, noise: NDArray[np.float64]) -> Tensor:
-    """int64[n]: the first token, by id, at which the cumulative probability exceeds the noise."""
-    reached = scaled.softmax(-1, dtype=torch.float64).cumsum(-1)
-    # The largest noise is 1 - 2**-53, so its product with the total stays below the total after rounding too: what is
-    # found always has a probability.
-    target = upload(noise, scaled.device)[:, None] * reached[:, -1:]
-    return torch.searchsorted(reached, target, right=True)[:, 0]
+    """int64[n]: a token of each row, drawn with its probability by two races: of groups of tokens, then inside the group.
+
+    In a race each runner has an exponential waiting time with its probability as rate, and the first one wins. Logits
+    that differ in their last places, as those of another batch do, change the winner only where two arrive at almost
+    the same time. The inverse of the cumulative distribution would be cheaper to draw, and would change with every such
+    difference among the unlikely tokens.
+
+    Args:
+        scaled: [n, vocabulary], logarithms of weights.
+        noise: [n, groups + `_GROUP_TOKENS`], uniform in [0, 1).
+    """
+    weights = functional.pad(scaled.softmax(-1, dtype=torch.float64), (0, -scaled.shape[1] % _GROUP_TOKENS))
+    groups = weights.view(len(weights), -1, _GROUP_TOKENS)
+    waits = upload(np.maximum(-np.log1p(-noise), _SHORTEST_WAIT), scaled.device)
+    num_groups = groups.shape[1]
+    group = (groups.sum(-1) / waits[:, :num_groups]).argmax(-1)
+    inside = groups[torch.arange(len(group), device=group.device), group] / waits[:, num_groups:]
+    return group * _GROUP_TOKENS + inside.argmax(-1)

@@ -15,6 +15,6 @@ def in_order(view: QueueTable, now_ns: int) -> Run:
 
     Bound: a plan is passed over only by those that came before it.
     """
-    layer = int(np.flatnonzero(view.runnable.any(axis=1))[-1])
+    layer = int(np.flatnonzero(view.runnable.any(axis=(0, 2)))[-1])
     group = EVERY_EXPERT if view.num_expert_tokens[:, layer].any() else ATTENTION
     return Run(layer, group, ALL, (LS, BE), until=ALL)

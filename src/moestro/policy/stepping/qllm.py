@@ -64,7 +64,7 @@ def _waiting(view: QueueTable, service_class: int) -> NDArray[np.int32]:
 
 def _layers(view: QueueTable, service_class: int) -> NDArray[np.intp]:
     """Layers where tokens of a class can run, ascending."""
-    attention = (view.n[service_class, :, ATTENTION] > 0) & view.runnable[:, ATTENTION]
+    attention = view.runnable[service_class, :, ATTENTION]
     return np.flatnonzero(attention | (view.num_expert_tokens[service_class] > 0))
 
 

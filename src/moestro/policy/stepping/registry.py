@@ -55,4 +55,4 @@ def _one_token_waits() -> QueueTable:
     n, oldest_ns = np.zeros(shape, np.int32), np.full(shape, NOBODY_WAITS_NS, np.int64)
     n[LS, 0, ATTENTION], oldest_ns[LS, 0, ATTENTION] = 1, 0
     passed_ns = np.zeros(shape, np.int64)
-    return QueueTable(n, oldest_ns, passed_ns, n.max(axis=0) > 0, np.zeros(shape[:2], np.int32), 1)
+    return QueueTable(n, oldest_ns, passed_ns, n > 0, np.zeros(shape[:2], np.int32), 1)
