@@ -159,7 +159,7 @@ def _least_kept(scaled: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.floa
 
 
 def _draw(scaled: Tensor, noise: NDArray[np.float64]) -> Tensor:
-    """int64[n]: a token of each row, drawn with its probability by two races: of groups of tokens, then inside the group.
+    """int64[n]: a token of each row, drawn with its probability in two races: of groups of tokens, then inside one.
 
     In a race each runner has an exponential waiting time with its probability as rate, and the first one wins. Logits
     that differ in their last places, as those of another batch do, change the winner only where two arrive at almost
