@@ -1,17 +1,21 @@
 """Random requests, valid and broken, against a server: no 500, nothing hangs, and nothing is left running at the end.
 
-    python bench/fuzz.py [--requests 10000] [--json bench/results/fuzz.json]      # starts `moestro serve` itself
+    python bench/fuzz.py [--requests 10000] [--route] [--json bench/results/fuzz.json]
 
+Starts `moestro serve` itself; with `--route` the requests go through `moestro route` in front of it.
 Every request is a function of (seed, number): fields drawn from values that are right, at the edge, of a wrong type or
-out of range, some left out, some invented; some bodies are then cut, flipped or not JSON at all; some clients hang up.
+out of range, some left out, some invented; some bodies are then cut, flipped, not JSON at all or of very many elements;
+some clients hang up. One request in ten is no HTTP, or at its edge, and some of these come behind a good one.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,8 +26,9 @@ import serving
 from moestro.serve.protocol import ChatFields, CompletionFields
 from moestro.serve.text_api import DetokenizeFields, TokenizeFields
 
-PORT, USERS = 8191, 16
-URL = f"http://127.0.0.1:{PORT}"
+PORT, ROUTER_PORT, ADMIN_PORT, USERS = 8191, 8192, 8193, 16
+ANSWER_S = 60  # in which every answer comes
+STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 JUNK = [None, True, False, -1, 0, 1, 1.5, 2**31, 2**63, -(2**70), "", "x", "\ud7ff", [], {}, [[]], [None], {"a": 1}]
 GOOD: dict[str, list[object]] = {
     "model": ["moestro-demo"],
@@ -107,6 +112,8 @@ def make_request(seed: int, number: int) -> tuple[str, bytes, bool]:
 
 
 def spoil(body: bytes, rng: random.Random) -> bytes:
+    if rng.random() < 0.02:
+        return body[:-1] + b', "%b": [%b1]}' % (rng.choice([b"stop", b"tools", b"messages", b"x"]), b"[1]," * 100_000)
     match rng.randrange(5):
         case 0:
             return body[: rng.randrange(len(body))]
@@ -121,14 +128,65 @@ def spoil(body: bytes, rng: random.Random) -> bytes:
             return rng.randbytes(rng.randrange(64))
 
 
-async def user(numbers: asyncio.Queue[int], seed: int, session: aiohttp.ClientSession, seen: Counter[str]) -> None:
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+BODY = b'{"prompt": "def f(", "max_tokens": 2}'
+GOOD_REQUEST = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+# Whole requests of which none can be answered well; the connection ends after each.
+EDGES = (
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"\x00" * 100,
+    b"GET /version HTTP/1.1\r\n\r\n",
+    b"GET /version HTTP/9.9\r\nHost: x\r\n\r\n",
+    b"GET x y z HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /version HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
+    *(HEAD + line + b"\r\n\r\n" for line in (b"X: \x00", b"X : y", b"X: y\r\n z", b"X: " + b"x" * (1 << 17))),
+    *(HEAD + line + b"\r\n\r\n" for line in (b"Content-Length: -1", b"Content-Length: 1\r\nContent-Length: 2")),
+    *(HEAD + line + b"\r\n\r\n" for line in (b"Content-Length: 99999999999", b"Transfer-Encoding: chunked, gzip")),
+    HEAD + b"Expect: 100-continue\r\nContent-Length: 99999999999\r\n\r\n",
+    HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n",
+    *(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk for chunk in (b"zz\r\n", b"3\r\nabcdef\r\n", b"-1\r\n")),
+)
+
+
+async def edge(seed: int, number: int, port: int) -> str:
+    """Send what no server can answer well, some of it behind a good request; the answers' statuses."""
+    rng = random.Random(f"{seed}-{number}-edge")
+    data, is_second = rng.choice(EDGES), rng.random() < 0.5
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write((GOOD_REQUEST if is_second else b"") + data)
+        async with asyncio.timeout(ANSWER_S):
+            with contextlib.suppress(ConnectionError):
+                heard = await reader.read()
+    except TimeoutError:
+        raise AssertionError(f"request {number} hangs: {data[:200]!r}") from None
+    finally:
+        writer.transport.abort()
+    statuses = [int(status) for status in STATUS.findall(heard)]
+    assert len(statuses) == 1 + is_second, f"request {number}: {statuses} for {data[:200]!r}"
+    assert not is_second or statuses[0] == 200, f"request {number}: {statuses} for {data[:200]!r}"
+    assert 400 <= statuses[-1] < 500 or statuses[-1] == 501, f"request {number}: {statuses} for {data[:200]!r}"
+    error = json.loads(heard.rpartition(b"\r\n\r\n")[2])["error"]
+    assert set(error) == {"message", "type", "param", "code"}, f"request {number}: {error}"
+    return f"edge {statuses[-1]}"
+
+
+async def user(
+    numbers: asyncio.Queue[int], seed: int, port: int, session: aiohttp.ClientSession, seen: Counter[str]
+) -> None:
     while not numbers.empty():
         number = numbers.get_nowait()
+        if number % 10 == 9:
+            seen[await edge(seed, number, port)] += 1
+            continue
         path, body, leaves = make_request(seed, number)
-        timeout = aiohttp.ClientTimeout(total=0.01 if leaves else 60)
+        url = f"http://127.0.0.1:{port}"
+        timeout = aiohttp.ClientTimeout(total=0.01 if leaves else ANSWER_S)
         headers = {"Content-Type": "application/json"}
         try:
-            async with session.post(URL + path, data=body, headers=headers, timeout=timeout) as answer:
+            async with session.post(url + path, data=body, headers=headers, timeout=timeout) as answer:
                 text = await answer.text()
         except TimeoutError:
             assert leaves, f"request {number} hangs: {body!r}"
@@ -143,29 +201,37 @@ async def user(numbers: asyncio.Queue[int], seed: int, session: aiohttp.ClientSe
         seen[str(answer.status)] += 1
 
 
-async def fuzz(num_requests: int, seed: int) -> Counter[str]:
+async def fuzz(num_requests: int, seed: int, port: int) -> Counter[str]:
     numbers: asyncio.Queue[int] = asyncio.Queue()
     for number in range(num_requests):
         numbers.put_nowait(number)
     seen: Counter[str] = Counter()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        await asyncio.gather(*(user(numbers, seed, session, seen) for _ in range(USERS)))
+        await asyncio.gather(*(user(numbers, seed, port, session, seen) for _ in range(USERS)))
     return seen
+
+
+def router(engine: str) -> contextlib.AbstractContextManager[serving.Server]:
+    ports = ("--port", str(ROUTER_PORT), "--admin-port", str(ADMIN_PORT))
+    return serving.started([serving.MOESTRO, "route", "--engine", engine, *ports], ROUTER_PORT)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--route", action="store_true", help="through moestro route")
     parser.add_argument("--json", type=Path, help="store the result here")
     args = parser.parse_args()
-    with serving.moestro(PORT) as server:
+    with serving.moestro(PORT) as server, router(server.url) if args.route else contextlib.nullcontext() as front:
         started = time.monotonic()
-        seen = asyncio.run(fuzz(args.requests, args.seed))
+        seen = asyncio.run(fuzz(args.requests, args.seed, ROUTER_PORT if args.route else PORT))
         seconds = time.monotonic() - started
         server.wait_until_idle()
         assert server.process.poll() is None, "the server ended"
-    result = {"kind": "measured", "requests": args.requests, "seed": args.seed, "seconds": round(seconds, 1), **seen}
+        assert front is None or front.process.poll() is None, "the router ended"
+    asked = {"requests": args.requests, "seed": args.seed, "route": args.route}
+    result = {"kind": "measured", **asked, "seconds": round(seconds, 1), **seen}
     print(json.dumps(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")

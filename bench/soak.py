@@ -58,7 +58,7 @@ class Process:
         found = []
         for child in self.family.children():
             with contextlib.suppress(psutil.Error):
-                if any("worker" in word for word in child.cmdline()):
+                if "moestro.serve.worker" in child.cmdline():
                     found.append(child)
         return found
 

@@ -249,7 +249,7 @@ async def _send_raw(url: str, data: bytes) -> str:
             with contextlib.closing(writer):
                 writer.write(data)
                 status = await reader.readline()
-                return f"refused {int(status.split()[1])}" if status.startswith(b"HTTP/1.1 ") else "closed"
+                return f"refused {int(status.split()[1])}" if status.startswith(b"HTTP/1.") else "closed"
     except TimeoutError:
         return "HANGS"
     except ConnectionRefusedError:

@@ -63,12 +63,11 @@ class Running:
 
     def renderers(self) -> list[psutil.Process]:
         """Those that render chat templates."""
-        return [each for each in self.processes() if "moestro.serve.template_worker" in each.cmdline()]
+        return [each for each in self.processes() if _is_renderer(each)]
 
     def ranks(self) -> list[psutil.Process]:
         """The engines."""
-        renderers = self.renderers()
-        return [each for each in self.processes() if each not in renderers]
+        return [each for each in self.processes() if not _is_renderer(each)]
 
     def left_behind(self) -> list[str]:
         """Directories that should be gone once it has ended."""
@@ -82,6 +81,12 @@ class Running:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def _is_renderer(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):  # it ends in this moment
+        return "moestro.serve.template_worker" in process.cmdline()
+    return False
 
 
 def load(server: Running) -> list[dict[str, float]]:

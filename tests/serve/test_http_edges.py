@@ -141,6 +141,17 @@ def test_what_came_before_garbage_is_answered_first_in_one_read_or_in_many(fake,
         assert raw.is_closed()
 
 
+def test_a_client_that_goes_on_sending_hears_why_it_is_refused(fake):
+    with Raw(fake) as raw:
+        raw.send(b"GET /version HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 20_000)
+        for _ in range(2):  # closed at once, the connection is reset by the first, and the answer is lost
+            time.sleep(0.1)
+            raw.send(b"x" * 20_000)
+        time.sleep(0.1)
+        assert raw.answer().status == 431
+        assert raw.is_closed()
+
+
 @pytest.mark.parametrize("pause_s", [0, 0.05])
 def test_a_stream_that_runs_when_garbage_comes_ends_well(fake, pause_s):
     with Raw(fake) as raw:

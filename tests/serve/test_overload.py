@@ -147,7 +147,7 @@ SWARMS = {
 
 
 def test_a_body_of_the_largest_size_does_not_hold_up_the_others(start):
-    """Measured: 0.2 s at most, most of it the machine's; unbounded, the biases alone take seconds."""
+    """The bound is several times what is measured: 0.25 s at most. Decoded without a count, the tools take 5 s."""
     server = start()
     for name, (path, body, code) in SWARMS.items():
         replies, longest = [], 0.0
@@ -158,7 +158,7 @@ def test_a_body_of_the_largest_size_does_not_hold_up_the_others(start):
             assert call(server, "GET", "/health").status == 200
             longest = max(longest, time.monotonic() - since)
         assert (replies[0].status, replies[0].json["error"]["code"]) == (400, code), name
-        assert longest < 0.6, f"{name} held up the others for {longest:.2f} s"
+        assert longest < 1.5, f"{name} held up the others for {longest:.2f} s"
 
 
 def test_one_connection_too_many_is_refused_and_the_others_are_served(start):

@@ -190,17 +190,19 @@ class MicroQueues:
             now_ns: the time.
             wanted: bool[tokens, chosen], for which of these; None: all.
         """
-        self._pool.queued_ns[self._pool.units_at(places)] = now_ns
+        units = self._pool.units_at(places)
+        self._pool.queued_ns[units] = now_ns
         num_chosen = topk_ids.shape[1]
         choices = np.tile(np.arange(num_chosen, dtype=np.int32), len(places))
-        places, experts = np.repeat(places, num_chosen), topk_ids.reshape(-1)
+        units, places, experts = np.repeat(units, num_chosen), np.repeat(places, num_chosen), topk_ids.reshape(-1)
         if wanted is not None:
-            places, choices, experts = (each[wanted.reshape(-1)] for each in (places, choices, experts))
-        self._add_segments(layer, places, choices, experts)
+            units, places, choices, experts = (each[wanted.reshape(-1)] for each in (units, places, choices, experts))
+        self._add_segments(layer, units, places, choices, experts)
 
     def give_back(self, layer: int, batches: Batches) -> None:
         """Batches that were taken and not run wait again, as long as if they had never been taken."""
-        self._add_segments(layer, batches.places, batches.choices, np.repeat(batches.experts, batches.counts))
+        experts = np.repeat(batches.experts, batches.counts)
+        self._add_segments(layer, self._pool.units_at(batches.places), batches.places, batches.choices, experts)
 
     def take_expert(self, layer: int, expert: int, max_rows: int, classes: tuple[int, ...]) -> Batches:
         """Take pairs of one expert, the first classes first."""
@@ -269,8 +271,8 @@ class MicroQueues:
         for expert in np.unique(experts[gone]).tolist():
             self._recount_pairs(segment.service_class, layer, expert)
 
-    def _add_segments(self, layer: int, places: Int32s, choices: Int32s, experts: Int32s) -> None:
-        units = self._pool.units_at(places)
+    def _add_segments(self, layer: int, units: Int32s, places: Int32s, choices: Int32s, experts: Int32s) -> None:
+        """Pairs wait: `units`, `places`, `choices` and `experts` are int32[pairs], one of each for every pair."""
         classes = self._pool.service_class[units]
         lowest, highest = (int(classes.min()), int(classes.max())) if len(classes) else (0, -1)
         for service_class in range(lowest, highest + 1):

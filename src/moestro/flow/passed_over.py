@@ -22,7 +22,7 @@ class PassedOver:
     """Charges the device's time to the units that it passes over.
 
     A unit is passed over while it could run and the device runs a unit of a higher class that entered the network
-    later. Units that run in one batch with that one are not passed over, and neither is who lacks free places.
+    later. Units in the same batch are not passed over, and neither are units that wait for free places.
 
     Args:
         pool: keeps each unit's total, `TokenPool.passed_ns`.
@@ -37,7 +37,7 @@ class PassedOver:
         self.counts = PassCounts()
         self._ids = _NOBODY  # units that are passed over now
         self._since_ns = 0
-        self._stretch_ns = 0  # for how long somebody has been passed over without a break
+        self._stretch_ns = 0  # for how long units have been passed over without a break
         self._latest_plan = -1  # the last plan that was counted as passing
 
     def elapse(self, now_ns: int) -> None:

@@ -138,7 +138,7 @@ class ServerFlags:
     served_model_name: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True)] = ()
     "What clients call the model, one or more names; unset: what you called it."
     api_key: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True, show_default=False)] = ()
-    "Keys of which clients must send one as a bearer token; unset: no key is asked for."
+    "Keys of which clients must send one, as a bearer token or in x-api-key. Unset: no key is asked for."
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Parameter(group=_SERVER)] = "info"
     "How much is logged. Prompts and answers are never logged."
     record: Annotated[Path | None, Parameter(group=_SERVER)] = None

@@ -46,8 +46,8 @@ _FAULTS: tuple[tuple[type[HttpProcessingError], str], ...] = (
 class HttpConnection(web.RequestHandler):
     """A connection of `server`.
 
-    aiohttp offers no hook for the parser's errors: `_parser`, `_messages` and `_max_msg_queue_size` are its private
-    names, used here alone. `tests/serve/test_http_edges.py` shows when they mean something else.
+    aiohttp offers no hook for the parser's errors: `_parser`, `_messages`, `_max_msg_queue_size` and `_request_count`
+    are its private names, used here alone. `tests/serve/test_http_edges.py` shows when they mean something else.
 
     Args:
         refusals: Counts requests that could not be read, under `bad_request` and `head_too_large`.
@@ -60,6 +60,7 @@ class HttpConnection(web.RequestHandler):
         self._refusals = refusals
         self._log = log
         self._body: StreamReader | None = None  # of the newest request
+        self._is_unreadable = False  # what comes is no HTTP any more
         # One request at a time: what cannot be parsed is then never read together with a request before it, which
         # aiohttp would drop.
         self._parser = HttpRequestParser(
@@ -75,13 +76,15 @@ class HttpConnection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """Parse `data` request by request, until the queue is full or no request begins any more."""
-        num_before = self._request_count
-        super().data_received(data)
-        while self._request_count > num_before and len(self._messages) < self._max_msg_queue_size:
-            self._look_at_newest()
+        if self._is_unreadable:
+            return  # dropped, for nothing tells where a request begins
+        is_more_likely = True
+        while is_more_likely:
             num_before = self._request_count
-            super().data_received(b"")
-        self._look_at_newest()
+            super().data_received(data)
+            self._look_at_newest()
+            has_room = len(self._messages) < self._max_msg_queue_size
+            is_more_likely, data = self._request_count > num_before and has_room and not self._is_unreadable, b""
 
     def _look_at_newest(self) -> None:
         """Let a request whose body cannot be parsed hear so; aiohttp leaves it waiting for the rest."""
@@ -90,8 +93,11 @@ class HttpConnection(web.RequestHandler):
             newest, newest_body = self._messages[-1]
             if isinstance(newest, RawRequestMessage):
                 self._body = newest_body
-            elif body is not None and not body.is_eof():
-                body.set_exception(web.RequestPayloadError("its framing is not valid"))
+            elif not self._is_unreadable:
+                self._is_unreadable = True
+                self._messages[-1] = newest, _Unreadable(self)
+                if body is not None and not body.is_eof():
+                    body.set_exception(web.RequestPayloadError("its framing is not valid"))
         if body is not None and body.exception() is not None and not body.is_eof():
             body.feed_eof()  # there is nothing left to wait for
 
@@ -116,6 +122,24 @@ class HttpConnection(web.RequestHandler):
         response.headers["Server"] = "moestro"
         response.force_close()
         return response
+
+
+class _Unreadable(StreamReader):
+    """What a client sends after the point from which on nothing can be parsed, in place of a request's body.
+
+    aiohttp reads the rest of a body before it closes a connection, for `LINGER_S` at most. Closed at once, the
+    connection would be reset under a client that is still sending, which would lose the answer.
+    """
+
+    def __init__(self, connection: HttpConnection) -> None:
+        super().__init__(connection, _READ_BYTES, loop=asyncio.get_running_loop())
+        self._connection = connection
+
+    async def readany(self) -> bytes:
+        """Close our side, for the answer has been sent, and wait until the client closes its own."""
+        if self._connection.transport is not None:
+            self._connection.transport.write_eof()
+        return await super().readany()
 
 
 def _refusal_of(error: HttpProcessingError) -> RequestError:

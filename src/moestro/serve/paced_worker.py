@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from moestro.engine.rank import Rank
 from moestro.serve.launch_spec import LaunchSpec
 from moestro.serve.messages import ModelInfo
 from moestro.serve.paced import FixedAnswers, make_paced_rank, paced_info, read_words
-from moestro.serve.rank_process import OnPhase, run_process
+from moestro.serve.rank_process import OnPhase, leave, run_process
 
 
 def _build(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
@@ -21,4 +20,4 @@ def _build(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_process(_build))
+    leave(run_process(_build))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import msgspec
@@ -15,7 +14,7 @@ from moestro.model.staged_open import open_staged_device
 from moestro.serve.launch_spec import LaunchSpec
 from moestro.serve.messages import ModelInfo
 from moestro.serve.paced import PACED_NOTE, NetworkAnswers, make_paced_rank, num_blocks_of
-from moestro.serve.rank_process import OnPhase, make_preemptive_rank, make_rank, run_process
+from moestro.serve.rank_process import OnPhase, leave, make_preemptive_rank, make_rank, run_process
 
 
 def _build(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
@@ -69,4 +68,4 @@ def _model_info(model_id: str, info: LoadedInfo) -> ModelInfo:
 
 
 if __name__ == "__main__":
-    sys.exit(run_process(_build))
+    leave(run_process(_build))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
@@ -13,6 +12,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from moestro.errors import RequestError
 from moestro.serve.cors import Cors
 from moestro.serve.refusals import BodyTimeoutError, BusyError, HttpError, error_json, too_large
+from moestro.serve.route.client_limits import ClientLimits
 from moestro.serve.route.heads import MAX_HEAD_BYTES, Headers, Incoming, RequestHead, fault_of, own_head, size_of
 from moestro.serve.route.known import KnownHeads
 
@@ -49,27 +49,6 @@ class Handler(Protocol):
 
     def handle(self, client: Client, incoming: Incoming) -> Answering | None:
         """Answer now, or return who will, and call `client`'s methods later."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientLimits:
-    """Bounds of every connection.
-
-    Attributes:
-        max_body_bytes: of one request.
-        max_held_bytes: of all requests whose answers have not begun, without the first 64 KiB of each.
-        idle_s: until a connection without a request, or with half a head of one, is closed.
-        body_s: for a body to arrive.
-        write_s: that a client may leave its answer unread.
-        linger_s: for a client that is refused in the middle of its request to notice it.
-    """
-
-    max_body_bytes: int = 32 << 20
-    max_held_bytes: int = 256 << 20
-    idle_s: float = 75.0
-    body_s: float = 60.0
-    write_s: float = 60.0
-    linger_s: float = 3.0
 
 
 class Clients:
@@ -410,7 +389,9 @@ class Client(asyncio.Protocol):
         """Read the head of the request that has begun, and return the first thing that is wrong with it."""
         limits, parser = self._clients.limits, self._parser
         named = {lower: value for lower, _, value in self._headers}
-        if self._num_between_bytes > MAX_HEAD_BYTES and size_of(self._headers) > MAX_HEAD_BYTES:
+        if (
+            size_of(self._headers) + len(self._target) > MAX_HEAD_BYTES
+        ):  # perhaps whole, in one read with another request
             return _head_too_large()
         self._num_between_bytes = 0
         version, is_last = parser.get_http_version(), not parser.should_keep_alive()

@@ -19,7 +19,8 @@ from moestro.serve.access import Access
 from moestro.serve.connections import TooMany
 from moestro.serve.preparing import PrepareThreads
 from moestro.serve.record_file import RecordFile, read_clocks
-from moestro.serve.route.client import ClientLimits, Clients
+from moestro.serve.route.client import Clients
+from moestro.serve.route.client_limits import ClientLimits
 from moestro.serve.route.counts import Counts
 from moestro.serve.route.exchange import ExchangeRules, Shared
 from moestro.serve.route.exposition import RouteExposition

@@ -223,7 +223,10 @@ class FrontSettings:
     port: Annotated[int, Parameter(group=_SERVER)] = 8080
     "Port to listen on; 0: any free one, shown at the start."
     api_key: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True, show_default=False)] = ()
-    "Keys of which clients must send one as a bearer token; unset: the router asks for none, and hands on what it gets."
+    (
+        "Keys of which clients must send one, as a bearer token or in x-api-key. Unset: the router asks for none and"
+        " passes on what it gets."
+    )
     open_path: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True, show_default=False)] = ()
     "Other paths that are sent on to an engine, such as /my_api, or /my_api/* for all below it."
     route_headers: Annotated[bool, Parameter(group=_SERVER)] = True
