@@ -35,11 +35,11 @@ import serving
 
 PORT, ENGINES, RATE, SECONDS = 8194, 2, 12.0, 5.0
 TOKENS, HANGS_S = 200, 60
-SAMPLING = (
+SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0},
-    {"temperature": 1.0, "seed": 1},
-    {"temperature": 1.0, "seed": 2, "presence_penalty": 0.5},
-)
+    {"temperature": 1.0, "top_p": 0.95, "seed": 1},
+    {"temperature": 1.0, "top_p": 0.95, "seed": 2, "presence_penalty": 0.5},
+]
 BODIES: list[dict[str, Any]] = [
     {"prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, **sampling}
     for prompt in ("import", "def f(x):", "class A:")
@@ -162,13 +162,12 @@ def start(*flags: str) -> object:
 def kill_an_engine(seed: int, way: str) -> dict[str, object]:
     """SIGKILL of one of the engines; how requests ended, and how long it took until there were as many as before."""
     with start(*WAYS[way]) as server:
-        front = psutil.Process(server.process.pid)
-        victim = front.children(recursive=True)[seed % ENGINES]
+        victim = server.engines()[seed % ENGINES]
         texts = asyncio.run(undisturbed(server.url, seed))
 
         def kill() -> None:
             victim.kill()
-            while victim in (left := front.children(recursive=True)) or len(left) < ENGINES or not server.all_ready():
+            while victim in (left := server.engines()) or len(left) < ENGINES or not server.all_ready():
                 time.sleep(0.05)
 
         answers, killed_at, restarted_s = asyncio.run(disturbed(server, seed, kill))
@@ -189,9 +188,9 @@ def kill_an_engine(seed: int, way: str) -> dict[str, object]:
 
 
 def stall_s(answer: Answer, moment: float) -> float:
-    """The gap between the two chunks around `moment`; 0 without such."""
+    """The longest gap between two chunks of which the second came after `moment`; 0 without such."""
     gaps = zip(answer.chunk_times, answer.chunk_times[1:], strict=False)
-    return next((after - before for before, after in gaps if before <= moment < after), 0.0)
+    return max((after - before for before, after in gaps if after > moment), default=0.0)
 
 
 def stop(seed: int, *, twice: bool) -> dict[str, object]:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 MOESTRO = str(Path(sys.executable).with_name("moestro"))
 _START_S = 300
 
@@ -39,6 +41,16 @@ class Server:
         """What `/metrics` says of `name`, one value for each engine."""
         lines = self.get("/metrics").decode().splitlines()
         return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{")]
+
+    def engines(self) -> list[psutil.Process]:
+        """The processes of the engines that run now; the server has others too."""
+        assert self.process is not None, "the server was not started here"
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if {"moestro.serve.worker", "moestro.serve.paced_worker"}.intersection(child.cmdline()):
+                    found.append(child)
+        return found
 
     def all_ready(self) -> bool:
         """Whether every engine takes requests."""

@@ -95,7 +95,9 @@ def kill_an_engine(server: Running, at: int = 0) -> None:
 # --- the real network ---------------------------------------------------------------------------------------------
 
 LONG = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n" * 3
-SAMPLED = {"temperature": 1.0, "seed": 11}
+# Among the thousands of tokens that top_p leaves out, two are often so close that rounding decides between them. Which
+# one is drawn then depends on the batch even in float32, whether an engine ends or not.
+SAMPLED = {"temperature": 1.0, "seed": 11, "top_p": 0.95}
 
 
 def streams(parts_of_characters: list[int]) -> list[tuple[str, dict[str, Any]]]:
@@ -107,8 +109,8 @@ def streams(parts_of_characters: list[int]) -> list[tuple[str, dict[str, Any]]]:
         stream("x = [", **SAMPLED, presence_penalty=0.6, frequency_penalty=0.4, repetition_penalty=1.2),
         stream("while True:", temperature=1.3, seed=2, top_p=0.9, min_p=0.01, logit_bias={"5": -3, "40": 2}),
         stream("for i in", stop=["return self.never", "\n\n\n\n"], min_tokens=80),
-        stream("s = 'é", temperature=1.0, seed=5, logit_bias=likely),
-        stream("if x:", temperature=1.0, seed=8, ignore_eos=False, min_tokens=60),
+        stream("s = 'é", **SAMPLED, logit_bias=likely),
+        stream("if x:", **SAMPLED, ignore_eos=False, min_tokens=60),
         chat("Sort a list.", stream=True, temperature=0, stream_options={"include_usage": True}),
         stream("y = {", **SAMPLED, stream_options={"include_usage": True, "continuous_usage_stats": True}),
     ]
