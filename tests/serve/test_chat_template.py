@@ -67,6 +67,15 @@ def test_a_template_without_end_is_a_400_in_bounded_time_and_others_are_served_m
     assert chat(templated, "hi", max_tokens=2).status == 200
 
 
+def test_chats_without_end_hold_up_no_completion(templated):
+    with ThreadPoolExecutor(4) as pool:  # as many as there are threads that prepare chats, or more
+        endless = [pool.submit(chat, templated, "loop") for _ in range(4)]
+        wait_until(lambda: any(each.cpu_times().user > 0.1 for each in templated.renderers()))
+        assert complete(templated, max_tokens=2).status == 200
+        assert not any(each.done() for each in endless)
+        assert {code_of(each.result()) for each in endless} == {(400, "chat_template_limit")}
+
+
 @pytest.mark.parametrize(
     ("text", "code", "words"),
     [

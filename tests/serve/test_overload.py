@@ -142,6 +142,13 @@ SWARMS = {
     "tools": (CHAT, b'{"messages": [], "tools": [' + b"[]," * 8_000_000 + b"1]}", "too_many_elements"),
     "fields": (CHAT, b"{" + b",".join(b'"%d":1' % i for i in range(2_000_000)) + b"}", "too_many_elements"),
     "repeated fields": (COMPLETIONS, b'{"prompt": "x"' + b',"stop":["a"]' * 2_000_000 + b"}", "too_many_elements"),
+    "null fields": (CHAT, b'{"messages": []' + b',"a":null' * 3_300_000 + b"}", "too_many_elements"),
+    "ids of one hash": (
+        COMPLETIONS,
+        b'{"prompt": "x", "stop_token_ids": [' + b",".join(b"%d" % ((2**61 - 1) * i) for i in range(40_000)) + b"]}",
+        "invalid_value",
+    ),
+    "long numbers": (COMPLETIONS, b'{"prompt": [' + (b"1" * 4000 + b",") * 8000 + b"1]}", "invalid_value"),
     "text": (COMPLETIONS, b'{"prompt": "' + b"\\n" * 16_000_000 + b'"}', "context_length_exceeded"),
 }
 

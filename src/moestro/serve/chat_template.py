@@ -125,6 +125,8 @@ class Renderers:
         renderer = self._take()
         try:
             answer = renderer.render(job)
+            if isinstance(answer, LimitExceeded):
+                renderer.close()  # what is left of its memory belongs to no other chat
         finally:
             self._give_back(renderer)
         match answer:

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from moestro.errors import RequestError
-from moestro.serve.json_elements import MAX_ELEMENTS, SCAN_BYTES, count_elements
+from moestro.serve.json_elements import MAX_DIGITS, MAX_ELEMENTS, SCAN_BYTES, count_elements, has_long_number
 from moestro.serve.protocol import ChatFields, CompletionFields
 from moestro.serve.refusals import shown
 from moestro.serve.unsupported import IN_CHAT, IN_COMPLETIONS, refuse_unsupported
@@ -23,6 +23,7 @@ Fields = TypeVar("Fields", bound=msgspec.Struct)
 Check = Callable[[memoryview], None]
 
 _ABSENT = msgspec.Raw()
+_TOO_MANY = "too_many_elements"
 _NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _PLACE = re.compile(r"(.*) - at `\$\.?(.*)`$", re.DOTALL)
@@ -58,6 +59,7 @@ class BodyDecoder(Generic[Fields]):
         """
         try:
             _check_utf8(body)
+            _refuse_slow_reading(body)
             raw = self._raw_fields(body)
             if check_ids is not None and self._ids in raw:
                 check_ids(memoryview(raw[self._ids]))
@@ -94,6 +96,16 @@ def _check_utf8(body: bytes) -> None:
         decoder.decode(body[start : start + SCAN_BYTES], final=start + SCAN_BYTES >= len(body))
 
 
+def _refuse_slow_reading(body: bytes) -> None:
+    """Raise RequestError if even finding the fields of `body`, or reading its numbers, would take long."""
+    if len(body) <= MAX_ELEMENTS:
+        return
+    if count_elements(body, MAX_ELEMENTS + 1, b":") > MAX_ELEMENTS:
+        raise RequestError(f"The request body may have {MAX_ELEMENTS} map entries, and has more.", code=_TOO_MANY)
+    if has_long_number(body):
+        raise RequestError(f"A number in the request body may have {MAX_DIGITS} digits.", code="invalid_value")
+
+
 def _refuse_many_elements(body: bytes, raw: dict[str, msgspec.Raw], ids: str | None) -> None:
     if len(body) <= MAX_ELEMENTS:
         return
@@ -106,7 +118,7 @@ def _refuse_many_elements(body: bytes, raw: dict[str, msgspec.Raw], ids: str | N
         f"The request body may have {MAX_ELEMENTS} list items and map entries, token ids of a prompt not counted, and"
         " has more. Send less, or in several requests.",
         param=largest,
-        code="too_many_elements",
+        code=_TOO_MANY,
     )
 
 

@@ -39,6 +39,7 @@ class FrontDoor:
         self._write_timeout_s = write_timeout_s
         self._bodies = Bodies()
         self._threads = PrepareThreads()
+        self._chat_threads = PrepareThreads()  # a template may take seconds, for which nothing else should wait
         self.traffic = Traffic()
 
     def app(self, exposition: Exposition) -> web.Application:
@@ -50,7 +51,7 @@ class FrontDoor:
                 web.get("/v1/models/{name:.+}", self.model),
                 web.post("/v1/completions", self.completions),
                 web.post("/v1/chat/completions", self.chat),
-                *TextApi(self._model, self._bodies, self._threads).routes(),
+                *TextApi(self._model, self._bodies, self._chat_threads).routes(),
                 *Operations(self._engines, self.traffic, exposition).routes(),
             ]
         )
@@ -59,6 +60,7 @@ class FrontDoor:
     def close(self) -> None:
         """End the threads and the processes that render chats."""
         self._threads.close()
+        self._chat_threads.close()
         self._model.tokenizer.close()
 
     # --- generation
@@ -66,24 +68,28 @@ class FrontDoor:
     async def completions(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
         arrival = Arrival(f"cmpl-{uuid.uuid4().hex}", time.monotonic_ns())
-        prepared = await self._prepare(http, prepare_completion, arrival)
+        prepared = await self._prepare(http, prepare_completion, arrival, self._threads)
         form = CompletionForm(heading(arrival.answer_id, prepared.name, self._model.fingerprint), prepared.options)
         return await self._answer(http, prepared, form)
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
         arrival = Arrival(f"chatcmpl-{uuid.uuid4().hex}", time.monotonic_ns())
-        prepared = await self._prepare(http, prepare_chat, arrival)
+        prepared = await self._prepare(http, prepare_chat, arrival, self._chat_threads)
         form = ChatForm(heading(arrival.answer_id, prepared.name, self._model.fingerprint), prepared.options)
         return await self._answer(http, prepared, form)
 
     async def _prepare(
-        self, http: web.Request, prepare: Callable[[bytes, ServedModel, Arrival], Prepared], arrival: Arrival
+        self,
+        http: web.Request,
+        prepare: Callable[[bytes, ServedModel, Arrival], Prepared],
+        arrival: Arrival,
+        threads: PrepareThreads,
     ) -> Prepared:
         self.traffic.check_open()
         self._engines.check_room()  # before the body is decoded and tokenized: refusing must cost next to nothing
         async with self._bodies.reading(http) as body:
-            return await self._threads.run(lambda: prepare(body, self._model, arrival))
+            return await threads.run(lambda: prepare(body, self._model, arrival))
 
     async def _answer(self, http: web.Request, prepared: Prepared, form: AnswerForm) -> web.StreamResponse:
         options = prepared.options

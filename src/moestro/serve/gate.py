@@ -26,6 +26,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _VERSIONS = frozenset({HttpVersion10, HttpVersion11})
 # A second one would be read by one server and not by the next. The parser refuses a second Host.
 _ONCE = ("Authorization", "X-Api-Key")
+_MAX_LENGTH_DIGITS = 19
 _UNFRAMED = frozenset({413, 501})  # answers to requests whose end was not looked for
 _CODES = {404: "not_found", 405: "method_not_allowed", 417: "expectation_failed"}
 
@@ -94,7 +95,11 @@ class Gate:
         for name in _ONCE:
             if len(headers.getall(name, ())) > 1:
                 raise HttpError(400, f"{name} may be there once, and is there more often.", "bad_request")
+        if len(headers.get("Content-Length", "")) > _MAX_LENGTH_DIGITS:
+            raise HttpError(400, "Malformed HTTP: Content-Length has too many digits.", "bad_request")
         coding = headers.get("Transfer-Encoding")
+        if coding is not None and http.version == HttpVersion10:
+            raise HttpError(400, "Malformed HTTP: HTTP/1.0 has no Transfer-Encoding.", "bad_request")
         if coding is not None and coding.lower() != "chunked":
             raise HttpError(501, "Transfer-Encoding must be chunked.", "unsupported_transfer_encoding")
 

@@ -13,7 +13,7 @@ from moestro.core.hashing import hash_blocks, hash_key
 from moestro.core.request import Request, SamplingDefaults, SamplingParams
 from moestro.errors import PromptTooLongError, RequestError
 from moestro.serve.messages import ModelInfo
-from moestro.serve.refusals import UnknownModelError
+from moestro.serve.refusals import UnknownModelError, shown
 from moestro.serve.tokenizer import Tokenizer
 from moestro.serve.validation import ChatAsk, CompletionAsk, Options, parse_chat, parse_completion
 
@@ -267,7 +267,7 @@ def refuse_foreign_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
         raise RequestError(
-            f"{param}: token id out of range: must be between 0 and {vocab_size - 1}, got {wrong}.",
+            f"{param}: token id out of range: must be between 0 and {vocab_size - 1}, got {shown(wrong)}.",
             param=param,
             code="invalid_value",
         )

@@ -40,6 +40,29 @@ def test_a_head_that_spells_its_length_in_its_own_way_is_not_taken_for_one_witho
         assert known.find(head) is None
 
 
+def test_a_head_after_blank_lines_is_never_known():
+    known: KnownHeads[str] = KnownHeads(4)
+    for blank in (b"\r\n\r\n", b"\r\n", b"\n"):
+        known.learn(blank + b"GET /v1/x HTTP/1.1\r\nHost: x\r\n\r\n", "head", has_length=False)
+        known.learn(blank + HEAD, "head", has_length=True)
+        assert known.find(blank) is None
+        assert known.find(b"\r\n\r\n" + HEAD) is None
+
+
+@looped
+async def test_blank_lines_are_no_request_of_another_client():
+    engine = FakeEngine("e")
+    async with rig(engine, api_key=("k",)) as it:
+        caller = await it.caller()
+        caller.send(b"\r\n\r\nGET /v1/responses/1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer k\r\n\r\n")
+        assert (await caller.answer()).status == 200
+        stranger = await it.caller()
+        stranger.send(b"\r\n\r\n")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(stranger.reader.read(1), 0.3)
+        assert sum(each.target == "/v1/responses/1" for each in engine.received) == 1
+
+
 @pytest.mark.parametrize("name", ["Content-Length", "content-length", "CONTENT-LENGTH", "Content-length"])
 @looped
 async def test_bodies_that_come_after_their_heads_are_never_taken_for_requests(name):

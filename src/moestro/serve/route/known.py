@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ?(\d{1,9})(?=\r\n)")
 _END = b"\r\n\r\n"
+_BLANK = (b"\r", b"\n")  # which a parser passes over before a message: the head does not end at the first `_END`
 _MAX_KEY_BYTES = 4096  # a longer head is not remembered
 
 Head = TypeVar("Head")
@@ -32,6 +33,8 @@ class KnownHeads(Generic[Head]):
 
     def find(self, data: bytes) -> tuple[Head, int, int | None] | None:
         """The head that `data` begins with, where its body begins, and the length that it tells; None: not known."""
+        if data.startswith(_BLANK):
+            return None
         end = data.find(_END) + len(_END)
         found = _LENGTH.search(data, 0, end)
         if found is None:
@@ -43,6 +46,8 @@ class KnownHeads(Generic[Head]):
 
     def learn(self, data: bytes, head: Head, *, has_length: bool) -> None:
         """`data` begins with a whole head, which the parser has read as `head`, with a length in it or without."""
+        if data.startswith(_BLANK):
+            return
         end = data.find(_END) + len(_END)
         found = _LENGTH.search(data, 0, end)
         if not len(_END) <= end <= _MAX_KEY_BYTES or (found is not None) != has_length:
