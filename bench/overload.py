@@ -56,9 +56,9 @@ def refusals(stop: threading.Event, found: list[dict[str, object]]) -> None:
             found.append({"status": error.code, "retry_after": error.headers["Retry-After"], "ms": round(ms, 1)})
 
 
-def pin(front: psutil.Process) -> None:
+def pin(server: serving.Server) -> None:
     """The rank has a core of its own, as it has a GPU in life; the front door shares the others with the client."""
-    (rank,) = front.children(recursive=True)
+    front, (rank,) = psutil.Process(server.process.pid), server.engines()
     rank.cpu_affinity([0])
     others = list(range(1, os.cpu_count() or 1))
     front.cpu_affinity(others)
@@ -77,7 +77,7 @@ def main() -> None:
     args = parser.parse_args()
     limits = ["--max-num-seqs", str(RUNNING), "--max-num-queued-reqs", str(QUEUED), "--log-level", "warning"]
     with serving.moestro(PORT, *limits, OMP_NUM_THREADS="1") as server, tempfile.TemporaryDirectory() as directory:
-        pin(psutil.Process(server.process.pid))
+        pin(server)
         result = measure(Path(directory), args.seconds, server)
     print(json.dumps(result, indent=1))
     if args.json:

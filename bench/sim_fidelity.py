@@ -71,7 +71,7 @@ def measure(work: Path, policy: str, seed: int) -> None:
     told = [*flags(LIMITS), "--batch-policy", policy, "--record", str(work / f"{policy}-{seed}.record.jsonl")]
     with serving.moestro(PORT, *told, "--log-level", "warning", OMP_NUM_THREADS="1") as server:
         front = psutil.Process(server.process.pid)
-        (rank,) = front.children(recursive=True)
+        (rank,) = server.engines()
         pin(rank, 0)
         pin(front, 1)
         load = ["--request-rate", str(RATE), "--arrivals", "poisson", "--seed", str(seed), "--num-warmups", "12"]

@@ -100,8 +100,8 @@ class Faults:
         """Whether a fault since the request began, or shortly before, accounts for its end."""
         recent = [(kind, name) for at, kind, name in self.done if at > end.began - AFTERMATH_S]
         hit = [kind for kind, name in recent if end.target in (name, "router")]
-        if end.how == "refused 503" or (end.how == "error event" and not end.resumes):
-            return bool(hit)
+        if end.how == "refused 503" or (end.how in ("error event", "cut off") and not end.resumes):
+            return bool(hit)  # a stream that cannot resume ends with an error event and a cut connection
         is_server_fault = any(kind in ("SIGTERM of B", "SIGKILL of B") for kind in hit)
         return is_server_fault and end.how in ("error event", "cut off", "not connected", "refused 502", "closed")
 
