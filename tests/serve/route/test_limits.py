@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import random
 import socket
+import time
 
 import pytest
 from serve.route.rig import CHAT, FakeEngine, Received, Wire, looped, request_bytes, rig
@@ -280,6 +281,114 @@ async def test_requests_sent_ahead_are_left_unread_when_they_are_many():
         release.set()
         for _ in range(100):
             assert (await caller.answer()).status == 200
+
+
+async def longest_turn(work: asyncio.Future) -> float:
+    """How long the loop stood still at most, until `work` was done."""
+    longest, loop = 0.0, asyncio.get_running_loop()
+    while not work.done():
+        since = loop.time()
+        await asyncio.sleep(0)
+        longest = max(longest, loop.time() - since)
+    return longest
+
+
+@looped
+async def test_thousands_of_requests_in_one_read_are_answered_in_order_and_hold_up_nobody():
+    """Each answer is 1 ms here, as that of a router with many engines; all in one turn would be 0.6 s."""
+    async with rig(FakeEngine("e")) as it:
+        handler, caller = it.parts.clients.handler, await it.caller()
+        handle = handler.handle
+
+        def slowly(client, incoming):
+            until = time.perf_counter() + 0.001
+            while time.perf_counter() < until:
+                pass
+            return handle(client, incoming)
+
+        handler.handle = slowly
+        caller.send(b"GET /health HTTP/1.1\r\nHost:\r\n\r\n" * 600 + b"GET /nowhere HTTP/1.1\r\nHost:\r\n\r\n")
+
+        async def answers():
+            return [(await caller.answer()).status for _ in range(601)]
+
+        answering = asyncio.ensure_future(answers())
+        assert await longest_turn(answering) < 0.3
+        assert answering.result() == [200] * 600 + [404]
+
+
+@pytest.mark.parametrize("num_at_once", [1, 5000])
+@looped
+async def test_a_client_that_asks_on_and_never_reads_is_cut_off_and_takes_little_memory(num_at_once):
+    async with rig(FakeEngine("e"), write_timeout=0.5) as it:
+        clients, most = it.parts.clients, 0
+        plain = socket.socket()
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        plain.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(plain, ("127.0.0.1", it.port))
+        await it.until(lambda: len(clients.open) == 1)
+        [client] = clients.open
+        client._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
+        since = asyncio.get_running_loop().time()
+        while clients.open and asyncio.get_running_loop().time() < since + 8:
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                plain.send(b"GET /metrics HTTP/1.1\r\nHost:\r\n\r\n" * num_at_once)
+            await asyncio.sleep(0.01)
+            if client._transport is not None:
+                most = max(most, client._transport.get_write_buffer_size() + len(client._early))
+        plain.close()
+        assert not clients.open
+        assert most < 1 << 20
+
+
+@looped
+async def test_what_a_client_reads_late_is_whole_and_it_is_not_cut_off_once_it_has_read():
+    async with rig(FakeEngine("e"), write_timeout=0.3) as it:
+        plain = socket.socket()
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        plain.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(plain, ("127.0.0.1", it.port))
+        caller = await it.caller(plain)
+        caller.send(b"GET /metrics HTTP/1.1\r\nHost:\r\n\r\n" * 1000)
+        await asyncio.sleep(0.1)
+        assert {(await caller.answer()).status for _ in range(1000)} == {200}
+        await asyncio.sleep(0.6)
+        caller.ask()
+        assert (await caller.answer()).status == 200
+
+
+CHUNKED = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+
+
+@pytest.mark.parametrize("chunk", [b"1\r\nx\r\n", b"2\r\nxx\r\n", b"2;" + b"e" * 60_000 + b"\r\nxx\r\n"])
+@looped
+async def test_a_body_of_little_but_framing_is_refused(chunk):
+    engine = FakeEngine("e")
+    async with rig(engine) as it:
+        caller = await it.caller()
+        caller.send(CHUNKED + chunk * (1_000_000 // len(chunk)))
+        answering = asyncio.ensure_future(caller.answer())
+        assert await longest_turn(answering) < 0.3
+        assert (answering.result().status, answering.result().code) == (431, "head_too_large")
+        assert not engine.received
+
+
+@pytest.mark.parametrize(("size", "num"), [(1, 5_000), (5, 100_000), (16, 100_000), (1000, 3_000)])
+@looped
+async def test_ordinary_chunks_make_one_body_that_takes_little_more_memory_than_its_bytes(size, num):
+    engine = FakeEngine("e")
+    async with rig(engine) as it:
+        caller = await it.caller()
+        body = random.Random(size).randbytes(size * num)
+        chunks = [b"%x\r\n%b\r\n" % (size, body[at : at + size]) for at in range(0, len(body), size)]
+        caller.send(CHUNKED + b"".join(chunks))
+        await it.until(lambda: any(client._num_body_bytes == len(body) for client in it.parts.clients.open))
+        [client] = it.parts.clients.open
+        assert isinstance(client._body, bytearray)
+        caller.send(b"0\r\n\r\n")
+        assert (await caller.answer()).status == 200
+        assert engine.received[0].body == body
+        assert it.parts.clients.num_held_bytes == 0
 
 
 BAD_ANSWERS = {

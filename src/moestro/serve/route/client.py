@@ -12,6 +12,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from moestro.errors import RequestError
 from moestro.serve.cors import Cors
 from moestro.serve.refusals import BodyTimeoutError, BusyError, HttpError, error_json, too_large
+from moestro.serve.route.answering import Answering
 from moestro.serve.route.client_limits import ClientLimits
 from moestro.serve.route.heads import MAX_HEAD_BYTES, Headers, Incoming, RequestHead, fault_of, own_head, size_of
 from moestro.serve.route.known import KnownHeads
@@ -23,19 +24,6 @@ _MAX_KNOWN = 1024  # heads of requests, of all connections
 # Of a request whose head is not to be known again: it is one of its kind, or wants more than to be read.
 _ONCE_ONLY = frozenset({b"x-request-id", b"traceparent", b"transfer-encoding", b"expect"})
 _UNREADABLE = RequestHead(b"GET", b"", [], {}, is_last=True)
-
-
-class Answering(Protocol):
-    """What a connection tells whoever answers its request."""
-
-    def client_left(self) -> None:
-        """There is nobody to answer any more."""
-
-    def client_is_slow(self) -> None:
-        """Write no more for now."""
-
-    def client_is_ready(self) -> None:
-        """Write again."""
 
 
 class Handler(Protocol):
@@ -115,10 +103,11 @@ class Client(asyncio.Protocol):
         self._headers: Headers = []
         self._head = _UNREADABLE
         self._target = b""
-        self._pieces: list[bytes] = []
+        self._body: bytes | bytearray = b""  # as it came, where it came in one piece
         self._num_body_bytes = 0
         self._num_held_bytes = 0
         self._num_between_bytes = 0  # read since the last byte of a body: of a head, between chunks, of trailers
+        self._num_read_bytes = 0  # since the head, or since the request before; of a body, those in its head's read not
         self._num_trailer_bytes = 0
         self._is_in_head = True
         self._wants_continue = False  # the client sends its body when it is told to
@@ -126,7 +115,8 @@ class Client(asyncio.Protocol):
         self._first_read = b""  # what the current request began with, if it began a read
         self._refusal: RequestError | None = None  # the last thing to be said on this connection
         self._is_lingering = False
-        self._is_going_on = False
+        self._is_going_on = False  # or will in the loop's next turn
+        self._is_full = False  # the client has much to read: nothing more is answered until it has
         self._ready: deque[Incoming] = deque()  # read, and not answered yet
         self._out: list[bytes] = []  # to be written
         self._early = b""  # came while an answer was under way
@@ -135,7 +125,8 @@ class Client(asyncio.Protocol):
         self._is_chunked = False
         self._is_last = False  # the connection ends after the current answer
         self.has_begun = False
-        self.deadline_s = time.monotonic() + clients.limits.idle_s
+        self.deadline_s = self._idle_until_s = time.monotonic() + clients.limits.idle_s
+        self._unread_until_s = float("inf")  # what was unread at first has to be read
 
     # --- the transport's calls
 
@@ -159,7 +150,8 @@ class Client(asyncio.Protocol):
             answering.client_left()
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than its engine writes."""
+        """The client reads more slowly than its engine writes, or than it asks."""
+        self._is_full = True
         if self._current is not None:
             self.deadline_s = time.monotonic() + self._clients.limits.write_s
         if self._answering is not None:
@@ -167,8 +159,12 @@ class Client(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         """It has caught up."""
+        self._is_full, self._unread_until_s = False, float("inf")
         if self._current is not None:
             self.deadline_s = float("inf")
+        elif not self._is_lingering and self._transport is not None and not self._transport.is_closing():
+            self._wait(self._clients.limits.idle_s)
+            self._go_on()
         if self._answering is not None:
             self._answering.client_is_ready()
 
@@ -176,7 +172,7 @@ class Client(asyncio.Protocol):
         """Bytes came."""
         if self._is_lingering:
             return
-        if self._current is None:
+        if self._current is None and not self._is_going_on and not self._is_full:
             if self._is_between and self._take_known(data):
                 return
             self._first_read = data if self._is_between else b""
@@ -193,7 +189,7 @@ class Client(asyncio.Protocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         self._is_between = False
-        self._headers, self._target, self._pieces = [], b"", []
+        self._headers, self._target, self._body = [], b"", b""
         if self._refusal is None:
             self._head = _UNREADABLE
         self._num_body_bytes = self._num_trailer_bytes = 0
@@ -225,13 +221,15 @@ class Client(asyncio.Protocol):
         before, after = self._num_body_bytes, self._num_body_bytes + len(piece)
         self._num_body_bytes = after
         if after <= self._small_bytes or self._has_room(before, after):
-            self._pieces.append(piece)
+            if before and not isinstance(self._body, bytearray):
+                self._body = bytearray(self._body)
+            self._body += piece
 
     def on_message_complete(self) -> None:
         """The request is whole."""
-        pieces, self._pieces = self._pieces, []
+        body, self._body = self._body, b""
         self._is_in_head = self._is_between = True
-        self._num_between_bytes = 0
+        self._num_between_bytes = self._num_read_bytes = 0
         self._wants_continue = False
         if self._refusal is not None:
             return
@@ -241,7 +239,7 @@ class Client(asyncio.Protocol):
                 has_length = b"content-length" in head.named
                 self._clients.known.learn(self._first_read, head, has_length=has_length)
             self._first_read = b""  # what follows it in the same read is another's
-        self._ready.append(Incoming(head, pieces[0] if len(pieces) == 1 else b"".join(pieces), self._address))
+        self._ready.append(Incoming(head, bytes(body), self._address))
 
     # --- answers
 
@@ -286,6 +284,8 @@ class Client(asyncio.Protocol):
         """The answer is complete; go on with the next request."""
         if self._is_chunked:
             self._out.append(b"0\r\n\r\n")
+        if self._answering is not None or self._transport is None or not self._transport.get_write_buffer_size():
+            self._unread_until_s = float("inf")  # of what an engine says, the client had to read most already
         self._flush()
         current, self._current = self._current, None
         self._answering = None
@@ -299,7 +299,7 @@ class Client(asyncio.Protocol):
         elif is_over:
             self._close()
         else:
-            self.deadline_s = time.monotonic() + self._clients.limits.idle_s
+            self._wait(self._clients.limits.idle_s)
             if self._ready or has_more or self._wants_continue:
                 self._go_on()
 
@@ -315,6 +315,8 @@ class Client(asyncio.Protocol):
         is_unread = self._transport.is_closing() or self._transport.get_write_buffer_size() > 0
         if self._current is not None or self._is_lingering or is_unread:
             self._transport.abort()  # it does not read, or does not hear
+        elif time.monotonic() < self._idle_until_s:
+            self.deadline_s = self._idle_until_s  # it has read all since
         elif not self._is_in_head:
             self._end_with(BodyTimeoutError(self._clients.limits.body_s))
         else:
@@ -327,20 +329,29 @@ class Client(asyncio.Protocol):
 
     def close_if_idle(self) -> None:
         """Close it, unless a request is being answered."""
-        if self._current is None and self._transport is not None:
+        if self._current is None and not self._is_going_on and self._transport is not None:
             self._transport.close()
 
     # --- the rest
 
+    def _wait(self, wait_s: float) -> None:
+        """Give the client so long for its next move; not longer to read what it has left unread, whatever it sends."""
+        now_s, is_unread = time.monotonic(), self._transport is not None and self._transport.get_write_buffer_size() > 0
+        until_s = min(self._unread_until_s, now_s + self._clients.limits.write_s) if is_unread else float("inf")
+        self._unread_until_s, self._idle_until_s = until_s, now_s + wait_s
+        self.deadline_s = min(until_s, now_s + wait_s)
+
     def _feed(self, data: bytes) -> None:
         self._num_between_bytes += len(data)  # too many, where some of a body comes with them; then it is forgotten
+        self._num_read_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except HttpParserUpgrade:
             pass  # refused when its head was read: the parser takes its body for what follows an upgrade
         except HttpParserError as error:
             self._refusal = self._refusal or HttpError(400, f"Malformed HTTP: {error}.", "bad_request")
-        if self._num_between_bytes > MAX_HEAD_BYTES:
+        # Chunks may be framed in 64 KiB and as many bytes as they carry: those of 6 bytes and more, however many.
+        if self._num_between_bytes > MAX_HEAD_BYTES or self._num_read_bytes > MAX_HEAD_BYTES + 2 * self._num_body_bytes:
             self._refusal = self._refusal or _head_too_large()
 
     def _take_known(self, data: bytes) -> bool:
@@ -355,26 +366,33 @@ class Client(asyncio.Protocol):
         return True
 
     def _go_on(self) -> None:
-        """Answer what has been read; a loop, for there may be thousands of requests in one read."""
-        if self._is_going_on:
+        """Answer what has been read, one request a turn of the loop, for there may be thousands in one read."""
+        if self._is_going_on or self._is_full:
             return
-        self._is_going_on = True
+        self._is_going_on, is_more = True, False
         while self._current is None and self._transport is not None and not self._transport.is_closing():
             if self._ready:
                 self._answer(self._ready.popleft())
-            elif self._refusal is not None:
+                is_more = self._current is None and not self._is_full
+                break
+            if self._refusal is not None:
                 self._end_with(self._refusal)
                 break
-            elif self._early:
-                early, self._early = self._early, b""
-                self._transport.resume_reading()
-                self._feed(early)
-            else:
+            if not self._early:
                 if self._wants_continue:
                     self._wants_continue = False
                     self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                 break
+            early, self._early = self._early, b""
+            self._transport.resume_reading()
+            self._feed(early)
+        self._is_going_on = is_more and bool(self._ready or self._early or self._refusal or self._wants_continue)
+        if self._is_going_on:
+            asyncio.get_running_loop().call_soon(self._go_on_now)  # until then, what comes is early
+
+    def _go_on_now(self) -> None:
         self._is_going_on = False
+        self._go_on()
 
     def _answer(self, incoming: Incoming) -> None:
         self._current = incoming
@@ -389,11 +407,9 @@ class Client(asyncio.Protocol):
         """Read the head of the request that has begun, and return the first thing that is wrong with it."""
         limits, parser = self._clients.limits, self._parser
         named = {lower: value for lower, _, value in self._headers}
-        if (
-            size_of(self._headers) + len(self._target) > MAX_HEAD_BYTES
-        ):  # perhaps whole, in one read with another request
+        if size_of(self._headers) + len(self._target) > MAX_HEAD_BYTES:  # in one read with another request
             return _head_too_large()
-        self._num_between_bytes = 0
+        self._num_between_bytes = self._num_read_bytes = 0
         version, is_last = parser.get_http_version(), not parser.should_keep_alive()
         is_old = version == "1.0"
         self._head = head = RequestHead(parser.get_method(), self._target, self._headers, named, is_last, is_old)
@@ -405,7 +421,7 @@ class Client(asyncio.Protocol):
             return refusal
         if int(named.get(b"content-length", b"0")) > limits.max_body_bytes:
             return too_large(limits.max_body_bytes)
-        self.deadline_s = time.monotonic() + limits.body_s
+        self._wait(limits.body_s)
         self._wants_continue = b"expect" in named and not is_old
         return None
 
@@ -448,7 +464,7 @@ class Client(asyncio.Protocol):
 
     def _end_with(self, error: RequestError) -> None:
         """Refuse what cannot be read to its end; what follows it cannot be trusted either."""
-        self._pieces = []
+        self._body = b""
         self._let_go(self._num_held_bytes)
         self._handler.refused(error, self._address)
         self._current = Incoming(self._head, b"")
@@ -477,4 +493,5 @@ class Client(asyncio.Protocol):
 
 
 def _head_too_large() -> HttpError:
-    return HttpError(431, f"A head may have {MAX_HEAD_BYTES} bytes, and so may trailers.", "head_too_large")
+    rule = f"A head may have {MAX_HEAD_BYTES} bytes, and so may trailers; to frame chunks, as many more as they carry."
+    return HttpError(431, rule, "head_too_large")

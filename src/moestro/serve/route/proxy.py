@@ -27,8 +27,9 @@ from moestro.serve.refusals import (
     UnknownModelError,
     shown,
 )
+from moestro.serve.route.answering import Answering
 from moestro.serve.route.asked import read
-from moestro.serve.route.client import Answering, Client, Clients
+from moestro.serve.route.client import Client, Clients
 from moestro.serve.route.exchange import Exchange, Shared
 from moestro.serve.route.heads import Incoming, RequestHead, own_head, plain_id
 from moestro.serve.route.paths import MODELS, Routes
