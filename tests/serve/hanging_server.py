@@ -67,7 +67,7 @@ if __name__ == "__main__":
         module._Server._greet = greet
     real = moestro.serve.server.serve
     command = (sys.executable, str(Path(__file__).with_name("fake_rank.py")))
-    moestro.serve.server.serve = lambda settings: real(settings, command)
+    moestro.serve.server.serve = lambda settings, access: real(settings, access, command)
     if what == "tokenizer":
         moestro.serve.server.Tokenizer = spin
     main(arguments)
