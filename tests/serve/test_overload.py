@@ -132,7 +132,7 @@ def test_bodies_hold_a_bounded_number_of_bytes_and_small_ones_always_get_in():
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SWARMS = {
     "token ids": (COMPLETIONS, b'{"prompt": [' + b"1," * 16_000_000 + b"1]}", "context_length_exceeded"),
-    "prompts": (COMPLETIONS, b'{"prompt": [' + b'"a",' * 8_000_000 + b'"a"]}', "invalid_value"),
+    "prompts": (COMPLETIONS, b'{"prompt": [' + b'"a",' * 8_000_000 + b'"a"]}', "too_many_elements"),
     "biases": (
         COMPLETIONS,
         b'{"prompt": "x", "logit_bias": {' + b",".join(b'"%d":1' % i for i in range(2_000_000)) + b"}}",

@@ -78,13 +78,15 @@ def long_steps(real_command, tmp_path_factory):
 
 
 class LongStep:
-    """Best-effort prompts, each time others. The first to come have a short step; the others have one of seconds."""
+    """Best-effort prompts, each time others. One alone keeps the engine busy until all others are there for one step."""
 
     serials = itertools.count()
 
     def __init__(self, server: Running, pool: ThreadPoolExecutor) -> None:
-        first = next(self.serials) * NUM_LONG
-        prompts = [[300 + first + i, *range(100, 100 + LONG_TOKENS - 1)] for i in range(NUM_LONG)]
+        first = next(self.serials) * (NUM_LONG + 1)
+        alone, *prompts = [[300 + first + i, *range(100, 100 + LONG_TOKENS - 1)] for i in range(NUM_LONG + 1)]
+        pool.submit(complete, server, prompt=alone, max_tokens=1, service_class="be")
+        wait_until(lambda: load(server)[0]["num_running"] == 1)
         self.reply: Future[Reply] = pool.submit(complete, server, prompt=prompts, max_tokens=1, service_class="be")
         wait_until(lambda: load(server)[0]["num_running"] > NUM_LONG // 2)
 
@@ -93,7 +95,7 @@ class LongStep:
 
 
 def test_a_step_that_has_run_for_longer_than_the_bound_is_passed(long_steps):
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         step = LongStep(long_steps, pool)
         time.sleep(1.2 * MAX_BE_WAIT_S)
         assert not step.is_over(), "the step is too short for this test"
@@ -112,7 +114,7 @@ def test_a_step_that_has_run_for_longer_than_the_bound_is_passed(long_steps):
 
 
 def test_best_effort_that_was_passed_for_the_bound_goes_on(long_steps):
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         before_s = metrics(long_steps)[PASSED_OVER]
         step = LongStep(long_steps, pool)
         urgent = open_stream(long_steps, max_tokens=2000, service_class="ls")

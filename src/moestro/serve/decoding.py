@@ -23,7 +23,6 @@ Fields = TypeVar("Fields", bound=msgspec.Struct)
 Check = Callable[[memoryview], None]
 
 _ABSENT = msgspec.Raw()
-_TOO_MANY = "too_many_elements"
 _NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _PLACE = re.compile(r"(.*) - at `\$\.?(.*)`$", re.DOTALL)
@@ -101,7 +100,7 @@ def _refuse_slow_reading(body: bytes) -> None:
     if len(body) <= MAX_ELEMENTS:
         return
     if count_elements(body, MAX_ELEMENTS + 1, b":") > MAX_ELEMENTS:
-        raise RequestError(f"The request body may have {MAX_ELEMENTS} map entries, and has more.", code=_TOO_MANY)
+        raise _too_many_elements(None)
     if has_long_number(body):
         raise RequestError(f"A number in the request body may have {MAX_DIGITS} digits.", code="invalid_value")
 
@@ -114,11 +113,15 @@ def _refuse_many_elements(body: bytes, raw: dict[str, msgspec.Raw], ids: str | N
         return
     counts = {name: count_elements(value, MAX_ELEMENTS + 1) for name, value in raw.items() if name != ids}
     largest = max(counts, key=counts.__getitem__, default=None)
-    raise RequestError(
+    raise _too_many_elements(largest)
+
+
+def _too_many_elements(param: str | None) -> RequestError:
+    return RequestError(
         f"The request body may have {MAX_ELEMENTS} list items and map entries, token ids of a prompt not counted, and"
         " has more. Send less, or in several requests.",
-        param=largest,
-        code=_TOO_MANY,
+        param=param,
+        code="too_many_elements",
     )
 
 
