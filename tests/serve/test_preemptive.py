@@ -78,7 +78,7 @@ def long_steps(real_command, tmp_path_factory):
 
 
 class LongStep:
-    """Best-effort prompts, each time others. One alone keeps the engine busy until all others are there for one step."""
+    """Best-effort prompts, each time others. One alone keeps the engine busy until all others are there for a step."""
 
     serials = itertools.count()
 
