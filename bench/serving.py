@@ -38,19 +38,14 @@ class Server:
         return json.loads(self.get("/load"))
 
     def samples(self, name: str) -> list[float]:
-        """What `/metrics` says of `name`, one value for each engine."""
+        """Return the samples of the metric `name`, one for each engine."""
         lines = self.get("/metrics").decode().splitlines()
         return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{")]
 
     def engines(self) -> list[psutil.Process]:
         """The processes of the engines that run now; the server has others too."""
         assert self.process is not None, "the server was not started here"
-        found = []
-        for child in psutil.Process(self.process.pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if {"moestro.serve.worker", "moestro.serve.paced_worker"}.intersection(child.cmdline()):
-                    found.append(child)
-        return found
+        return engines_of(psutil.Process(self.process.pid))
 
     def all_ready(self) -> bool:
         """Whether every engine takes requests."""
@@ -63,6 +58,16 @@ class Server:
             assert time.monotonic() < deadline, f"after {patience_s:g} s something is left: {load}"
             time.sleep(0.01)
         return load
+
+
+def engines_of(server: psutil.Process) -> list[psutil.Process]:
+    """Return the processes of a server's engines that run now; it has other children too."""
+    found = []
+    for child in server.children():
+        with contextlib.suppress(psutil.Error):
+            if {"moestro.serve.worker", "moestro.serve.paced_worker"}.intersection(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def is_idle(load: dict) -> bool:

@@ -54,13 +54,8 @@ class Process:
         self.family = psutil.Process(self._process.pid)
 
     def workers(self) -> list[psutil.Process]:
-        """Its engines' processes."""
-        found = []
-        for child in self.family.children():
-            with contextlib.suppress(psutil.Error):
-                if "moestro.serve.worker" in child.cmdline():
-                    found.append(child)
-        return found
+        """Return the processes of its engines."""
+        return serving.engines_of(self.family)
 
     def end(self, number: int) -> int:
         """Send a signal and wait; every process of it must be gone. Returns the status."""
@@ -195,7 +190,7 @@ def start_all(directory: Path) -> dict[str, Process]:
 
 
 async def expected_answers() -> dict[int, dict[int, str]]:
-    """What A and B answer while nothing disturbs them; they must agree."""
+    """Return the answers of A, B and the router without faults; all three must agree."""
     found = {}
     async with aiohttp.ClientSession() as session:
         for number, case in enumerate(cases()):

@@ -122,7 +122,7 @@ def _collect(found: dict[int, str], chunk: dict) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How a request ended that was not answered, for whoever knows of the faults.
+    """The end of a request that was not answered, to be compared with the faults.
 
     Attributes:
         target: the server that it was sent to.
@@ -139,7 +139,7 @@ class End:
 
 @dataclass(slots=True)
 class Findings:
-    """What the clients saw.
+    """Ends of all requests, and those that no fault explains.
 
     Attributes:
         ends: of honest requests, by kind and end.

@@ -107,4 +107,9 @@ def plain_path(target: bytes) -> str:
 def can_be_opened(path: str) -> bool:
     """Return whether `path` can be an `--open-path`: clients can ask for it, and the router does not answer it."""
     path = path.removesuffix(_TREE_MARK)
-    return bool(_PLAIN.fullmatch(path.encode())) and "*" not in path and path not in OWN_PATHS
+    return (
+        bool(_PLAIN.fullmatch(path.encode()))
+        and "*" not in path
+        and path not in OWN_PATHS
+        and not f"{path}/".startswith(MODELS)
+    )
