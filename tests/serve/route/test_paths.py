@@ -134,7 +134,21 @@ async def test_an_open_tree_is_what_is_below_it():
 
 
 @pytest.mark.parametrize(
-    "path", ["x", "/a/", "//a", "/a%20b", "/a/../b", "/a?x", "/a*", "/*/a", "/health", "/v1/models", "/v1/models/x", "/v1/models/*"]
+    "path",
+    [
+        "x",
+        "/a/",
+        "//a",
+        "/a%20b",
+        "/a/../b",
+        "/a?x",
+        "/a*",
+        "/*/a",
+        "/health",
+        "/v1/models",
+        "/v1/models/x",
+        "/v1/models/*",
+    ],
 )
 def test_a_path_that_can_never_be_asked_for_cannot_be_opened(path):
     with pytest.raises(ConfigError, match=r"--open-path \S+ must"):
