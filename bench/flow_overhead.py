@@ -29,9 +29,9 @@ from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run
 from moestro.core.work import Plan, StepResult
 from moestro.engine.fused import FusedExecutor
 from moestro.flow.executor import FlowExecutor
+from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.model.device import TorchDevice
 from moestro.model.settings import ModelSettings
-from moestro.policy.stepping.qllm import ExpertLevelPreemption
 
 SHAPE = StageShape(is_sparse=(True,) * 16, num_experts=32, num_chosen=4, num_rows=4096, num_places=4096)
 TOKENS, REPEATS, STEPS, UNITS, ROUNDS, BLOCK_SIZE = (64, 256, 1024), 9, 5, (1, 8, 32), 15, 16

@@ -23,8 +23,8 @@ from pathlib import Path
 import aiohttp
 import serving
 
-from moestro.serve.protocol import ChatFields, CompletionFields
-from moestro.serve.text_api import DetokenizeFields, TokenizeFields
+from moestro.server.protocol import ChatFields, CompletionFields
+from moestro.server.text_api import DetokenizeFields, TokenizeFields
 
 PORT, ROUTER_PORT, ADMIN_PORT, USERS = 8191, 8192, 8193, 16
 ANSWER_S = 60  # in which every answer comes

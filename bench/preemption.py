@@ -38,9 +38,9 @@ import zstandard
 from engine import DEMO, make_random_model, spread
 from serving import MOESTRO, Server, started
 
-from moestro.serve.bench.client import Client, Endpoint
-from moestro.serve.bench.load import Load, run_load
-from moestro.serve.bench.settings import EndpointSettings
+from moestro.loadgen.client import Client, Endpoint
+from moestro.loadgen.load import Load, run_load
+from moestro.loadgen.settings import EndpointSettings
 from moestro.workload.arrivals import poisson
 from moestro.workload.records import Records
 from moestro.workload.report import make_report, spread_of

@@ -25,12 +25,12 @@ from preemption import BUDGET, LENGTHS, NUM_SEQS, Point, Requests, draw
 from moestro.core.request import Request, SamplingParams, ServiceClass
 from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
 from moestro.engine.settings import SchedulerSettings
+from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.model.device import TorchDevice
 from moestro.model.settings import ModelSettings
 from moestro.model.staged_device import StagedTorchDevice
 from moestro.model.staged_open import open_staged_device
-from moestro.policy.stepping.basic import in_order
-from moestro.policy.stepping.qllm import ExpertLevelPreemption
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_LEN = 4000, 16, 2048
 LS_FIRST = {"scheduling_policy": "qllm", "evict_policy": "least_computed_be_first"}

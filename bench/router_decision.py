@@ -30,11 +30,11 @@ from pathlib import Path
 
 import numpy as np
 
-from moestro.cluster.router import Router
-from moestro.cluster.settings import EngineSpec, RouterSettings
 from moestro.core.hashing import HASH_BYTES, split_hashes
 from moestro.core.request import Request, SamplingParams
-from moestro.policy.routing.registry import policy_from
+from moestro.routing.policies.registry import policy_from
+from moestro.routing.router import Router
+from moestro.routing.settings import EngineSpec, RouterSettings
 
 POLICIES = (
     "round_robin", "least_loaded", "vllm-0.27", "gimbal-v1", "dynamo", "preble", "cache_aware", "lmetric", "moestro",

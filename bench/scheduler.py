@@ -24,9 +24,9 @@ import numpy as np
 from moestro.core.hashing import hash_blocks, hash_key
 from moestro.core.request import Request, SamplingParams
 from moestro.core.work import StepResult
+from moestro.engine.policies.ordering.registry import ORDERING
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
-from moestro.policy.ordering.registry import ORDERING
 
 BLOCK_SIZE, PROMPT, STEPS, REPEATS = 16, 256, 1000, 7
 

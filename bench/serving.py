@@ -65,7 +65,7 @@ def engines_of(server: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in server.children():
         with contextlib.suppress(psutil.Error):
-            if {"moestro.serve.worker", "moestro.serve.paced_worker"}.intersection(child.cmdline()):
+            if {"moestro.worker.worker", "moestro.worker.paced_worker"}.intersection(child.cmdline()):
                 found.append(child)
     return found
 

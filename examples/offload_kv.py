@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moestro.core.views import BE, EvictView, Victim
-from moestro.policy.eviction import least_computed_be_first
+from moestro.engine.policies.eviction import least_computed_be_first
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Record what a real vLLM server publishes of its prefix cache, beside what it says it found there: a test's fixture.
 
-    python tools/capture_kv_events.py --vllm /path/to/venv/bin/vllm --out tests/cluster/fixtures/vllm_0.32_int.jsonl
+    python tools/capture_kv_events.py --vllm /path/to/venv/bin/vllm --out tests/wire/fixtures/vllm_0.32_int.jsonl
 
 Starts vLLM on the demo model with a small KV cache and sends it conversations, salted and random prompts, so that
 blocks are stored, hit and evicted. In between, connections are closed and a message is thrown away, as if lost; the

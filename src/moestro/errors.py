@@ -6,7 +6,9 @@ MoestroError
 ├── RequestError                one request is refused; the others go on
 │   ├── PromptTooLongError
 │   ├── QueueFullError
-│   └── NoEngineError
+│   ├── NoEngineError
+│   ├── DrainingError
+│   └── BusyError
 ├── EngineDiedError             a rank process ended; its requests end with an error
 └── InvariantError              a bug of ours: stop the rank, keep the report
 
@@ -14,6 +16,10 @@ A `RequestError` is what a client sees: `http_status`, OpenAI's `type` and `code
 """
 
 from __future__ import annotations
+
+import re
+
+_SHOWN_CHARS = 200
 
 
 class MoestroError(Exception):
@@ -86,9 +92,38 @@ class NoEngineError(RequestError):
         super().__init__("No engine is ready to take requests. Retry later.", code="no_engine")
 
 
+class DrainingError(RequestError):
+    """The server is about to stop and takes nothing new."""
+
+    http_status = 503
+    error_type = "service_unavailable"
+    retry_after_s = 1
+
+    def __init__(self) -> None:
+        super().__init__("The server is shutting down. Retry later.", code="shutting_down")
+
+
+class BusyError(RequestError):
+    """More prompts are being prepared than the front door can bear."""
+
+    http_status = 503
+    error_type = "service_unavailable"
+    retry_after_s = 1
+
+    def __init__(self, num_preparing: int) -> None:
+        super().__init__(f"Too many requests are being read ({num_preparing}). Retry later.", code="overloaded")
+
+
 class EngineDiedError(MoestroError):
     """A rank process ended while requests were on it, or before it was ready; the text carries its cause."""
 
 
 class InvariantError(MoestroError):
     """Something that cannot happen, happened. Never caught to go on."""
+
+
+def shown(value: object) -> str:
+    """What the client sent, fit to be repeated to it: printable and short."""
+    text = str(value)
+    printable = re.sub(r"[^\x20-\x7e\xa0-\uffff]", "?", text[:_SHOWN_CHARS])
+    return printable if len(text) <= _SHOWN_CHARS else printable + "..."

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from fake_device import KvDevice, expected_prompt_logprobs, expected_tokens, make_request
+from support.fake_device import KvDevice, expected_prompt_logprobs, expected_tokens, make_request
 
 from moestro.core.request import ServiceClass
+from moestro.engine.policies.eviction import least_computed_be_first
 from moestro.engine.rank import Rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
-from moestro.policy.eviction import least_computed_be_first
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 8
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fake_device
 import msgspec
 import numpy as np
 import pytest
+from support import fake_device
 
 from moestro.core.request import FinishReason
 from moestro.engine.cache_events import CacheEvents, RemovedBlocks, StoredBlocks

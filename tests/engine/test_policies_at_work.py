@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from fake_device import KvDevice, expected_tokens, make_request
+from support.fake_device import KvDevice, expected_tokens, make_request
 
 from moestro.core.request import ServiceClass
 from moestro.engine.rank import build_rank

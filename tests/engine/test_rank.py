@@ -1,6 +1,6 @@
 """What a rank tells about a request besides its tokens."""
 
-import fake_device
+from support import fake_device
 
 from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings

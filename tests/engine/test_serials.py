@@ -1,6 +1,6 @@
 """A device that holds scripts finds them by serial: a slot is used again, a serial never."""
 
-import fake_device
+from support import fake_device
 
 from moestro.core.work import StepResult
 from moestro.engine.scheduler import Scheduler

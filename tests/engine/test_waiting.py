@@ -6,13 +6,13 @@ from moestro.core.hashing import HASH_BYTES, name_key
 from moestro.core.request import Request, SamplingParams
 from moestro.core.views import WaitingView
 from moestro.engine.block_pool import BlockPool
+from moestro.engine.policies.ordering.ageing import PrefillAware, Sjf
+from moestro.engine.policies.ordering.basic import Fcfs
+from moestro.engine.policies.ordering.contract import Admitted
+from moestro.engine.policies.ordering.registry import ORDERING
+from moestro.engine.policies.ordering.weighted_fair import WeightedFair
 from moestro.engine.sequences import Sequence
 from moestro.engine.waiting import MAX_LOOKED_UP, WaitingQueue
-from moestro.policy.ordering.ageing import PrefillAware, Sjf
-from moestro.policy.ordering.basic import Fcfs
-from moestro.policy.ordering.contract import Admitted
-from moestro.policy.ordering.registry import ORDERING
-from moestro.policy.ordering.weighted_fair import WeightedFair
 
 
 def sequence(serial, arrival_ns=0, priority=0, num_prompt_tokens=1, hashes=b""):

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from fake_device import make_request
-from fake_stages import FakeStages, expected_tokens, make_shape
+from support.fake_device import make_request
+from support.fake_stages import FakeStages, expected_tokens, make_shape
 
 from moestro.core.request import ServiceClass
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
-from moestro.policy.stepping.basic import in_order
+from moestro.flow.policies.basic import in_order
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
-from fake_device import make_request
-from fake_stages import FakeStages, expected_tokens, make_shape
+from support.fake_device import make_request
+from support.fake_stages import FakeStages, expected_tokens, make_shape
 
 from moestro.core.request import ServiceClass
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, Run, Wait
 from moestro.core.work import PassCounts
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
-from moestro.policy.stepping.basic import in_order
-from moestro.policy.stepping.qllm import ExpertLevelPreemption
+from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.qllm import ExpertLevelPreemption
 
 BLOCK_SIZE, BUDGET, NUM_LAYERS = 4, 24, 4
 QLLM = ExpertLevelPreemption(max_wait_ns=None)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from fake_device import make_request
-from fake_stages import VOCAB, FakeStages, expected_tokens, make_shape
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from step_policies import ADVERSARIES, Random
+from support.fake_device import make_request
+from support.fake_stages import VOCAB, FakeStages, expected_tokens, make_shape
+from support.step_policies import ADVERSARIES, Random
 
 from moestro.core.request import ServiceClass
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.micro_queues import MicroQueues
-from moestro.policy.stepping.basic import in_order
-from moestro.policy.stepping.qllm import ExpertLevelPreemption
+from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.qllm import ExpertLevelPreemption
 
 BLOCK_SIZE, LONGEST = 4, 32
 AS_EVER = ("qllm", True)

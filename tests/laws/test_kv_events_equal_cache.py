@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fake_device import KvDevice, make_request
-from fake_publisher import Sink
+from support.fake_device import KvDevice, make_request
+from support.fake_publisher import Sink
 
-from moestro.cluster.kv_events import KvFeed, KvFeedSettings
-from moestro.cluster.kv_names import NamingRules
 from moestro.core.hashing import split_hashes
 from moestro.engine.cache_events import CacheEvents
 from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings
-from moestro.serve.kv_publisher import encode_batch
+from moestro.routing.kv_events import KvFeed, KvFeedSettings
+from moestro.wire.kv_names import NamingRules
+from moestro.worker.kv_publisher import encode_batch
 
 
 @pytest.mark.parametrize("host", [0, 20])

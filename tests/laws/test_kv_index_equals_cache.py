@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fake_publisher import BLOCK_SIZE, END, MODEL, FakePublisher, Prompt, Sink, frames, replay_frames
+from support.fake_publisher import BLOCK_SIZE, END, MODEL, FakePublisher, Prompt, Sink, frames, replay_frames
 
-from moestro.cluster.kv_events import KvFeed, KvFeedSettings
-from moestro.cluster.kv_names import NamingRules
-from moestro.cluster.kv_stream import StreamRules
+from moestro.routing.kv_events import KvFeed, KvFeedSettings
+from moestro.routing.kv_stream import StreamRules
+from moestro.wire.kv_names import NamingRules
 
 SECOND_NS = 1_000_000_000
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from fake_device import KvDevice, make_request
-from fake_stages import FakeStages, make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_text import policy_text
+from support.fake_device import KvDevice, make_request
+from support.fake_stages import FakeStages, make_shape
+from support.policy_text import policy_text
 
 from moestro.core.request import ServiceClass
 from moestro.core.views import BE, LS
 from moestro.core.work import Forward
+from moestro.engine.policies.ordering.registry import ORDERING
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
-from moestro.policy.ordering.registry import ORDERING
-from moestro.policy.stepping.qllm import ExpertLevelPreemption
+from moestro.flow.policies.qllm import ExpertLevelPreemption
 
 BOUNDED = {
     "fcfs": {},

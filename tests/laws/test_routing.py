@@ -5,17 +5,17 @@ from __future__ import annotations
 import random
 
 import pytest
-from routers import BLOCK_SIZE, request
+from support.routers import BLOCK_SIZE, request
 
-from moestro.cluster.record import PolicyText, RecordedRouter, encode_entry
-from moestro.cluster.replay import replay
-from moestro.cluster.router import Router
-from moestro.cluster.settings import EngineSpec, RouterSettings
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.rng import Draws
 from moestro.core.views import EngineFigures
 from moestro.errors import NoEngineError, QueueFullError
-from moestro.policy.routing.registry import ROUTING
+from moestro.routing.decision_record import PolicyText, RecordedRouter, encode_entry
+from moestro.routing.policies.registry import ROUTING
+from moestro.routing.replay import replay
+from moestro.routing.router import Router
+from moestro.routing.settings import EngineSpec, RouterSettings
 
 POLICIES = [PolicyText(name) for name in ROUTING] + [PolicyText("", "p_tokens * batch_size / (1 - kv_usage)")]
 MS = 1_000_000

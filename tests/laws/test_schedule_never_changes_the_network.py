@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import plain_sampling
 import pytest
 import torch
-from fake_device import make_request
 from parity import drive, tiny
-from plain_sampling import random_wishes
+from support import plain_sampling
+from support.fake_device import make_request
+from support.plain_sampling import random_wishes
 
 from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings

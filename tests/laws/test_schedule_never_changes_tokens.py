@@ -5,27 +5,27 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from fake_device import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fake_device import (
     VOCAB_SIZE,
     KvDevice,
     expected_prompt_logprobs,
     expected_tokens,
     make_request,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from plain_sampling import random_wishes
-from policy_text import policy_text
+from support.plain_sampling import random_wishes
+from support.policy_text import policy_text
 
 from moestro.core.request import ServiceClass
 from moestro.engine.fused import FusedExecutor
+from moestro.engine.policies.batching import BATCHING
+from moestro.engine.policies.eviction import EVICTION
+from moestro.engine.policies.ordering.registry import ORDERING
 from moestro.engine.rank import build_rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import RequestError
-from moestro.policy.batching import BATCHING
-from moestro.policy.eviction import EVICTION
-from moestro.policy.ordering.registry import ORDERING
 
 BLOCK_SIZE = 4
 POLICIES = [

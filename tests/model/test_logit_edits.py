@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import plain_sampling
 import pytest
 import torch
-from fake_device import make_request
 from parity import drive, tiny
+from support import plain_sampling
+from support.fake_device import make_request
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from moestro.core.work import LOGITS_LAST, LOGITS_NONE, LogitEdits

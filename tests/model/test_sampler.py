@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import plain_sampling
 import pytest
 import torch
 from parity.drive import greedy
+from support import plain_sampling
 from transformers import MinPLogitsWarper
 
 from moestro.model import sampler

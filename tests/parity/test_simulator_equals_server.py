@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 import pytest
-from routers import router
+from support.routers import router
 
 from moestro.core.request import FinishReason
 from moestro.cost.gpus import H20
@@ -17,13 +17,13 @@ from moestro.engine.fused import FusedExecutor
 from moestro.engine.rank import Rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
-from moestro.serve.messages import Add, Outputs, Refused, Shutdown
-from moestro.serve.rank_loop import run_rank
 from moestro.sim.arrivals import AtTimes
 from moestro.sim.cluster import Cluster
 from moestro.sim.group import Group
 from moestro.sim.prices import OneRank
 from moestro.sim.results import ANSWERED, REFUSED
+from moestro.wire.messages import Add, Outputs, Refused, Shutdown
+from moestro.worker.rank_loop import run_rank
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows, Streams
 

@@ -6,18 +6,18 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from fake_device import make_request
 from parity import tiny
-from step_policies import ADVERSARIES, Random
+from support.fake_device import make_request
+from support.step_policies import ADVERSARIES, Random
 
 from moestro.core.request import ServiceClass
 from moestro.core.stages import StageShape
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
+from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.model.staged_device import StagedTorchDevice
 from moestro.model.staged_network import StagedNetwork
-from moestro.policy.stepping.basic import in_order
-from moestro.policy.stepping.qllm import ExpertLevelPreemption
 
 BLOCK_SIZE, NUM_BLOCKS, BUDGET, NUM_NEW = 4, 64, 24, 5
 REPLAYED = {"granitemoe"}

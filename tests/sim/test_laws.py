@@ -7,16 +7,16 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from routers import router
+from support.routers import router
 
 from moestro.core.hashing import split_hashes
 from moestro.core.views import Channel
 from moestro.cost.gpus import H20
 from moestro.cost.hf_config import network_named
 from moestro.cost.roofline import Roofline, RooflineSettings
+from moestro.engine.policies.batching import BATCHING
+from moestro.engine.policies.ordering.registry import ORDERING
 from moestro.engine.settings import SchedulerSettings
-from moestro.policy.batching import BATCHING
-from moestro.policy.ordering.registry import ORDERING
 from moestro.sim.arrivals import AtTimes
 from moestro.sim.cluster import Cluster
 from moestro.sim.group import Group

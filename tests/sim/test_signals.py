@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from routers import router
+from support.routers import router
 
 from moestro.core.views import NEVER_NS, Channel
 from moestro.engine.settings import SchedulerSettings

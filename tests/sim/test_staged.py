@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from routers import router
-from step_policies import ADVERSARIES, Random
+from support.routers import router
+from support.step_policies import ADVERSARIES, Random
 
 from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
 from moestro.cost.staged_engines import QLLM, StagedEngine, qllm
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
-from moestro.policy.stepping.basic import in_order
-from moestro.policy.stepping.qllm import ExpertLevelPreemption
+from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.sim.arrivals import AtTimes
 from moestro.sim.cluster import Cluster
 from moestro.sim.group import Group

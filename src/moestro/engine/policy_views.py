@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from moestro.core.clock import FOREVER_NS
 from moestro.core.views import BE, LS, BatchView
 from moestro.core.work import Slots
-from moestro.engine.entering import Candidate
 from moestro.engine.sequences import Sequence, SequenceTable
+from moestro.engine.waiting_admission import Candidate
 
 
 class PolicyViews:

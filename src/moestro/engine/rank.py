@@ -12,10 +12,10 @@ from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
 from moestro.core.stages import StagedDevice
 from moestro.core.views import BE, LS, StepPolicy
 from moestro.core.work import Device, Executor, PassCounts, Plan, Slots
-from moestro.engine.emitted import Emitted
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
+from moestro.engine.step_output import Emitted
 from moestro.flow.executor import FlowExecutor
 
 

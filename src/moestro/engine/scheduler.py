@@ -18,19 +18,19 @@ from moestro.core.request import FinishReason, Request
 from moestro.core.views import BE, LS, BatchLimits, BatchView
 from moestro.core.work import Int32s, Plan, Slots, StepResult
 from moestro.engine.block_pool import BlockPool
-from moestro.engine.emitted import Emitted, SchedulerCounts
-from moestro.engine.entering import Candidate, Entrance
-from moestro.engine.evicting import Eviction, Recall
+from moestro.engine.decode_horizon import TAKE, Horizon, block_events, blocks_taken, rounds_that_fit
 from moestro.engine.host_blocks import HostBlocks
+from moestro.engine.policies.admission import AdmitLimits, admit
+from moestro.engine.policies.ordering.contract import Admitted, Left
 from moestro.engine.policy_views import PolicyViews
-from moestro.engine.rounds import TAKE, Horizon, block_events, blocks_taken, rounds_that_fit
+from moestro.engine.sequence_preemption import Eviction, Recall
 from moestro.engine.sequences import BlockContent, Sequence, SequenceTable
 from moestro.engine.settings import SchedulerSettings
+from moestro.engine.step_output import Emitted, SchedulerCounts
 from moestro.engine.units import make_units
 from moestro.engine.waiting import WaitingQueue
+from moestro.engine.waiting_admission import Candidate, Entrance
 from moestro.errors import InvariantError
-from moestro.policy.admission import AdmitLimits, admit
-from moestro.policy.ordering.contract import Admitted, Left
 
 
 class Scheduler:

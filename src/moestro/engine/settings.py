@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from moestro.core.policy_registry import make_policy, parse_policy
+from moestro.engine.policies.batching import BATCHING, BatchPolicy
+from moestro.engine.policies.eviction import EvictPolicy, make_evict_policy
+from moestro.engine.policies.ordering.contract import OrderPolicy
+from moestro.engine.policies.ordering.registry import ORDERING
 from moestro.errors import ConfigError
-from moestro.policy.batching import BATCHING, BatchPolicy
-from moestro.policy.eviction import EvictPolicy, make_evict_policy
-from moestro.policy.ordering.contract import OrderPolicy
-from moestro.policy.ordering.registry import ORDERING
-from moestro.policy.registry import make_policy, parse_policy
 
 
 class Policies(NamedTuple):

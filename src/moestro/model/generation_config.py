@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from moestro.core.checkpoint_files import read_json_object
 from moestro.core.request import SamplingDefaults
 from moestro.errors import UnsupportedModelError
-from moestro.model.checkpoint_files import read_json_object
 
 # What a default may be: the bounds of the API.
 _BOUNDS = {

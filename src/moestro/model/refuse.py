@@ -17,8 +17,8 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from moestro.core.checkpoint_files import MAX_INDEX_BYTES, read_json_object, refuse_links_out
 from moestro.errors import UnsupportedModelError
-from moestro.model.checkpoint_files import MAX_INDEX_BYTES, read_json_object, refuse_links_out
 
 # Families whose logits the parity tests hold to transformers' own.
 TESTED_FAMILIES = frozenset(

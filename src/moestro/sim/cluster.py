@@ -7,12 +7,12 @@ from typing import Protocol
 
 import numpy as np
 
-from moestro.cluster.router import Router
 from moestro.core.request import Request, ServiceClass
 from moestro.core.script import Script
-from moestro.engine.emitted import Emitted
 from moestro.engine.sequences import Sequence as EngineSequence
+from moestro.engine.step_output import Emitted
 from moestro.errors import RequestError
+from moestro.routing.router import Router
 from moestro.sim.arrivals import Arrivals, AtTimes
 from moestro.sim.engine import Ranks
 from moestro.sim.group import Seat

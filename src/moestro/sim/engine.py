@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from moestro.core.request import Request
 from moestro.core.script import Script
-from moestro.engine.emitted import Emitted
+from moestro.engine.step_output import Emitted
 from moestro.sim.group import Seat
 
 

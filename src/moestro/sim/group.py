@@ -20,12 +20,12 @@ from moestro.core.request import Request
 from moestro.core.script import Script
 from moestro.core.work import Int32s, Plan, Slots
 from moestro.cost.priced_device import ScriptedDevice, Scripts
-from moestro.engine.emitted import Emitted
+from moestro.engine.decode_horizon import Horizon, rounds_without_blocks
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.rank import Rank
-from moestro.engine.rounds import Horizon, rounds_without_blocks
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
+from moestro.engine.step_output import Emitted
 from moestro.sim.prices import Prices
 
 Int64s = NDArray[np.int64]

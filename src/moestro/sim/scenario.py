@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from moestro.cluster.router import Router
-from moestro.cluster.settings import EngineSpec, RouterSettings
 from moestro.cost.capacity import kv_blocks
 from moestro.cost.gpus import GIB, gpu_named
 from moestro.cost.hf_config import network_named
@@ -18,18 +16,20 @@ from moestro.cost.staged_engines import QLLM, StagedEngine
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
-from moestro.policy.routing.registry import policy_from
-from moestro.policy.stepping.registry import make_step_policy
+from moestro.flow.policies.registry import make_step_policy
+from moestro.routing.policies.registry import policy_from
+from moestro.routing.router import Router
+from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.sim.arrivals import Arrivals
 from moestro.sim.cluster import Cluster, Workload
 from moestro.sim.engine import Ranks
 from moestro.sim.group import Group
-from moestro.sim.incoming import describe, make_workload
 from moestro.sim.prices import Barrier, OneRank, Prices
 from moestro.sim.results import Results
 from moestro.sim.settings import EngineSettings, PolicySettings, SimSettings
 from moestro.sim.signals import AT_ONCE, SignalSettings
 from moestro.sim.staged import StagedRank
+from moestro.sim.workload_builder import describe, make_workload
 from moestro.workload.requests import RequestForm, RequestMaker
 
 OnArrival = Callable[[], None] | None

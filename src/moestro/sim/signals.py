@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from moestro.cluster.router import Router
 from moestro.core.setting_checks import check_floats
 from moestro.core.views import FIGURES, Channel, EngineFigures
 from moestro.core.work import Int32s
 from moestro.errors import ConfigError
+from moestro.routing.router import Router
 from moestro.sim.engine import Ranks
 from moestro.sim.group import Int64s
 

@@ -15,9 +15,9 @@ from moestro.core.views import StepPolicy
 from moestro.cost.model import StageCostModel
 from moestro.cost.priced_device import Scripts
 from moestro.cost.priced_stages import PricedStages
-from moestro.engine.emitted import Emitted
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
+from moestro.engine.step_output import Emitted
 from moestro.sim.group import Seat
 
 

@@ -1,0 +1,195 @@
+"""The verb: load the network, time the grid, check the table on other shapes, write it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Console
+
+from moestro import __version__
+from moestro.calibrate.settings import MeasuredModel, Measuring, Range
+from moestro.calibrate.shapes import (
+    SHORT_CHUNK,
+    Limits,
+    about,
+    check_batches,
+    chunk,
+    decode_grid,
+    decodes,
+    forward,
+    prefill_grid,
+    short_chunks,
+    short_chunks_grid,
+    spread_contexts,
+)
+from moestro.calibrate.show import print_table
+from moestro.calibrate.timing import host_times, median_and_spread, times_ns
+from moestro.config.machine import machine_name
+from moestro.core.work import Device, Forward
+from moestro.cost.model import Batch
+from moestro.cost.tables import FORMAT, DecodePoint, HostTimes, MeasuredCost, PrefillPoint, ShortChunksPoint, Table
+from moestro.errors import ConfigError
+from moestro.model.device import open_device
+from moestro.model.info import LoadedInfo
+from moestro.model.settings import ModelSettings
+from moestro.workload.progress import progress
+
+_LIBRARIES = ("torch", "transformers", "numpy")
+_NO_HOST = HostTimes(step_ns=0.0, sequence_ns=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateSettings:
+    """All of `moestro calibrate`."""
+
+    checkpoint: str
+    name: str
+    model: MeasuredModel
+    range: Range
+    measuring: Measuring
+
+
+class CheckedBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch that the table does not hold: measured and priced."""
+
+    start: list[int]
+    num_tokens: list[int]
+    measured_ns: float
+    priced_ns: int
+
+    @property
+    def error(self) -> float:
+        """Of the price, as a fraction of what was measured."""
+        return self.priced_ns / self.measured_ns - 1
+
+
+def calibrate(settings: CalibrateSettings, console: Console) -> Table:
+    """Measure, write `--out`, and say what came out.
+
+    Raises:
+        ConfigError: the network cannot be loaded so, or the file cannot be written.
+    """
+    model, measured_range = settings.model, settings.range
+    with console.status("loading the network"):
+        device, info = open_device(
+            ModelSettings(
+                model=settings.checkpoint,
+                dtype=model.dtype,
+                device=model.device,
+                load_format=model.load_format,
+                max_model_len=measured_range.max_model_len,
+                block_size=model.block_size,
+                kv_cache_memory_bytes=model.kv_cache_memory_bytes,
+            )
+        )
+    limits = Limits(
+        max_model_len=info.max_model_len,
+        max_num_seqs=measured_range.max_num_seqs,
+        max_num_batched_tokens=measured_range.max_num_batched_tokens,
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        vocab_size=info.vocab_size,
+    )
+    table, checked = measure(device, limits, settings.measuring)
+    table = msgspec.structs.replace(
+        table, model=settings.name, device=info.device, about=_about(settings, info, checked)
+    )
+    write_table(settings.measuring.out, table)
+    print_table(console, table, [batch.error for batch in checked])
+    console.print(f"Written to {settings.measuring.out}.", markup=False, highlight=False, soft_wrap=True)
+    return table
+
+
+def measure(device: Device, limits: Limits, how: Measuring) -> tuple[Table, list[CheckedBatch]]:
+    """The table of this device, nothing said about where, and how it does on other shapes.
+
+    Args:
+        limits: how far, and what the device holds.
+    """
+    rng = np.random.default_rng(how.seed)
+    chunks, totals, running = prefill_grid(limits), short_chunks_grid(limits), decode_grid(limits)
+    others = check_batches(limits, how.num_checks, rng)
+    batches = [
+        *(chunk(*point) for point in chunks),
+        *(short_chunks(total) for total in totals),
+        *(decodes(spread_contexts(*point)) for point in running),
+        *others,
+    ]
+    makers = [partial(_like, batch, limits, rng) for batch in batches]
+    with progress("steps measured", len(makers) * (how.rounds + 1)) as tick:
+        found = iter([median_and_spread(times) for times in times_ns(device, makers, how.rounds, tick)])
+    table = Table(
+        format=FORMAT,
+        model="",
+        device="",
+        prefill=tuple(
+            PrefillPoint(new=new, cached=cached, ns=ns, spread=round(spread, 4))
+            for (new, cached), (ns, spread) in zip(chunks, islice(found, len(chunks)), strict=True)
+        ),
+        short_chunks=tuple(
+            ShortChunksPoint(tokens=total, chunk=SHORT_CHUNK, ns=ns, spread=round(spread, 4))
+            for total, (ns, spread) in zip(totals, islice(found, len(totals)), strict=True)
+        ),
+        decode=tuple(
+            DecodePoint(sequences=n, context=context, ns=ns, spread=round(spread, 4))
+            for (n, context), (ns, spread) in zip(running, islice(found, len(running)), strict=True)
+        ),
+        host=_NO_HOST,
+    )
+    checked = _check(MeasuredCost(table), others, [ns for ns, _ in found])
+    host = host_times(limits.max_num_seqs, limits.block_size)
+    return msgspec.structs.replace(table, host=host), checked
+
+
+def _like(batch: Batch, limits: Limits, rng: np.random.Generator) -> Forward:
+    return forward(about(batch, limits, rng), limits, rng)
+
+
+def _check(cost: MeasuredCost, batches: list[Batch], measured: list[float]) -> list[CheckedBatch]:
+    return [
+        CheckedBatch(
+            start=batch.start.tolist(),
+            num_tokens=batch.num_tokens.tolist(),
+            measured_ns=ns,
+            priced_ns=cost.step_ns(batch),
+        )
+        for batch, ns in zip(batches, measured, strict=True)
+    ]
+
+
+def _about(settings: CalibrateSettings, info: LoadedInfo, checked: list[CheckedBatch]) -> dict[str, object]:
+    errors = [abs(batch.error) for batch in checked]
+    return {
+        "kind": "measured",
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine_name(),
+        "num_cpus": os.cpu_count(),
+        "num_threads": os.environ.get("OMP_NUM_THREADS", "unset"),
+        "load_average": round(os.getloadavg()[0], 2),
+        "libraries": {"moestro": __version__} | {name: version(name) for name in _LIBRARIES},
+        "network": {"model_type": info.model_type, "dtype": info.dtype, "num_parameters": info.num_parameters},
+        "settings": msgspec.to_builtins([settings.model, settings.range, settings.measuring], enc_hook=str),
+        "mean_error": float(np.mean(errors)),
+        "largest_error": float(np.max(errors)),
+        "checked": msgspec.to_builtins(checked),
+    }
+
+
+def write_table(path: Path, table: Table) -> None:
+    """Write `table`, indented.
+
+    Raises:
+        ConfigError: there is no such place.
+    """
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror}") from error

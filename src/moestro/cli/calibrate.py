@@ -1,0 +1,50 @@
+"""`moestro calibrate`: measured costs of steps."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from moestro.calibrate.settings import MODEL_GROUP, MeasuredModel, Measuring, Range
+from moestro.cli.app import app
+
+
+@app.command
+def calibrate(
+    model: Annotated[str | None, Parameter(group=MODEL_GROUP)] = None,
+    *,
+    network: MeasuredModel = MeasuredModel(),
+    reach: Range = Range(),
+    measuring: Measuring = Measuring(),
+) -> None:
+    """Measure what steps of a model cost on this machine, and write a table that the simulator prices by.
+
+    The network is loaded as a server loads it, in this process. Prefill chunks of many sizes, behind prefixes of many
+    lengths, and decodes of many numbers of sequences and contexts are timed, every one several times; then batches of
+    other shapes, which the table has to price. Let nothing else run meanwhile, and give it as many threads as the
+    server will have.
+
+    * moestro calibrate --out demo.json measures the demo model; it takes a minute or two on one core.
+    * OMP_NUM_THREADS=1 moestro calibrate DIR --max-num-seqs 16 --max-num-batched-tokens 512 measures a smaller range.
+    * moestro calibrate DIR --device cuda --max-num-seqs 256 --kv-cache-memory-bytes 20000000000 measures a GPU.
+
+    Parameters
+    ----------
+    model
+        A checkpoint directory, or a name on the Hugging Face hub. Unset: the small demo model that comes with Moestro.
+    """
+    from rich.console import Console
+
+    from moestro.calibrate.runner import CalibrateSettings
+    from moestro.calibrate.runner import calibrate as run
+    from moestro.server.checkpoint import DEMO_NAME, locate_model
+
+    settings = CalibrateSettings(
+        checkpoint=str(locate_model(model)),
+        name=model or DEMO_NAME,
+        model=network,
+        range=reach,
+        measuring=measuring,
+    )
+    run(settings, Console())

@@ -1,0 +1,27 @@
+"""`moestro replay`: decisions of a record, made again."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from moestro.cli.app import app
+
+
+@app.command(name="replay")
+def replay_decisions(record: Path) -> None:
+    """Make every decision of a record again: exit status 0 if all come out as they were, 1 if not.
+
+    The record holds all that the router knew, so they do, unless Moestro or a policy's file has changed since.
+
+    Parameters
+    ----------
+    record
+        A file of moestro route --record.
+    """
+    from rich.console import Console
+
+    from moestro.gateway.replay import replay_record
+
+    if not replay_record(record, Console(soft_wrap=True)):
+        sys.exit(1)

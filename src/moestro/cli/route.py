@@ -1,0 +1,51 @@
+"""`moestro route`: the router in front of engines that run already."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from moestro.cli.app import ORIGINS, app
+from moestro.config.config_sources import config_lines
+from moestro.config.serve_flags import CONFIG_GROUP
+from moestro.gateway.settings import RouteSettings
+
+
+@app.command
+def route(
+    *,
+    flags: RouteSettings = RouteSettings(),
+    config: Annotated[Path | None, Parameter(group=CONFIG_GROUP)] = None,
+    print_config: Annotated[bool, Parameter(group=CONFIG_GROUP, negative=())] = False,
+) -> None:
+    """Route requests to engines that run already: vLLM, SGLang, Moestro, or any other with OpenAI's API.
+
+    * moestro route --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 is all that is needed.
+    * moestro route --engine a=http://gpu1:8000 --engine b=http://gpu2:8000 calls them a and b.
+    * moestro explain REQUEST_ID tells why a request went where it went.
+
+    Parameters
+    ----------
+    config
+        A YAML or TOML file of settings, named as the flags are. Flags win over the environment, and both over the file.
+    print_config
+        Show every setting and where it came from, in a form that --config reads, and exit.
+    """
+    if print_config:
+        print("\n".join(config_lines(asdict(flags), ORIGINS)))
+        return
+    from moestro.gateway.server import route as run
+
+    routing = flags.routing
+    if routing.tokenizer is None:
+        from moestro.gateway.prompt_blocks import text_reading
+
+        reading = text_reading(routing.text_block_bytes)
+    else:  # the tokenizer's libraries take seconds to load
+        from moestro.gateway.tokenized_blocks import exact_reading
+
+        reading = exact_reading(routing.tokenizer, routing.block_size)
+    run(flags, reading)

@@ -1,0 +1,62 @@
+"""`moestro sim`: the simulator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from moestro.cli.app import app
+from moestro.errors import ConfigError
+
+
+@app.command
+def sim(
+    scenario: Path | None = None,
+    *,
+    replay: Path | None = None,
+    policy: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
+    cost: str | None = None,
+    json: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    """Rehearse on virtual time: the production router, schedulers and policies, with modelled step durations.
+
+    * moestro sim examples/three_routers.toml runs a file; `examples/` explains what one may hold.
+    * moestro sim --replay record.jsonl --policy lmetric says what would have changed for a server's requests.
+
+    Parameters
+    ----------
+    scenario
+        A TOML file: the workload, the engines, and the policies to compare.
+    replay
+        A record that `moestro serve --record` wrote.
+    policy
+        Routing policies under which it is replayed.
+    cost
+        What its steps take: GPU/NETWORK (h20/qwen3-30b-a3b), qllm/NETWORK (QLLM's engine), or a table of
+        `moestro calibrate`; unset: what the record says.
+    json
+        Write all figures to this file.
+    plot
+        Draw latencies, load, prefill, hits and queues into this directory.
+    """
+    from moestro.sim.verb import replay_record, run_scenario, write_json
+
+    if (scenario is None) == (replay is None):
+        raise ConfigError("moestro sim takes a scenario, or --replay with a record: exactly one of them")
+    if plot is not None:
+        try:
+            from moestro.sim.plots import save_plots
+        except ImportError as error:
+            raise ConfigError("--plot needs matplotlib: pip install 'moestro[plots]'") from error
+    if scenario is not None:
+        report, runs = run_scenario(scenario)
+    else:
+        assert replay is not None, "one of them is given"
+        report, runs = replay_record(replay, policy, cost)
+    if json is not None:
+        write_json(json, report)
+    if plot is not None:
+        save_plots(plot, runs)

@@ -1,0 +1,65 @@
+"""Where settings come from besides the command line, and where each came from in the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cyclopts import App, ArgumentCollection
+from cyclopts.config import Dict
+
+from moestro.config.config_file import read_config_file
+from moestro.errors import ConfigError
+
+SECRETS = frozenset({"api_key", "engine_api_key", "admin_api_key"})
+_NOT_IN_FILES = frozenset({"config", "print-config"})
+
+
+class ConfigFile:
+    """A source for cyclopts: the file that the verb's `--config` names. Flags and environment variables win over it."""
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Add what the file says to `arguments`; a key or value that does not fit is named with its line."""
+        option = next((argument for argument in arguments if "--config" in argument.names), None)
+        if option is None or not option.tokens:
+            return
+        for entry in read_config_file(Path(option.tokens[-1].value).expanduser()):
+            if entry.key.replace("_", "-") in _NOT_IN_FILES:
+                raise ConfigError(f"{entry.place}: {entry.key} is for the command line only")
+            Dict({entry.key: entry.value}, source=entry.place)(app, (), arguments)
+
+
+class Origins:
+    """A source for cyclopts that adds nothing, and remembers where each value came from. It must be the last."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, str] = {}
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Remember the sources of `arguments`."""
+        self._of.clear()
+        for argument in arguments:
+            if argument.tokens:
+                token = argument.tokens[0]
+                named = {"cli": "command line", "env": f"environment variable {token.keyword}"}
+                self._of[argument.field_info.name] = named.get(token.source, token.source)
+
+    def of(self, name: str) -> str:
+        """Where the value of the setting `name` came from."""
+        return self._of.get(name, "default")
+
+
+def config_lines(settings: dict[str, Any], origins: Origins) -> Iterator[str]:
+    """`settings`, groups of them among them, in YAML that `--config` reads; each line says where it came from.
+
+    Secrets are not shown.
+    """
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from config_lines(value, origins)
+        elif name in SECRETS and value:
+            yield f"# {name}: not shown  # {origins.of(name)}"
+        else:
+            yield f"{name}: {json.dumps(value, default=str)}  # {origins.of(name)}"

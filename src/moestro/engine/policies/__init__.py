@@ -1,0 +1,1 @@
+"""Level 2: ordering, batching, eviction and admission."""

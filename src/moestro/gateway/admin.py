@@ -1,0 +1,141 @@
+"""The admin plane: engines come and go, decisions are explained. On a port of its own, with a key of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from moestro.errors import ConfigError, RequestError, shown
+from moestro.gateway.decision_log import Journal
+from moestro.gateway.engine_admin import Operator
+from moestro.gateway.fleet import Engine
+from moestro.gateway.index_transfer import MAX_INDEX_BYTES, Handover
+from moestro.gateway.settings import AdminSettings, EngineUrl, is_loopback
+from moestro.web.access import Access
+from moestro.web.errors import HttpError
+from moestro.web.middleware import Gate
+from moestro.web.prometheus import CONTENT_TYPE
+
+_MAX_BODY_BYTES = 64 << 10
+_FAREWELL_S = 1.0  # for answers that are complete to reach the operator
+
+
+class _NewEngine(msgspec.Struct):
+    url: str
+
+
+class Admin:
+    """Answers the operator.
+
+    Args:
+        metrics: the text of `/metrics`.
+    """
+
+    def __init__(self, operator: Operator, journal: Journal, metrics: Callable[[], bytes]) -> None:
+        self._operator = operator
+        self._journal = journal
+        self._metrics = metrics
+
+    async def runner(self, settings: AdminSettings) -> web.AppRunner:
+        """Return what runs it, set up."""
+        access = Access.of([settings.admin_api_key] if settings.admin_api_key else [])
+        gate = Gate(access, Counter(), MAX_INDEX_BYTES)
+        return await gate.runner(self._app(settings), shutdown_timeout=_FAREWELL_S)
+
+    def _app(self, settings: AdminSettings) -> web.Application:
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app.middlewares.append(_only_programs(settings.admin_host))
+        app.add_routes(
+            [
+                web.get("/metrics", self.metrics),
+                web.get("/admin/engines", self.engines),
+                web.post("/admin/engines", self.add),
+                web.get("/admin/engines/{name}", self.engine),
+                web.delete("/admin/engines/{name}", self.remove),
+                web.post("/admin/engines/{name}/drain", self.drain),
+                web.post("/admin/engines/{name}/resume", self.resume),
+                web.get("/admin/explain/{request_id}", self.explain),
+                *Handover(self._operator.fleet, self._operator.reading).routes(),
+            ]
+        )
+        return app
+
+    async def metrics(self, _http: web.Request) -> web.Response:
+        """GET /metrics."""
+        return web.Response(body=self._metrics(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def engines(self, _http: web.Request) -> web.Response:
+        """GET /admin/engines: all of them."""
+        return _json({"engines": self._operator.views()})
+
+    async def engine(self, http: web.Request) -> web.Response:
+        """GET /admin/engines/{name}."""
+        return _json(self._operator.view(self._named(http)))
+
+    async def add(self, http: web.Request) -> web.Response:
+        """POST /admin/engines {"url": "NAME=http://HOST:PORT"}: one more, 201."""
+        try:
+            url = EngineUrl.parse(msgspec.json.decode(await http.read(), type=_NewEngine).url)
+            engine = self._operator.add(url)
+        except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError) as error:
+            raise RequestError(shown(error), param="url", code="invalid_value") from None
+        return _json(self._operator.view(engine), status=201)
+
+    async def remove(self, http: web.Request) -> web.Response:
+        """DELETE /admin/engines/{name}: it gets no more requests; those that it has are still answered."""
+        await self._operator.remove(self._named(http))
+        return web.Response(status=204)
+
+    async def drain(self, http: web.Request) -> web.Response:
+        """POST /admin/engines/{name}/drain: no more requests until it is resumed."""
+        engine = self._named(http)
+        self._operator.drain(engine, is_draining=True)
+        return _json(self._operator.view(engine))
+
+    async def resume(self, http: web.Request) -> web.Response:
+        """POST /admin/engines/{name}/resume."""
+        engine = self._named(http)
+        self._operator.drain(engine, is_draining=False)
+        return _json(self._operator.view(engine))
+
+    async def explain(self, http: web.Request) -> web.Response:
+        """GET /admin/explain/{request_id}: which engine, with which scores, why, and how it came out."""
+        request_id = http.match_info["request_id"]
+        story = self._journal.story(request_id)
+        if story is None:
+            text = f"Nothing is known of request {shown(request_id)}: it never came, or --remember has been used up."
+            raise HttpError(404, text, "not_found")
+        return _json(story)
+
+    def _named(self, http: web.Request) -> Engine:
+        name = http.match_info["name"]
+        engine = self._operator.fleet.named(name)
+        if engine is None:
+            raise HttpError(404, f"There is no engine {shown(name)}.", "not_found")
+        return engine
+
+
+def _only_programs(admin_host: str) -> Middleware:
+    """No page that an operator's browser shows may reach this, be it by a name that it has pointed to this address."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        host = urlsplit(f"//{request.headers.get('Host', '')}").hostname or ""
+        if "Origin" in request.headers or not (host == admin_host or is_loopback(host) or _is_address(host)):
+            raise HttpError(403, "The admin plane is for programs, by address.", "permission_denied")
+        return await handler(request)
+
+    return middleware
+
+
+def _is_address(host: str) -> bool:
+    return host.replace(".", "").isdigit() or ":" in host
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")

@@ -1,0 +1,160 @@
+"""The parts of a router, put together from its settings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from moestro.gateway.client_limits import ClientLimits
+from moestro.gateway.decision_log import Journal
+from moestro.gateway.downstream import Clients
+from moestro.gateway.engine_admin import Operator
+from moestro.gateway.exchange import ExchangeRules, Shared
+from moestro.gateway.fleet import Fleet
+from moestro.gateway.health_checks import HealthWatch, MetricsWatch, Watch, Watcher, WatchRules
+from moestro.gateway.http_headers import CORS_HEADERS, KEY_HEADERS
+from moestro.gateway.kv_prometheus import KvFigures
+from moestro.gateway.kv_watch import KvEventsWatch
+from moestro.gateway.metrics import Counts
+from moestro.gateway.paths import Routes
+from moestro.gateway.prometheus import RouteExposition
+from moestro.gateway.prompt_blocks import Reading
+from moestro.gateway.proxy import Proxy
+from moestro.gateway.settings import FrontSettings, ReliabilitySettings, RouteSettings, RoutingSettings
+from moestro.routing.breaker import BreakerRules
+from moestro.routing.decision_record import Entry, PolicyText, RecordedRouter
+from moestro.routing.health import HealthRules
+from moestro.routing.policies.registry import policy_from
+from moestro.routing.request_trace import Story
+from moestro.routing.retry_budget import RetryBudget, RetryRules
+from moestro.routing.router import Router
+from moestro.routing.settings import RouterSettings
+from moestro.text.thread_pool import PrepareThreads
+from moestro.web.access import Access
+from moestro.web.connections import TooMany
+from moestro.web.record_file import RecordFile, read_clocks
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A router, without the sockets that it listens on.
+
+    Attributes:
+        record: what is decided goes there; None: nowhere.
+        threads: that large bodies are read on.
+        kv_events: follows the engines' caches; None: nobody publishes.
+    """
+
+    shared: Shared
+    proxy: Proxy
+    clients: Clients
+    operator: Operator
+    exposition: RouteExposition
+    record: RecordFile[Entry] | None
+    threads: PrepareThreads
+    kv_events: KvEventsWatch | None
+    max_connections: int
+
+    def accept_client(self) -> asyncio.Protocol:
+        """A protocol for a new connection."""
+        return self.clients() if len(self.clients.open) < self.max_connections else TooMany()
+
+
+def assemble(settings: RouteSettings, reading: Reading) -> Parts:
+    """All parts; nothing runs yet.
+
+    Args:
+        reading: how prompts become the names of their blocks.
+
+    Raises:
+        ConfigError: the settings cannot be honoured.
+    """
+    routing, front = settings.routing, settings.front
+    record = _record(settings.record.record) if settings.record.record else None
+    router = _router(routing, reading, record)
+    router.keeps_candidates = record is not None or settings.record.remember > 0
+    fleet = Fleet(router, reading.block_tokens, _health_rules(settings.reliability), time.monotonic_ns)
+    counts = Counts()
+    journal = Journal(
+        routing.route_score or routing.route_policy,
+        settings.record.remember,
+        lambda: fleet.names,
+        record.write if record else None,
+    )
+    shared = Shared(
+        fleet=fleet,
+        rules=_exchange_rules(settings.reliability, front),
+        budget=RetryBudget(RetryRules(share=settings.reliability.retry_share), time.monotonic_ns()),
+        counts=counts,
+        journal=journal,
+        active={},
+    )
+    exposition, access = RouteExposition(fleet, counts), Access.of(front.api_key, settings.access)
+    proxy = Proxy(shared, reading, access, Routes(front.open_path), exposition.text)
+    engines = settings.engines
+    rules = WatchRules(
+        health_path=engines.health_path,
+        health_s=engines.health_interval,
+        timeout_s=engines.probe_timeout,
+        metrics_s=engines.metrics_interval,
+    )
+    kv_events = None
+    if engines.kv_sources:
+        kv_events = KvEventsWatch(fleet, engines.kv_sources, routing.block_size, engines.kv_tiers)
+        exposition.add(KvFigures(kv_events))
+    watchers: list[Watcher] = [HealthWatch(fleet, rules), MetricsWatch(fleet, rules)]
+    watch = Watch([*watchers, kv_events] if kv_events else watchers)
+    return Parts(
+        shared=shared,
+        proxy=proxy,
+        clients=Clients(proxy, _client_limits(front), access.cors),
+        operator=Operator(fleet, watch, engines, _withheld(access), reading.words),
+        exposition=exposition,
+        record=record,
+        threads=reading.threads,
+        kv_events=kv_events,
+        max_connections=front.max_connections,
+    )
+
+
+def _record(path: Path) -> RecordFile[Entry]:
+    """Behind a gap a replay is impossible, and stories can still be told."""
+    return RecordFile(path, (Story,), "it replays up to here, and has stories alone from now on")
+
+
+def _router(routing: RoutingSettings, reading: Reading, record: RecordFile[Entry] | None) -> Router:
+    settings = RouterSettings(
+        block_size=reading.block_tokens, seed=routing.seed, index_bytes=routing.index_memory_bytes
+    )
+    if record is None:
+        return Router(policy_from(routing.route_policy, routing.route_score), settings)
+    return RecordedRouter(PolicyText(routing.route_policy, routing.route_score), settings, record.write, read_clocks())
+
+
+def _health_rules(reliability: ReliabilitySettings) -> HealthRules:
+    return HealthRules(
+        stall_ns=int(reliability.stall_timeout * 1e9),
+        slow_start_ns=int(reliability.slow_start * 1e9),
+        breaker=BreakerRules(num_in_row=reliability.breaker_failures),
+    )
+
+
+def _exchange_rules(reliability: ReliabilitySettings, front: FrontSettings) -> ExchangeRules:
+    return ExchangeRules(
+        max_retries=reliability.max_retries,
+        first_byte_s=reliability.first_byte_timeout,
+        idle_s=reliability.idle_timeout,
+        shows_route=front.route_headers,
+    )
+
+
+def _withheld(access: Access) -> frozenset[bytes]:
+    """Headers that are this router's affair."""
+    nothing: frozenset[bytes] = frozenset()
+    return (KEY_HEADERS if access.keys else nothing) | (CORS_HEADERS if access.cors is not None else nothing)
+
+
+def _client_limits(front: FrontSettings) -> ClientLimits:
+    return ClientLimits(max_body_bytes=front.max_body_bytes, body_s=front.body_timeout, write_s=front.write_timeout)

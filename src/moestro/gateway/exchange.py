@@ -1,0 +1,442 @@
+"""One request on its way: to an engine, to another if the first fails before it answers, and the answer back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from moestro.core.request import Request
+from moestro.errors import RequestError
+from moestro.gateway.decision_log import Journal
+from moestro.gateway.downstream import Client
+from moestro.gateway.fleet import Engine, Fleet
+from moestro.gateway.http_headers import AnswerHead, Incoming, Named, header_text
+from moestro.gateway.metrics import Counts, usage_in
+from moestro.gateway.upstream import EngineConnection
+from moestro.routing.health import Condition
+from moestro.routing.retry_budget import RetryBudget
+from moestro.routing.router import RouteDecision
+from moestro.web.errors import GenerationError, HttpError, InternalError, error_json
+
+logger = logging.getLogger(__name__)
+
+_BUSY = frozenset({429, 503, 529})  # not now; 529 is Dynamo's and Anthropic's
+_FAILED = frozenset({500, 502, 504})
+_STALE_NS = 1_000_000_000  # a kept connection that was closed by its engine in the meantime shows it at once
+_TAIL_BYTES = 4096  # the end of an answer, where its usage is
+_MAX_TAIL_BYTES = 4 * _TAIL_BYTES  # it is not cut at every piece
+_MAX_LOST = 1  # engines that one request may lose: what loses two may be what ends them
+_LEFT_STATUS = 499  # nginx' word for a client that did not wait
+_LAST_EVENT = b"data: [DONE]"  # many clients hang up when they have read it
+
+
+# Where an exchange is: no engine has it; a connection is being made; it is sent, and no byte of a body has come; bytes
+# are on their way to the client; it is over. Plain numbers, for they are looked at a dozen times in every request.
+_CHOOSING, _CONNECTING, _WAITING, _ANSWERING, _OVER = range(5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeRules:
+    """How patient an exchange is.
+
+    Attributes:
+        max_retries: times that a request may go to another engine after an answer that was none.
+        first_byte_s: until the answer's body begins.
+        idle_s: between two bytes of it.
+        shows_route: whether answers say which engine gave them, and why it was chosen.
+    """
+
+    max_retries: int = 3
+    first_byte_s: float = 600.0
+    idle_s: float = 300.0
+    shows_route: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What all exchanges have in common.
+
+    Attributes:
+        active: those that are not over, by request id.
+    """
+
+    fleet: Fleet
+    rules: ExchangeRules
+    budget: RetryBudget
+    counts: Counts
+    journal: Journal
+    active: dict[str, Exchange]
+
+
+class Exchange:
+    """The answer to one client's request. `Router.ended` is called once for each `submit`, whatever happens.
+
+    Attributes:
+        deadline_s: when it is given up unless something happens before; on `time.monotonic`.
+    """
+
+    __slots__ = (
+        "_arrival_ns", "_client", "_connection", "_decision", "_engine", "_head", "_idle_s", "_incoming",
+        "_is_event_stream", "_is_in_router", "_length", "_mark", "_model", "_num_lost", "_num_retries", "_request",
+        "_sent_ns", "_shared", "_stage", "_status", "_tail", "_task", "_tried", "_why", "deadline_s",
+    )  # fmt: skip
+
+    def __init__(self, shared: Shared, client: Client, incoming: Incoming) -> None:
+        self._shared = shared
+        self._client = client
+        self._incoming = incoming
+        self._arrival_ns = self._sent_ns = now_ns = time.monotonic_ns()
+        self._idle_s = shared.rules.idle_s
+        self._stage = _CHOOSING
+        self._request: Request | None = None
+        self._model: str | None = None
+        self._engine: Engine | None = None
+        self._decision: RouteDecision | None = None
+        self._is_in_router = False
+        self._connection: EngineConnection | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._tried: tuple[int, ...] = ()
+        self._num_retries = self._num_lost = self._mark = self._status = 0
+        self._why = ""
+        self._head: AnswerHead | None = None
+        self._length: int | None = None
+        self._tail = bytearray()
+        self._is_event_stream = False
+        self.deadline_s = now_ns * 1e-9 + shared.rules.first_byte_s
+        shared.active[incoming.request_id] = self
+
+    def start(self, request: Request, model: str | None) -> None:
+        """Send the request to an engine that serves `model`."""
+        if self._stage == _OVER:
+            return  # its client left while it was read
+        self._request, self._model = request, model
+        self._shared.budget.request()
+        self._shared.counts.num_requests += 1
+        try:
+            self._choose()
+            self._send()
+        except RequestError as error:
+            self.refuse(error)
+        except Exception:
+            self.fail()
+
+    def refuse(self, error: RequestError) -> None:
+        """End it with an error of our own; an answer that has begun is cut off, a stream with the cause in it."""
+        if self._stage == _OVER:
+            return
+        has_begun = self._stage == _ANSWERING
+        self._release_engine(completed=False)
+        self._shared.counts.refusals[error.code or error.error_type] += 1
+        self._finish(error.http_status)
+        if has_begun:
+            self._cut(error)
+        else:
+            self._client.refuse(error, self._own_lines())
+
+    def fail(self) -> None:
+        """End it because of an exception that nobody expected, while that is handled: the log tells of it."""
+        logger.exception("%s failed", self._incoming.request_id)
+        if self._engine is not None:
+            self._engine.health.breaker.abandoned(self._mark)
+        self.refuse(InternalError(self._incoming.request_id))
+
+    def expire(self) -> None:
+        """The deadline has passed."""
+        rules = self._shared.rules
+        if self._engine is not None:
+            self._engine.health.breaker.failed(self._mark, time.monotonic_ns())
+            self._engine.counts.num_broken += 1
+        if self._stage == _ANSWERING:
+            self.refuse(_broken(f"the engine sent nothing for {rules.idle_s:g} s"))
+        else:
+            text = f"No engine began to answer within {rules.first_byte_s:g} s."
+            self.refuse(HttpError(504, text, "upstream_timeout"))
+
+    # --- the client's calls
+
+    def client_left(self) -> None:
+        """There is nobody to answer any more: the engine hears of it at once."""
+        if self._stage == _OVER:
+            return
+        is_whole = self._is_event_stream and self._tail.rstrip().endswith(_LAST_EVENT)  # only the end of HTTP's is due
+        if self._engine is not None and not is_whole:
+            self._engine.health.breaker.abandoned(self._mark)
+            self._engine.counts.num_left += 1
+        self._release_engine(completed=False)
+        self._finish(self._status if is_whole else _LEFT_STATUS)
+
+    def client_is_slow(self) -> None:
+        """Take in no more for now; the client's patience is what counts."""
+        self.deadline_s = float("inf")
+        if self._connection is not None:
+            self._connection.pause()
+
+    def client_is_ready(self) -> None:
+        """Take in more."""
+        self.deadline_s = time.monotonic() + self._shared.rules.idle_s
+        if self._connection is not None:
+            self._connection.resume()
+
+    # --- the engine's calls
+
+    def head(self, head: AnswerHead, length: int | None) -> None:
+        """An answer begins. It is held until its body does: a server says "200" before it has computed anything."""
+        engine, status = self._engine, head.status
+        assert engine is not None
+        self._status = status
+        engine.counts.statuses[status] += 1
+        is_failure = status in _BUSY or status in _FAILED
+        if not (is_failure and self._take_failure(engine, status, head.named)):
+            self._head, self._length = head, length
+
+    def body(self, data: bytes, *, is_last: bool) -> None:
+        """A part of the answer."""
+        now_ns = time.monotonic_ns()
+        engine = self._engine
+        assert engine is not None
+        engine.last_byte_ns = now_ns
+        if self._stage == _WAITING:
+            self._begin(engine, now_ns)
+        self.deadline_s = now_ns * 1e-9 + self._idle_s
+        tail = self._tail
+        if len(tail) > _MAX_TAIL_BYTES:
+            del tail[:-_TAIL_BYTES]
+        tail += data
+        self._client.piece(data, is_last=is_last)
+
+    def done(self) -> None:
+        """The answer is complete."""
+        if self._stage == _WAITING:
+            assert self._engine is not None
+            self._begin(self._engine, time.monotonic_ns())  # it had no body
+        self._release_engine(completed=True)
+        self._finish(self._status)
+        self._client.end()
+
+    def broken(self, cause: str) -> None:
+        """The engine hung up, or talked nonsense."""
+        connection, self._connection = self._connection, None
+        engine, now_ns = self._engine, time.monotonic_ns()
+        assert engine is not None
+        assert connection is not None
+        if self._stage == _ANSWERING:
+            engine.health.breaker.failed(self._mark, now_ns)
+            engine.counts.num_broken += 1
+            self._shared.fleet.look(engine, now_ns)
+            self.refuse(_broken(cause))
+        elif self._head is None and not connection.is_fresh and now_ns - self._sent_ns < _STALE_NS:
+            self._connect()  # nobody's fault: it was closed while nothing was asked of it
+        else:
+            self._lose(engine, cause, now_ns, was_sent=True)
+
+    # --- to an engine
+
+    def _choose(self) -> None:
+        """Raises RequestError if no engine is left."""
+        assert self._request is not None
+        shared, before_ns = self._shared, time.monotonic_ns()
+        fleet, counts = shared.fleet, shared.counts
+        decision = fleet.submit(self._request, self._model, self._tried, before_ns)
+        counts.decision_s.observe((time.monotonic_ns() - before_ns) * 1e-9)
+        self._decision, self._is_in_router = decision, True
+        self._engine = engine = fleet[decision.engine]
+        engine.counts.num_decisions += 1
+        self._tried += (decision.engine,)
+        self._mark = engine.health.breaker.sent()
+        if engine.condition is not Condition.UP:
+            fleet.look(engine, before_ns)  # one probe is enough
+        shared.journal.routed(self._request, decision, self._why)
+
+    def _send(self) -> None:
+        assert self._engine is not None
+        connection = self._engine.pool.take()
+        if connection is not None:
+            self._send_on(connection)
+        else:
+            self._connect()
+
+    def _connect(self) -> None:
+        self._stage = _CONNECTING
+        self._task = asyncio.get_running_loop().create_task(self._connect_and_send())
+
+    async def _connect_and_send(self) -> None:
+        engine = self._engine
+        assert engine is not None
+        try:
+            connection = await engine.pool.connect()
+        except OSError as error:
+            self._task = None
+            self._lose(engine, f"cannot connect: {error or 'it takes too long'}", time.monotonic_ns(), was_sent=False)
+            return
+        self._task = None
+        if connection.is_open:
+            self._send_on(connection)
+        else:
+            self._lose(engine, "it hung up at once", time.monotonic_ns(), was_sent=False)
+
+    def _send_on(self, connection: EngineConnection) -> None:
+        assert self._engine is not None
+        incoming = self._incoming
+        self._connection = connection
+        self._stage = _WAITING
+        self._sent_ns = time.monotonic_ns()
+        connection.send(
+            self._engine.head.of(incoming), incoming.body, self, is_bodiless=incoming.head.method == b"HEAD"
+        )
+
+    # --- elsewhere
+
+    def _lose(self, engine: Engine, cause: str, now_ns: int, *, was_sent: bool) -> None:
+        """The engine is gone, and no byte of an answer has come: go elsewhere."""
+        engine.health.breaker.failed(self._mark, now_ns, at_once=True)
+        engine.counts.num_unreachable += 1
+        self._shared.fleet.lost(engine, cause, now_ns)
+        self._connection = self._head = None
+        self._num_lost += was_sent
+        if self._num_lost <= _MAX_LOST and self._try_elsewhere("lost" if was_sent else "unreachable"):
+            self._shared.budget.charge(now_ns)
+            return
+        text = f"The engine ended before it answered ({cause}), and no other can take the request."
+        error = GenerationError(text, code="upstream_unavailable")
+        error.http_status = 502
+        self.refuse(error)
+
+    def _take_failure(self, engine: Engine, status: int, named: Named) -> bool:
+        """An answer that another engine may better. True: it is asked; False: the client gets the answer as it is."""
+        now_ns, shared = time.monotonic_ns(), self._shared
+        if status in _BUSY:
+            engine.health.busy(_retry_after_ns(named), now_ns)
+            engine.health.breaker.abandoned(self._mark)
+        else:
+            engine.health.breaker.failed(self._mark, now_ns)
+        shared.fleet.look(engine, now_ns)
+        if self._num_retries >= shared.rules.max_retries or not shared.fleet.has_other(self._tried):
+            return False
+        if not shared.budget.grant(now_ns):
+            shared.counts.num_retries_denied += 1
+            return False
+        connection, self._connection = self._connection, None
+        if not self._try_elsewhere(f"answered {status}"):
+            self._connection = connection
+            return False
+        self._num_retries += 1
+        if connection is not None:
+            connection.close()
+        return True
+
+    def _try_elsewhere(self, cause: str) -> bool:
+        """Send the request to an engine that has not had it yet. False: none can take it. True: it is out of hand."""
+        engine, decision = self._engine, self._decision
+        assert engine is not None
+        self._end_in_router(None)
+        self._why = f"{engine.name} {cause}"
+        try:
+            self._choose()
+            self._head = None
+            self._send()
+        except RequestError:
+            self._engine, self._decision = engine, decision
+            return False
+        except Exception:
+            self.fail()
+            return True
+        engine.counts.num_retried_away += 1
+        self._shared.counts.retries[cause] += 1
+        return True
+
+    # --- back to the client
+
+    def _begin(self, engine: Engine, now_ns: int) -> None:
+        """The first byte of the answer: from here on there is no other engine."""
+        head, length = self._head, self._length
+        assert head is not None
+        status = head.status
+        self._stage = _ANSWERING
+        engine.num_streaming += 1
+        if status < 300 and self._request is not None:
+            self._shared.fleet.router.first_token(self._request.request_id, now_ns)
+            engine.counts.first_byte_s.observe((now_ns - self._arrival_ns) * 1e-9)
+        if status not in _FAILED and status not in _BUSY:
+            engine.health.breaker.succeeded(self._mark, now_ns)
+            if engine.condition is not Condition.UP:
+                self._shared.fleet.look(engine, now_ns)
+        self._is_event_stream = head.is_event_stream
+        framing = b"" if length is None else b"Content-Length: %d\r\n" % length
+        has_end = length is not None or self._incoming.head.method == b"HEAD" or status in (204, 304)
+        self._client.begin(b"%b%b%b" % (head.lines, framing, self._own_lines()), has_length=has_end)
+
+    def _own_lines(self) -> bytes:
+        shared, engine, decision = self._shared, self._engine, self._decision
+        if not shared.rules.shows_route or engine is None or decision is None:
+            return f"X-Request-Id: {self._incoming.request_id}\r\n".encode()
+        reason = f"{decision.reason}; {self._why}" if self._why else decision.reason
+        return (
+            f"X-Request-Id: {self._incoming.request_id}\r\nx-moestro-engine: {engine.name}\r\n"
+            f"x-moestro-reason: {header_text(reason)}\r\n"
+        ).encode()
+
+    def _cut(self, error: RequestError) -> None:
+        """The one ending of a broken stream that every client notices, with the cause in it."""
+        if self._is_event_stream:
+            border = b"" if self._tail.endswith(b"\n\n") else b"\n\n"
+            self._client.piece(border + b"event: error\ndata: " + error_json(error) + b"\n\n")
+        self._client.cut()
+
+    # --- the end
+
+    def _release_engine(self, *, completed: bool) -> None:
+        """Nothing more is expected of the engine."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        connection, self._connection = self._connection, None
+        if connection is not None and not completed:
+            connection.close()
+        if self._engine is not None and self._stage == _ANSWERING:
+            self._engine.num_streaming -= 1
+
+    def _finish(self, status: int) -> None:
+        """It is over, whatever the books say: nothing that goes wrong in them keeps the client from its answer."""
+        self._stage = _OVER
+        self.deadline_s = float("inf")
+        self._shared.active.pop(self._incoming.request_id, None)
+        if self._incoming.on_over is not None:
+            self._incoming.on_over()
+        try:
+            self._close_books(status)
+        except Exception:
+            logger.exception("%s: its books could not be closed", self._incoming.request_id)
+
+    def _close_books(self, status: int) -> None:
+        usage = usage_in(self._tail) if self._status == 200 else {}
+        if usage:
+            self._count_hits(usage)
+        self._end_in_router(usage.get(b"completion_tokens"))
+        self._shared.journal.ended(self._incoming.request_id, status, usage)
+
+    def _end_in_router(self, num_output_tokens: int | None) -> None:
+        if self._is_in_router and self._request is not None:
+            self._is_in_router = False
+            self._shared.fleet.router.ended(self._request.request_id, time.monotonic_ns(), num_output_tokens)
+
+    def _count_hits(self, usage: dict[bytes, int]) -> None:
+        num_prompt_tokens = usage.get(b"prompt_tokens", 0)
+        if self._engine is None or self._decision is None or self._request is None or not num_prompt_tokens:
+            return
+        counts = self._engine.counts
+        counts.num_prompt_tokens += num_prompt_tokens
+        counts.num_hit_tokens += usage.get(b"cached_tokens", 0)
+        share = min(1.0, self._decision.hit_tokens / self._request.num_prompt_tokens)
+        counts.num_predicted_tokens += share * num_prompt_tokens
+
+
+def _broken(cause: str) -> GenerationError:
+    return GenerationError(f"The answer cannot be completed: {cause}.", code="upstream_disconnected")
+
+
+def _retry_after_ns(named: Named) -> int | None:
+    """What `Retry-After` asks for, where it is a number of seconds; a date is not worth reading for an engine."""
+    value = named.get(b"retry-after", b"")
+    return int(value) * 1_000_000_000 if value.isdigit() and len(value) <= 6 else None

@@ -1,0 +1,122 @@
+"""`moestro explain`: the story of one request, from the running router or from its record."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from moestro.errors import ConfigError, MoestroError
+from moestro.routing.decision_record import decode_entry
+from moestro.routing.request_trace import Attempt, Story
+
+_TIMEOUT_S = 10.0
+_LEFT_STATUS = 499
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
+
+
+def explain(
+    request_id: str, *, admin_url: str, admin_api_key: str | None, record: Path | None, console: Console
+) -> None:
+    """Print which engine got a request, with which scores, why, and how it came out.
+
+    Args:
+        admin_url: of the running router's admin plane.
+        record: a file of `moestro route --record` to look in instead.
+
+    Raises:
+        ConfigError: it is not known there, or there is no such place.
+    """
+    if record is not None:
+        story = _from_file(request_id, record)
+    else:
+        story = asyncio.run(_from_router(request_id, admin_url.rstrip("/"), admin_api_key))
+    for line in _told(story):
+        console.print(line)
+
+
+def _from_file(request_id: str, record: Path) -> Story:
+    wanted = request_id.encode()
+    found: Story | None = None
+    try:
+        with record.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if wanted in line:
+                    try:
+                        entry = decode_entry(line)
+                    except msgspec.MsgspecError as error:
+                        raise ConfigError(f"{record}:{number} is no line of a record: {error}") from None
+                    if isinstance(entry, Story) and entry.request_id == request_id:
+                        found = entry
+    except OSError as error:
+        raise ConfigError(f"--record {record} cannot be read: {error.strerror}") from None
+    if found is None:
+        raise ConfigError(f"request {request_id} is not in {record}")
+    return found
+
+
+async def _from_router(request_id: str, admin_url: str, key: str | None) -> Story:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    url = f"{admin_url}/admin/explain/{quote(request_id, safe='')}"
+    try:
+        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url, headers=headers) as answer:
+            status, body = answer.status, await answer.read()
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        raise MoestroError(
+            f"no router answers at {admin_url} ({error or 'it takes too long'}): give its --admin-url, or --record FILE"
+        ) from None
+    try:
+        if status == 200:
+            return msgspec.json.decode(body, type=Story)
+        raise ConfigError(msgspec.json.decode(body, type=_ErrorBody).error.message)
+    except msgspec.MsgspecError:
+        raise MoestroError(f"what answers at {admin_url} is no router of ours (status {status})") from None
+
+
+def _told(story: Story) -> Iterator[str | Table]:
+    when = datetime.fromtimestamp(story.time).astimezone().isoformat(sep=" ", timespec="milliseconds")
+    tokens = f"{story.prompt_tokens:,} prompt tokens"
+    yield f"[bold]{escape(story.request_id)}[/bold]  {when}  {tokens}  {escape(story.policy)}"
+    for attempt in story.attempts:
+        yield from _attempt_told(attempt)
+    yield _outcome(story)
+
+
+def _attempt_told(attempt: Attempt) -> Iterator[str | Table]:
+    because = f" ({escape(attempt.because)})" if attempt.because else ""
+    yield f"to [bold]{escape(attempt.engine)}[/bold]{because}: {escape(attempt.reason)}"
+    table = Table("engine", "score", "hit tokens", box=None, padding=(0, 2))
+    for candidate in attempt.candidates:
+        chosen = "[bold]*[/bold] " if candidate.engine == attempt.engine else "  "
+        score = "" if candidate.score is None else f"{candidate.score:,.6g}"
+        table.add_row(chosen + escape(candidate.engine), score, f"{candidate.hit_tokens:,}")
+    yield table
+    if attempt.num_candidates > len(attempt.candidates):
+        yield f"  and {attempt.num_candidates - len(attempt.candidates)} more with higher scores"
+    if attempt.regret is not None:
+        than = "more" if attempt.regret <= 0 else "less: the score alone did not decide"
+        yield f"  the runner-up would have scored {abs(attempt.regret):,.6g} {than}"
+
+
+def _outcome(story: Story) -> str:
+    if story.status is None:
+        return "still running"
+    end = "the client left" if story.status == _LEFT_STATUS else f"answered {story.status}"
+    usage = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in story.usage.items())
+    return f"{end} after {story.seconds or 0:.3f} s" + (f"; {usage}" if usage else "")

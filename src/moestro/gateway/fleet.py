@@ -1,0 +1,219 @@
+"""The engines behind the router: connections, health, counts; and which of them may be chosen."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+
+from moestro.core.request import Request
+from moestro.errors import ConfigError, NoEngineError
+from moestro.gateway.http_headers import EngineHead
+from moestro.gateway.metrics import EngineCounts
+from moestro.gateway.models import Models
+from moestro.gateway.upstream import Pool
+from moestro.routing.breaker import BreakerState
+from moestro.routing.health import Condition, Health, HealthRules
+from moestro.routing.router import RouteDecision, Router
+
+logger = logging.getLogger(__name__)
+
+_CONDITIONS_OF_A_NEW_PROCESS = frozenset({Condition.DOWN, Condition.OPEN})
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Engine:
+    """One engine.
+
+    Attributes:
+        row: its number in the router.
+        name: what people call it.
+        url: where it is.
+        condition: why it gets requests, or does not, as of the last look.
+        last_byte_ns: when anything of an answer came from it.
+        num_streaming: answers that have begun and not ended.
+        unreachable: why it could not be reached the last time; "": it could.
+        num_forgotten: times that the router was told to forget what the engine held.
+    """
+
+    row: int
+    name: str
+    url: str
+    pool: Pool
+    head: EngineHead
+    health: Health
+    counts: EngineCounts = field(default_factory=EngineCounts)
+    condition: Condition = Condition.UNCHECKED
+    last_byte_ns: int = 0
+    num_streaming: int = 0
+    unreachable: str = ""
+    num_forgotten: int = 0
+
+
+class Fleet:
+    """All engines.
+
+    Args:
+        router: chooses among those that may be chosen.
+        block_tokens: tokens of one of its blocks.
+
+    Attributes:
+        models: what each serves.
+        names: by row, of those that are gone too; another tuple when an engine has come.
+    """
+
+    def __init__(self, router: Router, block_tokens: int, rules: HealthRules, now_ns: Callable[[], int]) -> None:
+        self.router = router
+        self.block_tokens = block_tokens
+        self._rules = rules
+        self._now_ns = now_ns
+        self._by_row: dict[int, Engine] = {}
+        self.names: tuple[str, ...] = ()
+        self._returning: set[int] = set()  # rows that are being brought up to their share
+        self.models = Models()
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(tuple(self._by_row.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_row)
+
+    def __getitem__(self, row: int) -> Engine:
+        return self._by_row[row]
+
+    def add(self, name: str, url: str, pool: Pool, head: EngineHead) -> Engine:
+        """A new engine; it gets requests once a check has passed.
+
+        Raises:
+            ConfigError: there is one of that name or address.
+        """
+        for engine in self._by_row.values():
+            if engine.name == name or engine.url == url:
+                raise ConfigError(f"engine {name}={url}: {engine.name}={engine.url} is there already")
+        row = self.router.add_engine()
+        self.names = (*self.names[:row], name, *self.names[row + 1 :])
+        health = Health(self._rules, self._now_ns())
+        engine = self._by_row[row] = Engine(row=row, name=name, url=url, pool=pool, head=head, health=health)
+        return engine
+
+    def remove(self, engine: Engine) -> None:
+        """It gets no more requests; what runs there is still answered."""
+        del self._by_row[engine.row]
+        self._returning.discard(engine.row)
+        self.router.remove_engine(engine.row, self._now_ns())
+        self.models.forget(engine.row)
+
+    def named(self, name: str) -> Engine | None:
+        """The engine that people call `name`."""
+        return next((engine for engine in self._by_row.values() if engine.name == name), None)
+
+    def submit(self, request: Request, model: str | None, tried: Collection[int], now_ns: int) -> RouteDecision:
+        """Let the router choose.
+
+        Args:
+            model: only engines that serve it, if any is known to; None: whichever.
+            tried: rows that had their chance.
+
+        Raises:
+            NoEngineError: none is left; says when to try again.
+            QueueFullError: all that are left are full.
+        """
+        is_open = not tried and not self._returning and self.models.are_alike
+        masked = [] if is_open else self._masked(model, tried, now_ns)
+        router = self.router
+        for row in masked:
+            router.set_routable(row, routable=False)
+        try:
+            return router.submit(request, now_ns)
+        except NoEngineError as error:
+            error.retry_after_s = self._retry_after_s(now_ns)
+            raise
+        finally:
+            for row in masked:
+                router.set_routable(row, routable=True)
+
+    def look_now(self, engine: Engine) -> None:
+        """Judge `engine` anew, because something was done to it."""
+        self.look(engine, self._now_ns())
+
+    def look(self, engine: Engine, now_ns: int) -> None:
+        """Judge `engine` anew, and take it into rotation or out of it."""
+        if self._by_row.get(engine.row) is not engine:
+            return
+        num_in_flight = self.router.num_in_flight_on(engine.row)
+        health = engine.health
+        if engine.last_byte_ns:
+            health.progressed(num_in_flight, engine.last_byte_ns)
+            engine.last_byte_ns = 0
+        before, after = engine.condition, health.condition(num_in_flight, engine.num_streaming, now_ns)
+        engine.condition = after
+        is_routable = after is Condition.UP or (after is Condition.PROBING and health.breaker.admits(now_ns))
+        if is_routable != self.router.is_routable(engine.row):
+            self.router.set_routable(engine.row, routable=is_routable)
+        if after is Condition.UP and health.share(now_ns) < 1:
+            self._returning.add(engine.row)
+        else:
+            self._returning.discard(engine.row)
+        if before is not after:
+            self._tell(engine, before, now_ns)
+
+    def lost(self, engine: Engine, cause: str, now_ns: int) -> None:
+        """It cannot be reached, or hung up on a request: what its cache held is not to be relied on."""
+        engine.unreachable = cause
+        if self._by_row.get(engine.row) is engine:
+            num_forgotten = engine.num_forgotten
+            self.look(engine, now_ns)
+            if engine.num_forgotten == num_forgotten:  # it was out already, or goes on
+                self._forget(engine, now_ns)
+
+    def has_other(self, tried: Collection[int]) -> bool:
+        """Whether an engine is in rotation that has not had its chance."""
+        return any(row not in tried and self.router.is_routable(row) for row in self._by_row)
+
+    @property
+    def num_up(self) -> int:
+        """Engines that get requests."""
+        return self.router.num_routable
+
+    def _masked(self, model: str | None, tried: Collection[int], now_ns: int) -> list[int]:
+        """Rows in rotation that are not to be chosen this time."""
+        excluded = self.models.excluded(model)
+        in_rotation = [row for row in self._by_row if self.router.is_routable(row)]
+        masked = [row for row in in_rotation if row in tried or row in excluded]
+        left = [row for row in in_rotation if row not in masked]
+        settled = [row for row in left if row not in self._returning]
+        if settled and len(settled) < len(left):
+            most = max(self.router.num_in_flight_on(row) for row in settled)
+            masked += [row for row in left if row in self._returning and not self._has_share(row, most, now_ns)]
+        return masked
+
+    def _has_share(self, row: int, most: int, now_ns: int) -> bool:
+        """Whether an engine that came back may have one request more, beside the `most` that another has."""
+        share = self._by_row[row].health.share(now_ns)
+        return self.router.num_in_flight_on(row) < max(1, math.ceil(share * most))
+
+    def _retry_after_s(self, now_ns: int) -> int:
+        waits = [wait for engine in self._by_row.values() if (wait := engine.health.wait_ns(now_ns)) is not None]
+        return min(60, max(1, math.ceil(min(waits, default=0) / 1e9)))
+
+    def _tell(self, engine: Engine, before: Condition, now_ns: int) -> None:
+        engine.counts.num_transitions += 1
+        after = engine.condition
+        if after is Condition.UP:
+            engine.unreachable = ""
+            logger.info("engine %s is up (was %s)", engine.name, before)
+            return
+        cause = f": {engine.unreachable}" if engine.unreachable else ""
+        level = logging.INFO if after in (Condition.DRAINING, Condition.PROBING, Condition.BUSY) else logging.WARNING
+        logger.log(level, "engine %s is %s%s", engine.name, after, cause)
+        if after in _CONDITIONS_OF_A_NEW_PROCESS and before not in _CONDITIONS_OF_A_NEW_PROCESS:
+            self._forget(engine, now_ns)
+
+    def _forget(self, engine: Engine, now_ns: int) -> None:
+        engine.num_forgotten += 1
+        self.router.engine_lost(engine.row, now_ns)
+
+    def breaker_state(self, engine: Engine) -> BreakerState:
+        """Of `engine`, now."""
+        return engine.health.breaker.state(self._now_ns())

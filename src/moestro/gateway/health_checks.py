@@ -1,0 +1,175 @@
+"""What looks after each engine while the router runs: tasks of its own, which begin and end with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from moestro.core.views import Channel, EngineFigures
+from moestro.gateway.fleet import Engine, Fleet
+from moestro.gateway.probe_client import NoAnswerError, ask
+from moestro.routing.health import Condition
+from moestro.routing.scrape import MAX_BYTES, ScrapedLoad, scrape
+from moestro.routing.settings import EngineSpec
+
+logger = logging.getLogger(__name__)
+
+MODELS_EVERY_S = 10.0
+_MAX_MODELS_BYTES = 4 << 20
+_MAX_HEALTH_BYTES = 64 << 10
+_SOON_S = 0.5
+_AGAIN_S = 1.0
+
+Watcher = Callable[[Engine], Awaitable[None]]  # runs until it is cancelled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchRules:
+    """How often engines are asked.
+
+    Attributes:
+        health_path: what is asked.
+        health_s: between checks of an engine that is well.
+        timeout_s: for it to answer.
+        metrics_s: between readings of its `/metrics`; 0: they are not read.
+    """
+
+    health_path: str = "/health"
+    health_s: float = 5.0
+    timeout_s: float = 3.0
+    metrics_s: float = 1.0
+
+    @property
+    def soon_s(self) -> float:
+        """Between checks of an engine that is not well: a server that starts is found quickly."""
+        return min(_SOON_S, self.health_s)
+
+
+class Watch:
+    """Runs every watcher for every engine.
+
+    Args:
+        watchers: each runs as one task an engine. What else feeds the router, KV events say, is one more of them.
+    """
+
+    def __init__(self, watchers: Sequence[Watcher]) -> None:
+        self._watchers = watchers
+        self._tasks: dict[Engine, list[asyncio.Task[None]]] = {}
+
+    def begin(self, engine: Engine) -> None:
+        """Look after `engine` from now on."""
+        self._tasks[engine] = [asyncio.create_task(_run(watcher, engine)) for watcher in self._watchers]
+
+    async def end(self, engine: Engine) -> None:
+        """Look after it no more."""
+        tasks = self._tasks.pop(engine, [])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """End all."""
+        for engine in list(self._tasks):
+            await self.end(engine)
+
+
+class HealthWatch:
+    """Asks `/health`, and now and then which models there are."""
+
+    def __init__(self, fleet: Fleet, rules: WatchRules) -> None:
+        self._fleet = fleet
+        self._rules = rules
+
+    async def __call__(self, engine: Engine) -> None:
+        """Until cancelled."""
+        models_due_s = 0.0
+        while True:
+            passed = await self._check(engine)
+            if passed and time.monotonic() >= models_due_s:
+                models_due_s = time.monotonic() + (MODELS_EVERY_S if await self._learn_models(engine) else 0)
+            now_ns = time.monotonic_ns()
+            engine.health.checked(now_ns, passed=passed)
+            if passed:
+                engine.unreachable = ""
+            self._fleet.look(engine, now_ns)
+            await asyncio.sleep(self._rules.health_s if engine.condition is Condition.UP else self._rules.soon_s)
+
+    async def _check(self, engine: Engine) -> bool:
+        try:
+            status, _ = await ask(engine, self._rules.health_path, self._rules.timeout_s, _MAX_HEALTH_BYTES)
+        except NoAnswerError as error:
+            engine.unreachable = f"{self._rules.health_path}: {error}"
+            return False
+        if status >= 300:
+            engine.unreachable = f"{self._rules.health_path} answered {status}"
+        return status < 300
+
+    async def _learn_models(self, engine: Engine) -> bool:
+        try:
+            status, body = await ask(engine, "/v1/models", self._rules.timeout_s, _MAX_MODELS_BYTES)
+        except NoAnswerError:
+            return False
+        if status == 200:
+            self._fleet.models.learn(engine.row, body)
+        return True
+
+
+class MetricsWatch:
+    """Reads `/metrics` and reports what the router can use of it."""
+
+    def __init__(self, fleet: Fleet, rules: WatchRules) -> None:
+        self._fleet = fleet
+        self._rules = rules
+
+    async def __call__(self, engine: Engine) -> None:
+        """Until cancelled; an engine without `/metrics` is asked more and more seldom."""
+        pause_s = self._rules.metrics_s
+        spec: EngineSpec | None = None
+        while pause_s:
+            asked_ns = time.monotonic_ns()
+            try:
+                status, text = await ask(engine, "/metrics", self._rules.timeout_s, MAX_BYTES)
+            except NoAnswerError:
+                status, text = 0, b""
+            if status == 200:
+                load = scrape(text)
+                self._report(engine, load, asked_ns)
+                spec = self._specify(engine, load, spec)
+            pause_s = min(60.0, 2 * pause_s) if status == 404 else self._rules.metrics_s
+            await asyncio.sleep(pause_s)
+
+    def _report(self, engine: Engine, load: ScrapedLoad, asked_ns: int) -> None:
+        """What came while the answer was on its way is not in it: the figures are as of the question."""
+        now_ns = time.monotonic_ns()
+        figures = EngineFigures(
+            num_waiting=load.num_waiting,
+            num_running=load.num_running,
+            kv_usage=load.kv_usage,
+            channel=Channel.POLLED,
+        )
+        self._fleet.router.report(engine.row, figures, asked_ns, now_ns)
+        if load.num_tokens_computed is not None:
+            num_in_flight = self._fleet.router.num_in_flight_on(engine.row)
+            engine.health.counted(load.num_tokens_computed, num_in_flight, now_ns)
+
+    def _specify(self, engine: Engine, load: ScrapedLoad, known: EngineSpec | None) -> EngineSpec | None:
+        if load.num_kv_tokens is None:
+            return known
+        spec = EngineSpec(num_blocks=load.num_kv_tokens // self._fleet.block_tokens)
+        if spec != known:
+            self._fleet.router.set_spec(engine.row, spec)
+        return spec
+
+
+async def _run(watcher: Watcher, engine: Engine) -> None:
+    """An exception that nobody expected ends no watcher: an engine whose health nobody checks would stay as it is."""
+    while True:
+        try:
+            await watcher(engine)
+            return
+        except Exception:
+            logger.exception("looking after engine %s failed; it begins anew", engine.name)
+        await asyncio.sleep(_AGAIN_S)

@@ -1,0 +1,231 @@
+"""Heads of HTTP messages, on their way through: what is passed on, what is left out, what is added."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+from moestro.gateway.paths import plain_path
+from moestro.web.errors import HttpError
+
+Headers = list[tuple[bytes, bytes, bytes]]  # (name in lower case, name as it came, value)
+
+Named = dict[bytes, bytes]  # values by name in lower case; of two of one name, the last
+
+MAX_HEAD_BYTES = 64 << 10  # of one message; tokens in cookies and traces are long, nothing else is
+# Of one connection, not of the message (RFC 9110, 7.6.1), and what the proxy writes itself.
+_HOP_BY_HOP = frozenset(
+    {
+        *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
+        *(b"proxy-authenticate", b"proxy-authorization"),
+    }
+)
+_NOT_TO_ENGINE = _HOP_BY_HOP | {
+    *(b"host", b"content-length", b"expect", b"x-request-id"),
+    *(b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"),
+}
+# An engine's own word on these would be taken for ours.
+_NOT_TO_CLIENT = _HOP_BY_HOP | {b"content-length", b"x-request-id", b"x-moestro-engine", b"x-moestro-reason"}
+KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
+# Withheld where the router answers CORS: an engine that answers it too would add its headers a second time.
+CORS_HEADERS = frozenset({b"origin", b"access-control-request-method", b"access-control-request-headers"})
+_NEEDED = frozenset({b"content-length", b"content-type", b"authorization"})
+_BODILESS = frozenset({b"GET", b"HEAD", b"DELETE", b"OPTIONS"})
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_VERSIONS = frozenset({"1.1", "1.0"})
+# Fields of which a second line would be read by one server and not by the next.
+_SINGLE = frozenset({b"host", b"authorization", b"x-api-key", b"transfer-encoding", b"expect"})
+_HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%-]*(?::[0-9]*)?|\[[0-9A-Fa-f:.]+\](?::[0-9]*)?")
+_PLAIN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_NOT_IN_HEADER = re.compile(r"[^\x20-\x7e]")
+_SHOWN_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestHead:
+    """What a client's request begins with; one object serves many requests that begin alike, but for their lengths.
+
+    Attributes:
+        target: as it was sent: path and query.
+        is_last: the connection ends after the answer.
+        is_old: HTTP/1.0: no chunks.
+        path: of the target, without the query; empty if it can be read in two ways.
+        written: for each engine's head what `EngineHead.of` made of this one.
+    """
+
+    method: bytes
+    target: bytes
+    headers: Headers
+    named: Named
+    is_last: bool = False
+    is_old: bool = False
+    path: str = field(init=False)
+    written: dict[EngineHead, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", plain_path(self.target))
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """A client's request, whole."""
+
+    head: RequestHead
+    body: bytes
+    client: str = ""
+    request_id: str = ""
+    on_over: Callable[[], None] | None = None  # called when its answer has ended; None means that nobody waits for it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnswerHead:
+    """What an engine's answer begins with, but for its length; one object serves many answers that begin alike.
+
+    Attributes:
+        lines: for the client: the status line, and the headers that it gets.
+        is_kept: the connection carries another answer after this one.
+    """
+
+    status: int
+    named: Named
+    lines: bytes
+    is_kept: bool = True
+    is_event_stream: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        is_event_stream = self.named.get(b"content-type", b"").startswith(b"text/event-stream")
+        object.__setattr__(self, "is_event_stream", is_event_stream)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EngineHead:
+    """What heads of requests to one engine have in common.
+
+    Attributes:
+        host: the value of Host.
+        prefix: the path under which the engine's API lies; usually empty.
+        authorization: replaces the client's, where the engine has a key of its own.
+        withheld: client's headers, in lower case, that are for this router alone.
+    """
+
+    host: bytes
+    prefix: bytes = b""
+    authorization: bytes | None = None
+    withheld: frozenset[bytes] = frozenset()
+    _dropped: frozenset[bytes] = field(init=False, default=frozenset())
+
+    def __post_init__(self) -> None:
+        replaced = KEY_HEADERS if self.authorization is not None else frozenset()
+        object.__setattr__(self, "_dropped", _NOT_TO_ENGINE | self.withheld | replaced)
+
+    def of(self, incoming: Incoming) -> bytes:
+        """The head of the request that the engine gets; the body follows as it came."""
+        head, body = incoming.head, incoming.body
+        written = head.written.get(self)
+        if written is None:
+            written = head.written[self] = self._written(head)
+        length = b"Content-Length: %d\r\n" % len(body) if body or head.method not in _BODILESS else b""
+        before = head.named.get(b"x-forwarded-for")
+        chain = incoming.client if before is None else f"{before.decode('latin-1')}, {incoming.client}"
+        own = f"X-Forwarded-For: {chain}\r\nX-Request-Id: {incoming.request_id}\r\n\r\n"
+        return b"%b%b%b" % (written, length, own.encode("latin-1"))
+
+    def _written(self, head: RequestHead) -> bytes:
+        """Of `head`, what goes to this engine with every request that begins so."""
+        dropped = self._dropped
+        if b"connection" in head.named:
+            dropped |= _named_by_connection(head.headers)
+        lines = [b"%b %b%b HTTP/1.1\r\nHost: %b\r\n" % (head.method, self.prefix, head.target, self.host)]
+        lines += [b"%b: %b\r\n" % (name, value) for lower, name, value in head.headers if lower not in dropped]
+        if self.authorization is not None:
+            lines.append(b"Authorization: %b\r\n" % self.authorization)
+        return b"".join(lines)
+
+
+def answer_lines(status: int, headers: Headers, named: Named) -> bytes:
+    """The status line of an engine's answer and the headers that its client gets, without how its body is framed."""
+    dropped = _NOT_TO_CLIENT
+    if b"connection" in named:
+        dropped |= _named_by_connection(headers)
+    lines = [b"%b: %b\r\n" % (name, value) for lower, name, value in headers if lower not in dropped]
+    return _status_line(status) + b"".join(lines)
+
+
+def fault_of(head: RequestHead, version: str) -> HttpError | None:
+    """Check a request's head against RFC 9110 and 9112, and return the first fault; None means that there is none.
+
+    Args:
+        head: Head of the request.
+        version: HTTP version, as the parser read it.
+    """
+    if version not in _VERSIONS:
+        return _bad_head("The version must be HTTP/1.1 or HTTP/1.0.")
+    if not head.path:
+        text = (
+            "The path can be read in more than one way. Send the path alone, as the documentation spells it: without"
+            " escapes, empty or dotted segments, a slash at the end, backslashes, semicolons, a fragment or a host."
+        )
+        return HttpError(400, text, "ambiguous_path")
+    if len(head.named) < len(head.headers):
+        names = [lower for lower, _, _ in head.headers]
+        if twice := next((name for name in _SINGLE if names.count(name) > 1), None):
+            return _bad_head(f"{twice.decode().title()} may be there once, and is there more often.")
+    return _host_fault(head) or _coding_fault(head)
+
+
+def own_head(status: int, content_type: str, length: int, added: bytes = b"") -> bytes:
+    """The head of an answer of our own, open at its end."""
+    typed = f"Content-Type: {content_type}\r\n" if length else ""
+    return _status_line(status) + f"{typed}Content-Length: {length}\r\n".encode() + added
+
+
+def header_text(text: str) -> str:
+    """`text` fit for a header: what is no plain ASCII becomes a question mark, and the end is cut off."""
+    text = text[:_SHOWN_CHARS]
+    return text if text.isascii() and text.isprintable() else _NOT_IN_HEADER.sub("?", text)
+
+
+def size_of(headers: Headers) -> int:
+    """Return the bytes of all names and values."""
+    return sum(len(name) + len(value) for _, name, value in headers)
+
+
+def plain_id(given: bytes) -> str | None:
+    """A client's request id, if it is short and plain."""
+    return given.decode() if _PLAIN_ID.fullmatch(given) else None
+
+
+def _host_fault(head: RequestHead) -> HttpError | None:
+    host = head.named.get(b"host")
+    if host is None:
+        return None if head.is_old else _bad_head("HTTP/1.1 needs a Host.")
+    return None if _HOST.fullmatch(host) else _bad_head("The value of Host must be a host, with a port or without.")
+
+
+def _coding_fault(head: RequestHead) -> HttpError | None:
+    """Check how the body is sent."""
+    coding, expected = head.named.get(b"transfer-encoding"), head.named.get(b"expect")
+    if coding is not None and head.is_old:
+        return _bad_head("HTTP/1.0 has no Transfer-Encoding: send a Content-Length.")
+    if coding is not None and coding.lower() != b"chunked":
+        return HttpError(501, "Transfer-Encoding must be chunked.", "unsupported_transfer_encoding")
+    if expected is not None and expected.lower() != b"100-continue" and not head.is_old:
+        return HttpError(417, "Expect may be 100-continue alone.", "expectation_failed")
+    return None
+
+
+def _bad_head(text: str) -> HttpError:
+    return HttpError(400, text, "bad_request")
+
+
+def _status_line(status: int) -> bytes:
+    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d Unknown\r\n" % status
+
+
+def _named_by_connection(headers: Headers) -> frozenset[bytes]:
+    """Headers that `Connection` declares to be of this connection only."""
+    values = [value.lower() for lower, _, value in headers if lower == b"connection"]
+    # Nobody may use it to take away what the message needs.
+    return frozenset(part.strip() for value in values for part in value.split(b",")) - _NEEDED

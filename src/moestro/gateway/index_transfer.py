@@ -1,0 +1,196 @@
+"""The prompts that engines were sent, for another router: a standby that has them knows what caches hold.
+
+What engines say of their caches (KV events) is not in it: they tell a standby themselves.
+
+It is a sequence of msgpack messages, each behind its length (4 bytes, big-endian): a `Head`, `Part`s, and an empty one
+at the end. Blocks that prompts share are in it once, so it is no larger than the index, and neither router ever stops
+for the whole of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+
+import msgspec
+from aiohttp import StreamReader, web
+
+from moestro.core.hashing import HASH_BYTES
+from moestro.core.prefix_tree import Run
+from moestro.errors import RequestError
+from moestro.gateway.fleet import Engine, Fleet
+from moestro.web.errors import HttpError
+
+MAX_INDEX_BYTES = 1 << 30
+_PART_PROMPTS = 256  # a few milliseconds' work, between which requests are answered
+_PART_BYTES = 256 << 10
+_LENGTH_BYTES = 4
+_NO_PARENT = -1
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What comes first.
+
+    Attributes:
+        reading: how prompts become the names of their blocks, in words: both routers must do it alike.
+        engines: their URLs.
+    """
+
+    reading: str
+    engines: list[str]
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Some prompts of one engine, the oldest first.
+
+    Attributes:
+        engine: its place in `Head.engines`.
+        runs: (number of the run before it or -1, blocks, packed) of each run that is new; runs are numbered from 0 as
+            they come, in all parts.
+        prompts: the number of each prompt's last run.
+    """
+
+    engine: int
+    runs: list[tuple[int, bytes]]
+    prompts: list[int]
+
+
+_decode_head = msgspec.msgpack.Decoder(Head).decode
+_decode_part = msgspec.msgpack.Decoder(Part).decode
+
+
+class Handover:
+    """Gives the history of this router's engines, and takes another's.
+
+    Args:
+        reading: see `Head`.
+    """
+
+    def __init__(self, fleet: Fleet, reading: str) -> None:
+        self._fleet = fleet
+        self._reading = reading
+        self._taking = asyncio.Lock()  # two at once would both take the place of the one before, and stand beside
+
+    def routes(self) -> list[web.RouteDef]:
+        """Of the admin plane."""
+        return [web.get("/admin/index", self.give), web.put("/admin/index", self.take)]
+
+    async def give(self, http: web.Request) -> web.StreamResponse:
+        """GET /admin/index: what `take` takes, as it is now."""
+        prompts = {engine.url: self._fleet.router.prompts_sent(engine.row) for engine in self._fleet}
+        answer = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        await answer.prepare(http)
+        await answer.write(_message(Head(self._reading, list(prompts))))
+        numbers: dict[Run, int] = {}
+        for engine, last_runs in enumerate(prompts.values()):
+            for part in _parts(engine, last_runs, numbers):
+                await answer.write(_message(part))
+                await asyncio.sleep(0)
+        await answer.write(_message(None))
+        await answer.write_eof()
+        return answer
+
+    async def take(self, http: web.Request) -> web.Response:
+        """PUT /admin/index: another router's history comes on top of this one's, as if it were sent now, and in place
+        of what was handed over before. Engines that are not here are passed over.
+        """
+        try:
+            async with self._taking:
+                num_prompts = await self._take(_messages(http.content))
+        except (msgspec.MsgspecError, ValueError, asyncio.IncompleteReadError) as error:
+            raise RequestError(f"This is no whole index of another router: {error}", code="invalid_value") from None
+        return web.json_response({"prompts": num_prompts})
+
+    async def _take(self, messages: AsyncIterator[bytes]) -> int:
+        head = _decode_head(await anext(messages, b""))
+        if head.reading != self._reading:
+            text = f"That router compares prompts {head.reading}, this one {self._reading}: they cannot be compared."
+            raise HttpError(409, text, "invalid_value")
+        for url in head.engines:
+            if (engine := self._at(url)) is not None:
+                self._fleet.router.forget_elsewhere(engine.row)
+                await asyncio.sleep(0)
+        runs: list[tuple[int, bytes]] = []
+        num_prompts = 0
+        async for message in messages:
+            part = _decode_part(message)
+            runs += part.runs
+            _check(part, len(head.engines), runs)
+            if (engine := self._at(head.engines[part.engine])) is not None:
+                now_ns = time.monotonic_ns()
+                for last in part.prompts:
+                    self._fleet.router.sent_elsewhere(engine.row, _whole(last, runs), now_ns)
+                num_prompts += len(part.prompts)
+            await asyncio.sleep(0)
+        return num_prompts
+
+    def _at(self, url: str) -> Engine | None:
+        """The engine there; it may go while the index comes."""
+        return next((engine for engine in self._fleet if engine.url == url), None)
+
+
+def _parts(engine: int, last_runs: Iterable[Run], numbers: dict[Run, int]) -> Iterator[Part]:
+    """What a router has of an engine, while it goes on changing: of a run that has been told, the blocks up to its end
+    stay the same, be it cut or dropped.
+    """
+    part, num_bytes = Part(engine, [], []), 0
+    for last in last_runs:
+        num_before = len(part.runs)
+        part.prompts.append(_number(last, numbers, part.runs))
+        num_bytes += sum(len(blocks) for _, blocks in part.runs[num_before:])
+        if len(part.prompts) == _PART_PROMPTS or num_bytes >= _PART_BYTES:
+            yield part
+            part, num_bytes = Part(engine, [], []), 0
+    if part.prompts:
+        yield part
+
+
+def _number(last: Run, numbers: dict[Run, int], runs: list[tuple[int, bytes]]) -> int:
+    """The number of a run; if it is new, it and what is new before it are told in `runs`."""
+    new, run = [], last
+    number = _NO_PARENT
+    while run not in numbers:
+        new.append(run)
+        if run.parent is None:
+            break
+        run = run.parent
+    else:
+        number = numbers[run]
+    for each in reversed(new):
+        runs.append((number, each.blocks))
+        number = numbers[each] = len(numbers)
+    return number
+
+
+def _check(part: Part, num_engines: int, runs: list[tuple[int, bytes]]) -> None:
+    num_before = len(runs) - len(part.runs)
+    for number, (parent, blocks) in enumerate(part.runs, num_before):
+        if not blocks or len(blocks) % HASH_BYTES or not _NO_PARENT <= parent < number:
+            raise ValueError("a run is no whole number of blocks, or comes before its beginning")
+    if not 0 <= part.engine < num_engines or any(not 0 <= last < len(runs) for last in part.prompts):
+        raise ValueError("it speaks of what it has not told")
+
+
+def _whole(last: int, runs: list[tuple[int, bytes]]) -> bytes:
+    """The blocks of a prompt, packed."""
+    pieces = []
+    while last != _NO_PARENT:
+        last, blocks = runs[last]
+        pieces.append(blocks)
+    return b"".join(reversed(pieces))
+
+
+def _message(content: Head | Part | None) -> bytes:
+    encoded = b"" if content is None else msgspec.msgpack.encode(content)
+    return len(encoded).to_bytes(_LENGTH_BYTES) + encoded
+
+
+async def _messages(content: StreamReader) -> AsyncIterator[bytes]:
+    """Up to the end."""
+    num_bytes = 0
+    while length := int.from_bytes(await content.readexactly(_LENGTH_BYTES)):
+        num_bytes += length
+        if num_bytes > MAX_INDEX_BYTES:
+            raise HttpError(413, f"An index has {MAX_INDEX_BYTES} bytes at most.", "invalid_value")
+        yield await content.readexactly(length)

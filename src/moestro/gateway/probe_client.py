@@ -1,0 +1,84 @@
+"""Questions of the router's own to an engine: is it well, what does it serve, how loaded is it?"""
+
+from __future__ import annotations
+
+import asyncio
+
+from moestro.gateway.fleet import Engine
+from moestro.gateway.http_headers import AnswerHead, Incoming, RequestHead
+from moestro.gateway.upstream import EngineConnection
+
+
+class NoAnswerError(Exception):
+    """The engine did not answer, or not as it should; the text says how."""
+
+
+class _Whole:
+    """Takes in an answer of bounded size.
+
+    Attributes:
+        is_done: it came to its end, and its connection is in other hands.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._body = bytearray()
+        self._status = 0
+        self.is_done = False
+        self.answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+
+    def head(self, head: AnswerHead, length: int | None) -> None:
+        """It begins."""
+        self._status = head.status
+
+    def body(self, data: bytes, *, is_last: bool) -> None:
+        """A part of it."""
+        if len(self._body) + len(data) > self._max_bytes:
+            self.broken(f"its answer has more than {self._max_bytes} bytes")
+        else:
+            self._body += data
+
+    def done(self) -> None:
+        """It is complete."""
+        self.is_done = True
+        if not self.answer.done():
+            self.answer.set_result((self._status, bytes(self._body)))
+
+    def broken(self, cause: str) -> None:
+        """It will not be."""
+        if not self.answer.done():
+            self.answer.set_exception(NoAnswerError(cause))
+
+
+async def ask(engine: Engine, path: str, timeout_s: float, max_bytes: int) -> tuple[int, bytes]:
+    """Status and body of `GET path`, on a connection of the engine's pool.
+
+    Raises:
+        NoAnswerError: none came in time, or too much of one.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            kept = engine.pool.take()
+            if kept is not None:
+                try:
+                    return await _ask_on(kept, engine, path, max_bytes)
+                except NoAnswerError:
+                    pass  # it was closed while nothing was asked; a new one tells for certain
+            return await _ask_on(await engine.pool.connect(), engine, path, max_bytes)
+    except TimeoutError:
+        raise NoAnswerError(f"nothing within {timeout_s:g} s") from None
+    except OSError as error:
+        raise NoAnswerError(f"cannot connect: {error}") from None
+
+
+async def _ask_on(connection: EngineConnection, engine: Engine, path: str, max_bytes: int) -> tuple[int, bytes]:
+    incoming = Incoming(RequestHead(b"GET", path.encode(), [], {}), b"", "127.0.0.1", "moestro-route")
+    if not connection.is_open:
+        raise NoAnswerError("it hung up at once")
+    sink = _Whole(max_bytes)
+    try:
+        connection.send(engine.head.of(incoming), b"", sink, is_bodiless=False)
+        return await sink.answer
+    finally:
+        if not sink.is_done:  # otherwise it went back to the pool by itself
+            connection.close()

@@ -1,0 +1,128 @@
+"""What the proxy counted, in Prometheus' text form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moestro.gateway.fleet import Engine, Fleet
+from moestro.gateway.metrics import Counts, EngineCounts
+from moestro.routing.breaker import BreakerState
+from moestro.routing.health import Condition
+from moestro.web.prometheus import Histogram
+
+_BREAKER_NUMBERS = {BreakerState.CLOSED: 0, BreakerState.PROBING: 1, BreakerState.OPEN: 2}
+_ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineCounts], float]], ...] = (
+    ("decisions", "Requests given to the engine, retries among them.", lambda c: c.num_decisions),
+    ("retried_away", "Requests that went on to another engine.", lambda c: c.num_retried_away),
+    (
+        "unreachable",
+        "Times that a connection could not be made, or broke before an answer.",
+        lambda c: c.num_unreachable,
+    ),
+    ("broken_answers", "Answers that had begun and could not be completed.", lambda c: c.num_broken),
+    ("clients_left", "Requests whose client did not wait.", lambda c: c.num_left),
+    ("condition_changes", "Times that the engine went into rotation or out of it.", lambda c: c.num_transitions),
+    ("prompt_tokens", "Prompt tokens of answers that told of them.", lambda c: c.num_prompt_tokens),
+    ("predicted_hit_tokens", "Of these, thought to be in the engine's cache.", lambda c: c.num_predicted_tokens),
+    ("hit_tokens", "Of these, found there, as the engine says.", lambda c: c.num_hit_tokens),
+)
+
+
+class RouteExposition:
+    """Writes `GET /metrics`. Nothing is looked up by name or label before somebody asks."""
+
+    def __init__(self, fleet: Fleet, counts: Counts) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Figures(fleet, counts))
+        ProcessCollector(registry=self._registry)
+
+    def add(self, collector: Collector) -> None:
+        """Write what this one collects, too."""
+        self._registry.register(collector)
+
+    def text(self) -> bytes:
+        """All figures as they are now."""
+        return generate_latest(self._registry)
+
+
+class _Figures(Collector):
+    """Makes Prometheus' families of our numbers, at every scrape."""
+
+    def __init__(self, fleet: Fleet, counts: Counts) -> None:
+        self._fleet = fleet
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        engines = list(self._fleet)
+        yield from self._of_engines(engines)
+        yield from self._of_all(engines)
+
+    def _of_engines(self, engines: list[Engine]) -> Iterator[Metric]:
+        router = self._fleet.router
+        for name, text, of_counts in _ENGINE_COUNTERS:
+            family = CounterMetricFamily(f"moestro:route_{name}", text, labels=("engine",))
+            for engine in engines:
+                family.add_metric((engine.name,), of_counts(engine.counts))
+            yield family
+        yield _gauge("in_flight", "Requests on the engine.", ((e, router.num_in_flight_on(e.row)) for e in engines))
+        yield _gauge("engine_ready", "1 while it gets requests.", ((e, router.is_routable(e.row)) for e in engines))
+        text = "0: closed, 1: one request at a time is let through, 2: open."
+        yield _gauge("breaker_state", text, ((e, _BREAKER_NUMBERS[self._fleet.breaker_state(e)]) for e in engines))
+        condition = GaugeMetricFamily(
+            "moestro:route_engine_condition", "1 for the one it is in.", labels=("engine", "condition")
+        )
+        answers = CounterMetricFamily("moestro:route_answers", "Answers of the engine.", labels=("engine", "status"))
+        first = HistogramMetricFamily(
+            "moestro:route_first_byte_seconds", "Arrival to the first byte of the answer's body.", labels=("engine",)
+        )
+        for engine in engines:
+            for each in Condition:
+                condition.add_metric((engine.name, each), engine.condition is each)
+            for status, count in sorted(engine.counts.statuses.items()):
+                answers.add_metric((engine.name, str(status)), count)
+            first.add_metric((engine.name,), _buckets(engine.counts.first_byte_s), engine.counts.first_byte_s.total)
+        yield from (condition, answers, first)
+
+    def _of_all(self, engines: list[Engine]) -> Iterator[Metric]:
+        counts, router = self._counts, self._fleet.router
+        yield CounterMetricFamily("moestro:route_requests", "Requests for engines.", value=counts.num_requests)
+        for name, text, by_reason in (
+            ("retries", "Requests sent on, by cause.", counts.retries),
+            ("refused", "Requests refused or cut off by the router, by the error's code.", counts.refusals),
+        ):
+            family = CounterMetricFamily(f"moestro:route_{name}", text, labels=("reason",))
+            for reason, count in sorted(by_reason.items()):
+                family.add_metric((reason,), count)
+            yield family
+        text = "Retries that the budget did not allow."
+        yield CounterMetricFamily("moestro:route_retries_denied", text, value=counts.num_retries_denied)
+        text = "Most requests in flight on an engine in rotation, over their mean; at least 1."
+        yield GaugeMetricFamily("moestro:route_imbalance", text, value=imbalance(self._fleet, engines))
+        text = "Memory of the prefix indices, about."
+        yield GaugeMetricFamily("moestro:route_index_bytes", text, value=router.index_bytes)
+        decision = HistogramMetricFamily("moestro:route_decision_seconds", "Time that a decision took.")
+        decision.add_metric((), _buckets(counts.decision_s), counts.decision_s.total)
+        yield decision
+
+
+def imbalance(fleet: Fleet, engines: Iterable[Engine]) -> float:
+    """Most requests in flight on an engine in rotation over their mean; 1 where nothing is in flight."""
+    loads = [fleet.router.num_in_flight_on(e.row) for e in engines if fleet.router.is_routable(e.row)]
+    return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
+
+
+def _gauge(name: str, text: str, values: Iterable[tuple[Engine, float]]) -> Metric:
+    family = GaugeMetricFamily(f"moestro:route_{name}", text, labels=("engine",))
+    for engine, value in values:
+        family.add_metric((engine.name,), value)
+    return family
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    names = (*map(str, histogram.bounds), "+Inf")
+    return [(name, float(count)) for name, count in zip(names, accumulate(histogram.counts), strict=True)]

@@ -1,0 +1,253 @@
+"""What each path is: answered here, sent on to an engine, or unknown."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+
+import msgspec
+
+from moestro import __version__
+from moestro.core.request import Request
+from moestro.errors import DrainingError, RequestError, shown
+from moestro.gateway.answering import Answering
+from moestro.gateway.downstream import Client, Clients
+from moestro.gateway.exchange import Exchange, Shared
+from moestro.gateway.http_headers import Incoming, RequestHead, own_head, plain_id
+from moestro.gateway.paths import MODELS, Routes
+from moestro.gateway.prompt_blocks import Reading
+from moestro.gateway.request_body import read
+from moestro.web.access import PROBES, UNLIMITED, Access
+from moestro.web.errors import AuthenticationError, HttpError, InternalError, UnknownModelError
+from moestro.web.log_limit import LogLimit
+from moestro.web.pauses import PauseMeter
+from moestro.web.prometheus import CONTENT_TYPE
+
+logger = logging.getLogger(__name__)
+
+
+class Proxy:
+    """Answers clients.
+
+    Args:
+        access: who may enter; probes need no key.
+        routes: which paths exist.
+        metrics: the text of `/metrics`.
+
+    Attributes:
+        is_draining: nothing new is taken.
+    """
+
+    def __init__(
+        self, shared: Shared, reading: Reading, access: Access, routes: Routes, metrics: Callable[[], bytes]
+    ) -> None:
+        self._shared = shared
+        self._reading = reading
+        self._access = access
+        self._has_rules = access.cors is not None or access.limits.is_on
+        self._routes = routes
+        self._metrics = metrics
+        self._prefix = f"req-{secrets.token_hex(4)}-"
+        self._serial = count(1)
+        self._log = LogLimit(logger)
+        self._work: set[asyncio.Task[None]] = set()
+        self.is_draining = False
+
+    # --- the connections' calls
+
+    def refuses(self, head: RequestHead) -> RequestError | None:
+        """Return the error for a request that lacks its key."""
+        if head.path in PROBES or (self._access.cors is not None and _is_preflight(head)):
+            return None
+        try:
+            self._key_of(head)
+        except AuthenticationError as error:
+            return error
+        return None
+
+    def refused(self, error: RequestError, address: str) -> None:
+        """Count a request that is refused before it is read to its end, and log it at a bounded rate."""
+        code = error.code or error.error_type
+        self._shared.counts.refusals[code] += 1
+        self._log.info(code, f"a request from {address} is refused with {error.http_status}: {error.message}")
+
+    def handle(self, client: Client, incoming: Incoming) -> Answering | None:
+        """Answer now, or return who will."""
+        incoming.request_id = self._request_id(incoming)
+        path, method = incoming.head.path, incoming.head.method
+        try:
+            if self._has_rules and self._is_preflight_answered(client, incoming):
+                return None
+            route = self._routes.find(path)
+            if route is None:
+                raise _not_found(path)
+            if method not in route.methods:
+                allowed = b", ".join(sorted(route.methods))
+                error = HttpError(405, f"{shown(path)} answers {allowed.decode()}.", "method_not_allowed")
+                self._refuse(client, incoming, error, b"Allow: %b\r\n" % allowed)
+            elif route.is_own:
+                self._answer_here(client, incoming, path)
+            else:
+                return self._send_on(client, incoming)
+        except RequestError as error:
+            self._refuse(client, incoming, error)
+        except Exception:
+            logger.exception("%s: %s failed", incoming.request_id, shown(path))
+            self._refuse(client, incoming, InternalError(incoming.request_id))
+        return None
+
+    def _key_of(self, head: RequestHead) -> int | None:
+        named = head.named
+        return self._access.key_of(named.get(b"authorization", b""), named.get(b"x-api-key", b""))
+
+    def _is_preflight_answered(self, client: Client, incoming: Incoming) -> bool:
+        """Answer a preflight, and count any other request.
+
+        Raises:
+            RequestError: The page may not ask so, or the client has sent as many requests as it may.
+        """
+        head, cors, limits = incoming.head, self._access.cors, self._access.limits
+        if cors is not None and _is_preflight(head):
+            named = head.named
+            asked = named[b"origin"], named[b"access-control-request-method"]
+            lines = cors.preflight_lines(*asked, named.get(b"access-control-request-headers", b""))
+            client.reply(own_head(200, "", 0, _id_line(incoming) + lines))
+            return True
+        if limits.is_on and head.path not in UNLIMITED:
+            limits.take(self._key_of(head), incoming.client, time.monotonic())
+        return False
+
+    # --- to engines
+
+    def _send_on(self, client: Client, incoming: Incoming) -> Exchange:
+        if self.is_draining:
+            raise DrainingError
+        limits = self._access.limits
+        if limits.has_slots:
+            key = self._key_of(incoming.head)
+            limits.enter(key)
+            incoming.on_over = partial(limits.leave, key)
+        exchange = Exchange(self._shared, client, incoming)
+        try:
+            if len(incoming.body) <= self._reading.max_inline_bytes:
+                exchange.start(*self._read(incoming, time.monotonic_ns()))
+            else:
+                task = asyncio.get_running_loop().create_task(self._read_and_start(exchange, incoming))
+                self._work.add(task)
+                task.add_done_callback(self._work.discard)
+        except RequestError as error:
+            exchange.refuse(error)
+        except Exception:
+            exchange.fail()
+        return exchange
+
+    def _read(self, incoming: Incoming, now_ns: int) -> tuple[Request, str | None]:
+        """What the router decides by, and the model that is asked for."""
+        asked = read(incoming.body)
+        return self._reading.prepare(asked, incoming, now_ns), asked.model
+
+    async def _read_and_start(self, exchange: Exchange, incoming: Incoming) -> None:
+        now_ns = time.monotonic_ns()
+        try:
+            exchange.start(*await self._reading.threads.run(lambda: self._read(incoming, now_ns)))
+        except RequestError as error:
+            exchange.refuse(error)
+        except Exception:
+            exchange.fail()
+
+    # --- here
+
+    def _answer_here(self, client: Client, incoming: Incoming, path: str) -> None:
+        if path in ("/health", "/ping"):
+            self._say(client, incoming, 200 if self._shared.fleet.num_up else 503)
+        elif path in ("/ready", "/readyz"):
+            self._say(client, incoming, 200 if self._shared.fleet.num_up and not self.is_draining else 503)
+        elif path == "/version":
+            self._say(client, incoming, 200, msgspec.json.encode({"version": __version__}))
+        elif path == "/metrics":
+            self._say(client, incoming, 200, self._metrics(), CONTENT_TYPE)
+        elif path == "/v1/models":
+            self._say(client, incoming, 200, self._shared.fleet.models.listed())
+        else:
+            name = path.removeprefix(MODELS)
+            card = self._shared.fleet.models.card(name)
+            if card is None:
+                raise UnknownModelError(name)
+            self._say(client, incoming, 200, card)
+
+    def _say(
+        self,
+        client: Client,
+        incoming: Incoming,
+        status: int,
+        body: bytes = b"",
+        content_type: str = "application/json",
+    ) -> None:
+        client.reply(own_head(status, content_type, len(body), _id_line(incoming)), body)
+
+    def _refuse(self, client: Client, incoming: Incoming, error: RequestError, added: bytes = b"") -> None:
+        self._shared.counts.refusals[error.code or error.error_type] += 1
+        client.refuse(error, _id_line(incoming) + added)
+
+    def _request_id(self, incoming: Incoming) -> str:
+        """The client's own, if it is short, plain and not in use; otherwise a new one."""
+        given = incoming.head.named.get(b"x-request-id")
+        if given is None or (plain := plain_id(given)) is None:
+            return f"{self._prefix}{next(self._serial):x}"
+        return plain if plain not in self._shared.active else f"{plain[:100]}~{next(self._serial):x}"
+
+
+def _is_preflight(head: RequestHead) -> bool:
+    """Whether a browser asks if a page may ask."""
+    return head.method == b"OPTIONS" and b"origin" in head.named and b"access-control-request-method" in head.named
+
+
+def _not_found(path: str) -> HttpError:
+    text = f"There is no {shown(path)} here. Paths are compared letter by letter; --open-path opens others of engines."
+    return HttpError(404, text, "not_found")
+
+
+def _id_line(incoming: Incoming) -> bytes:
+    return b"X-Request-Id: %b\r\n" % incoming.request_id.encode()
+
+
+async def sweep_forever(shared: Shared, clients: Clients, interval_s: float) -> None:
+    """Look at everything that has a deadline, again and again."""
+    pauses = PauseMeter(time.monotonic_ns(), int(2 * interval_s * 1e9))
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            if pause_ns := pauses.tick(time.monotonic_ns()):
+                _forgive(shared, clients, pause_ns)
+            _sweep(shared, clients)
+        except Exception:
+            logger.exception("the sweep failed; it goes on")
+
+
+def _forgive(shared: Shared, clients: Clients, pause_ns: int) -> None:
+    """This process stood still: engines and clients have as much time left as they had before."""
+    now_ns = time.monotonic_ns()
+    for exchange in shared.active.values():
+        exchange.deadline_s += pause_ns * 1e-9
+    clients.paused(pause_ns * 1e-9)
+    for engine in shared.fleet:
+        engine.health.paused(pause_ns, now_ns)
+
+
+def _sweep(shared: Shared, clients: Clients) -> None:
+    now_ns = time.monotonic_ns()
+    now_s = now_ns * 1e-9
+    for exchange in [exchange for exchange in shared.active.values() if exchange.deadline_s < now_s]:
+        try:
+            exchange.expire()
+        except Exception:
+            exchange.fail()
+    clients.sweep(now_s)
+    for engine in shared.fleet:
+        engine.pool.sweep(now_s)
+        shared.fleet.look(engine, now_ns)

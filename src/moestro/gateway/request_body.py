@@ -1,0 +1,188 @@
+"""What a router reads of a request's body: the few fields that say where it should go. It never judges a body: what it
+cannot read goes to an engine as it is, which knows better what to say about it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import msgspec
+
+from moestro.core.hashing import hash_key, hash_text
+from moestro.core.request import Request, SamplingParams
+from moestro.gateway.http_headers import Incoming
+from moestro.web.json_elements import MAX_ELEMENTS, has_many_elements
+
+BYTES_PER_TOKEN = 4  # of English text and common tokenizers; a unit of load and hits, not a measurement
+DEFAULT_MAX_TOKENS = 16
+_MAX_AFFINITY_CHARS = 256  # of names that clients make up
+ABSENT = msgspec.Raw()  # a Raw cannot be in a union: null is one as well
+
+
+class Part(msgspec.Struct):
+    """One part of a message's content."""
+
+    text: str | None = None
+    image_url: msgspec.Raw = ABSENT
+
+
+class Said(msgspec.Struct):
+    """One message of a chat."""
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: msgspec.Raw = ABSENT
+
+
+class Asked(msgspec.Struct):
+    """The fields that are looked at, of all of the APIs that begin with a prompt: OpenAI's completions, chats and
+    responses, Anthropic's messages, SGLang's generate.
+    """
+
+    model: str | None = None
+    messages: list[Said] | None = None
+    prompt: msgspec.Raw = ABSENT
+    input: msgspec.Raw = ABSENT
+    text: msgspec.Raw = ABSENT
+    system: msgspec.Raw = ABSENT
+    instructions: msgspec.Raw = ABSENT
+    tools: msgspec.Raw = ABSENT
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    user: str | None = None
+    session_id: str | None = None
+    prompt_cache_key: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+
+
+NOTHING = Asked()
+_decode = msgspec.json.Decoder(Asked).decode
+_decode_messages = msgspec.json.Decoder(list[Said]).decode
+_decode_but_messages = msgspec.json.Decoder(
+    msgspec.defstruct(
+        "AskedButMessages",
+        [
+            (field.name, msgspec.Raw, ABSENT) if field.name == "messages" else (field.name, field.type, field.default)
+            for field in msgspec.structs.fields(Asked)
+        ],
+    )
+).decode
+
+
+def read(body: bytes) -> Asked:
+    """What a body asks for; `NOTHING` where that cannot be read."""
+    if not body:
+        return NOTHING
+    try:
+        return _decode(body) if len(body) <= MAX_ELEMENTS else _read_large(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return NOTHING
+
+
+def _read_large(body: bytes) -> Asked:
+    """Read a body that may have more elements than can be decoded quickly.
+
+    A chat of too many elements counts as a prompt that is its JSON as spelt; decoding it would stop all streams.
+    """
+    fields = msgspec.structs.asdict(_decode_but_messages(body))
+    messages = fields.pop("messages")
+    if not is_given(messages):
+        return Asked(**fields)
+    if has_many_elements(messages):
+        return Asked(**fields | {"prompt": messages})
+    return Asked(**fields, messages=_decode_messages(messages))
+
+
+def is_given(raw: msgspec.Raw) -> bool:
+    """Whether a field was there, and was not null."""
+    return raw is not ABSENT and bytes(raw) != b"null"
+
+
+def plain_text(asked: Asked) -> bytes:
+    """The prompt as one text: what templates write first (tools, instructions) first, then roles and contents.
+
+    Two prompts that begin alike have texts that begin alike; it is not the text that the engine's template writes.
+    Token ids stay as they are spelt.
+    """
+    messages = asked.messages
+    if messages is None:
+        raws = [asked.tools, asked.system, asked.instructions, asked.prompt, asked.input, asked.text]
+        return b"\n".join([_unquoted(bytes(raw)) for raw in raws if is_given(raw)])
+    said = "".join(
+        [
+            f"{each.role}\n{each.content}\n"
+            if each.content.__class__ is str and each.tool_calls is ABSENT
+            else _said(each)
+            for each in messages
+        ]
+    ).encode()
+    if asked.tools is ABSENT and asked.system is ABSENT and asked.instructions is ABSENT:
+        return said
+    raws = [asked.tools, asked.system, asked.instructions]
+    return b"\n".join([*[bytes(raw) for raw in raws if is_given(raw)], said])
+
+
+def request_from_text(asked: Asked, incoming: Incoming, now_ns: int, block_bytes: int) -> Request:
+    """What the router decides by, without a tokenizer: blocks of text, and tokens by the length of it."""
+    text = plain_text(asked)
+    key = prompt_key(asked.model, asked.cache_salt)
+    num_tokens = max(1, (len(text) or len(incoming.body)) // BYTES_PER_TOKEN)
+    return make_request(asked, incoming, now_ns, (num_tokens, key, hash_text(key, text, block_bytes)))
+
+
+def make_request(asked: Asked, incoming: Incoming, now_ns: int, prompt: tuple[int, bytes, bytes]) -> Request:
+    """The request that a policy sees; `prompt`: its tokens, the key of its blocks' names, and these."""
+    num_tokens, key, block_hashes = prompt
+    named, user = incoming.head.named, asked.user
+    limit = asked.max_completion_tokens or asked.max_tokens or asked.max_output_tokens or DEFAULT_MAX_TOKENS
+    session = named.get(b"x-session-affinity") or named.get(b"x-session-id")
+    session_id = session.decode("latin-1") if session else asked.session_id or asked.prompt_cache_key
+    return Request(
+        request_id=incoming.request_id,
+        num_prompt_tokens=num_tokens,
+        sampling=_sampling(limit),
+        arrival_ns=now_ns,
+        block_hashes=block_hashes,
+        hash_key=key,
+        priority=asked.priority or 0,
+        user=user[:_MAX_AFFINITY_CHARS] if user else None,
+        session_id=session_id[:_MAX_AFFINITY_CHARS] if session_id else None,
+    )
+
+
+@lru_cache(maxsize=4096)
+def prompt_key(model: str | None, salt: str | None) -> bytes:
+    """The key under which a prompt's blocks are named."""
+    return hash_key(model or "", None, salt)
+
+
+def _said(message: Said) -> str:
+    content = message.content
+    if not isinstance(content, str):
+        content = "".join([part.text or _spelt(part.image_url) for part in content or ()])
+    calls = _spelt(message.tool_calls) if is_given(message.tool_calls) else ""
+    return f"{message.role}\n{content}{calls}\n"
+
+
+def _spelt(raw: msgspec.Raw) -> str:
+    return bytes(raw).decode("utf-8", "replace")
+
+
+def _unquoted(raw: bytes) -> bytes:
+    """A JSON string's text. Of anything else, such as lists of texts or of token ids, the JSON serves as well."""
+    if not raw.startswith(b'"'):
+        return raw
+    try:
+        return msgspec.json.decode(raw, type=str).encode()
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return raw
+
+
+@lru_cache(maxsize=4096)
+def _sampling(max_tokens: int) -> SamplingParams:
+    """Of all that shapes an answer a router looks at its length alone."""
+    return SamplingParams(max_tokens=min(max(0, max_tokens), 1 << 31))

@@ -1,0 +1,92 @@
+"""The lines that an operator sees every ten seconds while there is traffic."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from moestro.gateway.fleet import Engine, Fleet
+from moestro.gateway.metrics import Counts
+from moestro.gateway.prometheus import imbalance
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 10.0
+_MAX_LINES = 16  # of engines; of more, /metrics tells
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """One engine's, at one moment."""
+
+    num_decisions: int
+    num_prompt: int
+    num_predicted: float
+    num_hit: int
+
+
+class RouteLines:
+    """Says what went to each engine since it was asked last."""
+
+    def __init__(self, fleet: Fleet, counts: Counts) -> None:
+        self._fleet = fleet
+        self._counts = counts
+        self._before: dict[Engine, _Totals] = {}
+        self._refusals_before = self._retries_before = 0
+
+    def lines(self, seconds: float) -> list[str]:
+        """One line for each engine that has, or had, anything to do in the last `seconds`, and one for all."""
+        router, found = self._fleet.router, []
+        num_decisions = 0
+        engines = list(self._fleet)
+        for engine in engines:
+            gained = self._gained(engine)
+            num_in_flight = router.num_in_flight_on(engine.row)
+            num_decisions += gained.num_decisions
+            if gained.num_decisions or num_in_flight:
+                found.append(_line(engine, gained, num_in_flight, seconds))
+        refusals, retries = self._counts.refusals.total(), self._counts.retries.total()
+        num_refused, self._refusals_before = refusals - self._refusals_before, refusals
+        num_retried, self._retries_before = retries - self._retries_before, retries
+        if not found and not num_refused:
+            return []
+        whole = (
+            f"all: {router.num_in_flight} in flight, {num_decisions / seconds:.1f} requests/s, {num_retried} retried,"
+            f" {num_refused} refused, imbalance {imbalance(self._fleet, engines):.2f},"
+            f" {self._fleet.num_up} of {len(engines)} engines up"
+        )
+        return [*found[:_MAX_LINES], whole]
+
+    def _gained(self, engine: Engine) -> _Totals:
+        c = engine.counts
+        now = _Totals(c.num_decisions, c.num_prompt_tokens, c.num_predicted_tokens, c.num_hit_tokens)
+        old = self._before.get(engine, _Totals(0, 0, 0.0, 0))
+        self._before[engine] = now
+        return _Totals(
+            now.num_decisions - old.num_decisions,
+            now.num_prompt - old.num_prompt,
+            now.num_predicted - old.num_predicted,
+            now.num_hit - old.num_hit,
+        )
+
+
+async def log_forever(lines: RouteLines) -> None:
+    """Log them at every interval."""
+    then = time.monotonic()
+    while True:
+        await asyncio.sleep(INTERVAL_S)
+        now = time.monotonic()
+        for line in lines.lines(now - then):
+            logger.info("%s", line)
+        then = now
+
+
+def _line(engine: Engine, gained: _Totals, num_in_flight: int, seconds: float) -> str:
+    hits = ""
+    if gained.num_prompt:
+        predicted, actual = gained.num_predicted / gained.num_prompt, gained.num_hit / gained.num_prompt
+        hits = f", prefix hits {actual:.0%} (predicted {predicted:.0%})"
+    condition = "" if engine.condition == "up" else f", {engine.condition}"
+    return f"{engine.name}: {num_in_flight} in flight, {gained.num_decisions / seconds:.1f} requests/s{hits}{condition}"

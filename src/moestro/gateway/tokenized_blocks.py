@@ -1,0 +1,101 @@
+"""Exact mode: a prompt's blocks as the engines have them, by the model's own template and tokenizer. On threads, for it
+takes milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.hashing import hash_blocks
+from moestro.core.request import Request
+from moestro.errors import RequestError
+from moestro.gateway.http_headers import Incoming
+from moestro.gateway.prompt_blocks import Reading
+from moestro.gateway.request_body import Asked, Said, is_given, make_request, prompt_key, request_from_text
+from moestro.text.tokenizer import Tokenizer
+
+MAX_TEXT_BYTES = 4 << 20  # of a prompt that is tokenized here; a longer one would hold a thread for seconds
+
+
+def exact_reading(directory: Path, block_size: int) -> Reading:
+    """Prompts as tokens, in blocks of `block_size`, by the tokenizer in `directory`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    tokenizer = Tokenizer(directory)
+    tokenizer.warm_chats()
+    return Reading(
+        prepare=ExactReader(tokenizer, block_size),
+        block_tokens=block_size,
+        words=f"as tokens of {directory}, in blocks of {block_size}",
+        max_inline_bytes=0,
+    )
+
+
+class ExactReader:
+    """Makes the router's request of a body.
+
+    A prompt that the template or the tokenizer cannot read is routed by its length alone; the engine will say what is
+    wrong with it. Of several prompts in one body the first is looked at.
+
+    Args:
+        block_size: tokens of a block, as the engines have it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, block_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._block_size = block_size
+
+    def __call__(self, asked: Asked, incoming: Incoming, now_ns: int) -> Request:
+        """The request, with its exact number of tokens and the names of its blocks."""
+        ids = self._ids(asked) if len(incoming.body) <= MAX_TEXT_BYTES else None
+        if ids is None or not len(ids):
+            return request_from_text(asked, incoming, now_ns, len(incoming.body) + 1)  # no block is that long
+        key = prompt_key(asked.model, asked.cache_salt)
+        return make_request(asked, incoming, now_ns, (len(ids), key, hash_blocks(key, ids, self._block_size)))
+
+    def _ids(self, asked: Asked) -> NDArray[np.int32] | None:
+        try:
+            return np.array(self._id_list(asked), np.int32)
+        except (RequestError, msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
+            return None
+
+    def _id_list(self, asked: Asked) -> Sequence[int]:
+        if asked.messages is not None:
+            text = self._tokenizer.render_chat([_message(said) for said in asked.messages], tools=_tools(asked))
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        raw = asked.prompt if is_given(asked.prompt) else asked.text
+        prompt = msgspec.json.decode(raw, type=str | list[str | int | list[int]])
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            prompt = prompt[0]  # the first of several
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt, add_special_tokens=True)
+        return msgspec.convert(prompt, list[int])
+
+
+def _message(said: Said) -> dict[str, Any]:
+    content = said.content
+    if not isinstance(content, str):
+        parts = content or ()
+        if any(part.text is None for part in parts):
+            raise RequestError("A part of a message is no text: its tokens are not known here.")
+        content = "".join([part.text or "" for part in parts])
+    message: dict[str, Any] = {"role": said.role, "content": content}
+    if said.name is not None:
+        message["name"] = said.name
+    if said.tool_call_id is not None:
+        message["tool_call_id"] = said.tool_call_id
+    if is_given(said.tool_calls):
+        message["tool_calls"] = msgspec.json.decode(said.tool_calls)
+    return message
+
+
+def _tools(asked: Asked) -> list[Any] | None:
+    return msgspec.json.decode(asked.tools, type=list[Any]) if is_given(asked.tools) else None

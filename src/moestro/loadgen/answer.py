@@ -1,0 +1,162 @@
+"""One streamed answer, from its bytes to an outcome. An answer without finish reason and usage is a failed one.
+
+A stream that breaks off looks to most clients like one that ended; what is counted here as whole has said that it is.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from moestro.loadgen.events import Event, EventReader, StreamSyntaxError
+from moestro.workload.records import Outcome
+
+# Finish reasons by which a server says that it gave up.
+_GIVEN_UP = {"abort", "error", "cancelled", "timeout"}
+_SHOWN = 300  # characters of a server's words that a report repeats
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+    @property
+    def has_tokens(self) -> bool:
+        """The opening chunk of a chat names the role and brings no token."""
+        return bool(self.content or self.reasoning or self.reasoning_content or self.tool_calls) or self.role is None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: str | dict[str, msgspec.Raw] | None = None
+    object: str | None = None
+    message: str | None = None
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+class AnswerReader:
+    """Takes the bytes of one streamed answer with the times at which they came."""
+
+    def __init__(self) -> None:
+        self._events = EventReader()
+        self._outcome = Outcome()
+        self._finish_reason: str | None = None
+        self._usage: _Usage | None = None
+        self._num_events = 0
+        self._is_last_chunk_bare = False  # a finish reason and no text: the last token, or nothing but the news
+        self.is_over = False
+
+    def feed(self, data: bytes, now_ns: int) -> None:
+        """Bytes that came at `now_ns`; after `is_over` they are ignored."""
+        if self.is_over:
+            return
+        try:
+            for event in self._events.feed(data):
+                if not self.is_over:
+                    self._take(event, now_ns)
+        except (StreamSyntaxError, msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            self.fail("bad_chunk", str(error))
+
+    def fail(self, word: str, message: str) -> None:
+        """The transport, or the clock, ended it; too late after the answer's own end."""
+        if not self.is_over:
+            self.is_over = True
+            self._outcome = Outcome(failure=word, message=message[:_SHOWN])
+
+    def outcome(self) -> Outcome:
+        """How it ended, once no more bytes will come."""
+        if self._outcome.failure is None:
+            if missing := self._missing():
+                return Outcome(failure=missing[0], message=missing[1])
+            self._settle()
+        return self._outcome
+
+    def _take(self, event: Event, now_ns: int) -> None:
+        if event.data == b"[DONE]":
+            self.is_over = True
+            return
+        self._num_events += 1
+        if event.kind == "error":
+            self.fail("error_event", error_words(event.data))
+            return
+        chunk = _decode(event.data)
+        if chunk.error is not None or chunk.object == "error":
+            self.fail("error_event", error_words(event.data))
+            return
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+        if chunk.choices:
+            self._take_choice(chunk.choices[0], now_ns)
+
+    def _take_choice(self, choice: _Choice, now_ns: int) -> None:
+        if choice.finish_reason is not None:
+            self._finish_reason = choice.finish_reason
+        if choice.delta is None:
+            text, has_tokens = choice.text, True
+        else:
+            text, has_tokens = choice.delta.content, choice.delta.has_tokens
+        if has_tokens or choice.finish_reason is not None:
+            self._outcome.delivery_ns.append(now_ns)
+            self._is_last_chunk_bare = choice.finish_reason is not None and not text
+
+    def _missing(self) -> tuple[str, str] | None:
+        if not self._num_events:
+            return "no_stream", "the answer is no stream of events"
+        if self._finish_reason is None:
+            return "no_finish_reason", "the stream ended without a finish reason"
+        if self._finish_reason in _GIVEN_UP:
+            return f"finish_{self._finish_reason}", f"the server ended it with {self._finish_reason!r}"
+        if self._usage is None:
+            return "no_usage", "the stream ended without usage, so nobody knows its tokens"
+        if self._usage.completion_tokens < 1:
+            return "no_tokens", "the server counts no token in its answer"
+        return None
+
+    def _settle(self) -> None:
+        usage, outcome = self._usage, self._outcome
+        assert usage is not None
+        # More deliveries than tokens: the bare last one told the finish reason, and no token came with it.
+        if self._is_last_chunk_bare and len(outcome.delivery_ns) > max(1, usage.completion_tokens):
+            outcome.delivery_ns.pop()
+        outcome.num_prompt_tokens, outcome.num_output_tokens = usage.prompt_tokens, usage.completion_tokens
+        if usage.prompt_tokens_details is not None:
+            outcome.num_cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+
+
+def refusal(status: int, body: bytes) -> Outcome:
+    """The outcome of an answer that is not 200."""
+    return Outcome(failure=f"http_{status}", message=error_words(body))
+
+
+def error_words(body: bytes) -> str:
+    """What an error body says, in any of the forms in use; the body itself if it has none of them."""
+    try:
+        told = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        told = None
+    for key in ("error", "message", "detail"):
+        if isinstance(told, dict) and told.get(key):
+            told = told[key]
+    words = told if isinstance(told, str) else body.decode(errors="replace")
+    return " ".join(words.split())[:_SHOWN]

@@ -1,0 +1,122 @@
+"""The HTTP side: sends one request, and stamps its answer's bytes as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+
+import aiohttp
+import msgspec
+
+from moestro.errors import ConfigError
+from moestro.loadgen.answer import AnswerReader, error_words, refusal
+from moestro.loadgen.settings import EndpointSettings
+from moestro.workload.records import Outcome
+
+_PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+# Below uvicorn's 5 s: a connection that the server is about to close must not be taken for a request.
+_KEEPALIVE_S = 4.0
+_ERROR_BYTES = 1 << 16
+
+
+class _Card(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+    device: str = ""  # Moestro's servers tell it
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A model to ask.
+
+    Attributes:
+        max_model_len: tokens of prompt and answer that it can hold, where the server tells.
+        is_paced: the server says that its steps take a modelled time; figures of it are not measured ones.
+    """
+
+    url: str
+    model: str
+    max_model_len: int | None
+    is_paced: bool = False
+
+
+class Client:
+    """Connections to one server, for the length of an `async with`."""
+
+    def __init__(self, settings: EndpointSettings) -> None:
+        self._settings = settings
+        self._headers = {"Content-Type": "application/json"}
+        if settings.api_key:
+            self._headers["Authorization"] = f"Bearer {settings.api_key}"
+
+    async def __aenter__(self) -> Client:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+            headers=self._headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def ask(self, url: str, body: bytes, headers: Mapping[str, str]) -> Outcome:
+        """Send `body` to `url` and take the whole answer. Whatever goes wrong is the outcome's `failure`."""
+        reader = AnswerReader()
+        try:
+            async with asyncio.timeout(self._settings.timeout):
+                async with self._session.post(url, data=body, headers=headers) as response:
+                    if response.status != 200:
+                        return refusal(response.status, await response.content.read(_ERROR_BYTES))
+                    # On after [DONE], to the end of the body: only then is the connection free for another request.
+                    while data := await response.content.readany():
+                        reader.feed(data, time.monotonic_ns())
+        except TimeoutError:
+            reader.fail("timeout", f"no whole answer within {self._settings.timeout:g} s")
+        except (aiohttp.ClientError, OSError) as error:
+            reader.fail("connection", f"{type(error).__name__}: {error}")
+        return reader.outcome()
+
+    async def find_endpoint(self) -> Endpoint:
+        """The model to ask, by its name or the first of those listed.
+
+        Raises:
+            ConfigError: nobody answers, or not with a list of models, or the model is not on it.
+        """
+        cards = await self._models()
+        asked, names = self._settings.model, [card.id for card in cards]
+        if not names or (asked is not None and asked not in names):
+            raise ConfigError(f"{self._settings.root} serves {', '.join(names) or 'no model'}: give one as --model")
+        card = cards[0] if asked is None else cards[names.index(asked)]
+        url = self._settings.root + _PATHS[self._settings.endpoint_type]
+        return Endpoint(url, card.id, card.max_model_len, card.device.startswith("paced"))
+
+    async def _models(self) -> list[_Card]:
+        url = f"{self._settings.root}/v1/models"
+        try:
+            async with asyncio.timeout(self._settings.timeout), self._session.get(url) as response:
+                body = await response.read()
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise ConfigError(
+                f"no server answers at {url} ({error or type(error).__name__}):"
+                " start one, for instance with moestro serve, or give its --base-url"
+            ) from error
+        if response.status == 401:
+            raise ConfigError(f"{url} wants a key: set MOESTRO_API_KEY, or give --api-key")
+        try:
+            if response.status == 200:
+                return msgspec.json.decode(body, type=_Cards).data
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            pass
+        text = f"{url} answers {response.status} and no list of models ({error_words(body)}): check --base-url"
+        raise ConfigError(text)

@@ -1,0 +1,29 @@
+"""Writes a bench's plot to a file. Only what draws loads matplotlib, so only the verb imports this, when asked to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moestro.errors import ConfigError
+from moestro.loadgen.runner import Measured
+from moestro.workload.plots import run_figure, search_figure
+
+
+def save_plot(path: Path, measured: Measured) -> None:
+    """Draw a run's latencies, or a search's shares and latencies by rate.
+
+    Raises:
+        ConfigError: the file cannot be written, or its ending names no kind of picture.
+    """
+    result = measured.result
+    if result.found is not None:
+        rates, reports = [probe.rate for probe in result.probes], [probe.report for probe in result.probes]
+        figure = search_figure(rates, reports, result.found.slo_share)
+    else:
+        assert measured.records is not None
+        assert result.report is not None
+        figure = run_figure(measured.records, result.report, measured.slos)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error}") from error

@@ -1,0 +1,139 @@
+"""What a bench leaves behind: figures, and the conditions under which they hold."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from moestro import __version__
+from moestro.config.machine import machine_name
+from moestro.errors import ConfigError
+from moestro.loadgen.client import Endpoint
+from moestro.loadgen.settings import BenchSettings
+from moestro.workload.records import Records
+from moestro.workload.report import Report
+from moestro.workload.search import Verdict
+
+_LIBRARIES = ("aiohttp", "uvloop", "numpy", "msgspec")
+_HIDDEN = "***"
+
+
+class Conditions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and how it was measured. `kind` is the kind of evidence: measured, or paced where the server says so."""
+
+    kind: str
+    command: str
+    started_at: str  # UTC, ISO 8601
+    moestro: str
+    python: str
+    libraries: dict[str, str]
+    machine: str
+    num_cpus: int
+    load_average: float  # of the client's machine over the minute before the start
+    url: str
+    model: str
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """One rate of a search."""
+
+    rate: float
+    verdict: Verdict
+    report: Report
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search found: the highest rate that held, the lowest above it that did not, and who set the bound."""
+
+    rate: float | None
+    above: float | None
+    is_client_bound: bool
+    slo_share: float
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All of it. A search has `found` and `probes`, and the report of its best rate, if any."""
+
+    conditions: Conditions
+    settings: dict[str, object]
+    num_skipped: int  # a trace's requests left out by --skip-too-long
+    is_generated: bool = False  # the requests come from a generator rather than from a trace
+    report: Report | None
+    found: Found | None = None
+    probes: tuple[Probe, ...] = ()
+    requests: dict[str, list[object]] | None = None
+
+
+def make_conditions(endpoint: Endpoint) -> Conditions:
+    """Those of this process, now."""
+    return Conditions(
+        kind="paced" if endpoint.is_paced else "measured",
+        command=" ".join(_without_keys(["moestro", *sys.argv[1:]])),
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        moestro=__version__,
+        python=platform.python_version(),
+        libraries={name: version(name) for name in _LIBRARIES},
+        machine=machine_name(),
+        num_cpus=os.cpu_count() or 0,
+        load_average=round(os.getloadavg()[0], 2),
+        url=endpoint.url,
+        model=endpoint.model,
+    )
+
+
+def settings_as_told(settings: BenchSettings) -> dict[str, object]:
+    """All settings, the key's value hidden."""
+    told: dict[str, object] = msgspec.to_builtins(settings, enc_hook=str)
+    endpoint = told["endpoint"]
+    assert isinstance(endpoint, dict)
+    if endpoint["api_key"] is not None:
+        endpoint["api_key"] = _HIDDEN
+    return told
+
+
+def detailed(records: Records) -> dict[str, list[object]]:
+    """Each request's times as columns, milliseconds after the first arrival; None where it failed."""
+    lines, ok = records.timelines, records.is_ok
+    start_ns = lines.arrival_ns.min()
+
+    def column(values: Sequence[float]) -> list[object]:
+        return [value if good else None for value, good in zip(values, ok.tolist(), strict=True)]
+
+    return {
+        "arrival_ms": ((lines.arrival_ns - start_ns) / 1e6).tolist(),
+        "late_ms": (records.late_ns / 1e6).tolist(),
+        "end_ms": ((records.end_ns - start_ns) / 1e6).tolist(),
+        "first_token_ms": column(((lines.first_token_ns - start_ns) / 1e6).tolist()),
+        "last_token_ms": column(((lines.last_token_ns - start_ns) / 1e6).tolist()),
+        "input_tokens": column(records.num_prompt_tokens.tolist()),
+        "cached_tokens": column(records.num_cached_tokens.tolist()),
+        "output_tokens": column(lines.num_tokens.tolist()),
+    }
+
+
+def write_json(path: Path, result: Result) -> None:
+    """Write `result`, indented; ConfigError if there is no such place."""
+    text = msgspec.json.format(msgspec.json.encode(result, enc_hook=str), indent=2)
+    try:
+        path.write_bytes(text + b"\n")
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
+
+
+def _without_keys(arguments: Sequence[str]) -> list[str]:
+    """The command line as it may be shown to others."""
+    shown: list[str] = []
+    for argument in arguments:
+        if shown and shown[-1] == "--api-key":
+            shown.append(_HIDDEN)
+        else:
+            flag, has_value, _ = argument.partition("=")
+            shown.append(f"{flag}={_HIDDEN}" if flag == "--api-key" and has_value else argument)
+    return shown

@@ -1,1 +1,0 @@
-"""The decisions: each looks at a frozen view and answers. State and effects live elsewhere."""

@@ -1,0 +1,1 @@
+"""Papers' experiments on virtual time: one frame, a folder for each paper."""

@@ -1,0 +1,1 @@
+"""LMetric's experiment."""

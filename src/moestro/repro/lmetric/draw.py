@@ -1,0 +1,151 @@
+"""Findings as pictures. Needs the extra `plots`; nothing else imports it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from moestro.repro.lmetric.experiment import FIGURES, HALF, NETWORK, OUR_POLICY, PAPER_POLICY, Findings
+
+_SIZE = (11.0, 7.0)
+_COLOURS = {"better": "C2", "undecided": "0.6", "worse": "C3"}
+_TICKS = (-100, -10, 0, 10, 100)  # %, of differences
+_LEAST_SHARE = 0.005  # in the logarithmic picture
+_SHOWN = ("round_robin", "vllm-0.26", "bailian", "dynamo", "llm-d", PAPER_POLICY, OUR_POLICY)
+
+
+def save_pictures(findings: Findings, directory: Path) -> list[Path]:
+    """PNGs of everything that was run; returns their paths."""
+    figures = {f"lmetric_rates_{load}": _rates(findings, load) for load in findings.saturation}
+    figures |= {f"lmetric_half_load_{load}": _bars(findings, load) for load in findings.saturation}
+    if findings.weights:
+        figures["lmetric_tuning"] = _tuning(findings)
+    if findings.errors:
+        figures["lmetric_prediction"] = _prediction(findings)
+    if findings.classes:
+        figures["lmetric_classes"] = _classes(findings)
+    if findings.pairs:
+        figures["lmetric_ours"] = _ours(findings)
+    paths = []
+    for name, figure in figures.items():
+        paths.append(directory / f"{name}.png")
+        figure.savefig(paths[-1], dpi=120)
+    return paths
+
+
+def _rates(findings: Findings, load: str) -> Figure:
+    """Each figure over the rate, a line a policy."""
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    for axes, (name, of) in zip(figure.subplots(2, 2).flat, FIGURES.items(), strict=True):
+        for policy in _SHOWN:
+            cells = [
+                cell
+                for cell in findings.cells
+                if (cell.load, cell.policy, cell.network, cell.seed) == (load, policy, NETWORK, 0)
+            ]
+            if cells:
+                cells.sort(key=lambda cell: cell.rate)
+                style = {"linewidth": 2.5} if policy == OUR_POLICY else {}
+                axes.plot([c.rate for c in cells], [of(c.measured) for c in cells], "o-", label=policy, **style)
+        axes.set(title=name, xlabel="requests/s", ylabel="ms", yscale="log")
+    figure.axes[0].legend()
+    figure.suptitle(f"{load}: {findings.num_engines} engines, simulated; less is better")
+    return figure
+
+
+def _bars(findings: Findings, load: str) -> Figure:
+    """Every policy at half the load: TTFT against TPOT, and where prompts were found in the cache."""
+    cells = [
+        cell for cell in findings.cells if (cell.load, cell.network, cell.seed, cell.share) == (load, NETWORK, 0, HALF)
+    ]
+    cells.sort(key=lambda cell: cell.measured.ttft_ms.mean)
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    names = [cell.policy for cell in cells]
+    colours = ["C3" if name == OUR_POLICY else "C1" if name == PAPER_POLICY else "C0" for name in names]
+    for axes, (title, values) in zip(
+        panels,
+        (
+            ("mean TTFT, ms", [cell.measured.ttft_ms.mean for cell in cells]),
+            ("mean TPOT, ms", [cell.measured.tpot_ms.mean for cell in cells]),
+            ("prompt tokens found in the cache", [cell.measured.hit_ratio for cell in cells]),
+        ),
+        strict=True,
+    ):
+        axes.barh(names, values, color=colours)
+        axes.set(title=title)
+        axes.invert_yaxis()
+    figure.suptitle(f"{load} at half of saturation, simulated")
+    return figure
+
+
+def _tuning(findings: Findings) -> Figure:
+    """What has to be tuned: lambda of the sum, range of the filter; the product has nothing."""
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for load, sweep in findings.weights.items():
+        values = np.array([each.ttft_ms.mean for _, each in sweep])
+        left.plot([weight for weight, _ in sweep], values / values.min(), "o-", label=load)
+    for load, ranges in findings.ranges.items():
+        values = np.array([each.ttft_ms.mean for _, each in ranges])
+        right.plot([most for most, _ in ranges], values / values.min(), "o-", label=load)
+    left.set(title="linear sum (Fig. 11)", xlabel="lambda", ylabel="mean TTFT over the best of the sweep")
+    right.set(title="filter (Fig. 13)", xlabel="range", xscale="log")
+    left.legend()
+    return figure
+
+
+def _classes(findings: Findings) -> Figure:
+    """A point a request: how hot its class is, against how many engines hold it (Fig. 20)."""
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    loads = list(findings.classes)
+    panels = figure.subplots(2, -(-len(loads) // 2), squeeze=False, sharex=True, sharey=True)
+    for axes, load in zip(panels.flat, loads, strict=False):
+        classes = findings.classes[load]
+        hot, held = np.asarray(classes.class_share), np.asarray(classes.holder_share)
+        axes.scatter(np.maximum(held, _LEAST_SHARE), np.maximum(hot, _LEAST_SHARE), s=6, alpha=0.4)
+        axes.plot([_LEAST_SHARE, 1], [_LEAST_SHARE, 1], color="C3", linestyle="--")
+        axes.set(title=load, xscale="log", yscale="log", xlabel="share of engines that hold it")
+        axes.set(ylabel="share of requests in the class")
+    for axes in panels.flat[len(loads) :]:
+        axes.remove()
+    figure.suptitle("Below the line no class can overload the engines that hold its prefix; simulated")
+    return figure
+
+
+def _ours(findings: Findings) -> Figure:
+    """Ours against the best rival of each cell, under seeds of their own, with 95 % intervals."""
+    figure = Figure(figsize=(11.0, 1.5 + 0.28 * len(findings.pairs) / len(FIGURES)), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(FIGURES), sharey=True), FIGURES, strict=True):
+        pairs = [pair for pair in findings.pairs if pair.figure == name]
+        at = np.arange(len(pairs))
+        for row, pair in enumerate(pairs):
+            axes.plot([100 * pair.low, 100 * pair.high], [row, row], color=_COLOURS[pair.verdict], linewidth=2)
+        axes.plot([100 * pair.mean for pair in pairs], at, "k.")
+        axes.axvline(0, color="0.5", linewidth=0.8)
+        axes.set(title=name, xlabel="%", yticks=at)
+        axes.set_xscale("symlog", linthresh=10)  # the synthetic trace's intervals are a hundred times the others'
+        axes.set(xlim=(-500, 500), xticks=_TICKS, xticklabels=[f"{tick:+d}" if tick else "0" for tick in _TICKS])
+        axes.minorticks_off()
+        axes.set_yticklabels([f"{pair.load} at {pair.share:.0%}" for pair in pairs], fontsize=7)
+    figure.axes[0].invert_yaxis()
+    figure.suptitle(
+        f"{OUR_POLICY} against the best rival of each cell: left of 0 is better (simulated)\n"
+        "95 % intervals: green all better, red all worse, grey undecided; logarithmic beyond 10 %"
+    )
+    return figure
+
+
+def _prediction(findings: Findings) -> Figure:
+    """Relative errors of predicted TTFT, as cumulative shares (Fig. 16)."""
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    axes = figure.subplots()
+    for errors in findings.errors:
+        name = "tuned: the network served" if errors.is_tuned else "mistuned: another network"
+        axes.plot(errors.curve, np.arange(101) / 100, label=name)
+    axes.axvline(0.2, color="C3", linestyle="--")
+    axes.set(xlabel="|predicted / actual - 1| of TTFT", ylabel="share of requests", xlim=(0, 2))
+    axes.legend()
+    return figure

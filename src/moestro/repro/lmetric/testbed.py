@@ -1,0 +1,202 @@
+"""A paper's testbed on virtual time: engines of one kind, a load, a policy, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.clock import NS_PER_S
+from moestro.core.views import Channel
+from moestro.cost.capacity import kv_blocks
+from moestro.cost.gpus import Gpu
+from moestro.cost.networks import Network
+from moestro.cost.roofline import Roofline, RooflineSettings
+from moestro.engine.settings import SchedulerSettings
+from moestro.routing.policies.contract import RoutePolicy
+from moestro.routing.router import Router
+from moestro.routing.settings import EngineSpec, RouterSettings
+from moestro.sim.arrivals import AtTimes
+from moestro.sim.cluster import Cluster
+from moestro.sim.group import Group
+from moestro.sim.prices import OneRank
+from moestro.sim.results import WINDOW_NS, Results
+from moestro.sim.signals import ChannelSettings, SignalSettings
+from moestro.workload.requests import RequestForm, RequestMaker
+from moestro.workload.rows import Rows
+
+Floats = NDArray[np.float64]
+
+LEAD_IN = 0.1  # of the requests, which find cold caches and empty queues, and are in no figure
+# vLLM's coordinator publishes counts every 100 ms; engines that answer through the router say theirs with each answer.
+_BROADCAST = ("vllm-0.26", "vllm-0.27")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Testbed:
+    """Equal engines, each one GPU with the whole network.
+
+    Attributes:
+        block_size: tokens of a KV block.
+        max_num_seqs, max_num_batched_tokens: of each engine; vLLM's own defaults for a GPU of this memory.
+    """
+
+    network: Network
+    gpu: Gpu
+    num_engines: int = 16
+    block_size: int = 16
+    max_num_seqs: int = 1024
+    max_num_batched_tokens: int = 8192
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of one engine."""
+        return kv_blocks(self.network, self.gpu, self.block_size)
+
+    def scheduler(self, rows: Rows) -> SchedulerSettings:
+        """Of each engine; every request of `rows` fits."""
+        longest = int(rows.num_prompt_tokens.max() + rows.num_output_tokens.max())
+        return SchedulerSettings(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_model_len=min(self.num_blocks * self.block_size, longest),
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_queued_reqs=1 << 30,  # the papers refuse nobody
+        )
+
+    def cost(self) -> Roofline:
+        """Prices the steps of one engine."""
+        return Roofline(RooflineSettings(network=self.network, gpu=self.gpu))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """Requests and when they come.
+
+    Attributes:
+        name: as tables show it.
+        rows: what is asked for.
+        offsets_ns: int64[n], in order.
+        is_generated: made like a trace, and not one.
+    """
+
+    name: str
+    rows: Rows
+    offsets_ns: NDArray[np.int64]
+    is_generated: bool
+
+    @property
+    def rate(self) -> float:
+        """Requests a second."""
+        return len(self.rows) / (int(self.offsets_ns[-1]) / NS_PER_S)
+
+
+class Latency(msgspec.Struct, frozen=True):
+    """Over requests, milliseconds."""
+
+    mean: float
+    p50: float
+    p99: float
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """One run, without the first LEAD_IN of the requests; imbalances are max over mean, at least 1."""
+
+    num_requests: int
+    ttft_ms: Latency
+    tpot_ms: Latency
+    hit_ratio: float
+    request_imbalance: float
+    prefill_imbalance: float
+    unlike_prefill_s: tuple[float, float]  # prefill seconds a window, of the two most different engines
+    requests_per_s: float  # answered, in the middle 80 % of all answers
+
+
+def run(bed: Testbed, load: Load, policy: RoutePolicy, signals: SignalSettings, seed: int = 0) -> Results:
+    """Serve `load` on `bed` with requests spread by `policy`."""
+    cost, settings = bed.cost(), bed.scheduler(load.rows)
+    router = Router(policy, RouterSettings(block_size=bed.block_size, seed=seed))
+    groups = [Group(settings, OneRank(cost)) for _ in range(bed.num_engines)]
+    for _ in groups:
+        router.set_routable(router.add_engine(EngineSpec(num_blocks=bed.num_blocks)), routable=True)
+    maker = RequestMaker(load.rows, RequestForm(block_size=bed.block_size))
+    return Cluster(groups, router, signals).run(maker, AtTimes(load.offsets_ns))
+
+
+def signals_of(policy_name: str, policy: RoutePolicy) -> SignalSettings:
+    """What a policy hears of the engines, by its own system's way."""
+    figures = policy.needs.figures
+    said = tuple(name for name in figures if name != "expert_pressure")  # of whole engines there is none
+    if not said:
+        return SignalSettings()
+    channel = Channel.BROADCAST if policy_name in _BROADCAST else Channel.PIGGYBACKED
+    return SignalSettings(channels=(ChannelSettings(figures=said, channel=channel),))
+
+
+def measured(results: Results) -> Measured:
+    """A run in figures.
+
+    Raises:
+        AssertionError: a request was refused or not answered, so that the figures would leave it out.
+    """
+    assert results.is_answered.all(), f"not all were answered: {results.refusals}"
+    counted = slice(int(LEAD_IN * len(results)), None)
+    gaps = results.num_tokens[counted].astype(np.int64) - 1
+    spans = (results.last_token_ns - results.first_token_ns)[counted]
+    prefill = _counted_prefill(results, int(LEAD_IN * len(results)))
+    work = prefill.sum(1)
+    requests = np.bincount(results.engine[counted], minlength=results.num_engines)
+    return Measured(
+        num_requests=len(results),
+        ttft_ms=latency_ms((results.first_token_ns - results.arrival_ns)[counted]),
+        tpot_ms=latency_ms(spans[gaps > 0] / gaps[gaps > 0]),
+        hit_ratio=float(results.num_hit_tokens[counted].sum() / results.num_prompt_tokens[counted].sum()),
+        request_imbalance=float(requests.max() / requests.mean()),
+        prefill_imbalance=float(work.max() / work.mean()),
+        unlike_prefill_s=(float(prefill[work.argmax()].mean()), float(prefill[work.argmin()].mean())),
+        requests_per_s=_middle_rate(results.last_token_ns),
+    )
+
+
+def saturation_rate(bed: Testbed, load: Load, policy: RoutePolicy) -> float:
+    """Requests a second that the testbed answers when all of `load` has come at once: what it can bear at most."""
+    at_once = replace(load, offsets_ns=np.arange(len(load.rows), dtype=np.int64))
+    return measured(run(bed, at_once, policy, SignalSettings())).requests_per_s
+
+
+def paired_interval(
+    ours: list[float], others: list[float], quantile: Callable[[int], float]
+) -> tuple[float, float, float]:
+    """The mean of `ours / others - 1` over runs with equal seeds, and its 95 % interval (Student's t).
+
+    Args:
+        quantile: of degrees of freedom, the 97.5 % quantile of t.
+    """
+    ratios = np.asarray(ours) / np.asarray(others) - 1
+    mean = float(ratios.mean())
+    if len(ratios) < 2:
+        return mean, float("-inf"), float("inf")
+    half = quantile(len(ratios) - 1) * float(ratios.std(ddof=1)) / len(ratios) ** 0.5
+    return mean, mean - half, mean + half
+
+
+def _counted_prefill(results: Results, first_row: int) -> Floats:
+    """float64[engines, windows], prefill seconds while requests came, from that one on."""
+    first, last = results.arrival_ns[first_row] // WINDOW_NS, results.arrival_ns.max() // WINDOW_NS
+    return results.prefill_seconds()[:, first : last + 1]
+
+
+def latency_ms(values_ns: NDArray[np.int64] | Floats) -> Latency:
+    """Of these nanoseconds."""
+    values = values_ns / 1e6
+    return Latency(float(values.mean()), float(np.percentile(values, 50)), float(np.percentile(values, 99)))
+
+
+def _middle_rate(end_ns: NDArray[np.int64]) -> float:
+    ends = np.sort(end_ns)
+    first, last = int(0.1 * len(ends)), int(0.9 * len(ends))
+    return (last - first) / (float(ends[last] - ends[first]) / NS_PER_S)

@@ -1,0 +1,146 @@
+"""Policies that keep together what belongs together: by session, by user, by the beginning of the prompt."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal
+
+import numpy as np
+
+from moestro.core.hashing import HASH_BYTES
+from moestro.core.request import Request
+from moestro.core.rng import Draws, mix64
+from moestro.errors import ConfigError
+from moestro.routing.policies.contract import Choice, EngineLost, Needs, Routed, RouteEvent, RouteView
+from moestro.routing.policies.indicators import batch_size
+from moestro.routing.policies.load import least_loaded_score
+from moestro.routing.policies.scoring import Stateless, choose, lowest
+
+_KEY_BLOCKS = 16  # blocks of a prompt's beginning that name it where there is no session and no user: 256 tokens
+STICKY_EXPIRY_S = 600.0
+_MAX_KEYS = 1 << 18  # remembered; the least recently used go first
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedHash(Stateless):
+    """Consistent hashing with bounded loads: the engine of the request's key, or, if it is too full, the key's next.
+
+    The key is the session, or the user, or the prompt's first 256 tokens. An engine is too full if, with this request,
+    it had more than `max_load` times the mean. Engines are ranked for each key by rendezvous hashing, which like a
+    ring moves only the keys of an engine that comes or goes.
+
+    Source: Mirrokni et al., "Consistent Hashing with Bounded Loads", SODA 2018; Thaler and Ravishankar, "Using
+    Name-Based Mappings to Increase Hit Rates", IEEE/ACM ToN 1998; SMG's `prefix_hash.rs` for key and bound.
+    """
+
+    max_load: float = 1.25
+
+    def __post_init__(self) -> None:
+        if not self.max_load >= 1:
+            raise ConfigError(f"max_load must be at least 1, got {self.max_load}")
+
+    def decide(self, view: RouteView, draws: Draws) -> Choice:
+        """The first of the key's engines that has room; a request without key goes to the smallest batch."""
+        key = _key(view.request)
+        if key is None:
+            return choose(view, least_loaded_score(view), draws, "no session, user or full block; smallest batch")
+        load, routable = batch_size(view), view.engines.routable
+        total = int(load.sum(where=routable)) + 1
+        bound = math.ceil(self.max_load * total / int(routable.sum()))
+        rank = mix64(np.arange(1, len(load) + 1, dtype=np.uint64) * np.uint64(key | 1) + np.uint64(key >> 1))
+        scores = 1 - rank / 2.0**64
+        first = lowest(scores, routable, draws)
+        engine = first if load[first] < bound else lowest(scores, routable & (load < bound), draws)
+        words = "its key's engine" if engine == first else f"its key's engine {first} has {load[first]} of {bound}"
+        return Choice(engine, float(scores[engine]), words, scores)
+
+
+def _key(request: Request) -> int | None:
+    """64 bits that name what a request belongs to."""
+    name = request.session_id or request.user
+    if name is None and not request.block_hashes:
+        return None
+    if name is not None:
+        return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+    last = min(len(request.block_hashes), _KEY_BLOCKS * HASH_BYTES)
+    return int.from_bytes(request.block_hashes[last - 8 : last], "little")
+
+
+class StickyMap:
+    """Which engine a key was last sent to, for a time; of limited size.
+
+    Args:
+        expiry_ns: since its last use, after which it is forgotten.
+    """
+
+    def __init__(self, expiry_ns: int) -> None:
+        self._expiry_ns = expiry_ns
+        self._engines: OrderedDict[str, tuple[int, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def get(self, key: str, now_ns: int) -> int | None:
+        """The engine, or None if there is none or it was too long ago."""
+        engine, used_ns = self._engines.get(key, (None, 0))
+        return engine if now_ns - used_ns <= self._expiry_ns else None
+
+    def put(self, key: str, engine: int, now_ns: int) -> None:
+        """`key` was sent to `engine`."""
+        self._engines[key] = (engine, now_ns)
+        self._engines.move_to_end(key)
+        while self._engines:
+            oldest, (_, used_ns) = next(iter(self._engines.items()))
+            if len(self._engines) <= _MAX_KEYS and now_ns - used_ns <= self._expiry_ns:
+                break
+            del self._engines[oldest]
+
+    def forget_engine(self, engine: int) -> None:
+        """No key is sent to `engine` any more."""
+        for key in [key for key, (at, _) in self._engines.items() if at == engine]:
+            del self._engines[key]
+
+
+class Sticky:
+    """The engine that served the same session, or user, last; others go to the smallest batch.
+
+    Args:
+        by: what is kept together.
+        expiry_s: after which a key that was not used is forgotten.
+    """
+
+    needs = Needs()
+
+    def __init__(self, *, by: Literal["session_id", "user"] = "session_id", expiry_s: float = STICKY_EXPIRY_S) -> None:
+        if by not in ("session_id", "user"):
+            raise ConfigError(f"by must be session_id or user, got {by!r}")
+        if not expiry_s > 0:
+            raise ConfigError(f"expiry_s must be above 0, got {expiry_s}")
+        self._by = by
+        self._map = StickyMap(int(expiry_s * 1e9))
+
+    def decide(self, view: RouteView, draws: Draws) -> Choice:
+        """Where it was last, if that engine is routable."""
+        key = getattr(view.request, self._by)
+        if key is None:
+            return choose(view, least_loaded_score(view), draws, f"no {self._by}; in flight")
+        engine = self._map.get(key, view.now_ns)
+        if engine is None:
+            return choose(view, least_loaded_score(view), draws, f"first of its {self._by}; in flight")
+        if not view.engines.routable[engine]:
+            return choose(view, least_loaded_score(view), draws, f"engine {engine} is not to be had; in flight")
+        return Choice(engine, 0.0, f"the engine of its {self._by}")
+
+    def observe(self, event: RouteEvent) -> None:
+        """Remember where it went."""
+        match event:
+            case Routed():
+                if (key := getattr(event.request, self._by)) is not None:
+                    self._map.put(key, event.engine, event.now_ns)
+            case EngineLost():
+                self._map.forget_engine(event.engine)
+            case _:
+                pass

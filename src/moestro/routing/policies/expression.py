@@ -1,0 +1,150 @@
+"""A score given as text: arithmetic over the indicators, `p_tokens * batch_size` say.
+
+The text is parsed, never evaluated: its tree is checked against a list of what is allowed and turned into functions
+over columns, so an expression can compute a score and nothing else.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from moestro.errors import ConfigError
+from moestro.routing.policies.contract import Needs, RouteView
+from moestro.routing.policies.indicators import FIGURES_OF, HIT_INDICATORS, INDICATORS
+from moestro.routing.policies.scoring import Scored, Scores
+
+Term = Callable[[RouteView], Any]  # a column or a number
+
+MAX_CHARS = 1000
+_MAX_EXPONENT = 8  # columns are float64; beyond it a slip is likelier than a wish
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: np.true_divide,
+    ast.FloorDiv: np.floor_divide,
+    ast.Mod: np.mod,
+    ast.Pow: np.power,
+}
+_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Lt: np.less,
+    ast.LtE: np.less_equal,
+    ast.Gt: np.greater,
+    ast.GtE: np.greater_equal,
+    ast.Eq: np.equal,
+    ast.NotEq: np.not_equal,
+}
+# name -> (number of arguments, function). `where(condition, a, b)` takes a comparison.
+_FUNCTIONS: dict[str, tuple[int, Callable[..., Any]]] = {
+    "min": (2, np.minimum),
+    "max": (2, np.maximum),
+    "abs": (1, np.abs),
+    "sqrt": (1, np.sqrt),
+    "log": (1, np.log),
+    "exp": (1, np.exp),
+    "where": (3, np.where),
+}
+
+
+def expression_policy(text: str) -> Scored:
+    """The policy that chooses the engine for which `text` is lowest.
+
+    Args:
+        text: numbers, names of INDICATORS, + - * / // % **, comparisons, and min, max, abs, sqrt, log, exp, where.
+
+    Raises:
+        ConfigError: it is none of that; the text points at the place.
+    """
+    score, names = parse_score(text)
+    figures = {figure for name in names for figure in FIGURES_OF.get(name, ())}
+    needs = Needs(
+        hits=bool(names & HIT_INDICATORS),
+        figures=tuple(sorted(figures)),
+        otherwise="the router's own counts" if figures else "",
+    )
+    return Scored(score, text, needs)
+
+
+def parse_score(text: str) -> tuple[Callable[[RouteView], Scores], set[str]]:
+    """`text` as a function of a view, and the names of the indicators that it looks at.
+
+    Raises:
+        ConfigError: see `expression_policy`.
+    """
+    if len(text) > MAX_CHARS:
+        raise ConfigError(f"--route-score has {len(text)} characters, at most {MAX_CHARS} are allowed")
+    try:
+        names: set[str] = set()
+        term = _term(ast.parse(text.strip(), mode="eval").body, text, names)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
+        raise ConfigError(f"--route-score {text!r} is no expression: {error}") from error
+    if not names:
+        raise ConfigError(f"--route-score {text!r} is the same for all engines; indicators: {', '.join(INDICATORS)}")
+
+    def score(view: RouteView) -> Scores:
+        with np.errstate(all="ignore"):  # what is not a number is chosen last
+            return np.asarray(term(view), np.float64)
+
+    return score, names
+
+
+def _term(node: ast.expr, text: str, names: set[str]) -> Term:
+    """`node` as a function of a view; the names it looks at are added to `names`."""
+    parts = _operation(node, text)
+    if parts is not None:
+        function, arguments = parts
+        return _apply(function, [_term(each, text, names) for each in arguments])
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            number = float(value)
+            return lambda view: number
+        case ast.Name(id=name) if name in INDICATORS:
+            names.add(name)
+            return INDICATORS[name]
+        case ast.Name(id=name):
+            raise _error(node, text, f"{name!r} is no indicator; there are: {', '.join(INDICATORS)}")
+        case _:
+            allowed = f"numbers, + - * / // % **, comparisons, {', '.join(_FUNCTIONS)}, indicators"
+            raise _error(node, text, f"allowed are {allowed}")
+
+
+def _operation(node: ast.expr, text: str) -> tuple[Callable[..., Any], list[ast.expr]] | None:
+    """What `node` computes, and from what; None: it is a leaf, or nothing that is allowed."""
+    match node:
+        case ast.BinOp(op=ast.Pow(), right=ast.Constant(value=int() | float() as power)) if abs(power) > _MAX_EXPONENT:
+            raise _error(node, text, f"the exponent {power} is beyond {_MAX_EXPONENT}")
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            return _BINARY[type(op)], [left, right]
+        case ast.UnaryOp(op=unary, operand=operand) if type(unary) in _UNARY:
+            return _UNARY[type(unary)], [operand]
+        case ast.Compare(left=left, ops=[compare], comparators=[right]) if type(compare) in _COMPARE:
+            return _COMPARE[type(compare)], [left, right]
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
+            num_args, function = _FUNCTIONS[name]
+            if len(args) != num_args:
+                raise _error(node, text, f"{name} takes {num_args} arguments, got {len(args)}")
+            return function, args
+        case _:
+            return None
+
+
+def _apply(function: Callable[..., Any], terms: list[Term]) -> Term:
+    match terms:
+        case [one]:
+            return lambda view: function(one(view))
+        case [one, two]:
+            return lambda view: function(one(view), two(view))
+        case _:
+            return lambda view: function(*(term(view) for term in terms))
+
+
+def _error(node: ast.expr, text: str, problem: str) -> ConfigError:
+    source = ast.get_source_segment(text.strip(), node) or text
+    return ConfigError(f"--route-score {text!r}: at {source!r}: {problem}")

@@ -1,0 +1,147 @@
+"""Policies that first leave out engines that look overloaded, then follow the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.rng import Draws
+from moestro.errors import ConfigError
+from moestro.routing.policies.contract import Choice, Needs, RouteView
+from moestro.routing.policies.indicators import batch_size, new_tokens, p_tokens, queued_prefill_tokens
+from moestro.routing.policies.scoring import Scores, Stateless, choose, range_of
+
+# (p_tokens, queued_tokens, batch), each [n] -> ns [n]: what a request would wait for its first token on each engine, if
+# its own prompt and what is queued before it make p_tokens, and `batch` requests are there.
+PredictTtft = Callable[[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]], NDArray[np.float64]]
+
+LLMD_TOKENS_PER_S = 15_928  # llm-d's own default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aibrix(Stateless):
+    """The best hit, unless batches differ by more than `max_range`: then the smallest batch.
+
+    Among engines with a hit, the best one whose batch is not above the mean by more than `num_deviations` standard
+    deviations; without one, the smallest batch.
+
+    Attributes:
+        max_range: requests; the paper finds 4 to 16 best, by workload.
+
+    Source: AIBrix `pkg/plugins/gateway/algorithms/prefix_cache.go`; LMetric, Fig. 13.
+    """
+
+    max_range: int = 8
+    num_deviations: float = 1.0
+    needs = Needs(hits=True)
+
+    def decide(self, view: RouteView, draws: Draws) -> Choice:
+        """The best hit that is not overloaded."""
+        load, routable = batch_size(view), view.engines.routable
+        least, most = range_of(load, routable)
+        if most - least > self.max_range:
+            return choose(view, load, draws, f"batches differ by {most - least:.0f}; smallest batch")
+        loads = load[routable]
+        bound = loads.mean() + self.num_deviations * loads.std()
+        good = routable & (view.hit_tokens > 0) & (load <= bound)
+        if not good.any():
+            return choose(view, load, draws, "no hit on an engine of usual load; smallest batch")
+        # More hits first, then fewer requests: one integer, as long as no batch reaches the factor.
+        order = -view.hit_tokens * (1 << 20) + load
+        choice = choose(view, order, draws, "", good)
+        hit = int(view.hit_tokens[choice.engine])
+        return Choice(choice.engine, float(-hit), f"most hits, {hit} tokens, with {load[choice.engine]} in the batch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheAware(Stateless):
+    """The best match if it is good enough, else the smallest load; the smallest load too when loads are unbalanced.
+
+    Unbalanced: `max - min > abs_threshold` and `max > rel_threshold * min`.
+
+    Attributes:
+        cache_threshold: of the prompt, how much a match must cover.
+
+    Source: SGLang router and SMG, `policies/cache_aware.rs`; of old, a miss went to the smallest tree, which was found
+    to send everything to one worker (sglang issues 14305, 14532).
+    """
+
+    cache_threshold: float = 0.5
+    abs_threshold: int = 32
+    rel_threshold: float = 1.1
+    needs = Needs(hits=True)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cache_threshold <= 1:
+            raise ConfigError(f"cache_threshold must be in 0 .. 1, got {self.cache_threshold}")
+
+    def decide(self, view: RouteView, draws: Draws) -> Choice:
+        """The best match or the smallest load."""
+        load, routable = batch_size(view), view.engines.routable
+        least, most = range_of(load, routable)
+        if most - least > self.abs_threshold and most > self.rel_threshold * least:
+            return choose(view, load, draws, "unbalanced; smallest load")
+        best = int(view.hit_tokens.max(where=routable, initial=0))
+        if best <= self.cache_threshold * view.request.num_prompt_tokens:
+            return choose(view, load, draws, "no good match; smallest load")
+        return choose(view, load, draws, f"match of {best} tokens; load", view.hit_tokens == best)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlmdAffinity(Stateless):
+    """Engines with a good hit, unless the best of them is much later than another; among what is left, fewest tokens.
+
+    Attributes:
+        min_hit: of the prompt, how much makes a hit good.
+        max_penalty_s: by how much the TTFT of the best engine with a good hit may exceed the best other's.
+        predict_ttft_ns: see `PredictTtft`; None: tokens in flight over llm-d's default rate.
+
+    Source: llm-d router, filter `prefix-cache-affinity` and scorer `token-load`, August 2026.
+    """
+
+    min_hit: float = 0.8
+    max_penalty_s: float = 18.0
+    predict_ttft_ns: PredictTtft | None = None
+    needs = Needs(hits=True, figures=("queued_prefill_tokens",), otherwise="the router's own count of prompt tokens")
+
+    def decide(self, view: RouteView, draws: Draws) -> Choice:
+        """The fewest tokens, in flight and new, among engines with a good hit."""
+        routable, tokens = view.engines.routable, view.engines.context_tokens + new_tokens(view)
+        sticky = routable & (view.hit_tokens >= self.min_hit * view.request.num_prompt_tokens)
+        if not sticky.any():
+            return choose(view, tokens, draws, "no good hit; tokens")
+        others = routable & ~sticky
+        if others.any():
+            ttft_ns = predicted_ttft_ns(view, self.predict_ttft_ns)
+            if ttft_ns[sticky].min() - ttft_ns[others].min() > self.max_penalty_s * 1e9:
+                return choose(view, tokens, draws, "good hits would wait too long; tokens")
+        return choose(view, tokens, draws, "good hit; tokens", sticky)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowestTtft(Stateless):
+    """The engine on which the first token is predicted to come first.
+
+    Attributes:
+        predict_ttft_ns: see `PredictTtft`: tuned, it is the cost model of the network served; mistuned, of another
+            (LMetric, section 4.6). None: tokens over llm-d's default rate.
+
+    Source: llm-d as LMetric has it, Fig. 14.
+    """
+
+    predict_ttft_ns: PredictTtft | None = None
+    needs = Needs(hits=True, figures=("queued_prefill_tokens",), otherwise="the router's own count of prompt tokens")
+
+    def decide(self, view: RouteView, draws: Draws) -> Choice:
+        """The earliest."""
+        return choose(view, predicted_ttft_ns(view, self.predict_ttft_ns), draws, "predicted TTFT in ns")
+
+
+def predicted_ttft_ns(view: RouteView, predict: PredictTtft | None) -> Scores:
+    """float64[n], by `predict`, or by llm-d's default rate."""
+    if predict is None:
+        return p_tokens(view) * (1e9 / LLMD_TOKENS_PER_S)
+    return predict(p_tokens(view), queued_prefill_tokens(view), batch_size(view))

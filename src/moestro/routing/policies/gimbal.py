@@ -1,0 +1,113 @@
+"""Gimbal: Algorithm 1 of the first paper, line by line; the second paper's, reconstructed from its abstract."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from moestro.core.rng import Draws
+from moestro.errors import ConfigError
+from moestro.routing.policies.affinity import StickyMap
+from moestro.routing.policies.contract import Choice, EngineLost, Needs, Routed, RouteEvent, RouteView
+from moestro.routing.policies.indicators import all_fresh, expert_pressure, kv_usage, num_waiting, queued_prefill_tokens
+from moestro.routing.policies.scoring import Scores
+
+BRANCHES = ("no metrics", "least KV", "least load", "saturated and even", "user", "no user", "new user")
+
+
+class GimbalV1:
+    """DP engine selection: KV use first, then tokens in hand, then the user's last engine; else in turn.
+
+    Args:
+        kv_threshold: of the greatest KV use, from which saturation is dealt with (theta_kv).
+        kv_gap: between greatest and least KV use, from which the least is chosen (theta_diff).
+        load_gap: tokens between greatest and least RunningLoad, above which the least is chosen (theta_load).
+        user_expiry_s: after which a user's engine is forgotten; the paper says that it expires and not when.
+
+    Attributes:
+        counts: how often each of BRANCHES was taken.
+
+    Source: Gimbal v1 (arXiv), section III-B, Algorithm 1; line numbers below are its own. RunningLoad is the figure
+    `num_tokens`: tokens of running and waiting requests.
+    """
+
+    needs = Needs(figures=("kv_usage", "num_tokens"), otherwise="the engines in turn (line 1)")
+
+    def __init__(
+        self, *, kv_threshold: float = 0.9, kv_gap: float = 0.1, load_gap: float = 3000.0, user_expiry_s: float = 600.0
+    ) -> None:
+        if not (0 <= kv_threshold <= 1 and 0 <= kv_gap <= 1 and load_gap >= 0 and user_expiry_s > 0):
+            raise ConfigError("kv_threshold and kv_gap must be in 0 .. 1, load_gap and user_expiry_s not negative")
+        self._kv_threshold = kv_threshold
+        self._kv_gap = kv_gap
+        self._load_gap = load_gap
+        self._users = StickyMap(int(user_expiry_s * 1e9))
+        self.counts: Counter[str] = Counter()
+
+    def decide(self, view: RouteView, draws: Draws) -> Choice:
+        """Algorithm 1, over the routable engines."""
+        engines = view.engines
+        rows = np.flatnonzero(engines.routable)
+        in_turn = int(rows[view.decision_id % len(rows)])  # line 1
+        if not all_fresh(view, engines.kv_usage, engines.num_tokens):  # line 2
+            return _branch(in_turn, 0.0, "no metrics")
+        kv, load = engines.kv_usage.values[rows], engines.num_tokens.values[rows]
+        most, least = int(kv.argmax()), int(kv.argmin())  # lines 3, 4
+        if kv[most] >= self._kv_threshold:  # line 5
+            if kv[most] - kv[least] >= self._kv_gap:  # line 6
+                return _branch(int(rows[least]), float(kv[least]), "least KV")  # line 7
+            if load.max() - load.min() > self._load_gap:  # lines 9, 10
+                at = int(load.argmin())
+                return _branch(int(rows[at]), float(load[at]), "least load")  # lines 11, 12
+            return _branch(in_turn, 0.0, "saturated and even")
+        return self._of_user(view, in_turn)
+
+    def _of_user(self, view: RouteView, in_turn: int) -> Choice:
+        user = view.request.user
+        if user is None:  # line 15
+            return _branch(in_turn, 0.0, "no user")
+        last = self._users.get(user, view.now_ns)  # line 16
+        if last is None or not view.engines.routable[last]:
+            return _branch(in_turn, 0.0, "new user")
+        return _branch(last, 0.0, "user")  # line 17
+
+    def observe(self, event: RouteEvent) -> None:
+        """Line 21, and the counts."""
+        match event:
+            case Routed():
+                self.counts[BRANCHES[int(event.detail["branch"])]] += 1
+                if event.request.user is not None:
+                    self._users.put(event.request.user, event.engine, event.now_ns)
+            case EngineLost():
+                self._users.forget_engine(event.engine)
+            case _:
+                pass
+
+
+def _branch(engine: int, score: float, name: str) -> Choice:
+    return Choice(engine, score, name, detail={"branch": float(BRANCHES.index(name))})
+
+
+GIMBAL_V2_NEEDS = Needs(
+    figures=("kv_usage", "queued_prefill_tokens", "num_waiting", "expert_pressure"),
+    otherwise="the router's own counts; expert pressure 1",
+)
+
+
+def gimbal_v2_score(view: RouteView) -> Scores:
+    """The sum of four pressures, each over the greatest among the routable engines: KV use, remaining prefill work,
+    waiting requests, and expert pressure beyond 1.
+
+    Our reconstruction: the abstract names the four signals and not how they are combined; equal weights are ours.
+
+    Source: Gimbal v2, abstract.
+    """
+    routable = view.engines.routable
+    pressures = (kv_usage(view), queued_prefill_tokens(view), num_waiting(view), expert_pressure(view) - 1)
+    total = np.zeros(len(routable))
+    for pressure in pressures:
+        greatest = pressure.max(where=routable, initial=0.0)
+        if greatest > 0:
+            total += pressure / greatest
+    return total

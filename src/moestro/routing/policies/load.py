@@ -1,0 +1,104 @@
+"""Policies that look at load alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moestro.core.rng import Draws
+from moestro.core.views import UNKNOWN_KV_TOKENS
+from moestro.errors import ConfigError
+from moestro.routing.policies.contract import Choice, Needs, RouteView
+from moestro.routing.policies.indicators import all_fresh, batch_size, num_running, num_waiting
+from moestro.routing.policies.scoring import Scores, Stateless, choose
+
+
+class RoundRobin(Stateless):
+    """The routable engines in turn."""
+
+    def decide(self, view: RouteView, draws: Draws) -> Choice:
+        """The next one."""
+        routable = np.flatnonzero(view.engines.routable)
+        turn = view.decision_id % len(routable)
+        return Choice(int(routable[turn]), float(turn), f"turn {turn} of {len(routable)}")
+
+
+class PowerOfTwo(Stateless):
+    """Two engines drawn, and the one with fewer requests in flight.
+
+    Source: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", IEEE TPDS 12(10), 2001.
+    """
+
+    def decide(self, view: RouteView, draws: Draws) -> Choice:
+        """The emptier of two."""
+        routable = np.flatnonzero(view.engines.routable)
+        first = draws.below(len(routable))
+        second = (first + 1 + draws.below(len(routable) - 1)) % len(routable) if len(routable) > 1 else first
+        rows = routable[[first, second]]
+        load = batch_size(view)[rows]
+        better = int(load[1] < load[0])
+        return Choice(int(rows[better]), float(load[better]), f"{load[better]} in flight, against {load[1 - better]}")
+
+
+def least_loaded_score(view: RouteView) -> Scores:
+    """Requests in flight: join the shortest queue."""
+    return batch_size(view).astype(np.float64)
+
+
+VLLM_NEEDS = Needs(
+    figures=("num_waiting", "num_running"), otherwise="waiting: without a first token; running: the rest"
+)
+
+
+def vllm_026_score(view: RouteView) -> Scores:
+    """4 * waiting + running, where what was sent since the engine spoke counts as waiting.
+
+    Source: vLLM up to 0.26, `vllm/v1/engine/core_client.py`, the internal balancer of data-parallel engines.
+    """
+    return 4 * num_waiting(view) + num_running(view)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vllm027(Stateless):
+    """`max(clients * mine, waiting + running)`, and `waiting * 6 * max(0, kv_usage - 0.5)` where any wait.
+
+    Attributes:
+        num_clients: API servers that share the engines.
+
+    Source: vLLM from 0.27, pull request 49204, the same file.
+    """
+
+    num_clients: int = 1
+    needs = Needs(figures=("num_waiting", "num_running", "kv_usage"), otherwise="as vllm-0.26; no KV term")
+
+    def __post_init__(self) -> None:
+        if self.num_clients < 1:
+            raise ConfigError(f"num_clients must be at least 1, got {self.num_clients}")
+
+    def decide(self, view: RouteView, draws: Draws) -> Choice:
+        """The lowest."""
+        engines, waiting = view.engines, num_waiting(view)
+        scores = np.maximum(self.num_clients * engines.num_in_flight, waiting + num_running(view))
+        if all_fresh(view, engines.kv_usage):
+            scores = scores + waiting * 6 * np.maximum(0.0, engines.kv_usage.values - 0.5)
+        return choose(view, scores, draws, "requests and KV pressure")
+
+
+class MostFreeKv(Stateless):
+    """The engine with the most free KV memory.
+
+    Source: AMoE, section 3.1 ("assigns each new request to the rank with the most available memory").
+    """
+
+    needs = Needs(figures=("kv_usage",), otherwise="fewest requests in flight")
+
+    def decide(self, view: RouteView, draws: Draws) -> Choice:
+        """The most free tokens where every engine's capacity is known, else the lowest use."""
+        engines = view.engines
+        if not all_fresh(view, engines.kv_usage):
+            return choose(view, least_loaded_score(view), draws, "KV use is not known of all; in flight")
+        if (engines.num_kv_tokens < UNKNOWN_KV_TOKENS).all(where=engines.routable):
+            free = (1 - engines.kv_usage.values) * engines.num_kv_tokens
+            return choose(view, -free, draws, "free KV tokens, negative:")
+        return choose(view, engines.kv_usage.values, draws, "KV use")

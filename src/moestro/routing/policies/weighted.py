@@ -1,0 +1,103 @@
+"""Policies that add what a cache saves to what a load costs, with weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from moestro.core.rng import Draws
+from moestro.errors import ConfigError
+from moestro.routing.policies.contract import Choice, Needs, RouteView
+from moestro.routing.policies.indicators import batch_size, hit_ratio, queued_prefill_tokens
+from moestro.routing.policies.scoring import Scores, Stateless, choose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bailian(Stateless):
+    """`hit_weight * (1 - hit ratio) + (1 - hit_weight) * batch / largest batch`.
+
+    Attributes:
+        hit_weight: the paper's lambda; it finds 0.7 best for chats, 0.55 for API calls.
+
+    Source: LMetric, Fig. 6 (b) and section 4.4.
+    """
+
+    hit_weight: float = 0.7
+    needs = Needs(hits=True)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.hit_weight <= 1:
+            raise ConfigError(f"hit_weight must be in 0 .. 1, got {self.hit_weight}")
+
+    def decide(self, view: RouteView, draws: Draws) -> Choice:
+        """The lowest sum."""
+        load = batch_size(view)
+        largest = max(1, int(load.max(where=view.engines.routable, initial=1)))
+        scores = self.hit_weight * (1 - hit_ratio(view)) + (1 - self.hit_weight) * load / largest
+        return choose(view, scores, draws, "miss ratio and relative batch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dynamo(Stateless):
+    """Blocks to prefill, less a credit for those cached, and blocks in decode.
+
+    `prefill_scale * max(0, (queued + prompt) / block - credit) + decode blocks + request_weight * requests`, where
+    `credit = overlap_weight * decay * cached blocks` and `decay = 1 / (1 + overlap_decay * (queued - least queued) /
+    prompt)`. With a temperature, an engine is drawn by softmax over the negative scores, divided by their range.
+
+    Limit: blocks that several requests share are counted once by Dynamo, and for each of them here.
+
+    Source: NVIDIA Dynamo, `lib/kv-router/src/scheduling/selector.rs`.
+    """
+
+    prefill_scale: float = 1.0
+    overlap_weight: float = 1.0
+    overlap_decay: float = 0.0
+    request_weight: float = 0.0
+    temperature: float = 0.0
+    needs = Needs(hits=True, figures=("queued_prefill_tokens",), otherwise="the router's own count of prompt tokens")
+
+    def __post_init__(self) -> None:
+        if min(self.prefill_scale, self.overlap_weight, self.overlap_decay, self.request_weight, self.temperature) < 0:
+            raise ConfigError("the weights and the temperature of dynamo must not be negative")
+
+    def decide(self, view: RouteView, draws: Draws) -> Choice:
+        """The lowest, or one drawn."""
+        scores = self._scores(view)
+        if self.temperature > 0:
+            return self._draw(view, scores, draws)
+        return choose(view, scores, draws, "blocks to compute and to hold")
+
+    def _scores(self, view: RouteView) -> Scores:
+        routable, prompt = view.engines.routable, view.request.num_known_tokens
+        queued = queued_prefill_tokens(view)
+        credit = self.overlap_weight * view.hit_tokens
+        if self.overlap_decay:
+            least = queued.min(where=routable, initial=math.inf)
+            credit = credit / (1 + self.overlap_decay * (queued - least) / prompt)
+        prefill = np.maximum(0, queued + prompt - credit)
+        decode = view.engines.context_tokens + prompt
+        scores = (self.prefill_scale * prefill + decode) / view.block_size
+        return scores + self.request_weight * view.engines.num_in_flight if self.request_weight else scores
+
+    def _draw(self, view: RouteView, scores: Scores, draws: Draws) -> Choice:
+        rows = np.flatnonzero(view.engines.routable)
+        values = scores[rows]
+        span = float(values.max() - values.min()) or 1.0
+        weights = np.cumsum(np.exp((values.min() - values) / (span * self.temperature)))
+        at = int(np.searchsorted(weights, draws.below(1 << 53) / (1 << 53) * weights[-1], side="right"))
+        engine = int(rows[min(at, len(rows) - 1)])
+        return Choice(engine, float(scores[engine]), f"drawn by softmax, blocks {scores[engine]:.6g}", scores)
+
+
+def preble_score(view: RouteView) -> Scores:
+    """(1 - hit ratio) * (batch + 1).
+
+    Source: LMetric, section 5.1, of Preble and AIGW: the product with the miss ratio in place of the P-token.
+    """
+    return (1 - hit_ratio(view)) * (batch_size(view) + 1)
+
+
+PREBLE_NEEDS = Needs(hits=True)

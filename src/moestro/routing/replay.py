@@ -1,0 +1,115 @@
+"""Records read again: the same decisions made once more."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from moestro.errors import ConfigError, RequestError
+from moestro.routing.decision_record import (
+    ElsewhereForgotten,
+    EngineAdded,
+    EngineRemoved,
+    EngineWasLost,
+    Entry,
+    FirstTokenCame,
+    Head,
+    KvCleared,
+    KvLost,
+    KvRemoved,
+    KvStored,
+    PolicyText,
+    RecordedRouter,
+    Reported,
+    RequestEnded,
+    RoutableSet,
+    SentElsewhere,
+    SpecSet,
+    Submitted,
+    decode_entry,
+)
+from moestro.routing.request_trace import Story
+
+
+def replay(lines: Iterable[bytes]) -> Iterator[tuple[Submitted, Submitted]]:
+    """Make every decision of a record again.
+
+    Args:
+        lines: of the record, its head first; a policy of the user's own must still be where its file was.
+
+    Yields:
+        Each decision, or refusal, as it was written down and as it is made again: equal, unless the code, the policy's
+        file or the record has changed.
+
+    Raises:
+        ConfigError: the record has no head, is damaged elsewhere than where a run ended, or its policy cannot be made.
+    """
+    remade: list[Entry] = []
+    router: RecordedRouter | None = None
+    damage = "it does not begin with its head"
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = decode_entry(line)
+        except msgspec.MsgspecError as error:
+            router, damage = None, f"line {number} is none of its: {error}"
+            continue
+        if isinstance(entry, Story):
+            continue
+        if isinstance(entry, Head):
+            router = RecordedRouter(PolicyText(entry.policy, entry.score), entry.settings, remade.append)
+            continue
+        if router is None:
+            raise ConfigError(f"the record cannot be replayed from line {number}: {damage}")
+        remade.clear()
+        if isinstance(entry, Submitted):
+            with contextlib.suppress(RequestError):  # which is in the record too
+                router.submit(entry.request, entry.now_ns)
+            (again,) = remade
+            assert isinstance(again, Submitted)
+            yield entry, again
+        else:
+            _apply(router, entry)
+
+
+def _apply(router: RecordedRouter, entry: Entry) -> None:
+    match entry:
+        case EngineAdded():
+            router.add_engine(entry.spec)
+        case SpecSet():
+            router.set_spec(entry.engine, entry.spec)
+        case EngineRemoved():
+            router.remove_engine(entry.engine, entry.now_ns)
+        case RoutableSet():
+            router.set_routable(entry.engine, routable=entry.routable)
+        case EngineWasLost():
+            router.engine_lost(entry.engine, entry.now_ns)
+        case FirstTokenCame():
+            router.first_token(entry.request_id, entry.now_ns)
+        case RequestEnded():
+            router.ended(entry.request_id, entry.now_ns, entry.num_output_tokens)
+        case SentElsewhere():
+            router.sent_elsewhere(entry.engine, entry.hashes, entry.now_ns)
+        case ElsewhereForgotten():
+            router.forget_elsewhere(entry.engine)
+        case _:
+            _apply_said(router, entry)
+
+
+def _apply_said(router: RecordedRouter, entry: Entry) -> None:
+    match entry:
+        case Reported():
+            router.report(entry.engine, entry.figures, entry.as_of_ns, entry.now_ns)
+        case KvStored():
+            router.kv_stored(entry.engine, entry.hashes, entry.now_ns)
+        case KvRemoved():
+            router.kv_removed(entry.engine, entry.hashes, entry.now_ns)
+        case KvCleared():
+            router.kv_cleared(entry.engine, entry.now_ns)
+        case KvLost():
+            router.kv_lost(entry.engine, entry.now_ns)
+        case _:
+            raise AssertionError(f"{entry} is no call")

@@ -1,0 +1,50 @@
+"""From what the operator typed to a directory on disk."""
+
+from __future__ import annotations
+
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.utils import validate_repo_id
+
+from moestro.core.checkpoint_files import READ_PATTERNS
+from moestro.errors import ConfigError, shown
+
+DEMO_NAME = "moestro-demo"
+
+
+def locate_model(model: str | None) -> Path:
+    """The checkpoint directory for a path or a Hugging Face id; None: the demo model that comes with Moestro.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or it cannot be fetched; the text says what to do.
+    """
+    path = _demo() if model is None else Path(model).expanduser()
+    if not path.is_dir():
+        path = _download(str(model))
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{path} holds no config.json: give a checkpoint directory in Hugging Face's layout")
+    return path.resolve()
+
+
+def _demo() -> Path:
+    # Wheels are installed unpacked, so the path outlives the context.
+    with as_file(files("moestro") / "assets" / "demo") as path:
+        if path.is_dir():
+            return path
+    raise ConfigError("this installation lacks the demo model: name one, for instance moestro serve DIR")
+
+
+def _download(model: str) -> Path:
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ConfigError(f"there is no directory {model}")
+    try:
+        validate_repo_id(model)
+        return Path(snapshot_download(model, allow_patterns=list(READ_PATTERNS)))  # code is never fetched
+    except Exception as error:  # the hub's client raises its own errors, its transport's and the file system's
+        raise ConfigError(
+            f"{model} is no directory here, and fetching it from the Hugging Face hub failed"
+            f" ({type(error).__name__}: {shown(error)}). Give a checkpoint directory, or check the name, the network,"
+            " and HF_TOKEN for a gated model."
+        ) from error

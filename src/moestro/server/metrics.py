@@ -1,0 +1,88 @@
+"""What the front door counts: plain numbers on the hot path; `exposition.py` gives them names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from moestro.core.request import FinishReason, ServiceClass
+from moestro.web.prometheus import Histogram
+
+# vLLM's bounds, so that its dashboards' heat maps fit; the gaps begin lower, for small models.
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_GAP_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+_WHOLE_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+    *(1920.0, 7680.0),
+)
+_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+
+ByClass = dict[ServiceClass, Histogram]
+
+
+def _by_class(bounds: Sequence[float]) -> ByClass:
+    return {service_class: Histogram(bounds) for service_class in ServiceClass}
+
+
+class EngineMetrics:
+    """Totals of one engine since the start of the front door, through all its restarts.
+
+    Attributes:
+        first_token_s, mean_gap_s: TTFT and TPOT of each class, as the front door sees them.
+        gap_s, whole_s: ITL and E2E.
+        queue_s: of each class, the first part of E2E: until admitted.
+        prefill_s, decode_s: the others: until the first token, until the last.
+        prompt_tokens, generation_tokens: of each request that finished.
+        num_prompt_tokens: of requests that got their first output.
+        num_generated_tokens: received from the engine, shown or not.
+        ended: requests by how they ended.
+        num_restarts, num_stalls: processes started again; times that it did not get on.
+        num_moved, num_streams_resumed: requests that went elsewhere when it ended; those of them of which the client
+            had a part already.
+    """
+
+    __slots__ = (
+        "decode_s", "ended", "first_token_s", "gap_s", "generation_tokens", "mean_gap_s", "num_generated_tokens",
+        "num_moved", "num_prompt_tokens", "num_restarts", "num_stalls", "num_streams_resumed", "prefill_s",
+        "prompt_tokens", "queue_s", "whole_s",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.first_token_s = _by_class(_FIRST_TOKEN_S)
+        self.gap_s = Histogram(_GAP_S)
+        self.mean_gap_s = _by_class(_GAP_S)
+        self.whole_s = Histogram(_WHOLE_S)
+        self.queue_s = _by_class(_WHOLE_S)
+        self.prefill_s = Histogram(_WHOLE_S)
+        self.decode_s = Histogram(_WHOLE_S)
+        self.prompt_tokens = Histogram(_TOKENS)
+        self.generation_tokens = Histogram(_TOKENS)
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self.ended = dict.fromkeys(FinishReason, 0)
+        self.num_restarts = 0
+        self.num_stalls = 0
+        self.num_moved = 0
+        self.num_streams_resumed = 0
+
+
+class Metrics:
+    """Everything that is counted.
+
+    Attributes:
+        engines: by number.
+        refusals: by the error's code.
+        num_delivery_errors: messages of ranks, or outputs in them, that raised an error here.
+    """
+
+    def __init__(self, num_engines: int) -> None:
+        self.engines = [EngineMetrics() for _ in range(num_engines)]
+        self.refusals: Counter[str] = Counter()
+        self.num_delivery_errors = 0

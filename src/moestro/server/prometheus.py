@@ -1,0 +1,198 @@
+"""The counted figures in Prometheus' text form, under our own names and under vLLM's, which dashboards know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moestro.core.request import FinishReason
+from moestro.server.engine_client import Engines
+from moestro.server.metrics import ByClass, EngineMetrics, Metrics
+from moestro.web.prometheus import Histogram, merge
+from moestro.wire.messages import ModelInfo, RankLoad
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where the figures are.
+
+    Attributes:
+        model_name: the label that vLLM's dashboards choose by.
+        num_dropped: messages that could not be read, or came from strangers.
+        num_unrecorded: requests that `--record` has lost.
+    """
+
+    model_name: str
+    info: ModelInfo
+    engines: Engines
+    metrics: Metrics
+    num_dropped: Callable[[], int]
+    num_unrecorded: Callable[[], int]
+
+
+class Exposition:
+    """Writes `GET /metrics`. Nothing is looked up by name or label before somebody asks."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Figures(sources))
+        ProcessCollector(registry=self._registry)
+
+    def text(self) -> bytes:
+        """All figures as they are now."""
+        return generate_latest(self._registry)
+
+
+_GAUGES: tuple[tuple[str, str, Callable[[RankLoad], float]], ...] = (
+    ("num_requests_running", "Requests that hold KV.", lambda load: load.num_running),
+    ("num_requests_waiting", "Requests that wait for it.", lambda load: load.num_waiting),
+    ("kv_cache_usage_perc", "Fraction of KV blocks held by requests, 0 to 1.", lambda load: load.kv_usage),
+)
+_RANK_COUNTERS: tuple[tuple[str, str, Callable[[RankLoad], float]], ...] = (
+    ("num_preemptions", "Times that a request gave up its KV.", lambda load: load.num_preemptions),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda load: load.num_queried_tokens),
+    ("prefix_cache_hits", "Prompt tokens found there.", lambda load: load.num_hit_tokens),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
+    ("prompt_tokens", "Prompt tokens of requests that got their first output.", lambda m: m.num_prompt_tokens),
+    ("generation_tokens", "Tokens generated.", lambda m: m.num_generated_tokens),
+)
+_CLASS_HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], ByClass]], ...] = (
+    ("time_to_first_token_seconds", "From a request's arrival to its first token.", lambda m: m.first_token_s),
+    ("request_time_per_output_token_seconds", "Mean gap of each request that finished.", lambda m: m.mean_gap_s),
+    ("request_queue_time_seconds", "From arrival until the request was first admitted.", lambda m: m.queue_s),
+)
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], Histogram]], ...] = (
+    ("inter_token_latency_seconds", "Each gap between two tokens of a request.", lambda m: m.gap_s),
+    ("e2e_request_latency_seconds", "From arrival to last token, of each that finished.", lambda m: m.whole_s),
+    ("request_prefill_time_seconds", "From admission to the first token.", lambda m: m.prefill_s),
+    ("request_decode_time_seconds", "From first to last token, of each that finished.", lambda m: m.decode_s),
+    ("request_prompt_tokens", "Prompt tokens of each that finished.", lambda m: m.prompt_tokens),
+    ("request_generation_tokens", "Tokens generated for each that finished.", lambda m: m.generation_tokens),
+)
+_OWN_COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
+    ("engine_restarts", "Times that the engine's process was started again.", lambda m: m.num_restarts),
+    ("engine_stalls", "Times that it had requests and did not get on.", lambda m: m.num_stalls),
+    ("requests_moved", "Requests that went elsewhere when it ended.", lambda m: m.num_moved),
+    ("streams_resumed", "Of these, streams that had begun and went on.", lambda m: m.num_streams_resumed),
+)
+_OWN_RANK_COUNTERS: tuple[tuple[str, str, Callable[[RankLoad], float]], ...] = (
+    ("kv_kept_tokens", "Tokens whose KV a preempted request left in host memory.", lambda load: load.num_kept_tokens),
+    ("kv_restored_tokens", "Tokens whose KV was copied back from there.", lambda load: load.num_restored_tokens),
+    ("batch_passes", "Plans of ls requests that ran ahead of be requests.", lambda load: load.pass_counts.num_passes),
+    ("withdrawals", "Times that the device was interrupted in a step.", lambda load: load.pass_counts.num_withdrawals),
+    (
+        "passed_over_seconds",
+        "Time in which be requests could run and ls requests ran that came later.",
+        lambda load: load.pass_counts.passed_over_ns / 1e9,
+    ),
+)
+_OWN_GAUGES: tuple[tuple[str, str, Callable[[RankLoad], float]], ...] = (
+    ("parked_tokens", "Tokens of be requests passed over now.", lambda load: load.pass_counts.num_parked_tokens),
+    ("parked_tokens_max", "The most that there were at once.", lambda load: load.pass_counts.max_parked_tokens),
+)
+_LABELS = ("model_name", "engine")
+
+
+class _Figures(Collector):
+    """Makes Prometheus' families of our numbers, at every scrape."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._label_values = [(sources.model_name, str(i)) for i in range(len(sources.metrics.engines))]
+
+    def collect(self) -> Iterator[Metric]:
+        for prefix in ("moestro", "vllm"):
+            yield from self._shared(prefix)
+        yield from self._own()
+
+    def _shared(self, prefix: str) -> Iterator[Metric]:
+        """What vLLM has too, by the same names; under its prefix also by the same labels."""
+        loads, engines = self._sources.engines.loads, self._sources.metrics.engines
+        for name, text, of_load in _GAUGES:
+            yield self._gauge(f"{prefix}:{name}", text, map(of_load, loads))
+        for name, text, of_load in _RANK_COUNTERS:
+            yield self._counter(f"{prefix}:{name}", text, map(of_load, loads))
+        for name, text, of_engine in _COUNTERS:
+            yield self._counter(f"{prefix}:{name}", text, map(of_engine, engines))
+        for name, text, by_class_of in _CLASS_HISTOGRAMS:
+            if prefix == "vllm":  # its dashboards expect one series for each engine
+                merged = (merge(by_class_of(engine).values()) for engine in engines)
+                yield self._histogram(f"{prefix}:{name}", text, merged)
+            else:
+                yield self._histogram_by_class(f"{prefix}:{name}", text, map(by_class_of, engines))
+        for name, text, histogram_of in _HISTOGRAMS:
+            yield self._histogram(f"{prefix}:{name}", text, map(histogram_of, engines))
+        yield self._ended(f"{prefix}:request_success")
+        yield self._cache_config(f"{prefix}:cache_config_info")
+
+    def _own(self) -> Iterator[Metric]:
+        sources = self._sources
+        for name, text, of_engine in _OWN_COUNTERS:
+            yield self._counter(f"moestro:{name}", text, map(of_engine, sources.metrics.engines))
+        for name, text, of_load in _OWN_RANK_COUNTERS:
+            yield self._counter(f"moestro:{name}", text, map(of_load, sources.engines.loads))
+        for name, text, of_load in _OWN_GAUGES:
+            yield self._gauge(f"moestro:{name}", text, map(of_load, sources.engines.loads))
+        up = [float(sources.engines.is_routable(i)) for i in range(len(self._label_values))]
+        yield self._gauge("moestro:engine_ready", "1 while the engine takes requests.", up)
+        refused = CounterMetricFamily("moestro:requests_refused", "Requests refused, by reason.", labels=("reason",))
+        for reason, count in sorted(sources.metrics.refusals.items()):
+            refused.add_metric((reason,), count)
+        yield refused
+        text = "Messages that could not be read, or came from strangers."
+        yield CounterMetricFamily("moestro:messages_dropped", text, value=sources.num_dropped())
+        text = "Messages of engines that the server failed to take in; the requests at fault end with an error."
+        yield CounterMetricFamily("moestro:delivery_errors", text, value=sources.metrics.num_delivery_errors)
+        text = "Lines that --record could not write; after the first nothing is recorded."
+        yield CounterMetricFamily("moestro:record_lines_lost", text, value=sources.num_unrecorded())
+
+    def _gauge(self, name: str, text: str, values: Iterable[float]) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=_LABELS)
+        for labels, value in zip(self._label_values, values, strict=True):
+            family.add_metric(labels, value)
+        return family
+
+    def _counter(self, name: str, text: str, values: Iterable[float]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=_LABELS)
+        for labels, value in zip(self._label_values, values, strict=True):
+            family.add_metric(labels, value)
+        return family
+
+    def _histogram(self, name: str, text: str, histograms: Iterable[Histogram]) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=_LABELS)
+        for labels, histogram in zip(self._label_values, histograms, strict=True):
+            family.add_metric(labels, _buckets(histogram), histogram.total)
+        return family
+
+    def _histogram_by_class(self, name: str, text: str, by_classes: Iterable[ByClass]) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=(*_LABELS, "service_class"))
+        for labels, by_class in zip(self._label_values, by_classes, strict=True):
+            for service_class, histogram in by_class.items():
+                family.add_metric((*labels, service_class), _buckets(histogram), histogram.total)
+        return family
+
+    def _ended(self, name: str) -> Metric:
+        family = CounterMetricFamily(name, "Requests that ended, by reason.", labels=(*_LABELS, "finished_reason"))
+        for labels, metrics in zip(self._label_values, self._sources.metrics.engines, strict=True):
+            for reason in FinishReason:
+                family.add_metric((*labels, reason), metrics.ended[reason])
+        return family
+
+    def _cache_config(self, name: str) -> Metric:
+        info = self._sources.info
+        family = GaugeMetricFamily(name, "The KV cache.", labels=(*_LABELS, "block_size", "num_gpu_blocks"))
+        for labels in self._label_values:
+            family.add_metric((*labels, str(info.block_size), str(info.num_blocks)), 1)
+        return family
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Upper bounds as they are written, and how many observations are at most as large."""
+    names = (*map(str, histogram.bounds), "+Inf")
+    return list(zip(names, accumulate(histogram.counts), strict=True))

@@ -1,0 +1,138 @@
+"""The front door's end of the wire: one ROUTER socket for all ranks, on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from moestro.errors import ConfigError, NoEngineError
+from moestro.web.log_limit import LogLimit
+from moestro.wire.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_QUEUED_MESSAGES,
+    FromRank,
+    ToRank,
+    decode_from_rank,
+    encode,
+    identity_of,
+)
+
+logger = logging.getLogger(__name__)
+
+_MESSAGES_A_TURN = 256  # then the event loop gets its turn
+_RETIRED = -1
+
+
+class RankSocket:
+    """Sends to ranks by number and delivers what they say; what does not decode, or comes from a stranger, is counted.
+
+    A rank that sends a message that does not decode is broken, for a request may wait for it: no more is heard of its
+    process. An error in taking in a message says nothing of the rank, and is left to `deliver`.
+    What comes from a rank's process after another has taken its place is stale, and ignored.
+
+    Args:
+        address: an ipc:// address in a directory that only this user can enter.
+        num_ranks: ranks, numbered from 0.
+    """
+
+    def __init__(self, address: str, num_ranks: int) -> None:
+        self._identities = [identity_of(rank, 0) for rank in range(num_ranks)]
+        self._ranks = {identity: rank for rank, identity in enumerate(self._identities)}
+        self._deliver: Callable[[int, FromRank], None] | None = None
+        self._on_broken: Callable[[int], None] | None = None
+        self.num_dropped = 0
+        self._log = LogLimit(logger)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1),  # an unreachable rank is an error, not a silent loss
+            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            (zmq.SNDHWM, MAX_QUEUED_MESSAGES),
+            (zmq.RCVHWM, MAX_QUEUED_MESSAGES),
+            (zmq.LINGER, 0),
+        ):
+            self._socket.setsockopt(option, value)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._context.destroy()
+            raise ConfigError(f"cannot listen on {address} ({error}): set TMPDIR to a short writable path") from error
+        self._loop = asyncio.get_running_loop()
+
+    def listen(self, deliver: Callable[[int, FromRank], None], on_broken: Callable[[int], None]) -> None:
+        """From now on call `deliver` on the event loop with (rank, message), and `on_broken` when one does not decode.
+
+        `deliver` must not raise: the messages behind would wait until the next one comes.
+        """
+        self._deliver = deliver
+        self._on_broken = on_broken
+        self._loop.add_reader(self._socket.fileno(), self._drain)
+        self._loop.call_soon(self._drain)
+
+    def expect(self, rank: int, launch: int) -> None:
+        """From now on the process of this launch speaks for `rank`, and nobody else does."""
+        self._ranks[self._identities[rank]] = _RETIRED
+        self._identities[rank] = identity_of(rank, launch)
+        self._ranks[self._identities[rank]] = rank
+
+    def send(self, rank: int, message: ToRank) -> None:
+        """Queue `message` for `rank`.
+
+        Raises:
+            NoEngineError: the rank is not connected, or has stopped reading.
+        """
+        try:
+            self._socket.send_multipart((self._identities[rank], encode(message)), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.warning("rank %d cannot be reached: %s", rank, error)
+            raise NoEngineError from error
+        # The descriptor signals edges, and sending may have taken one: look again.
+        self._loop.call_soon(self._drain)
+
+    def close(self) -> None:
+        """Hang up. What was sent last may be lost."""
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket.fileno())
+            self._context.destroy()
+
+    def _drain(self) -> None:
+        for _ in range(_MESSAGES_A_TURN):
+            if self._socket.closed:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(frames)
+        self._loop.call_soon(self._drain)
+
+    def _take(self, frames: list[bytes]) -> None:
+        rank = self._ranks.get(frames[0])
+        if rank == _RETIRED:
+            return
+        if rank is None:
+            self.num_dropped += 1
+            self._log.warning("stranger", f"dropped a stranger's message ({self.num_dropped} dropped so far)")
+            return
+        assert self._deliver is not None
+        assert self._on_broken is not None
+        try:
+            message = _decoded(frames)
+        except Exception as error:  # text in it that is no UTF-8 has an exception of its own
+            self.num_dropped += 1
+            logger.error("a message of rank %d cannot be read: %s (%d dropped so far)", rank, error, self.num_dropped)
+            self._ranks[frames[0]] = _RETIRED
+            self._on_broken(rank)
+            return
+        self._deliver(rank, message)
+
+
+def _decoded(frames: list[bytes]) -> FromRank:
+    if len(frames) != 2:
+        raise msgspec.DecodeError(f"a message has 2 frames, got {len(frames)}")
+    message: FromRank = decode_from_rank(frames[1])
+    return message

@@ -1,0 +1,285 @@
+"""From a body to requests: checked, tokenized, bounded, hashed. Plain functions, run on threads by the front door."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from moestro.core.hashing import hash_blocks, hash_key
+from moestro.core.request import Request, SamplingDefaults, SamplingParams
+from moestro.errors import PromptTooLongError, RequestError, shown
+from moestro.server.validation import ChatAsk, CompletionAsk, Options, parse_chat, parse_completion
+from moestro.text.tokenizer import Tokenizer
+from moestro.web.errors import UnknownModelError
+from moestro.wire.messages import ModelInfo
+
+MAX_SCORES = 1_000_000  # log probabilities of prompts in one answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The model as clients see it.
+
+    Attributes:
+        names: what clients may call it; the first is listed first.
+        root: where it was loaded from.
+        created: when it was loaded, in seconds since 1970.
+        fingerprint: changes whenever answers may.
+        has_priorities: whether its engines look at `priority`.
+        resumes_streams: whether a stream goes on in another engine even where the tokens to come may differ.
+    """
+
+    names: tuple[str, ...]
+    root: str
+    created: int
+    fingerprint: str
+    info: ModelInfo
+    tokenizer: Tokenizer
+    has_priorities: bool = False
+    resumes_streams: bool = False
+
+    def name_for(self, asked: str | None) -> str:
+        """The name to answer with; a client that names none means the only model there is."""
+        if asked is not None and asked not in self.names:
+            raise UnknownModelError(asked)
+        return self.names[0] if asked is None else asked
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """When an HTTP request came in, and the id of its answer."""
+
+    answer_id: str
+    now_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One choice: what an engine is asked, and what the client is shown besides the text generated.
+
+    Attributes:
+        stop: stop strings.
+        echo: the prompt's text, to stand in front; None: it does not.
+        prompt_logprobs: alternatives to show beside each token of the prompt; None: it is not scored for show.
+        is_copy: of the job before it, whose prompt is counted already.
+    """
+
+    request: Request
+    stop: tuple[str, ...] = ()
+    echo: str | None = None
+    prompt_logprobs: int | None = None
+    is_copy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that is ready to be served.
+
+    Attributes:
+        name: of the model, to answer with.
+        jobs: one per choice, in order.
+    """
+
+    name: str
+    options: Options
+    jobs: list[Job]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    ids: Sequence[int]
+    text: str | None  # for an echo
+
+
+def prepare_completion(body: bytes, model: ServedModel, arrival: Arrival) -> Prepared:
+    """From the body of `POST /v1/completions`; RequestError if it cannot be served."""
+    ask = parse_completion(body, model.info.max_model_len)
+    return Prepared(model.name_for(ask.options.model), ask.options, completion_jobs(ask, model, arrival))
+
+
+def prepare_chat(body: bytes, model: ServedModel, arrival: Arrival) -> Prepared:
+    """From the body of `POST /v1/chat/completions`; RequestError if it cannot be served."""
+    ask = parse_chat(body)
+    return Prepared(model.name_for(ask.options.model), ask.options, chat_jobs(ask, model, arrival))
+
+
+def completion_jobs(ask: CompletionAsk, model: ServedModel, arrival: Arrival) -> list[Job]:
+    """The choices of all prompts: n of the first, n of the second, and so on.
+
+    Raises:
+        RequestError: a prompt, or a token id, that this model cannot take.
+    """
+    return _jobs([_prompt(prompt, ask.options, model) for prompt in ask.prompts], ask.options, model, arrival)
+
+
+def chat_jobs(ask: ChatAsk, model: ServedModel, arrival: Arrival) -> list[Job]:
+    """The n choices of a chat; without max_tokens each may fill the context.
+
+    Raises:
+        RequestError: a chat that this model, or its template, cannot take.
+    """
+    refuse_too_much_text(sum(len(message["content"]) for message in ask.messages), model)
+    text = model.tokenizer.render_chat(ask.messages)
+    refuse_too_much_text(len(text), model)  # a template may say more than the messages
+    ids = model.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+    refuse_foreign_ids("messages", ids, model.info.vocab_size)
+    return _jobs([_Prompt(ids, None)], ask.options, model, arrival)
+
+
+def _prompt(prompt: str | tuple[int, ...], options: Options, model: ServedModel) -> _Prompt:
+    if isinstance(prompt, str):
+        refuse_too_much_text(len(prompt), model)
+        ids: Sequence[int] = model.tokenizer.encode(prompt, add_special_tokens=True)
+    else:
+        ids = prompt
+    refuse_foreign_ids("prompt", ids, model.info.vocab_size)
+    if not options.echo:
+        return _Prompt(ids, None)
+    return _Prompt(ids, prompt if isinstance(prompt, str) else model.tokenizer.backend.decode(list(ids)))
+
+
+def _jobs(prompts: Sequence[_Prompt], options: Options, model: ServedModel, arrival: Arrival) -> list[Job]:
+    _refuse_vain_priority(options.priority, model)
+    refuse_foreign_ids("stop_token_ids", options.stop_token_ids, model.info.vocab_size)
+    refuse_foreign_ids("logit_bias", [token_id for token_id, _ in options.logit_bias], model.info.vocab_size)
+    scored = _scored(options)
+    if scored is not None:
+        _refuse_too_many_scores(scored, options.n * sum(len(prompt.ids) for prompt in prompts))
+    jobs: list[Job] = []
+    for prompt in prompts:
+        first = _request(prompt.ids, options, model, f"{arrival.answer_id}-{len(jobs)}", arrival.now_ns)
+        for copy in range(options.n):
+            request = first if copy == 0 else _copy(first, options, copy, f"{arrival.answer_id}-{len(jobs)}")
+            jobs.append(
+                Job(
+                    request=request,
+                    stop=options.stop,
+                    echo=prompt.text,
+                    prompt_logprobs=options.prompt_logprobs,
+                    is_copy=copy > 0,
+                )
+            )
+    return jobs
+
+
+def _request(ids: Sequence[int], options: Options, model: ServedModel, request_id: str, now_ns: int) -> Request:
+    if not ids:
+        raise RequestError("The prompt has no tokens.", param="prompt", code="invalid_value")
+    tokens = np.array(ids, np.int32)
+    key = hash_key(model.info.model_id, None, options.cache_salt)
+    return Request(
+        request_id=request_id,
+        num_prompt_tokens=len(tokens),
+        sampling=_sampling(len(tokens), options, model.info),
+        arrival_ns=now_ns,
+        token_ids=tokens.tobytes(),
+        block_hashes=hash_blocks(key, tokens, model.info.block_size),
+        hash_key=key,
+        cache_salt=options.cache_salt,
+        priority=options.priority,
+        service_class=options.service_class,
+        user=options.user,
+    )
+
+
+def _copy(first: Request, options: Options, copy: int, request_id: str) -> Request:
+    """The same request with a seed of its own: the client's plus `copy`, as vLLM does, or a new one."""
+    sampling = msgspec.structs.replace(first.sampling, seed=_seed(options, copy))
+    return msgspec.structs.replace(first, request_id=request_id, sampling=sampling)
+
+
+def _seed(options: Options, copy: int) -> int:
+    return secrets.randbits(64) if options.seed is None else (options.seed + copy) % 2**64
+
+
+def _sampling(num_prompt_tokens: int, options: Options, info: ModelInfo) -> SamplingParams:
+    """Never clips what the client asked for: what cannot fit is refused, a short answer always means a short answer."""
+    room = info.max_model_len - num_prompt_tokens
+    max_tokens = max(1, room) if options.max_tokens is None else options.max_tokens
+    if options.has_default_limit:
+        max_tokens = min(max_tokens, max(1, room))
+    if max_tokens > room:
+        raise PromptTooLongError(num_prompt_tokens, max_tokens, info.max_model_len)
+    stops = tuple(dict.fromkeys((() if options.ignore_eos else info.eos_token_ids) + options.stop_token_ids))
+    _check_min_tokens(options.min_tokens, max_tokens, stops, info.vocab_size)
+    given = {name: getattr(options, name) for name in SamplingDefaults.__struct_fields__}
+    defaults = msgspec.structs.replace(
+        info.sampling_defaults, **{name: value for name, value in given.items() if value is not None}
+    )
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=options.min_tokens,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        logit_bias=options.logit_bias,
+        seed=_seed(options, 0),
+        stop_token_ids=stops,
+        logprobs=options.logprobs,
+        prompt_logprobs=_scored(options),
+        **msgspec.structs.asdict(defaults),
+    )
+
+
+def _scored(options: Options) -> int | None:
+    """Alternatives that an engine reports beside each token of the prompt, for an echo or for the client's own sake."""
+    wanted = [
+        count for count in (options.prompt_logprobs, options.logprobs if options.echo else None) if count is not None
+    ]
+    return max(wanted, default=None)
+
+
+def _refuse_vain_priority(priority: int, model: ServedModel) -> None:
+    if priority and not model.has_priorities:
+        raise RequestError(
+            f"priority {priority} would have no effect: this server's scheduling policy does not look at it. Leave it"
+            " out, or start the server with --scheduling-policy priority.",
+            param="priority",
+            code="invalid_value",
+        )
+
+
+def _check_min_tokens(min_tokens: int, max_tokens: int, stops: tuple[int, ...], vocab_size: int) -> None:
+    if min_tokens > max_tokens:
+        text = f"min_tokens must not exceed the {max_tokens} tokens that there is room for, got {min_tokens}."
+        raise RequestError(text, param="min_tokens", code="invalid_value")
+    if min_tokens and len(stops) >= vocab_size:
+        text = "stop_token_ids names every token there is: with min_tokens, none could be the first."
+        raise RequestError(text, param="stop_token_ids", code="invalid_value")
+
+
+def _refuse_too_many_scores(num_alternatives: int, num_tokens: int) -> None:
+    """An answer's size is bounded before the work is done."""
+    if (num_alternatives + 1) * num_tokens > MAX_SCORES:
+        raise RequestError(
+            f"Log probabilities of {num_tokens} prompt tokens with {num_alternatives} alternatives each are too many:"
+            f" {MAX_SCORES} in all may be asked for at once. Send fewer prompts, or ask for fewer alternatives.",
+            param="logprobs",
+            code="invalid_value",
+        )
+
+
+def refuse_foreign_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Also for ids of our own making: a tokenizer may have more tokens than the network."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise RequestError(
+            f"{param}: token id out of range: must be between 0 and {vocab_size - 1}, got {shown(wrong)}.",
+            param=param,
+            code="invalid_value",
+        )
+
+
+def refuse_too_much_text(num_chars: int, model: ServedModel) -> None:
+    """Refuse what cannot fit whatever its tokens are, without spending the time to find them."""
+    limit = model.info.max_model_len * model.tokenizer.max_token_chars
+    if num_chars > limit:
+        raise RequestError(
+            f"This model's maximum context length is {model.info.max_model_len} tokens. However, your prompt contains"
+            f" {num_chars} characters, and {limit} are the most that could fit. Shorten the prompt.",
+            param="prompt",
+            code="context_length_exceeded",
+        )

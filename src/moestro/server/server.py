@@ -1,0 +1,285 @@
+"""`moestro serve`: engines and front door brought up, run until a signal, and taken down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import shutil
+import socket
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from moestro import __version__
+from moestro.config.launch_spec import LaunchSpec
+from moestro.config.serve_settings import ServerSettings, ServeSettings
+from moestro.errors import DrainingError, EngineDiedError
+from moestro.routing.policies.registry import policy_from
+from moestro.routing.router import Router
+from moestro.routing.settings import RouterSettings
+from moestro.server.api import FrontDoor
+from moestro.server.banner import Started, print_banner
+from moestro.server.engine_client import Engines
+from moestro.server.liveness import Patience
+from moestro.server.metrics import Metrics
+from moestro.server.private_directory import private_directory
+from moestro.server.prometheus import Exposition, Sources
+from moestro.server.rank_socket import RankSocket
+from moestro.server.request_builder import ServedModel
+from moestro.server.start_clock import StartClock
+from moestro.server.statline import StatLines, log_forever
+from moestro.server.supervisor import Launching, Supervisor
+from moestro.server.worker_processes import PACED_WORKER, WORKER, now_ns
+from moestro.text.tokenizer import Tokenizer
+from moestro.web.access import NO_LIMITS, Access
+from moestro.web.access_settings import AccessSettings
+from moestro.web.bodies import MAX_BODY_BYTES
+from moestro.web.connections import bound_socket, listen
+from moestro.web.ending import Ending
+from moestro.web.middleware import Gate
+from moestro.web.record_file import RecordFile, read_clocks
+from moestro.wire.messages import ModelInfo
+from moestro.workload.request_record import Header, RecordedRequest
+
+logger = logging.getLogger(__name__)
+
+Recorded = Header | RecordedRequest
+
+_FAREWELL_S = 1.0  # for answers that are complete to reach their clients
+
+
+def serve(settings: ServeSettings, access: AccessSettings = NO_LIMITS, command: Sequence[str] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT; a second one does not wait for requests to finish.
+
+    Args:
+        access: how much one client may ask, and which web pages may.
+        command: what a rank process runs; None: what the settings need.
+
+    Raises:
+        ConfigError: the settings cannot be honoured; the text says what to do.
+        EngineDiedError: an engine failed before it was ready; the text is its cause.
+    """
+    level = settings.server.log_level.upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    ending = Ending(settings.server.shutdown_timeout)
+    ending.run(_Server(settings, access, command or _command(settings), ending).run())
+
+
+def _command(settings: ServeSettings) -> Sequence[str]:
+    return PACED_WORKER if settings.paced is not None and settings.paced.arithmetic == "none" else WORKER
+
+
+@dataclass(frozen=True, slots=True)
+class _Cluster:
+    """Engines whose processes are started, and what belongs to them."""
+
+    engines: Engines
+    metrics: Metrics
+    supervisor: Supervisor
+    wire: RankSocket
+
+
+class _Server:
+    """One run of the server."""
+
+    def __init__(self, settings: ServeSettings, access: AccessSettings, command: Sequence[str], ending: Ending) -> None:
+        self._settings = settings
+        self._access = Access.of(settings.server.api_key, access)
+        self._max_per_address = access.max_connections_per_address
+        self._command = command
+        self._ending = ending
+        self._clock = StartClock()
+
+    async def run(self) -> None:
+        with bound_socket(self._settings.server.host, self._settings.server.port) as listener:
+            async with self._cluster() as cluster:
+                try:
+                    model, infos = await self._load(cluster.engines)
+                except BaseException:
+                    self._ending.farewell()
+                    raise
+                async with self._recording(cluster.engines, infos[0]) as record:
+                    await self._serve(cluster, model, listener, infos, record)
+
+    @contextlib.asynccontextmanager
+    async def _cluster(self) -> AsyncIterator[_Cluster]:
+        """Engines whose processes are started; none of them outlives the block."""
+        server, limits = self._settings.server, self._settings.limits
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(private_directory())
+            address = f"ipc://{directory / 'ranks'}"
+            wire = stack.enter_context(contextlib.closing(RankSocket(address, server.engines)))
+            metrics = Metrics(server.engines)
+            settings = RouterSettings(
+                block_size=self._settings.model.block_size, max_num_queued=limits.max_num_queued_reqs
+            )
+            router = Router(policy_from(server.route_policy, server.route_score), settings)
+            for _ in range(server.engines):
+                router.add_engine()
+            engines = Engines(router, wire.send, metrics)
+            launching = Launching(
+                spec=lambda rank, launch: self._spec(rank, launch, address),
+                patience=_patience(server),
+                command=self._command,
+            )
+            supervisor = Supervisor(engines, wire, metrics, launching)
+            self._ending.before_exit = [supervisor.kill_all, lambda: shutil.rmtree(directory, ignore_errors=True)]
+            self._clock.mark("start the front door")
+            async with supervisor.running():
+                yield _Cluster(engines, metrics, supervisor, wire)
+
+    def _spec(self, rank: int, launch: int, address: str) -> LaunchSpec:
+        return LaunchSpec(
+            rank=rank,
+            launch=launch,
+            address=address,
+            launched_ns=now_ns(),
+            log_level=self._settings.server.log_level,
+            model=self._settings.model,
+            limits=self._settings.limits,
+            paced=self._settings.paced,
+            stepping=self._settings.stepping,
+            kv_events=self._settings.kv_events,
+        )
+
+    async def _load(self, engines: Engines) -> tuple[ServedModel, list[ModelInfo]]:
+        """Read the tokenizer while the engines load."""
+        server = self._settings.server
+        tokenizer = await asyncio.to_thread(Tokenizer, server.tokenizer or Path(self._settings.model.model))
+        tokenizer.warm_chats()
+        try:
+            async with asyncio.timeout(server.startup_timeout):
+                infos = await engines.all_ready()
+        except TimeoutError:
+            raise EngineDiedError(
+                f"the engines were not ready within {server.startup_timeout:g} s: raise --startup-timeout"
+            ) from None
+        self._clock.mark_engines(engines.phases)
+        model = ServedModel(
+            names=server.served_model_name,
+            root=self._settings.model.model,
+            created=int(time.time()),
+            fingerprint=_fingerprint(self._settings, infos[0]),
+            info=infos[0],
+            tokenizer=tokenizer,
+            has_priorities=self._settings.limits.scheduling_policy == "priority",
+            resumes_streams=server.resume_streams,
+        )
+        return model, infos
+
+    async def _serve(
+        self,
+        cluster: _Cluster,
+        model: ServedModel,
+        listener: socket.socket,
+        infos: Sequence[ModelInfo],
+        record: RecordFile[Recorded] | None,
+    ) -> None:
+        settings, engines = self._settings.server, cluster.engines
+        front = FrontDoor(engines, model, settings.write_timeout)
+        sources = Sources(
+            model_name=model.names[0],
+            info=model.info,
+            engines=engines,
+            metrics=cluster.metrics,
+            num_dropped=lambda: cluster.wire.num_dropped,
+            num_unrecorded=lambda: record.num_lost if record is not None else 0,
+        )
+        refusals = cluster.metrics.refusals
+        gate = Gate(self._access, refusals, MAX_BODY_BYTES)
+        runner = await gate.runner(front.app(Exposition(sources)), shutdown_timeout=_FAREWELL_S)
+        stats = asyncio.create_task(log_forever(StatLines(engines, cluster.metrics)))
+        try:
+            door = await listen(runner, listener, refusals, settings.max_connections, self._max_per_address)
+            self._ending.is_serving = True
+            cluster.supervisor.watch()
+            self._greet(listener, infos)
+            await self._until_told(cluster.supervisor)
+            door.close()
+            if front.traffic.num_answering:
+                patience = settings.shutdown_timeout
+                logger.info("stopping: %d requests have %g s to finish", front.traffic.num_answering, patience)
+            await front.traffic.drain(settings.shutdown_timeout)
+        finally:
+            self._ending.farewell()
+            stats.cancel()
+            engines.fail_all(DrainingError())  # the rest hear why, also when a second signal cuts this short
+            await runner.cleanup()
+            front.close()
+
+    @contextlib.asynccontextmanager
+    async def _recording(self, engines: Engines, info: ModelInfo) -> AsyncIterator[RecordFile[Recorded] | None]:
+        """Requests that are answered inside the block are recorded, if that is wanted."""
+        settings = self._settings
+        if settings.server.record is None:
+            yield None
+            return
+        record: RecordFile[Recorded] = RecordFile(settings.server.record)
+        header = Header(
+            model=settings.server.served_model_name[0],
+            device=info.device,
+            num_engines=settings.server.engines,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            max_model_len=info.max_model_len,
+            kv_offloading_size=settings.model.kv_offloading_size,
+            limits=settings.limits.for_scheduler(),
+            stepping=asdict(settings.stepping),
+            route_policy=settings.server.route_score or settings.server.route_policy,
+            clocks=read_clocks(),
+        )
+        record.write(header)
+        engines.on_answered = record.write
+        async with record.writing():
+            yield record
+
+    async def _until_told(self, supervisor: Supervisor) -> None:
+        """Serve until a signal.
+
+        Raises:
+            EngineDiedError: no engine is left.
+        """
+        stop: asyncio.Future[Any] = asyncio.create_task(self._ending.wanted.wait())
+        try:
+            await asyncio.wait((stop, supervisor.over), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stop.cancel()
+        if supervisor.over.done():
+            supervisor.over.result()
+
+    def _greet(self, listener: socket.socket, infos: Sequence[ModelInfo]) -> None:
+        server = self._settings.server
+        host, port = listener.getsockname()[:2]
+        if not server.api_key and host not in ("127.0.0.1", "::1"):
+            logger.warning("listening on %s without --api-key: whoever reaches this machine can use it", host)
+        self._clock.mark("open the door")
+        started = Started(
+            infos=infos,
+            phases=self._clock.phases,
+            names=server.served_model_name,
+            url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
+            needs_key=bool(server.api_key),
+        )
+        print_banner(Console(stderr=True), started)
+
+
+def _patience(server: ServerSettings) -> Patience:
+    return Patience(
+        start_ns=int(server.startup_timeout * 1e9),
+        silence_ns=int(server.engine_timeout * 1e9),
+        stall_ns=int(server.watchdog_timeout * 1e9),
+        step_ns=int(server.step_timeout * 1e9),
+    )
+
+
+def _fingerprint(settings: ServeSettings, info: ModelInfo) -> str:
+    """Changes with whatever may change an answer, and says `paced` where durations are modelled."""
+    parts = (__version__, str(settings.model), str(settings.paced), info.dtype, info.device)
+    kind = "fp_" if settings.paced is None else "fp_paced_"
+    return kind + hashlib.blake2b("\0".join(parts).encode(), digest_size=5).hexdigest()

@@ -1,0 +1,112 @@
+"""The rank processes: started, watched, and none left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from moestro.config.launch_spec import LaunchSpec, write_launch_spec
+
+logger = logging.getLogger(__name__)
+
+WORKER = (sys.executable, "-m", "moestro.worker.worker")
+PACED_WORKER = (sys.executable, "-m", "moestro.worker.paced_worker")
+_LAST_WORDS_S = 0.2  # for messages that a rank sent just before it ended
+_KILL_AFTER_S = 5.0  # between asking a rank to leave and making it
+
+
+class Ranks:
+    """Rank processes, numbered from 0, at most one of each number.
+
+    Args:
+        num_ranks: how many will share the machine.
+        on_exit: called once with (rank, how it ended) for each process, unless it was stopped from here.
+        command: what to run; it reads its `LaunchSpec` from stdin.
+    """
+
+    def __init__(self, num_ranks: int, on_exit: Callable[[int, str], None], command: Sequence[str] = WORKER) -> None:
+        self._num_ranks = num_ranks
+        self._on_exit = on_exit
+        self._command = command
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._watchers: dict[int, asyncio.Task[None]] = {}
+
+    async def start(self, spec: LaunchSpec) -> None:
+        """Start the process of a rank that has none."""
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            env=_environment(self._num_ranks),
+            start_new_session=True,  # Ctrl-C reaches us alone, and we decide what it means
+        )
+        self._processes[spec.rank] = process
+        self._watchers[spec.rank] = asyncio.create_task(self._watch(spec.rank, process))
+        assert process.stdin is not None
+        process.stdin.write(write_launch_spec(spec))  # and stays open: its end means that we are gone
+
+    async def stop(self, ask: Callable[[int], None], patience_s: float = _KILL_AFTER_S) -> None:
+        """End every process: `ask` each to leave, kill those that stay longer than `patience_s`."""
+        for watcher in self._watchers.values():
+            watcher.cancel()
+        for rank, process in self._processes.items():
+            if process.returncode is None:
+                ask(rank)
+        deadline = time.monotonic() + patience_s
+        for rank, process in self._processes.items():
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    await process.wait()
+            except TimeoutError:
+                logger.warning("engine %d did not leave within %g s: killed", rank, patience_s)
+                process.kill()
+                await process.wait()
+
+    def kill_all(self) -> None:
+        """End every process now."""
+        for rank in self._processes:
+            self.signal(rank, signal.SIGKILL)
+
+    def is_running(self, rank: int) -> bool:
+        """Whether `rank` has a process that has not ended."""
+        process = self._processes.get(rank)
+        return process is not None and process.returncode is None
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to the process of `rank`, if it has one."""
+        process = self._processes.get(rank)
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        await asyncio.sleep(_LAST_WORDS_S)
+        self._on_exit(rank, _how(code))
+
+
+def now_ns() -> int:
+    """The clock that front door and ranks share: monotonic, and the same in every process of a machine."""
+    return time.monotonic_ns()
+
+
+def _environment(num_ranks: int) -> Mapping[str, str]:
+    """Ranks on one machine share its cores, unless the operator has divided them."""
+    share = max(1, (os.cpu_count() or 1) // num_ranks)
+    return {"OMP_NUM_THREADS": str(share)} | dict(os.environ)
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"its process ended with status {code}; what it printed is above"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (out of memory?)" if name == "SIGKILL" else ""
+    return f"its process was killed by {name}{hint}"

@@ -1,1 +1,0 @@
-"""The papers' tables, made again on virtual time."""

@@ -1,0 +1,1 @@
+"""Tokenizer, chat templates, incremental detokenizing, stop strings, and the threads that they run on."""

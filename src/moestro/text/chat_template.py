@@ -1,0 +1,174 @@
+"""Chats rendered by the model's template, in child processes: a template may run for ever, or fill the memory.
+
+The API server keeps these processes warm. Each renders one chat at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import weakref
+from threading import Lock
+
+import msgspec
+
+from moestro.errors import DrainingError, RequestError, shown
+from moestro.text.template_worker import (
+    TIME_LIMIT_S,
+    LimitExceeded,
+    Refused,
+    RenderAnswer,
+    Rendered,
+    RenderJob,
+    read_message,
+    write_job,
+)
+
+logger = logging.getLogger(__name__)
+
+_COMMAND = (sys.executable, "-m", "moestro.text.template_worker")
+_decode_answer = msgspec.msgpack.Decoder(RenderAnswer).decode
+
+
+class TemplateLimitError(RequestError):
+    """The template does not come to an end with these messages, or takes too much memory.
+
+    The fault is the template's, and the status a 400 all the same: clients and routers repeat a request that was
+    answered with a 5xx and count it against the engine, and here each repetition would end in the same way.
+
+    Args:
+        limit: what was exceeded.
+    """
+
+    def __init__(self, limit: str) -> None:
+        super().__init__(
+            f"The model's chat template takes more than {limit} for these messages. Send fewer or other messages, or"
+            " the prompt as text to /v1/completions; the operator can put the template right.",
+            param="messages",
+            code="chat_template_limit",
+        )
+
+
+class _Renderer:
+    """One process that renders."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(  # noqa: S603 - the command is a constant
+            _COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C reaches the server alone, which decides what it means
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can render."""
+        return self._process.poll() is None
+
+    def render(self, job: RenderJob) -> RenderAnswer:
+        """What becomes of `job`; if that is the process's end, what it exceeded."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            write_job(self._process.stdin.fileno(), job)
+            body = read_message(self._process.stdout.fileno())
+        except BrokenPipeError:
+            body = None
+        if body is not None:
+            answer: RenderAnswer = _decode_answer(body)
+            return answer
+        code = self._process.wait()
+        if code == -signal.SIGALRM:
+            return LimitExceeded(f"{TIME_LIMIT_S:g} s")
+        return LimitExceeded(f"the process that renders it can bear (status {code})")
+
+    def kill(self) -> None:
+        """End the process, also in the middle of a chat."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the process and close its pipes; called while no thread renders with it."""
+        with self._process:  # which waits for its end
+            self.kill()
+
+
+class Renderers:
+    """Renders chats, each in one of several processes. Safe to call from several threads.
+
+    There are as many processes as chats were ever rendered at once. None outlives this object.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._idle: list[_Renderer] = []
+        self._busy: set[_Renderer] = set()
+        self._end = weakref.finalize(self, _end_all, self._idle, self._busy)
+
+    def warm(self) -> None:
+        """Start a process, so that it is there when the first chat comes: it takes half a second."""
+        with self._lock:
+            if not self._idle:
+                self._idle.append(_Renderer())
+
+    def render(self, job: RenderJob) -> str:
+        """The prompt that the job's template makes of its messages.
+
+        Raises:
+            TemplateLimitError: the template takes too much time, memory or text.
+            RequestError: the template refuses these messages.
+            DrainingError: the server stops.
+        """
+        renderer = self._take()
+        try:
+            answer = renderer.render(job)
+            if isinstance(answer, LimitExceeded):
+                renderer.close()  # what is left of its memory belongs to no other chat
+        finally:
+            self._give_back(renderer)
+        match answer:
+            case Rendered(text):
+                return text
+            case Refused(message):
+                text = f"The model's chat template refuses these messages: {shown(message)}"
+                raise RequestError(text, param="messages")
+            case LimitExceeded(limit):
+                logger.warning("the chat template takes more than %s for a client's messages", limit)
+                raise TemplateLimitError(limit)
+
+    def close(self) -> None:
+        """End all processes; a chat that is being rendered is refused."""
+        with self._lock:
+            self._end()
+
+    def _take(self) -> _Renderer:
+        """A renderer that lives; a new one where all are busy."""
+        with self._lock:
+            if not self._end.alive:
+                raise DrainingError
+            while self._idle and not self._idle[-1].is_alive:  # something from outside has ended it
+                self._idle.pop().close()
+            renderer = self._idle.pop() if self._idle else _Renderer()
+            self._busy.add(renderer)
+            return renderer
+
+    def _give_back(self, renderer: _Renderer) -> None:
+        """One that has ended is replaced at once, so that the next chat finds a warm one."""
+        with self._lock:
+            self._busy.remove(renderer)
+            is_open = self._end.alive
+            if is_open and renderer.is_alive:
+                self._idle.append(renderer)
+                return
+            renderer.close()
+            if is_open:
+                self._idle.append(_Renderer())
+
+
+def _end_all(idle: list[_Renderer], busy: set[_Renderer]) -> None:
+    for renderer in idle:
+        renderer.close()
+    for renderer in busy:
+        renderer.kill()  # the thread that waits for it closes it

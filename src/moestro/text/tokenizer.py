@@ -1,0 +1,172 @@
+"""Text to token ids and back. Never loads torch; safe to call from several threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerFast
+
+from moestro.core.checkpoint_files import refuse_links_out
+from moestro.errors import ConfigError, RequestError, shown
+from moestro.text.chat_template import Renderers
+from moestro.text.template_worker import RenderJob
+from moestro.text.token_text import TokenTexts
+
+_UNFINISHED = "\ufffd"  # how a decoder shows bytes that are no character (yet)
+CONTEXT_TOKENS = 24  # of the prompt, at most, that shape the text of the first generated token
+_LEAST_CONTEXT = 4
+_INVALID_PREFIX = "Invalid prefix encountered"
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template.
+
+    Args:
+        path: a directory with tokenizer.json (and, for chats, a chat template).
+
+    Raises:
+        ConfigError: there is no readable tokenizer.json, or a file is a link out of the directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not (path / "tokenizer.json").is_file():
+            raise ConfigError(
+                f"no tokenizer.json in {path}: only fast tokenizers are supported;"
+                " name a directory that has one with --tokenizer DIR"
+            )
+        refuse_links_out(path)
+        try:
+            self._fast = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+        except Exception as error:  # a broken file surfaces as whatever the reader of that part raises
+            raise ConfigError(f"cannot load the tokenizer in {path}: {shown(error)}") from error
+        # Not through the fast tokenizer's own call, which sets truncation on this shared object: two threads at once
+        # would fail with "Already borrowed".
+        self.backend: Backend = self._fast.backend_tokenizer
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.special_ids = frozenset(
+            token_id for token_id, token in self.backend.get_added_tokens_decoder().items() if token.special
+        )
+        self.token_texts = TokenTexts(self.backend)
+        # Upper bound: a byte-level token of n symbols stands for n bytes, which are n characters at most.
+        self.max_token_chars = max(map(len, self.backend.get_vocab(with_added_tokens=True)))
+        self._renderers = Renderers()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens` also those that the model wants around every text."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt that the chat template makes of `messages`, up to where the assistant begins (unless told not to).
+
+        Args:
+            tools: as the API has them; templates that know none leave them out.
+
+        Raises:
+            RequestError: the model has no template, or its template refuses these messages or exceeds its limits.
+        """
+        if not self._fast.chat_template:
+            raise RequestError(
+                "This model has no chat template. Send the prompt as text to /v1/completions.",
+                param="messages",
+                code="no_chat_template",
+            )
+        given_tools = None if tools is None else list(tools)
+        try:
+            template = self._fast.get_chat_template(tools=given_tools)
+        except ValueError as error:  # several templates, and none for a chat of this kind
+            text = f"This model has no chat template for these messages: {shown(error)}"
+            raise RequestError(text, param="messages", code="no_chat_template") from error
+        job = RenderJob(
+            template=template,
+            messages=list(messages),
+            tools=given_tools,
+            add_generation_prompt=add_generation_prompt,
+            special_tokens=self._fast.special_tokens_map,
+        )
+        return self._renderers.render(job)
+
+    def warm_chats(self) -> None:
+        """Start what renders chats, so that the first one does not wait for it."""
+        if self._fast.chat_template:
+            self._renderers.warm()
+
+    def close(self) -> None:
+        """End what renders chats."""
+        self._renderers.close()
+
+    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
+        """What turns the tokens generated after `prompt_ids` into text, piece by piece."""
+        return Detokenizer(self, prompt_ids)
+
+
+class Detokenizer:
+    """Text of a growing token sequence; special tokens have none, and unfinished characters wait for their bytes.
+
+    The pieces, `flush` included, join to the text that decoding everything at once would give, for any tokenizer whose
+    text of more tokens begins with its text of fewer. (Byte-fallback tokenizers break that rule where the model emits
+    invalid UTF-8; there the pieces stay as they were sent.)
+
+    Args:
+        prompt_ids: what comes before, or the last `CONTEXT_TOKENS` of it. Some tokenizers strip the space of a first
+            token; after these it is none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._backend = tokenizer.backend
+        self._special_ids = tokenizer.special_ids
+        self._before = _context(tokenizer, prompt_ids)  # tokens whose text is out, the last ones
+        self._held: list[int] = []  # tokens whose text is not
+        self._stream = DecodeStream(ids=self._before, skip_special_tokens=True)
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token; often "" and seldom more than a word."""
+        if token_id in self._special_ids:
+            return ""
+        self._held.append(token_id)
+        text = self._step(token_id)
+        if text is None:
+            return ""
+        self._before, self._held = self._held, []
+        return text
+
+    def flush(self) -> str:
+        """The text held back at the end: bytes that never became a character; "" where they rewrite what is out."""
+        if not self._held:
+            return ""
+        before = self._backend.decode(self._before)
+        text = self._backend.decode(self._before + self._held)
+        self._before, self._held = self._held, []
+        return text.removeprefix(before) if text.startswith(before) else ""
+
+    def _step(self, token_id: int) -> str | None:
+        try:
+            return self._stream.step(self._backend, token_id)
+        except Exception as error:
+            if _INVALID_PREFIX not in str(error):
+                raise
+        # Invalid UTF-8 in a byte-fallback vocabulary rewrote what was sent: go on from here, as vLLM does.
+        self._held = [token_id]
+        self._stream = DecodeStream(skip_special_tokens=True)
+        return self._stream.step(self._backend, token_id)
+
+
+def _context(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
+    """The shortest end of the prompt that decodes to whole characters."""
+    plain = [token_id for token_id in prompt_ids[-CONTEXT_TOKENS:] if token_id not in tokenizer.special_ids]
+    for length in range(min(_LEAST_CONTEXT, len(plain)), len(plain) + 1):
+        end = plain[len(plain) - length :]
+        if _UNFINISHED not in tokenizer.backend.decode(end):
+            return end
+    return []

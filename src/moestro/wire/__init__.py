@@ -1,0 +1,1 @@
+"""What crosses a process border: messages between API server and workers, encodings of KV events."""

@@ -1,0 +1,237 @@
+"""What one publisher's cache holds, under its own names and under ours.
+
+A publisher names blocks by hashes of its own making, with seeds and algorithms that need not be known here: the tokens
+are in the events, so each block is named anew by `core.hashing`, in the chain that its parent's name continues. A block
+that cannot be named is left out: what comes of an event that is not understood is a hit less, never a hit that is none.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from moestro.core.hashing import ROOT, block_hash, hash_key
+from moestro.wire.kv_events import BlockKey, BlockRemoved, BlockStored
+
+# Groups of layers whose blocks stay until they are evicted. Those of a sliding window leave it one by one, and a
+# recurrent layer has a state instead: neither says how much of a prompt is there.
+_WHOLE_PROMPT_KINDS = {None, "full_attention", "mla_attention", "sink_full_attention"}
+_FIRST_TIER = "GPU"  # the tier of an event that names none
+_NUM_LEFT = 1 << 14
+
+
+class NamingRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How a publisher's blocks get our names.
+
+    Attributes:
+        model: the name by which clients ask for the model; for an adapter they ask by the adapter's.
+        block_size: tokens of a block, as in the `hash_blocks` of requests.
+        tiers: names of the media, upper case, whose blocks are hits.
+        max_num_blocks: that are followed; of a cache with more, the rest is left out.
+    """
+
+    model: str
+    block_size: int
+    tiers: tuple[str, ...] = ("GPU", "CPU", "CPU_PINNED")
+    max_num_blocks: int = 1 << 20
+
+
+@dataclass(slots=True)
+class NamingCounts:
+    """Blocks, by what became of them.
+
+    Attributes:
+        stored: that were named.
+        removed: that no tier holds any more.
+        orphaned: whose parent is not known.
+        unnamed: whose hash covers something that has no place in our names, as a picture has none.
+        other_size: of another block size than the router's.
+        other_tier: in media that serve no hits, or in another machine.
+        other_group: of layers that are not followed.
+        over_bound: beyond `max_num_blocks`.
+    """
+
+    stored: int = 0
+    removed: int = 0
+    orphaned: int = 0
+    unnamed: int = 0
+    other_size: int = 0
+    other_tier: int = 0
+    other_group: int = 0
+    over_bound: int = 0
+
+
+@dataclass(slots=True)
+class _Block:
+    name: bytes
+    key: bytes
+    tiers: int
+
+
+class _Chain(NamedTuple):
+    """The name of the block before, the key, and those extra keys of the next block that the key covers."""
+
+    parent: bytes
+    key: bytes
+    explained: tuple[str | None, ...]
+
+
+class NamedBlocks:
+    """The blocks of one publisher's process.
+
+    Attributes:
+        block_size_seen: tokens of the publisher's blocks; None until it has said.
+        is_ambiguous: one hash was given to two different blocks (SGLang did, before its hashes were chained): what is
+            held cannot be told, and nothing is counted as held any more.
+    """
+
+    def __init__(self, rules: NamingRules, counts: NamingCounts) -> None:
+        self.block_size_seen: int | None = None
+        self.is_ambiguous = False
+        self._rules = rules
+        self._counts = counts
+        self._bits = {tier: 1 << at for at, tier in enumerate(rules.tiers)}
+        self._group: int | None = None
+        self._held: dict[BlockKey, _Block] = {}
+        # Names of blocks that are gone: a sequence in flight may have another copy, and store the next block behind it.
+        self._left: OrderedDict[BlockKey, _Block] = OrderedDict()
+
+    @property
+    def num_blocks(self) -> int:
+        """Held, in any tier that serves hits."""
+        return len(self._held)
+
+    def names(self) -> bytes:
+        """All that is held, packed, parents mostly before their children."""
+        return b"".join([block.name for block in self._held.values()])
+
+    def forget(self) -> None:
+        """Nothing is held, or it is not known what is."""
+        self._held.clear()
+        self._left.clear()
+
+    def store(self, event: BlockStored) -> bytes:
+        """Take in blocks. Returns our names of those that are hits, packed, in the order of the prompt."""
+        tier = self._tier(event.medium, event.locality)
+        if not tier:
+            self._counts.other_tier += len(event.block_hashes)
+            return b""
+        if self.is_ambiguous or not self._follows(event):
+            return b""
+        stored = []
+        for theirs, block in self._named(event) if event.token_ids else self._known(event.block_hashes):
+            held = self._held.get(theirs)
+            if held is None:
+                if len(self._held) >= self._rules.max_num_blocks:
+                    self._counts.over_bound += 1
+                    break
+                self._left.pop(theirs, None)
+                held = self._held[theirs] = block
+            elif held.name != block.name:
+                self.is_ambiguous = True
+                self.forget()
+                return b""
+            held.tiers |= tier
+            stored.append(held.name)
+        self._counts.stored += len(stored)
+        return b"".join(stored)
+
+    def remove(self, event: BlockRemoved) -> bytes:
+        """Let blocks go. Returns our names of those that no tier holds any more, packed."""
+        tier = self._tier(event.medium, event.locality)
+        if not tier or not (event.group_idx is None or self._group is None or event.group_idx == self._group):
+            return b""
+        copies = event.remaining_copy_counts or ()
+        removed = []
+        for at, theirs in enumerate(event.block_hashes):
+            block = self._held.get(theirs)
+            if block is None or (at < len(copies) and copies[at] > 0):
+                continue
+            block.tiers &= ~tier
+            if not block.tiers:
+                del self._held[theirs]
+                self._left[theirs] = block
+                removed.append(block.name)
+        while len(self._left) > _NUM_LEFT:
+            self._left.popitem(last=False)
+        self._counts.removed += len(removed)
+        return b"".join(removed)
+
+    def _tier(self, medium: str | None, locality: str | None) -> int:
+        """The bit of a medium; 0: blocks there are no hits."""
+        if locality == "REMOTE":
+            return 0
+        return self._bits.get((medium or _FIRST_TIER).upper(), 0)
+
+    def _follows(self, event: BlockStored) -> bool:
+        """Whether it tells what there is of a prompt, in blocks of our size. The first such group is followed."""
+        num_blocks, counts = len(event.block_hashes), self._counts
+        if event.kv_cache_spec_kind not in _WHOLE_PROMPT_KINDS:
+            counts.other_group += num_blocks
+            return False
+        if self._group is None:
+            self._group = event.group_idx
+        if event.group_idx != self._group:
+            counts.other_group += num_blocks
+            return False
+        if not event.token_ids:
+            return True
+        self.block_size_seen = event.block_size
+        if event.block_size != self._rules.block_size:
+            counts.other_size += num_blocks
+            return False
+        if len(event.token_ids) != num_blocks * event.block_size:
+            counts.unnamed += num_blocks  # some have no hash, and it is not said which
+            return False
+        return True
+
+    def _named(self, event: BlockStored) -> list[tuple[BlockKey, _Block]]:
+        """The event's blocks under their names and ours, up to the first that has none."""
+        num_blocks, size = len(event.block_hashes), event.block_size
+        extras = event.extra_keys or [None] * num_blocks
+        chain = self._chain(event, extras[0])
+        if chain is None:
+            self._counts.orphaned += num_blocks
+            return []
+        name, key, explained = chain
+        if len(extras) != num_blocks or (event.lora_id is not None and event.lora_name is None):
+            self._counts.unnamed += num_blocks
+            return []
+        tokens = np.asarray(event.token_ids, np.int32)
+        named = []
+        for at, theirs in enumerate(event.block_hashes):
+            if any(extra not in explained for extra in extras[at] or ()):
+                self._counts.unnamed += num_blocks - at
+                break
+            name = block_hash(key, name, tokens[at * size : (at + 1) * size])
+            named.append((theirs, _Block(name, key, 0)))
+            explained = (event.lora_name,)
+        return named
+
+    def _chain(self, event: BlockStored, extra: list[Any] | None) -> _Chain | None:
+        """What the event's first block continues; None: nobody knows."""
+        if event.parent_block_hash is None:
+            salt = event.cache_salt or _salt(extra, event.lora_name)
+            key = hash_key(event.lora_name or self._rules.model, None, salt)
+            return _Chain(ROOT, key, (event.lora_name, salt))
+        parent = self._held.get(event.parent_block_hash) or self._left.get(event.parent_block_hash)
+        return _Chain(parent.name, parent.key, (event.lora_name,)) if parent else None
+
+    def _known(self, block_hashes: list[BlockKey]) -> list[tuple[BlockKey, _Block]]:
+        """Blocks without tokens (vLLM's offloading tells none): those that another tier holds, or held, have names."""
+        known = [(theirs, self._held.get(theirs) or self._left.get(theirs)) for theirs in block_hashes]
+        found = [(theirs, block) for theirs, block in known if block]
+        self._counts.orphaned += len(block_hashes) - len(found)
+        return found
+
+
+def _salt(extra: list[Any] | None, lora_name: str | None) -> str | None:
+    """The cache salt among a first block's extra keys: the string that is not the adapter's name."""
+    strings = [key for key in extra or () if isinstance(key, str)]
+    if lora_name in strings:
+        strings.remove(lora_name)
+    return strings[0] if strings else None

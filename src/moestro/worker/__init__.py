@@ -1,0 +1,1 @@
+"""A rank's process: loop, channel, KV publisher, paced device."""

@@ -1,0 +1,145 @@
+"""A rank's end of the wire: one thread owns the socket, so that the main loop never waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from queue import Empty, SimpleQueue
+
+import zmq
+
+from moestro.wire.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_QUEUED_MESSAGES,
+    FromRank,
+    Heartbeat,
+    ToRank,
+    decode_to_rank,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+_LINGER_MS = 2000
+_RETRY_MS = 20  # until the next try when the front door does not keep up
+_BEAT_MS = 500  # between signs of life
+_ORPHANED = 3  # exit status of a rank whose parent has gone
+_DEAF = 4  # of one whose thread here has failed: nobody could reach it any more
+
+
+class Channel:
+    """Receives for the main loop and sends for it.
+
+    The thread ends the whole process when `parent_fd` reaches its end: a rank never outlives its front door, even if
+    that was killed and the main loop is deep in a kernel. It also sends the signs of life. When it fails, be it on a
+    message that does not decode, the process ends too: the front door notices, and no request is left without an end.
+
+    Args:
+        address: where the front door listens.
+        identity: the name under which the front door expects this process.
+        parent_fd: a pipe that only the parent holds the other end of.
+
+    Attributes:
+        num_steps: set by the main loop, sent with every sign of life.
+    """
+
+    def __init__(self, address: str, identity: bytes, parent_fd: int) -> None:
+        self.num_steps = 0
+        self._inbox: SimpleQueue[ToRank] = SimpleQueue()
+        self._outbox: deque[FromRank] = deque()
+        self._parent_fd = parent_fd
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, args=(address, identity), name="channel", daemon=True)
+        self._thread.start()
+
+    def receive(self, wait_s: float | None) -> list[ToRank]:
+        """All messages that have come; waits `wait_s` for the first (None: for ever). With 0, and none: under 1 µs."""
+        messages = []
+        if wait_s != 0:
+            with contextlib.suppress(Empty):
+                messages.append(self._inbox.get(timeout=wait_s))
+        while not self._inbox.empty():
+            messages.append(self._inbox.get())
+        return messages
+
+    def has_messages(self) -> bool:
+        """Whether `receive` would have something now; well under 1 µs."""
+        return not self._inbox.empty()
+
+    def send(self, message: FromRank) -> None:
+        """Leave `message` for the thread to send."""
+        self._outbox.append(message)
+        self._wake()
+
+    def close(self) -> None:
+        """Send what is left (at most for `_LINGER_MS`) and hang up."""
+        self._closing = True
+        self._wake()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier calls: it is awake already
+            os.write(self._wake_write, b"\0")
+
+    # --- the thread
+
+    def _run(self, address: str, identity: bytes) -> None:
+        try:
+            self._exchange(address, identity)
+        except BaseException:
+            logger.exception("the channel to the front door has failed")
+            os._exit(_DEAF)
+
+    def _exchange(self, address: str, identity: bytes) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.IDENTITY, identity),
+            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            (zmq.SNDHWM, MAX_QUEUED_MESSAGES),
+            (zmq.RCVHWM, MAX_QUEUED_MESSAGES),
+            (zmq.LINGER, _LINGER_MS),
+        ):
+            socket.setsockopt(option, value)
+        socket.connect(address)
+        poller = zmq.Poller()
+        for readable in (socket, self._wake_read, self._parent_fd):
+            poller.register(readable, zmq.POLLIN)
+        next_beat_ns = 0
+        while not (self._closing and not self._outbox):
+            ready = {fd for fd, _ in poller.poll(_RETRY_MS if self._outbox else _BEAT_MS)}
+            if self._parent_fd in ready and not os.read(self._parent_fd, 4096):
+                os._exit(_ORPHANED)
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
+            self._send_all(socket)
+            if time.monotonic_ns() >= next_beat_ns:
+                next_beat_ns = time.monotonic_ns() + _BEAT_MS * 1_000_000
+                with contextlib.suppress(zmq.Again):  # the front door does not keep up; what it has not read is a sign
+                    socket.send(encode(Heartbeat(self.num_steps)), zmq.NOBLOCK)
+            self._receive_all(socket)
+        socket.close()
+        context.term()
+
+    def _send_all(self, socket: zmq.Socket[bytes]) -> None:
+        while self._outbox:
+            try:
+                socket.send(encode(self._outbox[0]), zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._outbox.popleft()
+
+    def _receive_all(self, socket: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                frame = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._inbox.put(decode_to_rank(frame))

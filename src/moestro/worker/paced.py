@@ -1,0 +1,250 @@
+"""The paced device: real processes, real transport, and steps that take as long as a cost model says. No torch here.
+
+It answers at the modelled moment, and until then the rank's loop sleeps: a few cores can show many devices that are not
+there. What the answers say comes from `Answers`: the demo network's own tokens, or a fixed sequence.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from moestro.config.launch_spec import LaunchSpec
+from moestro.config.serve_settings import PACED_QLLM, ModelSettings, PacedSettings
+from moestro.core.request import TokenLogprobs
+from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, BlockMoves, Device, Forward, StepResult, Units
+from moestro.cost.capacity import kv_blocks
+from moestro.cost.gpus import A100, gpu_named
+from moestro.cost.hf_config import network_named
+from moestro.cost.model import Batch, CostModel
+from moestro.cost.networks import Network
+from moestro.cost.priced_stages import PricedStages
+from moestro.cost.roofline import Roofline, RooflineSettings
+from moestro.cost.staged_engines import QLLM, StagedEngine, in_4_bits
+from moestro.cost.tables import MeasuredCost, load_table
+from moestro.engine.rank import Rank
+from moestro.errors import ConfigError, InvariantError
+from moestro.wire.messages import ModelInfo
+from moestro.worker.rank_process import make_preemptive_rank, make_rank
+
+logger = logging.getLogger(__name__)
+
+# What answers without arithmetic say over and over; it begins with a space, so that its end and beginning join.
+WORDS = (
+    " This answer is paced: each of its tokens took as long as a model says that it would take on another machine,"
+    " and not one of them was computed."
+)
+
+
+class Answers(Protocol):
+    """What becomes of an item, when its time has come."""
+
+    def of(self, item: Forward, now_ns: int) -> StepResult:
+        """The result of `item`, computed at once."""
+        ...
+
+
+class PacedDevice:
+    """A `core.work.Device` on the wall clock.
+
+    Args:
+        cost: prices the items; what the rank's own code takes comes on top, some 0.1 ms a step.
+        answers: what they bring about.
+        warning: what whoever reads results has to know of the prices so far; None: nothing. It is logged once.
+    """
+
+    def __init__(self, cost: CostModel, answers: Answers, warning: Callable[[], str | None] = lambda: None) -> None:
+        self._cost = cost
+        self._answers = answers
+        self._warning = warning
+        self._has_warned = False
+        self._pending: deque[tuple[int, StepResult]] = deque()
+        self._free_at_ns = 0
+
+    def launch(self, item: Forward, now_ns: int) -> None:
+        """See `Device.launch`."""
+        price_ns = self._cost.step_ns(Batch(item.units.start, item.units.num_tokens))
+        if not self._has_warned and (text := self._warning()) is not None:
+            logger.warning("%s", text)
+            self._has_warned = True
+        self._free_at_ns = max(now_ns, self._free_at_ns) + price_ns
+        self._pending.append((self._free_at_ns, self._answers.of(item, now_ns)))
+
+    def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
+        """See `Device.move_blocks`. It plays no host memory, and `moestro serve` refuses to be asked for any."""
+        raise InvariantError("a paced device was told to copy KV blocks")
+
+    def poll(self, now_ns: int) -> list[StepResult]:
+        """See `Device.poll`."""
+        ready = []
+        while self._pending and self._pending[0][0] <= now_ns:
+            ready.append(self._pending.popleft()[1])
+        return ready
+
+    def ready_at_ns(self) -> int | None:
+        """See `Device.ready_at_ns`."""
+        return self._pending[0][0] if self._pending else None
+
+
+class FixedAnswers:
+    """A token is a function of its position: the same for every request. It is certain, for whoever asks how likely.
+
+    A request ends at its `max_tokens`: that is all of its script.
+
+    Args:
+        words: token ids, said in turn: at position p the one at p modulo their number.
+    """
+
+    def __init__(self, words: Sequence[int]) -> None:
+        self._words = np.array(words, np.int32)
+
+    def of(self, item: Forward, now_ns: int) -> StepResult:
+        """See `Answers.of`."""
+        units = item.units
+        samples = units.logits & LOGITS_LAST != 0
+        said = self._words.take((units.start + units.num_tokens) % len(self._words))
+        token_ids = np.where(samples, said, -1).astype(np.int32)
+        wanted = np.flatnonzero(samples & (units.sampling["num_logprobs"] >= 0)).tolist()
+        return StepResult(
+            units.slot,
+            token_ids,
+            logprobs={row: TokenLogprobs(int(token_ids[row]), 0.0, 1) for row in wanted},
+            prompt_logprobs=_certain_prompts(units),
+        )
+
+
+class NetworkAnswers:
+    """The tokens that a network on this machine computes; it has to be quicker than the device that is played.
+
+    Args:
+        device: computes at once, on a CPU.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def of(self, item: Forward, now_ns: int) -> StepResult:
+        """See `Answers.of`."""
+        self._device.launch(item, now_ns)
+        (result,) = self._device.poll(now_ns)
+        return result
+
+
+def make_paced_rank(spec: LaunchSpec, paced: PacedSettings, answers: Answers, info: ModelInfo) -> Rank:
+    """The rank that `spec` asks for, in either mode.
+
+    Raises:
+        ConfigError: nothing is known of the GPU or the network.
+    """
+    if paced.table is not None:
+        table = MeasuredCost(load_table(paced.table))
+        return make_rank(spec, PacedDevice(table, answers, table.warning), info)
+    cost = _stage_cost(paced)
+    if spec.stepping.mode == "fused":
+        return make_rank(spec, PacedDevice(cost, answers), info)
+
+    def answer(units: Units, now_ns: int) -> StepResult:
+        return answers.of(Forward(units), now_ns)
+
+    max_tokens = spec.limits.max_num_batched_tokens
+    return make_preemptive_rank(spec, PricedStages(cost, max_tokens, info.block_size, answer), info)
+
+
+def _stage_cost(paced: PacedSettings) -> Roofline | StagedEngine:
+    network = network_named(paced.network)
+    if paced.device == PACED_QLLM:
+        return StagedEngine(QLLM, network)
+    return Roofline(RooflineSettings(network=network, gpu=gpu_named(paced.gpu)))
+
+
+def num_blocks_of(paced: PacedSettings, model: ModelSettings) -> int | None:
+    """KV blocks of the device that is played; None: a table does not say, and the network that computes decides.
+
+    Raises:
+        ConfigError: the network does not fit the GPU.
+    """
+    if model.num_gpu_blocks_override is not None or paced.table is not None:
+        return model.num_gpu_blocks_override
+    network = network_named(paced.network)
+    if paced.kv_cache_memory_bytes is not None:
+        return paced.kv_cache_memory_bytes // (network.kv_bytes_per_token * model.block_size)
+    if paced.device == PACED_QLLM:
+        return kv_blocks(in_4_bits(network), A100, model.block_size)
+    return kv_blocks(network, gpu_named(paced.gpu), model.block_size)
+
+
+def paced_info(paced: PacedSettings, model: ModelSettings, vocab_size: int) -> ModelInfo:
+    """What the front door must know where no network is loaded.
+
+    Args:
+        vocab_size: of the tokenizer that the answers are made for.
+    """
+    network, num_blocks = network_named(paced.network), num_blocks_of(paced, model)
+    assert num_blocks is not None, "a table goes with the demo network"
+    fitting = min(paced.max_model_len, num_blocks * model.block_size)
+    return ModelInfo(
+        model_id=paced.network,
+        max_model_len=model.max_model_len or fitting,
+        vocab_size=vocab_size,
+        eos_token_ids=(),
+        block_size=model.block_size,
+        num_blocks=num_blocks,
+        num_parameters=num_parameters(network),
+        model_type=paced.network,
+        dtype="no arithmetic",
+        device=paced.device,
+        num_layers=network.num_layers,
+        num_experts=network.experts.num_experts if network.experts else 0,
+        num_experts_per_token=network.experts.top_k if network.experts else 0,
+        notes=(f"{PACED_NOTE} Answers repeat fixed words.",),
+        is_exact=True,
+    )
+
+
+PACED_NOTE = "Evidence is paced: steps take as long as a cost model says, and nothing here is measured on that device."
+
+
+def num_parameters(network: Network) -> int:
+    """Weights of all kinds, norms left out."""
+    plain = replace(network.experts, bytes_per_weight=2.0) if network.experts else None
+    return round(replace(network, bytes_per_weight=2.0, experts=plain).weight_bytes() / 2)
+
+
+def read_words(tokenizer: Path) -> tuple[list[int], int]:
+    """`WORDS` as ordinary token ids, none of them special, and how many ids there are.
+
+    Args:
+        tokenizer: a directory with tokenizer.json.
+
+    Raises:
+        ConfigError: there is none that can be read, or it has no token for any of the words.
+    """
+    try:
+        backend = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    except Exception as error:  # the library raises bare ones
+        raise ConfigError(f"cannot read tokenizer.json in {tokenizer}: {error}; name another by --tokenizer") from error
+    special = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
+    words = [token_id for token_id in backend.encode(WORDS, add_special_tokens=False).ids if token_id not in special]
+    if not words:
+        raise ConfigError(f"the tokenizer in {tokenizer} has no words for English: name another by --tokenizer")
+    return words, max(backend.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def _certain_prompts(units: Units) -> dict[int, tuple[TokenLogprobs, ...]]:
+    """An entry for the token after each of a LOGITS_PROMPT unit."""
+    if units.next_token_ids is None:
+        return {}
+    found, at = {}, 0
+    following = units.next_token_ids.tolist()
+    for row in np.flatnonzero(units.logits & LOGITS_PROMPT).tolist():
+        end = at + int(units.num_tokens[row])
+        found[row] = tuple(TokenLogprobs(token_id, 0.0, 1) for token_id in following[at:end])
+        at = end
+    return found

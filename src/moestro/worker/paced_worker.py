@@ -1,0 +1,23 @@
+"""The rank process without a network: `python -m moestro.worker.paced_worker`. It never loads torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moestro.config.launch_spec import LaunchSpec
+from moestro.engine.rank import Rank
+from moestro.wire.messages import ModelInfo
+from moestro.worker.paced import FixedAnswers, make_paced_rank, paced_info, read_words
+from moestro.worker.rank_process import OnPhase, leave, run_process
+
+
+def _build(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
+    assert spec.paced is not None, "started for a paced device"
+    on_phase("price")
+    words, vocab_size = read_words(Path(spec.paced.tokenizer or spec.model.model))
+    info = paced_info(spec.paced, spec.model, vocab_size)
+    return make_paced_rank(spec, spec.paced, FixedAnswers(words), info), info
+
+
+if __name__ == "__main__":
+    leave(run_process(_build))

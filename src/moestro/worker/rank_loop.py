@@ -1,0 +1,204 @@
+"""A rank's main loop, whatever the rank is made of. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from moestro.core.request import Output, Request
+from moestro.core.work import PassCounts
+from moestro.errors import RequestError
+from moestro.wire.messages import Abort, Add, Outputs, RankLoad, Refused, Shutdown, ToRank
+from moestro.worker.channel import Channel
+
+
+class Stats(Protocol):
+    """How full a rank is, and its totals since the start."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold KV."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for it."""
+        ...
+
+    @property
+    def kv_usage(self) -> float:
+        """Fraction of blocks held, 0 .. 1."""
+        ...
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """To compute before those that wait or prefill have a token."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Of sequences that run or wait."""
+        ...
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a sequence gave up its KV."""
+        ...
+
+    @property
+    def num_queried_tokens(self) -> int:
+        """Prompt tokens looked up in the prefix cache."""
+        ...
+
+    @property
+    def num_hit_tokens(self) -> int:
+        """Of these, found there."""
+        ...
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Whose KV preempted sequences left in host memory."""
+        ...
+
+    @property
+    def num_restored_tokens(self) -> int:
+        """Whose KV was copied back."""
+        ...
+
+    @property
+    def pass_counts(self) -> PassCounts:
+        """How often and for how long best effort was passed over."""
+        ...
+
+
+class Steppable(Protocol):
+    """What `engine.rank.Rank` is to its driver."""
+
+    def add(self, request: Request, now_ns: int) -> int:
+        """Take a request, or raise RequestError. Returns its serial."""
+        ...
+
+    def abort(self, request_id: str, now_ns: int) -> None:
+        """Drop a request."""
+        ...
+
+    def outputs(self, now_ns: int, is_wanted: Callable[[], bool] = ...) -> list[Output]:
+        """What requests gained. A device that works when polled works here, to the end or until `is_wanted`."""
+        ...
+
+    def begin(self, now_ns: int) -> object:
+        """Decide on the next step and start it, if there is one."""
+        ...
+
+    def ready_at_ns(self) -> int | None:
+        """When the next result will be there; None: nothing is under way, or only the hardware knows."""
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to do."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """Steps begun since the start; stands still when the rank does not get on."""
+        ...
+
+    def stats(self) -> Stats:
+        """How full it is."""
+        ...
+
+
+_LOOK_AGAIN_S = 50e-6  # a fraction of the shortest step, and long enough for other threads to have the interpreter
+
+
+def run_rank(
+    rank: Steppable, channel: Channel, now_ns: Callable[[], int], after_step: Callable[[], None] = lambda: None
+) -> None:
+    """Serve until told to shut down: new messages between any two steps (in preemptive mode, pieces of them), and sleep
+    only without work, until the device has said that it will be ready, or for a moment while the accelerator works.
+
+    Outputs leave as soon as their step is done and the next is launched; whoever comes while a step is under way can
+    be in the next. Both hold on a CPU too, where the work is done in `outputs` and `begin` only launches.
+
+    Args:
+        now_ns: the wall clock; the front door's `arrival_ns` must come from the same.
+        after_step: called when a step is done, before its outputs are sent.
+    """
+    told = RankLoad()
+    wait_s: float | None = None
+    while True:
+        messages = channel.receive(wait_s if rank.has_work else None)
+        if not _obey(messages, rank, channel, now_ns):
+            return
+        num_steps = rank.num_steps
+        outputs = rank.outputs(now_ns(), channel.has_messages)
+        came_meanwhile = channel.receive(0)
+        as_of_ns = now_ns()
+        goes_on = _obey(came_meanwhile, rank, channel, now_ns)
+        if goes_on:
+            rank.begin(now_ns())
+        channel.num_steps = rank.num_steps
+        after_step()
+        load = _load(rank.stats())
+        if outputs or load != told:
+            channel.send(Outputs(tuple(outputs), load, as_of_ns))
+            told = load
+        if not goes_on:
+            return
+        has_news = bool(messages or outputs or came_meanwhile or rank.num_steps != num_steps)
+        wait_s = _wait_s(rank, now_ns, has_news=has_news)
+
+
+def _wait_s(rank: Steppable, now_ns: Callable[[], int], *, has_news: bool) -> float:
+    """How long to listen before the next step."""
+    ready_ns = rank.ready_at_ns()
+    if ready_ns is not None:
+        return max(ready_ns - now_ns(), 0) / 1e9
+    # Nothing done and nothing heard: to ask again at once would keep the channel's thread from the interpreter.
+    return 0 if has_news else _LOOK_AGAIN_S
+
+
+def _obey(messages: Sequence[ToRank], rank: Steppable, channel: Channel, now_ns: Callable[[], int]) -> bool:
+    """Do what the front door says; False: shut down."""
+    for message in messages:
+        match message:
+            case Add(request):
+                try:
+                    rank.add(request, now_ns())
+                except RequestError as error:
+                    channel.send(_refused(request.request_id, error))
+            case Abort(request_ids):
+                for request_id in request_ids:
+                    rank.abort(request_id, now_ns())
+            case Shutdown():
+                return False
+    return True
+
+
+def _load(stats: Stats) -> RankLoad:
+    return RankLoad(
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        kv_usage=stats.kv_usage,
+        queued_prefill_tokens=stats.queued_prefill_tokens,
+        num_tokens=stats.num_tokens,
+        num_preemptions=stats.num_preemptions,
+        num_queried_tokens=stats.num_queried_tokens,
+        num_hit_tokens=stats.num_hit_tokens,
+        num_kept_tokens=stats.num_kept_tokens,
+        num_restored_tokens=stats.num_restored_tokens,
+        pass_counts=stats.pass_counts,
+    )
+
+
+def _refused(request_id: str, error: RequestError) -> Refused:
+    return Refused(
+        request_id=request_id,
+        http_status=error.http_status,
+        error_type=error.error_type,
+        message=error.message,
+        param=error.param,
+        code=error.code,
+        retry_after_s=error.retry_after_s,
+    )

@@ -1,0 +1,121 @@
+"""A rank process: it reads its launch spec from stdin and runs the rank's loop. What the rank is made of comes in.
+
+It serves until the front door says `Shutdown`, or until stdin ends because the front door is gone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NoReturn
+
+from moestro.config.launch_spec import STACK_DUMP, LaunchSpec, read_launch_spec
+from moestro.core.stages import StagedDevice
+from moestro.core.work import Device
+from moestro.engine.cache_events import CacheEvents
+from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
+from moestro.engine.settings import SchedulerSettings
+from moestro.errors import ConfigError, MoestroError
+from moestro.flow.policies.registry import make_step_policy
+from moestro.wire.messages import Failed, ModelInfo, Phase, Ready, identity_of
+from moestro.worker.channel import Channel
+from moestro.worker.kv_publisher import KvPublisher
+from moestro.worker.rank_loop import run_rank
+
+OnPhase = Callable[[str], None]  # told when a phase of the start begins
+
+
+def run_process(build: Callable[[LaunchSpec, OnPhase], tuple[Rank, ModelInfo]]) -> int:
+    """Run one rank; returns its exit status.
+
+    Args:
+        build: makes it, and says what the front door must know of it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front door decides when to leave
+    faulthandler.enable()
+    faulthandler.register(STACK_DUMP)  # needs no interpreter lock: it also answers when the main loop hangs in a kernel
+    spec = read_launch_spec(sys.stdin.buffer)
+    logging.basicConfig(level=spec.log_level.upper(), format=f"%(levelname)s engine {spec.rank}: %(message)s")
+    channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno())
+    try:
+        rank, info = build(spec, _PhaseTimer(spec.launched_ns, channel))
+        publish = _publish(spec, rank)
+        channel.send(Ready(info))
+        run_rank(rank, channel, time.monotonic_ns, publish)
+    except Exception as error:
+        if not isinstance(error, ConfigError):
+            traceback.print_exc()
+        channel.send(Failed(_cause(error), isinstance(error, ConfigError)))
+        return 1
+    else:
+        return 0
+    finally:
+        channel.close()
+
+
+def _publish(spec: LaunchSpec, rank: Rank) -> Callable[[], None]:
+    """What is to be called after each step: it tells others what the prefix cache holds, if that is wanted."""
+    if spec.kv_events is None:
+        return lambda: None
+    scheduler = rank.scheduler
+    publisher = KvPublisher(spec.kv_events, spec.rank, CacheEvents(scheduler), scheduler.settings.block_size)
+    return publisher.publish
+
+
+def leave(status: int) -> NoReturn:
+    """End this process with `status`, at once.
+
+    The interpreter would take seconds to take torch's modules down, and nothing is left to be saved.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+class _PhaseTimer:
+    """Told when a phase begins, reports the one before: together they account for every second."""
+
+    def __init__(self, launched_ns: int, channel: Channel) -> None:
+        self._name, self._since_ns = "load libraries", launched_ns
+        self._channel = channel
+
+    def __call__(self, name: str) -> None:
+        now_ns = time.monotonic_ns()
+        self._channel.send(Phase(self._name, (now_ns - self._since_ns) / 1e9))
+        self._name, self._since_ns = name, now_ns
+
+
+def make_rank(spec: LaunchSpec, device: Device, info: ModelInfo) -> Rank:
+    """The rank that `spec` asks for in `fused` mode, on `device`."""
+    return build_rank(scheduler_settings(spec, info), device)
+
+
+def make_preemptive_rank(spec: LaunchSpec, device: StagedDevice, info: ModelInfo, launch_ahead: int = 1) -> Rank:
+    """The rank that `spec` asks for in `preemptive` mode, on `device`, with as many places for each class."""
+    settings = replace(scheduler_settings(spec, info), max_num_urgent_seqs=spec.limits.max_num_seqs)
+    policy = make_step_policy(spec.stepping.step_policy, spec.stepping.max_be_wait)
+    return build_preemptive_rank(settings, device, policy, launch_ahead, passes_decodes=spec.stepping.pass_decodes)
+
+
+def scheduler_settings(spec: LaunchSpec, info: ModelInfo) -> SchedulerSettings:
+    """What the operator chose, and what is known now that the model is loaded."""
+    return SchedulerSettings(
+        num_blocks=info.num_blocks,
+        num_host_blocks=info.num_host_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        **spec.limits.for_scheduler(),
+    )
+
+
+def _cause(error: Exception) -> str:
+    """One line: an error of ours says what to do; any other gets its type, which often says more than its text."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, MoestroError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,149 @@
+"""`moestro calibrate`: which shapes it measures, and that what it writes is a cost model."""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from moestro.calibrate.runner import CalibrateSettings, calibrate, measure
+from moestro.calibrate.settings import MeasuredModel, Measuring, Range
+from moestro.calibrate.shapes import (
+    Limits,
+    about,
+    check_batches,
+    chunk,
+    decode_grid,
+    decodes,
+    forward,
+    prefill_grid,
+    short_chunks,
+    short_chunks_grid,
+    spread_contexts,
+)
+from moestro.calibrate.timing import InstantDevice, times_ns
+from moestro.cost.model import Batch
+from moestro.cost.tables import MeasuredCost, load_table
+from moestro.errors import ConfigError
+from moestro.server.checkpoint import locate_model
+
+
+def limits(**changes) -> Limits:
+    values = {"max_model_len": 512, "max_num_seqs": 24, "max_num_batched_tokens": 400, "num_blocks": 600}
+    return Limits(**values | {"block_size": 16, "vocab_size": 99} | changes)
+
+
+def test_the_grids_reach_the_limits_and_stay_within_them():
+    bounds = limits()
+    assert max(new for new, _ in prefill_grid(bounds)) == 400
+    assert all(new + cached <= 512 for new, cached in prefill_grid(bounds))
+    assert max(n for n, _ in decode_grid(bounds)) == 24
+    assert max(short_chunks_grid(bounds)) == 384
+    scarce = limits(num_blocks=100)
+    for n, context in decode_grid(scarce):
+        assert scarce.fits(decodes(spread_contexts(n, context)))
+    assert len(decode_grid(scarce)) < len(decode_grid(bounds))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_batches_to_check_with_fit_and_are_of_four_kinds(seed):
+    bounds = limits()
+    batches = check_batches(bounds, 16, np.random.default_rng(seed))
+    kinds = set()
+    for batch in batches:
+        assert bounds.fits(batch)
+        assert batch.num_tokens.sum() <= bounds.max_num_batched_tokens + bounds.max_num_seqs
+        is_decode = batch.num_tokens == 1
+        kinds.add((bool(is_decode.any()), min(int((~is_decode).sum()), 2)))
+    assert {(True, 0), (False, 1), (False, 2)} < kinds
+
+
+def test_an_item_gives_each_sequence_blocks_of_its_own():
+    bounds = limits()
+    batch = Batch(np.array([40, 0, 15]), np.array([1, 100, 1]))
+    units = forward(batch, bounds, np.random.default_rng(0)).units
+    assert units.start.tolist() == [40, 0, 15]
+    assert units.num_tokens.tolist() == [1, 100, 1]
+    used = [row[: -(-end // 16)] for row, end in zip(units.block_tables, [41, 100, 16], strict=True)]
+    assert np.concatenate(used).tolist() == list(range(3 + 7 + 1))
+    assert len(units.token_ids) == 102
+    assert units.token_ids.max() < 99
+
+
+def test_no_two_repeats_are_alike_but_all_are_about_the_shape_asked_for():
+    bounds, rng = limits(), np.random.default_rng(0)
+    asked = Batch(np.array([40, 0, 15]), np.array([1, 160, 64]))
+    sizes = np.array([about(asked, bounds, rng).num_tokens for _ in range(200)])
+    assert sizes.min(0).tolist() == [1, 150, 60]
+    assert sizes.max(0).tolist() == [1, 170, 68]
+    full = chunk(bounds.max_model_len, 0)
+    assert about(full, bounds, rng) is full
+    one, other = (forward(asked, bounds, rng).units.token_ids for _ in range(2))
+    assert (one != other).any()
+
+
+class CountingDevice(InstantDevice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched = []
+
+    def launch(self, item, now_ns: int) -> None:
+        self.launched.append(len(item.units))
+        super().launch(item, now_ns)
+
+
+def test_items_take_turns_round_by_round_after_one_launch_that_does_not_count():
+    device, ticks = CountingDevice(), []
+    makers = [partial(forward, decodes([4] * n), limits(), np.random.default_rng(0)) for n in (1, 2, 3)]
+    times = times_ns(device, makers, 4, lambda: ticks.append(None))
+    assert device.launched[:3] == [1, 2, 3]
+    assert [n for n, before in zip(device.launched[3:], device.launched[2:-1], strict=True) if n != before] == [
+        1,
+        2,
+        3,
+    ] * 4
+    assert len(device.launched) == 3 + sum(map(len, times))
+    assert len(ticks) == 3 * 5
+
+
+def test_what_is_measured_of_any_device_is_a_cost_model(tmp_path):
+    how = Measuring(rounds=2, num_checks=4, out=tmp_path / "table.json")
+    table, checked = measure(InstantDevice(), limits(), how)
+    cost = MeasuredCost(table)
+    assert cost.largest == {"chunk": 400, "tokens": 400, "sequences": 24, "context": 255}
+    assert cost.step_ns(chunk(100, 20)) > 0
+    assert cost.step_ns(short_chunks(128)) > 0
+    assert table.host.step_ns > 0
+    assert len(checked) == 4
+    assert all(batch.measured_ns > 0 for batch in checked)
+
+
+def test_the_demo_model_is_calibrated_and_its_file_says_how(tmp_path):
+    out, shown = tmp_path / "demo.json", io.StringIO()
+    settings = CalibrateSettings(
+        checkpoint=str(locate_model(None)),
+        name="demo",
+        model=MeasuredModel(device="cpu", kv_cache_memory_bytes=1 << 24),
+        range=Range(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32),
+        measuring=Measuring(rounds=2, num_checks=2, out=out),
+    )
+    table = calibrate(settings, Console(file=shown, width=100))
+    assert load_table(out) == table
+    assert (table.model, table.device) == ("demo", "cpu")
+    assert table.about["kind"] == "measured"
+    assert table.about["network"]["num_parameters"] > 7e6
+    assert len(table.about["checked"]) == 2
+    assert f"Written to {out}" in shown.getvalue()
+    assert "priced with a mean error of" in shown.getvalue()
+
+
+def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(ConfigError, match=r"--out .*: there is no directory"):
+        Measuring(out=tmp_path / "missing" / "table.json")
+    with pytest.raises(ConfigError, match=r"--max-num-seqs 1 is too small: give at least 2\."):
+        Range(max_num_seqs=1)
+    with pytest.raises(ConfigError, match="--rounds 1"):
+        Measuring(rounds=1)

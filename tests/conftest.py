@@ -1,0 +1,60 @@
+"""Fixtures of the front door's tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.running import FAKE, REAL, Running
+
+import moestro
+from moestro.text.tokenizer import Tokenizer
+
+# The embedded demo model; the variable names another while that one is being trained.
+DEMO = os.environ.get("MOESTRO_TEST_DEMO")
+NAME = "moestro-demo"
+
+
+@pytest.fixture(scope="session")
+def demo_dir() -> Path:
+    return Path(DEMO or Path(moestro.__file__).parent / "assets" / "demo")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(demo_dir: Path) -> Tokenizer:
+    return Tokenizer(demo_dir)
+
+
+@pytest.fixture(scope="session")
+def real_command() -> tuple[str, ...]:
+    """`moestro serve` with no model named: the embedded one."""
+    return (*REAL, *((DEMO, "--served-model-name", NAME) if DEMO else ()), "--kv-cache-memory-bytes", "100000000")
+
+
+@pytest.fixture(scope="session")
+def fake_command(demo_dir: Path) -> tuple[str, ...]:
+    """The same front door before fake ranks, which read what to do from `priority`."""
+    return (*FAKE, str(demo_dir), "--served-model-name", NAME, "--scheduling-policy", "priority")
+
+
+@pytest.fixture(scope="session")
+def server(real_command, tmp_path_factory) -> Iterator[Running]:
+    # In bfloat16 rounding depends on the batch's shape: that a seed repeats an answer is promised in float32 alone.
+    running = Running((*real_command, "--dtype", "float32"), tmp_path_factory.mktemp("real"))
+    yield running
+    processes = running.processes()
+    try:
+        assert running.stop() == 0
+        assert running.left_behind() == []
+        assert not any(process.is_running() for process in processes)
+    finally:
+        running.kill()
+
+
+@pytest.fixture(scope="session")
+def fake(fake_command, tmp_path_factory) -> Iterator[Running]:
+    running = Running(fake_command, tmp_path_factory.mktemp("fake"))
+    yield running
+    running.kill()

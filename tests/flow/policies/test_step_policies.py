@@ -1,0 +1,58 @@
+"""A step policy of the user's own: loaded from a file, tried once, refused with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moestro.errors import ConfigError
+from moestro.flow.policies.qllm import ExpertLevelPreemption
+from moestro.flow.policies.registry import make_step_policy
+
+GOOD = """
+from moestro.flow.policies.basic import in_order
+class Plain:
+    def __call__(self, view, now_ns):
+        return in_order(view, now_ns)
+ready = Plain()
+def elsewhere(view, now_ns):
+    return in_order(view, now_ns).__class__(1, 0, 1, (0, 1))
+def broken(view, now_ns):
+    return view.missing
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(GOOD)
+    return path
+
+
+@pytest.mark.parametrize("name", ["Plain", "ready"])
+def test_a_class_or_an_object_of_a_file_is_a_step_policy(file, name):
+    assert type(make_step_policy(f"{file}:{name}", 1)).__name__ == "Plain"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("elsewhere", "where one token waits for the attention of layer 0"),
+        ("broken", "failed its trial: AttributeError"),
+        ("nothing", "has no function or class 'nothing'"),
+    ],
+)
+def test_one_that_fails_its_trial_is_refused(file, name, why):
+    with pytest.raises(ConfigError, match=why):
+        make_step_policy(f"{file}:{name}", 1)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="there is no file"):
+        make_step_policy(f"{tmp_path}/none.py:policy", 1)
+
+
+def test_seconds_of_waiting_are_told_to_qllm():
+    assert make_step_policy("qllm", 0.5) == ExpertLevelPreemption(max_wait_ns=500_000_000)
+    assert make_step_policy("qllm", float("inf")) == ExpertLevelPreemption(max_wait_ns=None)

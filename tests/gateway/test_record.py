@@ -1,0 +1,229 @@
+"""What `moestro route --record` writes replays to the same decisions, and explains them."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+import threading
+import time
+
+import pytest
+from gateway.rig import FakeEngine, Received, Wire, looped, rig
+from rich.console import Console
+from support.routers import request
+
+from moestro.errors import ConfigError
+from moestro.gateway.app import _record
+from moestro.gateway.explain import explain
+from moestro.gateway.replay import replay_record
+from moestro.routing.decision_record import PolicyText, RecordedRouter, Submitted, decode_entry
+from moestro.routing.replay import replay
+from moestro.routing.request_trace import Story
+from moestro.routing.settings import RouterSettings
+from moestro.web.record_file import RecordFile
+
+TURN = "What a router is told it writes down, word by word. " * 40
+BUSY = b"vllm:num_requests_running 3.0\nvllm:num_requests_waiting 2.0\nvllm:kv_cache_usage_perc 0.5\n"
+
+
+async def answer(engine: FakeEngine, wire: Wire, request: Received) -> None:
+    await asyncio.sleep(0.001)
+    usage = {"prompt_tokens": 500, "completion_tokens": 9}
+    wire.reply(json.dumps({"from": engine.name, "usage": usage}).encode())
+
+
+async def fail_now_and_then(engine: FakeEngine, wire: Wire, request: Received) -> None:
+    if len(engine.received) % 3 == 0:
+        wire.reply(b"{}", 503, headers="Retry-After: 0\r\n")
+    elif len(engine.received) % 5 == 0:
+        wire.transport.abort()
+    else:
+        await answer(engine, wire, request)
+
+
+def asked(i: int) -> dict:
+    said = [{"role": "user", "content": f"Session {i % 4}. {TURN}"}]
+    return {"model": "m", "messages": said, "max_tokens": 9, "user": f"u{i % 3}", "session_id": f"s{i % 4}"}
+
+
+async def run(record, policy: str, num_requests: int = 40, **more) -> list[str]:
+    """A life of a router: engines that fail and come back, drains, polled figures. Returns the ids of the answers."""
+    engines = [FakeEngine("a", answer), FakeEngine("b", fail_now_and_then), FakeEngine("c", answer)]
+    engines[0].metrics = BUSY
+    settings = {"record": record, "route_policy": policy, "metrics_interval": 0.005, "retry_share": 1.0} | more
+    async with rig(*engines, **settings) as it:
+        answers = []
+        for i in range(0, num_requests, 4):
+            answers += await asyncio.gather(*(it.call(body=asked(i + j)) for j in range(4)))
+            it.parts.operator.drain(it.engine("c"), is_draining=i % 16 == 8)
+        assert {each.status for each in answers} == {200}
+        await it.until_idle()
+        await it.parts.record.close()
+    return [each.headers["x-request-id"] for each in answers]
+
+
+def told(record) -> tuple[bool, str]:
+    text = io.StringIO()
+    return replay_record(record, Console(file=text, width=200)), text.getvalue()
+
+
+@pytest.mark.parametrize("policy", ["moestro", "lmetric", "least_loaded", "power_of_two", "gimbal-v1", "bounded_hash"])
+@looped
+async def test_a_record_of_a_live_router_replays_to_the_same_decisions(policy, tmp_path):
+    record = tmp_path / "record.jsonl"
+    await run(record, policy)
+    await run(record, policy)  # another start writes on in the same file
+    entries = [decode_entry(line) for line in record.read_bytes().splitlines() if line]
+    num_decisions = sum(isinstance(entry, Submitted) for entry in entries)
+    assert num_decisions > 80, "some were sent elsewhere"
+    assert sum(isinstance(entry, Story) for entry in entries) == 80
+    is_equal, text = told(record)
+    assert text.startswith(f"{num_decisions} of {num_decisions} decisions came out as they were\n")
+    assert is_equal
+
+
+@looped
+async def test_every_story_is_written_be_none_remembered(tmp_path):
+    record = tmp_path / "record.jsonl"
+    ids = await run(record, "moestro", remember=0)
+    entries = [decode_entry(line) for line in record.read_bytes().splitlines() if line]
+    assert sorted(entry.request_id for entry in entries if isinstance(entry, Story)) == sorted(ids)
+
+
+@looped
+async def test_each_decision_has_its_regret_and_its_story_tells_the_same(tmp_path):
+    record = tmp_path / "record.jsonl"
+    ids = await run(record, "moestro")
+    entries = [decode_entry(line) for line in record.read_bytes().splitlines() if line]
+    decisions: dict[str, list] = {}
+    for entry in entries:
+        if isinstance(entry, Submitted):
+            decisions.setdefault(entry.request.request_id, []).append(entry.decision)
+    for story in entries:
+        if isinstance(story, Story):
+            made = [(each.regret, each.score, each.hit_tokens) for each in decisions[story.request_id]]
+            assert [(each.regret, each.score, each.hit_tokens) for each in story.attempts] == made
+    assert any(each[0].regret is not None and each[0].regret < 0 for each in decisions.values())
+    text = io.StringIO()
+    console = Console(file=text, width=200)
+    explain(ids[-1], admin_url="", admin_api_key=None, record=record, console=console)
+    assert ids[-1] in text.getvalue()
+    assert "answered 200" in text.getvalue()
+
+
+@looped
+async def test_a_record_that_does_not_come_out_the_same_says_where_it_differs(tmp_path):
+    record = tmp_path / "record.jsonl"
+    await run(record, "moestro")
+    text = record.read_text()
+    record.write_text(text.replace('"policy":"moestro"', '"policy":"round_robin"', 1))
+    is_equal, said = told(record)
+    assert not is_equal
+    assert "the first that did not: request req-" in said
+    assert "was: engine" in said
+    assert "is:  engine" in said
+
+
+def test_what_has_no_decision_is_no_record(tmp_path):
+    empty = tmp_path / "empty"
+    empty.touch()
+    with pytest.raises(ConfigError, match="no decision"):
+        told(empty)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        told(tmp_path / "missing")
+
+
+def recorded_router(record: RecordFile) -> RecordedRouter:
+    router = RecordedRouter(PolicyText("least_loaded"), RouterSettings(), record.write)
+    router.set_routable(router.add_engine(), routable=True)
+    return router
+
+
+@looped
+async def test_what_comes_while_a_write_fails_is_behind_the_gap_too(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "record.jsonl"
+    record = _record(path)
+    router, append, fails = recorded_router(record), record._append, threading.Event()
+
+    def fail_once_told(entries):
+        assert fails.wait(5)
+        raise OSError(28, "No space left on device")
+
+    router.submit(request("r0"), 0)
+    await record._flush()
+    monkeypatch.setattr(record, "_append", fail_once_told)
+    router.submit(request("r1"), 1)
+    writing = asyncio.create_task(record._flush())
+    await asyncio.sleep(0.01)
+    router.ended("r1", 2)
+    router.submit(request("r2"), 3)
+    fails.set()
+    await writing
+    monkeypatch.setattr(record, "_append", append)
+    router.ended("r0", 4)
+    await record.close()
+    assert "replays up to here" in caplog.text
+    assert len(list(replay(path.read_bytes().splitlines()))) == 1
+
+
+@looped
+async def test_a_write_that_runs_when_the_router_stops_is_waited_for(tmp_path, monkeypatch):
+    path = tmp_path / "record.jsonl"
+    record = _record(path)
+    router, append, may_write = recorded_router(record), record._append, threading.Event()
+    num_writing = 0
+
+    def slow(entries):
+        nonlocal num_writing
+        num_writing += 1
+        assert num_writing == 1, "two threads write to one file"
+        assert may_write.wait(5)
+        append(entries)
+        num_writing -= 1
+
+    monkeypatch.setattr(record, "_append", slow)
+    monkeypatch.setattr("moestro.web.record_file.FLUSH_S", 0.0)
+    forever = asyncio.create_task(record._flush_forever())
+    await asyncio.sleep(0.02)
+    forever.cancel()
+    router.submit(request("r0"), 0)
+    closing = asyncio.create_task(record.close())
+    await asyncio.sleep(0.02)
+    may_write.set()
+    await closing
+    assert len(list(replay(path.read_bytes().splitlines()))) == 1
+
+
+@looped
+async def test_a_record_with_a_gap_has_stories_alone_from_there(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "record.jsonl"
+    await run(path, "least_loaded", num_requests=4)
+    entries = [decode_entry(line) for line in path.read_bytes().splitlines() if line]
+    record = _record(tmp_path / "other.jsonl")
+    monkeypatch.setattr("moestro.web.record_file._MAX_PENDING", 3)
+    for entry in entries:
+        record.write(entry)
+    await record._flush()
+    assert "replays up to here" in caplog.text
+    for entry in entries:
+        record.write(entry)
+    await record.close()
+    written = [decode_entry(line) for line in (tmp_path / "other.jsonl").read_bytes().splitlines() if line]
+    assert written[:3] == entries[:3]
+    assert all(isinstance(entry, Story) for entry in written[3:])
+    assert len(written) > 3
+
+
+@looped
+async def test_the_head_says_the_time_on_both_clocks_and_one_of_an_older_version_is_read(tmp_path):
+    path = tmp_path / "record.jsonl"
+    before_ns = time.time_ns()
+    await run(path, "least_loaded", num_requests=4)
+    head = decode_entry(path.read_bytes().splitlines()[0])
+    assert before_ns <= head.clocks.wall_ns <= time.time_ns()
+    assert 0 <= time.monotonic_ns() - head.clocks.monotonic_ns < time.time_ns() - before_ns
+    path.write_bytes(re.sub(rb',"clocks":{[^}]*}', b"", path.read_bytes(), count=1))
+    assert decode_entry(path.read_bytes().splitlines()[0]).clocks is None
+    assert told(path)[0]

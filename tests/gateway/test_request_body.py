@@ -1,0 +1,225 @@
+"""What the router reads of a body: prompts that begin alike have blocks that begin alike; nothing is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, hash_text, split_hashes
+from moestro.gateway.http_headers import Incoming, RequestHead
+from moestro.gateway.request_body import NOTHING, plain_text, prompt_key, read, request_from_text
+from moestro.gateway.tokenized_blocks import ExactReader
+from moestro.web.json_elements import MAX_ELEMENTS
+
+LONG = "You are a helpful assistant. " * 40
+
+
+def incoming(body: object, **named: str) -> Incoming:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    names = {name.replace("_", "-").encode(): value.encode() for name, value in named.items()}
+    return Incoming(RequestHead(b"POST", b"/v1/x", [], names), data, request_id="r")
+
+
+def request(body: object, block_bytes: int = 64, **named: str):
+    arrived = incoming(body, **named)
+    return request_from_text(read(arrived.body), arrived, 7, block_bytes)
+
+
+def shared_blocks(first: object, second: object) -> int:
+    names = [split_hashes(request(body).block_hashes) for body in (first, second)]
+    return sum(a == b for a, b in zip(*names, strict=False))
+
+
+def turn(role: str, content: object) -> dict[str, object]:
+    return {"role": role, "content": content}
+
+
+def test_the_next_turn_of_a_conversation_begins_with_the_blocks_of_the_last():
+    first = [turn("system", LONG), turn("user", "hello " * 50)]
+    second = [*first, turn("assistant", "hi " * 30), turn("user", "more")]
+    whole = len(split_hashes(request({"messages": first}).block_hashes))
+    assert whole > 20
+    assert shared_blocks({"messages": first}, {"messages": second, "stream": True}) == whole
+
+
+def test_the_spelling_of_the_json_does_not_matter():
+    plain = json.dumps({"messages": [turn("user", LONG + "é")]}).encode()
+    spaced = json.dumps({"stream": True, "messages": [turn("user", LONG + "é")]}, indent=3, ensure_ascii=False).encode()
+    parts = json.dumps({"messages": [turn("user", [{"type": "text", "text": LONG}, {"type": "text", "text": "é"}])]})
+    names = {request(body).block_hashes for body in (plain, spaced, parts.encode())}
+    assert len(names) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "n", "messages": [turn("user", LONG)]},
+        {"model": "m", "messages": [turn("user", LONG)], "cache_salt": "s"},
+        {"model": "m", "messages": [turn("user", LONG)], "tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"model": "m", "messages": [turn("system", LONG)]},
+        {"model": "m", "messages": [turn("user", "x" + LONG)]},
+        {
+            "model": "m",
+            "messages": [turn("user", [{"type": "image_url", "image_url": {"url": "u"}}]), turn("user", LONG)],
+        },
+    ],
+    ids=["model", "salt", "tools", "role", "text", "image"],
+)
+def test_what_makes_another_prompt_makes_other_blocks(other):
+    assert shared_blocks({"model": "m", "messages": [turn("user", LONG)]}, other) == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": LONG},
+        {"prompt": list(range(500))},
+        {"prompt": [LONG, LONG]},
+        {"input": LONG},
+        {"input": [turn("user", LONG)]},
+        {"text": LONG},
+        {"system": LONG, "messages": [turn("user", "x")]},
+        {"system": [{"type": "text", "text": LONG}], "messages": [turn("user", "x")]},
+        {"instructions": LONG, "input": "x"},
+    ],
+)
+def test_every_api_that_begins_with_a_prompt_has_blocks(body):
+    asked = request(body)
+    assert len(split_hashes(asked.block_hashes)) >= 10
+    assert asked.num_prompt_tokens > 100
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"messages": 5}', b'{"messages": [{"content": 1}]}',
+        b'{"n": NaN}', b'{"model": 5, "prompt": "x"}', b"[" * 100_000, b'{"prompt":' + b"[" * 100_000, b"--x\r\n\r\n",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_routed_by_its_length(body):
+    asked = request(body)
+    assert asked.block_hashes == b""
+    assert asked.num_prompt_tokens == max(1, len(body) // 4)
+
+
+def test_nulls_are_as_if_they_were_not_there():
+    body = dict.fromkeys(("model", "messages", "prompt", "tools", "system", "user", "max_tokens", "cache_salt"))
+    assert plain_text(read(json.dumps(body).encode())) == b""
+    assert request({**body, "messages": [{"role": "user", "content": None, "tool_calls": None}]}).num_prompt_tokens >= 1
+
+
+@pytest.mark.parametrize(
+    ("body", "named", "session", "user"),
+    [
+        ({"user": "u", "prompt_cache_key": "k"}, {}, "k", "u"),
+        ({"session_id": "s", "prompt_cache_key": "k"}, {}, "s", None),
+        ({"session_id": "s"}, {"x_session_affinity": "h"}, "h", None),
+        ({}, {"x_session_id": "h"}, "h", None),
+        ({"user": "u" * 1000}, {"x_session_id": "h" * 1000}, "h" * 256, "u" * 256),
+        ({}, {}, None, None),
+    ],
+)
+def test_whose_request_it_is_and_of_which_session(body, named, session, user):
+    asked = request(body, **named)
+    assert (asked.session_id, asked.user) == (session, user)
+
+
+@pytest.mark.parametrize(
+    ("body", "limit"),
+    [
+        ({"max_tokens": 5, "max_completion_tokens": 7}, 7),
+        ({"max_tokens": 5}, 5),
+        ({"max_output_tokens": 9}, 9),
+        ({"max_tokens": -5}, 0),
+        ({}, 16),
+    ],
+)
+def test_how_much_may_be_generated(body, limit):
+    assert request(body).sampling.max_tokens == limit
+
+
+def test_law_text_blocks_are_the_same_as_far_as_texts_are():
+    rng, key = random.Random(0), hash_key("m")
+    for _ in range(200):
+        size = rng.choice([16, 64, 256])
+        text = rng.randbytes(rng.randrange(1000))
+        same = rng.randrange(len(text) + 1)
+        other = text[:same] + rng.randbytes(rng.randrange(500))
+        one, two = (split_hashes(hash_text(key, each, size)) for each in (text, other))
+        assert len(one) == len(text) // size
+        alike = next(
+            (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other))
+        )
+        for i, (a, b) in enumerate(zip(one, two, strict=False)):
+            assert (a == b) == ((i + 1) * size <= alike)
+        assert not set(one) & set(split_hashes(hash_text(hash_key("n"), text, size)))
+        assert len({len(name) for name in one} | {HASH_BYTES}) == 1
+
+
+class TestExact:
+    """With a tokenizer: the blocks that an engine has."""
+
+    @pytest.fixture
+    def reader(self, tokenizer):
+        return ExactReader(tokenizer, 16)
+
+    def test_a_prompts_blocks_are_those_of_its_tokens(self, reader, tokenizer):
+        arrived = incoming({"model": "m", "prompt": LONG, "cache_salt": "s"})
+        asked = reader(read(arrived.body), arrived, 0)
+        ids = tokenizer.encode(LONG, add_special_tokens=True)
+        assert asked.num_prompt_tokens == len(ids)
+        assert asked.block_hashes == hash_blocks(prompt_key("m", "s"), np.array(ids, np.int32), 16)
+
+    def test_token_ids_and_the_first_of_several_prompts_are_taken_as_they_are(self, reader, tokenizer):
+        ids = tokenizer.encode(LONG, add_special_tokens=True)
+        names = {
+            reader(read(arrived.body), arrived, 0).block_hashes
+            for prompt in (LONG, ids, [ids], [LONG, "other"])
+            for arrived in [incoming({"prompt": prompt})]
+        }
+        assert len(names) == 1
+
+    def test_a_chat_goes_through_the_models_template(self, reader, tokenizer):
+        messages = [turn("user", [{"type": "text", "text": LONG}])]
+        arrived = incoming({"messages": messages})
+        text = tokenizer.render_chat([turn("user", LONG)])
+        asked = reader(read(arrived.body), arrived, 0)
+        assert asked.num_prompt_tokens == len(tokenizer.encode(text, add_special_tokens=False))
+        assert asked.block_hashes
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {"prompt": [2**40]}, {"prompt": []}, {"prompt": [[]]}, {"prompt": {"a": 1}}, {"prompt": [1.5]},
+            {"messages": [turn("user", [{"type": "image_url", "image_url": {"url": "x"}}])]}, {"messages": []},
+            {"input": "x"}, b"x" * 100,
+        ],
+    )  # fmt: skip
+    def test_what_has_no_tokens_here_is_routed_by_its_length(self, reader, body):
+        arrived = incoming(body)
+        asked = reader(read(arrived.body), arrived, 0)
+        assert asked.num_prompt_tokens >= 1
+        assert asked.block_hashes == b"" or body == {"messages": []}
+
+
+def test_nothing_is_read_of_nothing():
+    assert read(b"") is NOTHING
+
+
+def test_a_large_body_is_read_as_a_small_one():
+    small = {"model": "m", "max_tokens": 7, "messages": [turn("system", LONG), turn("user", "hello")], "tools": [1]}
+    padded = small | {"unknown": "x" * MAX_ELEMENTS}
+    assert read(json.dumps(padded).encode()) == read(json.dumps(small).encode())
+    assert read(json.dumps({"model": "m", "prompt": "x" * MAX_ELEMENTS}).encode()).model == "m"
+    assert read(json.dumps({"messages": [1], "unknown": "x" * MAX_ELEMENTS}).encode()) is NOTHING
+
+
+def test_a_chat_of_too_many_elements_is_compared_as_it_is_spelt_and_keeps_its_model():
+    body = {"model": "m", "messages": [turn("user", "x")] * MAX_ELEMENTS}
+    asked = read(json.dumps(body).encode())
+    assert (asked.model, asked.messages) == ("m", None)
+    assert plain_text(asked) == json.dumps(body["messages"]).encode()
+    assert shared_blocks(body, {"model": "m", "messages": [*body["messages"], turn("user", "y")]}) > 1000

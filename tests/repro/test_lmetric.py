@@ -1,0 +1,187 @@
+"""LMetric's reproduction, small: everything is run, and what is said of it follows from what was run."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from rich.console import Console
+
+from moestro import __version__
+from moestro.errors import ConfigError
+from moestro.repro.conditions import this_run
+from moestro.repro.lmetric.adversary import HOT_TOKENS, OWN_TOKENS, with_hot_prefix
+from moestro.repro.lmetric.claims import claims_of
+from moestro.repro.lmetric.experiment import QUICK, UNSEEN_SEEDS, Reproduction, merged
+from moestro.repro.lmetric.loads import generated_sources, trace_sources
+from moestro.repro.lmetric.prefix_classes import WatchedClasses
+from moestro.repro.lmetric.reporting import Reproduced
+from moestro.repro.lmetric.runner import Part, reproduce_lmetric, save
+from moestro.repro.lmetric.show import print_findings
+from moestro.repro.lmetric.testbed import measured, paired_interval, run, signals_of
+from moestro.routing.policies.registry import make_policy
+from moestro.workload.requests import RequestForm, RequestMaker
+
+TINY = replace(
+    QUICK,
+    num_requests=30,
+    policies=("vllm-0.26", "bailian", "llm-d", "lmetric", "moestro"),
+    paired_shares=(0.9,),
+    seeds=(1, 2, 3),
+    sources=("chat", "api_agent"),
+    predicted="chat",
+)
+
+
+@pytest.fixture(scope="module")
+def found():
+    steps = []
+    reproduction = Reproduction(TINY, None, steps.append)
+    parts = [reproduction.run(source) for source in reproduction.sources]
+    return reproduction, merged(parts), steps
+
+
+def test_as_many_runs_as_the_progress_bar_was_told(found):
+    reproduction, _, steps = found
+    assert len(steps) == sum(reproduction.num_runs(source) for source in reproduction.sources)
+
+
+def test_every_policy_is_measured_at_every_rate_and_the_claims_follow(found):
+    _, findings, _ = found
+    assert {(cell.share, cell.policy) for cell in findings.cells if cell.seed == 0} == {
+        (share, name) for share in TINY.shares for name in TINY.policies
+    }
+    assert {cell.network for cell in findings.cells} == {"qwen3-30b-a3b", "qwen2-7b"}
+    assert len(findings.pairs) == 2 * 1 * 4  # loads, shares, figures
+    assert all(pair.low <= pair.mean <= pair.high for pair in findings.pairs)
+    assert len(findings.errors) == 2
+    assert findings.classes.keys() == findings.saturation.keys() == {"chat", "api_agent"}
+    assert [each.mitigation for each in findings.hotspots] == ["off", "filter", "load"]
+    sources = {claim.source.split(",")[0] for claim in claims_of(findings)}
+    assert {"abstract", "Fig. 11", "Fig. 13", "Fig. 18", "Fig. 19", "Fig. 15", "section 5.2", "our own goal"} <= sources
+
+
+def test_findings_are_shown_and_kept(found, tmp_path):
+    _, findings, _ = found
+    console, claims = Console(file=io.StringIO(), width=200), claims_of(findings)
+    print_findings(console, findings, claims)
+    shown = console.file.getvalue()
+    assert "generated sessions" in shown
+    assert "What the paper says" in shown
+    result = Reproduced(conditions=this_run(), findings=findings, claims=claims)
+    kept = json.loads(save(result, tmp_path / "new", "lmetric").read_text())
+    assert kept["findings"]["kind"] == kept["conditions"]["kind"] == "simulated"
+    assert len(kept["claims"]) == len(claims)
+
+
+def test_pictures_are_drawn(found, tmp_path):
+    draw = pytest.importorskip("moestro.repro.lmetric.draw")
+    paths = draw.save_pictures(found[1], tmp_path)
+    assert {path.name for path in paths} >= {"lmetric_rates_chat.png", "lmetric_tuning.png", "lmetric_prediction.png"}
+    assert all(path.stat().st_size > 10_000 for path in paths)
+
+
+def test_equal_seeds_give_equal_figures():
+    reproduction = Reproduction(TINY, None, lambda _: None)
+    [chat, _] = reproduction.sources
+    runs = []
+    for _ in range(2):
+        policy = make_policy("lmetric")
+        load = chat.load(20.0, 3)
+        runs.append(measured(run(reproduction.bed(chat), load, policy, signals_of("lmetric", policy))))
+    assert runs[0] == runs[1]
+
+
+def test_windows_of_a_trace_have_no_request_in_common(tmp_path):
+    lines = [
+        json.dumps({"timestamp": i * 100, "input_length": 100 + i, "output_length": 5, "hash_ids": []})
+        for i in range(60)
+    ]
+    (tmp_path / "mooncake_synthetic.jsonl").write_text("\n".join(lines))
+    [source] = trace_sources(tmp_path, 4000)
+    windows = [set(source.load(1.0, seed).rows.num_prompt_tokens.tolist()) for seed in (0, *UNSEEN_SEEDS)]
+    assert len(set.union(*windows)) == sum(map(len, windows)) == 60
+
+
+def test_a_load_has_the_rate_that_was_asked_for():
+    [chat, *_] = generated_sources(50)
+    load = chat.load(12.5, 0)
+    assert load.rate == pytest.approx(12.5)
+    assert (np.diff(load.offsets_ns) >= 0).all()
+
+
+def test_hot_requests_share_their_long_beginning_and_nothing_with_others():
+    [chat, *_] = generated_sources(600)
+    maker = RequestMaker(with_hot_prefix(chat.load(20.0, 0), 0).rows, RequestForm(block_size=16))
+    requests = [maker.make(i, 0)[0] for i in range(600)]
+    hot = [request for request in requests[200:400] if request.num_prompt_tokens == HOT_TOKENS + OWN_TOKENS]
+    assert 30 < len(hot) < 130
+    assert len({request.block_hashes[: HOT_TOKENS // 16 * 16] for request in hot}) == 1
+    assert not any(hot[0].block_hashes[:16] == request.block_hashes[:16] for request in requests[:200])
+
+
+def test_an_interval_holds_the_mean_and_is_wider_than_nothing():
+    mean, low, high = paired_interval([1.0, 1.1, 0.9], [1.0, 1.0, 1.0], lambda _: 4.303)
+    assert mean == pytest.approx(0)
+    assert low < mean < high
+    assert paired_interval([1.0], [2.0], lambda _: 0.0)[1] == float("-inf")
+
+
+def test_a_load_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match="no load mooncake_conversation: Mooncake's traces are read from --traces"):
+        reproduce_lmetric(Console(file=io.StringIO()), replace(TINY, sources=("mooncake_conversation",)), None, None)
+
+
+LEAST = replace(TINY, num_requests=12, shares=(0.5,), paired_shares=(), policies=("round_robin",))
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
+    console, of = Console(file=io.StringIO()), lambda *names: replace(LEAST, sources=names)
+    reproduce_lmetric(console, of("chat"), None, tmp_path)
+    reproduce_lmetric(console, of("coder"), None, tmp_path)
+    first = (tmp_path / "lmetric.chat.json").stat().st_mtime_ns
+    both = reproduce_lmetric(console, of("chat", "coder"), None, tmp_path)
+    assert (tmp_path / "lmetric.chat.json").stat().st_mtime_ns == first
+    assert both.findings.saturation.keys() == {"chat", "coder"}
+    assert both.findings == reproduce_lmetric(console, of("chat", "coder"), None, None).findings
+    reproduce_lmetric(console, replace(of("chat"), num_requests=13), None, tmp_path)
+    assert (tmp_path / "lmetric.chat.json").stat().st_mtime_ns != first
+
+
+def test_a_part_of_another_commit_is_named_and_one_of_another_version_is_made_again(tmp_path):
+    plan, path = replace(LEAST, sources=("chat",)), tmp_path / "lmetric.chat.json"
+    first = reproduce_lmetric(Console(file=io.StringIO()), plan, None, tmp_path)
+    assert first.parts == {"chat": first.conditions}
+    assert first.conditions.version == __version__
+
+    def again(**then):
+        part = msgspec.json.decode(path.read_bytes(), type=Part)
+        older = msgspec.structs.replace(part.conditions, **then)
+        path.write_bytes(msgspec.json.encode(msgspec.structs.replace(part, conditions=older)))
+        console = Console(file=io.StringIO(), width=200)
+        result = reproduce_lmetric(console, plan, None, tmp_path)
+        return older, result, "is of commit" in console.file.getvalue()
+
+    for commit in ("0123456789ab", ""):
+        older, result, is_named = again(commit=commit)
+        assert result.parts == {"chat": older}
+        assert is_named
+    _, result, is_named = again(version="0.0.1")
+    assert result.parts == {"chat": result.conditions}
+    assert not is_named
+    assert result.findings == first.findings
+
+
+def test_requests_of_hot_classes_are_watched():
+    reproduction = Reproduction(TINY, None, lambda _: None)
+    chat = reproduction.sources[0]
+    policy = WatchedClasses(make_policy("lmetric"))
+    run(reproduction.bed(chat), with_hot_prefix(chat.load(20.0, 3), 0), policy, signals_of("lmetric", policy))
+    class_shares, holder_shares = policy.sample(7)
+    assert len(class_shares) == len(holder_shares) == 7
+    assert all(0 < x < 1 for x in class_shares)
+    assert all(0 < m <= 1 for m in holder_shares)

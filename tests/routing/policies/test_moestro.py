@@ -1,0 +1,130 @@
+import pytest
+from support.routers import decide, request, router, table, view
+
+from moestro.core.views import EngineFigures
+from moestro.routing.policies.contract import Ended, EngineLost, Routed
+from moestro.routing.policies.lmetric import LMetric
+from moestro.routing.policies.moestro import Moestro
+
+MS = 1_000_000
+OF_1000 = request(num_prompt_tokens=1000)
+
+
+def taught(answer_tokens: int = 100, stay_ms: int = 1000) -> Moestro:
+    """One that has seen answers of so many tokens; nothing was sent, so no engine has a share of recent work."""
+    policy = Moestro()
+    policy.observe(Ended("r", 0, 0, stay_ms * MS, answer_tokens))
+    return policy
+
+
+def test_the_score_is_the_delay_that_the_request_causes():
+    known = table(num_in_flight=[6, 3], num_prefilling=[2, 1], prefill_tokens=[3000, 500])
+    choice = decide(taught(), known, req=OF_1000, hit_tokens=[800, 0])
+    # 6 decode and 3 wait, so a second of waiting weighs (6 + 1) / (3 + 1).
+    weight, answer = 7 / 4, 100
+    assert choice.scores.tolist() == pytest.approx(
+        [
+            weight * (3000 + 200 * 3) + 200 * 4 + 2 * answer * 6,
+            weight * (500 + 1000 * 2) + 1000 * 2 + 2 * answer * 3,
+        ]
+    )
+
+
+def test_a_full_hit_on_an_empty_queue_still_costs_what_its_answer_does():
+    """LMetric scores it 0 whatever the batch."""
+    known = table(num_in_flight=[40, 1])
+    what = {"req": request(num_prompt_tokens=160), "hit_tokens": [160, 0]}
+    assert decide(LMetric(), known, **what).engine == 0
+    assert decide(taught(), known, **what).engine == 1
+    few = table(num_in_flight=[2, 1])
+    assert decide(taught(answer_tokens=1), few, **what).engine == 0
+
+
+def test_near_saturation_a_queue_does_not_drown_a_hit():
+    """With both queues long, LMetric multiplies the little by which they differ with the batch."""
+    known = table(num_in_flight=[31, 29], num_prefilling=[15, 15], prefill_tokens=[30_000, 29_000])
+    what = {"req": request(num_prompt_tokens=2000), "hit_tokens": [1900, 0]}
+    assert decide(LMetric(), known, **what).engine == 1
+    assert decide(taught(), known, **what).engine == 0
+
+
+def test_tokens_without_a_free_block_count_as_if_they_were_to_be_computed():
+    known = table(kv_usage=[0.95, 0.2], num_kv_tokens=[10_000, 10_000], num_in_flight=[1, 1])
+    even = decide(taught(), table(num_in_flight=[1, 1]), req=OF_1000)
+    choice = decide(taught(), known, req=OF_1000)
+    missing = 1000 + 100 - 500
+    assert (choice.scores - even.scores).tolist() == pytest.approx([3 * missing, 0])
+    unknown = table(kv_usage=[0.95, None], num_kv_tokens=[10_000, 10_000], num_in_flight=[1, 1])
+    assert decide(taught(), unknown, req=OF_1000).engine == 1
+
+
+def test_a_slow_engine_and_one_whose_experts_are_pressed_cost_more():
+    known = table(speed=[1, 0.5, 1], expert_pressure=[1.0, 1.0, 1.5], num_in_flight=[1, 1, 1])
+    scores = decide(taught(), known, req=OF_1000).scores
+    assert (scores / scores[0]).tolist() == pytest.approx([1, 2, 1.5])
+
+
+def test_what_was_sent_lately_counts_as_load_and_fades():
+    policy = taught()
+    for i in range(3):
+        policy.observe(Routed(request(str(i), 1000), 0, 0, {}, i))
+    assert {decide(policy, table(2), i).engine for i in range(8)} == {1}
+    for i in range(200):
+        policy.observe(Routed(request(str(i), 1000), i % 2, 0, {}, i))
+    scores = decide(policy, table(2)).scores
+    assert scores[0] / scores[1] == pytest.approx(1, rel=0.1)
+    policy.observe(EngineLost(1, 0))
+    assert decide(policy, table(2)).engine == 1
+
+
+def test_its_means_and_shares_stay_finite_over_millions_of_decisions():
+    policy = taught()
+    policy._worth = 1e11
+    for i in range(2000):
+        policy.observe(Routed(request(str(i), 1000), i % 3, 0, {}, i))
+    assert policy._worth < 1e12
+    assert policy._recent_share(view(table(3))).sum() == pytest.approx(3)
+
+
+def test_the_work_of_an_engine_that_is_lost_is_nobodys_share():
+    policy = Moestro()
+    for i in range(30):
+        policy.observe(Routed(OF_1000, i % 3, 0, {}, i))
+    policy.observe(EngineLost(1, 30))
+    share = policy._recent_share(view(table(3)))
+    assert share[1] == 0
+    assert share.sum() == pytest.approx(3)
+    policy.observe(EngineLost(7, 31))  # of which it never heard
+
+
+def test_of_other_routers_only_what_they_cannot_have_changed_since_counts():
+    known = table(
+        num_in_flight=[2, 2], num_foreign=[12, 2], num_waiting=[0, 0], num_running=[14, 4],
+        prefill_tokens=[0, 0], said_prefill_tokens=[0, 0], queued_prefill_tokens=[0, 0],
+    )  # fmt: skip
+    alone = decide(taught(stay_ms=1000), table(num_in_flight=[2, 2]), req=OF_1000).scores
+    at_once = decide(taught(stay_ms=1000), known, req=OF_1000).scores
+    # 14 of theirs come in the second that one stays, so 7 in half of it, of the 10 by which the engines differ.
+    later = decide(taught(stay_ms=1000), known, req=OF_1000, now_ns=500 * MS).scores
+    much_later = decide(taught(stay_ms=1000), known, req=OF_1000, now_ns=1000 * MS).scores
+    assert (at_once - alone).tolist() == pytest.approx([10 * (1000 + 200), 0])
+    assert (later - alone).tolist() == pytest.approx([3 * (1000 + 200), 0])
+    assert (much_later - alone).tolist() == [0, 0]
+
+
+def test_of_prompt_tokens_those_of_others_are_what_is_not_ones_own():
+    known = table(
+        num_in_flight=[1, 1], num_prefilling=[1, 1], num_foreign=[1, 1], num_waiting=[0, 0], num_running=[2, 2],
+        prefill_tokens=[1000, 1000], said_prefill_tokens=[6000, 1000], queued_prefill_tokens=[6000, 1000],
+    )  # fmt: skip
+    scores = decide(taught(), known, req=OF_1000).scores
+    assert scores[0] - scores[1] == pytest.approx(5000)
+
+
+def test_it_works_from_the_first_request_on():
+    three = router(3, Moestro())
+    engines = []
+    for i in range(30):
+        engines.append(three.submit(request(str(i), prompt=range(i, i + 100)), i * MS).engine)
+        three.report(engines[-1], EngineFigures(kv_usage=0.1, num_waiting=1, num_running=0), i * MS, i * MS)
+    assert [engines.count(e) for e in range(3)] == [10, 10, 10]

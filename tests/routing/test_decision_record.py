@@ -1,0 +1,114 @@
+import msgspec
+import pytest
+from support.routers import BLOCK_SIZE, request
+
+from moestro.core.views import EngineFigures
+from moestro.errors import ConfigError, NoEngineError
+from moestro.routing.decision_record import Decision, PolicyText, RecordedRouter, Submitted, decode_entry, encode_entry
+from moestro.routing.replay import replay
+from moestro.routing.settings import RouterSettings
+
+MS = 1_000_000
+PROMPT = list(range(100))
+
+
+def recorded(policy="lmetric", num_engines=3, score=None):
+    lines: list[bytes] = []
+    settings = RouterSettings(block_size=BLOCK_SIZE)
+    made = RecordedRouter(PolicyText(policy, score), settings, lambda entry: lines.append(encode_entry(entry)))
+    for _ in range(num_engines):
+        made.set_routable(made.add_engine(), routable=True)
+    return made, lines
+
+
+def decisions(lines) -> list[Decision]:
+    entries = [decode_entry(line) for line in lines]
+    return [entry.decision for entry in entries if isinstance(entry, Submitted)]
+
+
+def test_a_decision_says_what_was_seen_and_what_else_there_was():
+    made, lines = recorded()
+    asked = request("a", prompt=PROMPT)
+    made.kv_stored(1, asked.block_hashes, 0)
+    made.report(1, EngineFigures(queued_prefill_tokens=7), 2 * MS, 3 * MS)
+    made.submit(asked, 5 * MS)
+    (decision,) = decisions(lines)
+    assert (decision.engine, decision.score, decision.hit_tokens, decision.regret) == (1, 4, 96, 4 - 100)
+    assert decision.ages_ns == {"queued_prefill_tokens": 3 * MS}
+    assert [(each.engine, each.score, each.hit_tokens) for each in decision.candidates] == [
+        (1, 4, 96), (0, 100, 0), (2, 100, 0),
+    ]  # fmt: skip
+
+
+def test_an_affinity_that_passes_over_a_better_engine_has_regret():
+    by_hash, lines = recorded("bounded_hash")
+    for i in range(8):
+        by_hash.submit(request(str(i), session_id="hot"), 0)
+    assert any(each.regret > 0 for each in decisions(lines))
+
+
+def test_a_score_that_is_no_number_is_written_as_none():
+    made, lines = recorded(score="1 / batch_size")
+    made.submit(request("a"), 0)
+    (decision,) = decisions(lines)
+    assert (decision.score, decision.regret) == (None, None)
+
+
+def test_tokens_are_never_written():
+    made, lines = recorded()
+    secret = request("a", prompt=PROMPT)
+    made.submit(msgspec.structs.replace(secret, token_ids=bytes(400), resumed_token_ids=b"\1" * 8), 0)
+    written = decode_entry(lines[-1]).request
+    assert (written.token_ids, written.resumed_token_ids) == (None, bytes(8)), "their number alone"
+
+
+def test_a_refusal_is_written_and_replays():
+    made, lines = recorded(num_engines=0)
+    with pytest.raises(NoEngineError):
+        made.submit(request("a"), 0)
+    ((was, again),) = replay(lines)
+    assert (was.refusal, was.decision, again) == ("NoEngineError", None, was)
+
+
+INFINITE_DETAIL = """
+from moestro.routing.policies.contract import Choice, Needs
+
+class First:
+    needs = Needs()
+    def decide(self, view, rng):
+        return Choice(int(view.engines.routable.argmax()), 0.0, "first", detail={"headroom": float("inf")})
+    def observe(self, event): pass
+"""
+
+
+def test_an_infinite_detail_of_a_policy_does_not_spoil_the_record(tmp_path):
+    (tmp_path / "mine.py").write_text(INFINITE_DETAIL)
+    made, lines = recorded(f"{tmp_path / 'mine.py'}:First")
+    made.submit(request("a"), 0)
+    assert decisions(lines)[0].detail == {"headroom": None}
+    assert [was == again for was, again in replay(lines)] == [True]
+
+
+def test_a_run_that_ended_in_the_middle_of_a_line_is_replayed_to_there_and_the_next_from_its_head():
+    first, lines = recorded()
+    first.submit(request("a"), 0)
+    first.submit(request("b"), 0)
+    second, more = recorded()
+    second.submit(request("c"), 0)
+    torn = [*lines[:-1], lines[-1][:50], b"\n", *more]
+    assert [was.request.request_id for was, again in replay(torn) if was == again] == ["a", "c"]
+
+
+def test_a_record_that_is_damaged_in_the_middle_is_refused_from_there():
+    made, lines = recorded()
+    made.submit(request("a"), 0)
+    made.submit(request("b"), 0)
+    lines[-2] = b'{"type": "Unheard"}'
+    with pytest.raises(ConfigError, match=f"from line {len(lines)}: line {len(lines) - 1} is none of its"):
+        list(replay(lines))
+
+
+def test_a_record_without_its_head_is_refused():
+    _, lines = recorded()
+    with pytest.raises(ConfigError, match="head"):
+        list(replay(lines[1:]))

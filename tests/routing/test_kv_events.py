@@ -1,0 +1,129 @@
+import logging
+
+import numpy as np
+import pytest
+from support.fake_publisher import BLOCK_SIZE, MODEL, Sink, frames, payload, removed, stored
+
+from moestro.core.hashing import hash_blocks, hash_key, split_hashes
+from moestro.routing.kv_events import KvFeed, KvFeedSettings
+from moestro.web.log_limit import LogLimit
+from moestro.wire.kv_names import NamingRules
+
+TOKENS = list(range(8))
+NAMES = split_hashes(hash_blocks(hash_key(MODEL), np.array(TOKENS, np.int32), BLOCK_SIZE))
+
+
+class Setting:
+    def __init__(self) -> None:
+        self.sink = Sink()
+        naming = NamingRules(model=MODEL, block_size=BLOCK_SIZE)
+        self.warnings: list[tuple[str, str]] = []
+        settings = KvFeedSettings(engine=5, name="e5", naming=naming, can_replay=False)
+        self.feed = KvFeed(self.sink, settings, lambda kind, text: self.warnings.append((kind, text)))
+        self.num_published = 0
+
+    def publish(self, *events: dict, rank: int = 0) -> None:
+        self.feed.live(frames(self.num_published, payload(*events, rank=rank)), 0)
+        self.num_published += 1
+
+    @property
+    def held(self) -> set[bytes]:
+        return self.sink.held.get(5, set())
+
+
+@pytest.fixture
+def setting() -> Setting:
+    return Setting()
+
+
+def test_blocks_come_and_go_in_the_order_of_events(setting):
+    setting.publish(stored([1, 2], None, TOKENS), removed([2]))
+    assert setting.held == {NAMES[0]}
+    setting.publish(removed([1]), stored([1, 2], None, TOKENS))
+    assert setting.held == set(NAMES)
+    setting.publish({"type": "AllBlocksCleared"})
+    assert setting.held == set()
+    assert setting.sink.said[-1] == "cleared"
+
+
+def test_what_the_router_has_forgotten_is_told_again(setting):
+    setting.feed.tell_again(0)
+    assert setting.sink.said == []
+    setting.publish(stored([1, 2], None, TOKENS))
+    setting.sink.held.clear()
+    setting.sink.said.clear()
+    setting.feed.tell_again(0)
+    assert setting.held == set(NAMES)
+    assert setting.sink.said == ["cleared", "stored"]  # it is all that there is
+    setting.publish({"type": "BlockRemoved"}, stored([1], None, TOKENS[:4]))
+    setting.sink.said.clear()
+    setting.feed.tell_again(0)
+    assert setting.sink.said == ["stored"]  # and now it may not be
+
+
+def test_a_second_rank_on_a_stream_is_kept_apart(setting):
+    setting.publish(stored([1], None, TOKENS[:4]), rank=1)
+    setting.publish(removed([1]), rank=0)
+    assert setting.held == {NAMES[0]}
+    assert setting.feed.counts.other_rank == 1
+    assert "ranks 1 and 0" in setting.warnings[0][1]
+
+
+def test_another_block_size_is_told_in_words(setting):
+    setting.publish(stored([1], None, TOKENS, block_size=8))
+    assert setting.held == set()
+    ((kind, text),) = setting.warnings
+    assert kind == "block size"
+    assert text.startswith("e5: its KV blocks have 8 tokens, the router's 4")
+
+
+@pytest.mark.parametrize("bad", [{"type": "BlockRemoved"}, {"type": "BlockRemoved", "block_hashes": "all"}])
+def test_a_removal_that_cannot_be_read_leaves_nothing_believed(setting, bad):
+    setting.publish(stored([1], None, TOKENS[:4]), bad, stored([2], None, TOKENS[4:]))
+    assert setting.sink.said == ["cleared", "stored", "lost", "stored"]
+    assert setting.feed.num_blocks == 1
+
+
+def test_a_batch_that_cannot_be_read_leaves_nothing_believed(setting):
+    setting.publish(stored([1], None, TOKENS[:4]))
+    setting.feed.live(frames(1, b"\xc1"), 0)
+    assert setting.held == set()
+    assert setting.feed.counts.illegible == 1
+    assert "cannot be read" in setting.warnings[0][1]
+
+
+def test_a_message_of_somebody_else_changes_nothing(setting):
+    setting.publish(stored([1], None, TOKENS[:4]))
+    setting.feed.live([b"hello"], 0)
+    assert setting.held == {NAMES[0]}
+    assert "none of a KV event publisher's" in setting.warnings[0][1]
+
+
+def test_hashes_that_do_not_chain_are_told_and_not_believed(setting):
+    setting.publish(stored([1], None, TOKENS[:4]), stored([2, 1], None, TOKENS[4:] + TOKENS[:4]))
+    assert setting.sink.said == ["cleared", "stored", "lost"]
+    assert "one hash is given to different blocks" in setting.warnings[0][1]
+
+
+def test_a_restarted_engine_holds_nothing_and_may_be_of_another_rank(setting):
+    setting.publish(stored([1], None, TOKENS[:4]), rank=0)
+    setting.num_published = 0
+    setting.publish(stored([1], None, TOKENS[4:]), rank=1)
+    assert setting.sink.said == ["cleared", "stored", "cleared", "lost", "cleared", "stored"]
+    assert setting.held != {NAMES[0]}
+    assert setting.feed.counts.stream.restarts == 1
+
+
+def test_odd_batches_are_one_log_line_whatever_their_numbers_say_of_restarts(setting, caplog):
+    settings = KvFeedSettings(
+        engine=5, name="e5", naming=NamingRules(model=MODEL, block_size=BLOCK_SIZE), can_replay=False
+    )
+    feed = KvFeed(setting.sink, settings, LogLimit(logging.getLogger()).warning)
+    for seq in (9, 3) * 20:
+        feed.live(frames(seq, b"\xc1"), 0)
+        feed.live([b"hello"], 0)
+    assert feed.counts.stream.restarts == 20  # each of which used to permit one more line
+    assert [message.split("(")[0] for message in caplog.messages] == [
+        "e5: a batch of KV events cannot be read ",
+        "e5: a message is none of a KV event publisher's ",
+    ]

@@ -1,0 +1,257 @@
+"""The prefix index against sets, one an engine."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, split_hashes
+from moestro.routing.prefix_index import SAID_BYTES, PrefixIndex
+
+EXPIRY_NS = 100
+PLENTY = 1 << 40
+
+
+def block(number: int) -> bytes:
+    return number.to_bytes(HASH_BYTES, "little")
+
+
+def packed(*numbers: int) -> bytes:
+    return b"".join(block(number) for number in numbers)
+
+
+def chain(rng: random.Random) -> list[int]:
+    """Blocks named by all that is before them."""
+    turns = [rng.choice("1112") for _ in range(rng.randrange(1, 12))]
+    return [int("".join(turns[: depth + 1])) for depth in range(len(turns))]
+
+
+def index(num_engines: int, max_bytes: int = PLENTY) -> PrefixIndex:
+    made = PrefixIndex(max_bytes, EXPIRY_NS)
+    for engine in range(num_engines):
+        made.add_engine(engine)
+    return made
+
+
+class Engine:
+    """The same books of one engine, as plainly as they can be kept."""
+
+    def __init__(self) -> None:
+        self.history: list[tuple[int, tuple[bytes, ...], bool]] = []
+        self.pending: list[tuple[bytes, ...]] = []
+        self.said: set[bytes] = set()
+        self.is_complete = self.is_exact = False
+
+    def sent(self, blocks, now_ns, capacity, *, is_ours=True):
+        self.history.append((now_ns, blocks, is_ours))
+        while len(self.history) > 1 and len({each for _, prompt, _ in self.history for each in prompt}) > capacity:
+            del self.history[0]
+
+    def expire(self, now_ns):
+        self.history = [each for each in self.history if now_ns - each[0] <= EXPIRY_NS]
+
+    def forget_elsewhere(self):
+        self.history = [each for each in self.history if each[2]]
+
+    def lost_track(self):
+        self.said = set()
+        self.is_complete = self.is_exact = False
+
+    def forget(self):
+        self.lost_track()
+        self.history = []
+
+    def cleared(self):
+        self.forget()
+        self.is_complete = True
+
+    def match(self, blocks) -> int:
+        prompts = self.pending if self.is_exact else [prompt for _, prompt, _ in self.history]
+        held = self.said.union(*prompts)
+        return [*(each in held for each in blocks), False].index(False)
+
+
+@pytest.mark.parametrize("num_engines", [1, 3, 16, 70])
+def test_law_random_histories_equal_sets(num_engines):
+    rng = random.Random(num_engines)
+    ours, oracle = index(num_engines), [Engine() for _ in range(num_engines)]
+    capacity, cursor, was_exact = 40, 0, 0
+    for engine in range(num_engines):
+        ours.set_capacity(engine, capacity)
+    chains = [chain(rng) for _ in range(30)]
+    deeds = {
+        "sent": 30,
+        "elsewhere": 10,
+        "forget_elsewhere": 2,
+        "said": 40,
+        "removed": 15,
+        "emptied": 2,
+        "ended": 20,
+        "forget": 0.5,
+        "cleared": 1,
+        "lost_track": 0.5,
+    }
+    in_flight = []
+    for now_ns in range(0, 15_000, 10):
+        engine, hashes = rng.randrange(num_engines), packed(*rng.choice(chains))
+        plain = oracle[engine]
+        (deed,) = rng.choices(list(deeds), list(deeds.values()))
+        if deed in ("sent", "elsewhere"):
+            is_ours = deed == "sent"
+            pending = ours.sent(engine, hashes, now_ns, is_ours=is_ours)
+            plain.sent(split_hashes(hashes), now_ns, capacity, is_ours=is_ours)
+            cursor = (cursor + 1) % num_engines
+            plain.expire(now_ns)
+            oracle[cursor].expire(now_ns)
+            assert (pending is not None) == (plain.is_exact and is_ours)
+            if pending is not None:
+                plain.pending.append(split_hashes(hashes))
+                in_flight.append((engine, pending, split_hashes(hashes)))
+        elif deed == "ended" and in_flight:
+            engine, pending, blocks = in_flight.pop(rng.randrange(len(in_flight)))
+            ours.ended(engine, pending)
+            oracle[engine].pending.remove(blocks)
+        elif deed == "said":
+            ours.said(engine, hashes)
+            plain.said |= set(split_hashes(hashes))
+            plain.is_exact = plain.is_complete
+        elif deed == "removed":
+            hashes = packed(*rng.choices(rng.choice(chains), k=2), *rng.choices(rng.choice(chains), k=2))
+            ours.removed(engine, hashes)
+            plain.said -= set(split_hashes(hashes))
+        elif deed == "emptied":
+            ours.removed(engine, b"".join(plain.said))
+            plain.said = set()
+        elif deed != "ended":
+            getattr(ours, deed)(engine)
+            getattr(plain, deed)()
+        asked = packed(*rng.choice(chains), 9)
+        assert ours.match(asked).tolist() == [each.match(split_hashes(asked)) for each in oracle]
+        assert [ours.is_exact(each) for each in range(num_engines)] == [each.is_exact for each in oracle]
+        was_exact += plain.is_exact
+    assert was_exact > 50
+
+
+def test_a_gap_ends_a_hit():
+    two = index(2)
+    two.said(0, packed(1, 2, 3, 4))
+    two.said(1, packed(1, 2))
+    assert two.match(packed(1, 2, 3, 4, 5)).tolist() == [4, 2]
+    two.removed(0, packed(2))
+    assert two.match(packed(1, 2, 3, 4)).tolist() == [1, 2]
+    assert two.match(packed(2, 3)).tolist() == [0, 1]
+    assert two.match(b"").tolist() == [0, 0]
+
+
+def test_an_engine_that_says_all_is_not_believed_to_hold_what_was_only_sent_once():
+    one = index(1)
+    one.sent(0, packed(1, 2), 0)
+    assert one.match(packed(1, 2)).tolist() == [2]
+    one.cleared(0)
+    one.said(0, packed(1))
+    assert one.match(packed(1, 2)).tolist() == [1]
+    pending = one.sent(0, packed(1, 2, 3), 1)
+    assert one.match(packed(1, 2, 3)).tolist() == [3]
+    one.ended(0, pending)
+    assert one.match(packed(1, 2, 3)).tolist() == [1]
+    one.lost_track(0)
+    assert one.match(packed(1, 2, 3)).tolist() == [3]
+
+
+def test_an_engine_whose_last_block_was_removed_is_still_known_by_what_is_pending_alone():
+    one = index(1)
+    one.cleared(0)
+    one.said(0, packed(1))
+    one.ended(0, one.sent(0, packed(1, 2), 0))
+    one.sent(0, packed(3, 4), 1)
+    one.removed(0, packed(1))
+    assert one.is_exact(0)
+    assert one.match(packed(1, 2)).tolist() == [0]
+    assert one.match(packed(3, 4)).tolist() == [2]
+
+
+def test_the_oldest_prompt_goes_when_the_cache_is_full_and_what_others_share_stays():
+    one = index(1)
+    one.set_capacity(0, 5)
+    one.sent(0, packed(1, 2, 3), 0)
+    one.sent(0, packed(1, 2, 4), 1)
+    one.sent(0, packed(8, 9), 2)
+    assert [one.match(packed(*each)).tolist() for each in ((1, 2, 3), (1, 2, 4), (8, 9))] == [[2], [3], [2]]
+
+
+def test_of_what_an_engine_said_the_end_of_a_prompt_goes_before_its_beginning():
+    one = index(1, 4 * SAID_BYTES)
+    one.said(0, packed(1, 2, 3, 4))
+    one.said(0, packed(10, 11))
+    assert one.match(packed(1, 2, 3, 4)).tolist() == [2]
+    assert one.match(packed(10, 11)).tolist() == [2]
+
+
+def test_what_is_said_again_stays():
+    one = index(1, 3 * SAID_BYTES)
+    for number in (1, 2, 3, 1, 4):
+        one.said(0, packed(number))
+    assert [one.match(packed(number)).tolist() for number in (1, 2, 3, 4)] == [[1], [0], [1], [1]]
+
+
+def test_memory_stays_within_its_bound_however_many_prompts_come():
+    bound = 1_000_000
+    made = index(4, bound)
+    for prompt in range(4000):
+        made.sent(prompt % 4, packed(*range(prompt * 10, prompt * 10 + 10)), 0)
+        made.said(prompt % 3, packed(*range(prompt * 10, prompt * 10 + 10)))
+        assert made.num_bytes <= bound
+    assert made.num_bytes > bound / 2
+    assert made.match(packed(39_990)).tolist() == [1, 0, 0, 1]
+
+
+def test_what_is_said_to_take_memory_is_what_it_takes():
+    """Measured: prompts, and blocks said, within a factor of two of the books."""
+    rng = random.Random(0)
+    shared = [rng.randbytes(32 * HASH_BYTES) for _ in range(20)]
+    for by_word in (False, True):
+        made = index(8)
+        tracemalloc.start()
+        for i in range(2000):
+            hashes = rng.choice(shared) + rng.randbytes(20 * HASH_BYTES)
+            made.said(i % 8, hashes) if by_word else made.sent(i % 8, hashes, 0)
+        taken = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert 0.5 * taken < made.num_bytes < 2 * taken
+
+
+def test_salts_and_adapters_share_no_block():
+    tokens = np.arange(64, dtype=np.int32)
+    names = [hash_key("m"), hash_key("m", "adapter"), hash_key("m", None, "salt")]
+    prompts = [hash_blocks(name, tokens, 16) for name in names]
+    three = index(3)
+    for engine, prompt in enumerate(prompts):
+        three.said(engine, prompt)
+    assert [three.match(prompt).tolist() for prompt in prompts] == [[4, 0, 0], [0, 4, 0], [0, 0, 4]]
+
+
+def test_thousands_of_engines_are_found_by_their_bits():
+    many = index(4096)
+    for engine in range(4096):
+        many.said(engine, packed(*range(1 + engine % 5)))
+    assert (many.match(packed(*range(10))) == 1 + np.arange(4096) % 5).all()
+
+
+def test_thousands_of_engines_share_the_beginning_of_their_prompts():
+    many = index(4096)
+    for engine in range(4096):
+        many.sent(engine, packed(1, 2, 3, 100 + engine, 200 + engine), 0)
+    expected = np.full(4096, 3)
+    expected[7] = 5
+    assert (many.match(packed(1, 2, 3, 107, 207)) == expected).all()
+
+
+def test_the_history_of_an_engine_can_be_read():
+    one = index(1)
+    one.sent(0, packed(1, 2, 3), 5)
+    one.sent(0, packed(1, 2), 6)
+    one.sent(0, packed(1, 9), 7)
+    assert [last.hashes() for last in one.prompts(0)] == [packed(1, 2, 3), packed(1, 2), packed(1, 9)]

@@ -1,0 +1,158 @@
+import pytest
+from support.routers import request, router
+
+from moestro.core.views import NEVER_NS, EngineFigures
+from moestro.errors import ConfigError, InvariantError, NoEngineError, QueueFullError
+from moestro.routing.policies.registry import make_policy
+
+
+def submit(to, *names, now_ns=0, **fields):
+    return [to.submit(request(name, **fields), now_ns).engine for name in names]
+
+
+def test_requests_in_flight_are_counted_until_they_end():
+    two = router(2, "least_loaded")
+    engines = submit(two, "a", "b", "c", "d")
+    assert sorted(engines) == [0, 0, 1, 1]
+    two.ended("abcd"[engines.index(1)], 0)
+    assert submit(two, "e") == [1]
+    assert two.num_in_flight == 4
+    assert len(two.in_flight_on(1)) == 2
+
+
+def test_without_a_routable_engine_the_refusal_says_when_to_retry():
+    two = router(2, "round_robin")
+    for engine in (0, 1):
+        two.set_routable(engine, routable=False)
+    with pytest.raises(NoEngineError) as refused:
+        submit(two, "a")
+    assert (refused.value.http_status, refused.value.retry_after_s) == (503, 1)
+
+
+def test_a_full_queue_takes_nothing_and_the_refusal_says_when_to_retry():
+    two = router(2, "least_loaded", max_num_queued=2)
+    engines = submit(two, "a", "b", "c", "d")
+    assert sorted(engines) == [0, 0, 1, 1]
+    with pytest.raises(QueueFullError, match="4 waiting") as refused:
+        submit(two, "e")
+    assert (refused.value.http_status, refused.value.retry_after_s) == (503, 1)
+    two.report(1, EngineFigures(num_running=1), 0, 0)  # one of its two waits no more
+    assert submit(two, "e") == [1]
+    two.ended("abcd"[engines.index(0)], 0)
+    assert submit(two, "f") == [0]
+
+
+def test_an_unknown_policy_names_the_known_ones():
+    with pytest.raises(ConfigError, match="unknown route policy 'best'; known: round_robin, power_of_two"):
+        make_policy("best")
+
+
+def test_an_unknown_setting_of_a_policy_is_named():
+    with pytest.raises(ConfigError, match=r"round_robin.*speed"):
+        make_policy("round_robin", {"speed": 3})
+
+
+def test_ending_what_never_began_is_a_bug():
+    with pytest.raises(InvariantError, match="was not in flight"):
+        router(1, "round_robin").ended("a", 0)
+
+
+def test_prompt_tokens_to_compute_are_counted_until_the_first_token():
+    one = router(1, "round_robin")
+    submit(one, "a", "b", num_prompt_tokens=100)
+    assert (one.table.prefill_tokens[0], one.table.num_prefilling[0], one.table.context_tokens[0]) == (200, 2, 200)
+    one.first_token("a", 1)
+    one.first_token("a", 2)
+    assert (one.table.prefill_tokens[0], one.table.num_prefilling[0], one.table.context_tokens[0]) == (100, 1, 200)
+    one.ended("b", 3)
+    one.first_token("b", 4)  # late
+    assert (one.table.prefill_tokens[0], one.table.num_prefilling[0], one.table.context_tokens[0]) == (0, 0, 100)
+
+
+def test_the_tokens_of_an_answer_that_is_resumed_are_tokens_to_compute():
+    one = router(1, "round_robin")
+    submit(one, "a", num_prompt_tokens=100, resumed_token_ids=bytes(4 * 10))
+    assert (one.table.prefill_tokens[0], one.table.context_tokens[0]) == (110, 110)
+    one.ended("a", 1)
+    assert (one.table.prefill_tokens[0], one.table.context_tokens[0]) == (0, 0)
+
+
+def test_each_figure_keeps_its_own_age_and_an_older_one_changes_nothing():
+    one = router(1, "round_robin")
+    one.report(0, EngineFigures(kv_usage=0.5, num_running=3), 50, 60)
+    one.report(0, EngineFigures(kv_usage=0.1), 40, 70)
+    one.report(0, EngineFigures(num_running=2), 65, 70)
+    assert (one.table.kv_usage.values[0], one.table.kv_usage.as_of_ns[0]) == (0.5, 50)
+    assert (one.table.num_running.values[0], one.table.num_running.as_of_ns[0]) == (2, 65)
+    assert one.table.kv_usage.known(70, 20).tolist() == [True]
+    assert one.table.kv_usage.known(71, 20).tolist() == [False]
+    assert one.table.num_waiting.known(71, 1 << 60).tolist() == [False]
+
+
+def test_requests_that_are_not_this_routers_are_those_that_it_cannot_account_for():
+    one = router(1, "round_robin")
+    submit(one, "a", "b", now_ns=10)
+    submit(one, "c", now_ns=20)
+    one.ended("a", 25)
+    # At 15 the engine had a and b, and 5 of somebody else's; c it could not have seen.
+    one.report(0, EngineFigures(num_waiting=4, num_running=3, queued_prefill_tokens=7), 15, 30)
+    assert (one.table.num_foreign[0], one.table.num_unseen[0], one.table.said_prefill_tokens[0]) == (5, 1, 8)
+    submit(one, "d", now_ns=30)
+    assert one.table.num_unseen[0] == 2
+    one.ended("c", 31)
+    assert (one.table.num_unseen[0], one.table.said_prefill_tokens[0]) == (1, 8)
+    one.report(0, EngineFigures(num_waiting=0, num_running=2), 32, 33)
+    assert (one.table.num_foreign[0], one.table.num_unseen[0]) == (0, 0)
+
+
+def test_requests_that_ended_after_an_engine_counted_them_are_not_taken_for_somebody_elses():
+    one = router(1, "round_robin")
+    submit(one, "a", "b", "c", "d", now_ns=10)
+    for at, name in enumerate(("a", "b", "c")):
+        one.ended(name, 21 + at)
+    one.report(0, EngineFigures(num_waiting=1, num_running=3), 20, 30)
+    assert one.table.num_foreign[0] == 0
+    one.report(0, EngineFigures(num_waiting=1, num_running=3), 24, 31)
+    assert one.table.num_foreign[0] == 3
+
+
+def test_an_engine_that_was_started_again_has_said_nothing_and_holds_nothing():
+    one = router(1, "round_robin")
+    submit(one, "a", now_ns=5)
+    one.report(0, EngineFigures(kv_usage=0.5, num_running=9, num_waiting=0), 5, 5)
+    one.engine_lost(0, 6)
+    assert not one.table.kv_usage.known(6, 1 << 60).any()
+    assert one.table.num_foreign[0] == 0
+    one.ended("a", 7)
+    assert one.num_in_flight_on(0) == one.table.num_unseen[0] == 0
+
+
+def test_the_number_of_a_removed_engine_is_free_once_nothing_is_in_flight_there():
+    two = router(2, "round_robin")
+    submit(two, "a", "b")
+    two.remove_engine(0, 1)
+    assert two.add_engine() == 2
+    two.ended(two.in_flight_on(0)[0], 2)
+    assert two.add_engine() == 0
+    assert not two.is_routable(0)
+
+
+def test_many_engines_are_rows_of_one_table():
+    many = router(100, "least_loaded")
+    assert sorted(submit(many, *map(str, range(100)))) == list(range(100))
+    with pytest.raises(ValueError, match="read-only"):
+        many.table.num_in_flight[0] = 1
+
+
+def test_the_last_words_of_an_engine_that_was_removed_are_not_its_successors():
+    one = router(2, "lmetric")
+    one.remove_engine(1, 0)
+    one.kv_cleared(1, 1)
+    one.kv_stored(1, bytes(16), 1)
+    one.report(1, EngineFigures(kv_usage=0.5, num_running=3, num_waiting=4), 1, 1)
+    assert one.add_engine() == 1
+    one.set_routable(1, routable=True)
+    assert one.table.kv_usage.as_of_ns[1] == NEVER_NS
+    one.keeps_candidates = True
+    decision = one.submit(request("r", block_hashes=bytes(16), num_prompt_tokens=20), 2)
+    assert decision.candidates.hit_tokens.tolist() == [0, 0]

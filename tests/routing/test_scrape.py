@@ -1,0 +1,82 @@
+"""Figures out of `/metrics`, as the known servers write them and as no server should."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from moestro.routing.scrape import MAX_BYTES, ScrapedLoad, scrape
+
+VLLM = b"""\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 1.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 0.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 100.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.25
+vllm:prompt_tokens_total{engine="0",model_name="m"} 1e+03
+vllm:prompt_tokens_created{engine="0",model_name="m"} 1.7e+09
+vllm:generation_tokens_total{engine="0",model_name="m"} 24.0
+vllm:cache_config_info{block_size="32",cache_dtype="auto",engine="0",num_gpu_blocks="1000"} 1.0
+vllm:cache_config_info{block_size="32",cache_dtype="auto",engine="1",num_gpu_blocks="500"} 1.0
+"""
+SGLANG = b"""\
+sglang:num_running_reqs{model_name="a{b} c"} 7
+sglang:num_queue_reqs{model_name="a{b} c"} 2 1700000000000
+sglang:token_usage{model_name="a{b} c"} 0.75
+sglang:max_total_num_tokens{model_name="a{b} c"} 30000
+sglang:generation_tokens_total{model_name="a{b} c"} 5"""
+
+
+def test_vllm_with_two_ranks_behind_one_address_is_summed_and_usage_is_their_mean():
+    assert scrape(VLLM) == ScrapedLoad(
+        num_running=7,
+        num_waiting=1,
+        kv_usage=0.375,
+        num_tokens_computed=1024.0,
+        block_size=32,
+        num_kv_tokens=48_000,
+    )
+
+
+def test_sglang_with_timestamps_strange_labels_and_no_last_newline():
+    assert scrape(SGLANG) == ScrapedLoad(
+        num_running=7, num_waiting=2, kv_usage=0.75, num_tokens_computed=5.0, num_kv_tokens=30_000
+    )
+
+
+def test_a_server_that_has_two_names_for_one_figure_is_counted_once():
+    assert scrape(VLLM + VLLM.replace(b"vllm:", b"moestro:")) == scrape(VLLM)
+
+
+def test_the_older_name_of_the_kv_usage_is_known():
+    assert scrape(b"vllm:gpu_cache_usage_perc 0.5\n").kv_usage == 0.5
+
+
+@pytest.mark.parametrize("value", [b"NaN", b"-1", b"+Inf", b"1e300", b"x", b"", b"}"])
+def test_what_is_no_possible_value_is_not_there(value):
+    assert scrape(VLLM + b"vllm:num_requests_running " + value + b"\n").num_running is None
+
+
+def test_a_usage_above_one_is_one():
+    assert scrape(b"sglang:token_usage 1.25\n").kv_usage == 1.0
+
+
+def test_an_endless_text_is_looked_at_up_to_a_bound():
+    assert scrape(b"x" * MAX_BYTES + b"\n" + VLLM) == ScrapedLoad()
+
+
+def test_law_any_bytes_are_read_without_failing():
+    rng = random.Random(0)
+    for _ in range(500):
+        text = bytearray(VLLM + SGLANG)
+        for _ in range(rng.randrange(1, 30)):
+            text[rng.randrange(len(text))] = rng.randrange(256)
+        start = rng.randrange(len(text))
+        found = scrape(bytes(text[start:]))
+        assert found.kv_usage is None or 0 <= found.kv_usage <= 1
+        assert found.num_running is None or found.num_running >= 0

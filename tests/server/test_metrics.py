@@ -1,0 +1,135 @@
+"""What is counted, under the names that dashboards ask for."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.running import call, complete, metrics, open_stream, wait_until
+
+from moestro.core.request import FinishReason, ServiceClass
+from moestro.core.work import PassCounts
+from moestro.server.metrics import Metrics
+from moestro.server.statline import StatLines
+from moestro.web.prometheus import Histogram
+from moestro.wire.messages import RankLoad
+
+# Of the dashboards that are in use (production-stack's, AIBrix', the Gateway API's picker).
+VLLM_NAMES = {
+    "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:cache_config_info",
+    "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",
+    "vllm:request_time_per_output_token_seconds", "vllm:prompt_tokens", "vllm:generation_tokens",
+    "vllm:request_success", "vllm:num_preemptions", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
+    "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds",
+    "vllm:request_prompt_tokens", "vllm:request_generation_tokens",
+}  # fmt: skip
+OWN_NAMES = {
+    "moestro:engine_ready", "moestro:engine_restarts", "moestro:engine_stalls", "moestro:messages_dropped",
+    "moestro:requests_moved", "moestro:requests_refused", "moestro:batch_passes", "moestro:withdrawals",
+    "moestro:passed_over_seconds", "moestro:parked_tokens", "moestro:parked_tokens_max",
+    "process_resident_memory_bytes",
+}  # fmt: skip
+
+
+def test_the_names_of_dashboards_and_our_own_are_there_with_model_and_engine(fake):
+    reply = call(fake, "GET", "/metrics")
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = {family.name: family for family in text_string_to_metric_families(reply.body.decode())}
+    ours = {name.replace("vllm:", "moestro:") for name in VLLM_NAMES}
+    assert families.keys() >= VLLM_NAMES | ours | OWN_NAMES
+    for name in VLLM_NAMES:
+        for sample in families[name].samples:
+            assert (sample.labels["model_name"], sample.labels["engine"]) == ("moestro-demo", "0")
+    [cache] = families["vllm:cache_config_info"].samples
+    assert (cache.labels["block_size"], cache.labels["num_gpu_blocks"]) == ("16", "1024")
+
+
+def test_head_answers_as_get_does_without_a_body(fake):
+    reply = call(fake, "HEAD", "/metrics")
+    assert (reply.status, reply.body) == (200, b"")
+
+
+def test_latencies_are_told_by_class_under_our_names_and_in_one_under_vllms(fake):
+    """A dashboard that was made for vLLM sees the series that it knows: those of all classes together."""
+    names = ("time_to_first_token_seconds", "request_time_per_output_token_seconds", "request_queue_time_seconds")
+    before = metrics(fake)
+    for service_class, times in (("ls", 1), ("be", 3)):
+        for _ in range(times):
+            assert complete(fake, max_tokens=3, service_class=service_class).status == 200
+    after = metrics(fake)
+    for name in names:
+        keys = [f'moestro:{name}_count{{engine="0",service_class="{each}"}}' for each in ("ls", "be")]
+        keys.append(f'vllm:{name}_count{{engine="0"}}')
+        assert [after[key] - before[key] for key in keys] == [1, 3, 4], name
+        sums = [after[key] for key in after if key.startswith(f"moestro:{name}_sum{{")]
+        assert sum(sums) == pytest.approx(after[f'vllm:{name}_sum{{engine="0"}}'])
+
+
+def test_a_request_moves_the_figures_by_what_it_was(fake):
+    def gained() -> dict[str, float]:
+        after = metrics(fake)
+        return {name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)}
+
+    before = metrics(fake)
+    usage = complete(fake, max_tokens=5).json["usage"]
+    complete(fake, prompt="one two three four", stop=" three", max_tokens=500)
+    complete(fake, temperature=3)
+    open_stream(fake, max_tokens=4000).close()
+    name = 'vllm:request_success_total{engine="0",finished_reason="%s"}'
+    wait_until(lambda: name % "abort" in gained())
+    found = gained()
+    assert [found[name % reason] for reason in ("length", "stop", "abort")] == [1, 1, 1]
+    assert found['moestro:requests_refused_total{reason="invalid_value"}'] == 1
+    assert found['vllm:time_to_first_token_seconds_count{engine="0"}'] == 3
+    assert found['vllm:e2e_request_latency_seconds_count{engine="0"}'] == 2
+    assert found['vllm:request_queue_time_seconds_count{engine="0"}'] == 3
+    assert found['vllm:request_prompt_tokens_sum{engine="0"}'] > usage["prompt_tokens"]
+    assert found['vllm:request_generation_tokens_count{engine="0"}'] == 2
+    assert found['vllm:request_decode_time_seconds_sum{engine="0"}'] > 0
+    assert found['vllm:generation_tokens_total{engine="0"}'] > usage["completion_tokens"]
+    assert found['vllm:prompt_tokens_total{engine="0"}'] > usage["prompt_tokens"]
+    assert found['vllm:prefix_cache_queries_total{engine="0"}'] > 0
+
+
+def test_law_a_histogram_counts_each_value_in_the_first_bucket_that_holds_it():
+    rng = random.Random(0)
+    bounds = (0.1, 1.0, 10.0)
+    histogram = Histogram(bounds)
+    values = [rng.choice([rng.expovariate(0.5), *bounds, 0.0]) for _ in range(1000)]
+    for value in values:
+        histogram.observe(value)
+    for i in range(len(bounds)):
+        assert sum(histogram.counts[: i + 1]) == sum(value <= bounds[i] for value in values)
+    assert sum(histogram.counts) == len(values)
+    assert bisect_left(bounds, 10.0) == 2
+    assert abs(histogram.total - sum(values)) < 1e-6
+
+
+class FakeEngines:
+    loads = (RankLoad(), RankLoad())
+
+
+def test_the_stats_line_tells_what_happened_since_the_last_one_and_is_silent_without_traffic():
+    engines, counted = FakeEngines(), Metrics(2)
+    lines = StatLines(engines, counted)
+    assert lines.lines(10.0) == []
+    counted.engines[1].num_prompt_tokens, counted.engines[1].num_generated_tokens = 1000, 50
+    engines.loads = (RankLoad(), RankLoad(num_running=3, kv_usage=0.25, num_queried_tokens=200, num_hit_tokens=150))
+    assert lines.lines(10.0) == [
+        "engine 1: running 3, waiting 0, KV 25.0%, prefix hits 75%, tokens/s in 100.0, out 5.0"
+    ]
+    figures = counted.engines[1]
+    for seconds in (0.010, 0.030):
+        figures.first_token_s[ServiceClass.LS].observe(seconds)
+        figures.mean_gap_s[ServiceClass.LS].observe(seconds / 10)
+        figures.queue_s[ServiceClass.BE].observe(1000 * seconds)
+    passes = PassCounts(num_passes=7, passed_over_ns=2_500_000_000)
+    engines.loads = (RankLoad(), RankLoad(num_queried_tokens=200, num_hit_tokens=150, pass_counts=passes))
+    [line] = lines.lines(10.0)
+    assert line.endswith("; ls TTFT 20 ms, TPOT 2 ms; be queue 20.0 s; 7 passes in 2.5 s")
+    engines.loads = (RankLoad(), RankLoad())  # it was started again
+    counted.engines[1].ended[FinishReason.ERROR] += 1
+    assert lines.lines(10.0) == ["engine 1: running 0, waiting 0, KV 0.0%, tokens/s in 0.0, out 0.0"]
+    assert lines.lines(10.0) == []

@@ -1,0 +1,103 @@
+"""What is decided before anything runs: the checkpoint, the settings, the words of the banner."""
+
+from __future__ import annotations
+
+import io
+import shlex
+
+import pytest
+from rich.console import Console
+from support.fake_rank import INFO
+
+import moestro.server.checkpoint
+from moestro.config.serve_settings import SchedulerLimits, ServerSettings
+from moestro.errors import ConfigError
+from moestro.server.banner import Started, curl_line, print_banner
+from moestro.server.checkpoint import locate_model
+from moestro.server.start_clock import StartClock
+from moestro.web.startup import process_age_s
+from moestro.wire.messages import Phase
+
+
+def test_a_directory_with_a_config_is_a_checkpoint(tmp_path):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        locate_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert locate_model(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("model", ["./missing", "/missing/dir", "~/missing", "a/b/c"])
+def test_what_looks_like_a_path_is_not_looked_up_elsewhere(model):
+    with pytest.raises(ConfigError, match="there is no directory"):
+        locate_model(model)
+
+
+def test_a_hub_id_is_fetched_without_pickles_and_code(tmp_path, monkeypatch):
+    asked = {}
+
+    def fetch(name: str, allow_patterns: list[str]) -> str:
+        asked[name] = allow_patterns
+        (tmp_path / "config.json").write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr(moestro.server.checkpoint, "snapshot_download", fetch)
+    assert locate_model("org/name") == tmp_path
+    assert "*.safetensors" in asked["org/name"]
+    assert not {"*.bin", "*.pt", "*.py", "*"} & set(asked["org/name"])
+
+
+@pytest.mark.parametrize("model", ["org/name", "org/na me", "-x-"])
+def test_a_hub_id_that_cannot_be_fetched_is_the_operators_to_put_right(model, monkeypatch):
+    def fetch(name: str, allow_patterns: list[str]) -> str:
+        raise OSError("no route\nto host")
+
+    monkeypatch.setattr(moestro.server.checkpoint, "snapshot_download", fetch)
+    with pytest.raises(ConfigError, match="HF_TOKEN") as caught:
+        locate_model(model)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (SchedulerLimits, {"max_num_seqs": 100, "max_num_batched_tokens": 50}),
+        (SchedulerLimits, {"max_num_queued_reqs": -1}),
+        (ServerSettings, {"served_model_name": ()}),
+        (ServerSettings, {"served_model_name": ("m",), "port": 70_000}),
+        (ServerSettings, {"served_model_name": ("m",), "api_key": ("",)}),
+    ],
+)
+def test_impossible_settings_are_refused_when_made(kind, fields):
+    with pytest.raises(ConfigError, match=r"--\w"):
+        kind(**fields)
+
+
+def test_the_phases_of_a_start_account_for_every_second_since_the_process_began():
+    clock = StartClock()
+    assert process_age_s() > 0
+    clock.mark("front door")
+    clock.mark_engines([[Phase("load", 1.0)], [Phase("load", 2.0), Phase("check", 1.0)]])
+    clock.mark("door")
+    names = [phase.name for phase in clock.phases]
+    assert names == ["front door", "load", "check", "door"]
+    # The engines' seconds are made up here; what is left of the whole is the last phase's, negative or not.
+    assert sum(phase.seconds for phase in clock.phases) == pytest.approx(process_age_s(), abs=0.2)
+
+
+def test_the_banner_says_what_the_operator_wants_to_know():
+    started = Started(
+        infos=[INFO, INFO],
+        phases=[Phase("start", 0.5), Phase("load weights", 2.5)],
+        names=["it's"],
+        url="http://h:1",
+        needs_key=True,
+    )
+    console = Console(file=io.StringIO(), width=120)
+    print_banner(console, started)
+    text = console.file.getvalue()
+    for words in ("32,768 tokens: 8.0 sequences", "3.0 s (start 0.5, load weights 2.5)", "http://h:1", "2 x none"):
+        assert words in text
+    words = shlex.split(curl_line(started))
+    assert words[0] == "curl"
+    assert '"model":"it\'s"' in words[-1]
+    assert "$MOESTRO_API_KEY" in curl_line(started)

@@ -1,0 +1,18 @@
+"""The real front door before fake ranks; the first argument is the demo model's directory, the rest are flags."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import moestro.server.restarts
+import moestro.server.server
+from moestro.cli import main
+
+if __name__ == "__main__":
+    real = moestro.server.server.serve
+    command = (sys.executable, str(Path(__file__).with_name("fake_rank.py")))
+    moestro.server.server.serve = lambda settings, access: real(settings, access, command)
+    moestro.server.restarts.FIRST_DELAY_S = 0.02
+    moestro.server.restarts.STEADY_S = 0.0
+    main(["serve", *sys.argv[1:]])

@@ -1,0 +1,73 @@
+"""`moestro serve` before fake ranks, or `moestro route`, with something that hangs.
+
+Arguments: what hangs (executor, threads, loop, stderr, tokenizer, interpreter), then the verb and its flags.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import moestro.gateway.server
+import moestro.server.restarts
+import moestro.server.server
+import moestro.web.ending
+from moestro.cli import main
+
+
+def spin(*_: object) -> None:
+    """An endless loop, as a template or a regular expression may have."""
+    while True:
+        sum(range(1000))
+
+
+def block_stderr() -> None:
+    """Nobody reads the pipe that stderr is now; what is logged then waits for ever."""
+    os.dup2(os.pipe()[1], 2)
+    while True:
+        logging.error("x" * 4096)
+
+
+def hold_the_interpreter() -> None:
+    """Once a signal was taken: a regular expression that holds the interpreter's lock for longer than anybody waits."""
+    while not signal.getitimer(signal.ITIMER_REAL)[0]:
+        time.sleep(0.01)
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+def hang(what: str) -> None:
+    if what == "executor":
+        asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+    elif what == "threads":
+        ThreadPoolExecutor(1, "prepare").submit(spin)
+    elif what == "interpreter":
+        threading.Thread(target=hold_the_interpreter).start()
+    elif what in ("loop", "stderr"):
+        asyncio.get_running_loop().call_later(0.1, spin if what == "loop" else block_stderr)
+
+
+if __name__ == "__main__":
+    _, what, *arguments = sys.argv
+    moestro.web.ending.FAREWELL_S, moestro.web.ending._ALARM_S = 2.0, 0.5
+    moestro.server.restarts.FIRST_DELAY_S = 0.02
+    for module in (moestro.server.server, moestro.gateway.server):
+
+        def greet(self, *given, real=module._Server._greet):
+            real(self, *given)
+            hang(what)
+
+        module._Server._greet = greet
+    real = moestro.server.server.serve
+    command = (sys.executable, str(Path(__file__).with_name("fake_rank.py")))
+    moestro.server.server.serve = lambda settings, access: real(settings, access, command)
+    if what == "tokenizer":
+        moestro.server.server.Tokenizer = spin
+    main(arguments)

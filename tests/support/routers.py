@@ -1,0 +1,58 @@
+"""Routers and engine tables for tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moestro.core.hashing import hash_blocks, hash_key
+from moestro.core.request import Request, SamplingParams
+from moestro.core.rng import Draws
+from moestro.core.views import FIGURES, NEVER_NS, EngineTable, Figure
+from moestro.routing.policies.contract import Choice, RoutePolicy, RouteView
+from moestro.routing.policies.registry import make_policy
+from moestro.routing.router import Router
+from moestro.routing.settings import ANY_ENGINE, RouterSettings
+
+BLOCK_SIZE = 16
+
+
+def request(name="r", num_prompt_tokens=1, prompt=None, **fields) -> Request:
+    """`prompt`: token ids, from which come length and block hashes."""
+    if prompt is not None:
+        tokens = np.asarray(prompt, np.int32)
+        fields["block_hashes"] = hash_blocks(hash_key("m"), tokens, BLOCK_SIZE)
+        num_prompt_tokens = len(tokens)
+    fields = {"sampling": SamplingParams(), "arrival_ns": 0} | fields
+    return Request(request_id=name, num_prompt_tokens=num_prompt_tokens, **fields)
+
+
+def router(num_engines: int, policy: str | RoutePolicy, spec=ANY_ENGINE, **settings) -> Router:
+    """A router whose engines are all routable."""
+    policy = make_policy(policy) if isinstance(policy, str) else policy
+    made = Router(policy, RouterSettings(**{"block_size": BLOCK_SIZE} | settings))
+    for _ in range(num_engines):
+        made.set_routable(made.add_engine(spec), routable=True)
+    return made
+
+
+def table(num_engines: int | None = None, as_of_ns: int = 0, **columns) -> EngineTable:
+    """Rows as given, all routable unless said otherwise; a figure given is known as of `as_of_ns`, others never."""
+    blank = EngineTable.blank(num_engines or len(next(iter(columns.values()))))
+    fields = {name: getattr(blank, name) for name in EngineTable.__dataclass_fields__}
+    for name, values in columns.items():
+        if name in FIGURES:
+            known = [value is not None for value in values]
+            as_of = np.where(known, as_of_ns, NEVER_NS)
+            fields[name] = Figure(np.array([value or 0 for value in values], np.float64), as_of)
+        else:
+            fields[name] = np.array(values, fields[name].dtype)
+    return EngineTable(**fields)
+
+
+def view(engines: EngineTable, hit_tokens=None, req=None, now_ns=0, decision_id=0) -> RouteView:
+    hits = np.zeros(len(engines), np.int64) if hit_tokens is None else np.array(hit_tokens, np.int64)
+    return RouteView(req or request(), engines, hits, BLOCK_SIZE, now_ns, decision_id)
+
+
+def decide(policy: RoutePolicy, engines: EngineTable, decision_id=0, **what) -> Choice:
+    return policy.decide(view(engines, decision_id=decision_id, **what), Draws(0, decision_id))

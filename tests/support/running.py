@@ -1,0 +1,181 @@
+"""A server in a process of its own, for tests to talk to."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+MOESTRO = str(Path(sys.executable).with_name("moestro"))
+REAL = (MOESTRO, "serve")
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_server.py")))
+READY_S = 60
+ANSWER_S = 90  # many at once, on a busy machine
+
+
+class Running:
+    """Starts `command` on a free port and waits until it serves. `directory` becomes its TMPDIR and holds its log."""
+
+    def __init__(self, command: Sequence[str], directory: Path, *, wait: bool = True) -> None:
+        self.directory = directory
+        self.log = directory / "log"
+        environment = os.environ | {"TMPDIR": str(directory), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, "--port", "0"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
+        self.url = self._wait_until_ready() if wait else ""
+
+    def _wait_until_ready(self) -> str:
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if found := re.search(r"curl (http://127\.0\.0\.1:\d+)", self.text):
+                return found[1]
+            time.sleep(0.02)
+        self.kill()
+        raise AssertionError(f"the server did not start:\n{self.text}")
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    def processes(self) -> list[psutil.Process]:
+        """All that it has started."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def renderers(self) -> list[psutil.Process]:
+        """Those that render chat templates."""
+        return [each for each in self.processes() if _is_renderer(each)]
+
+    def ranks(self) -> list[psutil.Process]:
+        """The engines."""
+        return [each for each in self.processes() if not _is_renderer(each)]
+
+    def left_behind(self) -> list[str]:
+        """Directories that should be gone once it has ended."""
+        return [path.name for path in self.directory.iterdir() if path.name.startswith("moestro-")]
+
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 20) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(timeout_s)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def _is_renderer(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):  # it ends in this moment
+        return "moestro.text.template_worker" in process.cmdline()
+    return False
+
+
+def load(server: Running) -> list[dict[str, float]]:
+    """What each engine said of itself last."""
+    return call(server, "GET", "/load").json["engines"]
+
+
+def is_idle(server: Running) -> bool:
+    """Nothing is being answered, and no engine holds anything."""
+    figures = call(server, "GET", "/load").json
+    gauges = ("num_running", "num_waiting", "kv_usage")
+    return not figures["server_load"] and not any(engine[name] for engine in figures["engines"] for name in gauges)
+
+
+def metrics(server: Running) -> dict[str, float]:
+    """Samples of GET /metrics by name and labels, as they are written; `model_name` is left out."""
+    lines = [line for line in call(server, "GET", "/metrics").body.decode().splitlines() if not line.startswith("#")]
+    pairs = [line.rsplit(" ", 1) for line in lines]
+    return {re.sub(r',?model_name="[^"]*"', "", name): float(value) for name, value in pairs}
+
+
+def wait_until(condition, timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+@dataclass
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of a stream's events, "[DONE]" as it stands."""
+        lines = [line[6:] for line in self.body.decode().split("\n") if line.startswith("data: ")]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def call(server: Running, method: str, path: str, body: object = None, **headers: str) -> Reply:
+    """One request on a connection of its own; a body that is not bytes is sent as JSON."""
+    connection = http.client.HTTPConnection(*server.address, timeout=ANSWER_S)
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    typed = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    with contextlib.closing(connection):
+        connection.request(method, path, data, typed)
+        response = connection.getresponse()
+        return Reply(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+
+
+def complete(server: Running, **fields: object) -> Reply:
+    return call(server, "POST", "/v1/completions", {"prompt": "def f(x):"} | fields)
+
+
+def chat(server: Running, text: str = "hi", **fields: object) -> Reply:
+    return call(server, "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]} | fields)
+
+
+def stream_request(**fields: object) -> bytes:
+    """What is sent to ask for a stream."""
+    body = json.dumps({"prompt": "def f(x):", "stream": True, "ignore_eos": True} | fields).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    return head.encode() + b"\r\n\r\n" + body
+
+
+def open_stream(server: Running, **fields: object) -> socket.socket:
+    """A connection on which a stream has begun."""
+    connection = socket.create_connection(server.address, timeout=30)
+    connection.sendall(stream_request(**fields))
+    if fields.get("stream", True):
+        assert connection.recv(9) == b"HTTP/1.1 "
+    return connection
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    with contextlib.closing(connection):
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def read_to_end_of_answer(connection: socket.socket) -> bytes:
+    """A chunked answer on a connection that stays open."""
+    data, more = b"", b"-"
+    with contextlib.closing(connection):
+        while more and not data.endswith(b"0\r\n\r\n"):
+            data += (more := connection.recv(65536))
+    return data

@@ -1,0 +1,63 @@
+"""Stop strings: whatever the pieces, the answer is the one of a plain search."""
+
+from __future__ import annotations
+
+import random
+
+from moestro.text.stop_strings import StopFinder
+
+
+def run(pieces: list[str], stops: list[str], num_unseen: int = 0) -> tuple[str, str | None]:
+    """`num_unseen`: the first pieces, in which no stop is looked for."""
+    finder = StopFinder(stops)
+    shown = "".join([finder.push(piece, look=i >= num_unseen) for i, piece in enumerate(pieces)])
+    return shown + finder.flush(), finder.found
+
+
+def oracle(text: str, stops: list[str], after: int = 0) -> tuple[str, str | None]:
+    """Look after every character: the first stop complete behind `after`, the longest of those that end there."""
+    places = [(end, end - len(stop), stop) for stop in stops for end in range(after + 1, len(text) + 1)]
+    ends = [place for place in places if place[1] >= 0 and text[place[1] : place[0]] == place[2]]
+    if not ends:
+        return text, None
+    _, start, stop = min(ends)
+    return text[:start], stop
+
+
+def test_a_stop_across_pieces_is_found_and_cut():
+    assert run(["to be", " con", "tin", "ued"], [" continu"]) == ("to be", " continu")
+
+
+def test_only_what_may_begin_a_stop_is_held_back():
+    finder = StopFinder(["END"])
+    assert [finder.push(piece) for piece in ("xE", "N", "x", "E")] == ["x", "", "ENx", ""]
+    assert finder.flush() == "E"
+
+
+def test_where_no_stop_is_looked_for_one_may_begin_but_not_end():
+    assert run(["a.b", "c."], ["."], num_unseen=1) == ("a.bc", ".")
+    assert run(["aEN", "D."], ["END"], num_unseen=1) == ("a", "END")
+    assert run(["xab", "q"], ["ab", "xabz"], num_unseen=1) == ("xabq", None)
+
+
+def test_without_stops_text_goes_through():
+    assert run(["a", "b"], []) == ("ab", None)
+
+
+def test_nothing_comes_after_a_stop():
+    finder = StopFinder(["."])
+    assert finder.push("one. two") == "one"
+    assert finder.push("three") == ""
+    assert finder.flush() == ""
+
+
+def test_law_any_split_gives_the_oracles_answer():
+    rng = random.Random(0)
+    for _ in range(20_000):
+        text = "".join(rng.choices("abc", k=rng.randrange(24)))
+        stops = ["".join(rng.choices("abc", k=rng.randrange(1, 6))) for _ in range(rng.randrange(4))]
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randrange(8)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        unseen = rng.randrange(len(pieces) + 1) if rng.random() < 0.5 else 0
+        after = len("".join(pieces[:unseen]))
+        assert run(pieces, stops, unseen) == oracle(text, stops, after), (pieces, stops, unseen)

@@ -1,0 +1,150 @@
+"""Text to ids and back: the pieces join to what decoding at once gives, and torch stays out."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from moestro.errors import ConfigError, RequestError
+from moestro.text.tokenizer import Tokenizer
+
+
+def pieces_of(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> list[str]:
+    detokenizer = tokenizer.detokenizer(prompt_ids)
+    return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
+
+
+def byte_fallback_tokenizer(path) -> Tokenizer:
+    """A SentencePiece-like vocabulary: words with their space, and every byte."""
+    vocab = {"<unk>": 0, "▁Hello": 1, "▁world": 2, "!": 3, "▁": 4}
+    vocab |= {f"<0x{byte:02X}>": 5 + byte for byte in range(256)}
+    backend = Backend(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.save(str(path / "tokenizer.json"))
+    return Tokenizer(path)
+
+
+def test_law_the_pieces_of_random_ids_join_to_the_text_decoded_at_once(tokenizer):
+    rng = random.Random(0)
+    num_ids = tokenizer.backend.get_vocab_size()
+    for _ in range(2000):
+        # Mostly single bytes, which rarely make a character; among them words and special tokens.
+        ids = [rng.randrange(260) if rng.random() < 0.7 else rng.randrange(num_ids) for _ in range(rng.randrange(60))]
+        prompt = [rng.randrange(num_ids) for _ in range(rng.randrange(30))]
+        assert "".join(pieces_of(tokenizer, prompt, ids)) == tokenizer.backend.decode(ids)
+
+
+def test_law_the_pieces_of_text_with_byte_tokens_join_to_the_text(tmp_path):
+    tokenizer = byte_fallback_tokenizer(tmp_path)
+    rng = random.Random(0)
+    prompt, before = [1, 2], "Hello world"
+    for _ in range(500):
+        text = "".join(rng.choices(" é😀!€a", k=rng.randrange(20)))
+        ids = [token_id for char in text for token_id in ([3] if char == "!" else [5 + b for b in char.encode()])]
+        assert before + "".join(pieces_of(tokenizer, prompt, ids)) == tokenizer.backend.decode(prompt + ids)
+
+
+def test_a_first_tokens_space_survives_after_a_prompt(tmp_path):
+    assert pieces_of(byte_fallback_tokenizer(tmp_path), [1], [2, 3]) == [" world", "!", ""]
+
+
+def test_invalid_bytes_of_a_byte_fallback_vocabulary_do_not_break_the_stream(tmp_path):
+    tokenizer = byte_fallback_tokenizer(tmp_path)
+    rng = random.Random(0)
+    for _ in range(500):
+        ids = [rng.randrange(261) for _ in range(40)]
+        assert isinstance("".join(pieces_of(tokenizer, [], ids)), str)
+
+
+def test_the_end_does_not_repeat_text_that_later_bytes_would_rewrite(tmp_path):
+    first, second = (5 + byte for byte in "é".encode())
+    assert pieces_of(byte_fallback_tokenizer(tmp_path), [], [first, second, first]) == ["", "é", "", ""]
+
+
+def test_an_unfinished_character_waits_for_its_bytes(tokenizer):
+    ids = tokenizer.backend.encode("a😀b").ids
+    assert [piece for piece in pieces_of(tokenizer, [], ids) if piece] == ["a", "😀", "b"]
+
+
+def test_an_unfinished_character_at_the_end_is_flushed_as_decoding_shows_it(tokenizer):
+    ids = tokenizer.backend.encode("a😀").ids[:-1]
+    assert pieces_of(tokenizer, [], ids)[-1] == "\ufffd"
+
+
+def test_encode_agrees_with_transformers(tokenizer, demo_dir):
+    theirs = PreTrainedTokenizerFast.from_pretrained(demo_dir)
+    for text in ("def f(x):\n    return x", "é😀 \x00 a<|im_end|>b"):
+        for special in (True, False):
+            ours = tokenizer.encode(text, add_special_tokens=special)
+            assert ours == theirs(text, add_special_tokens=special).input_ids
+
+
+def test_a_chat_is_rendered_up_to_the_assistants_turn(tokenizer):
+    text = tokenizer.render_chat([{"role": "user", "content": "hi"}])
+    assert "hi" in text
+    assert text.rstrip().endswith("assistant")
+
+
+def test_a_model_without_a_chat_template_says_so(tmp_path):
+    tokenizer = byte_fallback_tokenizer(tmp_path)
+    with pytest.raises(RequestError, match="no chat template"):
+        tokenizer.render_chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('roles must alternate') }}", "{{ ''.__class__.__mro__ }}", "{% for %}"]
+)
+def test_a_template_that_refuses_is_the_clients_400(tmp_path, template):
+    byte_fallback_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(RequestError, match="chat template refuses"):
+        Tokenizer(tmp_path).render_chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_missing_or_broken_tokenizer_names_the_remedy(tmp_path):
+    with pytest.raises(ConfigError, match="--tokenizer DIR"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot load the tokenizer"):
+        Tokenizer(tmp_path)
+
+
+def test_loading_a_tokenizer_does_not_load_torch(demo_dir):
+    code = (
+        "import sys; from pathlib import Path; from moestro.text.tokenizer import Tokenizer;"
+        f" Tokenizer(Path({str(demo_dir)!r})); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- single tokens
+
+
+def test_law_the_bytes_of_single_tokens_join_to_those_of_the_text(tokenizer):
+    for text in ("def f(x):\n    return x\n", "naïve 😀 text", "👩\u200d👩\u200d👧 e\u0301", "\t \x00\u202e", "日本語"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert b"".join(tokenizer.token_texts[token_id].raw for token_id in ids) == text.encode()
+
+
+def test_no_two_tokens_of_a_byte_level_vocabulary_read_alike(tokenizer):
+    texts = [tokenizer.token_texts[token_id].text for token_id in range(tokenizer.backend.get_vocab_size())]
+    assert len(set(texts)) == len(texts)
+    assert not any("\ufffd" in text for text in texts)
+
+
+def test_a_token_is_shown_with_its_space_a_byte_by_its_value_and_a_special_token_by_its_name(tokenizer, tmp_path):
+    spelt = byte_fallback_tokenizer(tmp_path)
+    hello, half = spelt.token_texts[1], spelt.token_texts[5 + 0xE2]
+    assert (hello.text, hello.raw) == (" Hello", b" Hello")
+    assert (half.text, half.raw) == ("bytes:\\xe2", b"\xe2")
+    assert spelt.token_texts[5 + ord("A")].text == "A"
+    special = min(tokenizer.special_ids)
+    assert tokenizer.token_texts[special].text == tokenizer.backend.id_to_token(special)

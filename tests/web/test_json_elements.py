@@ -1,0 +1,57 @@
+"""The elements of a JSON text are counted before it is decoded."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from moestro.web import json_elements
+from moestro.web.json_elements import MAX_ELEMENTS, count_elements, has_many_elements
+
+FAR = 1 << 40
+
+
+def elements(value: object) -> int:
+    """The commas and opening brackets that `value` is written with."""
+    if isinstance(value, dict):
+        return 1 + max(0, len(value) - 1) + sum(elements(item) for item in value.values())
+    if isinstance(value, list):
+        return 1 + max(0, len(value) - 1) + sum(elements(item) for item in value)
+    return 0
+
+
+def test_law_the_count_is_that_of_the_decoded_value_wherever_a_block_ends(monkeypatch):
+    rng = random.Random(0)
+    strings = ["", "a,b", "[{", '"', "\\", '\\"', '\\\\",[', "é,\n", "\\" * 9, '"' * 5, "😀[,"]
+
+    def value(depth: int = 0):
+        if depth < 4 and rng.random() < 0.6:
+            items = [value(depth + 1) for _ in range(rng.randrange(5))]
+            return items if rng.random() < 0.5 else {f"{rng.choice(strings)}{i}": item for i, item in enumerate(items)}
+        return rng.choice([*strings, 1, -2.5, None, True])
+
+    for _ in range(2000):
+        whole = value()
+        text = json.dumps(whole, ensure_ascii=rng.random() < 0.5).encode()
+        monkeypatch.setattr(json_elements, "SCAN_BYTES", rng.choice([1, 2, 3, 5, 7, 64, 1 << 20]))
+        if json_elements.SCAN_BYTES == 1 and b"\\" in text:
+            monkeypatch.setattr(json_elements, "SCAN_BYTES", 2)
+        assert count_elements(text, FAR) == elements(whole)
+
+
+def test_the_count_ends_where_it_is_enough():
+    assert 100 <= count_elements(b"[" + b"1," * (8 << 20), 100) <= 2 * json_elements.SCAN_BYTES
+    assert count_elements(b'["",' * (4 << 20), 100) >= 100
+
+
+@pytest.mark.parametrize("text", [b"", b'"', b"\\", b"\\" * 10, b'"\\', b'"""', b"\xff,", b"}]"])
+def test_what_is_no_json_has_some_count(text):
+    assert count_elements(text, FAR) <= len(text)
+
+
+def test_commas_in_strings_are_no_elements():
+    assert not has_many_elements(json.dumps({"prompt": ',[{"' * MAX_ELEMENTS}).encode())
+    assert has_many_elements(json.dumps([0] * (MAX_ELEMENTS + 1)).encode())
+    assert not has_many_elements(json.dumps([0] * (MAX_ELEMENTS - 1)).encode())

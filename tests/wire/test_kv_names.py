@@ -1,0 +1,175 @@
+import numpy as np
+import pytest
+from support.fake_publisher import BLOCK_SIZE, MODEL, removed, stored
+
+from moestro.core.hashing import hash_blocks, hash_key
+from moestro.wire.kv_events import BlockRemoved, BlockStored
+from moestro.wire.kv_names import NamedBlocks, NamingCounts, NamingRules
+
+TOKENS = list(range(12))
+
+
+def names(tokens: list[int], adapter: str | None = None, salt: str | None = None) -> bytes:
+    return hash_blocks(hash_key(adapter or MODEL, None, salt), np.array(tokens, np.int32), BLOCK_SIZE)
+
+
+class Cache:
+    def __init__(self, **rules) -> None:
+        self.counts = NamingCounts()
+        self.blocks = NamedBlocks(NamingRules(model=MODEL, block_size=BLOCK_SIZE, **rules), self.counts)
+
+    def store(self, *event, **more) -> bytes:
+        fields = stored(*event, **more)
+        del fields["type"]
+        return self.blocks.store(BlockStored(**fields))
+
+    def remove(self, *event, **more) -> bytes:
+        fields = removed(*event, **more)
+        del fields["type"]
+        return self.blocks.remove(BlockRemoved(**fields))
+
+
+@pytest.fixture
+def cache() -> Cache:
+    return Cache()
+
+
+def test_a_chain_told_in_pieces_has_the_names_of_the_whole(cache):
+    assert cache.store([1, 2], None, TOKENS[:8]) + cache.store([3], 2, TOKENS[8:]) == names(TOKENS)
+    assert cache.blocks.num_blocks == cache.counts.stored == 3
+
+
+def test_a_removed_block_is_named_and_may_still_be_a_parent(cache):
+    cache.store([1, 2], None, TOKENS[:8])
+    assert cache.remove([2]) == names(TOKENS)[16:32]
+    assert cache.remove([2, 99]) == b""
+    assert cache.store([3], 2, TOKENS[8:]) == names(TOKENS)[32:]
+
+
+def test_of_blocks_that_are_gone_only_the_last_are_still_parents(cache, monkeypatch):
+    monkeypatch.setattr("moestro.wire.kv_names._NUM_LEFT", 2)
+    cache.store([1, 2, 3], None, TOKENS)
+    for theirs in (1, 2, 3):
+        cache.remove([theirs])
+    assert cache.store([4], 1, TOKENS[4:8]) == b""
+    assert cache.store([3], 2, TOKENS[8:]) == names(TOKENS)[32:]
+
+
+def test_a_block_behind_one_that_nobody_knows_is_left_out(cache):
+    assert cache.store([3], 2, TOKENS[8:]) == b""
+    assert cache.counts.orphaned == 1
+
+
+def test_a_block_stays_until_no_tier_holds_it(cache):
+    cache.store([1], None, TOKENS[:4])
+    assert cache.store([1], None, TOKENS[:4], medium="CPU") == names(TOKENS[:4])
+    assert cache.remove([1], "GPU") == b""
+    assert cache.remove([1], "CPU") == names(TOKENS[:4])
+
+
+def test_an_offloaded_block_whose_tokens_are_not_told_has_the_name_that_it_had(cache):
+    cache.store([1, 2], None, TOKENS[:8])
+    cache.remove([1])
+    assert cache.store([1], None, [], medium="CPU", block_size=0) == names(TOKENS)[:16]
+    assert cache.remove([1], "CPU") == names(TOKENS)[:16]
+    assert cache.store([9], None, [], medium="CPU", block_size=0) == b""
+    assert cache.counts.orphaned == 1
+
+
+@pytest.mark.parametrize("where", [{"medium": "STORAGE"}, {"medium": "EXTERNAL"}, {"locality": "REMOTE"}])
+def test_media_that_serve_no_hits_hold_nothing(cache, where):
+    assert cache.store([1], None, TOKENS[:4], **where) == b""
+    assert cache.counts.other_tier == 1
+    cache.store([1], None, TOKENS[:4])
+    assert cache.remove([1], **where) == b""
+    assert cache.blocks.num_blocks == 1
+
+
+def test_which_media_serve_hits_can_be_said():
+    cache = Cache(tiers=("GPU", "STORAGE"))
+    assert cache.store([1], None, TOKENS[:4], medium="storage") == names(TOKENS[:4])
+    assert cache.store([2], None, TOKENS[4:8], medium="CPU") == b""
+
+
+def test_a_salt_names_the_whole_chain(cache):
+    first = cache.store([1, 2], None, TOKENS[:8], extra_keys=[["tenant"], None])
+    assert first + cache.store([3], 2, TOKENS[8:], extra_keys=[None]) == names(TOKENS, salt="tenant")
+    assert Cache().store([1], None, TOKENS[:4], cache_salt="tenant") == names(TOKENS[:4], salt="tenant")
+
+
+def test_an_adapter_names_the_whole_chain_with_a_salt_or_without(cache):
+    adapter = {"lora_id": 1, "lora_name": "sql"}
+    first = cache.store([1, 2], None, TOKENS[:8], extra_keys=[["sql"], ["sql"]], **adapter)
+    assert first + cache.store([3], 2, TOKENS[8:], extra_keys=[["sql"]], **adapter) == names(TOKENS, "sql")
+    salted = Cache().store([1, 2], None, TOKENS[:8], extra_keys=[["sql", "sql"], ["sql"]], **adapter)
+    assert salted == names(TOKENS[:8], "sql", "sql")
+
+
+def test_an_adapter_without_a_name_has_no_place(cache):
+    assert cache.store([1], None, TOKENS[:4], lora_id=4) == b""
+    assert cache.counts.unnamed == 1
+
+
+@pytest.mark.parametrize("extra", [["picture", 3], b"digest", "salt of a later block", 7])
+def test_from_a_block_with_a_picture_on_nothing_is_named(cache, extra):
+    assert cache.store([1, 2, 3], None, TOKENS, extra_keys=[None, [extra], None]) == names(TOKENS[:4])
+    assert cache.store([4], 3, TOKENS[:4]) == b""
+    assert (cache.counts.unnamed, cache.counts.orphaned) == (2, 1)
+
+
+def test_extra_keys_of_another_number_than_the_blocks_are_not_believed(cache):
+    assert cache.store([1, 2], None, TOKENS[:8], extra_keys=[None]) == b""
+    assert cache.counts.unnamed == 2
+
+
+def test_other_sizes_are_left_out_and_told(cache):
+    assert cache.store([1], None, TOKENS, block_size=12) == b""
+    assert (cache.counts.other_size, cache.blocks.block_size_seen) == (1, 12)
+
+
+def test_blocks_of_which_some_have_no_hash_are_left_out(cache):
+    assert cache.store([1, 3], None, TOKENS) == b""
+    assert cache.counts.unnamed == 2
+
+
+def test_layers_that_see_the_whole_prompt_are_followed_and_others_are_not(cache):
+    assert cache.store([1], None, TOKENS[:4], group_idx=1, kv_cache_spec_kind="sliding_window") == b""
+    assert cache.store([1], None, TOKENS[:4], group_idx=0, kv_cache_spec_kind="full_attention") != b""
+    assert cache.store([1], None, TOKENS[:4], group_idx=2, kv_cache_spec_kind="full_attention") == b""
+    assert cache.counts.other_group == 2
+    assert cache.remove([1], group_idx=1) == b""
+    assert cache.remove([1], group_idx=0) == names(TOKENS[:4])
+
+
+def test_a_copy_that_remains_keeps_a_block(cache):
+    cache.store([1, 2], None, TOKENS[:8])
+    assert cache.remove([1, 2], remaining_copy_counts=[1, 0]) == names(TOKENS)[16:32]
+
+
+def test_hashes_that_name_different_blocks_are_believed_no_more(cache):
+    cache.store([1], None, TOKENS[:4])
+    assert cache.store([2, 1], None, [7] * 4 + TOKENS[:4]) == b""
+    assert cache.blocks.is_ambiguous
+    assert cache.blocks.num_blocks == 0
+    assert cache.store([5], None, TOKENS[:4]) == b""
+
+
+def test_no_more_blocks_are_followed_than_allowed():
+    cache = Cache(max_num_blocks=2)
+    assert cache.store([1, 2, 3], None, TOKENS) == names(TOKENS[:8])
+    assert cache.counts.over_bound == 1
+    cache.remove([2])
+    assert cache.store([2, 3], 1, TOKENS[4:]) == names(TOKENS)[16:32]
+
+
+def test_all_that_is_held_can_be_told_again(cache):
+    cache.store([1, 2, 3], None, TOKENS)
+    cache.remove([2])
+    assert cache.blocks.names() == names(TOKENS)[:16] + names(TOKENS)[32:]
+
+
+def test_nothing_of_what_was_forgotten_is_known(cache):
+    cache.store([1], None, TOKENS[:4])
+    cache.blocks.forget()
+    assert cache.blocks.num_blocks == 0
+    assert cache.store([2], 1, TOKENS[4:8]) == b""

@@ -1,0 +1,419 @@
+"""Front door and rank over the real socket: messages arrive, strangers and garbage do not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import random
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from support.fake_rank import FakeRank
+
+from moestro.core.request import Request, SamplingParams, ServiceClass
+from moestro.errors import ConfigError, NoEngineError
+from moestro.server.private_directory import private_directory
+from moestro.server.rank_socket import RankSocket
+from moestro.wire.messages import (
+    MAX_MESSAGE_BYTES,
+    Abort,
+    Add,
+    Failed,
+    Heartbeat,
+    Outputs,
+    Phase,
+    Shutdown,
+    decode_to_rank,
+    encode,
+    identity_of,
+)
+from moestro.worker.channel import Channel
+from moestro.worker.rank_loop import run_rank
+
+ADD = Add(
+    Request(
+        request_id="a",
+        num_prompt_tokens=2,
+        sampling=SamplingParams(max_tokens=3, seed=2**64 - 1),
+        arrival_ns=1,
+        token_ids=bytes(8),
+    )
+)
+
+
+BROKEN = "broken"
+
+
+@pytest.fixture
+def address():
+    with private_directory() as directory:
+        yield f"ipc://{directory / 'ranks'}"
+
+
+@pytest.fixture
+def parent_fd():
+    """The rank's end of a pipe that stays open."""
+    read, write = os.pipe()
+    yield read
+    os.close(write)
+    os.close(read)
+
+
+def take(inbox: asyncio.Queue, rank: int, message: object) -> None:
+    """What the front door does with a message."""
+    if not isinstance(message, Heartbeat):
+        inbox.put_nowait((rank, message))
+
+
+def on_loop(address: str, test) -> RankSocket:
+    """Run `test(wire, inbox)` with the front door's end on an event loop."""
+
+    async def inside() -> RankSocket:
+        wire = RankSocket(address, 2)
+        inbox: asyncio.Queue = asyncio.Queue()
+        wire.listen(lambda rank, message: take(inbox, rank, message), lambda rank: inbox.put_nowait((rank, BROKEN)))
+        try:
+            async with asyncio.timeout(10):
+                await test(wire, inbox)
+        finally:
+            wire.close()
+        return wire
+
+    return asyncio.run(inside())
+
+
+def test_the_address_is_in_a_directory_for_this_user_only(address):
+    directory = Path(address.removeprefix("ipc://")).parent
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+def test_messages_go_both_ways(address, parent_fd):
+    async def test(wire, inbox):
+        channel = Channel(address, identity_of(1, 0), parent_fd)
+        channel.send(Phase("load", 1.5))
+        assert await inbox.get() == (1, Phase("load", 1.5))
+        for message in (ADD, Abort(("a",)), Shutdown()):
+            wire.send(1, message)
+        got = []
+        while len(got) < 3:
+            got += await asyncio.to_thread(channel.receive, None)
+        assert got == [ADD, Abort(("a",)), Shutdown()]
+        assert channel.receive(0) == channel.receive(0.001) == []
+        channel.send(Failed("bye"))
+        await asyncio.to_thread(channel.close)
+        assert await inbox.get() == (1, Failed("bye"))
+
+    on_loop(address, test)
+
+
+def test_a_flood_arrives_whole_and_in_order(address, parent_fd):
+    async def test(wire, inbox):
+        channel = Channel(address, identity_of(0, 0), parent_fd)
+        for i in range(5000):
+            channel.send(Phase(str(i), 0.0))
+        assert [(await inbox.get())[1].name for _ in range(5000)] == [str(i) for i in range(5000)]
+        for i in range(5000):
+            wire.send(0, Abort((str(i),)))
+        got: list = []
+        while len(got) < 5000:
+            got += await asyncio.to_thread(channel.receive, None)
+        assert [message.request_ids[0] for message in got] == [str(i) for i in range(5000)]
+        await asyncio.to_thread(channel.close)
+
+    on_loop(address, test)
+
+
+def test_a_rank_that_is_not_there_cannot_be_reached(address):
+    async def test(wire, inbox):
+        with pytest.raises(NoEngineError):
+            wire.send(0, ADD)
+
+    on_loop(address, test)
+
+
+def test_a_rank_speaks_twice_a_second_and_says_how_many_steps_it_has_begun(address, parent_fd):
+    async def test() -> None:
+        wire, beats = RankSocket(address, 1), asyncio.Queue()
+        wire.listen(lambda rank, message: beats.put_nowait(message), lambda rank: None)
+        channel = Channel(address, identity_of(0, 0), parent_fd)
+        assert await beats.get() == Heartbeat(0)
+        channel.num_steps = 7
+        async with asyncio.timeout(5):
+            assert await beats.get() == Heartbeat(7)
+        await asyncio.to_thread(channel.close)
+        wire.close()
+
+    asyncio.run(test())
+
+
+def test_what_an_earlier_process_of_a_rank_says_is_ignored_and_the_next_one_is_heard(address, parent_fd):
+    async def test(wire, inbox):
+        old, new = (Channel(address, identity_of(1, launch), parent_fd) for launch in (0, 1))
+        old.send(Phase("old", 0.0))
+        assert await inbox.get() == (1, Phase("old", 0.0))
+        wire.expect(1, 1)
+        old.send(Phase("stale", 0.0))
+        await asyncio.to_thread(old.close)
+        new.send(Phase("new", 0.0))
+        assert await inbox.get() == (1, Phase("new", 0.0))
+        wire.send(1, Shutdown())
+        assert await asyncio.to_thread(new.receive, None) == [Shutdown()]
+        await asyncio.to_thread(new.close)
+        assert wire.num_dropped == 0
+
+    on_loop(address, test)
+
+
+def dealer(context: zmq.Context, address: str, identity: bytes | None = None) -> zmq.Socket:
+    socket = context.socket(zmq.DEALER)
+    if identity:
+        socket.setsockopt(zmq.IDENTITY, identity)
+    socket.connect(address)
+    return socket
+
+
+RNG = random.Random(0)
+GARBAGE = [
+    [b""], [b"\x80\x04\x95"], [encode(ADD)], [RNG.randbytes(100)], [b"\x91" * 100_000], [b"two", b"frames"],
+    [msgspec.msgpack.encode({"type": "Boom"})], [encode(Failed("x")).replace(b"\xa1x", b"\xa1\xff")],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("frames", GARBAGE)
+def test_a_rank_that_sends_what_cannot_be_read_is_broken_and_no_more_is_heard_of_its_process(address, frames):
+    async def test(wire, inbox):
+        context = zmq.Context()
+        broken, other = (dealer(context, address, identity_of(rank, 0)) for rank in (0, 1))
+        broken.send_multipart(frames)
+        assert await inbox.get() == (0, BROKEN)
+        broken.send(encode(Phase("more", 0.0)))
+        other.send(encode(Phase("good", 0.0)))
+        assert await inbox.get() == (1, Phase("good", 0.0))
+        await asyncio.sleep(0.05)  # for the broken one's
+        assert inbox.empty()
+        wire.expect(0, 1)
+        heir = dealer(context, address, identity_of(0, 1))
+        heir.send(encode(Phase("new", 0.0)))
+        assert await inbox.get() == (0, Phase("new", 0.0))
+        context.destroy(linger=0)
+
+    assert on_loop(address, test).num_dropped == 1
+
+
+def test_strangers_are_dropped_and_counted_and_told_of_once(address, caplog):
+    async def test(wire, inbox):
+        context = zmq.Context()
+        stranger = dealer(context, address)
+        for frames in GARBAGE:
+            stranger.send_multipart(frames)
+        stranger.send(encode(Phase("from a stranger", 0.0)))
+        await asyncio.sleep(0.3)
+        assert inbox.empty()
+        context.destroy(linger=0)
+
+    assert on_loop(address, test).num_dropped == len(GARBAGE) + 1
+    assert [message for message in caplog.messages if "stranger" in message] == [
+        "dropped a stranger's message (1 dropped so far)"
+    ]
+
+
+def test_a_message_beyond_the_limit_is_not_read(address):
+    async def test(wire, inbox):
+        context = zmq.Context()
+        rank = context.socket(zmq.DEALER)
+        rank.setsockopt(zmq.IDENTITY, identity_of(0, 0))
+        rank.connect(address)
+        rank.send(bytes(MAX_MESSAGE_BYTES + 1))
+        await asyncio.sleep(0.3)
+        assert inbox.empty()
+        assert wire.num_dropped == 0
+        context.destroy(linger=0)
+
+    on_loop(address, test)
+
+
+@pytest.mark.parametrize("frame", [b"", b"junk", encode(Phase("not for a rank", 0.0)), b"\x91" * 100_000])
+def test_a_rank_that_cannot_read_a_message_ends(address, frame):
+    code = (
+        "import sys; from moestro.worker.channel import Channel; from moestro.wire.messages import Phase;"
+        "channel = Channel(sys.argv[1], b'rank-0.0', 0); channel.send(Phase('here', 0.0)); channel.receive(None)"
+    )
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.bind(address)
+    with subprocess.Popen([sys.executable, "-c", code, address], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as rank:
+        identity, _ = socket.recv_multipart()
+        socket.send_multipart([identity, frame])
+        assert rank.wait(20) == 4
+        assert rank.stderr is not None
+        assert b"the channel to the front door has failed" in rank.stderr.read()
+    context.destroy(linger=0)
+
+
+def test_a_path_that_is_too_long_names_the_remedy(tmp_path):
+    async def test():
+        with pytest.raises(ConfigError, match="TMPDIR"):
+            RankSocket(f"ipc://{tmp_path}/{'x' * 120}", 1)
+
+    asyncio.run(test())
+
+
+class FakeChannel:
+    """Hands over what was put in, and remembers what was sent."""
+
+    def __init__(self) -> None:
+        self.inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self.sent: list = []
+
+    def has_messages(self) -> bool:
+        return not self.inbox.empty()
+
+    def receive(self, wait_s: float | None) -> list:
+        messages = []
+        with contextlib.suppress(queue.Empty):
+            messages.append(self.inbox.get(timeout=wait_s) if wait_s != 0 else self.inbox.get_nowait())
+        while not self.inbox.empty():
+            messages.append(self.inbox.get())
+        return messages
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+class SlowRank(FakeRank):
+    """Has a step under way for ever, as an accelerator has, and counts how often it is asked for the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_asked = 0
+        self.aborted = threading.Event()
+
+    def outputs(self, now_ns: int, is_wanted=None) -> list:
+        self.num_asked += 1
+        self.num_steps = 1
+        return []
+
+    def abort(self, request_id: str, now_ns: int) -> None:
+        self.aborted.set()
+
+
+def test_while_a_step_is_under_way_a_rank_does_not_spin_and_hears_messages_at_once():
+    rank, channel = SlowRank(), FakeChannel()
+    thread = threading.Thread(target=run_rank, args=(rank, channel, lambda: 0))
+    thread.start()
+    channel.inbox.put(ADD)
+    time.sleep(0.5)
+    assert 100 < rank.num_asked < 0.5 / 50e-6 + 10
+    since = time.monotonic()
+    channel.inbox.put(Abort(("a",)))
+    assert rank.aborted.wait(5)
+    assert time.monotonic() - since < 0.1
+    channel.inbox.put(Shutdown())
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+class PromptRank(FakeRank):
+    """Begins a step whenever it is asked, as on a CPU."""
+
+    def outputs(self, now_ns: int, is_wanted=None) -> list:
+        self.num_steps += 1
+        return []
+
+
+def test_a_rank_that_gets_on_with_every_step_is_never_made_to_wait():
+    rank, waits = PromptRank(), []
+
+    class Watched(FakeChannel):
+        def receive(self, wait_s: float | None) -> list:
+            waits.append(wait_s)
+            return [ADD] if len(waits) == 1 else [] if len(waits) < 100 else [Shutdown()]
+
+    run_rank(rank, Watched(), lambda: 0)
+    assert waits == [None, *[0] * 99]
+
+
+class WorkingRank(FakeRank):
+    """Works when polled, as a CPU does, and notes what had been sent when it began to."""
+
+    def __init__(self, channel: FakeChannel) -> None:
+        super().__init__()
+        self.channel, self.sent_before, self.added_before, self.num_added = channel, [], [], 0
+
+    def add(self, request, now_ns: int) -> None:
+        self.num_added += 1
+        super().add(request, now_ns)
+
+    def outputs(self, now_ns: int, is_wanted=None) -> list:
+        self.sent_before.append(sum(len(message.outputs) for message in self.channel.sent))
+        gained = super().outputs(now_ns, is_wanted)
+        if len(gained) == 1 and self.num_added == 1:  # a second request comes while the first is worked on
+            self.channel.inbox.put(Add(msgspec.structs.replace(ADD.request, request_id="second")))
+        return gained
+
+    def begin(self, now_ns: int) -> None:
+        self.added_before.append(self.num_added)
+
+
+def test_outputs_leave_before_the_next_step_is_worked_on_and_who_came_meanwhile_is_in_it():
+    channel = FakeChannel()
+    rank = WorkingRank(channel)
+    channel.inbox.put(ADD)
+    thread = threading.Thread(target=run_rank, args=(rank, channel, lambda: 0))
+    thread.start()
+    while sum(len(message.outputs) for message in list(channel.sent)) < 6:
+        assert thread.is_alive()
+    channel.inbox.put(Shutdown())
+    thread.join(5)
+    assert rank.sent_before[:3] == [0, 1, 3]
+    assert rank.added_before[:2] == [2, 2]
+
+
+def test_a_rank_serves_sleeps_and_leaves_when_told():
+    channel = FakeChannel()
+    thread = threading.Thread(target=run_rank, args=(FakeRank(), channel, lambda: 0))
+    thread.start()
+    channel.inbox.put(ADD)
+    while sum(len(message.outputs) for message in list(channel.sent)) < 3:
+        assert thread.is_alive()
+    channel.inbox.put(Shutdown())
+    thread.join(5)
+    assert not thread.is_alive()
+    last = channel.sent[-1]
+    assert isinstance(last, Outputs)
+    assert (last.outputs[0].finish_reason, last.load.num_running) == ("length", 0)
+    assert channel.num_steps == 3
+
+
+def test_law_what_is_sent_to_a_rank_decodes_to_itself():
+    rng = random.Random(0)
+    for _ in range(200):
+        count = rng.randrange(1, 50)
+        sampling = SamplingParams(
+            max_tokens=rng.randrange(99),
+            seed=rng.randrange(2**64),
+            temperature=rng.random(),
+            min_p=rng.random(),
+            frequency_penalty=rng.uniform(-2, 2),
+            repetition_penalty=rng.uniform(0.1, 2),
+            logit_bias=tuple((rng.randrange(2**31), rng.uniform(-100, 100)) for _ in range(rng.randrange(4))),
+        )
+        request = Request(
+            request_id=str(rng.random()),
+            num_prompt_tokens=count,
+            sampling=sampling,
+            arrival_ns=rng.randrange(2**62),
+            token_ids=rng.randbytes(4 * count),
+            block_hashes=rng.randbytes(16 * rng.randrange(9)),
+            service_class=rng.choice(list(ServiceClass)),
+        )
+        assert decode_to_rank(encode(Add(request))) == Add(request)

@@ -1,0 +1,216 @@
+"""`moestro serve` says what its prefix caches hold, and who listens as one listens to vLLM understands every block."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from support.fake_publisher import Sink
+from support.running import Running, complete, wait_until
+
+from moestro.config.serve_settings import KvEventsSettings, kv_events_from
+from moestro.core.hashing import hash_blocks, hash_key, split_hashes
+from moestro.errors import ConfigError
+from moestro.gateway.kv_sources import KvSource
+from moestro.gateway.kv_subscriber import KvSubscription
+from moestro.routing.kv_events import KvFeed, KvFeedSettings
+from moestro.text.tokenizer import Tokenizer
+from moestro.web.log_limit import LogLimit
+from moestro.wire.kv_names import NamingRules
+
+DEMO = Path(__file__).parents[2] / "src" / "moestro" / "assets" / "demo"
+MODEL = "moestro-demo"
+PROMPT = "def fibonacci(number):\n    return number if number < 2 else fibonacci(number - 1)\n" * 4
+
+
+def free_ports(num_engines: int) -> tuple[int, int]:
+    """Two ports, behind each of which as many are free: below those that the system gives to connections of others."""
+    for base in np.random.default_rng().permutation(np.arange(20_000, 32_000, 2 * num_engines)).tolist():
+        with contextlib.ExitStack() as held:
+            try:
+                for port in range(base, base + 2 * num_engines):
+                    held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return base, base + num_engines
+    raise AssertionError("no port is free")
+
+
+class Listener:
+    """A subscriber of one rank, and the router's books of what it hears."""
+
+    def __init__(self, events_port: int, replay_port: int) -> None:
+        self.context = zmq.Context()
+        self.context.linger = 0
+        self.events, self.replay = self.context.socket(zmq.SUB), self.context.socket(zmq.DEALER)
+        self.events.subscribe(b"kv")
+        self.events.connect(f"tcp://127.0.0.1:{events_port}")
+        self.replay.connect(f"tcp://127.0.0.1:{replay_port}")
+        self.sink = Sink()
+        naming = NamingRules(model=MODEL, block_size=16)
+        settings = KvFeedSettings(engine=0, name="e", naming=naming, can_replay=True)
+        self.feed = KvFeed(self.sink, settings, lambda _kind, _text: None)
+        self.feed.stream.connected(0)
+
+    def ask(self) -> None:
+        """What the feed wants replayed."""
+        start = self.feed.stream.request()
+        if start is not None:
+            self.replay.send_multipart([b"", start.to_bytes(8, "big")])
+            while not self.feed.replayed(self.replay.recv_multipart(), 0):
+                pass
+
+    def hear(self) -> None:
+        while self.events.poll(0):
+            frames = self.events.recv_multipart()
+            assert frames[0] == b"kv"
+            self.feed.live(frames, 0)
+        self.ask()
+
+    def lose(self) -> int:
+        """Let what was published pass unheard."""
+        wait_until(lambda: self.events.poll(0))
+        num_lost = 0
+        while self.events.poll(100):
+            self.events.recv_multipart()
+            num_lost += 1
+        return num_lost
+
+    @property
+    def held(self) -> set[bytes]:
+        self.hear()
+        return self.sink.held.get(0, set())
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+def names(text: str, salt: str | None = None) -> list[bytes]:
+    """As a router names the blocks of a prompt."""
+    ids = Tokenizer(DEMO).encode(text, add_special_tokens=True)
+    return split_hashes(hash_blocks(hash_key(MODEL, None, salt), np.array(ids, np.int32), 16))
+
+
+@pytest.fixture(scope="module")
+def ports() -> tuple[int, int]:
+    return free_ports(2)
+
+
+@pytest.fixture(scope="module")
+def publishing(real_command, tmp_path_factory, ports):
+    directory = tmp_path_factory.mktemp("publishing")
+    config = (
+        '{"enable_kv_cache_events": true, "publisher": "zmq", "topic": "kv",'
+        f' "endpoint": "tcp://127.0.0.1:{ports[0]}", "replay_endpoint": "tcp://127.0.0.1:{ports[1]}"}}'
+    )
+    command = (*real_command, "--engines", "2", "--route-policy", "round_robin", "--kv-events-config", config)
+    server = Running(command, directory)
+    yield server
+    server.kill()
+
+
+def test_every_block_of_prompt_and_answer_is_heard_with_its_salt(publishing, ports):
+    listeners = [Listener(ports[0] + rank, ports[1] + rank) for rank in range(2)]
+    try:
+        for rank in range(2):
+            listeners[rank].ask()
+        for salt in (None, None, "tenant", "tenant"):
+            complete(publishing, prompt=PROMPT, max_tokens=24, temperature=0, cache_salt=salt)
+        for listener in listeners:
+            wait_until(lambda heard=listener: set(names(PROMPT) + names(PROMPT, "tenant")) <= heard.held)
+            assert len(listener.held) > len(names(PROMPT)) * 2  # blocks of the answers too
+            assert listener.feed.stream.is_complete
+            assert listener.feed.counts.blocks.orphaned == listener.feed.counts.illegible == 0
+        assert [listener.feed.dp_rank for listener in listeners] == [0, 1]
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def test_the_routers_own_subscription_finds_all_that_was_stored_before_it_came(publishing, ports):
+    async def heard() -> Sink:
+        sink = Sink()
+        naming = NamingRules(model=MODEL, block_size=16)
+        log = LogLimit(logging.getLogger())
+        feed = KvFeed(sink, KvFeedSettings(engine=0, name="e", naming=naming, can_replay=True), log.warning)
+        with zmq.Context() as context:
+            source = KvSource(f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}")
+            task = asyncio.create_task(KvSubscription(context, source, feed, lambda: 0, log).run())
+            async with asyncio.timeout(10):
+                while not (feed.stream.is_complete and feed.num_blocks):  # noqa: ASYNC110 - nobody is told of it
+                    await asyncio.sleep(0.02)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return sink
+
+    complete(publishing, prompt=PROMPT, max_tokens=1)
+    complete(publishing, prompt=PROMPT, max_tokens=1)
+    assert set(names(PROMPT)) <= asyncio.run(heard()).held[0]
+
+
+def test_what_was_missed_is_sent_again_and_a_new_process_is_known_for_one(publishing, ports):
+    listener = Listener(*ports)
+    try:
+        wait_until(lambda: listener.held)
+        for text in ("import os\n" * 40, "import re\n" * 40):  # one of each goes to the other rank
+            complete(publishing, prompt=text, max_tokens=1)
+            complete(publishing, prompt=text, max_tokens=1)
+        assert listener.lose() > 0
+        last = "class Tree:\n" * 40
+        complete(publishing, prompt=last, max_tokens=1)
+        complete(publishing, prompt=last, max_tokens=1)
+        wait_until(lambda: set(names("import os\n" * 40) + names(last)) <= listener.held)
+        assert listener.feed.counts.stream.gaps > 0
+        assert listener.feed.counts.stream.lost == 0
+        ranks = [each for each in publishing.ranks() if "moestro.worker.worker" in " ".join(each.cmdline())]
+        for rank in ranks:
+            rank.kill()
+        deadline = time.monotonic() + 30
+        while listener.feed.counts.stream.restarts == 0 and time.monotonic() < deadline:
+            time.sleep(0.2)
+            listener.feed.stream.disconnected(0)
+            listener.feed.stream.connected(0)
+            start = listener.feed.stream.request()
+            listener.replay.send_multipart([b"", start.to_bytes(8, "big")])
+            while listener.replay.poll(200) and not listener.feed.replayed(listener.replay.recv_multipart(), 0):
+                pass
+        assert listener.feed.counts.stream.restarts == 1
+        assert listener.sink.held[0] == set()
+    finally:
+        listener.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "must be a JSON object"),
+        ("[1]", "must be a JSON object"),
+        ('{"endpont": "tcp://*:1"}', "endpont"),
+        ('{"endpoint": "ipc://x"}', "tcp://HOST:PORT"),
+        ('{"replay_endpoint": "tcp://*:0"}', "tcp://HOST:PORT"),
+        ('{"buffer_steps": 0}', "buffer_steps"),
+    ],
+)
+def test_what_is_wrong_with_the_configuration_is_said(text, words):
+    with pytest.raises(ConfigError, match=words):
+        kv_events_from(text)
+
+
+def test_nothing_is_published_unless_it_is_asked_for():
+    assert kv_events_from(None) is None
+    assert kv_events_from('{"endpoint": "tcp://*:5557"}') is None
+    assert kv_events_from('{"enable_kv_cache_events": true, "publisher": "null"}') is None
+
+
+def test_ports_of_several_engines_may_not_meet():
+    settings = KvEventsSettings(endpoint="tcp://*:5557", replay_endpoint="tcp://*:5558")
+    settings.check_ports(1)
+    with pytest.raises(ConfigError, match="2 engines listen on 2 ports from 5557 and from 5558"):
+        settings.check_ports(2)

@@ -1,0 +1,312 @@
+"""`moestro serve --device paced:h20`: real processes, modelled durations."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from support.fake_device import KvDevice, make_request
+from support.running import REAL, Running, call, complete, is_idle, load, wait_until
+
+from moestro.cli import main
+from moestro.config.serve_settings import (
+    PacedSettings,
+    SchedulerLimits,
+    ServerSettings,
+    ServeSettings,
+    SteppingSettings,
+)
+from moestro.core.request import ServiceClass
+from moestro.core.work import Forward
+from moestro.cost.capacity import kv_blocks
+from moestro.cost.gpus import H20
+from moestro.cost.hf_config import network_named
+from moestro.cost.model import Batch
+from moestro.cost.priced_stages import PricedStages
+from moestro.cost.roofline import Roofline, RooflineSettings
+from moestro.cost.staged_engines import in_4_bits
+from moestro.engine.rank import build_preemptive_rank, build_rank
+from moestro.engine.settings import SchedulerSettings
+from moestro.errors import ConfigError
+from moestro.flow.policies.qllm import ExpertLevelPreemption
+from moestro.model.settings import ModelSettings
+from moestro.worker.paced import (
+    WORDS,
+    FixedAnswers,
+    NetworkAnswers,
+    PacedDevice,
+    num_blocks_of,
+    num_parameters,
+    paced_info,
+    read_words,
+)
+from moestro.workload.request_record import read_request_record
+
+COST = Roofline(RooflineSettings(network=network_named("qwen3-30b-a3b"), gpu=H20))
+BOUNDS = SchedulerSettings(num_blocks=64, block_size=4, max_model_len=64)
+DECODE_S = COST.step_ns(Batch(np.array([20]), np.array([1]))) / 1e9
+
+
+@pytest.fixture(scope="module", params=[("none", "fused"), ("demo", "fused"), ("demo", "preemptive")], ids=" ".join)
+def paced(request, tmp_path_factory):
+    arithmetic, mode = request.param
+    flags = ("--device", "paced:h20", "--paced-arithmetic", arithmetic, "--engines", "2", "--dtype", "float32")
+    flags += ("--mode", mode)
+    flags += ("--num-gpu-blocks-override", "2000")  # the demo network allocates them
+    server = Running((*REAL, *flags), tmp_path_factory.mktemp("paced"))
+    server.arithmetic = arithmetic
+    yield server
+    try:
+        assert server.stop() == 0
+    finally:
+        server.kill()
+
+
+def test_an_answer_takes_as_long_as_on_the_device_that_is_played(paced):
+    complete(paced, max_tokens=1)  # whatever happens once
+    began = time.monotonic()
+    answer = complete(paced, max_tokens=21, ignore_eos=True)
+    took = time.monotonic() - began
+    assert answer.status == 200
+    assert answer.json["usage"]["completion_tokens"] == 21
+    assert answer.json["model"] == "qwen3-30b-a3b"
+    assert took > 21 * DECODE_S * 0.95
+    assert "paced:h20" in paced.text
+
+
+def test_the_same_prompt_has_the_same_answer_and_its_prefix_is_found(paced):
+    asked = {"prompt": "def f(x):\n    return x\n" * 12, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    first = complete(paced, **asked)
+    texts = {complete(paced, **asked).json["choices"][0]["text"] for _ in range(4)}
+    assert texts == {first.json["choices"][0]["text"]}
+    wait_until(lambda: is_idle(paced))
+    assert sum(engine["num_hit_tokens"] for engine in load(paced)) > 0
+
+
+def test_without_arithmetic_no_process_loads_torch(paced):
+    complete(paced, max_tokens=1)
+    mapped = [Path(f"/proc/{rank.pid}/maps").read_text() for rank in paced.ranks()]
+    assert mapped
+    assert all(("libtorch" in maps) == (paced.arithmetic == "demo") for maps in mapped)
+
+
+def test_log_probabilities_can_be_asked_for(paced):
+    answer = complete(paced, max_tokens=3, logprobs=1, echo=True, ignore_eos=True)
+    assert len(answer.json["choices"][0]["logprobs"]["token_logprobs"]) > 3
+    assert call(paced, "GET", "/health").status == 200
+
+
+def test_a_warning_about_prices_is_logged_once(caplog):
+    said = iter([None, "beyond the table"] + ["and further"] * 9)
+    run_rank(PacedDevice(COST, FixedAnswers([10, 11, 12]), lambda: next(said)), max_tokens=6)
+    assert caplog.messages == ["beyond the table"]
+
+
+def run_rank(device, **sampling):
+    """Times and tokens of one request, on a clock that goes from result to result."""
+    rank, now_ns, found = build_rank(BOUNDS, device), 0, []
+    rank.add(make_request("r", range(5), **sampling), now_ns)
+    while rank.has_work:
+        outputs = rank.step(now_ns)
+        found += [(now_ns, token) for output in outputs for token in output.token_ids]
+        ready_ns = rank.ready_at_ns()
+        now_ns = now_ns if ready_ns is None else ready_ns
+    return found
+
+
+@pytest.mark.parametrize(
+    "answers", [lambda: FixedAnswers([7]), lambda: NetworkAnswers(KvDevice(64, 4))], ids=["fixed", "network"]
+)
+def test_each_step_ends_at_its_price(answers):
+    found = run_rank(PacedDevice(COST, answers()), max_tokens=4)
+    prefill = COST.step_ns(Batch(np.array([0]), np.array([5])))
+    decodes = [COST.step_ns(Batch(np.array([start]), np.array([1]))) for start in (5, 6, 7)]
+    assert [at_ns for at_ns, _ in found] == np.cumsum([prefill, *decodes]).tolist()
+
+
+def test_whoever_passes_whom_a_network_s_tokens_are_passed_on():
+    device = KvDevice(64, 4)
+    answers = NetworkAnswers(device)
+    stages = PricedStages(COST, 64, 16, lambda units, now_ns: answers.of(Forward(units), now_ns))
+    bounds = replace(BOUNDS, max_num_batched_tokens=256, max_num_urgent_seqs=8)
+    policy = ExpertLevelPreemption(max_wait_ns=None, max_merged=0)
+    rank, now_ns, said, ended = build_preemptive_rank(bounds, stages, policy), 0, {}, []
+    prompts = {"be": range(30), "ls": range(7, 12)}
+    waiting = [(0, "be"), (COST.step_ns(Batch(np.array([0]), np.array([30]))) // 2, "ls")]
+    while waiting or rank.has_work:
+        if waiting and now_ns >= waiting[0][0]:
+            name = waiting.pop(0)[1]
+            asked = make_request(name, prompts[name], max_tokens=4)
+            rank.add(msgspec.structs.replace(asked, service_class=ServiceClass(name)), now_ns)
+        for output in rank.step(now_ns):
+            said.setdefault(output.request_id, []).extend(output.token_ids)
+            ended += [output.request_id] if output.finish_reason else []
+        at_ns = [ready_ns for ready_ns in (rank.ready_at_ns(), *(when for when, _ in waiting)) if ready_ns is not None]
+        now_ns = max(now_ns, min(at_ns, default=now_ns))
+    assert ended == ["ls", "be"]
+    for name, prompt in prompts.items():
+        assert said[name] == tokens_alone(prompt)
+
+
+def tokens_alone(prompt) -> list[int]:
+    rank, found, now_ns = build_rank(BOUNDS, KvDevice(64, 4)), [], 0
+    rank.add(make_request("r", prompt, max_tokens=4), now_ns)
+    while rank.has_work:
+        found += [token for output in rank.step(now_ns) for token in output.token_ids]
+    return found
+
+
+def test_a_network_s_tokens_are_passed_on():
+    plain = [token for _, token in run_rank(KvDevice(64, 4), max_tokens=6)]
+    assert [token for _, token in run_rank(PacedDevice(COST, NetworkAnswers(KvDevice(64, 4))), max_tokens=6)] == plain
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"device": "paced:abacus"}, "no constants for GPU 'abacus'"),
+        ({"device": "paced:qllm", "network": "qwen2-7b"}, "networks with experts, which qwen2-7b has not"),
+        ({"device": "paced:h20", "network": "gpt-5"}, "no sizes for network 'gpt-5'"),
+        ({"device": "paced:table.json", "arithmetic": "none"}, "a GPU and a network by name"),
+    ],
+)
+def test_a_device_that_nobody_knows_is_refused(given, words):
+    with pytest.raises(ConfigError, match=words):
+        PacedSettings(**given)
+
+
+def test_every_answer_says_that_it_is_paced(paced):
+    answer = complete(paced, max_tokens=17, ignore_eos=True).json
+    assert answer["system_fingerprint"].startswith("fp_paced_")
+    assert "Evidence is paced" in paced.text
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "length"
+    assert (choice["text"] in WORDS * 2) == (paced.arithmetic == "none")
+
+
+def test_fixed_words_are_ordinary_tokens_that_read_as_text(demo_dir, tokenizer):
+    words, vocab_size = read_words(demo_dir)
+    assert not set(words) & tokenizer.special_ids
+    assert max(words) < vocab_size == tokenizer.backend.get_vocab_size()
+    assert tokenizer.backend.decode(words * 2) == WORDS * 2
+
+
+def test_fixed_words_follow_the_position():
+    said = [token for _, token in run_rank(PacedDevice(COST, FixedAnswers([10, 11, 12])), max_tokens=4)]
+    assert said == [12, 10, 11, 12]  # at positions 5, 6, 7, 8
+
+
+def test_a_tokenizer_that_cannot_be_read_or_has_no_words_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        read_words(tmp_path)
+    wordless = '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {"\u00e9": 0}, "merges": []}}'
+    (tmp_path / "tokenizer.json").write_text(wordless)
+    with pytest.raises(ConfigError, match="has no words"):
+        read_words(tmp_path)
+
+
+def test_the_kv_cache_is_what_the_gpu_has_beside_the_weights_unless_told_otherwise():
+    network, model = network_named("qwen3-30b-a3b"), ModelSettings(model="demo")
+    assert num_blocks_of(PacedSettings(device="paced:h20"), model) == kv_blocks(network, H20, 16)
+    bytes_of_100 = 100 * 16 * network.kv_bytes_per_token
+    assert num_blocks_of(PacedSettings(device="paced:h20", kv_cache_memory_bytes=bytes_of_100 + 1), model) == 100
+    qllm = PacedSettings(device="paced:qllm", network="mixtral-8x7b")
+    weights = in_4_bits(network_named("mixtral-8x7b")).weight_bytes()
+    assert weights == pytest.approx(22.93e9, rel=0.05), "as its paper has it"
+    assert num_blocks_of(qllm, model) == int((0.9 * 80 * 2**30 - weights - 6e9) // (16 * 131072))
+    few = ModelSettings(model="demo", num_gpu_blocks_override=77)
+    assert num_blocks_of(PacedSettings(device="paced:h20"), few) == 77
+    assert num_blocks_of(PacedSettings(device="paced:table.json"), model) is None
+
+
+def test_a_context_that_was_asked_for_is_never_clipped():
+    paced, few = PacedSettings(device="paced:h20"), {"model": "demo", "num_gpu_blocks_override": 77}
+    assert paced_info(paced, ModelSettings(**few), 4096).max_model_len == 77 * 16
+    assert paced_info(paced, ModelSettings(**few, max_model_len=2000), 4096).max_model_len == 2000  # refused later
+
+
+def test_a_table_of_whole_steps_has_no_prices_for_the_preemptive_mode():
+    given = {"model": ModelSettings(model="demo"), "server": ServerSettings(served_model_name=("m",))}
+    preemptive = SteppingSettings(mode="preemptive")
+    for device in ("paced:h20", "paced:qllm"):
+        paced = PacedSettings(device=device, network="mixtral-8x7b")
+        ServeSettings(**given, limits=SchedulerLimits(), stepping=preemptive, paced=paced)
+    paced = PacedSettings(device="paced:table.json")
+    with pytest.raises(ConfigError, match=r"wants the prices of stages, and table\.json has those of whole steps"):
+        ServeSettings(**given, limits=SchedulerLimits(), stepping=preemptive, paced=paced)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("qwen3-30b-a3b", 30.5), ("mixtral-8x7b", 46.7), ("deepseek-v3", 671)])
+def test_parameters_are_counted_as_published(name, billions):
+    assert num_parameters(network_named(name)) == pytest.approx(billions * 1e9, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--device", "paced:h21"), ("'h21'", "h20-96g", "h100")),
+        (("qwen4", "--device", "paced:h20"), ("'qwen4'", "qwen3-30b-a3b", "mixtral-8x7b")),
+        (("--paced-arithmetic", "none"), ("--device paced:GPU",)),
+    ],
+)
+def test_what_cannot_be_paced_is_exit_2_with_what_can(capsys, flags, words):
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", *flags])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("deepseek-v3",), "deepseek-v3 does not fit a h20-96g"),
+        (("--max-model-len", "2000", "--num-gpu-blocks-override", "77"), "does not fit in the KV cache"),
+    ],
+)
+def test_what_does_not_fit_the_gpu_is_exit_2(tmp_path, flags, words):
+    server = Running((*REAL, *flags, "--device", "paced:h20", "--paced-arithmetic", "none"), tmp_path, wait=False)
+    assert server.process.wait(30) == 2
+    assert words in " ".join(server.text.split())
+
+
+def bench_of(server: Running, result: Path) -> dict[str, Any]:
+    """Two requests of five tokens."""
+    sizes = ("--num-prompts", "2", "--random-input-len", "24", "--random-output-len", "5", "--num-warmups", "0")
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "--base-url", server.url, *sizes, "--json", str(result)])
+    assert caught.value.code == 0
+    return json.loads(result.read_text())
+
+
+def test_a_record_of_the_server_can_be_replayed_under_another_policy(tmp_path, capsys):
+    record = tmp_path / "record.jsonl"
+    flags = ("--device", "paced:h20", "--paced-arithmetic", "none", "--engines", "2", "--record", str(record))
+    server = Running((*REAL, *flags), tmp_path)
+    try:
+        for i in range(6):
+            complete(server, prompt="def f(x):\n    return x\n" * (1 + i), max_tokens=5)
+        assert complete(server, prompt="", max_tokens=-1).status == 400, "what is refused is in no record"
+        told = bench_of(server, tmp_path / "bench.json")
+        assert server.stop() == 0
+    finally:
+        server.kill()
+    assert told["conditions"]["kind"] == "paced"
+    read = read_request_record(record)
+    assert len(read.requests) == 8
+    assert [request.num_output_tokens for request in read.requests] == [5] * 8
+    assert {request.engine for request in read.requests} == {0, 1}
+    for request in read.requests:
+        assert request.arrival_ns <= request.admitted_ns < request.first_token_ns < request.last_token_ns
+        assert len(request.block_hashes) == request.num_prompt_tokens // 16 * 16
+    with pytest.raises(SystemExit):
+        main(["sim", "--replay", str(record), "--policy", "lmetric"])
+    said = capsys.readouterr().out
+    assert "Under lmetric (simulated):" in said
+    assert "8 requests recorded under moestro" in said
