@@ -5,6 +5,7 @@ import pytest
 from support.routers import request, router
 
 from moestro.config.user_code import accept_user_code
+from moestro.engine.registry import EVICT_POLICIES
 from moestro.errors import ConfigError
 from moestro.routing.registry import ROUTE_POLICIES, policy_from
 
@@ -83,6 +84,23 @@ def test_a_file_that_does_not_work_is_refused_before_anything_is_served(tmp_path
     file.write_text(source)
     with pytest.raises(ConfigError, match=re.escape(problem)):
         policy_from(f"{file}:score")
+
+
+def test_a_users_file_may_register_its_policy_and_be_named_by_several_flags(tmp_path, monkeypatch):
+    monkeypatch.setattr(ROUTE_POLICIES, "_entries", dict(ROUTE_POLICIES.entries()))
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from moestro.core.views import Victim\n"
+        "from moestro.routing.policies.load import LeastLoaded\n"
+        "from moestro.routing.registry import ROUTE_POLICIES\n"
+        "@ROUTE_POLICIES.register('mine', 'Says another reason.', source='a test')\n"
+        "class Mine(LeastLoaded):\n"
+        "  def __init__(self, *, words: str = 'load'): self.words = words\n"
+        "def evict(view): return Victim(0)\n"
+    )
+    policy_from(f"{file}:Mine")
+    EVICT_POLICIES.make(f"{file}:evict")
+    assert policy_from("mine:words=mine").words == "mine"
 
 
 def test_a_users_policy_that_chooses_what_is_not_there_is_refused(tmp_path):

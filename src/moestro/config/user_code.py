@@ -26,7 +26,7 @@ def read_user_code(flag: str, path: Path, name: str) -> object:
     """
     if not path.is_file():
         raise ConfigError(f"{flag} {path}:{name}: there is no file {path}")
-    module_name = f"moestro_{flag.strip('-').replace('-', '_')}_{path.stem}"
+    module_name = str(path.resolve())  # one name for each file, whichever flags name it
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
     assert spec.loader is not None
