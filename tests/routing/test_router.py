@@ -43,7 +43,7 @@ def test_a_full_queue_takes_nothing_and_the_refusal_says_when_to_retry():
 
 
 def test_an_unknown_policy_names_the_known_ones():
-    with pytest.raises(ConfigError, match="unknown route policy 'best'; known: aibrix, bailian"):
+    with pytest.raises(ConfigError, match=r"unknown route policy 'best'; known: .*power_of_two, .*round_robin"):
         ROUTE_POLICIES.make("best")
 
 

@@ -141,12 +141,12 @@ def test_who_arrives_later_than_the_bound_never_comes_before(name, rows, now_ns)
 
 
 def test_what_has_a_bound_by_default():
-    bounds = {name: ORDER_POLICIES.make(name).max_passed_over_ns for name in ORDER_POLICIES.names()}
     five, twenty_seven = 5 * NS_PER_S, 27 * NS_PER_S
-    assert bounds == {
+    bounds = {
         "fcfs": 0, "priority": None, "sjf": five, "prefill_aware": five,
         "edf": twenty_seven, "weighted_fair": None, "qllm": None,
     }  # fmt: skip
+    assert {name: ORDER_POLICIES.make(name).max_passed_over_ns for name in bounds} == bounds
 
 
 def test_infinite_patience_is_no_bound_and_never_changes_an_order():
@@ -273,7 +273,7 @@ def test_clocks_of_users_who_fell_behind_are_forgotten():
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("lifo", {}, "unknown scheduling_policy 'lifo'; known: edf, fcfs, prefill_aware"),
+        ("lifo", {}, "unknown scheduling_policy 'lifo'; known: .*fcfs, .*priority"),
         ("fcfs", {"theta_age_s": 5.0}, "'fcfs' has no setting 'theta_age_s'; it has none at all"),
         ("sjf", {"theta": 5.0}, "'sjf' has no setting 'theta'; it has theta_age_s"),
         ("sjf", {"theta_age_s": -1.0}, "theta_age_s must be seconds, 0 or more, or inf, got -1"),
