@@ -8,6 +8,7 @@ import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -120,8 +121,7 @@ class PolicyKind(Generic[PolicyT]):
             files = ", or FILE.py:NAME" if self.adapt is not None else ""
             raise ConfigError(f"unknown {self.name} {name!r}; known: {', '.join(self.names())}{files}")
         self._check_settings(name, entry, settings)
-        arguments = inspect.signature(entry.make).parameters
-        given = {key: value for key, value in offered.items() if key in arguments}
+        given = {key: value for key, value in offered.items() if key in _parameters(entry.make)}
         try:
             policy = entry.make(**settings, **given)
         except (ConfigError, TypeError, ValueError, ArithmeticError) as error:  # the last two: a number is out of range
@@ -178,7 +178,7 @@ class PolicyKind(Generic[PolicyT]):
         """Settings and their defaults."""
         return {
             each.name: each.default
-            for each in inspect.signature(entry.make).parameters.values()
+            for each in _parameters(entry.make).values()
             if isinstance(each.default, int | float | str) and each.name not in self.offered
         }
 
@@ -195,7 +195,7 @@ class PolicyKind(Generic[PolicyT]):
 
     def _check_settings(self, name: str, entry: PolicyEntry[PolicyT], settings: Mapping[str, object]) -> None:
         defaults = self._settings(entry)
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(entry.make).parameters.values())
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in _parameters(entry.make).values())
         for setting, value in settings.items():
             if setting in defaults:
                 wanted = _wanted_type(value, defaults[setting])
@@ -245,6 +245,12 @@ def _wanted_type(value: object, default: Setting) -> str | None:
     if isinstance(default, int):
         return None if isinstance(value, int) else "a whole number"
     return None if isinstance(value, int | float) else "a number"
+
+
+@cache
+def _parameters(make: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    """Arguments of a class or a function. Python takes a while to find them."""
+    return inspect.signature(make).parameters
 
 
 def _definition(decorated: object) -> str:
