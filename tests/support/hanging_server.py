@@ -19,7 +19,7 @@ from pathlib import Path
 import moestro.gateway.server
 import moestro.server.restarts
 import moestro.server.server
-import moestro.web.ending
+import moestro.web.lifecycle
 from moestro.cli import main
 
 
@@ -56,7 +56,7 @@ def hang(what: str) -> None:
 
 if __name__ == "__main__":
     _, what, *arguments = sys.argv
-    moestro.web.ending.FAREWELL_S, moestro.web.ending._ALARM_S = 2.0, 0.5
+    moestro.web.lifecycle.FAREWELL_S, moestro.web.lifecycle._ALARM_S = 2.0, 0.5
     moestro.server.restarts.FIRST_DELAY_S = 0.02
     for module in (moestro.server.server, moestro.gateway.server):
 

@@ -21,7 +21,7 @@ from moestro.gateway.proxy import sweep_forever
 from moestro.gateway.settings import EngineUrl, RouteSettings, is_loopback
 from moestro.gateway.statline import RouteLines, log_forever
 from moestro.web.connections import accept, allow_open_files, bound_socket, listen
-from moestro.web.ending import Ending
+from moestro.web.lifecycle import Ending
 from moestro.web.startup import process_age_s
 
 logger = logging.getLogger(__name__)

@@ -41,7 +41,7 @@ from moestro.web.access import NO_LIMITS, Access
 from moestro.web.access_settings import AccessSettings
 from moestro.web.bodies import MAX_BODY_BYTES
 from moestro.web.connections import bound_socket, listen
-from moestro.web.ending import Ending
+from moestro.web.lifecycle import Ending
 from moestro.web.middleware import Gate
 from moestro.web.record_file import RecordFile, read_clocks
 from moestro.wire.messages import ModelInfo
