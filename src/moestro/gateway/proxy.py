@@ -10,9 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 
-import msgspec
-
-from moestro import __version__
 from moestro.core.request import Request
 from moestro.errors import DrainingError, RequestError, shown
 from moestro.gateway.answering import Answering
@@ -22,10 +19,11 @@ from moestro.gateway.http_headers import Incoming, RequestHead, own_head, plain_
 from moestro.gateway.paths import MODELS, Routes
 from moestro.gateway.prompt_blocks import Reading
 from moestro.gateway.request_body import read
-from moestro.web.access import PROBES, UNLIMITED, Access
+from moestro.web.access import UNLIMITED, Access
 from moestro.web.errors import AuthenticationError, HttpError, InternalError, UnknownModelError
 from moestro.web.log_limit import LogLimit
 from moestro.web.pauses import PauseMeter
+from moestro.web.probes import PROBES, VERSION_BODY, probe_status
 from moestro.web.prometheus import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
@@ -163,12 +161,11 @@ class Proxy:
     # --- here
 
     def _answer_here(self, client: Client, incoming: Incoming, path: str) -> None:
-        if path in ("/health", "/ping"):
-            self._say(client, incoming, 200 if self._shared.fleet.num_up else 503)
-        elif path in ("/ready", "/readyz"):
-            self._say(client, incoming, 200 if self._shared.fleet.num_up and not self.is_draining else 503)
+        if path in PROBES:
+            is_healthy = self._shared.fleet.num_up > 0
+            self._say(client, incoming, probe_status(path, is_healthy=is_healthy, is_draining=self.is_draining))
         elif path == "/version":
-            self._say(client, incoming, 200, msgspec.json.encode({"version": __version__}))
+            self._say(client, incoming, 200, VERSION_BODY)
         elif path == "/metrics":
             self._say(client, incoming, 200, self._metrics(), CONTENT_TYPE)
         elif path == "/v1/models":

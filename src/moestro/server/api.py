@@ -12,7 +12,6 @@ from aiohttp import web
 from moestro.server.engine_client import Engines
 from moestro.server.generation import Generation
 from moestro.server.operations import Operations
-from moestro.server.prometheus import Exposition
 from moestro.server.protocol import ModelCard, ModelList
 from moestro.server.request_builder import Arrival, Prepared, ServedModel, prepare_chat, prepare_completion
 from moestro.server.responses import AnswerForm, ChatForm, CompletionForm, heading
@@ -21,6 +20,7 @@ from moestro.server.text_api import TextApi
 from moestro.server.traffic import Traffic
 from moestro.text.thread_pool import PrepareThreads
 from moestro.web.bodies import MAX_BODY_BYTES, Bodies
+from moestro.web.prometheus import Exposition
 
 
 class FrontDoor:

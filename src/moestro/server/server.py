@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 import shutil
 import socket
 import time
@@ -13,8 +12,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from moestro import __version__
 from moestro.config.launch_spec import LaunchSpec
@@ -24,34 +21,33 @@ from moestro.routing.policies.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import RouterSettings
 from moestro.server.api import FrontDoor
-from moestro.server.banner import Started, print_banner
+from moestro.server.banner import serve_banner
 from moestro.server.engine_client import Engines
 from moestro.server.liveness import Patience
 from moestro.server.metrics import Metrics
 from moestro.server.private_directory import private_directory
-from moestro.server.prometheus import Exposition, Sources
+from moestro.server.prometheus import ServerCollector, Sources
 from moestro.server.rank_socket import RankSocket
 from moestro.server.request_builder import ServedModel
 from moestro.server.start_clock import StartClock
-from moestro.server.statline import StatLines, log_forever
+from moestro.server.statline import StatLines
 from moestro.server.supervisor import Launching, Supervisor
 from moestro.server.worker_processes import PACED_WORKER, WORKER, now_ns
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.access import NO_LIMITS, Access
 from moestro.web.access_settings import AccessSettings
+from moestro.web.banner import print_banner
 from moestro.web.bodies import MAX_BODY_BYTES
-from moestro.web.connections import bound_socket, listen
-from moestro.web.lifecycle import Ending
+from moestro.web.connections import bound_socket, listen, url_of, warn_if_open
+from moestro.web.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server
 from moestro.web.middleware import Gate
+from moestro.web.prometheus import Exposition
 from moestro.web.record_file import RecordFile, read_clocks
+from moestro.web.statline import log_forever
 from moestro.wire.messages import ModelInfo
 from moestro.workload.request_record import Header, RecordedRequest
 
-logger = logging.getLogger(__name__)
-
 Recorded = Header | RecordedRequest
-
-_FAREWELL_S = 1.0  # for answers that are complete to reach their clients
 
 
 def serve(settings: ServeSettings, access: AccessSettings = NO_LIMITS, command: Sequence[str] | None = None) -> None:
@@ -65,10 +61,11 @@ def serve(settings: ServeSettings, access: AccessSettings = NO_LIMITS, command: 
         ConfigError: the settings cannot be honoured; the text says what to do.
         EngineDiedError: an engine failed before it was ready; the text is its cause.
     """
-    level = settings.server.log_level.upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    ending = Ending(settings.server.shutdown_timeout)
-    ending.run(_Server(settings, access, command or _command(settings), ending).run())
+    run_server(
+        lambda lifecycle: _Server(settings, access, command or _command(settings), lifecycle).run(),
+        log_level=settings.server.log_level,
+        shutdown_timeout_s=settings.server.shutdown_timeout,
+    )
 
 
 def _command(settings: ServeSettings) -> Sequence[str]:
@@ -88,12 +85,14 @@ class _Cluster:
 class _Server:
     """One run of the server."""
 
-    def __init__(self, settings: ServeSettings, access: AccessSettings, command: Sequence[str], ending: Ending) -> None:
+    def __init__(
+        self, settings: ServeSettings, access: AccessSettings, command: Sequence[str], lifecycle: Lifecycle
+    ) -> None:
         self._settings = settings
         self._access = Access.of(settings.server.api_key, access)
         self._max_per_address = access.max_connections_per_address
         self._command = command
-        self._ending = ending
+        self._lifecycle = lifecycle
         self._clock = StartClock()
 
     async def run(self) -> None:
@@ -102,7 +101,7 @@ class _Server:
                 try:
                     model, infos = await self._load(cluster.engines)
                 except BaseException:
-                    self._ending.farewell()
+                    self._lifecycle.begin_exit()
                     raise
                 async with self._recording(cluster.engines, infos[0]) as record:
                     await self._serve(cluster, model, listener, infos, record)
@@ -129,7 +128,7 @@ class _Server:
                 command=self._command,
             )
             supervisor = Supervisor(engines, wire, metrics, launching)
-            self._ending.before_exit = [supervisor.kill_all, lambda: shutil.rmtree(directory, ignore_errors=True)]
+            self._lifecycle.before_exit = [supervisor.kill_all, lambda: shutil.rmtree(directory, ignore_errors=True)]
             self._clock.mark("start the front door")
             async with supervisor.running():
                 yield _Cluster(engines, metrics, supervisor, wire)
@@ -193,21 +192,19 @@ class _Server:
         )
         refusals = cluster.metrics.refusals
         gate = Gate(self._access, refusals, MAX_BODY_BYTES)
-        runner = await gate.runner(front.app(Exposition(sources)), shutdown_timeout=_FAREWELL_S)
-        stats = asyncio.create_task(log_forever(StatLines(engines, cluster.metrics)))
+        runner = await gate.runner(front.app(Exposition(ServerCollector(sources))), shutdown_timeout=RESPONSE_FLUSH_S)
+        stats = asyncio.create_task(log_forever(StatLines(engines, cluster.metrics).lines))
         try:
-            door = await listen(runner, listener, refusals, settings.max_connections, self._max_per_address)
-            self._ending.is_serving = True
+            server = await listen(runner, listener, refusals, settings.max_connections, self._max_per_address)
+            self._lifecycle.is_serving = True
             cluster.supervisor.watch()
-            self._greet(listener, infos)
-            await self._until_told(cluster.supervisor)
-            door.close()
-            if front.traffic.num_answering:
-                patience = settings.shutdown_timeout
-                logger.info("stopping: %d requests have %g s to finish", front.traffic.num_answering, patience)
-            await front.traffic.drain(settings.shutdown_timeout)
+            self._announce(listener, infos)
+            await self._until_stopped(cluster.supervisor)
+            server.close()
+            front.traffic.is_draining = True
+            await self._lifecycle.drain(lambda: front.traffic.num_answering)
         finally:
-            self._ending.farewell()
+            self._lifecycle.begin_exit()
             stats.cancel()
             engines.fail_all(DrainingError())  # the rest hear why, also when a second signal cuts this short
             await runner.cleanup()
@@ -239,13 +236,13 @@ class _Server:
         async with record.writing():
             yield record
 
-    async def _until_told(self, supervisor: Supervisor) -> None:
+    async def _until_stopped(self, supervisor: Supervisor) -> None:
         """Serve until a signal.
 
         Raises:
             EngineDiedError: no engine is left.
         """
-        stop: asyncio.Future[Any] = asyncio.create_task(self._ending.wanted.wait())
+        stop: asyncio.Future[Any] = asyncio.create_task(self._lifecycle.stop_requested.wait())
         try:
             await asyncio.wait((stop, supervisor.over), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -253,20 +250,12 @@ class _Server:
         if supervisor.over.done():
             supervisor.over.result()
 
-    def _greet(self, listener: socket.socket, infos: Sequence[ModelInfo]) -> None:
+    def _announce(self, listener: socket.socket, infos: Sequence[ModelInfo]) -> None:
         server = self._settings.server
-        host, port = listener.getsockname()[:2]
-        if not server.api_key and host not in ("127.0.0.1", "::1"):
-            logger.warning("listening on %s without --api-key: whoever reaches this machine can use it", host)
+        warn_if_open(listener, server.api_key)
         self._clock.mark("open the door")
-        started = Started(
-            infos=infos,
-            phases=self._clock.phases,
-            names=server.served_model_name,
-            url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
-            needs_key=bool(server.api_key),
-        )
-        print_banner(Console(stderr=True), started)
+        names, url = server.served_model_name, url_of(listener)
+        print_banner(serve_banner(infos, self._clock.phases, names, url, needs_key=bool(server.api_key)))
 
 
 def _patience(server: ServerSettings) -> Patience:

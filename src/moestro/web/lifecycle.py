@@ -1,9 +1,10 @@
-"""How a server process ends: in order where it can, and in any case."""
+"""The life of a server process: signals, the drain of running requests, and an end within a bounded time."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -17,47 +18,65 @@ from typing import Any
 import uvloop
 
 from moestro.errors import ConfigError
+from moestro.web.startup import set_up_logging
 
-FAREWELL_S = 10.0  # beyond the grace period: answers reach their clients, engines leave, files are closed
-_ALARM_S = 5.0  # beyond that the kernel ends the process, if the interpreter itself hangs
-_JOIN_S = 1.0  # for threads to end once the event loop has
+logger = logging.getLogger(__name__)
+
+EXIT_S = 10.0  # Beyond the grace period: answers reach their clients, engines leave, files are closed.
+RESPONSE_FLUSH_S = 1.0  # for answers that are complete to reach their clients
+_ALARM_S = 5.0  # Beyond that the kernel ends the process, if the interpreter itself hangs.
+_JOIN_S = 1.0  # for threads to end once the event loop has ended
+_POLL_S = 0.01
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _STDERR = 2
 
 
-class Ending:
-    """Runs a server until SIGTERM or SIGINT, and sees to it that the process ends then, whatever its threads do.
+def run_server(
+    server: Callable[[Lifecycle], Coroutine[Any, Any, None]], *, log_level: str, shutdown_timeout_s: float
+) -> None:
+    """Set up logging and run `server` until SIGTERM or SIGINT; a second signal does not wait for running requests.
 
-    The first signal while the server serves sets `wanted`: running requests have `grace_s` to finish. A second one,
-    or one during the start, cancels the server. The process has `FAREWELL_S` beyond that. Then it ends at once, with
-    the status that it would have had: neither a thread that hangs, nor a blocked event loop, nor a stderr that nobody
-    reads keeps it.
+    Raises:
+        ConfigError: The settings cannot be honoured; the text says what to do.
+    """
+    set_up_logging(log_level)
+    lifecycle = Lifecycle(shutdown_timeout_s)
+    lifecycle.run(server(lifecycle))
+
+
+class Lifecycle:
+    """Runs a server until SIGTERM or SIGINT, and ends the process then, even if a thread hangs.
+
+    The first signal while the server serves sets `stop_requested`: running requests have `shutdown_timeout_s` to
+    finish. A second signal, or one during the start, cancels the server. The process has `EXIT_S` beyond that. Then it
+    exits at once, with the status that it would have had. A thread that hangs, a blocked event loop or a full stderr
+    pipe cannot delay this.
 
     Args:
-        grace_s: seconds that running requests have to finish.
+        shutdown_timeout_s: Seconds that running requests have to finish.
 
     Attributes:
-        wanted: set when the server is to stop serving.
-        is_serving: set by the server once it takes requests.
-        before_exit: called, on a thread of its own, before the process is ended by force.
+        stop_requested: Set when the server must stop serving.
+        is_serving: Set by the server once it takes requests.
+        before_exit: Called on a separate thread before the process is ended by force.
     """
 
-    def __init__(self, grace_s: float) -> None:
-        self._grace_s = grace_s
+    def __init__(self, shutdown_timeout_s: float) -> None:
+        self._shutdown_timeout_s = shutdown_timeout_s
         self._num_signals = 0
         self._error: BaseException | None = None
         self._timers: list[threading.Timer] = []
         self._ends_at_s = float("inf")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: asyncio.Task[None] | None = None
-        self.wanted = asyncio.Event()
+        self.stop_requested = asyncio.Event()
         self.is_serving = False
         self.before_exit: list[Callable[[], None]] = []
 
     def run(self, server: Coroutine[Any, Any, None]) -> None:
-        """Run `server` to its end on an event loop of its own; what it raises, but for a cancellation, is raised."""
+        """Run `server` to its end on a new event loop, and raise what it raises, except for a cancellation."""
         before, alarm = set(threading.enumerate()), signal.getitimer(signal.ITIMER_REAL)
-        # Not the event loop's signal handlers: these are called even while it is blocked.
+        # The event loop's signal handlers would not run while the loop is blocked; these do.
         handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
             with (
@@ -71,29 +90,35 @@ class Ending:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def farewell(self) -> None:
-        """Nothing is served any more: the process has `FAREWELL_S` from now on. An exception in flight is its cause."""
+    async def drain(self, num_running: Callable[[], int]) -> None:
+        """Wait until no request is running, or until the shutdown timeout."""
+        if num := num_running():
+            logger.info("stopping: %d requests have %g s to finish", num, self._shutdown_timeout_s)
+        await wait_until(lambda: not num_running(), self._shutdown_timeout_s)
+
+    def begin_exit(self) -> None:
+        """Give the process `EXIT_S` from now on. An exception that is being handled becomes the cause of the exit."""
         self._error = self._error or sys.exception()
-        self._end_within(FAREWELL_S)
+        self._end_within(EXIT_S)
 
     async def _run(self, server: Coroutine[Any, Any, None]) -> None:
         self._loop, self._server = asyncio.get_running_loop(), asyncio.current_task()
         try:
             await server
         finally:
-            self.farewell()
+            self.begin_exit()
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        """Called between any two instructions of the main thread: the event loop does the rest."""
+        """Note the signal and hand it to the event loop; runs between any two instructions of the main thread."""
         self._num_signals += 1
-        is_patient = self.is_serving and self._num_signals == 1
-        self._end_within(FAREWELL_S + (self._grace_s if is_patient else 0.0))
+        is_graceful = self.is_serving and self._num_signals == 1
+        self._end_within(EXIT_S + (self._shutdown_timeout_s if is_graceful else 0.0))
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # it is closed: the process is about to end
-                self._loop.call_soon_threadsafe(self._stop_patiently if is_patient else self._stop)
+            with contextlib.suppress(RuntimeError):  # The loop is closed: the process is about to end.
+                self._loop.call_soon_threadsafe(self._stop_gracefully if is_graceful else self._stop)
 
-    def _stop_patiently(self) -> None:
-        self.wanted.set()
+    def _stop_gracefully(self) -> None:
+        self.stop_requested.set()
 
     def _stop(self) -> None:
         if self._server is not None:
@@ -106,16 +131,16 @@ class Ending:
             return
         self._ends_at_s = ends_at_s
         signal.setitimer(signal.ITIMER_REAL, seconds + _ALARM_S)
-        timer = threading.Timer(seconds, self._leave)
+        timer = threading.Timer(seconds, self._exit_now)
         timer.daemon = True
         timer.start()
         self._timers.append(timer)
 
     def _join(self, threads: set[threading.Thread]) -> bool:
-        """Wait for the threads that the interpreter would wait for. If one hangs, the process ends without it.
+        """Wait for the threads that the interpreter would wait for; if one hangs, the process ends without it.
 
         Returns:
-            Whether all have ended, so that nothing need be ended by force.
+            Whether all threads have ended, so that nothing has to be ended by force.
         """
         ends_at_s = time.monotonic() + _JOIN_S
         waited_for = [thread for thread in threads if not thread.daemon]
@@ -128,8 +153,7 @@ class Ending:
             timer.cancel()
         return True
 
-    def _leave(self) -> None:
-        """End the process now."""
+    def _exit_now(self) -> None:
         names = ", ".join(sorted(thread.name for thread in threading.enumerate() if not thread.daemon))
         _say(f"moestro: ended without waiting any longer for its threads: {names}")
         if isinstance(self._error, Exception):
@@ -137,11 +161,19 @@ class Ending:
         for each in self.before_exit:
             with contextlib.suppress(Exception):
                 each()
-        os._exit(_status(self._error))
+        os._exit(_exit_status(self._error))
 
 
-def _status(error: BaseException | None) -> int:
-    """The exit status, as the command has it; a cancellation is the answer to a signal."""
+async def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    """Return once `condition` holds, or after `seconds`."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while not condition():  # noqa: ASYNC110 - the conditions are plain state of many objects
+                await asyncio.sleep(_POLL_S)
+
+
+def _exit_status(error: BaseException | None) -> int:
+    """Return the exit status that the command line would return; a cancellation is the response to a signal."""
     if isinstance(error, ConfigError):
         return 2
     return 1 if isinstance(error, Exception) else 0
@@ -151,4 +183,4 @@ def _say(text: str) -> None:
     """Write a short line to stderr, unless that would block."""
     with contextlib.suppress(OSError, ValueError):
         if select.select([], [_STDERR], [], 0)[1]:
-            os.write(_STDERR, text.encode()[:511] + b"\n")  # a pipe that is writable takes so much at once
+            os.write(_STDERR, text.encode()[:511] + b"\n")  # A pipe that is writable takes this much at once.

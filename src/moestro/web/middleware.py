@@ -13,9 +13,10 @@ from functools import partial
 from aiohttp import HttpVersion10, HttpVersion11, web
 
 from moestro.errors import RequestError, shown
-from moestro.web.access import PROBES, UNLIMITED, Access
+from moestro.web.access import UNLIMITED, Access
 from moestro.web.cors import Cors
 from moestro.web.errors import AuthenticationError, HttpError, InternalError, error_json, too_large
+from moestro.web.probes import PROBES
 
 logger = logging.getLogger(__name__)
 
