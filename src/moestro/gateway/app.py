@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from moestro.gateway.client_limits import ClientLimits
 from moestro.gateway.decision_log import Journal
-from moestro.gateway.downstream import Clients
+from moestro.gateway.downstream import ClientConnections
 from moestro.gateway.engine_admin import Operator
 from moestro.gateway.exchange import ExchangeRules, Shared
 from moestro.gateway.fleet import Fleet
@@ -52,7 +52,7 @@ class Parts:
 
     shared: Shared
     proxy: Proxy
-    clients: Clients
+    clients: ClientConnections
     operator: Operator
     exposition: Exposition
     record: RecordFile[Entry] | None
@@ -114,7 +114,7 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
     return Parts(
         shared=shared,
         proxy=proxy,
-        clients=Clients(proxy, _client_limits(front), access.cors),
+        clients=ClientConnections(proxy, _client_limits(front), access.cors),
         operator=Operator(fleet, watch, engines, _withheld(access), reading.words),
         exposition=exposition,
         record=record,
