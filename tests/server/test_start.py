@@ -76,11 +76,11 @@ def test_impossible_settings_are_refused_when_made(kind, fields):
 def test_the_phases_of_a_start_account_for_every_second_since_the_process_began():
     clock = StartClock()
     assert process_age_s() > 0
-    clock.mark("front door")
+    clock.mark("API server")
     clock.mark_engines([[Phase("load", 1.0)], [Phase("load", 2.0), Phase("check", 1.0)]])
-    clock.mark("door")
+    clock.mark("listen")
     names = [phase.name for phase in clock.phases]
-    assert names == ["front door", "load", "check", "door"]
+    assert names == ["API server", "load", "check", "listen"]
     # The engines' seconds are made up here; what is left of the whole is the last phase's, negative or not.
     assert sum(phase.seconds for phase in clock.phases) == pytest.approx(process_age_s(), abs=0.2)
 

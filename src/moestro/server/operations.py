@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from moestro.server.engine_client import Engines
+from moestro.server.engine_client import EngineClient
 from moestro.server.traffic import Traffic
 from moestro.web.probes import HEALTH_PATHS, READY_PATHS, VERSION_BODY, probe_status
 from moestro.web.prometheus import CONTENT_TYPE, Exposition
@@ -14,7 +14,7 @@ from moestro.web.prometheus import CONTENT_TYPE, Exposition
 class Operations:
     """Answers them from what is known already: none of them waits for an engine."""
 
-    def __init__(self, engines: Engines, traffic: Traffic, exposition: Exposition) -> None:
+    def __init__(self, engines: EngineClient, traffic: Traffic, exposition: Exposition) -> None:
         self._engines = engines
         self._traffic = traffic
         self._exposition = exposition

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from moestro.core.request import FinishReason
-from moestro.server.engine_client import Engines
+from moestro.server.engine_client import EngineClient
 from moestro.server.metrics import ByClass, EngineMetrics, Metrics
 from moestro.web.prometheus import Histogram, buckets, merge
 from moestro.wire.messages import ModelInfo, RankLoad
@@ -27,7 +27,7 @@ class Sources:
 
     model_name: str
     info: ModelInfo
-    engines: Engines
+    engines: EngineClient
     metrics: Metrics
     num_dropped: Callable[[], int]
     num_unrecorded: Callable[[], int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moestro.core.request import ServiceClass
-from moestro.server.engine_client import Engines
+from moestro.server.engine_client import EngineClient
 from moestro.server.metrics import EngineMetrics, Metrics
 from moestro.wire.messages import RankLoad
 
@@ -38,7 +38,7 @@ class _Totals:
 class StatLines:
     """Says what the engines did since it was asked last, and how full they are."""
 
-    def __init__(self, engines: Engines, metrics: Metrics) -> None:
+    def __init__(self, engines: EngineClient, metrics: Metrics) -> None:
         self._engines = engines
         self._metrics = metrics
         self._before = self._totals()

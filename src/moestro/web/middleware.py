@@ -32,7 +32,7 @@ _UNFRAMED = frozenset({413, 501})  # answers to requests whose end was not looke
 _CODES = {404: "not_found", 405: "method_not_allowed", 417: "expectation_failed"}
 
 
-class Gate:
+class HttpMiddleware:
     """Stands before every path of an application, also before those that it does not have.
 
     Args:
@@ -48,7 +48,7 @@ class Gate:
         self._max_body_bytes = max_body_bytes
 
     async def runner(self, app: web.Application, *, shutdown_timeout: float) -> web.AppRunner:
-        """Return a runner of `app`, set up, that has this gate before it."""
+        """Return a runner of `app`, set up, with this middleware in front."""
         app.on_response_prepare.append(self._add_headers)
         # A client that leaves frees its sequence.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout)
