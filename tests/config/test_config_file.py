@@ -49,6 +49,11 @@ api_key = ["secret"]
 """
 
 
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+
+
 @pytest.fixture
 def write(tmp_path):
     def write(text: str, name: str = "conf.yaml") -> str:
@@ -191,8 +196,7 @@ def test_the_command_line_offers_every_policy_that_there_is():
     assert get_args(BatchName) == tuple(BATCHING)
 
 
-def test_help_says_what_each_policy_does(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")
+def test_help_says_what_each_policy_does(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     text = capsys.readouterr().out
