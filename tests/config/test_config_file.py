@@ -44,6 +44,11 @@ api_key = ["secret"]
 """
 
 
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+
+
 @pytest.fixture
 def write(tmp_path):
     def write(text: str, name: str = "conf.yaml") -> str:
