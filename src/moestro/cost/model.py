@@ -39,14 +39,14 @@ class CostModel(Protocol):
         """What one step takes, from its plan to its sampled tokens; `batch` has at least one row."""
         ...
 
-    def decode_rounds_ns(self, start: Ints, num_rounds: int) -> Int64s:
-        """What each of the coming `num_rounds` rounds takes in which every sequence decodes one token.
+    def decode_steps_ns(self, start: Ints, num_steps: int) -> Int64s:
+        """What each of the coming `num_steps` steps takes in which every sequence decodes one token.
 
         Args:
-            start: int[n], tokens of each sequence that are in the KV cache before the first round.
+            start: int[n], tokens of each sequence that are in the KV cache before the first step.
 
         Returns:
-            int64[num_rounds]; entry i is exactly `step_ns` of a batch that starts at `start + i`.
+            int64[num_steps]; entry i is exactly `step_ns` of a batch that starts at `start + i`.
         """
         ...
 
@@ -72,8 +72,8 @@ class GroupCostModel(CostModel, Protocol):
         """
         ...
 
-    def group_decode_rounds_ns(self, starts: Sequence[Ints], num_rounds: int) -> Int64s:
-        """`decode_rounds_ns` of a group: entry i is exactly `group_step_ns` of that round.
+    def group_decode_steps_ns(self, starts: Sequence[Ints], num_steps: int) -> Int64s:
+        """`decode_steps_ns` of a group: entry i is exactly `group_step_ns` of that step.
 
         Args:
             starts: int[n], of each rank; empty: it idles.

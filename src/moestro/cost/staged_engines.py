@@ -92,9 +92,9 @@ class StagedEngine:
             step = self._step_of[key] = round(self._num_layers * layer_ns) + self.sample_ns(num_sequences)
         return step
 
-    def decode_rounds_ns(self, start: Ints, num_rounds: int) -> Int64s:
-        """See `CostModel.decode_rounds_ns`."""
-        return np.full(num_rounds, self.step_ns(Batch(start, np.ones_like(start))), np.int64)
+    def decode_steps_ns(self, start: Ints, num_steps: int) -> Int64s:
+        """See `CostModel.decode_steps_ns`."""
+        return np.full(num_steps, self.step_ns(Batch(start, np.ones_like(start))), np.int64)
 
     def move_ns(self, num_tokens: int) -> int:
         """See `CostModel.move_ns`: at the peak of the A100's link to the host."""

@@ -22,12 +22,12 @@ class CacheEvent(NamedTuple):
     """A full block that can be found from now on, or no more.
 
     Attributes:
-        round: in which of the rounds that were taken at once; 0 where there is only one.
+        step: index of the step among those that were taken at once; 0 where there is only one.
         is_stored: it can be found.
         block_hash: its name.
     """
 
-    round: int
+    step: int
     is_stored: bool
     block_hash: bytes
 
@@ -43,7 +43,7 @@ class BlockPool:
         version: goes up whenever a hash is remembered or forgotten.
         journal: where each of these is written down, in order, for whoever tells others of it and empties it; None:
             nobody wants to know.
-        round: set by whoever takes many rounds at once, for the journal.
+        step: index of the current step for the journal, set by a caller that takes many steps at once.
     """
 
     def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
@@ -57,7 +57,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self.version = 0
         self.journal: list[CacheEvent] | None = None
-        self.round = 0
+        self.step = 0
 
     @property
     def num_free(self) -> int:
@@ -126,7 +126,7 @@ class BlockPool:
             del self._block_of[forgotten]
             blocks.append(block)
             if self.journal is not None:
-                self.journal.append(CacheEvent(self.round, is_stored=False, block_hash=forgotten))
+                self.journal.append(CacheEvent(self.step, is_stored=False, block_hash=forgotten))
         for block in blocks:
             ref_count[block] = 1
         return blocks
@@ -161,7 +161,7 @@ class BlockPool:
                 hash_of[block] = block_hash
                 self.version += 1
                 if self.journal is not None:
-                    self.journal.append(CacheEvent(self.round, is_stored=True, block_hash=block_hash))
+                    self.journal.append(CacheEvent(self.step, is_stored=True, block_hash=block_hash))
 
     def forget(self, hashes: list[bytes]) -> None:
         """Make the blocks of `hashes` impossible to find; sequences that hold them keep them."""
@@ -175,7 +175,7 @@ class BlockPool:
                 self._blank.append(block)
             self.version += 1
             if self.journal is not None:
-                self.journal.append(CacheEvent(self.round, is_stored=False, block_hash=block_hash))
+                self.journal.append(CacheEvent(self.step, is_stored=False, block_hash=block_hash))
 
     def check(self, held: list[list[int]]) -> None:
         """Recount everything against the block lists that sequences hold.

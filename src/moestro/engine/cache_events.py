@@ -37,7 +37,7 @@ class CacheEvents:
     def __init__(self, scheduler: Scheduler) -> None:
         self._journal: list[CacheEvent] = []
         self._contents: dict[bytes, BlockContent] = {}
-        scheduler.pool.journal, scheduler.contents = self._journal, self._contents
+        scheduler.pool.journal, scheduler.state.block_contents = self._journal, self._contents
 
     def take(self) -> list[StoredBlocks | RemovedBlocks]:
         """What happened since the last call, in order; neighbours that belong together as one."""

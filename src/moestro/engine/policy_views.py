@@ -9,7 +9,7 @@ from moestro.core.clock import FOREVER_NS
 from moestro.core.views import BE, LS, BatchView
 from moestro.core.work import Slots
 from moestro.engine.sequences import Sequence, SequenceTable
-from moestro.engine.waiting_admission import Candidate
+from moestro.engine.waiting_admission import AdmissionCandidate
 
 
 class PolicyViews:
@@ -34,7 +34,7 @@ class PolicyViews:
         classes, nobody_waits = self.classes(slots, now_ns), self._nobody_waits[: len(slots)]
         return BatchView(num_left, num_left == 1, nobody_waits, classes, table.num_units_in_flight)
 
-    def with_candidates(self, view: BatchView, candidates: list[Candidate], now_ns: int) -> BatchView:
+    def with_candidates(self, view: BatchView, candidates: list[AdmissionCandidate], now_ns: int) -> BatchView:
         """`view` with a row for each candidate behind the others."""
         old, num = len(view.num_left), len(view.num_left) + len(candidates)
         num_left, classes = np.empty(num, np.int32), np.empty(num, np.uint8)
@@ -42,7 +42,7 @@ class PolicyViews:
         num_left[:old], classes[:old], is_decode[:old], is_waiting[:old] = (
             view.num_left, view.service_class, view.is_decode, view.is_waiting
         )  # fmt: skip
-        num_left[old:] = [candidate.fit.num_left for candidate in candidates]
+        num_left[old:] = [candidate.needs.num_left for candidate in candidates]
         classes[old:] = [self.class_of(candidate.sequence, now_ns) for candidate in candidates]
         return BatchView(num_left, is_decode, is_waiting, classes, view.num_in_flight)
 

@@ -305,6 +305,12 @@ class SequenceTable:
         has_names = sequence.request.token_ids is not None or len(sequence.hashes) > num_blocks
         self.next_full_at[slot] = (num_blocks + 1) * self.block_size if has_names else NEVER
 
+    def add_prompt_logprobs(self, slot: int, entries: tuple[TokenLogprobs, ...]) -> None:
+        """Append entries to the prompt logprobs collected so far."""
+        collected = self.at(slot).prompt_logprobs
+        assert collected is not None, f"slot {slot} wants no prompt logprobs"
+        collected.extend(entries)
+
     def take_prompt_logprobs(self, slot: int) -> tuple[TokenLogprobs, ...]:
         """All of the prompt's, once; the entry after its last token is the answer's and is dropped."""
         sequence = self.at(slot)
