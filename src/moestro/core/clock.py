@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import msgspec
 
 NS_PER_S = 1_000_000_000
@@ -30,32 +28,3 @@ class ClockPair(msgspec.Struct, frozen=True):
     def offset_ns(self) -> int:
         """What to add to a monotonic time to get wall-clock time."""
         return self.wall_ns - self.monotonic_ns
-
-
-class Clock(Protocol):
-    """Answers what time it is; `serve` reads the machine's clock, `sim` and the tests a virtual one."""
-
-    def now_ns(self) -> int:
-        """Nanoseconds since an arbitrary origin; never goes back."""
-        ...
-
-
-class ManualClock:
-    """A clock that stands still until it is told to move.
-
-    Args:
-        start_ns: the first answer.
-    """
-
-    def __init__(self, start_ns: int = 0) -> None:
-        self._now_ns = start_ns
-
-    def now_ns(self) -> int:
-        """The time last set."""
-        return self._now_ns
-
-    def advance_ns(self, delta_ns: int) -> None:
-        """Move forward by `delta_ns` >= 0."""
-        if delta_ns < 0:
-            raise ValueError(f"a clock never goes back: delta_ns={delta_ns}")
-        self._now_ns += delta_ns

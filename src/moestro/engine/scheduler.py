@@ -15,7 +15,7 @@ import numpy as np
 from moestro.core.request import Request
 from moestro.core.views import BE, LS, BatchLimits, BatchView
 from moestro.core.work import Int32s, Plan, Slots, StepResult
-from moestro.engine.policies.admission import AdmitLimits, admit
+from moestro.engine.policies.admission import admit
 from moestro.engine.policy_views import PolicyViews
 from moestro.engine.scheduler_state import SchedulerState
 from moestro.engine.sequence_preemption import Recall, SequencePreemption
@@ -75,8 +75,12 @@ class Scheduler:
             RequestError: the request can never fit, or the queue is full; nothing has changed.
         """
         settings = self.settings
-        limits = AdmitLimits(max_model_len=settings.max_model_len, max_num_queued_reqs=settings.max_num_queued_reqs)
-        admit(request, len(self.waiting), limits)
+        admit(
+            request,
+            len(self.waiting),
+            max_model_len=settings.max_model_len,
+            max_num_queued_reqs=settings.max_num_queued_reqs,
+        )
         if request.request_id in self.by_id:
             raise InvariantError(f"request id {request.request_id!r} is in use")
         sequence = Sequence(request, self._num_added)

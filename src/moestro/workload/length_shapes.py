@@ -1,9 +1,9 @@
 """Gimbal's five shapes of a length mix: random, central, descending, two-end, average (v1, section V-A4, figure 5).
 
-The paper names them and shows pictures; it defines none of them in words. Two readings fit. `draw_shape` takes
-"modifying the distributional shape of the BurstGPT traces", "we sample 1,000 requests according to each distribution"
-by the word: each shape is how often which prompt length occurs. `arrange_shape` takes the shapes as orders in which
-requests of one length mix arrive. A result names its reading.
+The paper names them and shows pictures, but defines none of them in words. `draw_shape` takes "modifying the
+distributional shape of the BurstGPT traces" and "we sample 1,000 requests according to each distribution" literally:
+each shape says how often which prompt length occurs. Another reading takes the shapes as orders in which requests of
+one length mix arrive; it is not implemented.
 """
 
 from __future__ import annotations
@@ -55,33 +55,6 @@ def draw_shape(rows: Rows, shape: Shape, num_requests: int, rng: np.random.Gener
         return _lengths(rows, rng.choice(len(rows), num_requests, replace=num_requests > len(rows)))
     wanted = _QUANTILES[shape](rng.random(num_requests)) * longest
     return _lengths(rows, order[_nearest(rows.num_prompt_tokens[order], wanted, rng)])
-
-
-def arrange_shape(rows: Rows, shape: Shape, rng: np.random.Generator) -> Rows:
-    """The same requests in another order: where in time the long prompts come.
-
-    "random": anywhere. "central": in the middle. "descending": first. "two-end": first and last. "average": everywhere
-    alike, so that each stretch of the order has the mix of the whole.
-
-    Raises:
-        ConfigError: there is no such shape.
-    """
-    _check(shape)
-    count = len(rows)
-    shuffled = rng.permutation(count)
-    falling = shuffled[np.argsort(-rows.num_prompt_tokens[shuffled], kind="stable")]
-    place = np.arange(count)
-    distance = np.abs(place - (count - 1) / 2)  # from the middle
-    places = {
-        "random": rng.permutation(count),
-        "descending": place,
-        "central": np.argsort(distance, kind="stable"),
-        "two-end": np.argsort(-distance, kind="stable"),
-        "average": np.argsort(np.argsort((place * (5**0.5 - 1) / 2) % 1, kind="stable"), kind="stable"),
-    }[shape]
-    order = np.empty(count, np.int64)
-    order[places] = falling
-    return _lengths(rows, order)
 
 
 def _nearest(lengths: Int64s, wanted: _Floats, rng: np.random.Generator) -> Int64s:
