@@ -14,7 +14,7 @@ from collections import defaultdict
 from moestro.core.hashing import HASH_BYTES
 
 
-class Run:
+class BlockRun:
     """Blocks that whoever has one of them has all of, in the order of the prompt.
 
     Attributes:
@@ -27,7 +27,7 @@ class Run:
 
     __slots__ = ("blocks", "counts", "depth", "holders", "parent")
 
-    def __init__(self, parent: Run | None, blocks: bytes, counts: dict[int, int], holders: int) -> None:
+    def __init__(self, parent: BlockRun | None, blocks: bytes, counts: dict[int, int], holders: int) -> None:
         self.parent = parent
         self.blocks = blocks
         self.depth: int = (parent.depth if parent else 0) + len(blocks) // HASH_BYTES
@@ -55,13 +55,13 @@ class PrefixTree:
     def __init__(self) -> None:
         self.num_blocks: defaultdict[int, int] = defaultdict(int)
         self.num_runs: defaultdict[int, int] = defaultdict(int)
-        self._runs: dict[bytes, Run] = {}
+        self._runs: dict[bytes, BlockRun] = {}
 
     def __len__(self) -> int:
         """Runs."""
         return len(self._runs)
 
-    def find(self, hashes: bytes) -> tuple[Run | None, int]:
+    def find(self, hashes: bytes) -> tuple[BlockRun | None, int]:
         """The longest beginning of a prompt that any prompt here has.
 
         Returns:
@@ -79,14 +79,14 @@ class PrefixTree:
             at += len(run.blocks)
         return last, at // HASH_BYTES
 
-    def add(self, holder: int, hashes: bytes) -> Run | None:
+    def add(self, holder: int, hashes: bytes) -> BlockRun | None:
         """`holder` has one prompt more. Returns its last run; None: it has no block."""
         last, num_blocks = self.find(hashes)
         if last is not None and num_blocks < last.depth:
             last = self._cut(last, num_blocks)
         rest = hashes[num_blocks * HASH_BYTES :]
         if rest and rest[:HASH_BYTES] not in self._runs:
-            last = self._runs[rest[:HASH_BYTES]] = Run(last, rest, {}, 0)
+            last = self._runs[rest[:HASH_BYTES]] = BlockRun(last, rest, {}, 0)
         run, bit = last, 1 << holder
         while run is not None:
             counts = run.counts
@@ -100,9 +100,9 @@ class PrefixTree:
             run = run.parent
         return last
 
-    def drop(self, holder: int, last: Run) -> None:
+    def drop(self, holder: int, last: BlockRun) -> None:
         """`holder` has a prompt less, whose last run is `last`."""
-        run: Run | None = last
+        run: BlockRun | None = last
         while run is not None:
             counts = run.counts
             if counts[holder] > 1:
@@ -117,13 +117,13 @@ class PrefixTree:
                     del self._runs[run.blocks[:HASH_BYTES]]
             run = run.parent
 
-    def _cut(self, run: Run, depth: int) -> Run:
+    def _cut(self, run: BlockRun, depth: int) -> BlockRun:
         """Make two runs of one, the first of which ends at `depth`. Returns that one, which is new.
 
         The end stays the same object: prompts, and runs behind it, go on knowing it.
         """
         at = len(run.blocks) - (run.depth - depth) * HASH_BYTES
-        head = Run(run.parent, run.blocks[:at], run.counts.copy(), run.holders)
+        head = BlockRun(run.parent, run.blocks[:at], run.counts.copy(), run.holders)
         run.parent, run.blocks = head, run.blocks[at:]
         self._runs[head.blocks[:HASH_BYTES]] = head
         self._runs[run.blocks[:HASH_BYTES]] = run

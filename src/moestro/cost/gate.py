@@ -15,7 +15,7 @@ Keys = NDArray[np.uint64]
 _MOST_DRAWS = 1 << 18  # at once: what a long prompt draws for all layers would not fit the processor's cache
 
 
-class Gate:
+class PopularityGate:
     """Chooses experts. What a token chooses in a layer depends on its sequence and its position alone, so that it is
     the same in any batch, whoever was preempted on the way.
 

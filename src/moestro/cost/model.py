@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.cost.networks import Network
+from moestro.cost.networks import NetworkShape
 
 Ints = NDArray[np.int32] | NDArray[np.int64]
 Int64s = NDArray[np.int64]
@@ -85,7 +85,7 @@ class StageCostModel(Protocol):
     """Prices what a flow device runs at a time: one stage of one layer."""
 
     @property
-    def network(self) -> Network:
+    def network(self) -> NetworkShape:
         """Whose stages."""
         ...
 

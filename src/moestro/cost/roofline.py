@@ -21,7 +21,7 @@ from moestro.cost.gating import Gating, even_gating, zipf_popularity
 from moestro.cost.gpus import Gpu
 from moestro.cost.kernels import Chunks, Kernels
 from moestro.cost.model import Batch, Int64s, Ints
-from moestro.cost.networks import LayerGroup, Network
+from moestro.cost.networks import LayerGroup, NetworkShape
 
 PS_PER_NS = 1000
 
@@ -48,7 +48,7 @@ class RooflineSettings:
         gating: which experts tokens choose and who holds them; None: popularity as zipf 0.6, spread evenly.
     """
 
-    network: Network
+    network: NetworkShape
     gpu: Gpu
     host: HostCost = VLLM_HOST
     num_ep_ranks: int = 1

@@ -15,7 +15,7 @@ from moestro.cost.gpus import A100
 from moestro.cost.hf_config import network_named
 from moestro.cost.kernels import Kernels
 from moestro.cost.model import Batch, Int64s, Ints
-from moestro.cost.networks import Network
+from moestro.cost.networks import NetworkShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class StagedEngine:
         network, popularity: see `StageCostModel`.
     """
 
-    def __init__(self, times: StageTimes, network: Network) -> None:
+    def __init__(self, times: StageTimes, network: NetworkShape) -> None:
         assert network.experts is not None, "the staged engines run Mixture-of-Experts networks"
         self.network = network
         self.popularity = zipf_popularity(network.experts.num_experts, times.zipf)
@@ -123,7 +123,7 @@ class StagedEngine:
         return float(self._gating.activated(num_tokens)[0, 0]) * times.expert_ns + times.expert_row_ns * num_copies
 
 
-def in_4_bits(network: Network) -> Network:
+def in_4_bits(network: NetworkShape) -> NetworkShape:
     """The same, each weight but those of embedding and head in half a byte, as QLLM loads it."""
     experts = replace(network.experts, bytes_per_weight=0.5) if network.experts else None
     return replace(network, bytes_per_weight=0.5, experts=experts)

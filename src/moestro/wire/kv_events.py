@@ -95,7 +95,7 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class EventBatch:
     """One payload.
 
     Attributes:
@@ -144,7 +144,7 @@ def decode_frames(frames: list[bytes]) -> Message:
     return Message(int.from_bytes(frames[-2], "big"), frames[-1])
 
 
-def decode_batch(payload: bytes) -> Batch:
+def decode_batch(payload: bytes) -> EventBatch:
     """One payload's events, in order.
 
     Raises:
@@ -177,7 +177,7 @@ def decode_batch(payload: bytes) -> Batch:
             events.append(AllBlocksCleared())
         else:
             num_unknown += 1
-    return Batch(float(raw[0]), events, dp_rank, num_unknown, num_illegible)
+    return EventBatch(float(raw[0]), events, dp_rank, num_unknown, num_illegible)
 
 
 def _named_fields(raw: Any) -> tuple[str | None, dict[str, Any]]:
