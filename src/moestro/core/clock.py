@@ -1,4 +1,4 @@
-"""Where time comes from. Inside Moestro time is an integer number of nanoseconds, and somebody hands it in."""
+"""Units of time. Inside Moestro time is an integer number of nanoseconds, given by the caller."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ FOREVER_NS = 1 << 62  # a time that never comes; a time or a duration may still 
 
 
 def to_ns(seconds: float) -> int:
-    """A duration from a setting, which is never negative nor NaN; infinite: FOREVER_NS."""
+    """Convert a duration from a setting, neither negative nor NaN, to nanoseconds. Infinity gives FOREVER_NS."""
     return min(round(min(seconds, FOREVER_NS) * NS_PER_S), FOREVER_NS)
 
 
 class ClockPair(msgspec.Struct, frozen=True):
-    """One moment on two clocks: it turns times of a record into times that compare with those of another process.
+    """One moment on two clocks, which makes times of a record comparable with those of another process.
 
     Attributes:
         wall_ns: nanoseconds since 1970, UTC.
-        monotonic_ns: the clock of the record's other times.
+        monotonic_ns: the same moment on the clock of the record's other times.
     """
 
     wall_ns: int
@@ -26,5 +26,5 @@ class ClockPair(msgspec.Struct, frozen=True):
 
     @property
     def offset_ns(self) -> int:
-        """What to add to a monotonic time to get wall-clock time."""
+        """Offset to add to a monotonic time to get wall-clock time."""
         return self.wall_ns - self.monotonic_ns
