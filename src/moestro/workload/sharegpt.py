@@ -13,7 +13,7 @@ from moestro.workload.rows import Rows
 
 _USERS = {"human", "user"}
 _ANSWERS = {"gpt", "chatgpt", "bing", "bard", "assistant"}
-_CHARACTERS = 4  # of English text a token holds, about
+_CHARACTERS = 4  # characters of English text in a token, roughly
 
 
 class _Message(msgspec.Struct):
@@ -26,17 +26,17 @@ class _Conversation(msgspec.Struct):
 
 
 def estimated_tokens(text: str) -> int:
-    """About how many tokens `text` has, where no tokenizer is at hand: one for four characters."""
+    """Estimate the tokens of `text` without a tokenizer: one for four characters."""
     return max(1, -(-len(text) // _CHARACTERS))
 
 
 def first_turns(path: Path, document: str, limit: int | None = None) -> Rows:
-    """What each conversation begins with, as prompts; conversations that do not begin with a user are left out.
+    """First message of each conversation as a prompt; conversations that do not begin with a user are left out.
 
-    The answer's length is estimated from its text. `vllm bench` takes the same two messages of each.
+    The answer's length is estimated from its text. `vllm bench` uses the same two messages of each conversation.
 
     Raises:
-        ConfigError: not of this form, or without a single answered question.
+        ConfigError: the file has another form, or holds no answered question.
     """
     prompts: list[str] = []
     lengths: list[int] = []
