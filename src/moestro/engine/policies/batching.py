@@ -98,15 +98,15 @@ class PrefillFirst:
         return _in_turn(view, limits, prefill if len(prefill) else np.arange(len(view.num_left)))
 
 
-class Qllm:
+class QllmBatches:
     """Batches from QLLM's four first-come-first-served queues: LS and BE, prefill and decode.
 
     With B = `max_batch`: B sequences at the decode stage are LS: a batch of them. Else, any LS at the prefill stage:
     a prefill batch, LS first, filled up with BE. Else, any LS at the decode stage: a decode batch, LS first, filled up
     with BE. Else BE alone, decode before prefill. A batch is all prefill or all decode.
 
-    BE starves while LS fills the batches; the paper says so, and `policy.ordering.Qllm` has the remedy. LS decodes wait
-    while LS prompts come, until B of them decode.
+    BE starves while LS fills the batches; the paper says so, and `ordering.ageing.QllmOrder` has the remedy. LS decodes
+    wait while LS prompts come, until B of them decode.
 
     Args:
         max_batch: sequences of one batch, 32 in the paper. More may hold KV: those wait in the decode queues.
@@ -143,7 +143,7 @@ class Qllm:
         return be_decode if len(be_decode) else be_prefill
 
 
-class QllmMixed(Qllm):
+class QllmMixed(QllmBatches):
     """QLLM's Algorithm 1 read as filling one batch from several queues, so that prefill and decode share a step.
 
     Its text allows it: "filling the batch first with LS jobs at the decode stage", then "LS jobs in the prefill stage",
@@ -181,6 +181,8 @@ BATCHING: dict[str, PolicyEntry[BatchPolicy]] = {
     "decode_first": PolicyEntry(DecodeFirst, "Every decode, then prompts in chunks (Sarathi-Serve, vLLM v1)."),
     "prefill_first": PolicyEntry(PrefillFirst, "Prompts before decodes, never in one step (vLLM v0)."),
     "run_to_completion": PolicyEntry(RunToCompletion, "Nobody enters until all who run have ended (static batches)."),
-    "qllm": PolicyEntry(Qllm, "QLLM's Algorithm 1, max_batch=32: latency-sensitive first, prompts and decodes apart."),
+    "qllm": PolicyEntry(
+        QllmBatches, "QLLM's Algorithm 1, max_batch=32: latency-sensitive first, prompts and decodes apart."
+    ),
     "qllm_mixed": PolicyEntry(QllmMixed, "The same, prompts and decodes in one step."),
 }

@@ -63,10 +63,10 @@ class PrefillAware(_Ageing):
         return self._aged_first(view, now_ns, view.num_uncached)
 
 
-class Qllm(OrderPolicy):
+class QllmOrder(OrderPolicy):
     """Latency-sensitive requests first, each class as it came: two of QLLM's four queues, those of the prefill stage.
 
-    The other two, and which queue a batch is made from, are `policy.batching.Qllm`.
+    The other two, and which queue a batch is made from, are `policy.batching.QllmBatches`.
 
     Bound: none for best effort without ageing, as the paper admits (section 6). With it, a best-effort request counts
     as latency-sensitive from its age on, in every decision: then the bound is that age.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from moestro.core.policy_registry import PolicyEntry
-from moestro.engine.policies.ordering.ageing import PrefillAware, Qllm, Sjf
+from moestro.engine.policies.ordering.ageing import PrefillAware, QllmOrder, Sjf
 from moestro.engine.policies.ordering.basic import EarliestDeadline, Fcfs, Priority
 from moestro.engine.policies.ordering.contract import OrderPolicy
 from moestro.engine.policies.ordering.weighted_fair import WeightedFair
@@ -23,5 +23,7 @@ ORDERING: dict[str, PolicyEntry[OrderPolicy]] = {
         EarliestDeadline, "The earliest deadline first: arrival and ls_slo_s=3 or be_slo_s=30, by class."
     ),
     "weighted_fair": PolicyEntry(WeightedFair, "Fair shares between users; output_cost=2, weight:NAME=1."),
-    "qllm": PolicyEntry(Qllm, "Latency-sensitive before best-effort, which is promoted after theta_age_s=inf (QLLM)."),
+    "qllm": PolicyEntry(
+        QllmOrder, "Latency-sensitive before best-effort, which is promoted after theta_age_s=inf (QLLM)."
+    ),
 }
