@@ -16,7 +16,7 @@ import numpy as np
 from moestro.core.work import Int32s, Slots
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.host_blocks import HostBlocks
-from moestro.engine.policies.ordering.contract import Admitted, Left, OrderPolicy
+from moestro.engine.policy_contract import Admitted, Left, OrderPolicy
 from moestro.engine.sequences import BlockContent, Sequence, SequenceTable
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import SchedulerCounts, StepOutput
