@@ -1,4 +1,4 @@
-"""What no number in a setting may be, checked once for all settings."""
+"""Checks that hold for the numbers of all settings."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection
 
 from moestro.errors import ConfigError
 
-# Settings are seconds, requests a second, GiB and shares. A larger one is a mistake, and clocks overflow on it.
+# Settings are seconds, requests a second, GiB and shares. A larger value is a mistake, and would overflow clocks.
 MAX_SETTING = 1e9
 
 
 def flag_of(name: str) -> str:
-    """The command-line flag of the setting `name`."""
+    """Command-line flag of the setting `name`."""
     return "--" + name.replace("_", "-")
 
 
@@ -23,12 +23,12 @@ def check_floats(
     """Refuse NaN, inf and numbers beyond `MAX_SETTING` in any float field of `settings`.
 
     Args:
-        settings: a dataclass or msgspec struct; fields of other types are not looked at.
-        label: what an operator calls a field.
+        settings: a dataclass or msgspec struct; fields of other types are not checked.
+        label: gives the operator's name of a field.
         may_be_infinite: fields in which inf means "no limit".
 
     Raises:
-        ConfigError: a value is not allowed; the text names the field and the value.
+        ConfigError: a value is not allowed; the message names the field and the value.
     """
     names = [name for kind in type(settings).__mro__ for name in inspect.get_annotations(kind)]
     for name in names:

@@ -143,30 +143,30 @@ class _Voice:
             self._moments[-1].ends = self._group.ends
 
     def at(self, time_ns: int) -> tuple[_Moment, int, int]:
-        """The last boundary not after `time_ns`: in which moment, after how many rounds of its jump, and when."""
+        """The last boundary not after `time_ns`: in which moment, after how many steps of its jump, and when."""
         moment = next(m for m in reversed(self._moments) if m.at_ns <= time_ns)
         if moment.ends is None:
             return moment, 0, moment.at_ns
         # The boundary at the end of a jump is the next moment's.
-        num_rounds = min(int(moment.ends.searchsorted(time_ns, side="right")), len(moment.ends) - 1)
-        return moment, num_rounds, int(moment.ends[num_rounds - 1]) if num_rounds else moment.at_ns
+        num_steps = min(int(moment.ends.searchsorted(time_ns, side="right")), len(moment.ends) - 1)
+        return moment, num_steps, int(moment.ends[num_steps - 1]) if num_steps else moment.at_ns
 
-    def figures(self, moment: _Moment, num_rounds: int, names: Sequence[str]) -> dict[str, Any]:
-        """The figures `names` after `num_rounds` rounds of the moment's jump."""
+    def figures(self, moment: _Moment, num_steps: int, names: Sequence[str]) -> dict[str, Any]:
+        """The figures `names` after `num_steps` steps of the moment's jump."""
         found: dict[str, Any] = {}
         for name in names:
             if name == "kv_usage":
-                found[name] = self._num_held(moment, num_rounds) / self._num_blocks
+                found[name] = self._num_held(moment, num_steps) / self._num_blocks
             elif name == "num_tokens" and moment.computed is not None:
-                found[name] = moment.num_tokens + num_rounds * len(moment.computed)
+                found[name] = moment.num_tokens + num_steps * len(moment.computed)
             else:
                 found[name] = getattr(moment, name)
         return found
 
-    def _num_held(self, moment: _Moment, num_rounds: int) -> int:
+    def _num_held(self, moment: _Moment, num_steps: int) -> int:
         if moment.computed is None or moment.capacity is None:
             return moment.num_held
-        missing = np.maximum(moment.computed + num_rounds + 1 - moment.capacity, 0)
+        missing = np.maximum(moment.computed + num_steps + 1 - moment.capacity, 0)
         return moment.num_held + int((-(-missing // self._block_size)).sum())
 
 
@@ -266,10 +266,10 @@ class Signals:
     def _report(self, number: int, channel: ChannelSettings, true_at_ns: int, now_ns: int) -> None:
         told_ns = self._told_ns[number]
         for engine, voice in enumerate(self._voices):
-            moment, num_rounds, as_of_ns = voice.at(true_at_ns)
+            moment, num_steps, as_of_ns = voice.at(true_at_ns)
             if moment.is_idle and channel.channel is not Channel.PIGGYBACKED:
                 as_of_ns = true_at_ns  # it looks into its inbox all the time
             if as_of_ns != told_ns[engine]:
                 told_ns[engine] = as_of_ns
-                figures = voice.figures(moment, num_rounds, channel.figures)
+                figures = voice.figures(moment, num_steps, channel.figures)
                 self._router.report(engine, EngineFigures(channel=channel.channel, **figures), as_of_ns, now_ns)

@@ -24,7 +24,7 @@ from moestro.cost.capacity import kv_blocks
 from moestro.cost.gpus import A100, gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch, CostModel
-from moestro.cost.networks import Network
+from moestro.cost.networks import NetworkShape
 from moestro.cost.priced_stages import PricedStages
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.staged_engines import QLLM, StagedEngine, in_4_bits
@@ -211,7 +211,7 @@ def paced_info(paced: PacedSettings, model: ModelSettings, vocab_size: int) -> M
 PACED_NOTE = "Evidence is paced: steps take as long as a cost model says, and nothing here is measured on that device."
 
 
-def num_parameters(network: Network) -> int:
+def num_parameters(network: NetworkShape) -> int:
     """Number of weights of all kinds, without norms."""
     plain = replace(network.experts, bytes_per_weight=2.0) if network.experts else None
     return round(replace(network, bytes_per_weight=2.0, experts=plain).weight_bytes() / 2)
