@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
@@ -13,17 +14,10 @@ import pytest
 
 from moestro.cli import main
 from moestro.config.config_file import read_config_file
-from moestro.config.serve_settings import (
-    BATCH_POLICIES,
-    EVICT_POLICIES,
-    SCHEDULING_POLICIES,
-    BatchName,
-    OrderName,
-    SchedulerLimits,
-)
-from moestro.engine.policies.batching import BATCHING
-from moestro.engine.policies.ordering.registry import ORDERING
-from moestro.engine.settings import SchedulerSettings
+from moestro.engine.policies.batching import BATCHING, BatchName
+from moestro.engine.policies.eviction import EVICTION
+from moestro.engine.policies.ordering.registry import ORDERING, OrderName
+from moestro.engine.settings import SchedulerOptions, SchedulerSettings
 from moestro.errors import ConfigError
 
 YAML = """\
@@ -196,8 +190,8 @@ def test_help_says_what_each_policy_does(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     text = capsys.readouterr().out
-    for description in (*SCHEDULING_POLICIES.values(), *BATCH_POLICIES.values(), *EVICT_POLICIES.values()):
-        assert description.replace("`", "") in text
+    for entry in (*ORDERING.values(), *BATCHING.values(), *EVICTION.values()):
+        assert entry.description.replace("`", "") in text
 
 
 @pytest.mark.parametrize(
@@ -217,7 +211,7 @@ def test_a_setting_that_a_policy_cannot_have_ends_the_start(capsys, arguments, w
 
 
 def test_a_policys_settings_come_to_the_scheduler():
-    limits = SchedulerLimits(scheduling_policy="sjf:theta_age_s=0.5", batch_policy="qllm:max_batch=8")
-    limits = msgspec.json.decode(msgspec.json.encode(limits), type=SchedulerLimits)  # as a rank process gets it
-    settings = SchedulerSettings(num_blocks=8, block_size=4, max_model_len=32, **limits.for_scheduler())
+    options = SchedulerOptions(scheduling_policy="sjf:theta_age_s=0.5", batch_policy="qllm:max_batch=8")
+    options = msgspec.json.decode(msgspec.json.encode(options), type=SchedulerOptions)  # as a rank process gets it
+    settings = SchedulerSettings(num_blocks=8, block_size=4, max_model_len=32, **asdict(options))
     assert settings.make_policies().order.max_passed_over_ns == 500_000_000

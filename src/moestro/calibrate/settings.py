@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
+from moestro.core.setting_checks import CheckedSettings, at_least
 from moestro.errors import ConfigError
 from moestro.model.settings import DeviceKind, Dtype, LoadFormat
 
@@ -20,7 +21,7 @@ _MEASURING = Group.create_ordered("Measuring", help="How carefully, and where th
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class MeasuredModel:
+class MeasuredModel(CheckedSettings):
     """The network, loaded as a server loads it."""
 
     dtype: Annotated[Dtype, Parameter(group=MODEL_GROUP)] = "auto"
@@ -29,39 +30,33 @@ class MeasuredModel:
     "Where it runs; auto: an accelerator if there is one."
     load_format: Annotated[LoadFormat, Parameter(group=MODEL_GROUP)] = "auto"
     "dummy: random weights of the right shapes, to measure without a download."
-    block_size: Annotated[int, Parameter(group=MODEL_GROUP)] = 16
+    block_size: Annotated[int, at_least(1), Parameter(group=MODEL_GROUP)] = 16
     "Tokens of one KV block."
-    kv_cache_memory_bytes: Annotated[int, Parameter(group=MODEL_GROUP)] = 1 << 30
+    kv_cache_memory_bytes: Annotated[int, at_least(1), Parameter(group=MODEL_GROUP)] = 1 << 30
     "Bytes of KV cache: what it cannot hold is not measured."
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Range:
+class Range(CheckedSettings):
     """Which shapes."""
 
-    max_model_len: Annotated[int | None, Parameter(group=_RANGE)] = None
+    max_model_len: Annotated[int | None, at_least(64), Parameter(group=_RANGE)] = None
     "Tokens of the longest sequence; unset: what the model was made for, if it fits."
-    max_num_seqs: Annotated[int, Parameter(group=_RANGE)] = 64
+    max_num_seqs: Annotated[int, at_least(2), Parameter(group=_RANGE)] = 64
     "Most decodes in one step."
-    max_num_batched_tokens: Annotated[int, Parameter(group=_RANGE)] = 2048
+    max_num_batched_tokens: Annotated[int, at_least(32), Parameter(group=_RANGE)] = 2048
     "Tokens of the largest prefill chunk."
-
-    def __post_init__(self) -> None:
-        _check_at_least("--max-num-seqs", self.max_num_seqs, 2)
-        _check_at_least("--max-num-batched-tokens", self.max_num_batched_tokens, 32)
-        if self.max_model_len is not None:
-            _check_at_least("--max-model-len", self.max_model_len, 64)
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Measuring:
+class Measuring(CheckedSettings):
     """How."""
 
-    rounds: Annotated[int, Parameter(group=_MEASURING)] = 5
+    rounds: Annotated[int, at_least(2), Parameter(group=_MEASURING)] = 5
     "Times that every shape is visited: a machine that drifts drifts under all of them alike."
-    num_checks: Annotated[int, Parameter(group=_MEASURING)] = 16
+    num_checks: Annotated[int, at_least(1), Parameter(group=_MEASURING)] = 16
     "Other shapes, measured to see how well the table prices what it does not hold."
     seed: Annotated[int, Parameter(group=_MEASURING)] = 0
     "Of the tokens, and of the shapes that are checked."
@@ -69,12 +64,6 @@ class Measuring:
     "The file to write."
 
     def __post_init__(self) -> None:
-        _check_at_least("--rounds", self.rounds, 2)
-        _check_at_least("--num-checks", self.num_checks, 1)
+        super().__post_init__()
         if not self.out.absolute().parent.is_dir():  # said before minutes are spent on measuring
             raise ConfigError(f"--out {self.out}: there is no directory {self.out.absolute().parent}")
-
-
-def _check_at_least(flag: str, given: int, least: int) -> None:
-    if given < least:
-        raise ConfigError(f"{flag} {given} is too small: give at least {least}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,23 @@ class Origins:
         return self._of.get(name, "default")
 
 
-def config_lines(settings: dict[str, Any], origins: Origins) -> Iterator[str]:
-    """`settings`, groups of them among them, in YAML that `--config` reads; each line says where it came from.
+def config_lines(settings: object, origins: Origins) -> Iterator[str]:
+    """The dataclass `settings` in YAML that `--config` reads; each line says where its value came from.
 
     Secrets are not shown.
     """
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from config_lines(value, origins)
-        elif name in SECRETS and value:
+    for name, value in settings_in(settings):
+        if name in SECRETS and value:
             yield f"# {name}: not shown  # {origins.of(name)}"
         else:
             yield f"{name}: {json.dumps(value, default=str)}  # {origins.of(name)}"
+
+
+def settings_in(settings: Any) -> Iterator[tuple[str, Any]]:
+    """Name and value of every setting in a dataclass and in the groups that it is composed of."""
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if is_dataclass(value):
+            yield from settings_in(value)
+        else:
+            yield each.name, value

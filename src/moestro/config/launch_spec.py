@@ -8,7 +8,10 @@ from typing import BinaryIO
 
 import msgspec
 
-from moestro.config.serve_settings import KvEventsSettings, PacedSettings, SchedulerLimits, SteppingSettings
+from moestro.config.kv_events_settings import KvEventsSettings
+from moestro.cost.settings import PacedSettings
+from moestro.engine.settings import SchedulerOptions
+from moestro.flow.settings import SteppingSettings
 from moestro.model.settings import ModelSettings
 
 STACK_DUMP = signal.SIGUSR1  # a rank that has loaded answers it with the stacks of all its threads, on stderr
@@ -23,19 +26,19 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     launched_ns: int  # time.monotonic_ns() of the front door when it started this process
     log_level: str
     model: ModelSettings
-    limits: SchedulerLimits
+    scheduler: SchedulerOptions
     stepping: SteppingSettings
     paced: PacedSettings | None = None
     kv_events: KvEventsSettings | None = None
 
 
 _LENGTH = struct.Struct(">I")
-_decode = msgspec.msgpack.Decoder(LaunchSpec).decode
+_decode = msgspec.msgpack.Decoder(LaunchSpec, dec_hook=lambda kind, text: kind(text)).decode  # of a Path
 
 
 def write_launch_spec(spec: LaunchSpec) -> bytes:
     """The bytes to send to the process: a length, then MessagePack, which keeps every float (JSON has no inf)."""
-    body = msgspec.msgpack.encode(spec)
+    body = msgspec.msgpack.encode(spec, enc_hook=str)
     return _LENGTH.pack(len(body)) + body
 
 

@@ -6,30 +6,22 @@ Beside each key stands what it means; `examples/` has whole files to read.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from moestro.config.serve_settings import Mode
-from moestro.core.setting_checks import check_floats
+from moestro.core.setting_checks import CheckedSettings, above, at_least, check_settings
+from moestro.engine.settings import SchedulerLimits, SchedulerPolicies
 from moestro.errors import ConfigError
-from moestro.flow.policies.registry import make_step_policy
+from moestro.flow.settings import SteppingSettings
+from moestro.model.settings import CacheSettings
 from moestro.sim.signals import AT_ONCE, SignalSettings
 from moestro.workload.length_shapes import Shape
 
 Pattern = Literal["trace", "poisson", "gamma", "weibull", "constant"]
-
-
-def _check_floats(table: str, settings: object, *may_be_infinite: str) -> None:
-    check_floats(settings, lambda name: f"{table} {name}", may_be_infinite)
-
-
-def _at_least_1(table: str, settings: object, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"[{table}] {name} must be at least 1, got {value}")
 
 
 class WorkloadSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,20 +40,22 @@ class WorkloadSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         max_tokens: what clients ask for; unset: the longest answer of all.
     """
 
+    PLACE: ClassVar[str] = "[workload] "
+
     trace: str | None = None
     sessions: str | None = None
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    num_requests: int | None = None
+    prompt_tokens: Annotated[int | None, at_least(1)] = None
+    output_tokens: Annotated[int | None, at_least(1)] = None
+    num_requests: Annotated[int | None, at_least(1)] = None
     arrivals: Pattern | None = None
-    rate: float | None = None
-    burstiness: float = 1.0
+    rate: Annotated[float | None, above(0)] = None
+    burstiness: Annotated[float, above(0)] = 1.0
     shape: Shape | None = None
     ls_share: float | None = None
-    max_tokens: int | None = None
+    max_tokens: Annotated[int | None, at_least(1)] = None
 
     def __post_init__(self) -> None:
-        _check_floats("[workload]", self)
+        check_settings(self)
         given = [self.trace is not None, self.sessions is not None, self.prompt_tokens is not None]
         if sum(given) != 1:
             raise ConfigError("[workload] needs exactly one of trace, sessions, and prompt_tokens with output_tokens")
@@ -69,7 +63,6 @@ class WorkloadSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise ConfigError("[workload] prompt_tokens and output_tokens go together")
         if self.shape is not None and self.trace is None:
             raise ConfigError("[workload] shape draws the lengths of a trace anew: give a trace, or drop it")
-        _at_least_1("workload", self, "prompt_tokens", "output_tokens", "max_tokens", "num_requests")
         if self.trace is None and (self.num_requests is None or self.rate is None):
             raise ConfigError("[workload] num_requests and rate say how many requests come, and how fast")
         self._check_arrivals()
@@ -81,56 +74,43 @@ class WorkloadSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise ConfigError(f"[workload] arrivals = {self.arrivals!r} needs a rate, in requests a second")
         if self.arrivals == "trace" and self.trace is None:
             raise ConfigError("[workload] arrivals = 'trace' needs a trace")
-        for name in ("rate", "burstiness"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ConfigError(f"[workload] {name} must be above 0, got {value:g}")
 
 
-class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(SchedulerLimits, CacheSettings):
     """The engines, all alike, and what one step of them costs.
 
     Attributes:
         count: groups of `ep_ranks` ranks each; the router sees every rank as an engine.
-        ep_ranks: that share the experts and keep step.
+        ep_ranks: ranks that share the experts and keep step.
         gpu, network: whose steps are priced, by the names that `cost` knows.
         engine: `qllm`: priced as QLLM's engine with that network in 4 bits, whatever the GPU; num_blocks is then to be
             given. Unset: a roofline.
         table: a file that `moestro calibrate` wrote, in place of these; num_blocks is then to be given.
         host_step_us, host_sequence_us: what the engine's own code adds to a step, and for each sequence in it; unset:
             vLLM's, as `cost` has it.
-        gpu_memory_utilization: what of the GPU's memory the engine takes.
+        gpu_memory_utilization: the share of the GPU's memory that the engine takes.
         num_blocks: KV blocks of a rank; unset: what fits beside the weights.
-        kv_offloading_size: GiB of host memory, for each rank, that keep the KV of preempted requests.
-        block_size, max_model_len, max_num_seqs, max_num_batched_tokens, max_num_queued_reqs, enable_prefix_caching:
-            as `moestro serve` has them; max_model_len unset: what the cache holds.
     """
 
-    count: int = 1
-    ep_ranks: int = 1
+    PLACE: ClassVar[str | None] = "[engines] "
+
+    count: Annotated[int, at_least(1)] = 1
+    ep_ranks: Annotated[int, at_least(1)] = 1
     gpu: str = "h20"
     network: str = "qwen3-30b-a3b"
     engine: Literal["qllm"] | None = None
     table: str | None = None
-    host_step_us: float | None = None
-    host_sequence_us: float | None = None
+    host_step_us: Annotated[float | None, at_least(0)] = None
+    host_sequence_us: Annotated[float | None, at_least(0)] = None
     gpu_memory_utilization: float = 0.9
-    num_blocks: int | None = None
-    kv_offloading_size: float = 0.0
-    block_size: int = 16
-    max_model_len: int | None = None
+    num_blocks: Annotated[int | None, at_least(1)] = None
+    # Defaults that differ from a server's: the simulated GPU is a large one, and no request is refused.
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
     max_num_queued_reqs: int = 1_000_000
-    enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        _check_floats("[engines]", self)
-        _at_least_1("engines", self, "count", "ep_ranks", "block_size", "num_blocks", "max_model_len")
-        for name in ("host_step_us", "host_sequence_us"):
-            if (value := getattr(self, name)) is not None and value < 0:
-                raise ConfigError(f"[engines] {name} must be 0 or more, got {value:g}")
-        if self.kv_offloading_size < 0:
-            raise ConfigError(f"[engines] kv_offloading_size must be 0 or more, got {self.kv_offloading_size:g}")
+        super().__post_init__()
         if self.table is not None and self.kv_offloading_size:
             raise ConfigError("[engines] a table does not say what copies to host memory take: drop kv_offloading_size")
         if self.table is not None and self.engine is not None:
@@ -140,40 +120,26 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(f"[engines] {what} prices ranks on their own, and needs num_blocks beside it")
 
 
-class PolicySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings(SteppingSettings, SchedulerPolicies):
     """One combination of policies to run the workload under.
+
+    In `preemptive` mode every stage is an event, so a simulation takes longer, and the time of prefill is not known.
 
     Attributes:
         name: in tables; unset: the routing policy's.
         route: which engine gets a request.
-        scheduling_policy, batch_policy, evict_policy: of each engine. All of them as `moestro serve` takes them, with
-            settings after a colon: `sjf:theta_age_s=5`.
-        mode: `fused`: a step is one forward pass. `preemptive`: latency-sensitive requests pass best-effort ones inside
-            it, on ranks on their own; every stage is an event then, so this takes longer, and the time of prefill is
-            not told.
         max_num_urgent_seqs: places of each engine beside its max_num_seqs, which latency-sensitive requests alone may
             take; unset: none in `fused` mode and as many again in `preemptive` mode, as in `moestro serve`.
-        step_policy, max_be_wait_s, pass_decodes: of `preemptive` mode, as `moestro serve` has them.
         signals: what the router hears, and how late; unset: the file's [signals].
     """
 
+    PLACE: ClassVar[str | None] = "[[policies]] "
+
     name: str = ""
     route: str = "moestro"
-    scheduling_policy: str = "fcfs"
-    batch_policy: str = "decode_first"
-    evict_policy: str = "last_in_order"
-    mode: Mode = "fused"
-    max_num_urgent_seqs: int | None = None
-    step_policy: str = "qllm"
-    max_be_wait_s: float = 1.0
-    pass_decodes: bool = False
+    max_num_urgent_seqs: Annotated[int | None, at_least(0)] = None
     signals: SignalSettings | None = None
-
-    def __post_init__(self) -> None:
-        _check_floats("[[policies]]", self, "max_be_wait_s")
-        make_step_policy(self.step_policy, self.max_be_wait_s)
-        if self.max_num_urgent_seqs is not None and self.max_num_urgent_seqs < 0:
-            raise ConfigError(f"[[policies]] max_num_urgent_seqs must be 0 or more, got {self.max_num_urgent_seqs}")
 
     def check_prices(self, engines: EngineSettings) -> None:
         """Raise ConfigError if what `engines` say of the cost of a step does not do for the mode."""
@@ -197,12 +163,14 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class SloSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Upper bounds that a good request meets, milliseconds; unset: no bound."""
 
+    PLACE: ClassVar[str] = "[slos] "
+
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     e2e_ms: float | None = None
 
     def __post_init__(self) -> None:
-        _check_floats("[slos]", self)
+        check_settings(self)
 
 
 class SimSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -215,16 +183,17 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         slos: what a request must meet to count as good.
     """
 
+    PLACE: ClassVar[str] = ""
+
     workload: WorkloadSettings
     engines: EngineSettings = EngineSettings()
     signals: SignalSettings = AT_ONCE
     policies: tuple[PolicySettings, ...] = (PolicySettings(),)
     slos: SloSettings | None = None
-    seed: int = 0
+    seed: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ConfigError(f"seed must not be negative, got {self.seed}")
+        check_settings(self)
         for policy in self.policies:
             policy.check_prices(self.engines)
         titles = [policy.title for policy in self.policies]
@@ -242,13 +211,26 @@ def read_settings(path: Path) -> SimSettings:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        return msgspec.convert(tomllib.loads(text), SimSettings)
+        tables = tomllib.loads(text)
+        settings = msgspec.convert(tables, SimSettings)
+        _refuse_unknown(tables.get("engines", {}), EngineSettings, "engines")
+        for index, table in enumerate(tables.get("policies", ())):
+            _refuse_unknown(table, PolicySettings, f"policies[{index}]")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigError) as error:
         raise ConfigError(f"{path}: {error}") from error
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {_in_words(str(error))}") from error
+    return settings
+
+
+def _refuse_unknown(table: Mapping[str, object], kind: type[CheckedSettings], place: str) -> None:
+    """Raise ConfigError for a key that is no field of the dataclass `kind`: msgspec refuses these in structs alone."""
+    known = {each.name for each in fields(kind)}
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"unknown field `{key}` in [{place}]; known: {', '.join(sorted(known))}")
 
 
 def _in_words(text: str) -> str:
