@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated, ClassVar
+
 import msgspec
 
-from moestro.errors import ConfigError
+from moestro.core.setting_checks import above, at_least, check_settings
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,17 +21,16 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         predicted_expiry_s: age at which a prediction of what a cache holds is dropped.
     """
 
-    block_size: int = 16
+    PLACE: ClassVar[str] = ""
+
+    block_size: Annotated[int, at_least(1)] = 16
     max_num_queued: int | None = None
     seed: int = 0
-    index_bytes: int = 1 << 30
-    predicted_expiry_s: float = 180.0
+    index_bytes: Annotated[int, at_least(1)] = 1 << 30
+    predicted_expiry_s: Annotated[float, above(0)] = 180.0
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ConfigError(f"block_size must be at least 1, got {self.block_size}")
-        if self.index_bytes < 1 or not self.predicted_expiry_s > 0:
-            raise ConfigError("index_bytes and predicted_expiry_s must be above 0")
+        check_settings(self)
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
