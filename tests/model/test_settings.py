@@ -23,7 +23,7 @@ from moestro.model.settings import ModelSettings
         ({"max_parked_bytes": -1}, "--max-parked-bytes must be at least 1, got -1"),
         ({"kv_offloading_size": -1.0}, "--kv-offloading-size must be at least 0, got -1"),
         ({"seed": -1}, "--seed must be between 0 and 9223372036854775807, got -1"),
-        ({"gate_override": "hot"}, "--gate-override 'hot' is not understood"),
+        ({"gate_override": "hot"}, "--gate-override 'hot' is unknown"),
     ],
 )
 def test_an_impossible_setting_is_refused(changes, message):
