@@ -107,3 +107,15 @@ def test_what_follows_from_the_settings_is_worked_out_once(tmp_path):
     assert (found.paced.device, found.paced.network) == ("paced:h20", "mixtral-8x7b")
     assert (found.model.model, found.model.device) == (str(tmp_path / "moestro-demo"), "cpu")
     assert found.server.served_model_name == ("mixtral-8x7b",)
+
+
+@pytest.mark.parametrize(("command", "settings"), [("serve", ServeSettings()), ("route", RouteSettings())])
+def test_every_flag_with_a_default_can_be_given_with_it(capsys, command, settings):
+    given = [(name, value) for name, value in settings_in(settings) if type(value) in {str, int, float}]
+    assert len(given) > 20
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given]
+    with pytest.raises(SystemExit) as caught:
+        main([command, *flags, "--print-config"])
+    assert caught.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.endswith("# command line") for line in lines) == len(given)

@@ -16,6 +16,7 @@ from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
 from moestro.flow.settings import SteppingSettings
 from moestro.model.settings import DEMO_MODEL, ModelSettings
+from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access_settings import AccessSettings
 
 CONFIG_GROUP = Group("Configuration", help="Settings from a file.", sort_key=6)
@@ -44,6 +45,7 @@ class ServeSettings:
     server: Annotated[ServerSettings, _SERVER] = field(default_factory=ServerSettings)
     access: AccessSettings = field(default_factory=AccessSettings)
     processes: Annotated[ProcessSettings, _PROCESSES] = field(default_factory=ProcessSettings)
+    routing: Annotated[RoutePolicySettings, _PROCESSES] = field(default_factory=RoutePolicySettings)
 
     def __post_init__(self) -> None:
         scheduler = self.scheduler

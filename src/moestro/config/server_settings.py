@@ -47,14 +47,10 @@ class ServerSettings(CheckedSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSettings(CheckedSettings):
-    """The engine processes: how many, who gets a request, and when one counts as dead."""
+    """The engine processes: how many there are, and when one counts as dead."""
 
     engines: Annotated[int, between(1, 1024)] = 1
     "Processes, each with the whole model; requests are spread over them."
-    route_policy: str = "moestro"
-    "Which engine gets a request: a name of docs/policies.md (with settings: bailian:hit_weight=0.5), or FILE.py:NAME."
-    route_score: str | None = None
-    "In place of a policy: an expression over indicators, the lowest wins: 'p_tokens * (batch_size + 1)'."
     kv_events_config: str | None = None
     (
         "What each engine tells routers of its prefix cache, as vLLM is told it:"

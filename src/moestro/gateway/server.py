@@ -102,7 +102,7 @@ class _Server:
             logger.warning("listening on %s without --api-key: whoever reaches this machine can use it", url)
         started = Started(
             engines=parts.operator.views(),
-            choice=settings.routing.route_policy,
+            choice=settings.policy.route_policy,
             prompts=self._reading.words,
             url=url,
             admin_url=admin_url,

@@ -1,4 +1,4 @@
-"""What `moestro bench` is told: frozen values, checked when made, with the words of its help.
+"""The settings of `moestro bench`. A docstring under a field is its text in `--help`.
 
 Names are those of `vllm bench serve` where the meaning is the same.
 """
@@ -21,31 +21,31 @@ DatasetName = Literal["random", "trace", "servegen", "chat", "api_agent", "coder
 ArrivalKind = Literal["auto", "poisson", "gamma", "weibull", "constant", "trace"]
 
 _ENDPOINT = Group.create_ordered("Endpoint", help="Which server is measured.")
-_REQUESTS = Group.create_ordered("Requests", help="What is asked.")
+_REQUESTS = Group.create_ordered("Requests", help="The requests.")
 _ARRIVALS = Group.create_ordered(
     "Arrivals",
     help=(
-        "When it is asked. With --request-rate the load is open: requests come at that rate whatever the server does,"
-        " as users do. With --max-concurrency alone it is closed: a request is sent when an earlier one has ended."
+        "When requests are sent. With --request-rate the load is open: requests come at that rate whatever the server"
+        " does. With --max-concurrency alone the load is closed: a request is sent when an earlier one has ended."
     ),
 )
-_GOALS = Group.create_ordered("Goals", help="What counts as good, and how much load stays good.")
+_GOALS = Group.create_ordered("Goals", help="When a request counts as good, and which load stays good.")
 _RESULTS = Group.create_ordered("Results", help="Where figures go, besides the table.")
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class EndpointSettings(CheckedSettings):
-    """The server."""
+    """The server that is measured."""
 
     base_url: Annotated[str, Parameter(group=_ENDPOINT)] = "http://127.0.0.1:8000"
-    "Where it is, with or without /v1."
+    "Address of the server, with or without /v1."
     model: Annotated[str | None, Parameter(group=_ENDPOINT)] = None
-    "The model's name there; unset: the first that /v1/models lists."
+    "Name of the model on the server; unset: the first that /v1/models lists."
     endpoint_type: Annotated[EndpointType, Parameter(group=_ENDPOINT)] = "completions"
     "completions sends token ids, of exact number; chat sends words, one a token or nearly so."
     api_key: Annotated[str | None, Parameter(group=_ENDPOINT, show_default=False)] = field(default=None, repr=False)
-    "Sent as a bearer token; better set as MOESTRO_API_KEY than shown in the process list."
+    "Bearer token of all requests. MOESTRO_API_KEY keeps it out of the process list."
     timeout: Annotated[float, above(0), Parameter(group=_ENDPOINT)] = 600.0
     "Seconds after which a request without a whole answer has failed."
 
@@ -63,7 +63,7 @@ class EndpointSettings(CheckedSettings):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class RequestSettings(CheckedSettings):
-    """The requests."""
+    """The requests of a run."""
 
     dataset_name: Annotated[DatasetName, Parameter(group=_REQUESTS)] = "random"
     (
@@ -73,7 +73,7 @@ class RequestSettings(CheckedSettings):
     dataset_path: Annotated[Path | None, Parameter(group=_REQUESTS)] = None
     "A trace (.jsonl, .csv, ShareGPT's .json; also .zst), its form told by its fields, or ServeGen's clients."
     num_prompts: Annotated[int | None, at_least(1), Parameter(group=_REQUESTS)] = None
-    "How many requests: by default 200, or the whole trace."
+    "Number of requests; unset: 200, or the whole trace."
     length_shape: Annotated[Shape | None, Parameter(group=_REQUESTS)] = None
     "Draw --num-prompts of the trace's lengths so that their prompts have one of Gimbal's five shapes."
     random_input_len: Annotated[int, at_least(1), Parameter(group=_REQUESTS)] = 256
@@ -87,9 +87,9 @@ class RequestSettings(CheckedSettings):
     ignore_eos: Annotated[bool, Parameter(group=_REQUESTS)] = True
     "Ask for answers of exact length; servers that refuse the field want --no-ignore-eos."
     skip_too_long: Annotated[bool, Parameter(group=_REQUESTS, negative=())] = False
-    "Leave out a trace's requests that the model's context cannot hold, rather than refuse to start."
+    "Leave out a trace's requests that the model's context cannot hold. Unset: the run is refused if there are any."
     seed: Annotated[int, at_least(0), Parameter(group=_REQUESTS)] = 0
-    "Of prompts and arrivals. A second run with the same seed finds the first one's prompts in the server's cache."
+    "Random seed of prompts and arrivals. A second run with the same seed finds its prompts in the server's cache."
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,11 +135,11 @@ class GoalSettings(CheckedSettings):
     """Objectives."""
 
     goodput: Annotated[tuple[str, ...], Parameter(group=_GOALS, consume_multiple=True)] = ()
-    "What a good request meets, in milliseconds: ttft:500 tpot:50 e2e:10000, any of them."
+    "Upper bounds of a good request, in milliseconds: ttft:500 tpot:50 e2e:10000, any of them."
     find_rate: Annotated[bool, Parameter(group=_GOALS, negative=())] = False
     "Search the highest rate at which --slo-share of the requests are good, starting at --request-rate or a guess."
     slo_share: Annotated[float, above(0, at_most=1), Parameter(group=_GOALS)] = 0.9
-    "The share, 0 to 1. A failed request is not good."
+    "Share of requests that must be good, 0 to 1. A failed request is not good."
     rate_tolerance: Annotated[float, above(0), Parameter(group=_GOALS)] = 0.05
     "Stop the search when the rate is known to this fraction."
     max_probes: Annotated[int, at_least(1), Parameter(group=_GOALS)] = 12
@@ -154,18 +154,18 @@ class GoalSettings(CheckedSettings):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ResultSettings:
-    """Files."""
+    """The files of results."""
 
     json: Annotated[Path | None, Parameter(group=_RESULTS)] = None
-    "Write figures and conditions here."
+    "Write figures and conditions to this file."
     save_detailed: Annotated[bool, Parameter(group=_RESULTS, negative=())] = False
-    "Put each request's times into --json too."
+    "Write the times of each request to --json, too."
     plot: Annotated[Path | None, Parameter(group=_RESULTS)] = None
-    "Draw the latencies here (.png, .svg or .pdf); needs matplotlib: pip install 'moestro[plots]'."
+    "Draw the latencies into this file (.png, .svg or .pdf); needs matplotlib: pip install 'moestro[plots]'."
 
     def __post_init__(self) -> None:
         for flag, path in (("--json", self.json), ("--plot", self.plot)):
-            # Before anything runs: a result that cannot be written is not worth waiting for.
+            # Checked before the run, because a result that cannot be written is not worth waiting for.
             if path is not None and not path.resolve().parent.is_dir():
                 raise ConfigError(f"{flag} {path}: there is no directory {path.parent}")
         if self.plot is not None and self.plot.suffix not in {".png", ".svg", ".pdf"}:

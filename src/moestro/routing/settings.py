@@ -1,23 +1,38 @@
-"""What a router is told: once, and of each engine."""
+"""The settings of a router and of each engine behind it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import msgspec
+from cyclopts import Parameter
 
-from moestro.core.setting_checks import above, at_least, check_settings
+from moestro.core.setting_checks import CheckedSettings, above, at_least, check_settings
+from moestro.routing.policies.registry import ROUTING
+
+_ROUTE_POLICY = f"""Which engine gets a request: {", ".join(ROUTING)}; with settings (bailian:hit_weight=0.5),
+or FILE.py:NAME, a policy of your own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutePolicySettings(CheckedSettings):
+    """The routing policy that an operator chooses."""
+
+    route_policy: Annotated[str, Parameter(help=_ROUTE_POLICY)] = "moestro"
+    route_score: str | None = None
+    "In place of a policy: an expression over indicators, the lowest wins: 'p_tokens * (batch_size + 1)'."
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router is told once.
+    """A router's own settings.
 
     Attributes:
         block_size: tokens of one KV block, the engines' own.
         max_num_queued: requests that may wait in one engine; None: no bound here. The engines keep the same bound, but
-            answer between two steps, which is late for a refusal.
-        seed: of the draws.
-        index_bytes: memory for what the engines' caches hold.
+            refuse only between two steps.
+        seed: random seed of draws between equals.
+        index_bytes: memory of the index of the engines' caches.
         predicted_expiry_s: age at which a prediction of what a cache holds is dropped.
     """
 
@@ -34,11 +49,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an engine before it says anything.
+    """An engine, as the router knows it before the first message.
 
     Attributes:
-        num_blocks: that its KV cache holds; None: not known.
-        speed: relative to the others'.
+        num_blocks: blocks of the KV cache; None: unknown.
+        speed: relative to the other engines.
     """
 
     num_blocks: int | None = None

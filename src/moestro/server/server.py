@@ -109,7 +109,7 @@ class _Server:
     @contextlib.asynccontextmanager
     async def _cluster(self) -> AsyncIterator[_Cluster]:
         """Engines whose processes are started; none of them outlives the block."""
-        processes, scheduler = self._settings.processes, self._settings.scheduler
+        processes, scheduler, routing = self._settings.processes, self._settings.scheduler, self._settings.routing
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(private_directory())
             address = f"ipc://{directory / 'ranks'}"
@@ -118,7 +118,7 @@ class _Server:
             settings = RouterSettings(
                 block_size=self._settings.model.block_size, max_num_queued=scheduler.max_num_queued_reqs
             )
-            router = Router(policy_from(processes.route_policy, processes.route_score), settings)
+            router = Router(policy_from(routing.route_policy, routing.route_score), settings)
             for _ in range(processes.engines):
                 router.add_engine()
             engines = Engines(router, wire.send, metrics)
@@ -231,7 +231,7 @@ class _Server:
             kv_offloading_size=settings.model.kv_offloading_size,
             limits=asdict(settings.scheduler),
             stepping=asdict(settings.stepping),
-            route_policy=settings.processes.route_score or settings.processes.route_policy,
+            route_policy=settings.routing.route_score or settings.routing.route_policy,
             clocks=read_clocks(),
         )
         record.write(header)

@@ -1,6 +1,6 @@
-"""What a simulation is told: frozen settings from a TOML file, in which an unknown key is an error.
+"""The settings of a simulation, from a TOML file in which an unknown key is an error.
 
-Beside each key stands what it means; `examples/` has whole files to read.
+`examples/` has whole files to read.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ Pattern = Literal["trace", "poisson", "gamma", "weibull", "constant"]
 
 
 class WorkloadSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What comes in: a trace, generated sessions, or requests of one size. Exactly one of the three.
+    """The workload: a trace, generated sessions, or requests of one size. Exactly one of the three.
 
     Attributes:
         trace: a file that `workload.traces` reads; a relative path is looked for beside the configuration.
         sessions: a shape of `workload.session_shapes`; turns come when the answer before them has ended.
-        prompt_tokens, output_tokens: of requests that are all alike.
-        num_requests: how many; of a trace: at most the first so many.
+        prompt_tokens, output_tokens: sizes of requests that are all alike.
+        num_requests: number of requests; of a trace, the first ones.
         arrivals: trace: at the trace's own times; else at random times, or regular ones, `rate` requests a second.
-        rate: requests a second. Of a trace at its own times: these are stretched to it.
-        burstiness: of gamma and Weibull arrivals, their shape parameter; below 1 in bursts.
+        rate: requests a second. The times of a trace are stretched to it.
+        burstiness: shape parameter of gamma and Weibull arrivals; below 1, requests come in bursts.
         shape: the mix of lengths is drawn anew in one of Gimbal's five shapes.
-        ls_share: of requests that are latency-sensitive, drawn at random; unset: as the workload says.
-        max_tokens: what clients ask for; unset: the longest answer of all.
+        ls_share: share of latency-sensitive requests, drawn at random; unset: as in the workload.
+        max_tokens: `max_tokens` of every request; unset: the longest answer of all.
     """
 
     PLACE: ClassVar[str] = "[workload] "
@@ -78,17 +78,17 @@ class WorkloadSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(SchedulerLimits, CacheSettings):
-    """The engines, all alike, and what one step of them costs.
+    """The engines, all alike, and the cost of their steps.
 
     Attributes:
         count: groups of `ep_ranks` ranks each; the router sees every rank as an engine.
         ep_ranks: ranks that share the experts and keep step.
-        gpu, network: whose steps are priced, by the names that `cost` knows.
+        gpu, network: GPU and network of the priced steps, by the names in `cost`.
         engine: `qllm`: priced as QLLM's engine with that network in 4 bits, whatever the GPU; num_blocks is then to be
             given. Unset: a roofline.
         table: a file that `moestro calibrate` wrote, in place of these; num_blocks is then to be given.
-        host_step_us, host_sequence_us: what the engine's own code adds to a step, and for each sequence in it; unset:
-            vLLM's, as `cost` has it.
+        host_step_us, host_sequence_us: time that the engine's own code adds to a step, and for each sequence in it;
+            unset: vLLM's, as `cost` has it.
         gpu_memory_utilization: the share of the GPU's memory that the engine takes.
         num_blocks: KV blocks of a rank; unset: what fits beside the weights.
     """
@@ -127,11 +127,11 @@ class PolicySettings(SteppingSettings, SchedulerPolicies):
     In `preemptive` mode every stage is an event, so a simulation takes longer, and the time of prefill is not known.
 
     Attributes:
-        name: in tables; unset: the routing policy's.
-        route: which engine gets a request.
+        name: title in tables; unset: the routing policy's name.
+        route: routing policy.
         max_num_urgent_seqs: places of each engine beside its max_num_seqs, which latency-sensitive requests alone may
             take; unset: none in `fused` mode and as many again in `preemptive` mode, as in `moestro serve`.
-        signals: what the router hears, and how late; unset: the file's [signals].
+        signals: signals that reach the router, and their delays; unset: the file's [signals].
     """
 
     PLACE: ClassVar[str | None] = "[[policies]] "
@@ -142,21 +142,21 @@ class PolicySettings(SteppingSettings, SchedulerPolicies):
     signals: SignalSettings | None = None
 
     def check_prices(self, engines: EngineSettings) -> None:
-        """Raise ConfigError if what `engines` say of the cost of a step does not do for the mode."""
+        """Raise ConfigError if the mode needs other prices than those of `engines`."""
         if self.mode == "preemptive" and (engines.table is not None or engines.ep_ranks > 1):
             raise ConfigError(
                 "[[policies]] mode = 'preemptive' wants prices of stages, of ranks on their own: no table, ep_ranks 1"
             )
 
     def num_urgent_seqs(self, max_num_seqs: int) -> int:
-        """`max_num_urgent_seqs`, or what it is where it is unset."""
+        """`max_num_urgent_seqs`, or its default for the mode."""
         if self.max_num_urgent_seqs is not None:
             return self.max_num_urgent_seqs
         return max_num_seqs if self.mode == "preemptive" else 0
 
     @property
     def title(self) -> str:
-        """What tables call it."""
+        """The name in tables."""
         return self.name or self.route
 
 
@@ -174,13 +174,12 @@ class SloSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class SimSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of a simulation.
+    """All settings of a simulation.
 
     Attributes:
-        seed: of everything drawn.
-        workload, engines, signals: see there.
-        policies: one run each; the first is what the others are compared with.
-        slos: what a request must meet to count as good.
+        seed: random seed of every draw.
+        policies: one run for each; the others are compared with the first.
+        slos: bounds of a good request.
     """
 
     PLACE: ClassVar[str] = ""
@@ -204,10 +203,10 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def read_settings(path: Path) -> SimSettings:
-    """The simulation that a TOML file describes.
+    """Read the simulation that a TOML file describes.
 
     Raises:
-        ConfigError: it cannot be read, a key or value is not allowed; the text names the file and the key.
+        ConfigError: the file cannot be read, or a key or value is not allowed; the text names the file and the key.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -234,7 +233,7 @@ def _refuse_unknown(table: Mapping[str, object], kind: type[CheckedSettings], pl
 
 
 def _in_words(text: str) -> str:
-    """msgspec's message with TOML's way of naming a place."""
+    """Rewrite msgspec's message with the place as TOML writes it."""
     what, _, where = text.partition(" - at `$")
     place = where.removesuffix("`").removeprefix(".").replace("[...]", "")
     return f"{what} in [{place}]" if place else what

@@ -1,4 +1,4 @@
-"""Flags of both servers: how much one key or one address may ask, and which web pages may ask at all."""
+"""Limits for each key and address, and CORS: settings of both servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cyclopts import Group, Parameter
 from moestro.core.setting_checks import CheckedSettings, at_least
 from moestro.errors import ConfigError
 
-_ACCESS = Group("Access", help="How much one client may ask, and which web pages may ask.")
+_ACCESS = Group("Access", help="Limits for each client, and the web pages that may send requests.")
 
 
 @Parameter(name="*")
@@ -19,15 +19,15 @@ class AccessSettings(CheckedSettings):
     """Limits for each client, and CORS. None means no limit."""
 
     max_requests_per_minute_per_key: Annotated[int | None, at_least(1), Parameter(group=_ACCESS)] = None
-    "Requests that may come with one key in a minute; one more is refused with 429 and Retry-After. Needs --api-key."
+    "Requests with one key in a minute; one more is refused with 429 and Retry-After. Needs --api-key."
     max_requests_per_minute_per_address: Annotated[int | None, at_least(1), Parameter(group=_ACCESS)] = None
-    "The same for one client address. IPv6 addresses count by their /64 network; behind a proxy all have its address."
+    "Requests of one client address in a minute. IPv6 addresses count by their /64 network; a proxy counts as one."
     max_concurrent_requests_per_key: Annotated[int | None, at_least(1), Parameter(group=_ACCESS)] = None
-    "Requests with one key that may be answered at a time; one more is refused with 429. Needs --api-key."
+    "Requests with one key that run at a time; one more is refused with 429. Needs --api-key."
     max_connections_per_address: Annotated[int | None, at_least(1), Parameter(group=_ACCESS)] = None
     "Connections of one client address at a time; one more is refused with 503."
     allowed_origins: Annotated[tuple[str, ...], Parameter(group=_ACCESS, consume_multiple=True, json_list=True)] = ()
-    "Web pages that may ask, by CORS: origins such as https://chat.example, or *. Unset: no answer has CORS headers."
+    "Web pages that may send requests, by CORS: origins such as https://chat.example, or *. Unset: no CORS headers."
     allowed_methods: Annotated[tuple[str, ...], Parameter(group=_ACCESS, consume_multiple=True, json_list=True)] = (
         "*",
     )
@@ -37,7 +37,7 @@ class AccessSettings(CheckedSettings):
     )
     "Headers that these pages may send."
     allow_credentials: Annotated[bool, Parameter(group=_ACCESS)] = False
-    "Let these pages send cookies and the like; needs origins by name."
+    "Let these pages send credentials such as cookies; needs origins by name."
 
     def __post_init__(self) -> None:
         super().__post_init__()
