@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from moestro.cli.app import ORIGINS, app
+from moestro.cli.extras import require_extra
 from moestro.config.config_sources import config_lines
 from moestro.config.serve_settings import CONFIG_GROUP, ServeSettings, with_derived
 
@@ -31,6 +32,8 @@ def serve(
     if print_config:
         print("\n".join(config_lines(settings, ORIGINS)))
         return
+    # A paced device without arithmetic computes nothing, so a tokenizer is enough.
+    require_extra("tokenizer" if settings.pacing.paced_arithmetic == "none" else "serve", "moestro serve")
     from moestro.server.checkpoint import locate_model
     from moestro.server.server import serve as run
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 from cyclopts import Parameter
 
-from moestro.core.policy_registry import make_policy, parse_policy
 from moestro.core.setting_checks import CheckedSettings, at_least, name_of
-from moestro.engine.policies.batching import BATCHING, BatchPolicy
-from moestro.engine.policies.eviction import EVICTION, EvictPolicy, make_evict_policy
-from moestro.engine.policies.ordering.contract import OrderPolicy
-from moestro.engine.policies.ordering.registry import ORDERING
+from moestro.engine.policy_contract import BatchPolicy, EvictPolicy, OrderPolicy
+from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
 from moestro.errors import ConfigError
 
 
@@ -31,13 +27,9 @@ def make_policies(order: str, batch: str, evict: str) -> Policies:
     Raises:
         ConfigError: they are unknown, or do not go together.
     """
-    made = Policies(
-        make_policy("scheduling_policy", ORDERING, *parse_policy("scheduling_policy", order)),
-        make_policy("batch_policy", BATCHING, *parse_policy("batch_policy", batch)),
-        make_evict_policy(evict),
-    )
+    made = Policies(ORDER_POLICIES.make(order), BATCH_POLICIES.make(batch), EVICT_POLICIES.make(evict))
     if made.evict.makes_way and not made.order.puts_ls_first:
-        first = [name for name, entry in ORDERING.items() if entry.make().puts_ls_first]
+        first = [name for name in ORDER_POLICIES.names() if ORDER_POLICIES.make(name).puts_ls_first]
         raise ConfigError(
             f"evict_policy {evict!r} preempts best-effort sequences for latency-sensitive requests, so these must come"
             f" first: it goes with scheduling_policy {' or '.join(first)}, not with {order}"
@@ -45,10 +37,9 @@ def make_policies(order: str, batch: str, evict: str) -> Policies:
     return made
 
 
-def _policy(question: str, known: Mapping[str, Any]) -> Parameter:
-    """The help of a setting that names a policy: what each policy does."""
-    text = "\n\n".join([question, *(f"* {name}: {entry.description}" for name, entry in known.items())])
-    return Parameter(help=text, show_choices=False)
+_ORDER = f"Which waiting request is next (sjf:theta_age_s=2).\n\n{ORDER_POLICIES.help_text()}"
+_BATCH = f"Which sequences enter the next step (qllm:max_batch=16).\n\n{BATCH_POLICIES.help_text()}"
+_EVICT = f"Which sequence frees its KV where blocks run out; or FILE.py:NAME.\n\n{EVICT_POLICIES.help_text()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +69,9 @@ class SchedulerLimits(CheckedSettings):
 class SchedulerPolicies(CheckedSettings):
     """The policies of one rank's scheduler, by name."""
 
-    scheduling_policy: Annotated[
-        str, _policy("Which waiting request is next, settings after a colon (sjf:theta_age_s=2).", ORDERING)
-    ] = "fcfs"
-    batch_policy: Annotated[str, _policy("Which sequences enter the next step (qllm:max_batch=16).", BATCHING)] = (
-        "decode_first"
-    )
-    evict_policy: Annotated[
-        str, _policy("Which sequence frees its KV where blocks run out; or FILE.py:NAME.", EVICTION)
-    ] = "last_in_order"
+    scheduling_policy: Annotated[str, Parameter(help=_ORDER)] = "fcfs"
+    batch_policy: Annotated[str, Parameter(help=_BATCH)] = "decode_first"
+    evict_policy: Annotated[str, Parameter(help=_EVICT)] = "last_in_order"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from cyclopts import Parameter
+
 from moestro.core.setting_checks import CheckedSettings, at_least
 from moestro.core.views import StepPolicy
-from moestro.flow.policies.registry import make_step_policy
+from moestro.flow.registry import STEP_POLICIES, make_step_policy
 
 Mode = Literal["fused", "preemptive"]
+
+_STEP = f"In preemptive mode, what runs next; or FILE.py:NAME.\n\n{STEP_POLICIES.help_text()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +26,7 @@ class SteppingSettings(CheckedSettings):
         ' "service_class": "ls" comes, and goes on from there later; requests that do not say are "ls". With'
         " --scheduling-policy qllm --evict-policy least_computed_be_first they also come first where KV is scarce."
     )
-    step_policy: str = "qllm"
-    "In preemptive mode, what runs next. qllm: ls requests first; in_order: nobody is preempted; or FILE.py:NAME."
+    step_policy: Annotated[str, Parameter(help=_STEP)] = "qllm"
     pass_decodes: bool = False
     (
         'In preemptive mode, "ls" requests pass a step of "be" requests for each of their tokens, not for the first'

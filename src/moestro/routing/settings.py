@@ -9,17 +9,16 @@ import msgspec
 from cyclopts import Parameter
 
 from moestro.core.setting_checks import CheckedSettings, above, at_least, check_settings
-from moestro.routing.policies.registry import ROUTING
+from moestro.routing.registry import ROUTE_POLICIES
 
-_ROUTE_POLICY = f"""Which engine gets a request: {", ".join(ROUTING)}; with settings (bailian:hit_weight=0.5),
-or FILE.py:NAME, a policy of your own."""
+_HELP = f"Which engine gets a request (bailian:hit_weight=0.5); or FILE.py:NAME.\n\n{ROUTE_POLICIES.help_text()}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutePolicySettings(CheckedSettings):
     """The routing policy that an operator chooses."""
 
-    route_policy: Annotated[str, Parameter(help=_ROUTE_POLICY)] = "moestro"
+    route_policy: Annotated[str, Parameter(help=_HELP)] = "moestro"
     route_score: str | None = None
     "In place of a policy: an expression over indicators, the lowest wins: 'p_tokens * (batch_size + 1)'."
 

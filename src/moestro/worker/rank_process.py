@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from typing import NoReturn
 
 from moestro.config.launch_spec import STACK_DUMP, LaunchSpec, read_launch_spec
+from moestro.config.user_code import accept_user_code
 from moestro.core.stages import StagedDevice
 from moestro.core.work import Device
 from moestro.engine.cache_events import CacheEvents
@@ -40,6 +41,7 @@ def run_process(build: Callable[[LaunchSpec, OnPhase], tuple[Rank, ModelInfo]]) 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API server decides when to leave
     faulthandler.enable()
     faulthandler.register(STACK_DUMP)  # needs no interpreter lock: it also works while the main loop hangs in a kernel
+    accept_user_code()
     spec = read_launch_spec(sys.stdin.buffer)
     logging.basicConfig(level=spec.log_level.upper(), format=f"%(levelname)s engine {spec.rank}: %(message)s")
     channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno())
