@@ -156,3 +156,14 @@ def test_the_last_words_of_an_engine_that_was_removed_are_not_its_successors():
     one.keeps_candidates = True
     decision = one.submit(request("r", block_hashes=bytes(16), num_prompt_tokens=20), 2)
     assert decision.candidates.hit_tokens.tolist() == [0, 0]
+
+
+def test_an_excluded_engine_gets_nothing_and_stays_in_rotation():
+    two = router(2, "least_loaded", max_num_queued=1)
+    assert [two.submit(request("a"), 0, exclude={0}).engine] == [1]
+    with pytest.raises(QueueFullError, match="1 waiting"):
+        two.submit(request("b"), 0, exclude={0})
+    with pytest.raises(NoEngineError):
+        two.submit(request("b"), 0, exclude={0, 1})
+    assert two.num_routable == 2
+    assert submit(two, "b") == [0]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import numpy as np
-from scipy.stats import t as student_t
 
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_named
@@ -19,6 +19,7 @@ from moestro.repro.lmetric.loads import Source, generated_sources, trace_sources
 from moestro.repro.lmetric.predictions import Watched, predictor
 from moestro.repro.lmetric.prefix_classes import WatchedClasses
 from moestro.repro.lmetric.testbed import Measured, Testbed, measured, paired_interval, run, saturation_rate, signals_of
+from moestro.repro.student_t import student_t_quantile
 from moestro.routing.indicators import batch_size, hit_ratio, num_tokens, p_tokens
 from moestro.routing.policies.filtered import LowestTtft
 from moestro.routing.policy_contract import Needs, RoutePolicy
@@ -367,7 +368,5 @@ def _pairs(load: str, share: float, runs: dict[str, list[Measured]]) -> Iterator
     for figure, of in FIGURES.items():
         values = {name: [of(each) for each in measures] for name, measures in runs.items()}
         other = min((name for name in values if name != OUR_POLICY), key=lambda name: float(np.mean(values[name])))
-        mean, low, high = paired_interval(
-            values[OUR_POLICY], values[other], lambda freedom: float(student_t.ppf(0.975, freedom))
-        )
+        mean, low, high = paired_interval(values[OUR_POLICY], values[other], partial(student_t_quantile, 0.975))
         yield Pair(load=load, share=share, figure=figure, other=other, mean=mean, low=low, high=high)
