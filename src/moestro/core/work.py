@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.load_figures import PassCounts
 from moestro.core.request import TokenLogprobs
 
 Int32s = NDArray[np.int32]
@@ -197,24 +198,6 @@ class Device(Protocol):
     def ready_at_ns(self) -> int | None:
         """When the oldest unfinished item will be ready; None: nothing is running, or only the hardware knows."""
         ...
-
-
-class PassCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """How often and for how long best-effort units were passed over, since an executor's start.
-
-    Attributes:
-        num_passes: plans that ran ahead of best-effort units which had entered earlier and could have run.
-        num_withdrawals: times that the device was told to give back what it had not begun.
-        num_parked_tokens: tokens of the units that are passed over now.
-        max_parked_tokens: the most that there were.
-        passed_over_ns: time in which any unit was passed over; a stretch is added when it is over.
-    """
-
-    num_passes: int = 0
-    num_withdrawals: int = 0
-    num_parked_tokens: int = 0
-    max_parked_tokens: int = 0
-    passed_over_ns: int = 0
 
 
 class Executor(Protocol):

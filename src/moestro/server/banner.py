@@ -11,7 +11,8 @@ from rich.panel import Panel
 from rich.table import Table
 
 from moestro import __version__
-from moestro.wire.messages import ModelInfo, Phase
+from moestro.core.model_info import ModelInfo
+from moestro.wire.messages import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 
 from moestro.core.hashing import hash_blocks, hash_key
+from moestro.core.model_info import ModelInfo
 from moestro.core.request import Request, SamplingDefaults, SamplingParams
 from moestro.errors import PromptTooLongError, RequestError, shown
 from moestro.server.validation import ChatAsk, CompletionAsk, Options, parse_chat, parse_completion
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.errors import UnknownModelError
-from moestro.wire.messages import ModelInfo
 
 MAX_SCORES = 1_000_000  # log probabilities of prompts in one answer
 

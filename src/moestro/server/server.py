@@ -19,6 +19,7 @@ from rich.console import Console
 from moestro import __version__
 from moestro.config.launch_spec import LaunchSpec
 from moestro.config.serve_settings import ServerSettings, ServeSettings
+from moestro.core.model_info import ModelInfo
 from moestro.errors import DrainingError, EngineDiedError
 from moestro.routing.policies.registry import policy_from
 from moestro.routing.router import Router
@@ -44,7 +45,6 @@ from moestro.web.connections import bound_socket, listen
 from moestro.web.ending import Ending
 from moestro.web.middleware import Gate
 from moestro.web.record_file import RecordFile, read_clocks
-from moestro.wire.messages import ModelInfo
 from moestro.workload.request_record import Header, RecordedRequest
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from moestro.config.launch_spec import LaunchSpec
 from moestro.config.serve_settings import PACED_QLLM, ModelSettings, PacedSettings
+from moestro.core.model_info import ModelInfo
 from moestro.core.request import TokenLogprobs
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, BlockMoves, Device, Forward, StepResult, Units
 from moestro.cost.capacity import kv_blocks
@@ -31,7 +32,6 @@ from moestro.cost.staged_engines import QLLM, StagedEngine, in_4_bits
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.engine.rank import Rank
 from moestro.errors import ConfigError, InvariantError
-from moestro.wire.messages import ModelInfo
 from moestro.worker.rank_process import make_preemptive_rank, make_rank
 
 logger = logging.getLogger(__name__)

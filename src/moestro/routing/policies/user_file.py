@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from moestro.core.load_figures import ROUTED_FIGURES
 from moestro.core.user_code import load_policy
-from moestro.core.views import FIGURES
 from moestro.errors import ConfigError
 from moestro.routing.policies.contract import Needs, RouteEvent, RoutePolicy, RouteView
 from moestro.routing.policies.scoring import Scored
@@ -18,7 +18,7 @@ from moestro.routing.policies.trial import try_once
 
 logger = logging.getLogger(__name__)
 
-_ANYTHING = Needs(hits=True, figures=FIGURES, otherwise="what the file does")
+_ANYTHING = Needs(hits=True, figures=ROUTED_FIGURES, otherwise="what the file does")
 
 
 def user_policy(path: Path, name: str) -> RoutePolicy:
