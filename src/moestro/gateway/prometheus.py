@@ -38,7 +38,7 @@ class RouteExposition:
 
     def __init__(self, fleet: Fleet, counts: Counts) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Figures(fleet, counts))
+        self._registry.register(RouteCollector(fleet, counts))
         ProcessCollector(registry=self._registry)
 
     def add(self, collector: Collector) -> None:
@@ -50,7 +50,7 @@ class RouteExposition:
         return generate_latest(self._registry)
 
 
-class _Figures(Collector):
+class RouteCollector(Collector):
     """Makes Prometheus' families of our numbers, at every scrape."""
 
     def __init__(self, fleet: Fleet, counts: Counts) -> None:
@@ -58,6 +58,7 @@ class _Figures(Collector):
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
+        """Yield all figures as they are now."""
         engines = list(self._fleet)
         yield from self._of_engines(engines)
         yield from self._of_all(engines)

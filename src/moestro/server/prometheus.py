@@ -41,7 +41,7 @@ class Exposition:
 
     def __init__(self, sources: Sources) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Figures(sources))
+        self._registry.register(ServerCollector(sources))
         ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:
@@ -75,7 +75,7 @@ _OWN_COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
 _LABELS = ("model_name", "engine")
 
 
-class _Figures(Collector):
+class ServerCollector(Collector):
     """Makes Prometheus' families of our numbers, at every scrape."""
 
     def __init__(self, sources: Sources) -> None:
@@ -83,6 +83,7 @@ class _Figures(Collector):
         self._label_values = [(sources.model_name, str(i)) for i in range(len(sources.metrics.engines))]
 
     def collect(self) -> Iterator[Metric]:
+        """Yield all figures as they are now."""
         for prefix in ("moestro", "vllm"):
             yield from self._shared(prefix)
         yield from self._own()
