@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.load_figures import PassCounts
-from moestro.core.request import TokenLogprobs
+from moestro.core.request import SAMPLING_RANGES, SamplingParams, TokenLogprobs
 
 Int32s = NDArray[np.int32]
 Slots = NDArray[np.int64]  # NumPy's own width of an index: a narrower one is converted at every look-up
@@ -23,16 +23,11 @@ Slots = NDArray[np.int64]  # NumPy's own width of an index: a narrower one is co
 # PROMPT: those of every token, to report the log probability of the prompt token after it.
 LOGITS_NONE, LOGITS_LAST, LOGITS_PROMPT = 0, 1, 2
 
-# One sequence's sampling parameters as a row; -1 in a logprobs column: none wanted.
+_DEFAULTS = SamplingParams()
+# One sequence's sampling parameters as a row; -1 in a logprobs column means none wanted.
 SAMPLING_ROW = np.dtype(
     [
-        ("temperature", np.float32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("presence_penalty", np.float32),
-        ("frequency_penalty", np.float32),
-        ("repetition_penalty", np.float32),
-        ("top_k", np.int32),
+        *((name, np.int32 if type(getattr(_DEFAULTS, name)) is int else np.float32) for name in SAMPLING_RANGES),
         ("num_logprobs", np.int32),
         ("num_prompt_logprobs", np.int32),
         ("seed", np.uint64),
