@@ -20,7 +20,7 @@ def _build(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
     if spec.stepping.mode == "preemptive" and spec.paced is None:
         return _build_preemptive(spec, on_phase)
     model = spec.model
-    if spec.paced is not None:  # the demo network computes, in as many blocks as the device that is played has
+    if spec.paced is not None:  # the demo network computes, with as many blocks as the modelled device has
         model = replace(model, num_gpu_blocks_override=num_blocks_of(spec.paced, model))
     opened: tuple[Device, ModelInfo] = open_device(model, on_phase, spec.rank)
     device, info = opened
