@@ -30,7 +30,7 @@ class _Sum:
 
 
 @dataclass(frozen=True, slots=True)
-class _Totals:
+class _EngineTotals:
     """Totals of one engine at one moment.
 
     Attributes:
@@ -62,7 +62,7 @@ class StatLines:
             if load.num_running or load.num_waiting or old != new
         ]
 
-    def _totals(self) -> list[_Totals]:
+    def _totals(self) -> list[_EngineTotals]:
         return [_totals_of(m, load) for m, load in zip(self._metrics.engines, self._engines.loads, strict=True)]
 
 
@@ -77,10 +77,10 @@ async def log_forever(lines: StatLines) -> None:
         then = now
 
 
-def _totals_of(metrics: EngineMetrics, load: LoadFigures) -> _Totals:
+def _totals_of(metrics: EngineMetrics, load: LoadFigures) -> _EngineTotals:
     histograms = {"queue": metrics.queue_s, "TTFT": metrics.first_token_s, "TPOT": metrics.mean_gap_s}
     values = figure_values(load)
-    return _Totals(
+    return _EngineTotals(
         num_prompt=metrics.num_prompt_tokens,
         num_generated=metrics.num_generated_tokens,
         counters={name: values[name] for name, spec in FIGURES.items() if spec.kind is FigureKind.COUNTER},
@@ -92,10 +92,10 @@ def _totals_of(metrics: EngineMetrics, load: LoadFigures) -> _Totals:
     )
 
 
-def _since(old: _Totals, new: _Totals) -> _Totals:
+def _since(old: _EngineTotals, new: _EngineTotals) -> _EngineTotals:
     """The difference; the counters of a rank that was started again begin at 0."""
     is_new_rank = any(new.counters[name] < value for name, value in old.counters.items())
-    return _Totals(
+    return _EngineTotals(
         new.num_prompt - old.num_prompt,
         new.num_generated - old.num_generated,
         {name: value - (0 if is_new_rank else old.counters[name]) for name, value in new.counters.items()},
@@ -103,7 +103,7 @@ def _since(old: _Totals, new: _Totals) -> _Totals:
     )
 
 
-def _line(engine: int, load: LoadFigures, gained: _Totals, seconds: float) -> str:
+def _line(engine: int, load: LoadFigures, gained: _EngineTotals, seconds: float) -> str:
     values, counters = figure_values(load), gained.counters
     shown = [spec.log_format.format(values[name]) for name, spec in FIGURES.items() if spec.log_format is not None]
     num_queried, num_hit, num_passes = (counters[n] for n in ("num_queried_tokens", "num_hit_tokens", "num_passes"))
