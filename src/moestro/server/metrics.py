@@ -1,4 +1,4 @@
-"""What the front door counts: plain numbers on the hot path; `exposition.py` gives them names."""
+"""Counters of the API server: plain numbers on the hot path, which `prometheus.py` names."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class _Moment:
 
     Attributes:
         at_ns: when; it has read its inbox until then.
-        load: its figures then.
+        load: the figures of the engine at that time.
         num_held: KV blocks held by sequences, before those of a jump.
         ends: boundaries of the jump, which may still be cut short; None: a single step, or nothing.
         computed, capacity: int32[n], of the sequences in the jump: tokens with KV, tokens for which there are blocks.
