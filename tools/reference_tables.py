@@ -18,6 +18,10 @@ from pathlib import Path
 from flag_lists import flags_of
 from metric_tables import kv_event_metrics, own_metrics, route_metrics, shared_metrics
 
+from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
+from moestro.flow.registry import STEP_POLICIES
+from moestro.routing.registry import ROUTE_POLICIES
+
 DOCS = Path(__file__).parents[1] / "docs"
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -27,6 +31,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "other metrics of moestro serve": own_metrics,
     "metrics of moestro route": route_metrics,
     "metrics of KV events": kv_event_metrics,
+    "route policies": ROUTE_POLICIES.table,
+    "order policies": ORDER_POLICIES.table,
+    "batch policies": BATCH_POLICIES.table,
+    "evict policies": EVICT_POLICIES.table,
+    "step policies": STEP_POLICIES.table,
 }
 
 _MARKED = re.compile(r"(<!-- generated: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
