@@ -38,8 +38,8 @@ import zstandard
 from engine import DEMO, make_random_model, spread
 from serving import MOESTRO, Server, started
 
-from moestro.loadgen.client import Client, Endpoint
-from moestro.loadgen.load import Load, run_load
+from moestro.loadgen.client import BenchClient, Endpoint
+from moestro.loadgen.load import BenchLoad, run_load
 from moestro.loadgen.settings import EndpointSettings
 from moestro.workload.arrivals import poisson
 from moestro.workload.records import Records
@@ -132,7 +132,7 @@ def body(model: str, prompt: list[int], num_output: int, more: dict[str, object]
 
 
 async def find(settings: EndpointSettings) -> Endpoint:
-    async with Client(settings) as client:
+    async with BenchClient(settings) as client:
         return await client.find_endpoint()
 
 
@@ -140,7 +140,7 @@ def send(point: Point) -> dict[str, object]:
     """Measure one point: figures of each class, and of the whole."""
     asked, settings = draw(point), EndpointSettings(base_url=point.url)
     endpoint = uvloop.run(find(settings))
-    load = Load(
+    load = BenchLoad(
         bodies=bodies(point, asked, endpoint.model),
         num_asked_tokens=asked.num_output,
         offsets_ns=asked.offsets_ns,

@@ -19,11 +19,10 @@ import numpy as np
 
 from moestro import __version__
 from moestro.core.timeline import Timelines
-from moestro.core.views import Channel
 from moestro.sim.arrivals import AtTimes
 from moestro.sim.scenario import Scenario, make_bounds, make_prices, run
 from moestro.sim.settings import EngineSettings, PolicySettings
-from moestro.sim.signals import ChannelSettings, SignalSettings
+from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.traces import read_trace
 from moestro.workload.vllm_run import read_vllm_run
@@ -39,7 +38,9 @@ ENGINES = EngineSettings(
 BALANCER = PolicySettings(
     route="vllm-0.26",
     signals=SignalSettings(
-        channels=(ChannelSettings(figures=("num_waiting", "num_running"), channel=Channel.BROADCAST, period_ms=100),)
+        channels=(
+            ChannelSettings(figures=("num_waiting", "num_running"), channel=ReportChannel.BROADCAST, period_ms=100),
+        )
     ),
 )
 

@@ -33,12 +33,12 @@ from moestro.calibrate.shapes import (
 from moestro.calibrate.show import print_table
 from moestro.calibrate.timing import host_times, median_and_spread, times_ns
 from moestro.config.machine import machine_name
+from moestro.core.model_info import ModelInfo
 from moestro.core.work import Device, Forward
 from moestro.cost.model import Batch
 from moestro.cost.tables import FORMAT, DecodePoint, HostTimes, MeasuredCost, PrefillPoint, ShortChunksPoint, Table
 from moestro.errors import ConfigError
 from moestro.model.device import open_device
-from moestro.model.info import LoadedInfo
 from moestro.model.settings import ModelSettings
 from moestro.workload.progress import progress
 
@@ -165,7 +165,7 @@ def _check(cost: MeasuredCost, batches: list[Batch], measured: list[float]) -> l
     ]
 
 
-def _about(settings: CalibrateSettings, info: LoadedInfo, checked: list[CheckedBatch]) -> dict[str, object]:
+def _about(settings: CalibrateSettings, info: ModelInfo, checked: list[CheckedBatch]) -> dict[str, object]:
     errors = [abs(batch.error) for batch in checked]
     return {
         "kind": "measured",

@@ -26,7 +26,7 @@ class _Error(msgspec.Struct):
     message: str
 
 
-class _ErrorBody(msgspec.Struct):
+class _AdminErrorBody(msgspec.Struct):
     error: _Error
 
 
@@ -84,7 +84,7 @@ async def _from_router(request_id: str, admin_url: str, key: str | None) -> Stor
     try:
         if status == 200:
             return msgspec.json.decode(body, type=Story)
-        raise ConfigError(msgspec.json.decode(body, type=_ErrorBody).error.message)
+        raise ConfigError(msgspec.json.decode(body, type=_AdminErrorBody).error.message)
     except msgspec.MsgspecError:
         raise MoestroError(f"what answers at {admin_url} is no router of ours (status {status})") from None
 

@@ -28,7 +28,7 @@ class _Delta(msgspec.Struct):
         return bool(self.content or self.reasoning or self.reasoning_content or self.tool_calls) or self.role is None
 
 
-class _Choice(msgspec.Struct):
+class _AnswerChoice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
     finish_reason: str | None = None
@@ -45,7 +45,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] | None = None
+    choices: list[_AnswerChoice] | None = None
     usage: _Usage | None = None
     error: str | dict[str, msgspec.Raw] | None = None
     object: str | None = None
@@ -109,7 +109,7 @@ class AnswerReader:
         if chunk.choices:
             self._take_choice(chunk.choices[0], now_ns)
 
-    def _take_choice(self, choice: _Choice, now_ns: int) -> None:
+    def _take_choice(self, choice: _AnswerChoice, now_ns: int) -> None:
         if choice.finish_reason is not None:
             self._finish_reason = choice.finish_reason
         if choice.delta is None:

@@ -25,7 +25,7 @@ _LIBRARIES = ("aiohttp", "uvloop", "numpy", "msgspec")
 _HIDDEN = "***"
 
 
-class Conditions(msgspec.Struct, frozen=True, kw_only=True):
+class BenchConditions(msgspec.Struct, frozen=True, kw_only=True):
     """Where and how it was measured. `kind` is the kind of evidence: measured, or paced where the server says so."""
 
     kind: str
@@ -61,7 +61,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The whole result. A search has `found` and `probes`, and the report of its best rate, if any."""
 
-    conditions: Conditions
+    conditions: BenchConditions
     settings: dict[str, object]
     num_skipped: int  # a trace's requests left out by --skip-too-long
     is_generated: bool = False  # whether a generator made the requests, rather than a trace
@@ -71,9 +71,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     requests: dict[str, list[object]] | None = None
 
 
-def make_conditions(endpoint: Endpoint) -> Conditions:
+def make_conditions(endpoint: Endpoint) -> BenchConditions:
     """Those of this process, now."""
-    return Conditions(
+    return BenchConditions(
         kind="paced" if endpoint.is_paced else "measured",
         command=" ".join(_without_keys(["moestro", *sys.argv[1:]])),
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S
-from moestro.core.views import Channel
 from moestro.cost.capacity import kv_blocks
 from moestro.cost.gpus import Gpu
 from moestro.cost.networks import NetworkShape
@@ -24,7 +23,7 @@ from moestro.sim.cluster import Cluster
 from moestro.sim.group import Group
 from moestro.sim.prices import OneRank
 from moestro.sim.results import WINDOW_NS, Results
-from moestro.sim.signals import ChannelSettings, SignalSettings
+from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 
@@ -133,7 +132,7 @@ def signals_of(policy_name: str, policy: RoutePolicy) -> SignalSettings:
     said = tuple(name for name in figures if name != "expert_pressure")  # of whole engines there is none
     if not said:
         return SignalSettings()
-    channel = Channel.BROADCAST if policy_name in _BROADCAST else Channel.PIGGYBACKED
+    channel = ReportChannel.BROADCAST if policy_name in _BROADCAST else ReportChannel.PIGGYBACKED
     return SignalSettings(channels=(ChannelSettings(figures=said, channel=channel),))
 
 
