@@ -255,7 +255,7 @@ def test_a_rank_that_cannot_read_a_message_ends(address, frame):
         socket.send_multipart([identity, frame])
         assert rank.wait(20) == 4
         assert rank.stderr is not None
-        assert b"the channel to the front door has failed" in rank.stderr.read()
+        assert b"the channel to the API server failed" in rank.stderr.read()
     context.destroy(linger=0)
 
 
