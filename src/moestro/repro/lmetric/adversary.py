@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from moestro.core.clock import NS_PER_S
-from moestro.repro.lmetric.testbed import Load
+from moestro.repro.testbed import TimedLoad
 from moestro.workload.rows import Streams
 
 HOT_SHARE = 0.5  # of the middle third's requests
@@ -16,7 +16,7 @@ OWN_TOKENS = 24  # and not
 LEAD_S = 3
 
 
-def with_hot_prefix(load: Load, seed: int) -> Load:
+def with_hot_prefix(load: TimedLoad, seed: int) -> TimedLoad:
     """`load`, in whose middle third a share of the requests ask one long prompt and differ only at its very end.
 
     One of them comes LEAD_S before the others, so that one engine holds the prompt when the flood begins: were they to

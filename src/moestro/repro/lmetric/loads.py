@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moestro.repro.lmetric.testbed import Load
+from moestro.repro.testbed import TimedLoad
 from moestro.workload.arrivals import at_rate, replay
 from moestro.workload.rows import Rows
 from moestro.workload.session_generator import steady_rows
@@ -39,12 +39,12 @@ class Source:
     rows_of: Callable[[int], Rows]
     num_unseen: int
 
-    def load(self, rate: float, seed: int) -> Load:
+    def load(self, rate: float, seed: int) -> TimedLoad:
         """It, in time scaled to `rate` requests a second."""
         rows = self.rows_of(seed)
         assert rows.timestamp_ns is not None, "sources have times"
         offsets_ns = replay(rows.timestamp_ns, np.random.default_rng([seed, 1]))
-        return Load(self.name, rows, at_rate(offsets_ns, rate), self.is_generated)
+        return TimedLoad(self.name, rows, at_rate(offsets_ns, rate), self.is_generated)
 
 
 def generated_sources(num_requests: int) -> list[Source]:

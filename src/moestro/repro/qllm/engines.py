@@ -36,7 +36,7 @@ _AGED: Mapping[str, object] = {"scheduling_policy": f"qllm:theta_age_s={AGE_S:g}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class QllmEngine:
     """One engine.
 
     Attributes:
@@ -58,22 +58,26 @@ FCFS_64, ITERATION_MIXED = "fcfs_64_places", "iteration_mixed"  # with as many p
 _PREEMPTS = ExpertLevelPreemption(max_wait_ns=None, max_merged=_ALL)
 _PREEMPTS_AGED = ExpertLevelPreemption(max_wait_ns=round(STEP_WAIT_S * 1e9), max_merged=_ALL)
 
-ENGINES: dict[str, Engine] = {
-    RUN_TO_COMPLETION: Engine(
+ENGINES: dict[str, QllmEngine] = {
+    RUN_TO_COMPLETION: QllmEngine(
         about="batches of 32 that run until all have ended: the paper's baseline",
         bounds={"batch_policy": "run_to_completion"},
     ),
-    FCFS: Engine(about="continuous batching, first come, first served, prompts and decodes in one step"),
-    FCFS_64: Engine(about="the same with 64 places, as many as all below have", bounds={"max_num_seqs": NUM_PLACES}),
-    ITERATION: Engine(about="QLLM's Algorithm 1, between forward passes", bounds=_QLLM),
-    EXPERT: Engine(about="QLLM: the same, and it preempts at every expert call", bounds=_QLLM, step_policy=_PREEMPTS),
-    ITERATION_AGED: Engine(about="iteration_priority with ageing", bounds={**_QLLM, **_AGED}),
-    EXPERT_AGED: Engine(about="expert_level with ageing", bounds={**_QLLM, **_AGED}, step_policy=_PREEMPTS_AGED),
-    ITERATION_MIXED: Engine(
+    FCFS: QllmEngine(about="continuous batching, first come, first served, prompts and decodes in one step"),
+    FCFS_64: QllmEngine(
+        about="the same with 64 places, as many as all below have", bounds={"max_num_seqs": NUM_PLACES}
+    ),
+    ITERATION: QllmEngine(about="QLLM's Algorithm 1, between forward passes", bounds=_QLLM),
+    EXPERT: QllmEngine(
+        about="QLLM: the same, and it preempts at every expert call", bounds=_QLLM, step_policy=_PREEMPTS
+    ),
+    ITERATION_AGED: QllmEngine(about="iteration_priority with ageing", bounds={**_QLLM, **_AGED}),
+    EXPERT_AGED: QllmEngine(about="expert_level with ageing", bounds={**_QLLM, **_AGED}, step_policy=_PREEMPTS_AGED),
+    ITERATION_MIXED: QllmEngine(
         about="LS first between forward passes, batches of up to 64 that mix prompts and decodes of both classes",
         bounds={**_QLLM, "batch_policy": "decode_first"},
     ),
-    EXPERT_MIXED: Engine(
+    EXPERT_MIXED: QllmEngine(
         about="ours: iteration_mixed, and it preempts at every expert call until a request's first token",
         bounds={**_QLLM, "batch_policy": "decode_first"},
         step_policy=_PREEMPTS,

@@ -6,7 +6,7 @@ import subprocess
 
 import msgspec
 
-from moestro.repro.conditions import commit_of, this_run
+from moestro.config.run_record import commit_of, run_record
 
 
 def git(directory, *words):
@@ -36,7 +36,7 @@ def test_the_commit_is_the_last_that_changed_the_package(tmp_path):
 
 
 def test_the_code_is_known_to_be_the_same_only_where_nothing_was_changed_after_a_commit():
-    run = this_run()
+    run = run_record("simulated")
     of = {commit: msgspec.structs.replace(run, commit=commit) for commit in ("", "0123", "0123-dirty", "4567")}
     alike = {(a, b) for a in of for b in of if of[a].has_code_of(of[b])}
     assert alike == {("0123", "0123"), ("4567", "4567")}
@@ -44,4 +44,17 @@ def test_the_code_is_known_to_be_the_same_only_where_nothing_was_changed_after_a
 
 def test_a_command_has_no_path_of_the_program(monkeypatch):
     monkeypatch.setattr("sys.argv", ["/somewhere/bin/moestro", "repro", "lmetric", "--out", "my results"])
-    assert this_run().command == "moestro repro lmetric --out 'my results'"
+    assert run_record("simulated").command == "moestro repro lmetric --out 'my results'"
+
+
+def test_a_script_is_shown_with_its_path_in_the_checkout_and_a_key_is_hidden(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bench/serving/kill.py", "--api-key", "sesame", "--api-key=sesame", "--rounds=1"])
+    assert run_record("measured").command == "python bench/serving/kill.py --api-key *** --api-key=*** --rounds=1"
+
+
+def test_the_record_names_the_loaded_libraries_and_the_machine():
+    record = run_record("measured", note="on battery")
+    assert record.libraries["msgspec"]
+    assert record.machine
+    assert record.num_cpus > 0
+    assert (record.kind, record.note) == ("measured", "on battery")

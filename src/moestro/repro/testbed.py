@@ -74,7 +74,7 @@ class Testbed:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Load:
+class TimedLoad:
     """Requests and when they come.
 
     Attributes:
@@ -103,7 +103,7 @@ class Latency(msgspec.Struct, frozen=True):
     p99: float
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class ServingFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One run, without the first LEAD_IN of the requests; imbalances are max over mean, at least 1."""
 
     num_requests: int
@@ -116,7 +116,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_s: float  # answered, in the middle 80 % of all answers
 
 
-def run(bed: Testbed, load: Load, policy: RoutePolicy, signals: SignalSettings, seed: int = 0) -> Results:
+def run(bed: Testbed, load: TimedLoad, policy: RoutePolicy, signals: SignalSettings, seed: int = 0) -> Results:
     """Serve `load` on `bed` with requests spread by `policy`."""
     cost, settings = bed.cost(), bed.scheduler(load.rows)
     router = Router(policy, RouterSettings(block_size=bed.block_size, seed=seed))
@@ -137,7 +137,7 @@ def signals_of(policy_name: str, policy: RoutePolicy) -> SignalSettings:
     return SignalSettings(channels=(ChannelSettings(figures=said, channel=channel),))
 
 
-def measured(results: Results) -> Measured:
+def measured(results: Results) -> ServingFigures:
     """A run in figures.
 
     Raises:
@@ -150,7 +150,7 @@ def measured(results: Results) -> Measured:
     prefill = _counted_prefill(results, int(LEAD_IN * len(results)))
     work = prefill.sum(1)
     requests = np.bincount(results.engine[counted], minlength=results.num_engines)
-    return Measured(
+    return ServingFigures(
         num_requests=len(results),
         ttft_ms=latency_ms((results.first_token_ns - results.arrival_ns)[counted]),
         tpot_ms=latency_ms(spans[gaps > 0] / gaps[gaps > 0]),
@@ -162,7 +162,7 @@ def measured(results: Results) -> Measured:
     )
 
 
-def saturation_rate(bed: Testbed, load: Load, policy: RoutePolicy) -> float:
+def saturation_rate(bed: Testbed, load: TimedLoad, policy: RoutePolicy) -> float:
     """Requests a second that the testbed answers when all of `load` has come at once: what it can bear at most."""
     at_once = replace(load, offsets_ns=np.arange(len(load.rows), dtype=np.int64))
     return measured(run(bed, at_once, policy, SignalSettings())).requests_per_s

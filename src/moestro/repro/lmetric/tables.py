@@ -1,32 +1,29 @@
-"""Findings as tables for a terminal."""
+"""LmetricFindings as tables for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from rich.console import Console
 from rich.table import Table
 
-from moestro.repro.lmetric.experiment import FIGURES, Cell, Findings
-from moestro.repro.lmetric.reporting import Claim, claims_table
+from moestro.repro.lmetric.findings import FIGURES, LmetricCell, LmetricFindings
 
 _VERDICTS = {"better": "[green]better[/]", "undecided": "[dim]undecided[/]", "worse": "[red]worse[/]"}
 
 
-def print_findings(console: Console, findings: Findings, claims: Sequence[Claim]) -> None:
-    """Every load and rate, then the paper's claims beside ours."""
-    groups: dict[tuple[str, str, float], list[Cell]] = {}
+def tables_of(findings: LmetricFindings) -> Iterator[Table]:
+    """A table for each load and rate, then the comparison of `moestro` with its rivals."""
+    groups: dict[tuple[str, str, float], list[LmetricCell]] = {}
     for cell in findings.cells:
         if cell.seed == 0:
             groups.setdefault((cell.load, cell.network, cell.share), []).append(cell)
     for cells in groups.values():
-        console.print(_table(cells))
+        yield _table(cells)
     if findings.pairs:
-        console.print(_pairs(findings))
-    console.print(claims_table(claims))
+        yield _pairs(findings)
 
 
-def _table(cells: Sequence[Cell]) -> Table:
+def _table(cells: Sequence[LmetricCell]) -> Table:
     first = cells[0]
     origin = "generated sessions" if first.is_generated else "trace"
     title = f"{first.load} ({origin}), {first.network}: {first.rate:.1f} requests/s, {first.share:.0%} of saturation"
@@ -38,11 +35,11 @@ def _table(cells: Sequence[Cell]) -> Table:
         values = {name: of(figures) for name, of in FIGURES.items()}
         shown = [f"[bold]{v:.1f}[/]" if v == best[name] else f"{v:.1f}" for name, v in values.items()]
         spread = (f"{figures.ttft_ms.p50:.1f}", f"{figures.hit_ratio:.3f}", f"{figures.request_imbalance:.2f}")
-        table.add_row(cell.policy, *shown, *spread)
+        table.add_row(cell.system, *shown, *spread)
     return table
 
 
-def _pairs(findings: Findings) -> Table:
+def _pairs(findings: LmetricFindings) -> Table:
     title = "Ours against the best rival, more seeds: difference and its 95 % interval (below 0: ours is less)"
     table = Table("load", "share", "figure", "best rival", "difference", "interval", "", title=title)
     for pair in findings.pairs:
