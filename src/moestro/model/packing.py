@@ -1,7 +1,7 @@
 """Weights in the layout that a CPU's matrix kernels want, made once at load instead of at every product.
 
-That takes about a third off a decode step of a 640M network in bfloat16 (`bench/packing.py`) and changes no bit of a
-product. The unpacked weights are dropped, so memory stays what it was.
+That takes about a third off a decode step of a 640M network in bfloat16 (`bench/micro/packing.py`) and changes no bit
+of a product. The unpacked weights are dropped, so memory stays what it was.
 """
 
 from __future__ import annotations
