@@ -18,11 +18,11 @@ from moestro.repro.lmetric import LmetricSettings
 from moestro.repro.lmetric.adversary import HOT_TOKENS, OWN_TOKENS, with_hot_prefix
 from moestro.repro.lmetric.claims import claims_of
 from moestro.repro.lmetric.experiment import QUICK, UNSEEN_SEEDS, LmetricExperiment, make_experiment
-from moestro.repro.lmetric.loads import generated_sources, trace_sources
 from moestro.repro.lmetric.prefix_classes import WatchedClasses
 from moestro.repro.lmetric.tables import tables_of
 from moestro.repro.results import LoadPart, Reproduced, merged, write_result
 from moestro.repro.runner import reproduce, save_pictures
+from moestro.repro.sources import generated_sources, trace_sources
 from moestro.repro.tables import claims_table
 from moestro.repro.testbed import measured, paired_interval, run, signals_of
 from moestro.routing.policies.registry import make_policy

@@ -16,6 +16,7 @@ from moestro.cost.gpus import Gpu
 from moestro.cost.networks import Network
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerSettings
+from moestro.repro.results import Cell
 from moestro.routing.policies.contract import RoutePolicy
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
@@ -114,6 +115,12 @@ class ServingFigures(msgspec.Struct, frozen=True, kw_only=True):
     prefill_imbalance: float
     unlike_prefill_s: tuple[float, float]  # prefill seconds a window, of the two most different engines
     requests_per_s: float  # answered, in the middle 80 % of all answers
+
+
+class RoutedCell(Cell, frozen=True, kw_only=True):
+    """One run of the testbed; the system is the routing policy."""
+
+    measured: ServingFigures
 
 
 def run(bed: Testbed, load: TimedLoad, policy: RoutePolicy, signals: SignalSettings, seed: int = 0) -> Results:

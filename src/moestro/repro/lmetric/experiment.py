@@ -33,11 +33,11 @@ from moestro.repro.lmetric.findings import (
     LmetricFindings,
     Pair,
 )
-from moestro.repro.lmetric.loads import Source, generated_sources, trace_sources
 from moestro.repro.lmetric.predictions import Watched, predictor
 from moestro.repro.lmetric.prefix_classes import WatchedClasses
 from moestro.repro.lmetric.tables import tables_of
 from moestro.repro.results import Claim
+from moestro.repro.sources import Source, generated_sources, trace_sources
 from moestro.repro.testbed import ServingFigures, Testbed, measured, paired_interval, run, saturation_rate, signals_of
 from moestro.routing.policies.contract import Needs, RoutePolicy
 from moestro.routing.policies.filtered import LowestTtft

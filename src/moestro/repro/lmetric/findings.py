@@ -8,8 +8,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from moestro.repro.results import Cell, Findings
-from moestro.repro.testbed import ServingFigures
+from moestro.repro.results import Findings
+from moestro.repro.testbed import RoutedCell, ServingFigures
 
 NETWORK = "qwen3-30b-a3b"
 HALF = 0.5
@@ -25,7 +25,7 @@ FIGURES: dict[str, Callable[[ServingFigures], float]] = {
 }
 
 
-class LmetricCell(Cell, frozen=True, kw_only=True):
+class LmetricCell(RoutedCell, frozen=True, kw_only=True):
     """One run.
 
     Attributes:
@@ -38,7 +38,6 @@ class LmetricCell(Cell, frozen=True, kw_only=True):
     network: str
     share: float
     system: str = msgspec.field(name="policy")
-    measured: ServingFigures
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""What LMetric's figures are made on: Mooncake's traces where they are at hand, generated sessions like the others."""
+"""Loads of a testbed: generated sessions, and Mooncake's traces where they are at hand."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ _NATURAL_RATE = 8.0  # requests a second at which sessions are drawn; a load the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where a load comes from.
+    """The origin of a load.
 
     Attributes:
-        name: as tables show it.
-        block_size: the finest that its prompts tell.
-        is_generated: made like a trace, and not one.
-        rows_of: from a seed: its requests, with times. Another seed gives other sessions, or another window of a trace.
-        num_unseen: seeds beside 0 that give requests which have none in common.
+        name: the load's name in tables and on the command line.
+        block_size: tokens of the smallest block that its prompts name.
+        is_generated: whether it is made of generated sessions rather than of a trace.
+        rows_of: returns the requests of a seed with their times. Another seed gives other sessions, or another window
+            of a trace.
+        num_unseen: number of seeds besides 0 whose requests have none in common.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Source:
     num_unseen: int
 
     def load(self, rate: float, seed: int) -> TimedLoad:
-        """It, in time scaled to `rate` requests a second."""
+        """The requests of a seed, in time scaled to `rate` requests a second."""
         rows = self.rows_of(seed)
         assert rows.timestamp_ns is not None, "sources have times"
         offsets_ns = replay(rows.timestamp_ns, np.random.default_rng([seed, 1]))
