@@ -1,4 +1,4 @@
-"""`moestro repro`: papers' tables, made again."""
+"""`moestro repro`: a verb for each paper."""
 
 from __future__ import annotations
 

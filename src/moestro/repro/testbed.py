@@ -1,4 +1,4 @@
-"""A paper's testbed on virtual time: engines of one kind, a load, a policy, and what came of it."""
+"""A testbed on virtual time: equal engines that serve a load by a routing policy, and the figures of the run."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from moestro.workload.rows import Rows
 
 Floats = NDArray[np.float64]
 
-LEAD_IN = 0.1  # of the requests, which find cold caches and empty queues, and are in no figure
-# vLLM's coordinator publishes counts every 100 ms; engines that answer through the router say theirs with each answer.
+LEAD_IN = 0.1  # share of the requests left out of all figures: they find cold caches and empty queues
+# vLLM's coordinator publishes counts every 100 ms; other engines send theirs with each answer through the router.
 _BROADCAST = ("vllm-0.26", "vllm-0.27")
 
 
@@ -42,7 +42,8 @@ class Testbed:
 
     Attributes:
         block_size: tokens of a KV block.
-        max_num_seqs, max_num_batched_tokens: of each engine; vLLM's own defaults for a GPU of this memory.
+        max_num_seqs: sequences of an engine; vLLM's default for a GPU of this memory.
+        max_num_batched_tokens: tokens of a step of an engine; vLLM's default for a GPU of this memory.
     """
 
     network: Network
@@ -54,11 +55,11 @@ class Testbed:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks of one engine."""
+        """The number of KV blocks of one engine."""
         return kv_blocks(self.network, self.gpu, self.block_size)
 
     def scheduler(self, rows: Rows) -> SchedulerSettings:
-        """Of each engine; every request of `rows` fits."""
+        """The settings of each engine. Every request of `rows` fits."""
         longest = int(rows.num_prompt_tokens.max() + rows.num_output_tokens.max())
         return SchedulerSettings(
             num_blocks=self.num_blocks,
@@ -66,23 +67,23 @@ class Testbed:
             max_model_len=min(self.num_blocks * self.block_size, longest),
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            max_num_queued_reqs=1 << 30,  # the papers refuse nobody
+            max_num_queued_reqs=1 << 30,  # the papers refuse no request
         )
 
     def cost(self) -> Roofline:
-        """Prices the steps of one engine."""
+        """The cost model of one engine's steps."""
         return Roofline(RooflineSettings(network=self.network, gpu=self.gpu))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimedLoad:
-    """Requests and when they come.
+    """Requests and their arrival times.
 
     Attributes:
-        name: as tables show it.
-        rows: what is asked for.
-        offsets_ns: int64[n], in order.
-        is_generated: made like a trace, and not one.
+        name: the load's name in tables.
+        rows: the requests.
+        offsets_ns: arrival times, int64[n], ascending.
+        is_generated: whether it is made of generated sessions rather than of a trace.
     """
 
     name: str
@@ -97,7 +98,7 @@ class TimedLoad:
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """Over requests, milliseconds."""
+    """A latency over requests, milliseconds."""
 
     mean: float
     p50: float
@@ -105,7 +106,7 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 class ServingFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One run, without the first LEAD_IN of the requests; imbalances are max over mean, at least 1."""
+    """Figures of one run, without the first LEAD_IN of the requests. An imbalance is max over mean, at least 1."""
 
     num_requests: int
     ttft_ms: Latency
@@ -113,8 +114,8 @@ class ServingFigures(msgspec.Struct, frozen=True, kw_only=True):
     hit_ratio: float
     request_imbalance: float
     prefill_imbalance: float
-    unlike_prefill_s: tuple[float, float]  # prefill seconds a window, of the two most different engines
-    requests_per_s: float  # answered, in the middle 80 % of all answers
+    unlike_prefill_s: tuple[float, float]  # prefill seconds a window of the two most different engines
+    requests_per_s: float  # rate of the middle 80 % of all answers
 
 
 class RoutedCell(Cell, frozen=True, kw_only=True):
@@ -124,7 +125,7 @@ class RoutedCell(Cell, frozen=True, kw_only=True):
 
 
 def run(bed: Testbed, load: TimedLoad, policy: RoutePolicy, signals: SignalSettings, seed: int = 0) -> Results:
-    """Serve `load` on `bed` with requests spread by `policy`."""
+    """Serve a load on a testbed, its requests spread by a policy."""
     cost, settings = bed.cost(), bed.scheduler(load.rows)
     router = Router(policy, RouterSettings(block_size=bed.block_size, seed=seed))
     groups = [Group(settings, OneRank(cost)) for _ in range(bed.num_engines)]
@@ -135,20 +136,20 @@ def run(bed: Testbed, load: TimedLoad, policy: RoutePolicy, signals: SignalSetti
 
 
 def signals_of(policy_name: str, policy: RoutePolicy) -> SignalSettings:
-    """What a policy hears of the engines, by its own system's way."""
+    """The figures that a policy gets of the engines, over the channel of its own system."""
     figures = policy.needs.figures
-    said = tuple(name for name in figures if name != "expert_pressure")  # of whole engines there is none
-    if not said:
+    sent = tuple(name for name in figures if name != "expert_pressure")  # engines with the whole network have none
+    if not sent:
         return SignalSettings()
     channel = Channel.BROADCAST if policy_name in _BROADCAST else Channel.PIGGYBACKED
-    return SignalSettings(channels=(ChannelSettings(figures=said, channel=channel),))
+    return SignalSettings(channels=(ChannelSettings(figures=sent, channel=channel),))
 
 
 def measured(results: Results) -> ServingFigures:
-    """A run in figures.
+    """The figures of a run.
 
     Raises:
-        AssertionError: a request was refused or not answered, so that the figures would leave it out.
+        AssertionError: a request was refused or not answered, and the figures would leave it out.
     """
     assert results.is_answered.all(), f"not all were answered: {results.refusals}"
     counted = slice(int(LEAD_IN * len(results)), None)
@@ -170,7 +171,7 @@ def measured(results: Results) -> ServingFigures:
 
 
 def saturation_rate(bed: Testbed, load: TimedLoad, policy: RoutePolicy) -> float:
-    """Requests a second that the testbed answers when all of `load` has come at once: what it can bear at most."""
+    """The most requests a second that the testbed answers: its rate when the whole load arrives at once."""
     at_once = replace(load, offsets_ns=np.arange(len(load.rows), dtype=np.int64))
     return measured(run(bed, at_once, policy, SignalSettings())).requests_per_s
 
@@ -181,7 +182,7 @@ def paired_interval(
     """The mean of `ours / others - 1` over runs with equal seeds, and its 95 % interval (Student's t).
 
     Args:
-        quantile: of degrees of freedom, the 97.5 % quantile of t.
+        quantile: returns the 97.5 % quantile of t for the degrees of freedom.
     """
     ratios = np.asarray(ours) / np.asarray(others) - 1
     mean = float(ratios.mean())
@@ -192,13 +193,13 @@ def paired_interval(
 
 
 def _counted_prefill(results: Results, first_row: int) -> Floats:
-    """float64[engines, windows], prefill seconds while requests came, from that one on."""
+    """Prefill seconds while requests arrived, from `first_row` on, float64[engines, windows]."""
     first, last = results.arrival_ns[first_row] // WINDOW_NS, results.arrival_ns.max() // WINDOW_NS
     return results.prefill_seconds()[:, first : last + 1]
 
 
 def latency_ms(values_ns: NDArray[np.int64] | Floats) -> Latency:
-    """Of these nanoseconds."""
+    """The latency figures of values in nanoseconds."""
     values = values_ns / 1e6
     return Latency(float(values.mean()), float(np.percentile(values, 50)), float(np.percentile(values, 99)))
 

@@ -1,4 +1,4 @@
-"""What the paper says, what was found, and whether it holds."""
+"""The claims of LMetric's paper beside our figures, with verdicts."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from moestro.repro.lmetric.findings import BASELINE, HALF, NETWORK, OUR_POLICY, 
 from moestro.repro.results import Claim
 from moestro.repro.testbed import ServingFigures
 
-_EQUAL = 0.02  # figures that differ by less count as equal: no direction holds by them
-_FEWEST_REQUESTS = 100  # of tracked classes; what fewer keep or break says nothing
+_EQUAL = 0.02  # figures that differ by less count as equal
+_FEWEST_REQUESTS = 100  # fewest requests of tracked classes on which a claim is judged
 
 
 def claims_of(findings: LmetricFindings) -> list[Claim]:
-    """LMetric's, in the order of the paper."""
+    """The claims in the order of the paper."""
     return [claim for checks in _CHECKS for claim in checks(findings)]
 
 
 def _cells(findings: LmetricFindings, share: float = HALF) -> dict[str, dict[str, ServingFigures]]:
-    """By load, by policy: the first network, seed 0."""
+    """The figures of the first network and seed 0, by load and policy."""
     found: dict[str, dict[str, ServingFigures]] = {}
     for cell in findings.cells:
         if cell.share == share and cell.network == NETWORK and cell.seed == 0:
@@ -41,7 +41,7 @@ def _is_above(ours: float, other: float) -> bool:
 
 
 def _against(findings: LmetricFindings) -> Iterator[Claim]:
-    """Abstract and Fig. 21 to 24."""
+    """Judge the abstract and Fig. 21 to 24."""
     for load, by_policy in _cells(findings).items():
         if PAPER_POLICY not in by_policy:
             continue

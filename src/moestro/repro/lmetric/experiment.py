@@ -1,4 +1,4 @@
-"""LMetric's tables again (arXiv 2603.15202): 16 H20 with Qwen3-30B-A3B, traces and sessions like its, every policy."""
+"""LMetric's experiment (arXiv 2603.15202): 16 H20 with Qwen3-30B-A3B, traces and similar sessions, every policy."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ from moestro.routing.policies.registry import ROUTING, make_policy
 from moestro.routing.policies.scoring import Scored
 
 OTHER_NETWORK, GPU = "qwen2-7b", "h20"
-SHARES = (0.3, 0.5, 0.65, 0.8, 0.9)  # of the saturation rate; the paper's figures are at one half
+SHARES = (0.3, 0.5, 0.65, 0.8, 0.9)  # shares of the saturation rate; the paper's figures are at one half
 WEIGHTS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # Bailian's lambda (Fig. 11)
 RANGES = (2, 4, 8, 16, 32)  # AIBrix' filter (Fig. 13)
-# Under which no policy was looked at while it was made; of Mooncake's windows that cannot be said (docs/repro.md).
+# No policy was tuned on these sessions. Two of Mooncake's windows were known (docs/repro.md).
 UNSEEN_SEEDS = (101, 102, 103, 104, 105)
 _FEWEST_SEEDS = 3
-_SECOND, _HEATED = "api_agent", "chat"  # the loads of the second network, and of the adversary
-_NUM_POINTS = 400  # of Fig. 20
+_SECOND, _HEATED = "api_agent", "chat"  # the loads of the second network and of the adversary
+_NUM_POINTS = 400  # points of Fig. 20
 _HITS = Needs(hits=True, figures=("queued_prefill_tokens", "num_tokens"))
 
 
@@ -62,12 +62,13 @@ class LmetricPlan:
     """How much is run.
 
     Attributes:
-        num_requests: of each load.
-        shares: of the saturation rate.
-        policies: by name.
-        paired_shares, seeds: of the comparison under unseen seeds; no seeds: none.
-        sources: names of loads; None: all that are at hand.
-        predicted: the load whose TTFT is predicted; the paper's Fig. 15 and 16 are of its agents with tools.
+        num_requests: number of requests of each load.
+        shares: rates, as shares of the saturation rate.
+        policies: names of the routing policies.
+        paired_shares: rates of the comparison under unseen seeds.
+        seeds: unseen seeds. An empty tuple means no comparison.
+        sources: names of loads. None means all that are at hand.
+        predicted: the load whose TTFT is predicted; the paper's Fig. 15 and 16 use agents with tools.
     """
 
     num_requests: int = 2000
@@ -166,16 +167,16 @@ class LmetricExperiment(Experiment[LmetricFindings]):
     # --- what is run
 
     def bed(self, source: Source, network: str = NETWORK) -> Testbed:
-        """The paper's, with blocks as fine as the source tells them."""
+        """The paper's testbed, with the smallest blocks that the source names."""
         return Testbed(network=network_named(network), gpu=gpu_named(GPU), block_size=source.block_size)
 
     def _paired_policies(self) -> tuple[str, ...]:
-        """Ours and its rivals, or none where ours is not to be run."""
+        """`moestro` and its rivals, or none where the plan leaves `moestro` out."""
         known = self._plan.policies
         return tuple(name for name in (*RIVALS, OUR_POLICY) if name in known) if OUR_POLICY in known else ()
 
     def _seeds(self, source: Source) -> tuple[int, ...]:
-        """For pairs; too few say nothing, and none are run."""
+        """The unseen seeds of a source, or none where there are too few for an interval."""
         seeds = self._plan.seeds[: source.num_unseen]
         return seeds if len(seeds) >= _FEWEST_SEEDS else ()
 
@@ -196,7 +197,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         return measured(run(self.bed(source), load, policy, signals_of(name, policy), seed))
 
     def _compare(self, source: Source) -> None:
-        """Fig. 21 to 25: every policy at every rate."""
+        """Run every policy at every rate (Fig. 21 to 25)."""
         for share in self._plan.shares:
             for name in self._plan.policies:
                 figures = self._once(source, share, _made(name, self.bed(source)), name)
@@ -209,7 +210,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         )  # fmt: skip
 
     def _compare_at_half(self, source: Source, network: str) -> None:
-        """The second row of Fig. 25: a dense network, at half of what it can bear."""
+        """Run a dense network at half of its saturation (second row of Fig. 25)."""
         bed, unit = self.bed(source, network), source.load(1.0, 0)
         rate = HALF * saturation_rate(bed, unit, make_policy("least_loaded"))
         load = source.load(rate, 0)
@@ -221,7 +222,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
             self.findings.cells.append(msgspec.structs.replace(cell, network=network, rate=rate))
 
     def _sweep(self, source: Source) -> None:
-        """Fig. 11 (lambda), Fig. 13 (range), Fig. 18 and 19 (which indicators to multiply), at half the load."""
+        """Sweep lambda (Fig. 11), the range (Fig. 13) and the products of indicators (Fig. 18, 19) at half load."""
         found = self.findings
         found.weights[source.name] = [
             (weight, self._once(source, HALF, make_policy("bailian", {"hit_weight": weight}), f"lambda {weight:g}"))
@@ -236,14 +237,14 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         }
 
     def _classify(self, source: Source) -> None:
-        """Fig. 20: how hot classes are, against how many engines hold them, at half the load."""
+        """Compare the heat of classes with the number of engines that hold them, at half load (Fig. 20)."""
         watched = WatchedClasses(make_policy(PAPER_POLICY))
         self._once(source, HALF, watched, f"{PAPER_POLICY}, its classes")
         shares = watched.sample(_NUM_POINTS)
         self.findings.classes[source.name] = Classes(class_share=shares[0], holder_share=shares[1])
 
     def _pair(self, source: Source) -> None:
-        """Ours beside the others under unseen seeds; the best other of a cell is chosen afterwards, against us."""
+        """Run `moestro` and its rivals under unseen seeds; the best rival of a cell is chosen afterwards."""
         names, seeds = self._paired_policies(), self._seeds(source)
         if not names or not seeds:
             return
@@ -258,7 +259,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
             self.findings.pairs += list(_pairs(source.name, share, runs))
 
     def _predict(self, source: Source) -> None:
-        """Fig. 15 and 16: the lowest predicted TTFT, predicted for the network served, or for another."""
+        """Route by the lowest predicted TTFT, predicted for the served network or another (Fig. 15, 16)."""
         bed = self.bed(source)
         for network in (NETWORK, OTHER_NETWORK):
             cost = Roofline(RooflineSettings(network=network_named(network), gpu=bed.gpu))
@@ -277,7 +278,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
             )
 
     def _heat(self, source: Source) -> None:
-        """Section 5.2: a hot prefix, with the detector off, filtering, and falling back to load alone."""
+        """Serve a hot prefix with the detector off, filtering, and falling back to load alone (section 5.2)."""
         load = with_hot_prefix(source.load(self._rate(source, HALF), 0), 0)
         for mitigation in ("off", "filter", "load"):
             self._step(f"{load.name}: {mitigation}")
@@ -293,13 +294,13 @@ class LmetricExperiment(Experiment[LmetricFindings]):
 
 
 def _made(name: str, bed: Testbed) -> RoutePolicy:
-    """A policy by name; the one that predicts is given the cost model of what is served."""
+    """A policy by name. The policy that predicts gets the cost model of the served network."""
     if name != "llm-d":
         return make_policy(name)
     return LowestTtft(predict_ttft_ns=predictor(bed.cost(), bed.max_num_batched_tokens))
 
 
-# What could be multiplied by what (Fig. 18: P-token against the miss ratio; Fig. 19: the batch against its tokens).
+# Products of indicators (Fig. 18: P-token against the miss ratio; Fig. 19: the batch against its tokens).
 _INDICATORS: dict[str, RoutePolicy] = {
     "P-token * batch": Scored(lambda view: p_tokens(view) * (batch_size(view) + 1), "P-token * batch", _HITS),
     "(1 - hit) * batch": Scored(lambda view: (1 - hit_ratio(view)) * (batch_size(view) + 1), "miss * batch", _HITS),

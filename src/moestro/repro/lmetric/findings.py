@@ -14,8 +14,8 @@ from moestro.repro.testbed import RoutedCell, ServingFigures
 NETWORK = "qwen3-30b-a3b"
 HALF = 0.5
 OUR_POLICY, PAPER_POLICY, BASELINE = "moestro", "lmetric", "vllm-0.26"
-# Each is the best of some cell at seed 0. They are not all that are: in some the best is one of seven others, beside
-# which ours is not compared under more seeds (docs/repro.md).
+# Each is the best of some cell at seed 0. In some cells the best is one of seven other policies, with which `moestro`
+# is not compared under more seeds (docs/repro.md).
 RIVALS = ("lmetric", "llm-d", "dynamo", "bailian", "llm-d-affinity", "preble")
 FIGURES: dict[str, Callable[[ServingFigures], float]] = {
     "TTFT mean": lambda figures: figures.ttft_ms.mean,
@@ -41,35 +41,35 @@ class LmetricCell(RoutedCell, frozen=True, kw_only=True):
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """Ours beside the best rival of a cell, over unseen seeds: the relative difference and its 95 % interval."""
+    """The relative difference of `moestro` to the best rival of a cell over unseen seeds, and its 95 % interval."""
 
     load: str
     share: float
     figure: str
     other: str
-    mean: float  # below 0: ours is less
+    mean: float  # negative where `moestro` is lower
     low: float
     high: float
 
     @property
     def verdict(self) -> Literal["better", "undecided", "worse"]:
-        """Where the interval lies; undecided: it includes 0, which does not say that both are alike."""
+        """The side of 0 on which the interval lies. Undecided means that it includes 0, not that both are alike."""
         return "worse" if self.low > 0 else "better" if self.high < 0 else "undecided"
 
 
 class Errors(msgspec.Struct, frozen=True, kw_only=True):
-    """How far predictions of TTFT were off, and what they did to the policy that goes by them."""
+    """Errors of predicted TTFT, and figures of the policy that uses the predictions."""
 
     is_tuned: bool
     p50: float
     p90: float
     share_above_20_percent: float
-    curve: tuple[float, ...]  # of relative error, at each percentile
+    curve: tuple[float, ...]  # relative error at each percentile
     measured: ServingFigures
 
 
 class Hotspots(msgspec.Struct, frozen=True, kw_only=True):
-    """What the detector saw and did."""
+    """Alarms of the detector, and figures of its run."""
 
     load: str
     mitigation: str
@@ -79,14 +79,14 @@ class Hotspots(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Classes(msgspec.Struct, frozen=True, kw_only=True):
-    """Of requests whose prefix class was tracked: its share of the window x, and that of the engines which hold it."""
+    """For each request of a tracked class: the class's share x of the window, and the share of engines that hold it."""
 
     class_share: tuple[float, ...]
     holder_share: tuple[float, ...]
 
     @property
     def benign(self) -> float:
-        """Of these requests, how many keep x / (1 - x) <= |M| / (the other engines): equation 2."""
+        """The share of these requests that keep equation 2, x / (1 - x) <= |M| / (the other engines)."""
         return float((np.asarray(self.class_share) <= np.asarray(self.holder_share)).mean())
 
 

@@ -1,4 +1,4 @@
-"""What QLLM's paper says, what was found, and whether it holds."""
+"""The claims of QLLM's paper beside our figures, with verdicts."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ Figure = Callable[[QllmCell], float]
 
 
 def claims_of(findings: QllmFindings) -> list[Claim]:
-    """The paper's, in its order, for each load; then what is ours."""
+    """The paper's claims, in its order, for each load; then our own goals."""
     return [claim for load in findings.loads for checks in _CHECKS for claim in checks(findings, load)]
 
 
 def _ratios(findings: QllmFindings, load: str, engines: tuple[str, str], of: Figure) -> dict[float, float]:
-    """By rate: the first engine's figure over the second's, each the mean over seeds."""
+    """The first engine's figure over the second's by rate, each the mean over seeds."""
     first, second = engines
     return {
         rate: float(findings.values(load, rate, first, of).mean() / findings.values(load, rate, second, of).mean())
@@ -48,7 +48,7 @@ def _ratios(findings: QllmFindings, load: str, engines: tuple[str, str], of: Fig
 
 
 def _holds_slo(findings: QllmFindings, load: str, engine: str) -> list[float]:
-    """Rates at which the mean TTFT of latency-sensitive requests meets the objective."""
+    """The rates at which the mean TTFT of latency-sensitive requests meets the objective."""
     rates = findings.rates(load)
     return [rate for rate in rates if findings.values(load, rate, engine, ls_ttft).mean() <= SLO_S * 1e3]
 

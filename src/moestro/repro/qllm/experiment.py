@@ -1,4 +1,4 @@
-"""QLLM's figures 2 to 4 again (arXiv 2503.09304): every engine at every rate, under several seeds."""
+"""QLLM's experiment (arXiv 2503.09304, figures 2 to 4): every engine at every rate, under several seeds."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def make_experiment(settings: QllmSettings) -> QllmExperiment:
 
 
 def serve(engine: str, maker: RequestMaker, arrivals: AtTimes) -> Results:
-    """Let the requests come to one engine, and wait until all are answered."""
+    """Serve requests by one engine until all are answered."""
     router = Router(make_policy("round_robin"), RouterSettings(block_size=maker.form.block_size, seed=0))
     ranks = make_engine(engine)
     num_blocks = ranks.seats[0].rank.scheduler.settings.num_blocks

@@ -1,4 +1,4 @@
-"""What QLLM's engine is asked for: ShareGPT's lengths, Poisson arrivals, one request in five latency-sensitive."""
+"""QLLM's loads: ShareGPT's lengths, Poisson arrivals, one request in five latency-sensitive."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from moestro.workload.rows import Int64s, Rows, labelled
 from moestro.workload.traces import read_trace
 
 LS_SHARE = 0.2  # section 4, "Workload"
-# ShareGPT's mean lengths in tokens are published (Kwon et al., SOSP 2023, figure 11: 161.31 and 337.99), its spread is
-# not in figures. These log-normal mixes have the means; their spread and the bounds are ours.
+# ShareGPT's mean lengths in tokens are published (Kwon et al., SOSP 2023, figure 11: 161.31 and 337.99); its spread is
+# not. These log-normal mixes have the means; their spread and the bounds are ours.
 LONGEST = 1024
 _PROMPT, _ANSWER = (4.531, 1.1), (5.513, 0.9)  # mean and deviation of the logarithm
 SHORT_ANSWER = 10  # tokens; the authors' repository says that the paper's version ended every sequence there
