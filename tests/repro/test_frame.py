@@ -12,7 +12,7 @@ from moestro.errors import ConfigError
 from moestro.repro.grid import GridExperiment, GridPlan, PlannedLoad, plan_for
 from moestro.repro.papers import papers
 from moestro.repro.results import Cell, Claim, Findings
-from moestro.repro.runner import reproduce
+from moestro.repro.runner import reproduce, save_pictures
 from moestro.repro.settings import ReproSettings
 from moestro.repro.tables import Column
 
@@ -53,6 +53,7 @@ def run(out, plan=PLAN):
 def test_a_grid_is_run_shown_kept_and_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     result, experiment, shown = run(tmp_path)
+    save_pictures("small", experiment, result.findings, tmp_path)
     assert len(result.findings.cells) == (2 + 1) * 2 * 2
     assert result.findings.values("short", 2, "second", lambda cell: cell.seconds).tolist() == [4, 5]
     assert experiment.num_loads_made == 4

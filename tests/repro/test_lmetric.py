@@ -25,7 +25,7 @@ from moestro.repro.runner import reproduce, save_pictures
 from moestro.repro.sources import generated_sources, trace_sources
 from moestro.repro.tables import claims_table
 from moestro.repro.testbed import measured, paired_interval, run, signals_of
-from moestro.routing.policies.registry import make_policy
+from moestro.routing.registry import ROUTE_POLICIES
 from moestro.workload.requests import RequestForm, RequestMaker
 
 TINY = replace(
@@ -93,7 +93,7 @@ def test_equal_seeds_give_equal_figures():
     [chat, _] = experiment.sources.values()
     runs = []
     for _ in range(2):
-        policy = make_policy("lmetric")
+        policy = ROUTE_POLICIES.make("lmetric")
         load = chat.load(20.0, 3)
         runs.append(measured(run(experiment.bed(chat), load, policy, signals_of("lmetric", policy))))
     assert runs[0] == runs[1]
@@ -186,7 +186,7 @@ def test_a_part_of_another_commit_is_named_and_one_of_another_version_is_made_ag
 def test_requests_of_hot_classes_are_watched():
     experiment = LmetricExperiment(TINY, None)
     chat = experiment.sources["chat"]
-    policy = WatchedClasses(make_policy("lmetric"))
+    policy = WatchedClasses(ROUTE_POLICIES.make("lmetric"))
     run(experiment.bed(chat), with_hot_prefix(chat.load(20.0, 3), 0), policy, signals_of("lmetric", policy))
     class_shares, holder_shares = policy.sample(7)
     assert len(class_shares) == len(holder_shares) == 7

@@ -7,6 +7,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from moestro.cli.app import app
+from moestro.cli.extras import install_command, is_installed
 from moestro.repro.papers import Paper, papers
 
 repro = App(name="repro", help="Make a paper's tables again, on virtual time, and set its claims beside what is found.")
@@ -19,10 +20,18 @@ def _add_verb(paper: Paper) -> None:
     def verb(*, settings: object = paper.settings()) -> None:
         from rich.console import Console
 
-        from moestro.repro.runner import reproduce
+        from moestro.repro.runner import reproduce, save_pictures
 
         assert isinstance(settings, paper.settings)
-        reproduce(Console(), paper.name, paper.experiment(settings), settings.out)
+        console, experiment = Console(), paper.experiment(settings)
+        result = reproduce(console, paper.name, experiment, settings.out)
+        if settings.out is None:
+            return
+        if not is_installed("plots"):
+            console.print(f"no pictures: {install_command('plots')}")
+            return
+        for path in save_pictures(paper.name, experiment, result.findings, settings.out):
+            console.print(f"written: {path}")
 
     verb.__annotations__["settings"] = Annotated[paper.settings, Parameter(name="*")]
     repro.command(verb, name=paper.name, help=paper.about)

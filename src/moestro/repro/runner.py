@@ -23,9 +23,9 @@ def reproduce(
 
     Args:
         name: the paper; files are named after it.
-        out: directory of the result, of the pictures, and of each load's findings, which are kept as soon as they are
-            made. Findings of an equal plan and version are not made again; the console names those that another commit
-            may have made. None means that nothing is written.
+        out: directory of the result and of each load's findings, which are kept as soon as they are made. Findings of
+            an equal plan and version are not made again; the console names those that another commit may have made.
+            None means that nothing is written.
 
     Raises:
         ConfigError: nothing can be written to `out`.
@@ -54,35 +54,18 @@ def reproduce(
     console.print(claims_table(result.claims))
     if out is not None:
         _warn(console, name, result, out)
-        _save(console, name, experiment, result, out)
+        write_result(result, out / f"{name}.json")
+        console.print(f"written: {out / f'{name}.json'}")
     return result
 
 
 def save_pictures(name: str, experiment: Experiment[FindingsT], findings: FindingsT, directory: Path) -> list[Path]:
-    """Draw the findings as PNG files and return their paths.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw the findings as PNG files and return their paths. The extra `plots` is needed."""
     paths = []
     for picture, figure in importlib.import_module(experiment.drawing).pictures(experiment, findings).items():
         paths.append(directory / f"{name}_{picture}.png")
         figure.savefig(paths[-1], dpi=120)
     return paths
-
-
-def _save(
-    console: Console, name: str, experiment: Experiment[FindingsT], result: Reproduced[FindingsT], out: Path
-) -> None:
-    write_result(result, out / f"{name}.json")
-    console.print(f"written: {out / f'{name}.json'}")
-    try:
-        paths = save_pictures(name, experiment, result.findings, out)
-    except ImportError:
-        console.print("no pictures: pip install 'moestro[plots]'")
-        return
-    for path in paths:
-        console.print(f"written: {path}")
 
 
 def _warn(console: Console, name: str, result: Reproduced[FindingsT], out: Path) -> None:

@@ -42,7 +42,7 @@ from moestro.repro.qllm.loads import LONG, SHORT, make_rows, offsets_ns
 from moestro.repro.results import Claim
 from moestro.repro.tables import Column
 from moestro.repro.testbed import LEAD_IN, latency_ms
-from moestro.routing.policies.registry import make_policy
+from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.sim.arrivals import AtTimes
@@ -147,7 +147,7 @@ def make_experiment(settings: QllmSettings) -> QllmExperiment:
 
 def serve(engine: str, maker: RequestMaker, arrivals: AtTimes) -> Results:
     """Serve requests by one engine until all are answered."""
-    router = Router(make_policy("round_robin"), RouterSettings(block_size=maker.form.block_size, seed=0))
+    router = Router(ROUTE_POLICIES.make("round_robin"), RouterSettings(block_size=maker.form.block_size, seed=0))
     ranks = make_engine(engine)
     num_blocks = ranks.seats[0].rank.scheduler.settings.num_blocks
     router.set_routable(router.add_engine(EngineSpec(num_blocks=num_blocks)), routable=True)
