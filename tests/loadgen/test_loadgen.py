@@ -260,7 +260,7 @@ def test_a_result_with_generated_sessions_says_so():
     [
         ({"base_url": "http://127.0.0.1:9"}, "no server answers at .*--base-url"),
         ({"model": "other"}, f"serves {MODEL}: give one as --model"),
-        ({"api_key": None}, "wants a key: set MOESTRO_API_KEY"),
+        ({"api_key": None}, "needs a key: set MOESTRO_API_KEY"),
     ],
 )
 def test_an_endpoint_that_cannot_be_asked_is_the_operators_to_put_right(where, words):

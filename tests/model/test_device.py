@@ -176,7 +176,7 @@ def test_more_than_the_network_was_made_for_is_refused(checkpoint):
 
 def test_cuda_without_one_is_refused(checkpoint, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="--device cuda: torch sees no CUDA device"):
+    with pytest.raises(ConfigError, match="--device cuda: torch finds no CUDA device"):
         open_device(tiny.settings_of(checkpoint("qwen3_moe"), device="cuda"))
 
 

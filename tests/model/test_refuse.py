@@ -57,7 +57,7 @@ def test_an_empty_directory(tmp_path):
 @pytest.mark.parametrize(
     ("file", "reason"),
     [
-        ("model-Q4_K_M.gguf", "GGUF files are not read"),
+        ("model-Q4_K_M.gguf", "GGUF files are not supported"),
         ("adapter_config.json", "LoRA adapter"),
         ("notes.txt", "give a checkpoint directory"),
     ],
@@ -106,7 +106,7 @@ def test_a_head_that_cannot_generate_text(directory):
 
 
 def test_a_config_that_transformers_does_not_accept(directory):
-    assert "not understood by transformers" in refusal(edit(directory, hidden_size="wide"))
+    assert "transformers does not accept config.json" in refusal(edit(directory, hidden_size="wide"))
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors", "torchao", "nvfp4", None])
@@ -401,7 +401,7 @@ class TestUntestedFamily:
     def test_is_refused_if_its_window_is_lost(self, dtype, checkpoint, monkeypatch):
         monkeypatch.setattr(check, "TESTED_FAMILIES", frozenset())
         monkeypatch.setattr("moestro.model.attention.Scoring", _without_window)
-        with pytest.raises(UnsupportedModelError, match="does not tell its attention of it"):
+        with pytest.raises(UnsupportedModelError, match="does not pass it to its attention"):
             open_device(tiny.settings_of(checkpoint("mixtral-window"), dtype=dtype))
         monkeypatch.setattr(check, "_refuse_unseen_window", lambda *_: None)
         with pytest.raises(UnsupportedModelError, match="differ from transformers' own pass"):
@@ -414,7 +414,7 @@ class TestUntestedFamily:
 
     def test_is_refused_if_it_keeps_arguments_to_itself(self, tmp_path):
         directory = only_config(tmp_path, "nemotron", intermediate_size=48)
-        with pytest.raises(UnsupportedModelError, match="does not hand its keyword arguments on"):
+        with pytest.raises(UnsupportedModelError, match="does not pass its keyword arguments on"):
             open_device(tiny.settings_of(directory, load_format="dummy"))
 
     def test_is_refused_if_it_fails(self, checkpoint, monkeypatch):

@@ -22,7 +22,7 @@ from moestro.model.settings import ModelSettings
         ({"num_gpu_blocks_override": 0}, "--num-gpu-blocks-override 0 is too small"),
         ({"kv_offloading_size": -1.0}, "--kv-offloading-size -1 is no size: give GiB"),
         ({"seed": -1}, "--seed -1 is out of range"),
-        ({"gate_override": "hot"}, "--gate-override 'hot' is not understood"),
+        ({"gate_override": "hot"}, "--gate-override 'hot' is unknown"),
     ],
 )
 def test_an_impossible_setting_is_refused(changes, message):

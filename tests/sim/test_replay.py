@@ -233,7 +233,7 @@ def test_a_start_that_answered_nothing_is_passed_over(path):
             {"clocks": REBOOTED, "num_engines": 3},
             "line 63: .* begins here, with another num_engines",
         ),
-        ({"clocks": None}, "does not say its wall-clock time"),
+        ({"clocks": None}, "lacks its wall-clock time"),
     ],
 )
 def test_records_that_cannot_be_joined_are_refused_and_the_line_is_named(path, changes, words):

@@ -50,8 +50,8 @@ def test_choices_are_counted_by_layer(tmp_path):
         (EXPERTS.astype(np.int64), INDEX, r"holds int64\[5, 3, 2\]: expected uint8"),
         (EXPERTS[0], INDEX, "expected uint8"),
         (np.asfortranarray(EXPERTS), INDEX, "in C order"),
-        (EXPERTS, INDEX[:1], "does not list the 5 tokens"),
-        (EXPERTS, INDEX[::-1], "does not list the 5 tokens"),
+        (EXPERTS, INDEX[:1], "must list the 5 tokens"),
+        (EXPERTS, INDEX[::-1], "must list the 5 tokens"),
         (EXPERTS, [{"dataset": "x"}], "line 1: .*expected dataset, category, num_tokens"),
     ],
 )

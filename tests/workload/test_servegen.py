@@ -89,7 +89,7 @@ def test_other_files_and_silent_hours_are_refused(clients):
         clients(client(0, [0, 1.0, 1.0, "Pareto", 1.0, 1.0]))
     with pytest.raises(ConfigError, match="holds no clients"):
         clients()
-    with pytest.raises(ConfigError, match="no client asks anything from second 0"):
+    with pytest.raises(ConfigError, match="no client sends requests from second 0"):
         draw_requests(clients(client(0, [1200, 1.0, 1.0, "Gamma", 1.0, 1.0])), Span(duration_s=600), 0)
 
 

@@ -43,7 +43,7 @@ def test_the_block_size_is_told_from_the_number_of_ids(write):
     line = '{{"timestamp": 1, "input_length": {}, "output_length": 1, "hash_ids": {}}}\n'
     assert read_trace(write("ceil.jsonl", line.format(33, [1, 2, 3]))).block_size == 16
     assert read_trace(write("floor.jsonl", line.format(33, [1, 2]))).block_size == 16
-    with pytest.raises(ConfigError, match="no block size of 16, 32"):
+    with pytest.raises(ConfigError, match="none of the block sizes 16, 32"):
         read_trace(write("none.jsonl", line.format(33, [1, 2, 3, 4])))
 
 

@@ -1,4 +1,4 @@
-"""The verb: load the network, time the grid, check the table on other shapes, write it."""
+"""`moestro calibrate`: loads the network, times the grid, checks the table on other shapes, and writes it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _NO_HOST = HostTimes(step_ns=0.0, sequence_ns=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateSettings:
-    """All of `moestro calibrate`."""
+    """All settings of `moestro calibrate`."""
 
     checkpoint: str
     name: str
@@ -58,7 +58,7 @@ class CalibrateSettings:
 
 
 class CheckedBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch that the table does not hold: measured and priced."""
+    """A batch that the table does not hold, measured and priced."""
 
     start: list[int]
     num_tokens: list[int]
@@ -67,15 +67,15 @@ class CheckedBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Of the price, as a fraction of what was measured."""
+        """Error of the price, as a fraction of the measured time."""
         return self.priced_ns / self.measured_ns - 1
 
 
 def calibrate(settings: CalibrateSettings, console: Console) -> Table:
-    """Measure, write `--out`, and say what came out.
+    """Measure, write `--out`, and print the result.
 
     Raises:
-        ConfigError: the network cannot be loaded so, or the file cannot be written.
+        ConfigError: the network cannot be loaded, or the file cannot be written.
     """
     model, measured_range = settings.model, settings.range
     with console.status("loading the network"):
@@ -109,10 +109,10 @@ def calibrate(settings: CalibrateSettings, console: Console) -> Table:
 
 
 def measure(device: Device, limits: Limits, how: Measuring) -> tuple[Table, list[CheckedBatch]]:
-    """The table of this device, nothing said about where, and how it does on other shapes.
+    """Measure the table of this device, and its errors on other shapes.
 
     Args:
-        limits: how far, and what the device holds.
+        limits: range of shapes, and what the device holds.
     """
     rng = np.random.default_rng(how.seed)
     chunks, totals, running = prefill_grid(limits), short_chunks_grid(limits), decode_grid(limits)
@@ -187,7 +187,7 @@ def write_table(path: Path, table: Table) -> None:
     """Write `table`, indented.
 
     Raises:
-        ConfigError: there is no such place.
+        ConfigError: the directory does not exist.
     """
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")

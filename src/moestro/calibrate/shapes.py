@@ -1,4 +1,4 @@
-"""Which steps are measured: a grid of chunks, a grid of decodes, and other batches to check the table with."""
+"""The measured steps: a grid of chunks, a grid of decodes, and other batches to check the table with."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from moestro.cost.model import Batch
 
 SHORT_CHUNK = 64
 _MIN_CONTEXT = 16
-_VARIES = 16  # a chunk's size varies by this part of it
+_VARIES = 16  # a chunk's size varies by 1 / _VARIES of itself
 _SIZES = (1, 4, 16, 32, SHORT_CHUNK, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the device can hold, and how far the table shall reach.
+    """Limits of the device, and the range of the table.
 
     Attributes:
         max_model_len, max_num_seqs, max_num_batched_tokens: as of a server.
         num_blocks, block_size: its KV cache.
-        vocab_size: token ids are below it.
+        vocab_size: number of token ids.
     """
 
     max_model_len: int
@@ -33,7 +33,7 @@ class Limits:
     vocab_size: int
 
     def fits(self, batch: Batch) -> bool:
-        """Whether the KV cache holds these sequences, none of them too long."""
+        """Whether the KV cache holds these sequences, and none is too long."""
         ends = batch.start + batch.num_tokens
         num_blocks = -(-ends // self.block_size)
         return bool(int(ends.max()) <= self.max_model_len and int(num_blocks.sum()) <= self.num_blocks)
@@ -47,7 +47,7 @@ def prefill_grid(limits: Limits) -> list[tuple[int, int]]:
 
 
 def short_chunks_grid(limits: Limits) -> list[int]:
-    """Tokens of steps that are made of short chunks: from two of them to all that one step may have."""
+    """Tokens of steps that consist of short chunks: from two chunks to a full step."""
     counts = (size // SHORT_CHUNK * SHORT_CHUNK for size in _sizes(limits.max_num_batched_tokens))
     return sorted({count for count in counts if count > SHORT_CHUNK and limits.fits(short_chunks(count))})
 
@@ -61,7 +61,7 @@ def decode_grid(limits: Limits) -> list[tuple[int, int]]:
 
 
 def check_batches(limits: Limits, num_batches: int, rng: np.random.Generator) -> list[Batch]:
-    """Batches of other shapes than the grids': decodes of mixed contexts, one chunk, several, and both together."""
+    """Batches of shapes outside of the grids: decodes of mixed contexts, one chunk, several chunks, both together."""
     found: list[Batch] = []
     while len(found) < num_batches:
         kind = len(found) % 4
@@ -87,33 +87,33 @@ def _sizes(most: int) -> list[int]:
 
 
 def chunk(new: int, cached: int) -> Batch:
-    """One prefill chunk."""
+    """Make one prefill chunk."""
     return Batch(np.array([cached]), np.array([new]))
 
 
 def short_chunks(num_tokens: int) -> Batch:
-    """Prefill chunks of SHORT_CHUNK tokens, `num_tokens` in all."""
+    """Make prefill chunks of SHORT_CHUNK tokens, `num_tokens` in all."""
     num_chunks = num_tokens // SHORT_CHUNK
     return Batch(np.zeros(num_chunks, np.int64), np.full(num_chunks, SHORT_CHUNK))
 
 
 def spread_contexts(num_sequences: int, mean: int) -> list[int]:
-    """Contexts from 0.2 to 1.8 of `mean`, evenly: a server's sequences are not of one age, and devices mind."""
+    """Contexts spread evenly from 0.2 to 1.8 of `mean`, because a server's sequences differ in age."""
     shares = np.linspace(0.2, 1.8, num_sequences) if num_sequences > 1 else np.ones(1)
     contexts: list[int] = np.maximum(np.rint(shares * mean), 1).astype(np.int64).tolist()
     return contexts
 
 
 def decodes(contexts: list[int]) -> Batch:
-    """One decode of each context, its own token included."""
+    """Make one decode of each context, its own token included."""
     return Batch(np.array(contexts) - 1, np.ones(len(contexts), np.int64))
 
 
 def about(batch: Batch, limits: Limits, rng: np.random.Generator) -> Batch:
-    """A batch like this one, its chunks up to a sixteenth longer or shorter; itself where a longer one would not fit.
+    """Vary a batch: its chunks get up to a sixteenth longer or shorter. A batch that would not fit stays unchanged.
 
-    A server hardly ever meets the same large chunk twice, and libraries keep what they worked out for a shape: what is
-    measured again and again in the very same shape is up to a fifth quicker than in life.
+    A server hardly ever meets the same large chunk twice, and libraries cache what they computed for a shape. Repeated
+    measurements of one exact shape are up to a fifth faster than real steps.
     """
     room = np.where(batch.num_tokens > 1, batch.num_tokens // _VARIES, 0)
     if not limits.fits(Batch(batch.start, batch.num_tokens + room)):
@@ -122,7 +122,7 @@ def about(batch: Batch, limits: Limits, rng: np.random.Generator) -> Batch:
 
 
 def forward(batch: Batch, limits: Limits, rng: np.random.Generator) -> Forward:
-    """A work item of this shape: tokens drawn anew, so that a gate chooses anew; each sequence has its own blocks."""
+    """Make a work item of this shape. New random tokens make the gate choose anew; each sequence has its own blocks."""
     num_units = len(batch.start)
     start, num_tokens = batch.start.astype(np.int32), batch.num_tokens.astype(np.int32)
     num_blocks = -(-(start + num_tokens) // limits.block_size)

@@ -1,4 +1,4 @@
-"""The table as people read it."""
+"""Prints the table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moestro.cost.tables import Table
 
 
 def print_table(console: Console, table: Table, errors: Sequence[float]) -> None:
-    """The grids in milliseconds, the rank's own work, and the errors on other shapes."""
+    """Print the grids in milliseconds, the rank's own work, and the errors on other shapes."""
     prefill = {(point.new, point.cached): point.ns for point in table.prefill}
     decode = {(point.sequences, point.context): point.ns for point in table.decode}
     console.print(_grid("one prefill chunk, ms", "new tokens", "cached", prefill))

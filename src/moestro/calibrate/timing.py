@@ -1,4 +1,4 @@
-"""Times of work items on a real device, and of the rank's own work around it."""
+"""Measures work items on a real device, and the rank's own work around them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from moestro.cost.tables import HostTimes
 from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings
 
-_MOST_REPEATS, _ENOUGH_NS = 5, 20_000_000  # of one item in one round: short ones are repeated more
+_MOST_REPEATS, _ENOUGH_NS = 5, 20_000_000  # for one item in one round; short items repeat more often
 _HOST_STEPS = 200
 Times = NDArray[np.int64]
 
 
 def once_ns(device: Device, item: Forward) -> int:
-    """Launch to result, nanoseconds; on an accelerator too, for a result is there when its work is done."""
+    """Nanoseconds from launch to result. A result exists only when its work is done, on an accelerator too."""
     started = time.perf_counter_ns()
     device.launch(item, started)
     while not device.poll(time.perf_counter_ns()):
@@ -31,11 +31,11 @@ def once_ns(device: Device, item: Forward) -> int:
 def times_ns(
     device: Device, makers: Sequence[Callable[[], Forward]], rounds: int, tick: Callable[[], None]
 ) -> list[Times]:
-    """The times of each kind of item. One of each is launched that does not count, then all take turns, round by round.
+    """Measure each kind of item: one uncounted launch of each, then all kinds in turn, round by round.
 
     Args:
-        makers: one a kind; called before each launch, outside the time.
-        tick: called after each kind in each round, the first that does not count among them.
+        makers: one function a kind, called before each launch and outside of the measured time.
+        tick: called after each kind in each round, the uncounted one included.
     """
     repeats = []
     for make in makers:
@@ -51,13 +51,13 @@ def times_ns(
 
 
 def median_and_spread(times: Times) -> tuple[float, float]:
-    """The median, and the interquartile range over it."""
+    """The median, and the interquartile range divided by it."""
     low, median, high = np.percentile(times, [25, 50, 75]).tolist()
     return median, (high - low) / median
 
 
 class InstantDevice:
-    """Has every result at once: what a rank's step takes on it is the rank's own work."""
+    """Has every result at once, so that a step's time is the rank's own work."""
 
     def __init__(self) -> None:
         self._results: list[StepResult] = []
@@ -67,10 +67,10 @@ class InstantDevice:
         self._results.append(StepResult(item.units.slot, np.zeros(len(item.units), np.int32)))
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
-        """Nothing: it holds no KV."""
+        """Do nothing, because it holds no KV."""
 
     def poll(self, now_ns: int) -> list[StepResult]:
-        """What was launched."""
+        """Return the results of everything launched."""
         results, self._results = self._results, []
         return results
 
@@ -80,7 +80,7 @@ class InstantDevice:
 
 
 def host_step_ns(num_sequences: int, block_size: int) -> float:
-    """Median of a rank's own work in a step in which so many sequences decode."""
+    """Median time of a rank's own work in a step with `num_sequences` decodes."""
     length = _HOST_STEPS + 20
     settings = SchedulerSettings(
         num_blocks=num_sequences * -(-(length + 16) // block_size) + num_sequences,
@@ -110,7 +110,7 @@ def host_step_ns(num_sequences: int, block_size: int) -> float:
 
 
 def host_times(max_num_seqs: int, block_size: int) -> HostTimes:
-    """The line through the rank's own work at one sequence, at half of the most, and at the most."""
+    """Fit a line through the rank's own work at one sequence, at half of the maximum, and at the maximum."""
     counts = np.array(sorted({1, max(max_num_seqs // 2, 1), max_num_seqs}), np.float64)
     found = np.array([host_step_ns(int(count), block_size) for count in counts])
     slope, intercept = np.polyfit(counts, found, 1).tolist()

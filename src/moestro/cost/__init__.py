@@ -1,4 +1,4 @@
-"""What work costs: roofline models per GPU and network shape, measured tables, and the device that answers by them.
+"""What work costs: roofline models for each GPU and network shape, measured tables, and priced devices.
 
-Everything here runs on virtual time: prices are integer nanoseconds, and nobody sleeps or reads a clock.
+Everything here runs on virtual time: prices are integer nanoseconds, and no code sleeps or reads a clock.
 """

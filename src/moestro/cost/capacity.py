@@ -1,4 +1,4 @@
-"""How much KV cache fits beside the weights."""
+"""The KV cache that fits beside the weights."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ WORKSPACE_BYTES = 6_000_000_000
 def kv_blocks(
     network: Network, gpu: Gpu, block_size: int, *, gpu_memory_utilization: float = 0.9, num_ep_ranks: int = 1
 ) -> int:
-    """KV blocks that one GPU holds beside its weights.
+    """Compute the KV blocks that one GPU holds beside its weights.
 
     Args:
-        network, gpu: which.
+        network, gpu: the network and the GPU that runs it.
         block_size: tokens of a block.
-        gpu_memory_utilization: fraction of the GPU's memory that the engine takes in all (vLLM's word).
+        gpu_memory_utilization: fraction of the GPU's memory that the engine uses (vLLM's name).
         num_ep_ranks: ranks among which the routed experts are spread.
 
     Raises:
-        ConfigError: not one block fits.
+        ConfigError: no block fits.
     """
     if not 0 < gpu_memory_utilization <= 1:
         raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {gpu_memory_utilization}")

@@ -1,4 +1,4 @@
-"""A gate without a network: which experts each token visits, drawn by popularity."""
+"""A gate without a network: it draws the experts of each token by popularity."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from moestro.core.work import Int32s, Units
 Floats = NDArray[np.float64]
 Keys = NDArray[np.uint64]
 
-_MOST_DRAWS = 1 << 18  # at once: what a long prompt draws for all layers would not fit the processor's cache
+_MOST_DRAWS = 1 << 18  # draws at once; more of them, as a long prompt needs for all layers, would not fit the CPU cache
 
 
 class Gate:
-    """Chooses experts. What a token chooses in a layer depends on its sequence and its position alone, so that it is
-    the same in any batch, whoever was preempted on the way.
+    """Chooses experts. A token's choice in a layer depends only on its sequence and its position.
+
+    The choice is therefore the same in any batch, with or without preemption.
 
     Args:
-        popularity: float64[num_experts], sums to 1; nearly a token's chances, for it never chooses an expert twice.
+        popularity: float64[num_experts], sums to 1: nearly a token's chances, since it chooses no expert twice.
         num_chosen: experts that a token visits in a layer.
     """
 
@@ -29,7 +30,7 @@ class Gate:
         self._num_chosen = num_chosen
 
     def choose(self, tokens: Keys, layer: int) -> Int32s:
-        """int32[tokens, num_chosen], each token's experts, ascending."""
+        """int32[tokens, num_chosen], experts of each token, ascending."""
         chosen: Int32s = np.sort(self._draw(tokens, np.array([layer]))[:, 0], axis=-1).astype(np.int32)
         return chosen
 
@@ -46,7 +47,7 @@ class Gate:
         return counts
 
     def _draw(self, tokens: Keys, layers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """int64[tokens, layers, num_chosen]: whoever is first of exponential clocks as fast as experts are popular."""
+        """int64[tokens, layers, num_chosen], the first of exponential clocks whose rates are the popularities."""
         num_experts = len(self._popularity)
         cells = (layers[:, None] * num_experts + np.arange(num_experts)).astype(np.uint64)
         rings = -np.log1p(-uniform(tokens[:, None, None], cells[None])) / self._popularity
@@ -55,6 +56,6 @@ class Gate:
 
 
 def token_keys(units: Units) -> Keys:
-    """uint64[tokens], a key for each token of `units`, end to end: of its sequence and its position."""
+    """uint64[tokens], one key for each token of `units` in order, made from its sequence and its position."""
     keys = (np.repeat(units.serial, units.num_tokens) << 32) + token_spans(units.start, units.num_tokens)
     return keys.astype(np.uint64)

@@ -1,7 +1,7 @@
-"""GPUs as a cost model knows them: published peaks, and the fractions of them that kernels reach.
+"""GPUs as the cost models see them: published peaks, and the fractions of them that kernels reach.
 
-Peaks are the vendors' (dense, without sparsity). Efficiencies were fitted to tables of single operations, never to the
-end-to-end figures that they are judged by; `docs/costs.md` names the table behind each, and what it could not tell.
+Peaks are the vendors' dense figures, without sparsity. Efficiencies are fitted to tables of single operations and never
+to the end-to-end figures that judge them. `docs/costs.md` names the table behind each and what it leaves open.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from moestro.errors import ConfigError
 
 GIB = 1 << 30
-PCIE_4, PCIE_5 = 31.5e9, 63.0e9  # 16 lanes of 16 and 32 GT/s, coded 128b/130b; what copies of blocks reach is less
+PCIE_4, PCIE_5 = 31.5e9, 63.0e9  # 16 lanes of 16 and 32 GT/s, coded 128b/130b; block copies reach less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,22 +19,22 @@ class Gpu:
     """One GPU's peaks, efficiencies (fractions of a peak) and fixed delays.
 
     Attributes:
-        name: what messages and reports call it.
-        memory_bytes: what a process finds on it.
-        bf16_flops_per_s, fp8_flops_per_s: dense tensor-core peaks; 0: there is no FP8 arithmetic, and FP8 weights are
-            computed at bf16's rate.
-        memory_bytes_per_s: peak of its memory.
-        link_bytes_per_s: to its neighbours, one direction: NVLink, or PCIe where there is none.
-        host_bytes_per_s: to and from its host's memory: the peak of PCIe with 16 lanes, one direction.
-        gemm_memory, gemm_compute: what a plain matrix product reaches of memory and arithmetic.
-        kv_read: what decode attention reaches of memory.
-        prefill_attention: what prefill attention reaches of arithmetic.
-        expert_memory, expert_compute: what the fused experts reach of memory and arithmetic.
-        expert_overlap: p of (memory^p + compute^p)^(1/p): 1, the two add; large, the longer one hides the other.
-        expert_start_ns: of one call of the fused experts: sorting tokens by expert, launches.
-        attention_token_ns: of each new token of a prefill chunk, in attention of one layer: writing KV, rotary.
-        kernel_ns: of one small kernel within a CUDA graph.
-        all_to_all_start_ns: of one all-to-all.
+        name: name in messages and reports.
+        memory_bytes: memory that a process finds on it.
+        bf16_flops_per_s, fp8_flops_per_s: dense tensor-core peaks; 0 means no FP8 arithmetic: FP8 weights then run at
+            the bf16 rate.
+        memory_bytes_per_s: peak memory bandwidth.
+        link_bytes_per_s: bandwidth to its neighbours in one direction: NVLink, or PCIe without NVLink.
+        host_bytes_per_s: bandwidth to host memory in one direction: the peak of PCIe with 16 lanes.
+        gemm_memory, gemm_compute: efficiency of a plain matrix product, in memory and arithmetic.
+        kv_read: memory efficiency of decode attention.
+        prefill_attention: arithmetic efficiency of prefill attention.
+        expert_memory, expert_compute: efficiency of the fused experts, in memory and arithmetic.
+        expert_overlap: p of (memory^p + compute^p)^(1/p): with 1 the two add; with a large p the longer hides the rest.
+        expert_start_ns: start of one call of the fused experts: sorting tokens by expert, launches.
+        attention_token_ns: cost of each new prefill token in one layer's attention: KV write, rotary embedding.
+        kernel_ns: one small kernel within a CUDA graph.
+        all_to_all_start_ns: start of one all-to-all.
     """
 
     name: str
@@ -57,13 +57,13 @@ class Gpu:
     all_to_all_start_ns: float
 
     def host_copy_ns(self, num_bytes: int) -> int:
-        """What copying so many bytes to or from its host's memory takes, at the peak of the link."""
+        """Time to copy `num_bytes` to or from host memory at the link's peak."""
         return round(num_bytes / self.host_bytes_per_s * 1e9)
 
 
-# Peaks: NVIDIA's data sheet of the A100 80 GB SXM (no FP8 units), and AIConfigurator's a100_sxm.yaml, which says the
-# same. Experts: AIConfigurator's grid of vLLM 0.14 (Qwen3 and Mixtral shapes, 1 to 4,096 tokens). GEMM and attention:
-# its grids, and Frontier's of an A800, the same chip. All-to-all: NCCL on two GPUs, 10.5 us for small messages.
+# Peaks: NVIDIA's data sheet of the A100 80 GB SXM (no FP8 units); AIConfigurator's a100_sxm.yaml agrees. Experts:
+# AIConfigurator's grid of vLLM 0.14 (Qwen3 and Mixtral shapes, 1 to 4,096 tokens). GEMM and attention: its grids, and
+# Frontier's grids of an A800, the same chip. All-to-all: NCCL on two GPUs, 10.5 us for small messages.
 A100 = Gpu(
     name="a100-80g",
     memory_bytes=80 * GIB,
@@ -85,8 +85,8 @@ A100 = Gpu(
     all_to_all_start_ns=12_000,
 )
 
-# Peaks: NVIDIA's data sheet of the H20 (Hopper with fewer SMs and all of the memory). Efficiencies: the measured model
-# FLOPs utilisations that InferSim publishes for this GPU. Delays: as on the H100, no table says otherwise.
+# Peaks: NVIDIA's data sheet of the H20 (Hopper with fewer SMs and full memory). Efficiencies: the measured model FLOPs
+# utilisations that InferSim publishes for this GPU. Delays: the H100's, because no table states others.
 H20 = Gpu(
     name="h20-96g",
     memory_bytes=96 * GIB,
@@ -108,8 +108,8 @@ H20 = Gpu(
     all_to_all_start_ns=10_000,
 )
 
-# Peaks: NVIDIA's data sheet of the H100 SXM 80 GB. Efficiencies: carried over from the H200, the same chip with slower
-# memory (no open table of single operations on this one was at hand); an assumption.
+# Peaks: NVIDIA's data sheet of the H100 SXM 80 GB. Efficiencies: an assumption, carried over from the H200, the same
+# chip with faster memory, because no open table of single operations on the H100 was available.
 H100 = Gpu(
     name="h100",
     memory_bytes=80 * GIB,
@@ -154,9 +154,9 @@ H200 = Gpu(
     all_to_all_start_ns=9_000,
 )
 
-# Peaks: NVIDIA's data sheet of the RTX PRO 6000 Blackwell; neighbours are reached over PCIe. Experts: LLMServingSim's
-# profile of single operations on this GPU, 6.15 us for each activated expert of Qwen3-30B-A3B. The all-to-all over PCIe
-# (30 us, 28 GB/s) is a guess: no table has it.
+# Peaks: NVIDIA's data sheet of the RTX PRO 6000 Blackwell; its neighbours are reached over PCIe. Experts:
+# LLMServingSim's profile of single operations on this GPU, 6.15 us for each activated expert of Qwen3-30B-A3B. The
+# all-to-all over PCIe (30 us, 28 GB/s) is a guess, because no table has it.
 RTX_PRO_6000 = Gpu(
     name="rtx-pro-6000",
     memory_bytes=96 * GIB,
@@ -183,10 +183,10 @@ _OTHER_NAMES = {"a100": A100, "h20": H20}
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU called `name`, in any case.
+    """Look up a GPU by name, in any case.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: the name is unknown.
     """
     gpu = GPUS.get(name.lower()) or _OTHER_NAMES.get(name.lower())
     if gpu is None:

@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json` as a `Network`, for any decoder whose sizes have the usual names; and named networks."""
+"""Network shapes from a Hugging Face `config.json`, for any decoder with the usual field names; and named networks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Config = Mapping[str, Any]
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
-MXFP4_BYTES = 4.25 / 8  # four bits a weight, and eight for each 32 of them (OCP microscaling formats, v1.0)
+MXFP4_BYTES = 4.25 / 8  # four bits a weight, and eight bits for each 32 weights (OCP microscaling formats, v1.0)
 
 _MIXTRAL = {
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -32,8 +32,8 @@ _GPT_OSS = {
     "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
 
-# Sizes from the checkpoints' own config.json on the Hugging Face hub. The multi-query Mixtral is AMoE's (section 5.1):
-# Mixtral with one head of keys and values.
+# Sizes from each config.json on the Hugging Face hub. The multi-query Mixtral is AMoE's (section 5.1): Mixtral
+# with one head of keys and values.
 CONFIGS: dict[str, Config] = {
     "qwen3-30b-a3b": {
         "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
@@ -65,10 +65,10 @@ CONFIGS: dict[str, Config] = {
 
 
 def network_named(name: str) -> Network:
-    """The network called `name`, in any case.
+    """Look up a network by name, in any case.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: the name is unknown.
     """
     config = CONFIGS.get(name.lower())
     if config is None:
@@ -79,11 +79,11 @@ def network_named(name: str) -> Network:
 
 
 def network_from_config(name: str, config: Config) -> Network:
-    """The sizes in `config`, a parsed config.json.
+    """Read the sizes from `config`, a parsed config.json.
 
     Args:
-        name: what messages and reports call it.
-        config: of a decoder with grouped-query or latent attention, dense or with routed experts.
+        name: name in messages and reports.
+        config: config of a decoder with grouped-query or latent attention, dense or with routed experts.
 
     Raises:
         ConfigError: a size is missing; the text names it.
@@ -126,7 +126,7 @@ def _missing(name: str, key: str) -> int:
 
 
 def _weight_bytes(config: Config) -> tuple[float, float, bool]:
-    """Bytes of a weight of a routed expert, and of another; and whether products run in FP8."""
+    """Bytes of a routed expert's weight, bytes of any other weight, and whether products run in FP8."""
     quantised = config.get("quantization_config") or {}
     method, bits = quantised.get("quant_method"), quantised.get("bits")
     if method == "mxfp4":
@@ -154,7 +154,7 @@ def _attention(name: str, config: Config) -> AttentionShape:
 
 
 def _groups(name: str, config: Config, experts: ExpertShape | None) -> tuple[LayerGroup, ...]:
-    """The layers, those that are alike together, in order of their first."""
+    """Group layers that are alike, in order of each group's first layer."""
     num_layers = _size(name, config, "num_hidden_layers")
     kinds = config.get("layer_types") or ["full_attention"] * num_layers
     shared = config.get("shared_expert_intermediate_size") or (

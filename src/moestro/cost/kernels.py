@@ -1,7 +1,7 @@
-"""Prices of the kernels of one layer, in nanoseconds: each the longer of reading and computing, at fitted efficiency.
+"""Prices of one layer's kernels in nanoseconds: each is the longer of reading and computing, at fitted efficiency.
 
 The model and its constants come from tables of single operations (AIConfigurator's and Frontier's grids, InferSim's
-utilisations); `docs/costs.md` writes it out and compares it with published end-to-end figures.
+utilisations). `docs/costs.md` states the model and compares it with published end-to-end figures.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 from moestro.cost.gpus import Gpu
 from moestro.cost.networks import LayerGroup, Network
 
-Chunks = list[tuple[int, int]]  # (tokens in the KV cache, tokens to compute) of each prefill chunk: a step has few
+Chunks = list[tuple[int, int]]  # (cached tokens, tokens to compute) of each prefill chunk; a step has few chunks
 
 _NS = 1e9
-# Decode attention handles each sequence for 0.15 us beside reading its KV, on an A100; faster memory, less.
+# Decode attention takes 0.15 us for each sequence besides reading its KV, on an A100; faster memory takes less.
 _DECODE_SEQUENCE_BYTES = 0.15e-6 * 2.039e12
-# A token's hidden state passes memory about eight times, at 0.7 of peak: norms, rotary embedding, top-k, residuals.
+# A token's hidden state crosses memory about eight times at 0.7 of peak: norms, rotary embedding, top-k, residuals.
 _SMALL_PASSES, _SMALL_EFFICIENCY, _NUM_SMALL_KERNELS = 8, 0.7, 6
 _ALL_TO_ALL_EFFICIENCY = 0.75
 _ACTIVATION_BYTES = 2
 
 
 class Kernels:
-    """Prices of one network's kernels on one GPU, floats in nanoseconds.
+    """Prices of one network's kernels on one GPU, as floats in nanoseconds.
 
     Args:
-        network, gpu: whose.
+        network, gpu: the network and the GPU that runs it.
         num_ep_ranks: ranks among which the experts are spread.
     """
 
@@ -34,14 +34,14 @@ class Kernels:
         self._flops_per_s = gpu.fp8_flops_per_s if fp8 else gpu.bf16_flops_per_s
         attention = network.attention
         self.decode_sequence_ns = _NS * _DECODE_SEQUENCE_BYTES / gpu.memory_bytes_per_s
-        # Many heads on one latent (MLA) can make even decode a matter of arithmetic.
+        # With many heads on one latent (MLA), arithmetic can dominate even decode.
         self.decode_token_ns = _NS * max(
             attention.kv_bytes_per_token / (gpu.memory_bytes_per_s * gpu.kv_read),
             attention.decode_flops / (gpu.bf16_flops_per_s * gpu.prefill_attention),
         )
 
     def gemm_ns(self, rows: int, shape: tuple[int, int], bytes_per_weight: float) -> float:
-        """A product of [rows, k] with the weights [n, k], where `shape` is (n, k)."""
+        """Price a product of [rows, k] with the weights [n, k]; `shape` is (n, k)."""
         n, k = shape
         gpu, (flops, moved) = self._gpu, (2.0 * rows * n * k, n * k * bytes_per_weight)
         moved += _ACTIVATION_BYTES * rows * (n + k)
@@ -50,7 +50,7 @@ class Kernels:
         return 0.6 * gpu.kernel_ns + _NS * max(compute_s, memory_s)
 
     def dense_ns(self, num_tokens: int, group: LayerGroup) -> float:
-        """Everything of a layer that each token passes, but attention itself and routed experts."""
+        """Price the dense part of a layer: everything except attention itself and routed experts."""
         network, per_weight = self._network, self._network.bytes_per_weight
         shapes = [(shape, per_weight) for shape in network.attention.projections]
         if group.has_experts and network.experts is not None:
@@ -61,17 +61,17 @@ class Kernels:
         return sum(self.gemm_ns(num_tokens, shape, size) for shape, size in shapes)
 
     def small_ns(self, num_tokens: int) -> float:
-        """Norms, rotary embedding, top-k, permutation, residuals of a layer."""
+        """Price a layer's norms, rotary embedding, top-k, permutation and residuals."""
         moved = _SMALL_PASSES * _ACTIVATION_BYTES * num_tokens * self._network.hidden_size
         passing = _NS * moved / (_SMALL_EFFICIENCY * self._gpu.memory_bytes_per_s)
         return _NUM_SMALL_KERNELS * self._gpu.kernel_ns + passing
 
     def decode_ns(self, num_sequences: int) -> float:
-        """Decode attention of a layer without its contexts, each token of which costs `decode_token_ns`."""
+        """Price a layer's decode attention without contexts; each context token adds `decode_token_ns`."""
         return 2 * self._gpu.kernel_ns + num_sequences * self.decode_sequence_ns
 
     def prefill_ns(self, chunks: Chunks, window: int | None) -> float:
-        """Attention of a layer over prefill chunks: arithmetic, or reading what a short chunk has cached."""
+        """Price a layer's attention over prefill chunks: arithmetic, or reading the cached KV of short chunks."""
         gpu, attention = self._gpu, self._network.attention
         pair_s = attention.prefill_flops / 2 / (gpu.bf16_flops_per_s * gpu.prefill_attention)
         token_s = attention.kv_bytes_per_token / (gpu.memory_bytes_per_s * gpu.kv_read)
@@ -84,7 +84,7 @@ class Kernels:
         return 2 * gpu.kernel_ns + num_new * gpu.attention_token_ns + _NS * total_s
 
     def experts_ns(self, num_activated: float, num_copies: float) -> float:
-        """The fused experts of a layer on one rank: weights read and arithmetic, overlapping as on this GPU."""
+        """Price a layer's fused experts on one rank: reading weights and arithmetic, overlapped as on this GPU."""
         gpu, experts = self._gpu, self._network.experts
         assert experts is not None, "a dense network has no experts to price"
         memory_s = num_activated * self._network.expert_bytes / (gpu.memory_bytes_per_s * gpu.expert_memory)
@@ -95,14 +95,14 @@ class Kernels:
         return gpu.expert_start_ns + _NS * together_s
 
     def one_expert_ns(self, num_rows: int) -> float:
-        """One expert over `num_rows` tokens: two products, gate and up in one."""
+        """Price one expert over `num_rows` tokens: two products, gate and up being one."""
         hidden_size, experts = self._network.hidden_size, self._network.experts
         assert experts is not None, "a dense network has no experts to price"
         up, down = (2 * experts.intermediate_size, hidden_size), (hidden_size, experts.intermediate_size)
         return sum(self.gemm_ns(num_rows, shape, experts.bytes_per_weight) for shape in (up, down))
 
     def all_to_all_ns(self, num_tokens: int) -> float:
-        """Tokens of one rank to the ranks that hold their experts, or back; 0 without expert parallelism."""
+        """Price sending one rank's tokens to the ranks of their experts, or back; 0 without expert parallelism."""
         ranks, experts, gpu = self._num_ep_ranks, self._network.experts, self._gpu
         if ranks == 1 or experts is None:
             return 0.0
@@ -111,18 +111,18 @@ class Kernels:
         return gpu.all_to_all_start_ns + _NS * sent_away / (gpu.link_bytes_per_s * _ALL_TO_ALL_EFFICIENCY)
 
     def head_ns(self, num_sequences: int) -> float:
-        """The head over the last token of each sequence."""
+        """Price the head over the last token of each sequence."""
         return self.gemm_ns(num_sequences, (self._network.vocab_size, self._network.hidden_size), 2.0)
 
 
 def twice_num_pairs(cached: int, new: int, window: int | None) -> int:
-    """Twice the pairs (query, key) that causal attention of a chunk computes: an integer, 2 q c + q**2.
+    """Twice the number of (query, key) pairs in a chunk's causal attention: the integer 2 q c + q**2.
 
     Args:
         cached, new: tokens in the KV cache, and queries.
-        window: tokens that a query looks back at, at most; None: all.
+        window: tokens that a query attends to at most; None means all.
     """
     if window is None:
         return new * (2 * cached + new)
-    growing = min(max(window - cached, 0), new)  # queries that still see everything before them
+    growing = min(max(window - cached, 0), new)  # queries that still attend to everything before them
     return growing * (2 * cached + growing) + 2 * (new - growing) * window

@@ -1,4 +1,4 @@
-"""What the simulator and the priced device ask of a cost model. Prices are integer nanoseconds."""
+"""The interface of cost models, for the simulator and the priced device. Prices are integer nanoseconds."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Int64s = NDArray[np.int64]
 
 
 class Batch(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The units of one step as far as they cost anything, one row each; both columns are those of `core.work.Units`.
+    """The units of one step, as far as they affect its cost, one row each. The columns are those of `core.work.Units`.
 
-    A row of one token is a decode (a prompt's last token on its own costs the same), any other a prefill chunk.
+    A row of one token is a decode; a prompt's last token alone costs the same. Any other row is a prefill chunk.
 
     Attributes:
-        start: int[n], tokens of the sequence that are in the KV cache already.
+        start: int[n], tokens of the sequence that are already in the KV cache.
         num_tokens: int[n], tokens to compute, at least 1.
-        num_other_tokens: tokens that the other ranks of its expert-parallel group compute in the same step, where they
-            are not priced with it: an idle rank counts 1.
+        num_other_tokens: tokens that the other ranks of an expert-parallel group compute in the same step, where these
+            are priced separately; an idle rank counts 1.
     """
 
     start: Ints
@@ -36,74 +36,74 @@ class CostModel(Protocol):
     """Prices steps of one rank."""
 
     def step_ns(self, batch: Batch) -> int:
-        """What one step takes, from its plan to its sampled tokens; `batch` has at least one row."""
+        """Time of one step, from its plan to its sampled tokens; `batch` has at least one row."""
         ...
 
     def decode_rounds_ns(self, start: Ints, num_rounds: int) -> Int64s:
-        """What each of the coming `num_rounds` rounds takes in which every sequence decodes one token.
+        """Time of each of the next `num_rounds` decode rounds, in which every sequence decodes one token.
 
         Args:
-            start: int[n], tokens of each sequence that are in the KV cache before the first round.
+            start: int[n], tokens of each sequence in the KV cache before the first round.
 
         Returns:
-            int64[num_rounds]; entry i is exactly `step_ns` of a batch that starts at `start + i`.
+            int64[num_rounds]; entry i equals `step_ns` of a batch that starts at `start + i`.
         """
         ...
 
     def move_ns(self, num_tokens: int) -> int:
-        """What copying the KV of so many tokens between the device and its host's memory takes."""
+        """Time to copy the KV of `num_tokens` tokens between the device and host memory."""
         ...
 
 
 class GroupCostModel(CostModel, Protocol):
-    """Prices steps of ranks in lock-step: an expert-parallel group, which waits for its slowest in every layer."""
+    """Prices steps of ranks in lock-step: an expert-parallel group waits for its slowest rank in every layer."""
 
     @property
     def num_ep_ranks(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks in the group."""
         ...
 
     def group_step_ns(self, batches: Sequence[Batch | None]) -> int:
-        """What one barrier step takes.
+        """Time of one barrier step.
 
         Args:
-            batches: of each rank; None: it idles, and computes one dummy token so that the others can go on. At least
-                one does not. Their `num_other_tokens` are not looked at.
+            batches: batch of each rank; None means an idle rank, which computes one dummy token so that the others can
+                proceed. At least one rank has a batch. Their `num_other_tokens` are ignored.
         """
         ...
 
     def group_decode_rounds_ns(self, starts: Sequence[Ints], num_rounds: int) -> Int64s:
-        """`decode_rounds_ns` of a group: entry i is exactly `group_step_ns` of that round.
+        """Time of each of the next decode rounds of a group: entry i equals `group_step_ns` of that round.
 
         Args:
-            starts: int[n], of each rank; empty: it idles.
+            starts: int[n] for each rank; empty means an idle rank.
         """
         ...
 
 
 class StageCostModel(Protocol):
-    """Prices what a flow device runs at a time: one stage of one layer."""
+    """Prices what a flow device runs at once: one stage of one layer."""
 
     @property
     def network(self) -> Network:
-        """Whose stages."""
+        """Network whose stages are priced."""
         ...
 
     @property
     def popularity(self) -> NDArray[np.float64] | None:
-        """float64[num_experts], sums to 1: how often tokens choose each expert; None: a dense network."""
+        """float64[num_experts], sums to 1: chance that a token chooses each expert; None for a dense network."""
         ...
 
     def attention_ns(self, layer: int, batch: Batch) -> int:
-        """Attention of `layer` with all that stands between two expert stages: norms, projections, gate."""
+        """Time of one layer between two expert stages: norms, projections, attention, gate."""
         ...
 
     def expert_ns(self, num_rows: int) -> int:
-        """One expert over `num_rows` tokens."""
+        """Time of one expert over `num_rows` tokens."""
         ...
 
     def sample_ns(self, num_sequences: int) -> int:
-        """The head, and the choice of a token for each sequence."""
+        """Time of the head and the sampler for `num_sequences` sequences."""
         ...
 
     def move_ns(self, num_tokens: int) -> int:

@@ -1,9 +1,9 @@
-"""Devices on virtual time: they compute nothing, take as long as a cost model says, and answer from scripts.
+"""Devices on virtual time: they compute nothing, take the time that a cost model says, and answer from scripts.
 
-A script is the hidden future of a replayed request (`core.script.Script`): how long its answer is, and the hashes of
-the blocks that it fills. What a unit brings about depends on the *position* that it ends at, never on how often a
-sequence was computed: a preempted sequence is recomputed, its generated tokens being prompt again, and goes on where it
-was.
+A script is the hidden future of a replayed request (`core.script.Script`): its answer's length, and the hashes of the
+blocks that the answer fills. The result of a unit depends on the *position* at which the unit ends, never on how often
+the sequence was computed. A preempted sequence is recomputed with its generated tokens as part of its prompt, and
+continues at the same place.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _NOBODY = -1
 
 @dataclass(slots=True)
 class _Progress:
-    """A script and how far its sequence is.
+    """A script and the progress of its sequence.
 
     Attributes:
-        num_prompt_tokens: 0 until the prompt is over for the first time, which says it.
-        num_hashes_told: of `script.block_hashes`; a recomputed block is not told again.
-        slot: where its columns are.
+        num_prompt_tokens: prompt length; 0 until the first token of the answer reveals it.
+        num_hashes_told: hashes of `script.block_hashes` that were reported; a recomputed block is not reported again.
+        slot: index of the sequence's columns.
     """
 
     script: Script
@@ -41,44 +41,44 @@ class _Progress:
 
 
 class Scripts:
-    """The futures of sequences: what each unit brings about, whoever says when.
+    """Futures of sequences: the result of each unit, independent of time.
 
     Args:
-        block_size: tokens of a KV block, the scheduler's.
+        block_size: tokens of a KV block in the scheduler.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._progress: dict[int, _Progress] = {}
-        # Columns by slot, of the sequence that was last computed there.
+        # Columns by slot; each holds the sequence that was last computed there.
         self._serial: Int64s = np.full(16, _NOBODY, np.int64)
-        self._ends_at: Int32s = np.zeros(16, np.int32)  # tokens with KV at which its last token is sampled
-        self._fills_at: Int32s = np.zeros(16, np.int32)  # ... at which the next generated block is full
+        self._ends_at: Int32s = np.zeros(16, np.int32)  # tokens with KV at which the last token is sampled
+        self._fills_at: Int32s = np.zeros(16, np.int32)  # tokens with KV at which the next generated block is full
 
     # --- scripts ----------------------------------------------------------------------------------------------------
 
     def expect(self, serial: int, script: Script) -> None:
-        """Tell the future of the sequence `serial` (from `Rank.add`), before its first unit is launched."""
+        """Set the script of the sequence `serial` (from `Rank.add`) before the launch of its first unit."""
         if serial in self._progress:
             raise InvariantError(f"sequence {serial} has a script already")
         self._progress[serial] = _Progress(script)
 
     def forget(self, serial: int) -> None:
-        """Drop the script of a sequence that ended; to be called for every one, unknown serials are ignored.
+        """Drop the script of a sequence that ended. Call it for every sequence; unknown serials are ignored.
 
-        A script that came to its end is dropped by itself, but only the scheduler knows of aborts and of `max_tokens`.
+        A script that reaches its end drops itself, but only the scheduler knows of aborts and of `max_tokens`.
         """
         self._progress.pop(serial, None)
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
     def answer(self, units: Units) -> StepResult:
-        """What becomes of `units` when they are computed, each of them once."""
+        """Result of computing `units`, each of them once."""
         self._bind(units.slot, units.serial)
         end = units.start + units.num_tokens
         samples = (units.logits & LOGITS_LAST).view(np.bool_)
         finished = samples & (end >= self._ends_at.take(units.slot))
-        # A sequence whose prompt's length is not known yet shows up here, too: its first token says it.
+        # A sequence with an unknown prompt length appears here too: its first token reveals the length.
         for row in true_rows(finished):
             finished[row] = self._sample(int(units.slot[row]), int(end[row]))
         block_hashes = {}
@@ -101,7 +101,7 @@ class Scripts:
             if progress is None:
                 raise InvariantError(f"no script for sequence {serial}: the device was not told to expect it")
             if progress.slot != _NOBODY and self._serial[progress.slot] == serial:
-                self._serial[progress.slot] = _NOBODY  # preempted, and back elsewhere: one place knows it
+                self._serial[progress.slot] = _NOBODY  # preempted and resumed elsewhere: only one slot holds it
             progress.slot = slot
             self._serial[slot] = serial
             self._load(progress)
@@ -113,7 +113,7 @@ class Scripts:
         self._fills_at = np.append(self._fills_at, np.zeros(added, np.int32))
 
     def _load(self, progress: _Progress) -> None:
-        """Write the columns of its slot."""
+        """Write the columns of the sequence's slot."""
         slot, prompt, script, size = progress.slot, progress.num_prompt_tokens, progress.script, self._block_size
         self._ends_at[slot] = prompt + script.num_output_tokens - 1 if prompt else 0
         left = len(script.block_hashes) // HASH_BYTES - progress.num_hashes_told
@@ -121,7 +121,7 @@ class Scripts:
         self._fills_at[slot] = (next_block + 1) * size if prompt and left else _NEVER
 
     def _sample(self, slot: int, end: int) -> bool:
-        """A token is sampled with `end` tokens known. Returns whether it is the script's last."""
+        """Sample a token with `end` tokens known. Returns whether the token is the script's last."""
         progress = self._progress[int(self._serial[slot])]
         if not progress.num_prompt_tokens:
             progress.num_prompt_tokens = end
@@ -129,7 +129,7 @@ class Scripts:
         return end >= int(self._ends_at[slot])
 
     def _fill(self, slot: int, end: int) -> bytes:
-        """Hashes of the generated blocks, not told so far, that are full with `end` tokens."""
+        """Unreported hashes of the generated blocks that are full with `end` tokens."""
         progress = self._progress[int(self._serial[slot])]
         told, size = progress.num_hashes_told, self._block_size
         full = end // size - progress.num_prompt_tokens // size
@@ -140,13 +140,13 @@ class Scripts:
 
 
 class ScriptedDevice(Scripts):
-    """Answers `Forward` items from scripts, when somebody else says that they are done.
+    """Answers `Forward` items from scripts; its driver sets the end of each item.
 
-    The driver of ranks in lock-step owns the barrier: each rank launches on a device of this kind, the driver prices
-    the step of the whole group and calls `finish_at`. On its own a rank has a `PricedDevice`.
+    The driver of ranks in lock-step owns the barrier: each rank launches on such a device, and the driver prices
+    the step of the whole group and calls `finish_at`. A rank on its own uses a `PricedDevice`.
 
     Args:
-        block_size: tokens of a KV block, the scheduler's.
+        block_size: tokens of a KV block in the scheduler.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -158,30 +158,30 @@ class ScriptedDevice(Scripts):
     # --- Device -----------------------------------------------------------------------------------------------------
 
     def launch(self, item: Forward, now_ns: int) -> None:
-        """Take `item`; `batch` says what it costs, and `finish_at` is still to be called."""
+        """Accept `item`. `batch` then describes its cost, and the driver must call `finish_at`."""
         if self._launched is not None:
-            raise InvariantError("launched twice without finish_at: nobody priced the first item")
+            raise InvariantError("launched twice without finish_at: the first item has no end yet")
         units = item.units
         self._launched = (Batch(units.start, units.num_tokens), self.answer(units))
 
     @property
     def batch(self) -> Batch | None:
-        """What was launched and has no end yet; None: nothing."""
+        """The launched item that has no end yet, or None."""
         return None if self._launched is None else self._launched[0]
 
     def finish_at(self, ready_ns: int) -> None:
-        """Say when the launched item is done."""
+        """Set the end of the launched item."""
         if self._launched is None:
             raise InvariantError("finish_at without a launched item")
         self._pending.append((ready_ns, self._launched[1]))
         self._launched = None
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
-        """See `Device.move_blocks`: counts what is copied; whoever prices the next item takes that with it."""
+        """Count the copied blocks. The price of the next item includes them."""
         self._num_moved += moves.num_blocks * self._block_size
 
     def take_num_moved(self) -> int:
-        """Tokens whose KV was copied since the last call; whole blocks."""
+        """Tokens whose KV was copied since the last call, in whole blocks."""
         num_moved, self._num_moved = self._num_moved, 0
         return num_moved
 
@@ -199,10 +199,10 @@ class ScriptedDevice(Scripts):
     # --- many rounds at once ----------------------------------------------------------------------------------------
 
     def rounds_until_finish(self, slots: Slots, num_computed: Int32s) -> int:
-        """Coming decode rounds, up to the first that ends a script and with it; 0: nobody knows before the next.
+        """Decode rounds up to and including the first that ends a script; 0 if only the next round can tell.
 
         Args:
-            slots: int64[n], the scheduler's running sequences, nothing in flight.
+            slots: int64[n], slots of the scheduler's running sequences, with nothing in flight.
             num_computed: int32[n], their tokens with KV.
         """
         if len(slots) == 0:
@@ -210,17 +210,17 @@ class ScriptedDevice(Scripts):
         try:
             ends_at = self._ends_at.take(slots)
         except IndexError:
-            return 0  # a slot in which nothing was ever launched
+            return 0  # a slot without any launch so far
         return max(int((ends_at - num_computed).min()), 0)
 
     def complete_rounds(
         self, slots: Slots, num_computed: Int32s, num_rounds: int
     ) -> tuple[dict[int, bytes], list[int]]:
-        """The effect of launching `num_rounds` decode rounds, at most `rounds_until_finish`.
+        """Apply the effect of `num_rounds` decode rounds, at most `rounds_until_finish`.
 
         Returns:
-            What `Scheduler.advance` is given: by slot, the packed hashes of the generated blocks that they fill; and
-            the slots whose scripts end in the last of them.
+            The arguments of `Scheduler.advance`: by slot, the packed hashes of the generated blocks that fill up; and
+            the slots whose scripts end in the last round.
         """
         end = num_computed + num_rounds
         told = {}
@@ -235,11 +235,11 @@ class ScriptedDevice(Scripts):
 
 
 class PricedDevice(ScriptedDevice):
-    """A `core.work.Device` on virtual time: each item takes what the cost model says, one after the other.
+    """A `core.work.Device` on virtual time: it runs items one after the other at the cost model's prices.
 
     Args:
-        cost: prices the items.
-        block_size: tokens of a KV block, the scheduler's.
+        cost: prices of the items.
+        block_size: tokens of a KV block in the scheduler.
     """
 
     def __init__(self, cost: CostModel, block_size: int) -> None:
@@ -256,5 +256,5 @@ class PricedDevice(ScriptedDevice):
         self.finish_at(self._free_at_ns)
 
     def rounds_ns(self, num_computed: Ints, num_rounds: int) -> Int64s:
-        """int64[num_rounds], what each of the coming decode rounds takes; see `CostModel.decode_rounds_ns`."""
+        """int64[num_rounds], time of each of the next decode rounds, as in `CostModel.decode_rounds_ns`."""
         return self.cost.decode_rounds_ns(num_computed, num_rounds)

@@ -1,7 +1,7 @@
-"""The device that works in stages, without the work: each piece takes what a cost model says, one after the other.
+"""A device that works in stages without computing: it runs pieces one after the other at a cost model's prices.
 
-It computes nothing. Which experts a token visits is drawn by a gate; what becomes of a unit at its end somebody else
-says: a script on virtual time, or whoever answers for a paced device.
+A gate draws the experts that a token visits. The driver supplies the results of units: a script on virtual time, or the
+responder of a paced device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moestro.cost.gate import Gate, token_keys
 from moestro.cost.model import Batch, Int64s, StageCostModel
 from moestro.cost.networks import Network
 
-# (units, now_ns) -> their result: called once for every unit that comes to its end.
+# (units, now_ns) -> their result; called once for every unit that reaches its end.
 Answer = Callable[[Units, int], StepResult]
 
 _NOWHERE = np.empty(0, np.int64)
@@ -40,15 +40,15 @@ _NOWHERE = np.empty(0, np.int64)
 
 @dataclass(slots=True, eq=False)
 class _Launched:
-    """An item under way.
+    """An item in progress.
 
     Attributes:
-        may_start_ns: when it was launched and all copies before it are done.
-        start_ns: when its first piece begins: when those of the items before it are done, too.
-        ends_ns: int64[p], when each of its pieces ends, counted from `start_ns`.
-        num_pieces: how many of them will be done; fewer than p once it was withdrawn.
-        stands: of a `Passage`: int64[p], layer * groups + group of each piece, groups as in a `QueueTable`.
-        counts: of a `Passage`: int64[num_layers, num_experts], tokens that visit each expert in its layers.
+        may_start_ns: when the item was launched and all earlier copies are done.
+        start_ns: start of its first piece, after the pieces of earlier items.
+        ends_ns: int64[p], end of each piece, counted from `start_ns`.
+        num_pieces: pieces that will run; fewer than p after a withdrawal.
+        stands: in a `Passage`: int64[p], layer * groups + group of each piece, with groups as in a `QueueTable`.
+        counts: in a `Passage`: int64[num_layers, num_experts], tokens that visit each expert in its layers.
     """
 
     item: StageItem
@@ -61,27 +61,29 @@ class _Launched:
 
     @property
     def ready_ns(self) -> int:
-        """When its last piece ends."""
+        """End of its last piece."""
         return self.start_ns + (int(self.ends_ns[self.num_pieces - 1]) if self.num_pieces else 0)
 
     @property
     def is_cut(self) -> bool:
-        """Whether some of its pieces will not be done."""
+        """Whether a withdrawal removed pieces."""
         return self.num_pieces < len(self.ends_ns)
 
 
 class PricedStages:
-    """A `core.stages.StagedDevice` by somebody's clock. A piece is one attention, one call of one expert, or the
-    sampler: what has begun ends, and nothing after it begins once an item is withdrawn.
+    """A `core.stages.StagedDevice` on its driver's clock.
+
+    A piece is one attention, one call of one expert, or the sampler. A piece that has begun ends; after a withdrawal no
+    further piece begins.
 
     Args:
-        cost: prices the pieces.
-        max_tokens: of one plan; twice as many may be inside the network.
-        block_size: tokens of a KV block, the scheduler's.
-        answer: what becomes of units behind the last layer.
+        cost: prices of the pieces.
+        max_tokens: tokens of one plan; twice as many may be inside the network.
+        block_size: tokens of a KV block in the scheduler.
+        answer: supplier of the results of units behind the last layer.
 
     Attributes:
-        shape: what it offers.
+        shape: numbers of layers, experts, rows and places.
         works_when_polled: False.
     """
 
@@ -119,7 +121,7 @@ class PricedStages:
         self._launched.append(_Launched(item, may_start_ns, start_ns, ends_ns, len(ends_ns), stands, counts))
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
-        """See `StagedDevice.move_blocks`. Copies pass what is under way, which touches other blocks."""
+        """Copy blocks beside the work in progress, which uses other blocks."""
         self._moved_at_ns = max(now_ns, self._moved_at_ns) + self._cost.move_ns(moves.num_blocks * self._block_size)
 
     def poll(self, now_ns: int) -> list[StageResult]:
@@ -156,7 +158,7 @@ class PricedStages:
         return counts
 
     def _pieces(self, item: Passage, counts: Int64s | None) -> tuple[Int64s, Int64s]:
-        """int64[p], int64[p]: what each piece of a passage takes, and where it is."""
+        """int64[p], int64[p]: duration and place of each piece of a passage."""
         first, last = item.layer, min(item.until, self.shape.num_layers)
         prices = np.zeros((last - first, self._num_groups), np.int64)
         prices[:, ATTENTION] = self._attention_ns(_batch(item.units))[first:last]
@@ -175,7 +177,7 @@ class PricedStages:
         return durations, stands
 
     def _attention_ns(self, batch: Batch) -> Int64s:
-        """int64[num_layers], of each layer; those of a group are alike."""
+        """int64[num_layers], attention time of each layer; layers of a group are alike."""
         attention_ns = np.empty(self.shape.num_layers, np.int64)
         for group in self._cost.network.groups:
             attention_ns[list(group.layers)] = self._cost.attention_ns(group.layers[0], batch)
@@ -199,7 +201,7 @@ class PricedStages:
                 return Stopped(item.until, None, 0, launched.counts)
 
     def _stopped(self, launched: _Launched, units: Units) -> Stopped:
-        """A passage that was withdrawn, before the first piece that was not done."""
+        """Describe a withdrawn passage: it stopped before the first piece that did not run."""
         layer, group = divmod(int(launched.stands[launched.num_pieces]), self._num_groups)
         first_open, counts = max(group - 1, 0), launched.counts
         if counts is not None:
@@ -219,7 +221,7 @@ def _batch(units: Units) -> Batch:
 
 
 def _shape_of(network: Network, num_tokens: int) -> StageShape:
-    """As many rows and places as tokens may be inside."""
+    """Shape with as many rows and places as tokens may be inside."""
     is_sparse = [False] * network.num_layers
     for group in network.groups:
         for layer in group.layers:

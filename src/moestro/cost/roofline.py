@@ -1,11 +1,11 @@
 """The roofline cost model of one step: host, kernels of every layer, and ranks that wait for their slowest.
 
-Per step of an expert-parallel group (`docs/costs.md` has the whole model, its constants and its checks):
+A step of an expert-parallel group costs (`docs/costs.md` has the whole model, its constants and its checks):
 
     host + head + sum over layers of max over ranks of [dense + attention + small + 2 all-to-all + experts]
 
-Inside, prices are integer picoseconds: sums and maxima of integers do not depend on the order of summing, so k decode
-rounds priced at once are bit for bit the k steps.
+Prices inside are integer picoseconds. Sums and maxima of integers do not depend on the order of summation, so k decode
+rounds priced at once equal k steps exactly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PS_PER_NS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCost:
-    """What the engine's own code adds to a step: a constant, and a part for each sequence in it."""
+    """Time that the engine's own code adds to a step: a constant, and a part for each sequence."""
 
     step_ns: float
     sequence_ns: float
@@ -39,13 +39,13 @@ VLLM_HOST = HostCost(step_ns=1_500_000, sequence_ns=30_000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineSettings:
-    """What a roofline prices.
+    """Subject of a roofline.
 
     Attributes:
-        network, gpu: whose.
-        host: of the engine.
-        num_ep_ranks: ranks that share the experts and keep step, each with attention over requests of its own.
-        gating: which experts tokens choose and who holds them; None: popularity as zipf 0.6, spread evenly.
+        network, gpu: the network and the GPU that runs it.
+        host: cost of the engine's own code.
+        num_ep_ranks: ranks in lock-step that share the experts, each with attention over its own requests.
+        gating: how tokens fall on experts and ranks; None means Zipf popularity with exponent 0.6, spread evenly.
     """
 
     network: Network
@@ -57,21 +57,21 @@ class RooflineSettings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Attention:
-    """What attention of one rank's batch costs in each layer group: constant parts, and contexts that decode reads."""
+    """Attention cost of one rank's batch in each layer group: constant parts, and contexts that decode reads."""
 
     num_tokens: int
     num_sequences: int
     constant_ps: list[int]
-    contexts: Sequence[int | Int64s]  # of each group: tokens of context, in one step or in each of several rounds
+    contexts: Sequence[int | Int64s]  # for each group: context tokens, in one step or in each of several rounds
 
 
 class Roofline:
     """Prices steps of one rank, or of a group of ranks in lock-step.
 
-    Parts that depend on token counts alone are kept once computed, so that pricing a step takes a few microseconds.
+    Parts that depend only on token counts are cached, so that pricing a step takes a few microseconds.
 
     Args:
-        settings: what to price.
+        settings: network, GPU, host and gating to price.
     """
 
     def __init__(self, settings: RooflineSettings) -> None:
@@ -90,13 +90,13 @@ class Roofline:
 
     @property
     def num_ep_ranks(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks in the group."""
         return self.settings.num_ep_ranks
 
     # --- one rank ---------------------------------------------------------------------------------------------------
 
     def step_ns(self, batch: Batch) -> int:
-        """See `CostModel.step_ns`. In a group: the step of a rank that is the slowest but for its experts."""
+        """Price a step. In a group, price the step of the rank that is slowest apart from its experts."""
         num, total = len(batch.start), int(batch.num_tokens.sum())
         if num == total:
             constant = self._decode_total_ps(num, batch.num_other_tokens)
@@ -125,7 +125,7 @@ class Roofline:
         return _ns_array(total)
 
     def move_ns(self, num_tokens: int) -> int:
-        """See `CostModel.move_ns`: at the peak of the link to the host."""
+        """Price a copy at the peak of the link to the host."""
         return self.settings.gpu.host_copy_ns(num_tokens * self.network.kv_bytes_per_token)
 
     # --- a group of ranks -------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Roofline:
         return self._group_ns(ranks, num_rounds)
 
     def _group_ns(self, ranks: Sequence[_Attention], num_rounds: int) -> Int64s:
-        """int64[num_rounds]: in every layer all ranks wait for the slowest; host and head likewise."""
+        """int64[num_rounds], times of a group: in every layer, host and head, all ranks wait for the slowest."""
         assert len(ranks) == self.num_ep_ranks, f"{len(ranks)} batches for a group of {self.num_ep_ranks} ranks"
         experts = self._expert_part(sum(rank.num_tokens for rank in ranks))
         total = np.full(num_rounds, max(self._sequence_part(rank.num_sequences) for rank in ranks), np.int64)
@@ -161,7 +161,7 @@ class Roofline:
 
     @property
     def popularity(self) -> NDArray[np.float64] | None:
-        """See `StageCostModel.popularity`: the mean over layers."""
+        """Mean popularity over layers."""
         if self._gating is None:
             return None
         chances = self._gating.hit.sum(axis=1).mean(axis=0)
@@ -188,7 +188,7 @@ class Roofline:
     # --- parts, in picoseconds --------------------------------------------------------------------------------------
 
     def _token_part(self, num_tokens: int) -> list[int]:
-        """Of one layer of each group, all that depends on the rank's tokens alone."""
+        """Parts of one layer of each group that depend only on the rank's tokens."""
         part = self._token_parts.get(num_tokens)
         if part is None:
             kernels, part = self._kernels, []
@@ -200,7 +200,7 @@ class Roofline:
         return part
 
     def _expert_part(self, num_group_tokens: int) -> Int64s:
-        """int64[P, R], the fused experts of one layer of each pattern, on each rank."""
+        """int64[P, R], fused experts of one layer of each pattern on each rank."""
         part = self._expert_parts.get(num_group_tokens)
         if part is None:
             if self._gating is None:
@@ -217,7 +217,7 @@ class Roofline:
         return part
 
     def _expert_total(self, num_group_tokens: int) -> int:
-        """Of all layers, the busiest rank's."""
+        """Time of the experts of all layers on the busiest rank."""
         total = self._expert_totals.get(num_group_tokens)
         if total is None:
             busiest = self._expert_part(num_group_tokens).max(axis=1)
@@ -230,7 +230,7 @@ class Roofline:
         return total
 
     def _sequence_part(self, num_sequences: int) -> int:
-        """Host and head."""
+        """Time of host and head."""
         part = self._sequence_parts.get(num_sequences)
         if part is None:
             host = self.settings.host
@@ -240,7 +240,7 @@ class Roofline:
         return part
 
     def _decode_total_ps(self, num_sequences: int, num_other_tokens: int) -> int:
-        """A step of `num_sequences` decodes but for reading their contexts."""
+        """Time of a step of `num_sequences` decodes without reading their contexts."""
         key = (num_sequences, num_other_tokens)
         total = self._decode_totals.get(key)
         if total is None:
@@ -277,12 +277,12 @@ class Roofline:
         )
 
     def _idle(self) -> _Attention:
-        """A rank without requests: one dummy token, no attention, no head."""
+        """Attention of a rank without requests: one dummy token, no attention, no head."""
         return _Attention(1, 0, [0] * len(self._groups), [0] * len(self._groups))
 
 
 def contexts_of(start: Ints, window: int | None) -> int:
-    """Tokens that decoding sequences attend to, in all, themselves included; `start` are those in the KV cache."""
+    """Tokens that decoding sequences attend to, themselves included; `start` counts tokens in the KV cache."""
     if window is None:
         return int(start.sum()) + len(start)
     return int(np.minimum(start + 1, window).sum())
@@ -294,7 +294,7 @@ def contexts_of_rounds(start: Ints, num_rounds: int, window: int | None) -> Int6
     contexts *= len(start)
     contexts += int(start.sum()) + len(start)
     if window is not None:
-        # A sequence past its window stops growing: the rounds after which each does, counted, say how many still do.
+        # A sequence at its window stops growing. Counting the rounds of these stops tells how many still grow in each.
         room = np.clip(window - 1 - start, 0, num_rounds)
         growing = len(start) - np.cumsum(np.bincount(room, minlength=num_rounds + 1)[:num_rounds])
         contexts[0] = contexts_of(start, window)
@@ -310,7 +310,7 @@ def _even(settings: RooflineSettings) -> Gating | None:
 
 
 def _patterns_of_groups(groups: Sequence[LayerGroup], num_patterns: int | None) -> list[Int64s]:
-    """The gating pattern of each layer of each group: the only one, or one for each layer with experts, in order."""
+    """Gating pattern of each layer of each group: the only one, or one for each layer with experts, in order."""
     with_experts = sorted(layer for group in groups if group.has_experts for layer in group.layers)
     if num_patterns in (1, None):
         return [np.zeros(1, np.int64) for _ in groups]
@@ -319,7 +319,7 @@ def _patterns_of_groups(groups: Sequence[LayerGroup], num_patterns: int | None) 
 
 
 def _rounded(picoseconds: NDArray[np.floating[Any]]) -> Int64s:
-    """As `round`, half to even, elementwise."""
+    """Round elementwise, half to even, as `round` does."""
     result: Int64s = np.rint(picoseconds).astype(np.int64)
     return result
 

@@ -1,7 +1,7 @@
-"""Engines whose steps are nowhere near a roofline, as their papers time them: QLLM's and AMoE's.
+"""Engines whose steps are far from a roofline, with their papers' times: QLLM's and AMoE's.
 
 Both run a layer in stages that cost a constant and a part for each token; nearly all of it is the engines' own code.
-What is published are totals; how they split into stages is an assumption, said beside each constant.
+The papers publish totals. Their split into stages is an assumption, stated beside each constant.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from moestro.cost.networks import Network
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """What the stages of one layer take.
+    """Times of one layer's stages.
 
     Attributes:
         attention_ns, attention_token_ns: one attention stage, and each token in it.
-        expert_ns, expert_row_ns: one call of one expert, and each row of it.
-        has_own_expert_devices: whether experts run on devices of their own, all at once, or one after the other.
-        zipf: exponent of the experts' popularity: how many are called.
+        expert_ns, expert_row_ns: one call of one expert, and each of its rows.
+        has_own_expert_devices: whether each expert has its own device, so that all run at once.
+        zipf: exponent of the experts' popularity, which decides how many are called.
     """
 
     attention_ns: float
@@ -37,9 +37,9 @@ class StageTimes:
     zipf: float = 0.3
 
 
-# QLLM (section 2.4): 300 to 400 ms for each decode iteration of Mixtral in 4 bits on an A100, under Hugging Face's
-# loop over experts. Split by assumption: 8 calls a layer, of about 1.2 ms to dequantise and launch and 2.3 us a row (an
-# expert's arithmetic at half of the A100's peak), and 1.5 ms of attention. One call is the unit of preemption.
+# QLLM (section 2.4): 300 to 400 ms for each decode iteration of Mixtral in 4 bits on an A100, with Hugging Face's loop
+# over experts. Assumed split: 8 calls a layer, each about 1.2 ms to dequantise and launch and 2.3 us a row (an expert's
+# arithmetic at half of the A100's peak), and 1.5 ms of attention. One call is the unit of preemption.
 QLLM = StageTimes(
     attention_ns=1_500_000,
     attention_token_ns=0,
@@ -48,8 +48,8 @@ QLLM = StageTimes(
     has_own_expert_devices=False,
 )
 
-# AMoE (figure 13): an attention step of 2.7 ms, an expert step of 0.8 ms, on A100s. Split by assumption: attention 1.0
-# ms and 10 us a token, of which a full batch has 160; an expert 0.2 ms of scheduling, 0.28 ms to read its weights, and
+# AMoE (figure 13): an attention step of 2.7 ms and an expert step of 0.8 ms on A100s. Assumed split: attention 1.0 ms
+# and 10 us a token, of which a full batch has 160; an expert 0.2 ms of scheduling, 0.28 ms to read its weights, and
 # 1.1 us a row.
 AMOE = StageTimes(
     attention_ns=1_000_000,
@@ -63,14 +63,14 @@ AMOE = StageTimes(
 class StagedEngine:
     """Prices stages, and steps as the sum of their stages.
 
-    Contexts cost nothing here: they are small beside the constants.
+    Contexts are free here, because they are small beside the constants.
 
     Args:
-        times: of the stages.
-        network: which; its sizes say how many layers and experts there are.
+        times: times of the stages.
+        network: network whose sizes give the numbers of layers and experts.
 
     Attributes:
-        network, popularity: see `StageCostModel`.
+        network, popularity: as in `StageCostModel`.
     """
 
     def __init__(self, times: StageTimes, network: Network) -> None:
@@ -83,7 +83,7 @@ class StagedEngine:
         self._step_of: dict[tuple[int, int], int] = {}
 
     def step_ns(self, batch: Batch) -> int:
-        """See `CostModel.step_ns`: all layers, one after the other."""
+        """Price a step: all layers, one after the other."""
         key = (int(batch.num_tokens.sum()), len(batch.start))
         step = self._step_of.get(key)
         if step is None:
@@ -97,7 +97,7 @@ class StagedEngine:
         return np.full(num_rounds, self.step_ns(Batch(start, np.ones_like(start))), np.int64)
 
     def move_ns(self, num_tokens: int) -> int:
-        """See `CostModel.move_ns`: at the peak of the A100's link to the host."""
+        """Price a copy at the peak of the A100's link to the host."""
         return A100.host_copy_ns(num_tokens * self.network.kv_bytes_per_token)
 
     def attention_ns(self, layer: int, batch: Batch) -> int:
@@ -116,7 +116,7 @@ class StagedEngine:
         return self._times.attention_ns + self._times.attention_token_ns * num_tokens
 
     def _experts_ns(self, num_tokens: int) -> float:
-        """All expert calls of a layer; on devices of their own only the mean call counts, none waits for another."""
+        """Time of a layer's expert calls. On separate devices no call waits for another, so only the mean counts."""
         times, num_copies = self._times, num_tokens * self._experts.top_k
         if times.has_own_expert_devices:
             return times.expert_ns + times.expert_row_ns * num_copies / self._experts.num_experts
@@ -124,7 +124,7 @@ class StagedEngine:
 
 
 def in_4_bits(network: Network) -> Network:
-    """The same, each weight but those of embedding and head in half a byte, as QLLM loads it."""
+    """Return the network with half a byte for each weight except embedding and head, as QLLM loads it."""
     experts = replace(network.experts, bytes_per_weight=0.5) if network.experts else None
     return replace(network, bytes_per_weight=0.5, experts=experts)
 

@@ -1,13 +1,14 @@
-"""A cost model that was measured: `moestro calibrate` writes the table, this reads it and prices by interpolation.
+"""A measured cost model: `moestro calibrate` writes the table, and this module prices by interpolation.
 
-The file is JSON (`Table` below, `docs/costs.md` in words): times of single steps on one machine with one checkpoint, of
-prefill chunks over (new, cached) tokens and of decodes over (sequences, context), and what the scheduler adds.
+The file is JSON (`Table` below, explained in `docs/costs.md`). It holds times of single steps on one machine with one
+checkpoint, for prefill chunks over (new, cached) tokens and decodes over (sequences, context), and the scheduler's.
 
     step = decode(D, C / D) + tokens(n) - tokens(D) + sum over chunks of [own(q) * q + reading(q) * c] + host
 
-`tokens` is what n tokens cost in short chunks; `own(q)` what each token of a long chunk costs more, for its queries
-attend to each other; `reading(q)` what a chunk pays for each token that is cached before it. Between measured points
-these are straight lines, beyond the last as well; `largest` says where that is, and `beyond` who went there.
+`tokens` is the cost of n tokens in short chunks. `own(q)` is the extra cost of each token of a long chunk, whose
+queries attend to each other. `reading(q)` is a chunk's cost for each token cached before it. Between measured points,
+and beyond the last, these are straight lines. `largest` says how far the measurements reach, and `beyond` what exceeded
+that.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ Floats = NDArray[np.float64]
 
 
 class PrefillPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One chunk of `new` tokens after `cached` ones, alone in a step."""
+    """One chunk of `new` tokens after `cached` tokens, alone in a step."""
 
     new: int
     cached: int
-    ns: float  # the median of all repeats
-    spread: float  # their interquartile range over the median
+    ns: float  # median of all repeats
+    spread: float  # interquartile range over the median
 
 
 class ShortChunksPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Several chunks of `chunk` tokens in a step, `tokens` in all, nothing cached."""
+    """Several chunks of `chunk` tokens in a step, `tokens` in all, with nothing cached."""
 
     tokens: int
     chunk: int
@@ -48,7 +49,7 @@ class ShortChunksPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """`sequences` decodes in a step, which attend to `context` tokens in the mean."""
+    """A step of `sequences` decodes that attend to `context` tokens on average."""
 
     sequences: int
     context: int
@@ -57,14 +58,14 @@ class DecodePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rank adds to the device's time: scheduling, results, outputs."""
+    """Time that the rank adds to the device's: scheduling, results, outputs."""
 
     step_ns: float
     sequence_ns: float
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
-    """The file."""
+    """Content of the file."""
 
     format: str
     model: str
@@ -73,19 +74,19 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     short_chunks: tuple[ShortChunksPoint, ...]
     decode: tuple[DecodePoint, ...]
     host: HostTimes
-    about: dict[str, Any] = {}  # machine, versions, when, settings, the check on other shapes: for people
+    about: dict[str, Any] = {}  # for people: machine, versions, date, settings, the check on other shapes
 
 
 class MeasuredCost:
     """Prices steps by a table.
 
     Args:
-        table: measured points; of prefill at least two sizes, two of them with two cached lengths; of decode at least
-            two numbers of sequences, each at two contexts.
+        table: measured points: at least two sizes of prefill, two of them with two cached lengths, and at least two
+            numbers of decodes, each at two contexts.
 
     Attributes:
-        largest: what was measured at most: tokens of a chunk, tokens of a step, decoding sequences, and tokens of their
-            mean context. Beyond it prices go on in a straight line, and `beyond` says so.
+        largest: extent of the measurements: tokens of a chunk, tokens of a step, decoding sequences, and their mean
+            context. Prices continue in a straight line beyond it, and `beyond` reports that.
 
     Raises:
         ConfigError: points are missing; the text says which.
@@ -110,15 +111,15 @@ class MeasuredCost:
         self._lines: dict[int, _Line] = {}
 
     def beyond(self) -> dict[str, tuple[int, int]]:
-        """Of what was priced so far, by name as in `largest`: the most that was asked, and the most that was measured.
+        """By name as in `largest`: the most that was priced, and the most that was measured.
 
-        Only those of which more was asked.
+        Only entries that exceed the measurements appear.
         """
         asked = self._asked | {"context": math.ceil(self._longest_context)}
         return {name: (asked[name], most) for name, most in self.largest.items() if asked[name] > most}
 
     def warning(self) -> str | None:
-        """`beyond` in words, for whoever reads results; None: nothing was."""
+        """Describe `beyond` for people; None if nothing exceeds the measurements."""
         words = (f"{name} of up to {asked:,}, measured up to {most:,}" for name, (asked, most) in self.beyond().items())
         said = "; ".join(words)
         return f"steps were priced beyond the table, in a straight line: {said}" if said else None
@@ -150,8 +151,8 @@ class MeasuredCost:
         return result
 
     def move_ns(self, num_tokens: int) -> int:
-        """See `CostModel.move_ns`. Not measured: whoever makes engines of a table gives them no host memory."""
-        assert num_tokens == 0, "a table does not say what copies take"
+        """Refuse to price copies: a table has none, so engines with tables have no host memory."""
+        assert num_tokens == 0, "a table has no prices of copies"
         return 0
 
     def _host_ps(self, num_sequences: int) -> int:
@@ -165,14 +166,14 @@ class MeasuredCost:
         return part
 
     def _decode_step_ps(self, start: Ints) -> int:
-        """The device's part of a step of decodes."""
+        """Time of the device in a step of decodes."""
         num = len(start)
         context = (int(start.sum()) + num) / num
         self._longest_context = max(self._longest_context, context)
         return round(self._line(num).at(context) * PS_PER_NS)
 
     def _line(self, num_sequences: int) -> _Line:
-        """Time over mean context for this number of sequences, between the two measured numbers around it."""
+        """Time over mean context for `num_sequences`, interpolated between the two nearest measured numbers."""
         line = self._lines.get(num_sequences)
         if line is None:
             self._asked["sequences"] = max(self._asked["sequences"], num_sequences)
@@ -183,17 +184,17 @@ class MeasuredCost:
 
 
 class _Line:
-    """Straight between knots, and on beyond the last; flat below the first. Never falls.
+    """Piecewise linear between knots, extended beyond the last, flat below the first, and never falling.
 
     Args:
-        x: float64[n], n >= 2, rising.
-        y: float64[n]; knots that fall share their mean, for more work is never less time.
+        x: float64[n], n >= 2, ascending.
+        y: float64[n]; falling knots are replaced by their mean, because more work never takes less time.
     """
 
     def __init__(self, x: Floats, y: Floats) -> None:
         self._x, self._y = np.asarray(x, np.float64), _never_falling(y)
         self._slope = np.diff(self._y) / np.diff(self._x)
-        # The same knots as plain floats: one place at a time is looked up at every step.
+        # The same knots as plain floats, for the single look-up of every step.
         knots = zip(self._x.tolist(), self._y.tolist(), self._slope.tolist(), strict=False)
         self._knots: list[tuple[float, float, float]] = list(knots)
         self._inner: list[float] = self._x[1:-1].tolist()
@@ -204,7 +205,7 @@ class _Line:
         return float(self._x[-1])
 
     def at(self, x: float) -> float:
-        """The value at one place: bit for bit that of `along`."""
+        """The value at one place, exactly equal to that of `along`."""
         knot, y, slope = self._knots[bisect_right(self._inner, x)]
         return y + slope * max(x - knot, 0.0)
 
@@ -216,7 +217,7 @@ class _Line:
 
 
 def _never_falling(y: Floats) -> Floats:
-    """The nearest values to `y`, in the mean square, of which none is below one before it (isotonic regression)."""
+    """The values nearest to `y` in the mean square that never fall (isotonic regression)."""
     means: list[float] = []
     counts: list[int] = []
     for value in y.tolist():
@@ -230,7 +231,7 @@ def _never_falling(y: Floats) -> Floats:
 
 
 def _prefill_lines(table: Table) -> tuple[_Line, _Line, _Line]:
-    """What tokens cost in short chunks; what a token of a longer one costs more; what it pays for a cached token."""
+    """Lines of a short chunk's cost of tokens, a long chunk's extra cost of a token, and its cost of a cached token."""
     rows: dict[int, list[PrefillPoint]] = {}
     for point in sorted(table.prefill, key=lambda point: (point.new, point.cached)):
         rows.setdefault(point.new, []).append(point)
@@ -250,14 +251,14 @@ def _prefill_lines(table: Table) -> tuple[_Line, _Line, _Line]:
 
 
 def _slope(row: list[PrefillPoint]) -> float:
-    """Nanoseconds for each cached token, least squares through the row's points; not below 0."""
+    """Nanoseconds for each cached token, by least squares through the row's points; at least 0."""
     cached, ns = np.array([point.cached for point in row], np.float64), np.array([point.ns for point in row])
     centred = cached - cached.mean()
     return max(float((centred * ns).sum() / (centred**2).sum()), 0.0)
 
 
 def _decode_rows(points: tuple[DecodePoint, ...]) -> tuple[Floats, Floats, Floats]:
-    """Numbers of sequences, contexts, and float64[numbers, contexts]; points that a row lacks lie on its line."""
+    """Numbers of sequences, contexts, and float64[numbers, contexts]; a row's line supplies its missing points."""
     rows: dict[int, list[DecodePoint]] = {}
     for point in sorted(points, key=lambda point: (point.sequences, point.context)):
         rows.setdefault(point.sequences, []).append(point)
@@ -273,10 +274,10 @@ def _ns(picoseconds: int) -> int:
 
 
 def load_table(path: Path) -> Table:
-    """The table in `path`.
+    """Read the table in `path`.
 
     Raises:
-        ConfigError: it cannot be read, or is no cost table; the text says why.
+        ConfigError: the file cannot be read or is no cost table; the text says why.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=Table)

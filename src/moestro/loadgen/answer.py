@@ -1,6 +1,6 @@
-"""One streamed answer, from its bytes to an outcome. An answer without finish reason and usage is a failed one.
+"""Reads one streamed answer from its bytes. An answer without finish reason and usage counts as failed.
 
-A stream that breaks off looks to most clients like one that ended; what is counted here as whole has said that it is.
+To most clients a stream that breaks off looks like one that ended. Here only an answer that states its end is complete.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import msgspec
 from moestro.loadgen.events import Event, EventReader, StreamSyntaxError
 from moestro.workload.records import Outcome
 
-# Finish reasons by which a server says that it gave up.
+# Finish reasons with which a server gives up.
 _GIVEN_UP = {"abort", "error", "cancelled", "timeout"}
-_SHOWN = 300  # characters of a server's words that a report repeats
+_SHOWN = 300  # characters of a server's message that a report repeats
 
 
 class _Delta(msgspec.Struct):
@@ -24,7 +24,7 @@ class _Delta(msgspec.Struct):
 
     @property
     def has_tokens(self) -> bool:
-        """The opening chunk of a chat names the role and brings no token."""
+        """Whether the chunk brings tokens. A chat's opening chunk only names the role."""
         return bool(self.content or self.reasoning or self.reasoning_content or self.tool_calls) or self.role is None
 
 
@@ -56,7 +56,7 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 
 class AnswerReader:
-    """Takes the bytes of one streamed answer with the times at which they came."""
+    """Collects the bytes of one streamed answer with the times of their arrival."""
 
     def __init__(self) -> None:
         self._events = EventReader()
@@ -64,11 +64,11 @@ class AnswerReader:
         self._finish_reason: str | None = None
         self._usage: _Usage | None = None
         self._num_events = 0
-        self._is_last_chunk_bare = False  # a finish reason and no text: the last token, or nothing but the news
+        self._is_last_chunk_bare = False  # a finish reason without text: either the last token, or no token at all
         self.is_over = False
 
     def feed(self, data: bytes, now_ns: int) -> None:
-        """Bytes that came at `now_ns`; after `is_over` they are ignored."""
+        """Add bytes that arrived at `now_ns`; after `is_over` they are ignored."""
         if self.is_over:
             return
         try:
@@ -79,13 +79,13 @@ class AnswerReader:
             self.fail("bad_chunk", str(error))
 
     def fail(self, word: str, message: str) -> None:
-        """The transport, or the clock, ended it; too late after the answer's own end."""
+        """Record a failure of the transport or a timeout, unless the answer has ended before."""
         if not self.is_over:
             self.is_over = True
             self._outcome = Outcome(failure=word, message=message[:_SHOWN])
 
     def outcome(self) -> Outcome:
-        """How it ended, once no more bytes will come."""
+        """Return the outcome, once no more bytes will arrive."""
         if self._outcome.failure is None:
             if missing := self._missing():
                 return Outcome(failure=missing[0], message=missing[1])
@@ -128,7 +128,7 @@ class AnswerReader:
         if self._finish_reason in _GIVEN_UP:
             return f"finish_{self._finish_reason}", f"the server ended it with {self._finish_reason!r}"
         if self._usage is None:
-            return "no_usage", "the stream ended without usage, so nobody knows its tokens"
+            return "no_usage", "the stream ended without usage, so its number of tokens is unknown"
         if self._usage.completion_tokens < 1:
             return "no_tokens", "the server counts no token in its answer"
         return None
@@ -136,7 +136,7 @@ class AnswerReader:
     def _settle(self) -> None:
         usage, outcome = self._usage, self._outcome
         assert usage is not None
-        # More deliveries than tokens: the bare last one told the finish reason, and no token came with it.
+        # More deliveries than tokens: the bare last chunk brought the finish reason and no token.
         if self._is_last_chunk_bare and len(outcome.delivery_ns) > max(1, usage.completion_tokens):
             outcome.delivery_ns.pop()
         outcome.num_prompt_tokens, outcome.num_output_tokens = usage.prompt_tokens, usage.completion_tokens
@@ -145,12 +145,12 @@ class AnswerReader:
 
 
 def refusal(status: int, body: bytes) -> Outcome:
-    """The outcome of an answer that is not 200."""
+    """Return the outcome of an answer with a status other than 200."""
     return Outcome(failure=f"http_{status}", message=error_words(body))
 
 
 def error_words(body: bytes) -> str:
-    """What an error body says, in any of the forms in use; the body itself if it has none of them."""
+    """Extract the message of an error body, in any of the forms in use; without one, return the body itself."""
     try:
         told = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):

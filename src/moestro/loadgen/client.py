@@ -1,4 +1,4 @@
-"""The HTTP side: sends one request, and stamps its answer's bytes as they come."""
+"""The HTTP side: sends one request, and timestamps the bytes of its answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moestro.loadgen.settings import EndpointSettings
 from moestro.workload.records import Outcome
 
 _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-# Below uvicorn's 5 s: a connection that the server is about to close must not be taken for a request.
+# Below uvicorn's 5 s, so that no request uses a connection that the server is about to close.
 _KEEPALIVE_S = 4.0
 _ERROR_BYTES = 1 << 16
 
@@ -25,7 +25,7 @@ _ERROR_BYTES = 1 << 16
 class _Card(msgspec.Struct):
     id: str
     max_model_len: int | None = None
-    device: str = ""  # Moestro's servers tell it
+    device: str = ""  # Moestro's servers send it
 
 
 class _Cards(msgspec.Struct):
@@ -34,11 +34,11 @@ class _Cards(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A model to ask.
+    """A model to measure.
 
     Attributes:
-        max_model_len: tokens of prompt and answer that it can hold, where the server tells.
-        is_paced: the server says that its steps take a modelled time; figures of it are not measured ones.
+        max_model_len: most tokens of prompt and answer, where the server tells.
+        is_paced: whether the server's steps take a modelled time, so that its figures are not measured ones.
     """
 
     url: str
@@ -48,7 +48,7 @@ class Endpoint:
 
 
 class Client:
-    """Connections to one server, for the length of an `async with`."""
+    """Connections to one server, open during an `async with`."""
 
     def __init__(self, settings: EndpointSettings) -> None:
         self._settings = settings
@@ -71,27 +71,27 @@ class Client:
         await self._session.close()
 
     async def ask(self, url: str, body: bytes, headers: Mapping[str, str]) -> Outcome:
-        """Send `body` to `url` and take the whole answer. Whatever goes wrong is the outcome's `failure`."""
+        """Send `body` to `url` and read the whole answer. Every error becomes the outcome's `failure`."""
         reader = AnswerReader()
         try:
             async with asyncio.timeout(self._settings.timeout):
                 async with self._session.post(url, data=body, headers=headers) as response:
                     if response.status != 200:
                         return refusal(response.status, await response.content.read(_ERROR_BYTES))
-                    # On after [DONE], to the end of the body: only then is the connection free for another request.
+                    # Read past [DONE] to the end of the body: only then can another request use the connection.
                     while data := await response.content.readany():
                         reader.feed(data, time.monotonic_ns())
         except TimeoutError:
-            reader.fail("timeout", f"no whole answer within {self._settings.timeout:g} s")
+            reader.fail("timeout", f"no complete answer within {self._settings.timeout:g} s")
         except (aiohttp.ClientError, OSError) as error:
             reader.fail("connection", f"{type(error).__name__}: {error}")
         return reader.outcome()
 
     async def find_endpoint(self) -> Endpoint:
-        """The model to ask, by its name or the first of those listed.
+        """Find the model to measure: the named one, or the first that the server lists.
 
         Raises:
-            ConfigError: nobody answers, or not with a list of models, or the model is not on it.
+            ConfigError: no server answers, the answer is no list of models, or the list lacks the model.
         """
         cards = await self._models()
         asked, names = self._settings.model, [card.id for card in cards]
@@ -112,7 +112,7 @@ class Client:
                 " start one, for instance with moestro serve, or give its --base-url"
             ) from error
         if response.status == 401:
-            raise ConfigError(f"{url} wants a key: set MOESTRO_API_KEY, or give --api-key")
+            raise ConfigError(f"{url} needs a key: set MOESTRO_API_KEY, or give --api-key")
         try:
             if response.status == 200:
                 return msgspec.json.decode(body, type=_Cards).data

@@ -1,4 +1,4 @@
-"""From settings to requests: which rows, whether they fit the model, their bodies, their times."""
+"""Turns settings into requests: rows that fit the model, their bodies, their times."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _WARM_UP_RUN = 0
 
 
 def make_rows(settings: RequestSettings, rate: float | None = None) -> Rows:
-    """The requests asked for.
+    """Make the requests that the settings ask for.
 
     Args:
-        rate: requests a second at which generated sessions come; None or inf: 1, to be stretched.
+        rate: requests a second of generated sessions; None or inf means 1, to be stretched later.
 
     Raises:
         ConfigError: the trace cannot be read, or holds fewer than --num-prompts.
@@ -62,11 +62,11 @@ def _read_rows(settings: RequestSettings, path: Path) -> Rows:
 
 
 def fit(rows: Rows, max_model_len: int | None, skip: bool) -> Rows:  # noqa: FBT001 the operator's --skip-too-long
-    """The rows that the model's context can hold.
+    """Select the rows that fit the model's context.
 
     Raises:
-        ConfigError: one does not fit and `skip` is not set, or none fits. Prompts are never cut: that would be another
-            workload.
+        ConfigError: a row does not fit and `skip` is not set, or no row fits. Prompts are never cut, because that would
+            change the workload.
     """
     if max_model_len is None:
         return rows
@@ -84,19 +84,19 @@ def fit(rows: Rows, max_model_len: int | None, skip: bool) -> Rows:  # noqa: FBT
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Makes the loads of one bench; no two of them share a prompt, but for the texts that a file holds."""
+    """Makes the loads of one bench. No two of them share a prompt, except for texts from a file."""
 
     settings: BenchSettings
     endpoint: Endpoint
     rows: Rows
 
     def warm_up(self) -> Load:
-        """--num-warmups requests at once, of the first rows' lengths."""
+        """Make --num-warmups simultaneous requests with the first rows' lengths."""
         which = np.arange(self.settings.arrivals.num_warmups) % len(self.rows)
         return self._load(self.rows.select(which), _WARM_UP_RUN, None)
 
     def run(self, number: int, rate: float | None = None) -> Load:
-        """Run `number`, from 1; `rate` stands in for --request-rate."""
+        """Make the load of run `number`, from 1; `rate` replaces --request-rate."""
         arrivals = self.settings.arrivals
         rng = np.random.default_rng([self.settings.requests.seed, number])
         offsets_ns = make_offsets(self.rows, arrivals, rate or arrivals.request_rate, rng)
@@ -135,7 +135,7 @@ def _ask(kind: EndpointType, prompt: str | list[int], max_tokens: int) -> dict[s
 def make_offsets(
     rows: Rows, arrivals: ArrivalSettings, rate: float | None, rng: np.random.Generator
 ) -> NDArray[np.int64] | None:
-    """Arrivals after the start, int64[n] nanoseconds, or None: no schedule.
+    """Arrivals after the start, int64[n] nanoseconds, or None without a schedule.
 
     Raises:
         ConfigError: --arrivals does not go with the rate or the trace.

@@ -1,4 +1,4 @@
-"""Writes a bench's plot to a file. Only what draws loads matplotlib, so only the verb imports this, when asked to."""
+"""Writes a bench's plot to a file. This module loads matplotlib, so the verb imports it only for --plot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def save_plot(path: Path, measured: Measured) -> None:
     """Draw a run's latencies, or a search's shares and latencies by rate.
 
     Raises:
-        ConfigError: the file cannot be written, or its ending names no kind of picture.
+        ConfigError: the file cannot be written, or its suffix is no picture format.
     """
     result = measured.result
     if result.found is not None:

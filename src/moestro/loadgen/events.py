@@ -1,4 +1,4 @@
-"""Server-sent events from bytes, as they come."""
+"""Parses server-sent events from a byte stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MAX_EVENT_BYTES = 16 << 20
 
 
 class StreamSyntaxError(Exception):
-    """What came is no stream of events that we would read."""
+    """The stream is not a readable stream of events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +20,18 @@ class Event:
 
 
 class EventReader:
-    """Cuts a byte stream into events; comments and other fields are skipped."""
+    """Splits a byte stream into events; comments and other fields are skipped."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[Event]:
-        """The events that `data` completes.
+        """Return the events that `data` completes.
 
         Raises:
             StreamSyntaxError: an event is longer than MAX_EVENT_BYTES.
         """
-        # A \r that ends this piece stays in the rest, and meets its \n with the next piece.
+        # A trailing \r stays in the rest, to meet its \n in the next piece.
         *blocks, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         if len(self._rest) > MAX_EVENT_BYTES:
             raise StreamSyntaxError(f"an event of more than {MAX_EVENT_BYTES} bytes")

@@ -1,4 +1,4 @@
-"""One run: every request of a load sent and recorded."""
+"""One run: sends and records every request of a load."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from moestro.workload.records import RecordBook, Records
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Load:
-    """What is sent, when, and how much of it at once.
+    """The requests of a run, their times, and their limit.
 
     Attributes:
-        bodies: one a request, ready to send: nothing is left to compute while the clock runs.
-        num_asked_tokens: int64[n], the answers' lengths.
-        offsets_ns: int64[n], arrivals after the start, or None: a request arrives when its turn comes.
-        limit: most requests at the server at once; None: no bound.
-        name: of the run, to find its requests in the server's log.
+        bodies: one for each request, ready to send, so that nothing is computed while the clock runs.
+        num_asked_tokens: int64[n], requested lengths of the answers.
+        offsets_ns: int64[n], arrivals after the start, or None: a request then arrives when its turn comes.
+        limit: most requests at the server at once; None means no limit.
+        name: name of the run, to find its requests in the server's log.
     """
 
     bodies: Sequence[bytes]
@@ -39,8 +39,8 @@ class Load:
 def run_load(
     settings: EndpointSettings, endpoint: Endpoint, load: Load, on_end: Callable[[], None] = lambda: None
 ) -> Records:
-    """Send all of `load` and return what became of it; `on_end` is called once a request."""
-    # What exists now stays: collecting it again and again would stall the loop.
+    """Send all of `load` and return the records; `on_end` is called once a request."""
+    # Freeze existing objects: repeated collections of them would stall the loop.
     gc.collect()
     gc.freeze()
     try:

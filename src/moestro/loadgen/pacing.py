@@ -1,4 +1,4 @@
-"""Sending requests when they are due, and watching how far behind the client itself falls."""
+"""Sends requests when they are due, and measures how far behind the client itself falls."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from contextlib import asynccontextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-# (request, when it arrived, when its turn came): the two differ only where --max-concurrency held it back.
+# (request, arrival, turn): the two times differ only where --max-concurrency held the request back.
 Send = Callable[[int, int, int], Awaitable[None]]
 
 BEAT_NS = 20_000_000
 
 
 async def send_open(offsets_ns: NDArray[np.int64], send: Send) -> None:
-    """Send each request at its offset from now, however many are still unanswered; return when all have ended."""
+    """Send each request at its offset from now, regardless of unanswered ones; return when all have ended."""
     start_ns = time.monotonic_ns()
     async with asyncio.TaskGroup() as tasks:
         for row, offset_ns in enumerate(offsets_ns.tolist()):
@@ -36,7 +36,7 @@ async def send_bounded(num_requests: int, limit: int, offsets_ns: NDArray[np.int
     rows = iter(range(num_requests))
 
     async def work() -> None:
-        for row in rows:  # shared: each worker takes the next that nobody has
+        for row in rows:  # shared: each worker takes the next free row
             turn_ns = arrival_ns = time.monotonic_ns()
             if offsets_ns is not None:
                 arrival_ns = start_ns + int(offsets_ns[row])
@@ -51,9 +51,9 @@ async def send_bounded(num_requests: int, limit: int, offsets_ns: NDArray[np.int
 
 @asynccontextmanager
 async def heartbeat() -> AsyncIterator[array[int]]:
-    """Watch the loop: how late each beat of BEAT_NS was, in nanoseconds, those among them that a stall swallowed.
+    """Watch the loop: collect how late each beat of BEAT_NS was, in nanoseconds, including beats that a stall lost.
 
-    A client whose loop stands still stamps late what has long come, and would report it as the server's latency.
+    A client whose loop stalls timestamps answers late, and would report the delay as the server's latency.
     """
     late_ns: array[int] = array("q")
     task = asyncio.create_task(_beat(late_ns))
@@ -74,8 +74,8 @@ async def _beat(late_ns: array[int]) -> None:
 
 
 async def _sleep_until(due_ns: int) -> None:
-    """The loop's timers count milliseconds and may ring half of one early: then it is asked again."""
-    while (left_ns := due_ns - time.monotonic_ns()) > 0:  # noqa: ASYNC110 it is the time that is waited for
+    """Sleep until `due_ns`. The loop's timers count milliseconds and may fire early, hence the repetition."""
+    while (left_ns := due_ns - time.monotonic_ns()) > 0:  # noqa: ASYNC110 the condition is time itself
         await asyncio.sleep(left_ns / 1e9)
 
 

@@ -1,4 +1,4 @@
-"""What a bench leaves behind: figures, and the conditions under which they hold."""
+"""The result of a bench: figures, and the conditions under which they hold."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search found: the highest rate that held, the lowest above it that did not, and who set the bound."""
+    """Result of a search: the highest rate that held, the lowest above it that did not, and which side limited it."""
 
     rate: float | None
     above: float | None
@@ -59,12 +59,12 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All of it. A search has `found` and `probes`, and the report of its best rate, if any."""
+    """The whole result. A search has `found` and `probes`, and the report of its best rate, if any."""
 
     conditions: Conditions
     settings: dict[str, object]
     num_skipped: int  # a trace's requests left out by --skip-too-long
-    is_generated: bool = False  # the requests come from a generator rather than from a trace
+    is_generated: bool = False  # whether a generator made the requests, rather than a trace
     report: Report | None
     found: Found | None = None
     probes: tuple[Probe, ...] = ()
@@ -89,7 +89,7 @@ def make_conditions(endpoint: Endpoint) -> Conditions:
 
 
 def settings_as_told(settings: BenchSettings) -> dict[str, object]:
-    """All settings, the key's value hidden."""
+    """All settings, with the key's value hidden."""
     told: dict[str, object] = msgspec.to_builtins(settings, enc_hook=str)
     endpoint = told["endpoint"]
     assert isinstance(endpoint, dict)
@@ -99,7 +99,7 @@ def settings_as_told(settings: BenchSettings) -> dict[str, object]:
 
 
 def detailed(records: Records) -> dict[str, list[object]]:
-    """Each request's times as columns, milliseconds after the first arrival; None where it failed."""
+    """Times of each request as columns, milliseconds after the first arrival; None where it failed."""
     lines, ok = records.timelines, records.is_ok
     start_ns = lines.arrival_ns.min()
 
@@ -119,7 +119,7 @@ def detailed(records: Records) -> dict[str, list[object]]:
 
 
 def write_json(path: Path, result: Result) -> None:
-    """Write `result`, indented; ConfigError if there is no such place."""
+    """Write `result`, indented. Raises ConfigError if the directory does not exist."""
     text = msgspec.json.format(msgspec.json.encode(result, enc_hook=str), indent=2)
     try:
         path.write_bytes(text + b"\n")
@@ -128,7 +128,7 @@ def write_json(path: Path, result: Result) -> None:
 
 
 def _without_keys(arguments: Sequence[str]) -> list[str]:
-    """The command line as it may be shown to others."""
+    """The command line without keys, fit to be shown."""
     shown: list[str] = []
     for argument in arguments:
         if shown and shown[-1] == "--api-key":

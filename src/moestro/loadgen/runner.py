@@ -1,4 +1,4 @@
-"""`moestro bench` from start to end: find the model, make the load, warm up, run or search, report."""
+"""`moestro bench` from start to end: finds the model, makes the load, warms up, runs or searches, reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from moestro.workload.slos import Slos, parse_slos
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a bench found; `records` are those of its one run, or of a search's best."""
+    """Result of a bench; `records` are those of its one run, or of a search's best rate."""
 
     result: Result
     slos: Slos | None
@@ -44,7 +44,7 @@ def bench(settings: BenchSettings, console: Console) -> Measured:
     """Measure, print to `console`, write --json.
 
     Raises:
-        ConfigError: the settings cannot be honoured, or nobody answers at the URL; the text says what to do.
+        ConfigError: the settings cannot be honoured, or no server answers at the URL; the text says what to do.
         MoestroError: no request was answered; figures and the failures' causes are printed first.
     """
     slos = parse_slos(settings.goals.goodput)
@@ -72,11 +72,11 @@ def bench(settings: BenchSettings, console: Console) -> Measured:
 
 
 class _Measurement:
-    """The runs of one bench, counted: each has prompts of its own.
+    """The numbered runs of one bench, each with its own prompts.
 
     Attributes:
-        probes: of a search, in order.
-        best_records: of the run, or of the highest rate that held.
+        probes: probes of a search, in order.
+        best_records: records of the run, or of the highest rate that held.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class _Measurement:
         self._settings, self._endpoint, self._loads = settings, endpoint, loads
         self._slos, self._console = slos, console
         self._num_runs = 0
-        self._first_guess = 1.0  # requests a second, where the operator has none
+        self._first_guess = 1.0  # requests a second, where the operator gives no rate
         self.probes: list[Probe] = []
         self.best_records: Records | None = None
 
     def warm_up(self) -> None:
-        """Send the warm-up; MoestroError if none of it was answered."""
+        """Send the warm-up. Raises MoestroError if no request of it was answered."""
         if self._settings.arrivals.num_warmups:
             records = self._send("warm-up", self._loads.warm_up())
             if not records.is_ok.any():
@@ -99,13 +99,13 @@ class _Measurement:
             self._first_guess = make_report(records).requests_per_s
 
     def run(self) -> Report:
-        """One run at the settings' own rate."""
+        """Run once at the settings' own rate."""
         self._num_runs += 1
         self.best_records = self._send("run", self._loads.run(self._num_runs))
         return make_report(self.best_records, self._slos)
 
     def search(self) -> tuple[Report | None, Found]:
-        """The highest rate that meets the objectives, and its report."""
+        """Find the highest rate that meets the objectives, and its report."""
         goals = self._settings.goals
         start = self._settings.arrivals.request_rate or self._first_guess
         bracket = find_highest(self._probe, start, goals.rate_tolerance, goals.max_probes)
@@ -119,7 +119,7 @@ class _Measurement:
         return (best[0] if best else None), found
 
     def _probe(self, rate: float) -> Verdict:
-        """A late client gets one more chance: on a shared machine a neighbour may have been the cause."""
+        """Try a rate, and once more if the client was late: on a shared machine a neighbour may have caused that."""
         verdict = self._try(rate)
         return self._try(rate) if verdict is Verdict.INVALID else verdict
 
@@ -168,7 +168,7 @@ def _tell(console: Console, settings: BenchSettings, result: Result) -> None:
 
 
 def _raise_open_files() -> None:
-    """Each request in flight is a connection; the usual bound of 1,024 files would fail the rest."""
+    """Raise the limit of open files: each request in flight is a connection, and the usual 1,024 are too few."""
     with contextlib.suppress(OSError, ValueError):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

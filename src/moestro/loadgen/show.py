@@ -1,4 +1,4 @@
-"""What the operator sees: a progress bar on standard error, the table on standard output."""
+"""Terminal output: a progress bar on standard error, the table on standard output."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from moestro.workload.report import MAX_LATE_MS, Goodput, Report, Spread
 
 
 def print_report(console: Console, report: Report) -> None:
-    """The figures of one run."""
+    """Print the figures of one run."""
     console.print(_latencies(report))
     for name, text in _rows(report):
         console.print(f"{name:<14} {text}", markup=False, highlight=False, soft_wrap=True)
     if not report.is_valid:
         console.print(
-            f"INVALID: the client was more than {MAX_LATE_MS:g} ms behind at its p99, so these figures tell of it as"
-            " much as of the server. Lower the rate, or give it a machine, or a core, of its own.",
+            f"INVALID: the client was more than {MAX_LATE_MS:g} ms behind at its p99, so these figures measure it as"
+            " much as the server. Lower the rate, or give the client a machine, or a core, of its own.",
             style="bold red",
             soft_wrap=True,
         )
 
 
 def print_probe(console: Console, probe: Probe) -> None:
-    """One line of a search."""
+    """Print one line of a search."""
     report, goodput = probe.report, probe.report.goodput
     assert goodput is not None
     ttft = "-" if report.ttft_ms is None else f"{report.ttft_ms.p99:.0f}"
@@ -40,10 +40,10 @@ def print_probe(console: Console, probe: Probe) -> None:
 
 
 def print_found(console: Console, found: Found) -> None:
-    """What the search found, in a sentence."""
+    """Print the result of a search in a sentence."""
     share = f"at least {found.slo_share:g} of the requests meet the objectives"
     if found.rate is None:
-        text = f"No rate tried was found at which {share}."
+        text = f"No tried rate was found at which {share}."
     elif found.above is None:
         text = f"{found.rate:.3f} requests/s: {share}; no higher rate was tried. Raise --max-probes or --request-rate."
     else:

@@ -1,6 +1,6 @@
-"""What the tokens in the network are, between stages: tensors by row and by place (see `core.stages`).
+"""Tensors of the tokens inside the network, between stages, by row and by place (see `core.stages`).
 
-All of it is allocated once, so that work which is parked never asks for memory: as much may be parked as fits here.
+The arena is allocated once, so parked work never asks for memory: as much may be parked as fits here.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Index = slice | Tensor
 
 
 class Arena:
-    """Residual stream of each row; of each place what its experts read, weigh and have answered.
+    """Residual stream of each row; and for each place the input, weights and answers of its experts.
 
     Args:
-        shape: how many rows and places, and experts a token.
-        hidden_size: of the network.
+        shape: numbers of rows and places, and experts a token.
+        hidden_size: hidden size of the network.
         keeps_mixed: whether the attention's output is kept as well.
-        dtype, device: of the network.
+        dtype, device: dtype and device of the network.
     """
 
     def __init__(
@@ -38,28 +38,28 @@ class Arena:
         self._hidden = tensor(shape.num_rows, hidden_size)
         self._inputs = tensor(shape.num_places, hidden_size)
         self._contributions = tensor(shape.num_places, shape.num_chosen, hidden_size)
-        # A gate may weigh in more than the network's precision.
+        # A gate may compute its weights in more than the network's precision.
         precision = torch.promote_types(dtype, torch.float32)
         self._weights = torch.zeros(shape.num_places, shape.num_chosen, dtype=precision, device=device)
         self._mixed = tensor(shape.num_places if keeps_mixed else 0, hidden_size)
 
     def index(self, rows: Int32s) -> Index:
-        """`rows` (or places) as an index: a slice where they are neighbours, which copies nothing."""
+        """Turn `rows` (or places) into an index: a slice where they are consecutive, which copies nothing."""
         first, num = int(rows[0]), len(rows)
         if int(rows[-1]) - first == num - 1 and (num < 3 or bool((np.diff(rows) == 1).all())):
             return slice(first, first + num)
         return upload(rows.astype(np.int64), self._device)
 
     def read_hidden(self, rows: Int32s) -> Tensor:
-        """[tokens, hidden size]; not to be written."""
+        """[tokens, hidden size], read-only."""
         return self._hidden[self.index(rows)]
 
     def write_hidden(self, rows: Int32s, hidden: Tensor) -> None:
-        """Keep the residual stream of `rows`. `hidden`: [tokens, hidden size]."""
+        """Store the residual stream of `rows`. `hidden`: [tokens, hidden size]."""
         self._hidden[self.index(rows)] = hidden
 
     def write_attended(self, rows: Int32s, places: Int32s, attended: Attended) -> Tensor:
-        """Keep a layer up to its gate.
+        """Store a layer's state at its gate.
 
         Returns:
             int64[tokens, k], each token's experts in ascending id.
@@ -77,23 +77,23 @@ class Arena:
         return ids
 
     def read_attended(self, rows: Int32s, places: Int32s) -> tuple[Attended, Tensor]:
-        """What `write_attended` kept, and the weighted sum of the contributions [tokens, hidden size], all there."""
+        """Stored state of `write_attended`, and the weighted sum of all contributions [tokens, hidden size]."""
         at = self.index(places)
         mixed = self._mixed[at] if len(self._mixed) else None
         attended = Attended(self.read_hidden(rows), self._inputs[at], None, self._weights[at], mixed)
         return attended, add_contributions(self._contributions[at], self._weights[at])
 
     def read_inputs(self, places: Int32s) -> Tensor:
-        """[n, hidden size], what the experts read at each of `places` (which may repeat)."""
+        """[n, hidden size], input of the experts at each of `places`, which may repeat."""
         return self._inputs.index_select(0, upload(places.astype(np.int64), self._device))
 
     def write_contributions(self, places: Int32s, choices: Int32s, contributions: Tensor) -> None:
-        """Keep one expert's answer for each (place, choice). `contributions`: [n, hidden size]."""
+        """Store one expert's answer for each (place, choice). `contributions`: [n, hidden size]."""
         num_chosen = self._contributions.shape[1]
         at = places.astype(np.int64) * num_chosen + choices
         self._contributions.view(-1, contributions.shape[1]).index_copy_(0, upload(at, self._device), contributions)
 
 
 def bytes_per_token(hidden_size: int, num_chosen: int, itemsize: int, *, keeps_mixed: bool) -> tuple[int, int]:
-    """Bytes of a row, and of a place besides."""
+    """Bytes of a row, and bytes of a place."""
     return hidden_size * itemsize, (1 + num_chosen + keeps_mixed) * hidden_size * itemsize + 8 * num_chosen

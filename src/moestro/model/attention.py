@@ -1,8 +1,8 @@
 """Attention of a step over paged K and V, registered with transformers' attention interface.
 
-transformers calls these functions from its own network definitions with one "batch" row that holds all units end to
-end; whatever keyword argument the network was called with arrives here too, and that is how the step gets in. No mask
-function is registered on purpose: for a name that it does not know, transformers builds no mask at all.
+transformers calls these functions from its own network definitions, with one "batch" row that holds all units end to
+end. Keyword arguments of the network's call arrive here too, and carry the step. No mask function is registered on
+purpose: transformers builds no mask for a name that it does not know.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moestro.errors import UnsupportedModelError
 from moestro.model.step import DecodeView, PagedStep, PieceView, Reach
 
 PAGED, PLAIN = "moestro", "moestro_plain"  # names in the registry: the fast path, and its plain twin
-STEP_ARGUMENT = "paged_step"  # the network is called with this keyword
+STEP_ARGUMENT = "paged_step"  # keyword of the network's call that carries the step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,9 +27,9 @@ class Scoring:
     """How one layer turns queries and keys into weights.
 
     Attributes:
-        scaling: factor of the dot product; None: 1 / sqrt(head size).
-        window: tokens that a query sees, itself included; None: all before it.
-        sinks: [query heads], the score of one more key whose value is zero; None: there is none.
+        scaling: factor of the dot product; None means 1 / sqrt(head size).
+        window: tokens that a query attends to, itself included; None means all before it.
+        sinks: [query heads], score of one extra key whose value is zero; None means no such key.
     """
 
     scaling: float | None
@@ -40,17 +40,17 @@ class Scoring:
 def paged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """One layer's attention of a step: one-token units in a padded call per group, longer ones in a call per piece.
+    """Compute one layer's attention of a step: padded calls for one-token units, one call a piece for longer ones.
 
-    Writes the step's K and V to the layer's pool first.
+    The step's K and V are first written to the layer's pool.
 
     Args:
         module: the attention module; `layer_idx` names its layer.
         query: [1, query heads, tokens, K size], after rotary, as key.
         key: [1, KV heads, tokens, K size].
         value: [1, KV heads, tokens, V size].
-        attention_mask: None; a network that builds one of its own is refused.
-        kwargs: `paged_step`, and of the interface's own: `scaling`, `sliding_window`, `s_aux` (sinks).
+        attention_mask: None; a network that builds its own mask is refused.
+        kwargs: `paged_step`, and the interface's `scaling`, `sliding_window` and `s_aux` (sinks).
 
     Returns:
         [1, tokens, query heads, V size], and no weights.
@@ -76,7 +76,7 @@ def paged_attention(
 def plain_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """What `paged_attention` computes, one call per unit and nothing shared between layers: its oracle."""
+    """Compute the result of `paged_attention` plainly, one call a unit, nothing shared between layers: its oracle."""
     step, scoring = _read_arguments(attention_mask, kwargs)
     pools = step.pools.write(_layer_of(module), step.write_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     size, window = step.pools.block_size, scoring.window or 1 << 40
@@ -100,19 +100,19 @@ def plain_attention(
 
 
 def register_attention() -> None:
-    """Make both functions known to transformers; again does no harm."""
+    """Register both functions with transformers. A second call is harmless."""
     AttentionInterface.register(PAGED, paged_attention)
     AttentionInterface.register(PLAIN, plain_attention)
 
 
 def _read_arguments(attention_mask: Tensor | None, kwargs: dict[str, Any]) -> tuple[PagedStep, Scoring]:
     if attention_mask is not None:
-        raise UnsupportedModelError("The network hands its attention a mask of its own, which a paged step ignores.")
+        raise UnsupportedModelError("The network passes its attention a mask of its own, which a paged step ignores.")
     if kwargs.get("softcap") is not None:
-        raise UnsupportedModelError("The network softcaps its attention scores, which is not built.")
+        raise UnsupportedModelError("The network softcaps its attention scores, which Moestro does not support.")
     step = kwargs.get(STEP_ARGUMENT)
     if not isinstance(step, PagedStep):
-        raise UnsupportedModelError("The network does not hand its keyword arguments on to its attention.")
+        raise UnsupportedModelError("The network does not pass its keyword arguments on to its attention.")
     return step, Scoring(kwargs.get("scaling"), kwargs.get("sliding_window") or None, kwargs.get("s_aux"))
 
 
@@ -123,10 +123,10 @@ def _layer_of(module: nn.Module) -> int:
 
 
 def _attend_decode(rows: Tensor, pools: tuple[Tensor, Tensor], view: DecodeView, scoring: Scoring) -> Tensor:
-    """[units, query heads, V size] of one query per unit.
+    """[units, query heads, V size], attention of one query for each unit.
 
-    The query heads that share a KV head stand as that head's queries, so no backend needs to know of grouped heads: in
-    bfloat16 on a CPU that is several times faster than `enable_gqa`.
+    Query heads that share a KV head are arranged as that head's queries, so no backend needs grouped heads. In bfloat16
+    on a CPU this is several times faster than `enable_gqa`.
     """
     (num_units, num_heads, size), width = rows.shape, view.slots.shape[1]
     k, v = (pool.index_select(0, view.slots.view(-1)) for pool in pools)
@@ -139,14 +139,14 @@ def _attend_decode(rows: Tensor, pools: tuple[Tensor, Tensor], view: DecodeView,
 
 
 def _attend_piece(queries: Tensor, pools: tuple[Tensor, Tensor], view: PieceView, scoring: Scoring) -> Tensor:
-    """[queries, query heads, V size] of consecutive queries of one unit."""
+    """[queries, query heads, V size], attention of consecutive queries of one unit."""
     k, v = (pool.index_select(0, view.slots).transpose(0, 1)[None] for pool in pools)
     sinks = None if scoring.sinks is None else scoring.sinks.view(1, -1, 1, 1)
     return _attend(queries, k, v, _mask(view.allowed, sinks, queries.dtype), scoring.scaling)[0].transpose(0, 1)
 
 
 def _mask(allowed: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`allowed` itself; with sinks [1, heads, queries or 1, 1] additive scores, the sinks' own at the last key."""
+    """Return `allowed`, or with sinks the additive scores [1, heads, queries or 1, 1], the sinks' at the last key."""
     if sinks is None:
         return allowed
     bias = torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, float("-inf"))

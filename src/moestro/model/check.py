@@ -1,4 +1,4 @@
-"""A network of an untested family must show, once it is loaded, that its paged steps equal transformers' own pass."""
+"""Check at load: the paged steps of an untested family must equal transformers' own forward pass."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from moestro.model.step import PagedStep
 
 _BLOCK_SIZE = 4
 _SHORTEST, _LONGEST, _PAST_WINDOW = 24, 1024, 8
-# Largest error of a row of logits, relative to their spread. In half precision a gate near a tie may pick another
-# expert in some row, so there the median row counts; what this check looks for is wrong in nearly every row.
+# Largest error of a row of logits, relative to their spread. In half precision a gate near a tie may choose another
+# expert in some rows, so the median row decides there; the faults that this check finds appear in nearly every row.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.15}
 
 
@@ -31,26 +31,26 @@ def check_network(network: Network, max_model_len: int, block_size: int) -> tupl
     """Run a network for the first time.
 
     Returns:
-        As `Network.probe`.
+        The result of `Network.probe`.
 
     Raises:
-        UnsupportedModelError: it fails, some layer keeps no K and V, or its answers are not transformers' own.
+        UnsupportedModelError: the network fails, a layer keeps no K and V, or answers differ from transformers' own.
     """
     try:
         found = network.probe(block_size)
         check_against_reference(network, max_model_len)
     except (MoestroError, AssertionError):
         raise
-    except Exception as error:  # whatever a network raises on inputs that it was not written for
+    except Exception as error:  # a network may raise anything on inputs that it was not written for
         raise UnsupportedModelError(f"{type(network.model).__name__} cannot run a paged step: {error!r}") from error
     return found
 
 
 def check_against_reference(network: Network, max_model_len: int) -> None:
-    """Nothing, if a prompt in two chunks, beside another sequence, gets the logits that transformers computes at once.
+    """Compare a prompt in two chunks, beside another sequence, with the logits of transformers' single pass.
 
     Raises:
-        UnsupportedModelError: it does not, or a window cannot be checked.
+        UnsupportedModelError: the logits differ, or a window cannot be checked.
     """
     if network.model.config.model_type in TESTED_FAMILIES:
         return
@@ -67,14 +67,14 @@ def check_against_reference(network: Network, max_model_len: int) -> None:
     error = float(errors.median() if network.dtype in (torch.float16, torch.bfloat16) else errors.max())
     if not error <= _TOLERANCE[network.dtype]:
         raise UnsupportedModelError(
-            f"{name} is not of a tested family, and its paged steps differ from transformers' own pass: relative error"
-            f" {error:.2g}, allowed {_TOLERANCE[network.dtype]:.2g}. It would be served wrong."
+            f"{name} is not a tested family, and its paged steps differ from transformers' own pass: relative error"
+            f" {error:.2g}, allowed {_TOLERANCE[network.dtype]:.2g}. Its answers would be wrong."
         )
 
 
 @torch.inference_mode()
 def reference_logits(network: Network, tokens: Int32s) -> Tensor:
-    """[tokens, vocabulary], by transformers' own attention and experts in one pass over the same weights."""
+    """[tokens, vocabulary], logits of transformers' own attention and experts in one pass over the same weights."""
     ids = torch.from_numpy(tokens.astype(np.int64))[None].to(network.device)
     with _own_functions(network.model):
         logits: Tensor = network.model(input_ids=ids, use_cache=False).logits[0]
@@ -84,7 +84,7 @@ def reference_logits(network: Network, tokens: Int32s) -> Tensor:
 @contextmanager
 def _own_functions(model: Any) -> Iterator[None]:
     attention = model.config._attn_implementation
-    # `eager` takes the softmax in float32 even in float64; where sdpa exists it is the truer reference.
+    # `eager` takes the softmax in float32 even in float64; where sdpa exists it is the more precise reference.
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     model.set_experts_implementation("eager")
     try:
@@ -95,7 +95,7 @@ def _own_functions(model: Any) -> Iterator[None]:
 
 
 def _prompt_length(config: Any) -> int:
-    """Past the window, where that is affordable."""
+    """Length of a prompt that exceeds the window, where that is affordable."""
     window = _window_of(config) or 0
     return max(_SHORTEST, window + _PAST_WINDOW) if window + _PAST_WINDOW <= _LONGEST else _SHORTEST
 
@@ -111,11 +111,11 @@ def _window_of(config: Any) -> int | None:
 
 
 def _refuse_unseen_window(config: Any, windows: set[int | None], max_model_len: int) -> None:
-    """A window that the config names must have reached the attention function, or never matter."""
+    """Refuse a window that the config names but that never reaches the attention function, unless it cannot matter."""
     window = _window_of(config)
     if window is not None and window < max_model_len and window not in windows:
         raise UnsupportedModelError(
-            f"The config names a sliding window of {window}, but the network does not tell its attention of it:"
+            f"The config names a sliding window of {window}, but the network does not pass it to its attention:"
             f" set --max-model-len {window} or less."
         )
 
@@ -124,7 +124,7 @@ def _run_in_chunks(network: Network, tokens: Int32s) -> tuple[Tensor, set[int | 
     """Logits of the second chunk, and the windows that the network asked for."""
     first, num_blocks = len(tokens) // 2, -(-len(tokens) // _BLOCK_SIZE)
     pools = KVPools(2 * num_blocks, _BLOCK_SIZE)
-    # Blocks from the highest down; the other sequence has the rest. It is the same tokens, backwards.
+    # Blocks from the highest down. The other sequence has the rest: the same tokens, reversed.
     tables = np.arange(2 * num_blocks, dtype=np.int32)[::-1].reshape(2, num_blocks)
     network.logits(PagedStep(paged_units([(0, tokens[:first])], tables[:1]), pools, network.device))
     both = paged_units([(0, tokens[::-1][: first + 1]), (first, tokens[first:])], tables[::-1])
@@ -133,7 +133,7 @@ def _run_in_chunks(network: Network, tokens: Int32s) -> tuple[Tensor, set[int | 
 
 
 def paged_units(parts: list[tuple[int, Int32s]], tables: Int32s) -> Units:
-    """Units that want all logits, from (first position, tokens)."""
+    """Build units that request all logits, from pairs (first position, tokens)."""
     start = np.array([first for first, _ in parts], np.int32)
     return Units(
         slot=np.arange(len(parts), dtype=np.int32),

@@ -32,11 +32,11 @@ from moestro.model.step import PagedStep
 
 
 class TorchDevice:
-    """Computes `Forward` items. On a CPU `poll` does the work, so that whoever launches it can first pass on what the
-    step before has brought; on an accelerator `launch` queues it.
+    """Computes `Forward` items.
 
-    There launching never waits, unless the experts have no grouped kernel (any dtype but bfloat16, or sizes that are no
-    multiples of 8; see `experts`): then every layer's expert counts are waited for.
+    On a CPU `poll` does the work, so that the caller of `launch` can first deliver the results of the previous step. On
+    an accelerator `launch` queues the work and never waits, unless the experts have no grouped kernel (any dtype but
+    bfloat16, or sizes that are no multiples of 8; see `experts`): then it waits for every layer's expert counts.
 
     Args:
         network: the loaded network.
@@ -70,7 +70,7 @@ class TorchDevice:
             self._running.append(compute_result(step, logits, counts))
 
     def poll(self, now_ns: int) -> list[StepResult]:
-        """Results that are ready, in launch order. On a CPU that is all of them; on an accelerator it never blocks."""
+        """Return results that are ready, in launch order: all of them on a CPU. On an accelerator it never blocks."""
         self._compute()
         ready = []
         while self._running and self._running[0].ready:
@@ -78,22 +78,22 @@ class TorchDevice:
         return ready
 
     def ready_at_ns(self) -> int | None:
-        """None: only the hardware knows."""
+        """Return None, because only the hardware knows."""
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckedNetwork:
-    """A loaded, checked and packed network, before anybody knows how much memory is left for its KV cache.
+    """A loaded, checked and packed network, before the memory left for its KV cache is known.
 
     Attributes:
         config: transformers' config.
-        network: it.
+        network: the network.
         probe: pools of one block, in the shapes of its K and V.
-        num_chosen: experts that a token visits; 0: a dense network.
-        max_model_len: what is wanted, before the KV cache is known.
-        eos_token_ids, sampling_defaults: as `LoadedInfo`.
-        notes: what the operator should know.
+        num_chosen: experts that a token visits; 0 for a dense network.
+        max_model_len: desired limit, before the KV cache is known.
+        eos_token_ids, sampling_defaults: as in `LoadedInfo`.
+        notes: sentences for the operator.
     """
 
     config: Any
@@ -106,10 +106,10 @@ class CheckedNetwork:
     notes: tuple[str, ...]
 
     def allocate(self, settings: ModelSettings) -> tuple[KVPools, LoadedInfo]:
-        """The KV cache that `settings` allow, host memory beside it if any, and what is known then.
+        """Allocate the KV cache that `settings` allow, and host memory if they name any.
 
         Raises:
-            ConfigError: they ask for something impossible.
+            ConfigError: the settings are impossible.
         """
         probe, network, notes, wanted_len = self.probe, self.network, self.notes, self.max_model_len
         num_blocks = choose_num_blocks(settings, probe.bytes_per_block)
@@ -146,7 +146,7 @@ class CheckedNetwork:
 def open_network(
     settings: ModelSettings, on_phase: Callable[[str], None] = lambda _: None, rank: int = 0
 ) -> CheckedNetwork:
-    """Load a network, check it and bring its weights into the form in which it runs. As `open_device`."""
+    """Load a network, check it and pack its weights for execution. Arguments and errors as `open_device`."""
     on_phase("read config")
     config = read_config(settings)
     wanted_len = choose_max_model_len(settings, getattr(config.get_text_config(), "max_position_embeddings", None))
@@ -175,15 +175,15 @@ def open_network(
 def open_device(
     settings: ModelSettings, on_phase: Callable[[str], None] = lambda _: None, rank: int = 0
 ) -> tuple[TorchDevice, LoadedInfo]:
-    """Load a network and give it all of its KV cache.
+    """Load a network and allocate its whole KV cache.
 
     Args:
         on_phase: called with a phase's name when the phase begins, and with `ready` at the end.
-        rank: of several accelerators, which one it takes (see `choose_device`).
+        rank: number that selects one of several accelerators (see `choose_device`).
 
     Raises:
-        ConfigError: the settings ask for something impossible; the text says what to do.
-        UnsupportedModelError: this checkpoint cannot run here, and why.
+        ConfigError: the settings are impossible; the text says what to do.
+        UnsupportedModelError: this checkpoint cannot run here; the text says why.
     """
     checked = open_network(settings, on_phase, rank)
     on_phase("allocate KV cache")

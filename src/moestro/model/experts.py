@@ -1,7 +1,7 @@
 """Routed experts of a layer, registered with transformers' experts interface.
 
 Each (token, chosen expert) is computed once. A token's contributions are added in ascending expert id and in at least
-float32, whatever order the gate named them in: the same sum, bit for bit, wherever each expert is computed.
+float32, in whatever order the gate names them. The sum is therefore bit-identical wherever each expert is computed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from transformers.integrations.moe import ExpertsInterface
 
 from moestro.model.packing import pack, packed_linear
 
-EXPERTS = "moestro"  # the name in the registry
+EXPERTS = "moestro"  # name in the registry
 _TAG = "moestro_layer"
 
 
 class PackedExperts(Protocol):
-    """What transformers' experts modules have in common.
+    """The common interface of transformers' experts modules.
 
     Weights are `gate_up_proj` or `up_proj` [experts, inner, hidden] and `down_proj` [experts, hidden, inner], the last
     two dimensions swapped where `is_transposed`; with `has_bias`, each has a `*_bias`.
@@ -44,16 +44,16 @@ class PackedExperts(Protocol):
 
 
 class Routing:
-    """What the experts of one network share in a step: where tokens are counted, and who overrides the gate.
+    """State that the experts of one network share in a step: token counts, and an override of the gate.
 
     Args:
-        num_layers: of the network, dense ones included.
-        num_experts: of the layer that has most.
-        device: of the counts.
+        num_layers: layers of the network, dense ones included.
+        num_experts: experts of the layer that has most.
+        device: device of the counts.
 
     Attributes:
         counts: int64[num_layers, num_experts], tokens that each expert computed since `begin`.
-        stand_in: called in place of all experts, with their arguments; None: the experts compute.
+        stand_in: function called in place of all experts, with their arguments; None means that the experts compute.
     """
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
@@ -62,10 +62,10 @@ class Routing:
         self.begin(None)
 
     def begin(self, chosen: Tensor | None) -> None:
-        """A step starts: count from zero.
+        """Reset the counts at the start of a step.
 
         Args:
-            chosen: int64[layers with experts, tokens, k], experts to visit in place of the gate's choice, or None.
+            chosen: int64[layers with experts, tokens, k], experts that replace the gate's choice, or None.
         """
         self.counts = torch.zeros(self._shape, dtype=torch.int64, device=self._device)
         self.chosen = chosen
@@ -73,13 +73,13 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertLayer:
-    """What an experts module of transformers does not know of itself.
+    """Context of an experts module that the module itself does not know.
 
     Attributes:
         layer: its layer in the network.
         place: its place among the layers with experts.
-        routing: shared by the network's experts.
-        packed: of each expert, its packed up and down weights; empty: they are not packed.
+        routing: state shared by the network's experts.
+        packed: packed up and down weights of each expert; empty if they are not packed.
     """
 
     layer: int
@@ -89,7 +89,7 @@ class ExpertLayer:
 
 
 def tag_experts(modules: list[tuple[int, nn.Module]], routing: Routing) -> None:
-    """Tell each experts module its layer. `modules`: (layer, experts module), ascending."""
+    """Attach its context to each experts module. `modules`: (layer, experts module), ascending."""
     for place, (layer, module) in enumerate(modules):
         setattr(module, _TAG, ExpertLayer(layer, place, routing))
 
@@ -110,16 +110,16 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def routed_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The weighted sum of each token's experts; counts the tokens of each.
+    """Compute the weighted sum of each token's experts, and count the tokens of each expert.
 
     Args:
-        module: an experts module that `tag_experts` has seen.
+        module: an experts module that `tag_experts` has tagged.
         hidden: [tokens, hidden size].
         top_k_index: int64[tokens, k], distinct in a row, in any order.
         top_k_weights: [tokens, k].
 
     Returns:
-        [tokens, hidden size], of the dtype of `hidden`.
+        [tokens, hidden size], with the dtype of `hidden`.
     """
     tag = getattr(module, _TAG)
     assert isinstance(tag, ExpertLayer)
@@ -146,7 +146,7 @@ def run_each(
 ) -> Tensor:
     """[rows, hidden size], one expert after the other: the plain twin, and with packed weights the fast path on a CPU.
 
-    The host reads the counts: an accelerator that comes here is waited for.
+    The host reads the counts, so an accelerator is waited for here.
 
     Args:
         rows: [rows, hidden size], those of expert 0 first.
@@ -216,7 +216,7 @@ def add_contributions(contributions: Tensor, weights: Tensor) -> Tensor:
 
 
 def run_grouped(experts: PackedExperts, rows: Tensor, counts: Tensor) -> Tensor:
-    """What `run_each` computes in two grouped products; the host learns no count, so an accelerator never waits."""
+    """Compute the result of `run_each` in two grouped products. No count reaches the host: no accelerator waits."""
     ends = counts.cumsum(0).to(torch.int32)
     of_row = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device, dtype=torch.int32), right=True)
     up, up_bias, down, down_bias = _weights(experts)
@@ -232,22 +232,22 @@ def run_grouped(experts: PackedExperts, rows: Tensor, counts: Tensor) -> Tensor:
 
 
 def register_experts() -> None:
-    """Make the function known to transformers; again does no harm."""
+    """Register the function with transformers. A second call is harmless."""
     ExpertsInterface.register(EXPERTS, routed_experts)
 
 
 def combine(rows: Tensor, by_expert: Tensor, weights: Tensor) -> Tensor:
-    """[tokens, hidden size] in at least float32.
+    """[tokens, hidden size], weighted sums in at least float32.
 
     Args:
         rows: [tokens * k, hidden size], in ascending expert id.
-        by_expert: int64[tokens * k], which (token, choice) each row is, as token * k + choice.
+        by_expert: int64[tokens * k], (token, choice) of each row as token * k + choice.
         weights: [tokens, k].
     """
     precision = torch.promote_types(rows.dtype, torch.float32)
     place = torch.empty_like(by_expert)
     place[by_expert] = torch.arange(len(by_expert), device=rows.device)
-    # Rows stand in order of expert id, so a token's places in ascending order are its experts in ascending order.
+    # Rows are in order of expert id, so a token's places in ascending order are its experts in ascending order.
     place, choice = place.view(weights.shape).sort(dim=1)
     weights = weights.gather(1, choice).to(precision)
     total = rows.index_select(0, place[:, 0]).to(precision) * weights[:, :1]
@@ -277,6 +277,6 @@ def _normalize(experts: PackedExperts, outer: Tensor) -> Tensor:
 
 
 def can_group(experts: PackedExperts, rows: Tensor) -> bool:
-    """Whether this torch has the grouped kernels; they want bfloat16 and rows of whole 16-byte words."""
+    """Whether this torch has the grouped kernels, which need bfloat16 and rows of whole 16-byte words."""
     sizes = (*_weights(experts)[0].shape[1:], *experts.down_proj.shape[1:])
     return hasattr(functional, "grouped_mm") and rows.dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes)

@@ -1,7 +1,7 @@
 """Expert choices that replace the gate's, to study skewed loads on any checkpoint. NumPy only.
 
-A choice is a function of (seed, layer, position, token id): never of the batch, the schedule or a restart. So every
-mode that runs the same tokens with the same override visits the same experts, and their outputs compare.
+A choice is a function of (seed, layer, position, token id) and never of the batch, the schedule or a restart. Modes
+that run the same tokens under the same override therefore visit the same experts, and their outputs compare.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moestro.core.rng import mix64, uniform
 from moestro.errors import ConfigError
 
 _FORMS = "uniform, exponential:LAMBDA (LAMBDA >= 0) or trace:FILE.npy"
-_RANKS, _DRAWS, _ROWS = (np.uint64(n) for n in range(3))  # keep the keys of different uses apart
+_RANKS, _DRAWS, _ROWS = (np.uint64(n) for n in range(3))  # separate the keys of different uses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class GateShape:
 
     Attributes:
         layers: indices of the layers that have experts, ascending.
-        num_experts: of each of them.
+        num_experts: experts of each layer.
         num_chosen: experts that a token visits in a layer.
     """
 
@@ -39,7 +39,7 @@ class GateOverride(Protocol):
     """Chooses experts in place of the gates."""
 
     def choose(self, positions: NDArray[np.int64], token_ids: NDArray[np.int32]) -> NDArray[np.int64]:
-        """int64[layers with experts, tokens, chosen]: distinct expert ids for each of the tokens given."""
+        """int64[layers with experts, tokens, chosen], distinct expert ids for each token."""
         ...
 
 
@@ -53,7 +53,7 @@ class ExponentialGate:
     Args:
         decay: LAMBDA of `exponential:LAMBDA`, >= 0.
         shape: the network's gates.
-        seed: of ranks and draws.
+        seed: seed of ranks and draws.
     """
 
     def __init__(self, decay: float, shape: GateShape, seed: int) -> None:
@@ -74,12 +74,12 @@ class ExponentialGate:
 
 
 class TraceGate:
-    """Replays recorded expert choices: each token takes a whole recorded row, drawn by its position and id.
+    """Replays recorded expert choices: each token takes one whole recorded row, selected by its position and id.
 
     Args:
         path: a `.npy` file of integers, [recorded tokens, layers with experts, chosen].
         shape: the network's gates, which the recording must match.
-        seed: of the draw.
+        seed: seed of the selection.
 
     Raises:
         ConfigError: the file cannot be read or does not fit the network.
@@ -96,10 +96,10 @@ class TraceGate:
 
 
 def check_spec(spec: str) -> None:
-    """Nothing, if `spec` is well formed; files are read when the model is loaded.
+    """Check the form of `spec`; loading the model reads the files.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: `spec` is malformed.
     """
     kind, _, value = spec.partition(":")
     if spec == "uniform" or (kind == "exponential" and _is_decay(value)):
@@ -107,11 +107,11 @@ def check_spec(spec: str) -> None:
     if kind == "trace" and value.endswith(".npy"):
         return
     hint = " Unpack it first (zstd -d)." if kind == "trace" and value.endswith(".zst") else ""
-    raise ConfigError(f"--gate-override {spec!r} is not understood: give {_FORMS}.{hint}")
+    raise ConfigError(f"--gate-override {spec!r} is unknown: give {_FORMS}.{hint}")
 
 
 def make_override(spec: str, shape: GateShape, seed: int) -> GateOverride:
-    """The override that `spec` names, for a network with these gates.
+    """Make the override that `spec` names, for a network with these gates.
 
     Raises:
         ConfigError: `spec` is malformed, the network has no experts, or a trace does not fit it.
@@ -138,7 +138,7 @@ def _layer_keys(seed: int, layers: tuple[int, ...], use: np.uint64) -> NDArray[n
 
 
 def _token_keys(positions: NDArray[np.int64], token_ids: NDArray[np.int32]) -> NDArray[np.uint64]:
-    """uint64[tokens], one-to-one with (position, token id): both are below 2**32."""
+    """uint64[tokens], one key for each (position, token id), injective because both are below 2**32."""
     return positions.astype(np.uint64) << np.uint64(32) | token_ids.astype(np.uint64)
 
 

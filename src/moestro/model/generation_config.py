@@ -1,4 +1,4 @@
-"""What a checkpoint's authors recommend for generating: `generation_config.json`, read as plain JSON."""
+"""The checkpoint authors' sampling defaults: `generation_config.json`, read as plain JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moestro.core.checkpoint_files import read_json_object
 from moestro.core.request import SamplingDefaults
 from moestro.errors import UnsupportedModelError
 
-# What a default may be: the bounds of the API.
+# Allowed values of a default: the bounds of the API.
 _BOUNDS = {
     "temperature": (0.0, 2.0),
     "top_k": (-1, 2**31 - 1),
@@ -20,10 +20,10 @@ _BOUNDS = {
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
-    """The file's fields; none where it is missing.
+    """Read the file's fields; a missing file has none.
 
     Raises:
-        UnsupportedModelError: it is no JSON object.
+        UnsupportedModelError: the file is not a JSON object.
     """
     path = directory / "generation_config.json"
     return read_json_object(path) if path.exists() else {}
@@ -33,7 +33,7 @@ def eos_token_ids(fields: dict[str, Any], config: Any) -> tuple[int, ...]:
     """Ids that end a sequence: those of the file and of transformers' config, ascending.
 
     Raises:
-        UnsupportedModelError: one of them is no token id.
+        UnsupportedModelError: an id is no token id.
     """
     ids: list[int] = []
     for given in (fields.get("eos_token_id"), config.eos_token_id, config.get_text_config().eos_token_id):
@@ -44,10 +44,10 @@ def eos_token_ids(fields: dict[str, Any], config: Any) -> tuple[int, ...]:
 
 
 def sampling_defaults(fields: dict[str, Any]) -> SamplingDefaults:
-    """What the file says of sampling; neutral where it says nothing.
+    """Sampling defaults of the file; neutral where it names none.
 
     Raises:
-        UnsupportedModelError: a value that no client could ask for.
+        UnsupportedModelError: a value lies outside of the API's bounds.
     """
     given = {name: fields[name] for name in _BOUNDS if fields.get(name) is not None}
     for name, value in given.items():
@@ -56,7 +56,7 @@ def sampling_defaults(fields: dict[str, Any]) -> SamplingDefaults:
         if not is_number or not low <= value <= high or (name == "top_k" and value != int(value)):
             raise UnsupportedModelError(
                 f"generation_config.json: {name} must be between {low:g} and {high:g}, got {value!r}:"
-                " put it right, or give --generation-config vllm to leave the file's sampling values out."
+                " correct it, or give --generation-config vllm to ignore the file's sampling values."
             )
     if "top_k" in given:
         given["top_k"] = max(0, int(given["top_k"]))

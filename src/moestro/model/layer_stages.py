@@ -1,11 +1,11 @@
-"""One decoder layer in stages: up to the gate, and from the experts' sum on. Between them, anything may happen.
+"""One decoder layer in stages: up to the gate, and from the experts' sum on. Other work may run between them.
 
-Three ways, each checked at load against running the layer whole (`staged_network`):
+A layer runs in one of three ways, each checked at load against running the layer whole (`staged_network`):
 
     direct      the canonical layer (norm, attention, residual, norm, gate, experts, shared experts, residual), whose
                 parts are called one by one: 34 families of transformers 5 have exactly this forward
     replayed    any other layer with routed experts: its own forward runs twice, with stand-ins for what must not run:
-                up to the experts, and again with the attention's and the experts' results put in
+                up to the experts, and again with the attention's and the experts' results inserted
     whole       a layer without experts
 """
 
@@ -25,12 +25,12 @@ from moestro.model.experts import Routing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attended:
-    """A layer up to its gate.
+    """State of a layer at its gate.
 
     Attributes:
-        hidden: [tokens, hidden size], kept as the tokens' residual stream; after a layer without experts, its output.
-        inputs: [tokens, hidden size], what the experts read; None: the layer has none, and is done.
-        topk_ids: int64[tokens, k], topk_weights: [tokens, k], as the gate says.
+        hidden: [tokens, hidden size], the tokens' residual stream; after a layer without experts, its output.
+        inputs: [tokens, hidden size], input of the experts; None for a layer without experts, which is then complete.
+        topk_ids: int64[tokens, k], topk_weights: [tokens, k], the gate's choice.
         mixed: [tokens, hidden size], the attention's output, where completing the layer needs it.
     """
 
@@ -42,7 +42,7 @@ class Attended:
 
 
 class LayerStages(Protocol):
-    """How one layer is run in stages. `arguments`: the keyword arguments that the network hands to the layer."""
+    """A way to run one layer in stages. `arguments`: the keyword arguments with which the network calls the layer."""
 
     keeps_mixed: bool
 
@@ -51,11 +51,11 @@ class LayerStages(Protocol):
         ...
 
     def complete(self, hidden: Tensor, inputs: Tensor, mixed: Tensor | None, total: Tensor) -> Tensor:
-        """[tokens, hidden size], the layer's output.
+        """[tokens, hidden size], output of the layer.
 
         Args:
-            hidden, inputs, mixed: as `Attended`.
-            total: [tokens, hidden size], the weighted sum of the routed experts, in the dtype of `hidden`.
+            hidden, inputs, mixed: as in `Attended`.
+            total: [tokens, hidden size], weighted sum of the routed experts, in the dtype of `hidden`.
         """
         ...
 
@@ -69,15 +69,15 @@ class WholeLayer:
         self._layer = layer
 
     def attend(self, hidden: Tensor, arguments: dict[str, Any]) -> Attended:
-        """All of the layer."""
+        """Run the whole layer."""
         return Attended(run_whole(self._layer, hidden, arguments))
 
     def complete(self, hidden: Tensor, inputs: Tensor, mixed: Tensor | None, total: Tensor) -> Tensor:
-        """Never called."""
+        """Raise: a layer without experts is complete after `attend`."""
         raise AssertionError("a layer without experts is complete at once")
 
 
-# (the layer's `mlp`, what the experts read, their sum) -> the `mlp`'s output.
+# (the layer's `mlp`, the experts' input, their sum) -> the output of `mlp`.
 Finish = Callable[[Any, Tensor, Tensor], Tensor]
 
 
@@ -99,14 +99,14 @@ class DirectLayer:
 
     Args:
         layer: with `input_layernorm`, `self_attn`, `post_attention_layernorm`, and `mlp` with `gate` or `router`.
-        finish: what `mlp` does with the sum of its routed experts.
-        corrects: whether `mlp` keeps the gate's correction and hands it over.
+        finish: function of `mlp` after its routed experts.
+        corrects: whether `mlp` keeps the gate's correction and passes it to the gate.
     """
 
     keeps_mixed = False
 
     def __init__(self, layer: Any, finish: Finish, *, corrects: bool) -> None:
-        # Looked up here: a module finds its children slowly, and there are some for each layer of each step.
+        # Modules look up their children slowly, and each step uses several of them in each layer: look them up once.
         self._mlp, self._finish = layer.mlp, finish
         self._before, self._attention = layer.input_layernorm, layer.self_attn
         self._between = layer.post_attention_layernorm
@@ -128,15 +128,15 @@ class DirectLayer:
 
 
 class _ExpertsReached(Exception):  # noqa: N818 - no error: the way out of a forward that must not go on
-    """Carries the arguments of the experts."""
+    """Carries the arguments of the experts out of a layer's forward."""
 
 
 class ReplayedLayer:
-    """Any layer with one attention and one set of routed experts: its own forward, run twice.
+    """Any layer with one attention and one set of routed experts, whose own forward runs twice.
 
     Args:
-        layer: with a child `self_attn`.
-        routing: of its experts.
+        layer: a layer with a child `self_attn`.
+        routing: state of its experts.
     """
 
     keeps_mixed = True
@@ -162,7 +162,7 @@ class ReplayedLayer:
         assert mixed is not None
         attention = _Answer(self._layer.get_submodule("self_attn"), mixed[None])
         with _replaced(self._layer, "self_attn", attention), self._experts(lambda *_: total):
-            # What the arguments say of the tokens concerns the attention alone.
+            # Arguments that describe tokens concern only the attention.
             return run_whole(self._layer, hidden, self._arguments)
 
     @contextmanager
@@ -175,7 +175,7 @@ class ReplayedLayer:
 
 
 def direct_plans(layer: Any) -> Iterator[DirectLayer]:
-    """The direct way that the layer's parts suggest, if they are there; whether it is right remains to be seen."""
+    """Yield direct ways that the layer's parts suggest. A later check decides whether one is right."""
     mlp = getattr(layer, "mlp", None)
     parts = ("input_layernorm", "self_attn", "post_attention_layernorm")
     if mlp is None or not all(hasattr(layer, part) for part in parts):
@@ -191,7 +191,7 @@ def direct_plans(layer: Any) -> Iterator[DirectLayer]:
 
 
 def run_whole(layer: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """[tokens, hidden size]: a layer on [tokens, hidden size], whatever form its answer has."""
+    """[tokens, hidden size], output of a layer, in whatever form the layer returns it."""
     answer = layer(hidden[None], **arguments)
     stream: Tensor = answer[0] if isinstance(answer, tuple) else answer
     return stream[0]
@@ -202,18 +202,18 @@ def _leave(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights
 
 
 class _Double(nn.Module):
-    """Stands where another module stood; what the network asks of that one beside calling it, it still gets."""
+    """Replaces a module and passes attribute access on to the original."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self.__dict__["original"] = original  # not a child: it stays where it is
+        self.__dict__["original"] = original  # not registered as a child: it stays where it is
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["original"], name)
 
 
 class _Recorder(_Double):
-    """Calls the original and keeps what it answered."""
+    """Calls the original and stores its answer."""
 
     output: Tensor
 
@@ -224,7 +224,7 @@ class _Recorder(_Double):
 
 
 class _Answer(_Double):
-    """Answers what it was given."""
+    """Returns a fixed answer."""
 
     def __init__(self, original: nn.Module, output: Tensor) -> None:
         super().__init__(original)

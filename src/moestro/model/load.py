@@ -1,4 +1,4 @@
-"""From a checkpoint directory to a network: config, refusals, weights, in that order."""
+"""Loads a network from a checkpoint directory: config, refusals, weights, in that order."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from moestro.model.settings import ModelSettings
 
 
 def read_config(settings: ModelSettings) -> Any:
-    """transformers' config of the checkpoint, after everything that can be refused without its weights.
+    """Read transformers' config of the checkpoint, after every refusal that needs no weights.
 
     Raises:
-        UnsupportedModelError: this checkpoint cannot run here, and why.
-        ConfigError: `--max-model-len` exceeds what the network was made for.
+        UnsupportedModelError: this checkpoint cannot run here; the text says why.
+        ConfigError: `--max-model-len` exceeds the length that the network was made for.
     """
     directory = Path(settings.model)
     raw = read_config_file(directory)
@@ -42,30 +42,30 @@ def read_config(settings: ModelSettings) -> Any:
         refuse_config(config, choose_max_model_len(settings, limit))
     except MoestroError:
         raise
-    except Exception as error:  # transformers' validators raise kinds of their own, and what they miss, any kind
-        raise UnsupportedModelError(f"config.json is not understood by transformers: {error}") from error
+    except Exception as error:  # transformers' validators raise errors of their own, and other code any kind
+        raise UnsupportedModelError(f"transformers does not accept config.json: {error}") from error
     ignored = _build_skeleton(config)._keys_to_ignore_on_load_unexpected or ()
     refuse_dtypes(files, raw.get("quantization_config"), ignored)
     return config
 
 
 def load_network(settings: ModelSettings, config: Any, rank: int = 0) -> tuple[Network, tuple[str, ...]]:
-    """The network on its device, and notes for the operator.
+    """Load the network to its device, with notes for the operator.
 
     Args:
-        config: from `read_config`.
-        rank: as `choose_device`.
+        config: config from `read_config`.
+        rank: as in `choose_device`.
 
     Raises:
-        UnsupportedModelError: weights are missing, torn or of other shapes than the config's.
-        ConfigError: the device is not there.
+        UnsupportedModelError: weights are missing, torn, or differ from the config's shapes.
+        ConfigError: the device is absent.
     """
     register_attention()
     register_experts()
     hf_logging.disable_progress_bar()
     device = choose_device(settings, rank)
     for part in (config, config.get_text_config()):
-        part.output_router_logits = False  # a loss for training; it would be computed in every step
+        part.output_router_logits = False  # a training loss, which every step would compute
     if settings.load_format == "dummy":
         model, note = _draw_weights(settings, config), "Weights are random (--load-format dummy)."
     else:
@@ -74,28 +74,28 @@ def load_network(settings: ModelSettings, config: Any, rank: int = 0) -> tuple[N
 
 
 def choose_device(settings: ModelSettings, rank: int = 0) -> torch.device:
-    """The device that the settings name; of several accelerators, the rank's own.
+    """Choose the device that the settings name; of several accelerators, the rank's own.
 
     Args:
-        rank: ranks take the accelerators in turn; more ranks than accelerators share them.
+        rank: number of the rank. Ranks take the accelerators in turn; with more ranks than accelerators they share.
 
     Raises:
-        ConfigError: `cuda` without one.
+        ConfigError: the settings name `cuda`, and torch finds no CUDA device.
     """
     present = torch.cuda.is_available()
     if settings.device == "cuda" and not present:
-        raise ConfigError("--device cuda: torch sees no CUDA device here. Give --device cpu, or install a CUDA torch.")
+        raise ConfigError("--device cuda: torch finds no CUDA device. Give --device cpu, or install a CUDA torch.")
     if not present or settings.device == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def _build_skeleton(config: Any) -> Any:
-    """The network, built without memory for weights, unless its modules are refused."""
+    """Build the network without memory for weights, unless its modules are refused."""
     try:
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # whatever an inconsistent config makes a constructor raise
+    except Exception as error:  # an inconsistent config can make a constructor raise anything
         raise UnsupportedModelError(f"transformers cannot build this config's network: {error}") from error
     refuse_skeleton(skeleton)
     return skeleton
@@ -119,10 +119,10 @@ def _read_weights(settings: ModelSettings, config: Any) -> tuple[Any, str]:
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except Exception as error:  # torn files, other shapes: each layer below raises its own kind
+    except Exception as error:  # torn files, other shapes: each library below raises its own errors
         raise UnsupportedModelError(f"The weights in {settings.model} cannot be loaded: {error}") from error
     if missing := sorted(report["missing_keys"]):
-        # transformers would go on with random numbers in their place.
+        # transformers would continue with random numbers in place of missing tensors.
         raise UnsupportedModelError(
             f"{settings.model} lacks {len(missing)} of the config's tensors, first {missing[0]}."
         )
@@ -133,9 +133,9 @@ def _read_weights(settings: ModelSettings, config: Any) -> tuple[Any, str]:
 
 
 def _finish_dequantizing(model: Any, dtype: torch.dtype) -> None:
-    """Bring what dequantizing left in the dtype of its scales, or in bfloat16, to the model's own.
+    """Convert tensors that dequantizing left in the dtype of its scales, or in bfloat16, to the model's dtype.
 
-    Not what the family keeps in float32 on purpose, and no buffers: rotary frequencies must not be rounded.
+    Tensors that the family keeps in float32 on purpose stay, and so do buffers: rotary frequencies must not be rounded.
     """
     kept = (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))
     for name, parameter in model.named_parameters():
@@ -144,9 +144,9 @@ def _finish_dequantizing(model: Any, dtype: torch.dtype) -> None:
 
 
 def _draw_weights(settings: ModelSettings, config: Any) -> Any:
-    """Random weights of the config's shapes, keyed by the seed, of a size that keeps activations near 1.
+    """Draw random weights of the config's shapes, keyed by the seed, of a size that keeps activations near 1.
 
-    transformers' own 0.02 is no use here: in a small network it makes logits that hardly depend on the input.
+    transformers' own deviation of 0.02 does not serve: in a small network its logits hardly depend on the input.
     """
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -1,7 +1,7 @@
-"""Biases, penalties and bans, on the logits of all units of a step at once.
+"""Biases, penalties and bans, applied to the logits of all units of a step at once.
 
-In the order of vLLM v1: biases, then the repetition, the frequency and the presence penalty, then (in `sampler`)
-temperature, min_p, top_k and top_p. Bans come last here and first there, which is the same: nothing lifts -inf.
+The order is that of vLLM v1: biases, then the repetition, frequency and presence penalties, then (in `sampler`)
+temperature, min_p, top_k and top_p. Bans come last here and first there, which is equivalent: nothing lifts -inf.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from moestro.model.upload import upload
 
 
 def edit_logits(logits: Tensor, edits: LogitEdits, units: NDArray[np.int64], sampling: NDArray[np.void]) -> Tensor:
-    """A changed copy of `logits`; the raw ones are still wanted for log probabilities.
+    """Return an edited copy of `logits`; log probabilities still need the raw ones.
 
     Args:
         logits: float32 or float64 [n, vocabulary].
-        units: int64[n], ascending: the step's unit that each row belongs to.
+        units: int64[n], ascending: unit of the step to which each row belongs.
         sampling: SAMPLING_ROW[n].
     """
     logits = logits.clone(memory_format=torch.contiguous_format)
@@ -36,20 +36,20 @@ def edit_logits(logits: Tensor, edits: LogitEdits, units: NDArray[np.int64], sam
 
 
 def _penalise(logits: Tensor, edits: LogitEdits, rows: NDArray[np.int64], sampling: NDArray[np.void]) -> None:
-    """Change the logits of tokens said before, in place.
+    """Penalise the logits of earlier tokens, in place.
 
-    One entry for each occurrence of a token: the work grows with what was said, not with the vocabulary. Occurrences of
-    one token all write the same value, and what is counted are ones: the order is of no account.
+    Each occurrence of a token has one entry, so the work grows with the text and not with the vocabulary. Occurrences
+    of one token write the same value and count ones, so their order does not matter.
 
     Args:
-        rows: int64, ascending: of `logits` and of `sampling`, that each entry of `edits.said` belongs to.
+        rows: int64, ascending: row of `logits` and of `sampling` to which each entry of `edits.said` belongs.
     """
     repetition, frequency, presence = (
         upload(sampling[f"{name}_penalty"][rows], logits.device).to(logits.dtype)
         for name in ("repetition", "frequency", "presence")
     )
     generated = upload(edits.generated, logits.device).to(logits.dtype)
-    nth = np.cumsum(np.diff(rows, prepend=rows[0]) != 0)  # counts are kept of the rows with penalties alone
+    nth = np.cumsum(np.diff(rows, prepend=rows[0]) != 0)  # only rows with penalties have counts
     counts = logits.new_zeros(int(nth[-1]) + 1, logits.shape[1])
     counted, at = _places(nth, edits.said[1], logits), _places(rows, edits.said[1], logits)
     times = counts.view(-1).scatter_add_(0, counted, generated)[counted]
@@ -59,5 +59,5 @@ def _penalise(logits: Tensor, edits: LogitEdits, rows: NDArray[np.int64], sampli
 
 
 def _places(rows: NDArray[np.int64], token_ids: Int32s, like: Tensor) -> Tensor:
-    """int64[n]: where (row, token id) lies in a matrix as wide as `like`, laid end to end."""
+    """int64[n], flat index of each (row, token id) in a matrix as wide as `like`."""
     return upload(rows * like.shape[1] + token_ids, like.device)

@@ -1,4 +1,4 @@
-"""A loaded network that runs steps: transformers' own definition with our attention and experts inside."""
+"""A loaded network that runs steps: transformers' own definition with Moestro's attention and experts inside."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Network:
     """Runs steps on a transformers model.
 
     Args:
-        model: loaded, in evaluation mode, with the attention and experts functions of this room.
+        model: a loaded model in evaluation mode, with the attention and experts functions of this room.
 
     Attributes:
-        config: the text part of the model's config.
-        device, dtype: of its weights.
-        num_parameters: in all; tied ones once.
-        num_experts, bytes_per_expert: of the layer that has most, and of the largest; 0: a dense model.
-        routing: what its experts share; None: a dense model.
-        override: replaces its gates' choices; None: it does not.
+        config: text part of the model's config.
+        device, dtype: device and dtype of its weights.
+        num_parameters: number of parameters, counting tied ones once.
+        num_experts, bytes_per_expert: number in the layer that has most, and size of the largest; 0 for a dense model.
+        routing: shared state of its experts; None for a dense model.
+        override: replacement of its gates' choices; None means that the gates choose.
         experts: (layer, experts module), ascending.
     """
 
@@ -51,9 +51,9 @@ class Network:
             tag_experts(self.experts, self.routing)
 
     def pack(self) -> None:
-        """Bring the weights into the layout of the CPU's kernels, where it has some.
+        """Convert the weights to the layout of the CPU's kernels, where such kernels exist.
 
-        Afterwards only our own functions can run the network: transformers' experts would miss their weights.
+        Afterwards only Moestro's functions can run the network, because transformers' experts would miss their weights.
         """
         if can_pack(self.device, self.dtype):
             for _, module in self.experts:
@@ -62,13 +62,13 @@ class Network:
 
     @torch.inference_mode()
     def logits(self, step: PagedStep) -> Tensor:
-        """Run one step: writes its K and V, counts its experts' tokens, answers the logits that it wants.
+        """Run one step: write its K and V, count its experts' tokens, and return the requested logits.
 
         Returns:
-            [rows wanted, vocabulary], in the order of `step.logit_rows`, in at least float32.
+            [requested rows, vocabulary], in the order of `step.logit_rows`, in at least float32.
 
         Raises:
-            UnsupportedModelError: the network does something that a paged step cannot.
+            UnsupportedModelError: the network does something that a paged step does not support.
         """
         if self.routing is not None:
             self.routing.begin(self.choose_experts(step))
@@ -85,10 +85,10 @@ class Network:
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def probe(self, block_size: int) -> tuple[KVPools, int]:
-        """Run one token, to learn the shapes of K and V and how many experts a token visits (0: a dense model).
+        """Run one token to learn the shapes of K and V, and how many experts a token visits (0 for a dense model).
 
         Raises:
-            UnsupportedModelError: some layer keeps no K and V.
+            UnsupportedModelError: a layer keeps no K and V.
         """
         pools = KVPools(1, block_size)
         self.logits(PagedStep(_one_token(), pools, self.device))
@@ -100,25 +100,25 @@ class Network:
         return pools, int(self.routing.counts.sum(1).max())
 
     def gate_shape(self, num_chosen: int) -> GateShape:
-        """The gates, for an override."""
+        """Shape of the gates, for an override."""
         layers = tuple(layer for layer, _ in self.experts)
         return GateShape(layers=layers, num_experts=self.num_experts, num_chosen=num_chosen)
 
     def choose_experts(self, step: PagedStep) -> Tensor | None:
-        """int64[layers with experts, tokens, k], what the override says; None: the gates choose."""
+        """int64[layers with experts, tokens, k], the override's choice; None means that the gates choose."""
         if self.override is None:
             return None
         return step.upload(self.override.choose(step.positions, step.token_ids))
 
 
 def _find_experts(model: nn.Module, num_layers: int) -> list[tuple[int, Any]]:
-    """(layer, experts module), ascending; the layer is the first number in the module's name."""
+    """Find (layer, experts module), ascending; the layer is the first number in the module's name."""
     found = []
     for name, module in model.named_modules():
         if is_experts(module):
             layer = next(int(part) for part in name.split(".") if part.isdigit())
             found.append((layer, module))
-    # Behind the layers that run may stand others that do not: heads for multi-token prediction.
+    # Layers that do not run may follow those that do: heads for multi-token prediction.
     return sorted((pair for pair in found if pair[0] < num_layers), key=lambda pair: pair[0])
 
 

@@ -1,7 +1,7 @@
-"""Weights in the layout that a CPU's matrix kernels want, made once at load instead of at every product.
+"""Weights in the layout of a CPU's matrix kernels, converted once at load instead of in every product.
 
-That takes about a third off a decode step of a 640M network in bfloat16 (`bench/packing.py`) and changes no bit of a
-product. The unpacked weights are dropped, so memory stays what it was.
+This shortens a decode step of a 640M network in bfloat16 by about a third (`bench/packing.py`) and changes no bit of a
+product. The unpacked weights are dropped, so memory use stays the same.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[out, in] in a layout of the kernels' own; only `packed_linear` can read it."""
+    """Convert [out, in] to the kernels' own layout, which only `packed_linear` can read."""
     return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()))
 
 
 def packed_linear(rows: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`functional.linear` with a packed weight. `rows`: [..., in], of the weight's dtype."""
+    """Compute `functional.linear` with a packed weight. `rows`: [..., in], with the weight's dtype."""
     return cast(Tensor, torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], ""))
 
 
 class PackedLinear(nn.Module):
-    """Takes the place of a linear layer.
+    """Replaces a linear layer.
 
     Attributes:
-        weight: shape and dtype of the layer's weight, without memory: networks ask for them.
+        weight: shape and dtype of the layer's weight, without memory, because networks read them.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -45,12 +45,12 @@ class PackedLinear(nn.Module):
         self._packed = pack(linear.weight.data)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """Map [..., in] to [..., out]."""
         return packed_linear(rows, self._packed, self.bias)
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replace every linear layer of `model`. A weight that an embedding shares stays there as it is."""
+    """Replace every linear layer of `model`. A weight that an embedding shares stays unpacked there."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:

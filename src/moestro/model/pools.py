@@ -1,7 +1,7 @@
-"""Paged K and V: one pool of slots per layer and kind, in whatever shape the layer's attention writes.
+"""Paged K and V: one pool of slots per layer and kind, in the shape that the layer's attention writes.
 
-Slot `block * block_size + i` holds the i-th token of a block. Behind the blocks come two slots that no block owns: one
-takes what must not be kept, one stays zero for ever (see `step`).
+Slot `block * block_size + i` holds the i-th token of a block. Two slots that no block owns follow the blocks: a scratch
+slot for K and V that must not be kept, and a slot that stays zero (see `step`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from moestro.model.settings import ModelSettings
 class KVPools:
     """K and V of all layers. A layer's pool is made at its first write, so any number of heads and head size works.
 
-    Pools start at zero: attention multiplies what it must not see by zero, and zero times an old NaN is NaN.
+    Pools start at zero: attention multiplies masked values by zero, and zero times an old NaN would be NaN.
 
     Args:
-        num_blocks, block_size: slots of each pool, besides the extra ones.
+        num_blocks, block_size: number of blocks of each pool, and tokens of a block.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -33,12 +33,12 @@ class KVPools:
 
     @property
     def scratch_slot(self) -> int:
-        """Takes K and V that must not be kept; never read."""
+        """Slot for K and V that must not be kept; never read."""
         return self.num_blocks * self.block_size
 
     @property
     def zero_slot(self) -> int:
-        """Never written: K and V of a sink."""
+        """Slot that is never written: K and V of a sink."""
         return self.scratch_slot + 1
 
     @property
@@ -48,12 +48,12 @@ class KVPools:
 
     @property
     def bytes_per_block(self) -> int:
-        """K and V of one block in all layers that have written."""
+        """Bytes of one block's K and V in all layers that have written."""
         pools = [pool for pair in self._by_layer.values() for pool in pair]
         return sum(pool[: self.block_size].numel() * pool.element_size() for pool in pools)
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store one step's K and V and answer the layer's pools.
+        """Store one step's K and V and return the layer's pools.
 
         Args:
             slots: int64[tokens].
@@ -70,15 +70,15 @@ class KVPools:
         return keys, values
 
     def allocate(self, num_blocks: int) -> KVPools:
-        """New zeroed pools with the shapes of these.
+        """Allocate new zeroed pools with the shapes of these.
 
         Raises:
-            ConfigError: there is not so much memory.
+            ConfigError: the memory does not suffice.
         """
         larger = KVPools(num_blocks, self.block_size)
         try:
             larger._by_layer = {i: (larger._empty(k), larger._empty(v)) for i, (k, v) in self._by_layer.items()}
-        except RuntimeError as error:  # torch's word for it, on either kind of device
+        except RuntimeError as error:  # torch raises this on either kind of device
             raise ConfigError(
                 f"A KV cache of {num_blocks} blocks ({num_blocks * self.bytes_per_block} bytes) cannot be allocated:"
                 f" lower --kv-cache-memory-bytes. ({error})"
@@ -86,10 +86,10 @@ class KVPools:
         return larger
 
     def allocate_host(self, num_blocks: int) -> None:
-        """Have memory of the host beside these pools, with room for `num_blocks` blocks.
+        """Allocate host memory beside these pools, with room for `num_blocks` blocks.
 
         Raises:
-            ConfigError: there is not so much.
+            ConfigError: the memory does not suffice.
         """
         try:
             self._host = _HostPools(self, num_blocks)
@@ -100,12 +100,12 @@ class KVPools:
             ) from error
 
     def move_blocks(self, moves: BlockMoves) -> None:
-        """Copy between these pools and the host's. On an accelerator this waits for what was launched before."""
+        """Copy between these pools and host memory. On an accelerator this waits for earlier launches."""
         assert self._host is not None, "moves without host memory"
         self._host.move(moves)
 
     def blocks(self) -> Iterator[Tensor]:
-        """K and V of each layer that has written, [num_blocks, block_size, heads, head size]: views."""
+        """Yield views [num_blocks, block_size, heads, head size] of K and V of each layer that has written."""
         for pair in self._by_layer.values():
             for pool in pair:
                 yield pool[: self.scratch_slot].view(self.num_blocks, self.block_size, *pool.shape[1:])
@@ -115,11 +115,11 @@ class KVPools:
 
 
 class _HostPools:
-    """Blocks of host memory beside the pools of a device.
+    """Blocks of host memory beside a device's pools.
 
     Args:
-        pools: the device's, every layer of which has written.
-        num_blocks: blocks to allocate.
+        pools: pools of the device, with every layer written.
+        num_blocks: number of blocks to allocate.
     """
 
     def __init__(self, pools: KVPools, num_blocks: int) -> None:
@@ -128,7 +128,7 @@ class _HostPools:
         self._of_host = [torch.zeros(num_blocks, *shape, dtype=dtype) for shape, dtype in shapes]
 
     def move(self, moves: BlockMoves) -> None:
-        """See `KVPools.move_blocks`."""
+        """Copy blocks as `KVPools.move_blocks` does."""
         where = self._of_device[0].device
         if moves.kept.size:
             from_device, to_host = torch.from_numpy(moves.kept)
@@ -143,10 +143,10 @@ class _HostPools:
 
 
 def choose_num_host_blocks(settings: ModelSettings, bytes_per_block: int) -> int:
-    """Blocks that `kv_offloading_size` holds.
+    """Number of blocks that `kv_offloading_size` holds.
 
     Raises:
-        ConfigError: it is more than nothing, and holds none.
+        ConfigError: the size is above 0 and holds no block.
     """
     num_blocks = int(settings.kv_offloading_size * (1 << 30)) // bytes_per_block
     if settings.kv_offloading_size and not num_blocks:
@@ -158,18 +158,18 @@ def choose_num_host_blocks(settings: ModelSettings, bytes_per_block: int) -> int
 
 
 def choose_num_blocks(settings: ModelSettings, bytes_per_block: int) -> int:
-    """Blocks that the settings' memory holds, or what the operator overrides it with."""
+    """Number of blocks that the settings' memory holds, or the operator's override."""
     return settings.num_gpu_blocks_override or settings.kv_cache_memory_bytes // bytes_per_block
 
 
 def choose_max_model_len(settings: ModelSettings, config_len: int | None) -> int:
-    """Tokens of the longest sequence, before the KV cache is known: the operator's choice or the network's own limit.
+    """Tokens of the longest sequence before the KV cache is known: the operator's choice or the network's own limit.
 
     Args:
-        config_len: the positions that the network was made for; None where its config names none.
+        config_len: positions that the network was made for; None if its config names none.
 
     Raises:
-        ConfigError: more is asked for than the network was made for, or nobody names a limit.
+        ConfigError: the operator's choice exceeds the network's limit, or neither exists.
     """
     asked = settings.max_model_len
     if config_len is None and asked is None:
@@ -177,7 +177,7 @@ def choose_max_model_len(settings: ModelSettings, config_len: int | None) -> int
     if config_len is not None and asked is not None and asked > config_len:
         raise ConfigError(
             f"--max-model-len {asked} exceeds this model's max_position_embeddings of {config_len}:"
-            f" beyond it the network was never trained. Give at most {config_len}."
+            f" the network was never trained beyond it. Give at most {config_len}."
         )
     chosen = asked or config_len
     assert chosen is not None
@@ -185,10 +185,10 @@ def choose_max_model_len(settings: ModelSettings, config_len: int | None) -> int
 
 
 def fit_max_model_len(settings: ModelSettings, wanted: int, num_blocks: int, bytes_per_block: int) -> int:
-    """`wanted`, or the tokens that the KV cache holds where that is less and the operator named no length.
+    """Lower `wanted` to the tokens that the KV cache holds, unless the operator named a length.
 
     Raises:
-        ConfigError: the cache holds no block, or less than the length that the operator named.
+        ConfigError: the cache holds no block, or less than the operator's length.
     """
     size = settings.block_size
     if num_blocks * size >= wanted:

@@ -1,7 +1,7 @@
-"""What cannot be served is refused before its weights are read, with the reason: nothing is served wrong silently.
+"""Refuses unsupported checkpoints before reading their weights, with the reason, so that no answer is silently wrong.
 
-Three nets follow one another: the files, the config, the network's skeleton without weights. What passes them and is
-not of a tested family still has to pass `check` once it is loaded.
+Three checks follow one another: the files, the config, the network's skeleton without weights. A network that passes
+them and is not a tested family must also pass `check` after loading.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from moestro.core.checkpoint_files import MAX_INDEX_BYTES, read_json_object, refuse_links_out
 from moestro.errors import UnsupportedModelError
 
-# Families whose logits the parity tests hold to transformers' own.
+# Families whose logits the parity tests compare with transformers' own.
 TESTED_FAMILIES = frozenset(
     {
         "deepseek_v2",
@@ -40,17 +40,17 @@ TESTED_FAMILIES = frozenset(
     }
 )
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-# Names of dtypes as safetensors has them.
+# Names of dtypes in safetensors files.
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# Quantizations that are undone at load, and the dtypes that they keep weights and scales in.
+# Quantizations that loading undoes, and the dtypes of their weights and scales.
 _DEQUANTIZED = {"fp8": ("F8_E4M3", "F8_E5M2", "F8_E8M0"), "mxfp4": ("U8",)}
 
 
 def read_config_file(directory: Path) -> dict[str, Any]:
-    """`config.json` as it stands.
+    """Read `config.json` unchanged.
 
     Raises:
-        UnsupportedModelError: there is no checkpoint here, a file is a link out of it, or its config is no JSON object.
+        UnsupportedModelError: the directory holds no checkpoint, a file links out of it, or its config is no object.
     """
     if not directory.is_dir():
         raise UnsupportedModelError(f"{directory} is no directory: give a checkpoint directory with a config.json.")
@@ -62,10 +62,10 @@ def read_config_file(directory: Path) -> dict[str, Any]:
 
 
 def refuse_config_file(raw: dict[str, Any]) -> None:
-    """Nothing, if `config.json` describes a decoder that transformers can build and weights that we can read.
+    """Refuse a `config.json` unless it describes a decoder that transformers can build, with readable weights.
 
     Raises:
-        UnsupportedModelError: it does not.
+        UnsupportedModelError: the config is refused; the text says why.
     """
     family = raw.get("model_type")
     if not isinstance(family, str):
@@ -89,16 +89,16 @@ def refuse_config_file(raw: dict[str, Any]) -> None:
 
 
 def find_weights(directory: Path) -> list[Path]:
-    """The files that transformers reads weights from: all are safetensors files of the directory.
+    """Find the files that transformers reads weights from; all are safetensors files of the directory.
 
     Raises:
-        UnsupportedModelError: a file is missing, or is anything else.
+        UnsupportedModelError: a file is missing or has another format.
     """
     names = sorted(path.name for path in directory.iterdir())
-    if "adapter_config.json" in names:  # transformers would load the adapter too, from a pickle if that is what it is
-        raise UnsupportedModelError(f"{directory} holds a LoRA adapter: merge it into the model, or take it away.")
+    if "adapter_config.json" in names:  # transformers would load the adapter too, even from a pickle
+        raise UnsupportedModelError(f"{directory} holds a LoRA adapter: merge it into the model, or remove it.")
     index = directory / "model.safetensors.index.json"
-    found = [name for name in names if name == "model.safetensors"]  # which transformers prefers
+    found = [name for name in names if name == "model.safetensors"]  # transformers prefers this file
     if index.exists():
         found += _indexed(index)
     found = found or [name for name in names if name.endswith(".safetensors")]
@@ -110,7 +110,7 @@ def find_weights(directory: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[str]:
-    """Names of the weight files that an index names."""
+    """Names of the weight files in an index."""
     weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UnsupportedModelError(f"{index} is malformed: weight_map must name a file for each tensor.")
@@ -125,15 +125,15 @@ def _indexed(index: Path) -> list[str]:
 
 
 def refuse_dtypes(files: Sequence[Path], quantization: Any, ignored: Sequence[str]) -> None:
-    """Nothing, if the weights are floating-point numbers, or packed in the way that the config says.
+    """Refuse weights unless they are floating-point numbers, or quantized as the config says.
 
     Args:
-        files: from `find_weights`.
-        quantization: the config's, which `refuse_config_file` has let pass.
-        ignored: patterns of names of tensors that the network does not read.
+        files: files from `find_weights`.
+        quantization: the config's quantization, which `refuse_config_file` has accepted.
+        ignored: name patterns of tensors that the network does not read.
 
     Raises:
-        UnsupportedModelError: they are not, or a file cannot be read.
+        UnsupportedModelError: a tensor is refused, or a file cannot be read.
     """
     method = None if quantization is None else quantization["quant_method"]
     allowed = _FLOATS if method is None else _FLOATS + _DEQUANTIZED[method]
@@ -141,7 +141,7 @@ def refuse_dtypes(files: Sequence[Path], quantization: Any, ignored: Sequence[st
         try:
             with safe_open(file, framework="pt") as tensors:
                 dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
-        except Exception as error:  # of torn files; the reader and the system raise kinds of their own
+        except Exception as error:  # torn files: the reader and the operating system raise errors of their own
             raise UnsupportedModelError(f"The weights in {file} cannot be loaded: {error}") from error
         for name, dtype in dtypes.items():
             if dtype not in allowed and not any(re.search(pattern, name) for pattern in ignored):
@@ -153,11 +153,11 @@ def refuse_dtypes(files: Sequence[Path], quantization: Any, ignored: Sequence[st
 
 
 def refuse_config(config: Any, max_model_len: int) -> None:
-    """Nothing, if every layer attends in a way that a paged step can compute.
+    """Refuse a config unless a paged step can compute the attention of every layer.
 
     Args:
         config: transformers' config of the whole model.
-        max_model_len: tokens of the longest sequence that will be served.
+        max_model_len: tokens of the longest sequence.
 
     Raises:
         UnsupportedModelError: hybrids, softcapped scores, frequencies that depend on the batch.
@@ -172,18 +172,18 @@ def refuse_config(config: Any, max_model_len: int) -> None:
             " keep their state in KV blocks."
         )
     if getattr(text, "attn_logit_softcapping", None) is not None:
-        raise UnsupportedModelError(f"model_type {config.model_type!r} softcaps its attention scores: not built.")
+        raise UnsupportedModelError(f"model_type {config.model_type!r} softcaps its attention scores: not supported.")
     rope = getattr(text, "rope_parameters", None) or {}
-    for parameters in (rope, *rope.values()):  # one for all layers, or one per kind of layer
+    for parameters in (rope, *rope.values()):  # one for all layers, or one for each kind of layer
         if isinstance(parameters, dict):
             _refuse_rope(text, parameters, max_model_len)
 
 
 def refuse_skeleton(network: nn.Module) -> None:
-    """Nothing, if the network (without weights, say) attends through transformers' interface and keeps no other state.
+    """Refuse a network unless it attends through transformers' interface and has no other state. It needs no weights.
 
     Raises:
-        UnsupportedModelError: it does not.
+        UnsupportedModelError: the network is refused; the text says why.
     """
     if not getattr(network, "_supports_attention_backend", False):
         raise UnsupportedModelError(f"{type(network).__name__} does not use transformers' attention interface.")
@@ -195,14 +195,14 @@ def refuse_skeleton(network: nn.Module) -> None:
         if isinstance(module, nn.Conv1d):
             raise UnsupportedModelError(
                 f"{type(network).__name__} mixes tokens by a convolution ({name}), whose state no KV block keeps:"
-                " hybrids (Mamba, linear attention) are not built."
+                " hybrids (Mamba, linear attention) are not supported."
             )
 
 
 def _what_it_is(names: list[str]) -> str:
-    """The end of a sentence: what a directory without the wanted file looks like."""
+    """Complete a sentence about a directory without the wanted file."""
     endings = {
-        ".gguf": "GGUF files are not read: give the checkpoint that they were made from.",
+        ".gguf": "GGUF files are not supported: give the checkpoint that they were made from.",
         "adapter_config.json": "it is a LoRA adapter, not a model: merge it into its base model first.",
         ".bin": "pickled .bin weights run code when they are read: convert them to safetensors.",
         ".pt": "pickled .pt weights run code when they are read: convert them to safetensors.",
@@ -232,7 +232,7 @@ def _refuse_quantization(quantization: Any) -> None:
     method = quantization.get("quant_method") if is_object else quantization
     if not is_object or not isinstance(method, str) or method not in _DEQUANTIZED:
         raise UnsupportedModelError(
-            f"Weights quantized by {method!r} are not read: only {' and '.join(_DEQUANTIZED)} are, dequantized at load."
+            f"Weights quantized by {method!r} are not supported: only {' and '.join(_DEQUANTIZED)} are, dequantized."
             " Give an unquantized checkpoint."
         )
     if method == "fp8" and find_spec("accelerate") is None:
@@ -243,15 +243,15 @@ def _refuse_rope(text: Any, parameters: dict[str, Any], max_model_len: int) -> N
     kind = parameters.get("rope_type") or "default"
     if "dynamic" in kind:
         raise UnsupportedModelError(
-            f"rope_type {kind!r} changes every sequence's frequencies with the longest one of the batch: not served."
+            f"rope_type {kind!r} changes every sequence's frequencies with the longest one of the batch: not supported."
         )
     if kind != "longrope":
         return
     original = parameters.get("original_max_position_embeddings") or text.max_position_embeddings
     if max_model_len <= original:
-        return  # the short factors, always
+        return  # always the short factors
     if text.model_type == "phimoe" and parameters.get("short_mscale") == parameters.get("long_mscale"):
-        return  # in this family the frequencies stay, only the factor of cos and sin switches
+        return  # in this family the frequencies are constant; only the factor of cos and sin switches
     raise UnsupportedModelError(
         f"rope_type 'longrope' changes every sequence's frequencies once any of the batch passes {original} tokens:"
         f" set --max-model-len {original} or less (it is {max_model_len})."

@@ -1,6 +1,6 @@
-"""From a step's logits to its result, in two halves: what the device computes, and what the host reads afterwards.
+"""Turns a step's logits into its result, in two halves: the device's computation, and the host's reading.
 
-The first half never waits for an accelerator; the second runs once the step's event has passed.
+The first half never waits for an accelerator. The second runs once the step's event has passed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from moestro.model.logit_edits import edit_logits
 from moestro.model.sampler import LogprobTensors, has_finite_peak, measure_logprobs, sample
 from moestro.model.step import Int64s, PagedStep
 
-_NO_TOKEN = -1  # stands for a token in a row whose logits are not finite
-_MAX_MEASURED_ROWS = 256  # a long prompt's log probabilities come in pieces, for each costs a copy of its logits
+_NO_TOKEN = -1  # placeholder token of a row with non-finite logits
+_MAX_MEASURED_ROWS = 256  # log probabilities of a long prompt come in pieces, because each copies its logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +28,7 @@ class Measured:
     """Log probabilities of some rows.
 
     Attributes:
-        units: int64[n], the step's unit that each row belongs to.
+        units: int64[n], unit of the step to which each row belongs.
         num_top: int32[n], alternatives that it reports.
         tensors: the rows.
     """
@@ -38,12 +38,12 @@ class Measured:
     tensors: LogprobTensors
 
     def non_finite_units(self) -> Int64s:
-        """Units, perhaps more than once, of rows whose logits were not finite: a log probability of these is NaN."""
+        """Units, possibly repeated, of rows with non-finite logits, whose log probability is NaN."""
         units: Int64s = self.units[self.tensors.logprobs.isnan().numpy()]
         return units
 
     def entries(self) -> dict[int, tuple[TokenLogprobs, ...]]:
-        """The rows of each unit, in order."""
+        """Rows of each unit, in order."""
         found: dict[int, list[TokenLogprobs]] = {}
         for unit, entry in zip(self.units.tolist(), self.tensors.rows(self.num_top), strict=True):
             found.setdefault(unit, []).append(entry)
@@ -52,15 +52,15 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingResult:
-    """A launched step's answers, on their way to the host.
+    """Results of a launched step, on their way to the host.
 
     Attributes:
-        units: the step's.
-        sampled_units: int64[n], those that want a token.
-        tokens: int64[n], theirs; `_NO_TOKEN` where the logits are not finite.
-        sampled, prompt: log probabilities of sampled and of prompt tokens, where some unit wants them.
-        expert_counts: int64[layers, experts]; None: a dense model.
-        done: passes when all of it is on the host; None: it is.
+        units: units of the step.
+        sampled_units: int64[n], units that request a token.
+        tokens: int64[n], their tokens; `_NO_TOKEN` where the logits are not finite.
+        sampled, prompt: log probabilities of sampled and of prompt tokens, where some unit requests them.
+        expert_counts: int64[layers, experts]; None for a dense model.
+        done: event that passes when everything is on the host; None means that it is.
     """
 
     units: Units
@@ -77,7 +77,7 @@ class PendingResult:
         return self.done is None or bool(self.done.query())
 
     def read(self) -> StepResult:
-        """The result, as the host's words."""
+        """Return the result in host types."""
         token_ids = np.full(len(self.units), -1, np.int32)
         tokens = self.tokens.numpy()
         token_ids[self.sampled_units] = tokens
@@ -92,7 +92,7 @@ class PendingResult:
         )
 
     def _non_finite(self, tokens: Int64s) -> Int64s | None:
-        """As `StepResult.non_finite`. `tokens`: on the host."""
+        """Return `StepResult.non_finite`. `tokens`: on the host."""
         found = self.sampled_units[tokens == _NO_TOKEN]
         if self.prompt is not None:
             found = np.union1d(found, self.prompt.non_finite_units())
@@ -100,10 +100,10 @@ class PendingResult:
 
 
 def compute_result(step: PagedStep, logits: Tensor, expert_counts: Tensor | None) -> PendingResult:
-    """Sample, measure log probabilities, and start everything on its way to the host.
+    """Sample, measure log probabilities, and start all copies to the host.
 
     Args:
-        logits: [rows wanted, vocabulary], in the order of `step.logit_rows`.
+        logits: [requested rows, vocabulary], in the order of `step.logit_rows`.
         expert_counts: int64[layers, experts], or None.
     """
     units = step.units
@@ -114,7 +114,7 @@ def compute_result(step: PagedStep, logits: Tensor, expert_counts: Tensor | None
     edited = last if units.edits is None else edit_logits(last, units.edits, sampled_units, sampling)
     is_finite = has_finite_peak(last)
     if edited is not last:
-        is_finite &= has_finite_peak(edited)  # all tokens that the model thinks possible may be banned
+        is_finite &= has_finite_peak(edited)  # bans may remove every token that the model considers possible
     tokens = sample(edited, sampling, step.length_of[sampled_units]).where(is_finite, _NO_TOKEN)
     sampled = _measure_sampled(step, sampled_units, last, tokens.clamp(min=0))
     prompt = _measure_prompts(step, logits)
@@ -123,7 +123,7 @@ def compute_result(step: PagedStep, logits: Tensor, expert_counts: Tensor | None
     tokens, sampled, prompt = to_host(tokens), _measured_to_host(sampled), _measured_to_host(prompt)
     expert_counts = None if expert_counts is None else to_host(expert_counts)
     done = cast(Any, torch.cuda.Event)()
-    done.record(torch.cuda.current_stream(logits.device))  # the process's current device may be another
+    done.record(torch.cuda.current_stream(logits.device))  # the process's current device may differ
     return PendingResult(units, sampled_units, tokens, sampled, prompt, expert_counts, done)
 
 
@@ -161,7 +161,7 @@ def _measured_to_host(measured: Measured | None) -> Measured | None:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy that the host may read once the step's event has passed; on a CPU the tensor itself."""
+    """Return a copy that the host may read once the step's event has passed; on a CPU, the tensor itself."""
     if tensor.device.type == "cpu":
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,9 +1,9 @@
-"""From logits to tokens and log probabilities, all units of a step at once.
+"""Samples tokens and log probabilities from logits, for all units of a step at once.
 
-A random token is drawn with noise that depends on (seed, position) alone: no other unit of the batch, no chunking and
-no restart changes it. The last places of its logits depend on the batch, and hardly ever change it. For the same reason
-filters cut by value and keep all tokens that tie with the last one kept: an order among equals would depend on the
-batch.
+A random token is drawn with noise that depends only on (seed, position): no other unit of the batch, no chunking and no
+restart changes it. The last digits of its logits depend on the batch, and hardly ever change the token. For the same
+reason filters cut by value and keep all tokens that tie with the last kept one, because an order among equals would
+depend on the batch.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from moestro.core.request import TokenLogprobs
 from moestro.core.rng import mix64, uniform
 from moestro.model.upload import upload
 
-_GROUP_TOKENS = 512  # consecutive token ids; about the root of a large vocabulary, so that little noise is made
-_SHORTEST_WAIT = 2.0**-60  # in place of 0, which noise of 0 means
+_GROUP_TOKENS = 512  # consecutive token ids; about the square root of a large vocabulary, which minimises the noise
+_SHORTEST_WAIT = 2.0**-60  # replaces a waiting time of 0, which noise of 0 would give
 
 
 def sample(logits: Tensor, sampling: NDArray[np.void], positions: NDArray[np.int64]) -> Tensor:
-    """One token per row; never waits for an accelerator.
+    """Sample one token for each row, without waiting for an accelerator.
 
-    Greedy where the temperature is 0 (the lowest of equal ids), else: divide by the temperature, keep those at least
-    min_p times as likely as the likeliest, of these the top_k largest, of these the largest until their probability
-    reaches top_p (at least one), and draw among them. That is vLLM's order.
+    With temperature 0 the choice is greedy, the lowest of equal ids. Otherwise logits are divided by the temperature.
+    Tokens at least min_p times as likely as the likeliest remain; of these the top_k largest; of these the largest
+    until their probability reaches top_p (at least one). The token is drawn among the rest. This is vLLM's order.
 
     Args:
         logits: float32 or float64 [n, vocabulary].
         sampling: SAMPLING_ROW[n].
-        positions: int64[n], of the new tokens.
+        positions: int64[n], positions of the new tokens.
 
     Returns:
-        int64[n]; of a row without a finite peak (`has_finite_peak`) any number, also one that is no token id.
+        int64[n]. A row without a finite peak (`has_finite_peak`) gets any number, even one that is no token id.
     """
     tokens = logits.argmax(-1)
     drawn = np.flatnonzero(sampling["temperature"] > 0)
@@ -50,27 +50,27 @@ def sample(logits: Tensor, sampling: NDArray[np.void], positions: NDArray[np.int
 
 
 def _noise(seeds: NDArray[np.uint64], positions: NDArray[np.int64], vocabulary: int) -> NDArray[np.float64]:
-    """[n, groups + `_GROUP_TOKENS`], uniform in [0, 1): a function of each row's seed and position alone."""
+    """[n, groups + `_GROUP_TOKENS`], uniform in [0, 1), a function of each row's seed and position alone."""
     num_groups = -(-vocabulary // _GROUP_TOKENS)
     keys = mix64(mix64(seeds) + positions.astype(np.uint64))
     return uniform(keys[:, None], np.arange(num_groups + _GROUP_TOKENS, dtype=np.uint64))
 
 
 def has_finite_peak(logits: Tensor) -> Tensor:
-    """bool[n], rows whose largest value is finite: False where one is NaN or +inf, and where all are -inf.
+    """bool[n], whether a row's largest value is finite: false if one is NaN or +inf, or if all are -inf.
 
-    Takes a tenth of the time of an argmax, and does not wait for an accelerator.
+    The check takes a tenth of the time of an argmax and does not wait for an accelerator.
     """
     return logits.amax(-1).isfinite()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogprobTensors:
-    """Log probabilities of the raw distribution, one row per token.
+    """Log probabilities of the raw distribution, one row a token.
 
     Attributes:
-        token_ids, logprobs, ranks: [n], the token at hand; rank 1 is the most likely.
-        top_ids, top_logprobs: [n, most alternatives of any row], most likely first.
+        token_ids, logprobs, ranks: [n], the given token; rank 1 is the most likely.
+        top_ids, top_logprobs: [n, largest number of alternatives], most likely first.
     """
 
     token_ids: Tensor
@@ -80,17 +80,17 @@ class LogprobTensors:
     top_logprobs: Tensor
 
     def map(self, change: Callable[[Tensor], Tensor]) -> LogprobTensors:
-        """Each tensor changed, as by a copy to the host."""
+        """Apply `change` to each tensor, for instance a copy to the host."""
         return LogprobTensors(*(change(getattr(self, field.name)) for field in fields(self)))
 
     @staticmethod
     def join(parts: Sequence[LogprobTensors]) -> LogprobTensors:
-        """The rows of all `parts`, which report equally many alternatives, one after the other."""
+        """Concatenate the rows of all `parts`, which report equally many alternatives."""
         names = [field.name for field in fields(LogprobTensors)]
         return LogprobTensors(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
     def rows(self, num_top: NDArray[np.int32]) -> list[TokenLogprobs]:
-        """As the host's words. `num_top`: int32[n], alternatives that each row reports."""
+        """Return the rows in host types. `num_top`: int32[n], alternatives that each row reports."""
         columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
         return [
             TokenLogprobs(token, logprob, rank, tuple(zip(ids[:count], values[:count], strict=True)))
@@ -101,12 +101,12 @@ class LogprobTensors:
 
 
 def measure_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTensors:
-    """Log probability and rank of one token per row, and the `num_top` most likely ones.
+    """Log probability and rank of one token a row, and of the `num_top` most likely ones.
 
     Args:
         logits: [n, vocabulary].
         token_ids: int64[n].
-        num_top: at most the vocabulary is reported.
+        num_top: number of alternatives, limited to the vocabulary.
     """
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(1, token_ids[:, None])
@@ -116,13 +116,13 @@ def measure_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprob
 
 
 def _scale(logits: Tensor, sampling: NDArray[np.void]) -> Tensor:
-    """Logits over temperature, each row's largest at 0: the smallest temperature overflows to -inf, never to NaN."""
+    """Divide logits by temperature, each row's largest at 0, so that overflow gives -inf and never NaN."""
     temperature = upload(sampling["temperature"], logits.device).to(logits.dtype)
     return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
 
 
 def _filter(scaled: Tensor, sampling: NDArray[np.void]) -> Tensor:
-    """`scaled` with -inf for tokens outside min_p, top_k and top_p; rows without the last two are not sorted."""
+    """Set tokens outside of min_p, top_k and top_p to -inf. Rows without the last two are not sorted."""
     _cut_unlikely(scaled, sampling)
     vocabulary = scaled.shape[1]
     top_k = np.where(sampling["top_k"] > 0, np.minimum(sampling["top_k"], vocabulary), vocabulary)
@@ -137,7 +137,7 @@ def _filter(scaled: Tensor, sampling: NDArray[np.void]) -> Tensor:
 
 
 def _cut_unlikely(scaled: Tensor, sampling: NDArray[np.void]) -> None:
-    """Put -inf, in place, for tokens less likely than min_p times the likeliest, whose scaled logit is 0."""
+    """Set tokens less likely than min_p times the likeliest to -inf in place; the likeliest has scaled logit 0."""
     rows = np.flatnonzero(sampling["min_p"] > 0)
     if len(rows):
         at = upload(rows, scaled.device)
@@ -147,24 +147,24 @@ def _cut_unlikely(scaled: Tensor, sampling: NDArray[np.void]) -> None:
 
 
 def _least_kept(scaled: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> Tensor:
-    """[n, 1], the smallest value of each row that both filters keep."""
+    """[n, 1], smallest value of each row that both filters keep."""
     largest = scaled.topk(int(top_k.max()), dim=-1).values
     outside = torch.arange(largest.shape[1], device=scaled.device) >= upload(top_k, scaled.device)[:, None]
     largest = largest.masked_fill(outside, float("-inf"))
     reached = largest.softmax(-1, dtype=torch.float64).cumsum(-1)
-    # A token stays while those before it have not reached top_p, so the first one always does.
+    # A token stays while those before it have not reached top_p, so the first token always stays.
     before = torch.cat([torch.zeros_like(reached[:, :1]), reached[:, :-1]], dim=-1)
     count = ((before < upload(top_p, scaled.device).to(torch.float64)[:, None]) & ~outside).sum(-1).clamp(min=1)
     return largest.gather(1, count[:, None] - 1)
 
 
 def _draw(scaled: Tensor, noise: NDArray[np.float64]) -> Tensor:
-    """int64[n]: a token of each row, drawn with its probability in two races: of groups of tokens, then inside one.
+    """int64[n], a token of each row drawn by its probability in two races: of groups of tokens, then inside the winner.
 
-    In a race each runner has an exponential waiting time with its probability as rate, and the first one wins. Logits
-    that differ in their last places, as those of another batch do, change the winner only where two arrive at almost
-    the same time. The inverse of the cumulative distribution would be cheaper to draw, and would change with every such
-    difference among the unlikely tokens.
+    In a race each runner has an exponential waiting time with its probability as rate, and the first to arrive wins.
+    Logits that differ in their last digits, as those of another batch do, change the winner only where two arrive at
+    almost the same time. Inverting the cumulative distribution would be cheaper, but any such difference among unlikely
+    tokens would change its result.
 
     Args:
         scaled: [n, vocabulary], logarithms of weights.

@@ -1,4 +1,4 @@
-"""Stage items as pieces: between any two of them the device may be told to stop."""
+"""Stage items as pieces: the device can stop between any two of them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from moestro.model.step import PagedStep
 from moestro.model.upload import upload
 
 _FEW_TOKENS = 64
-_KNOWN_STEPS = 8  # waves that are met again in the next layer: one that runs, a few that are parked
+_KNOWN_STEPS = 8  # waves that return in the next layer: one that runs, a few that are parked
 
 Pieces = Generator[None, None, None]
 
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """How far an item has come.
+    """Progress of an item.
 
     Attributes:
-        item: it.
-        is_withdrawn: it is to stop before its next piece.
-        num_batches: of an `Experts`, begun so far.
-        layer, first_open: of a `Passage`, where its units stand; see `core.stages.Stopped`.
-        topk_ids: int32[tokens, k] on its way to the host, of units that stand among the experts of a layer.
-        counts: int64[layers, experts], of a `Passage`.
-        result: of units that are through.
+        item: the item.
+        is_withdrawn: whether it stops before its next piece.
+        num_batches: batches of an `Experts` begun so far.
+        layer, first_open: position of a `Passage`'s units; see `core.stages.Stopped`.
+        topk_ids: int32[tokens, k] on its way to the host, for units that stopped among the experts of a layer.
+        counts: int64[layers, experts] of a `Passage`.
+        result: result of units that left the last layer.
     """
 
     item: StageItem
@@ -57,8 +57,8 @@ class StageRunner:
     Args:
         staged: the network.
         pools: its KV cache.
-        shape: how many tokens may be inside.
-        piece_bytes: experts whose weights are fewer bytes together are one piece.
+        shape: numbers of rows and places for tokens inside the network.
+        piece_bytes: weight bytes below which several experts form one piece.
     """
 
     def __init__(self, staged: StagedNetwork, pools: KVPools, shape: StageShape, piece_bytes: int) -> None:
@@ -114,7 +114,7 @@ class StageRunner:
     def _pass(self, item: Passage, progress: Progress) -> Pieces:
         entered, num_layers = self._enter(item.units), self._shape.num_layers
         hidden = entered.hidden if item.layer == 0 else self._arena.read_hidden(item.rows)
-        # What ends sooner than looking up would pay for: an attention and its experts are then one piece.
+        # Where looking up costs more than the work itself, an attention and its experts are one piece.
         is_small = len(item.rows) <= _FEW_TOKENS and self._experts_a_piece >= self._shape.num_experts
         if self._shape.num_experts:
             shape = (num_layers, self._shape.num_experts)
@@ -147,7 +147,7 @@ class StageRunner:
     def _pass_experts(
         self, item: Passage, attended: Attended, progress: Progress
     ) -> Generator[None, None, Tensor | None]:
-        """[tokens, hidden size], the weighted sum of the experts; None: stopped, and everything is in the arena."""
+        """[tokens, hidden size], weighted sum of the experts; None if stopped, with everything in the arena."""
         ids, weights, inputs = attended.topk_ids, attended.topk_weights, attended.inputs
         assert ids is not None
         assert weights is not None
@@ -158,7 +158,7 @@ class StageRunner:
         counts.scatter_add_(0, ids.reshape(-1), torch.ones_like(by_expert))
         rows = inputs.index_select(0, by_expert // ids.shape[1])
         if rows.is_cuda and can_group(self._staged.experts_of(progress.layer), rows):
-            # The host learns nothing of where the tokens go: the accelerator never waits.
+            # The host does not read the tokens' experts, so the accelerator never waits.
             done = run_grouped(self._staged.experts_of(progress.layer), rows, counts)
             return combine(done, by_expert, weights)
         done, end = torch.empty_like(rows), 0
@@ -175,24 +175,24 @@ class StageRunner:
         return combine(done, by_expert, weights)
 
     def _stand(self, item: Passage, attended: Attended, done: Tensor, progress: Progress) -> None:
-        """Keep a passage that stops among a layer's experts. `done`: answers of the pairs with the lowest experts."""
+        """Store a passage that stops among a layer's experts. `done`: answers of the pairs with the lowest experts."""
         ids = self._arena.write_attended(item.rows, item.places, attended).to(torch.int32)
         progress.topk_ids = to_host(ids)
         if len(done):
-            # By expert and then by token: the order in which the rows stand, whatever that of a token's choices was.
+            # The rows are ordered by expert and then by token, whatever the order of a token's choices was.
             pairs = ids.reshape(-1).argsort(stable=True)[: len(done)].cpu().numpy()
             token, choice = np.divmod(pairs, ids.shape[1])
             self._arena.write_contributions(item.places[token], choice.astype(np.int32), done)
 
     def _batches(self, layer: int, rows: Tensor, pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """(expert, its rows) in pieces."""
+        """Split (expert, its rows) into pieces."""
         size = self._experts_a_piece
         if rows.is_cuda and can_group(self._staged.experts_of(layer), rows):
             size = len(pairs)
         return [pairs[first : first + size] for first in range(0, len(pairs), size)]
 
     def _run_batch(self, layer: int, rows: Tensor, done: Tensor, begin: int, batch: list[tuple[int, int]]) -> int:
-        """Fill `done` from `begin` with what the batch's experts answer to `rows`; the row behind the last."""
+        """Fill `done` from `begin` with the answers of the batch's experts to `rows`. Returns the end of that part."""
         if rows.is_cuda and can_group(self._staged.experts_of(layer), rows):
             counts = np.zeros(self._shape.num_experts, np.int64)
             counts[[expert for expert, _ in batch]] = [count for _, count in batch]
@@ -214,11 +214,11 @@ class StageRunner:
         self._known.pop(id(units), None)
 
     def _enter(self, units: Units) -> Entered:
-        """The units as a step; once for all layers, for the same units come as the same object."""
+        """Build the step of `units`, once for all layers, because the same units return as the same object."""
         known = self._known.get(id(units))
         if known is None:
             step = PagedStep(units, self._pools, self._device)
-            known = self._known[id(units)] = (units, self._staged.enter(step))  # kept, so that its id stays its own
+            known = self._known[id(units)] = (units, self._staged.enter(step))  # kept, so that its id stays unique
             if len(self._known) > _KNOWN_STEPS:
                 self._known.popitem(last=False)
         else:

@@ -1,5 +1,7 @@
-"""The torch device that works in stages. On a CPU it works while it is polled, a piece a poll; an accelerator works on
-while the host goes on, and is never more than a few pieces ahead, so that what is more urgent is soon next.
+"""The torch device that works in stages.
+
+On a CPU it works while it is polled, one piece a poll. An accelerator works while the host continues, at most a few
+pieces ahead, so that urgent work soon gets its turn.
 """
 
 from __future__ import annotations
@@ -26,21 +28,21 @@ from moestro.model.pools import KVPools
 from moestro.model.stage_pieces import Pieces, Progress, StageRunner
 from moestro.model.staged_network import StagedNetwork
 
-_PIECES_AHEAD = 2  # of an accelerator: one that it works on, and one so that it never waits for the host
-# To look up after each expert would cost more than a small one takes. A CPU reads that in some 100 µs.
+_PIECES_AHEAD = 2  # on an accelerator: one piece in progress, and one so that it never waits for the host
+# A look-up after each expert would cost more than a small expert takes. A CPU reads this many bytes in some 100 µs.
 _PIECE_BYTES = 2 << 20
 _OVER = object()
 
 
 @dataclass(slots=True, eq=False)
 class _Launched:
-    """An item under way.
+    """An item in progress.
 
     Attributes:
-        progress: how far it has come.
-        pieces: each `next` does one.
-        events: one for each piece that an accelerator has not been seen to end.
-        is_over: all pieces were begun.
+        progress: its progress.
+        pieces: iterator that does one piece with each `next`.
+        events: one event for each piece that an accelerator may still be computing.
+        is_over: whether all pieces were begun.
     """
 
     progress: Progress
@@ -55,8 +57,8 @@ class StagedTorchDevice:
     Args:
         staged: the network.
         pools: its KV cache.
-        shape: how many tokens may be inside.
-        piece_bytes: experts whose weights are fewer bytes together are one piece, between whose experts nothing stops.
+        shape: numbers of rows and places for tokens inside the network.
+        piece_bytes: weight bytes below which several experts form one piece, which nothing interrupts.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class StagedTorchDevice:
 
     @property
     def works_when_polled(self) -> bool:
-        """True on a CPU."""
+        """Whether polling does the work: true on a CPU."""
         return self._is_cpu
 
     def launch(self, item: StageItem, now_ns: int) -> None:
@@ -87,7 +89,7 @@ class StagedTorchDevice:
         self.pools.move_blocks(moves)
 
     def poll(self, now_ns: int) -> list[StageResult]:
-        """Do, or wait for, one piece; the result of the item whose last piece it was."""
+        """Do, or wait for, one piece. Returns the result of the item that this piece completed."""
         if not self._running:
             return []
         first = self._running[0]
@@ -95,7 +97,7 @@ class StagedTorchDevice:
             self._do_piece(first)
         else:
             if first.events:
-                first.events.popleft().synchronize()  # leaves the interpreter to other threads
+                first.events.popleft().synchronize()  # releases the interpreter to other threads
             self._work_ahead()
         if not first.is_over or first.events:
             return []
@@ -103,12 +105,12 @@ class StagedTorchDevice:
         return [_result(first.progress)]
 
     def withdraw(self, now_ns: int) -> None:
-        """Begin no more pieces of the items under way that can stop between two."""
+        """Begin no more pieces of items that can stop between two pieces."""
         for launched in self._running:
             launched.progress.is_withdrawn = True
 
     def ready_at_ns(self) -> int | None:
-        """None: only the hardware knows."""
+        """Return None, because only the hardware knows."""
         return None
 
     def _do_piece(self, launched: _Launched) -> None:
@@ -116,7 +118,7 @@ class StagedTorchDevice:
             launched.is_over = next(launched.pieces, _OVER) is _OVER
 
     def _work_ahead(self) -> None:
-        """Begin pieces, in order, while the accelerator has few that it has not ended."""
+        """Begin pieces, in order, while the accelerator has few unfinished ones."""
         ahead = sum(len(launched.events) for launched in self._running)
         for launched in self._running:
             while not launched.is_over and ahead < _PIECES_AHEAD:
@@ -128,7 +130,7 @@ class StagedTorchDevice:
 
 
 def _result(progress: Progress) -> StageResult:
-    """What an item that is over answers."""
+    """Result of an item that is over."""
     if progress.result is not None:
         return progress.result.read()
     match progress.item:

@@ -1,7 +1,7 @@
-"""A network in stages: what comes before the first layer, each layer in two, what comes after the last.
+"""A network in stages: the part before the first layer, each layer in two stages, and the part after the last.
 
-The network's own forward runs with stand-ins for its layers: once to learn what it hands to each of them, and for the
-end, where calling its last norm and its head directly does not give the same.
+The network's own forward runs with stand-ins for its layers: once to record the arguments of each layer, and for the
+end, where calling its last norm and its head directly gives another result.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from moestro.model.network import Network
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep
 
-# Largest difference between a layer whole and in stages, relative to a value and the spread of all. The same kernels
-# run on the same rows: what is wrong is wrong by far more.
+# Largest difference between a layer whole and in stages, relative to the value and the spread of all values. The same
+# kernels run on the same rows, so a wrong way differs by far more.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.05}
 _BLOCK_SIZE = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entered:
-    """A step that has gone through what comes before the layers.
+    """A step after the part before the layers.
 
     Attributes:
-        step: it.
+        step: the step.
         hidden: [tokens, hidden size], input of layer 0.
-        arguments: of each layer, the keyword arguments that it is called with.
-        chosen: int64[layers with experts, tokens, k], experts that replace the gates' choice; None: the gates choose.
+        arguments: for each layer, the keyword arguments of its call.
+        chosen: int64[layers with experts, tokens, k], replacement of the gates' choices; None means the gates choose.
     """
 
     step: PagedStep
@@ -56,15 +56,15 @@ class Entered:
 
 
 class _LastLayer(Exception):  # noqa: N818 - no error: the way out of a forward that must not go on
-    """Carries the hidden states."""
+    """Carries the hidden states out of a network's forward."""
 
 
 class _Stub(nn.Module):
-    """Stands for a layer: keeps the keyword arguments that it is called with, and answers what `answer` says."""
+    """Replaces a layer: stores the keyword arguments of its call, and returns the result of `answer`."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.__dict__["layer"] = layer  # not a child: its weights are not listed twice
+        self.__dict__["layer"] = layer  # not registered as a child, so that its weights are not listed twice
         self.__dict__["arguments"] = {}
         self.__dict__["answer"] = None
 
@@ -81,16 +81,16 @@ class StagedNetwork:
     """Runs the stages of a network.
 
     Args:
-        network: loaded, and packed if it will be.
+        network: a loaded network, packed if it is to be packed.
 
     Raises:
-        UnsupportedModelError: its layers cannot be run in stages.
+        UnsupportedModelError: its layers cannot run in stages.
 
     Attributes:
-        network: it.
-        is_sparse: of each layer, whether it has routed experts.
-        keeps_mixed: whether some layer wants its attention's output back.
-        num_direct: layers that run directly.
+        network: the network.
+        is_sparse: for each layer, whether it has routed experts.
+        keeps_mixed: whether some layer needs its attention's output again.
+        num_direct: number of layers that run directly.
     """
 
     def __init__(self, network: Network) -> None:
@@ -109,13 +109,13 @@ class StagedNetwork:
 
     @property
     def num_direct(self) -> int:
-        """Layers with experts that are not replayed."""
+        """Number of layers with experts that are not replayed."""
         return sum(
             not stages.keeps_mixed for stages, sparse in zip(self._stages, self.is_sparse, strict=True) if sparse
         )
 
     def enter(self, step: PagedStep) -> Entered:
-        """Run what comes before the layers."""
+        """Run the part before the layers."""
         last = self._stubs[-1]
         last.__dict__["answer"] = _raise_last
         try:
@@ -144,20 +144,20 @@ class StagedNetwork:
     def run_batches(
         self, layer: int, batches: Sequence[tuple[int, int]], rows: Tensor, out: Tensor, *, start: int = 0
     ) -> int:
-        """See `model.experts.run_batches`."""
+        """Run experts as `model.experts.run_batches` does."""
         module = self._experts[layer]
         return run_batches(module, batches, rows, out, start=start, packed=packed_weights(module))
 
     def experts_of(self, layer: int) -> Any:
-        """The experts module of a layer."""
+        """Experts module of a layer."""
         return self._experts[layer]
 
     def complete(self, layer: int, attended: Attended, total: Tensor) -> Tensor:
-        """[tokens, hidden size], the layer's output.
+        """[tokens, hidden size], output of the layer.
 
         Args:
-            attended: of the layer.
-            total: [tokens, hidden size], the weighted sum of the routed experts, in at least float32.
+            attended: state of the layer at its gate.
+            total: [tokens, hidden size], weighted sum of the routed experts, in at least float32.
         """
         inputs = attended.inputs
         assert inputs is not None
@@ -174,7 +174,7 @@ class StagedNetwork:
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def logits_replayed(self, hidden: Tensor, step: PagedStep) -> Tensor:
-        """[tokens, vocabulary], by the network's own forward around stand-ins. `step`: any."""
+        """[tokens, vocabulary], logits of the network's own forward around stand-ins. `step`: any step."""
         last = self._stubs[-1]
         last.__dict__["answer"] = lambda _: hidden[None]
         try:
@@ -190,7 +190,7 @@ class StagedNetwork:
         return logits
 
     def logits_direct(self, hidden: Tensor) -> Tensor | None:
-        """[tokens, vocabulary], by the last norm and the head alone; None: the network has no such parts."""
+        """[tokens, vocabulary], logits of the last norm and the head alone; None if the network has no such parts."""
         model = self.network.model
         if not (hasattr(model, "lm_head") and hasattr(self._decoder, "norm")):
             return None
@@ -224,7 +224,7 @@ class _Check:
         self._entered = staged.enter(PagedStep(units, pools, self._network.device))
 
     def choose(self) -> tuple[list[LayerStages], bool]:
-        """The first way of each layer that gives what the layer gives, and whether the end can be run directly."""
+        """Choose the first way of each layer that matches the whole layer, and whether the end can run directly."""
         hidden, chosen = self._entered.hidden, []
         if self._network.routing is not None:
             self._network.routing.begin(None)
@@ -243,7 +243,7 @@ class _Check:
             try:
                 found = self._in_stages(layer, stages, hidden)
             except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError):
-                continue  # the layer's parts want to be called otherwise
+                continue  # the layer's parts have another interface
             if self._is_close(found, whole):
                 return stages
         raise UnsupportedModelError(_refusal(self._network, f"layer {layer} in stages differs from the layer whole"))

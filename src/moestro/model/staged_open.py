@@ -1,4 +1,4 @@
-"""Opens the device that works in stages: the network, its KV cache, and room for the tokens inside it."""
+"""Opens the device that works in stages: the network, its KV cache, and room for the tokens inside the network."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def open_staged_device(
     on_phase: Callable[[str], None] = lambda _: None,
     rank: int = 0,
 ) -> tuple[StagedTorchDevice, LoadedInfo]:
-    """As `open_device`, for a device that works in stages.
+    """Open a device that works in stages; otherwise as `open_device`.
 
     Args:
-        max_tokens: of one plan.
-        max_parked_bytes: for the tokens inside the network, taken from the KV cache's memory; None: what two plans
-            take. With less, a plan that passes another may have to wait until that one's layer is complete.
+        max_tokens: tokens of one plan.
+        max_parked_bytes: memory for the tokens inside the network, taken from the KV cache's; None means the size of
+            two plans. With less, a plan that passes another may have to wait until the other's layer is complete.
 
     Raises:
-        ConfigError: as `open_device`; or the bytes do not hold one plan; or nothing is left for the KV cache.
+        ConfigError: as `open_device`; or the bytes do not hold one plan; or nothing remains for the KV cache.
         UnsupportedModelError: as `open_device`; or the network cannot run in stages.
     """
     checked = open_network(settings, on_phase, rank)
@@ -52,7 +52,7 @@ def open_staged_device(
 def _choose_shape(
     checked: CheckedNetwork, staged: StagedNetwork, max_tokens: int, max_parked_bytes: int | None
 ) -> tuple[StageShape, int]:
-    """As many places as the bytes hold, and the bytes that all of it takes."""
+    """Choose as many places as the bytes hold, and compute the bytes of rows and places together."""
     network = checked.network
     row_bytes, place_bytes = bytes_per_token(
         network.config.hidden_size, checked.num_chosen, network.dtype.itemsize, keeps_mixed=staged.keeps_mixed

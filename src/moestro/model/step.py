@@ -1,7 +1,7 @@
-"""One step's units as the tensors that all layers share. Everything is built with NumPy, no Python object per token.
+"""A step's units as the tensors that all layers share. NumPy builds everything, without a Python object per token.
 
-Units lie end to end in one row of tokens. Where each token's K and V go, and which slots each query reads, depends on
-the block tables alone: it is worked out once a step (and once per window, where layers differ) and used by all layers.
+Units lie end to end in one row of tokens. The slots that each token's K and V go to, and the slots that each query
+reads, depend only on the block tables. They are computed once a step (once per window, where layers differ).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from moestro.model.upload import upload
 Int64s = NDArray[np.int64]
 _T = TypeVar("_T", bound=np.generic)
 
-# A long chunk is attended in pieces of so many queries, and of so many query-key pairs: masks stay small, and keys that
-# lie behind a whole piece are not touched.
+# A long chunk is attended in pieces of at most so many queries and query-key pairs: masks stay small, and keys behind a
+# whole piece are not touched.
 _MAX_PIECE_QUERIES, _MIN_PIECE_QUERIES, _MAX_PIECE_PAIRS = 512, 16, 1 << 20
 # One-token units are attended in groups whose K and V are copied out of the pools, padded to the longest. This bounds a
 # group's copies (8 KV heads of 128 in bfloat16: 256 MiB); a unit that reads more is a group of its own. A CPU is up to
@@ -34,11 +34,11 @@ _MAX_GROUP_SLOTS, _MAX_GROUP_SLOTS_ON_CPU = 1 << 16, 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What a layer's queries see besides themselves.
+    """Keys that a layer's queries attend to besides their own.
 
     Attributes:
-        window: tokens, the query's own included; None: everything before it.
-        has_sink: one key more, of zeros, behind the others.
+        window: tokens, the query's own included; None means everything before it.
+        has_sink: whether one extra key, of zeros, follows the others.
     """
 
     window: int | None
@@ -47,12 +47,12 @@ class Reach:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeView:
-    """What a group of one-token units reads, padded to the longest.
+    """Reads of a group of one-token units, padded to the longest.
 
     Attributes:
-        rows: int64[units], their rows in the step, or None where the group is all of it.
-        slots: int64[units, width], padding repeats a slot of the same sequence; with a sink, the last column is its.
-        allowed: bool[units, 1, 1, width], keys that the query may see.
+        rows: int64[units], their rows in the step, or None where the group is the whole step.
+        slots: int64[units, width]; padding repeats a slot of the same sequence; a sink has the last column.
+        allowed: bool[units, 1, 1, width], keys that the query may attend to.
     """
 
     rows: Tensor | None
@@ -62,11 +62,11 @@ class DecodeView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PieceView:
-    """What consecutive queries of one longer unit read.
+    """Reads of consecutive queries of one longer unit.
 
     Attributes:
-        first_row, end_row: their rows in the step.
-        slots: int64[width]; with a sink, the last one is its.
+        first_row, end_row: range of their rows in the step.
+        slots: int64[width]; a sink has the last one.
         allowed: bool[1, 1, queries, width].
     """
 
@@ -88,13 +88,13 @@ class PagedStep:
     """One step over some units.
 
     Args:
-        units: with token ids; `block_tables` must cover every position that they read or write.
-        pools: the KV cache that they live in.
-        device: where the tensors go.
+        units: units with token ids; `block_tables` must cover every position that they read or write.
+        pools: their KV cache.
+        device: device of the tensors.
 
     Attributes:
         input_ids, position_ids: int64[1, tokens].
-        write_slots: int64[tokens], where each token's K and V go.
+        write_slots: int64[tokens], destination of each token's K and V.
         positions: int64[tokens], as `position_ids`, on the host.
         token_ids: int32[tokens], as `input_ids`, on the host.
     """
@@ -117,7 +117,7 @@ class PagedStep:
 
     @cached_property
     def logit_rows(self) -> Int64s:
-        """Rows whose logits some unit wants, ascending."""
+        """Rows with requested logits, ascending."""
         wanted = np.repeat(self.units.logits & LOGITS_PROMPT != 0, self.num_tokens_of)
         wanted[self.end_row_of[self.units.logits & LOGITS_LAST != 0] - 1] = True
         return np.flatnonzero(wanted)
@@ -128,13 +128,13 @@ class PagedStep:
         return {reach.window for reach in self._views}
 
     def view(self, reach: Reach) -> StepView:
-        """What each query reads."""
+        """Reads of each query under `reach`."""
         if reach not in self._views:
             self._views[reach] = StepView(tuple(self._decode_views(reach)), tuple(self._piece_views(reach)))
         return self._views[reach]
 
     def upload(self, array: NDArray[np.generic]) -> Tensor:
-        """`array` on the step's device; the host does not wait for the copy."""
+        """Copy `array` to the step's device, without waiting on the host."""
         return upload(array, self._device)
 
     def _slots_to_write(self) -> Int64s:
@@ -155,7 +155,7 @@ class PagedStep:
     def _decode_view(self, reach: Reach, units: Int64s, begin: Int64s, end: Int64s) -> DecodeView:
         positions, slots = self._slots_to_read(units, begin, end)
         allowed = (positions >= begin[:, None]) & (positions < end[:, None])
-        # Padding reads the unit's own newest slot: whatever another sequence left behind (a NaN, say) stays its own.
+        # Padding reads the unit's own newest slot, so that another sequence's leftovers (such as a NaN) cannot enter.
         newest = slots[np.arange(len(units)), end - 1 - positions[:, 0]]
         slots = np.where(allowed, slots, newest[:, None])
         rows = None if len(units) == len(self.units) else self.upload(self.first_row_of[units])
@@ -190,7 +190,7 @@ class PagedStep:
         size = self.pools.block_size
         first_block = begin // size
         blocks = first_block[:, None] + np.arange((-(-end // size) - first_block).max())
-        # Past its last block a shorter unit's columns are not looked at; they only must exist.
+        # Columns past a shorter unit's last block are ignored, but must exist.
         known = self.units.block_tables
         tables = known[units[:, None], np.minimum(blocks, known.shape[1] - 1)].astype(np.int64)
         within = np.arange(size)
@@ -199,9 +199,9 @@ class PagedStep:
 
 
 def _group(num_blocks: Int64s, most: int) -> Iterator[Int64s]:
-    """Places in `num_blocks`, in groups of similar size: one long unit must not make all others as expensive as itself.
+    """Group indices of `num_blocks` by similar size, so that one long unit does not make all others as expensive.
 
-    Padded to its longest, a group at most doubles, and holds at most `most` blocks or one unit.
+    A group, padded to its longest, at most doubles in size and holds at most `most` blocks or one unit.
     """
     power = np.ceil(np.log2(num_blocks))
     for each in np.unique(power):
@@ -211,5 +211,5 @@ def _group(num_blocks: Int64s, most: int) -> Iterator[Int64s]:
 
 
 def _append(array: NDArray[_T], fill: int) -> NDArray[_T]:
-    """`array` with one more column."""
+    """Append one column to `array`."""
     return np.concatenate([array, np.full((*array.shape[:-1], 1), fill, array.dtype)], axis=-1)

@@ -1,4 +1,4 @@
-"""NumPy columns as tensors where they are needed."""
+"""Copies NumPy columns to a device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from torch import Tensor
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """`array` on `device`; the host does not wait for the copy. On a CPU it may share the array's memory."""
+    """Copy `array` to `device` without waiting on the host. On a CPU the tensor may share the array's memory."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Chats rendered by the model's template, in child processes: a template may run for ever, or fill the memory.
+"""Renders chats by the model's template in child processes, because a template may loop for ever or exhaust memory.
 
 The API server keeps these processes warm. Each renders one chat at a time.
 """
@@ -33,26 +33,26 @@ _decode_answer = msgspec.msgpack.Decoder(RenderAnswer).decode
 
 
 class TemplateLimitError(RequestError):
-    """The template does not come to an end with these messages, or takes too much memory.
+    """Rendering these messages exceeds the template's limit of time, memory or text.
 
-    The fault is the template's, and the status a 400 all the same: clients and routers repeat a request that was
-    answered with a 5xx and count it against the engine, and here each repetition would end in the same way.
+    The template is at fault, and the status is a 400 nevertheless. Clients and routers repeat a request after a 5xx and
+    count the failure against the engine, and here each repetition would end in the same way.
 
     Args:
-        limit: what was exceeded.
+        limit: the exceeded limit.
     """
 
     def __init__(self, limit: str) -> None:
         super().__init__(
             f"The model's chat template takes more than {limit} for these messages. Send fewer or other messages, or"
-            " the prompt as text to /v1/completions; the operator can put the template right.",
+            " send the prompt as text to /v1/completions. The operator can correct the template.",
             param="messages",
             code="chat_template_limit",
         )
 
 
 class _Renderer:
-    """One process that renders."""
+    """One rendering process."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(  # noqa: S603 - the command is a constant
@@ -60,16 +60,16 @@ class _Renderer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C reaches the server alone, which decides what it means
+            start_new_session=True,  # Ctrl-C reaches only the server, which decides how to end
         )
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can render."""
+        """Whether the process can render."""
         return self._process.poll() is None
 
     def render(self, job: RenderJob) -> RenderAnswer:
-        """What becomes of `job`; if that is the process's end, what it exceeded."""
+        """Render `job`. If the process dies of it, the answer names the exceeded limit."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -83,22 +83,22 @@ class _Renderer:
         code = self._process.wait()
         if code == -signal.SIGALRM:
             return LimitExceeded(f"{TIME_LIMIT_S:g} s")
-        return LimitExceeded(f"the process that renders it can bear (status {code})")
+        return LimitExceeded(f"the rendering process can bear (status {code})")
 
     def kill(self) -> None:
-        """End the process, also in the middle of a chat."""
+        """End the process, even during a chat."""
         self._process.kill()
 
     def close(self) -> None:
-        """End the process and close its pipes; called while no thread renders with it."""
-        with self._process:  # which waits for its end
+        """End the process and close its pipes. Call it while no thread renders with it."""
+        with self._process:  # leaving the block waits for its end
             self.kill()
 
 
 class Renderers:
-    """Renders chats, each in one of several processes. Safe to call from several threads.
+    """Renders chats in several processes. Safe to call from several threads.
 
-    There are as many processes as chats were ever rendered at once. None outlives this object.
+    The number of processes is the largest number of chats rendered at once. None outlives this object.
     """
 
     def __init__(self) -> None:
@@ -108,24 +108,24 @@ class Renderers:
         self._end = weakref.finalize(self, _end_all, self._idle, self._busy)
 
     def warm(self) -> None:
-        """Start a process, so that it is there when the first chat comes: it takes half a second."""
+        """Start a process before the first chat arrives, because a start takes half a second."""
         with self._lock:
             if not self._idle:
                 self._idle.append(_Renderer())
 
     def render(self, job: RenderJob) -> str:
-        """The prompt that the job's template makes of its messages.
+        """Return the prompt that the job's template makes of its messages.
 
         Raises:
             TemplateLimitError: the template takes too much time, memory or text.
             RequestError: the template refuses these messages.
-            DrainingError: the server stops.
+            DrainingError: the server is shutting down.
         """
         renderer = self._take()
         try:
             answer = renderer.render(job)
             if isinstance(answer, LimitExceeded):
-                renderer.close()  # what is left of its memory belongs to no other chat
+                renderer.close()  # its remaining memory must not reach another chat
         finally:
             self._give_back(renderer)
         match answer:
@@ -139,23 +139,23 @@ class Renderers:
                 raise TemplateLimitError(limit)
 
     def close(self) -> None:
-        """End all processes; a chat that is being rendered is refused."""
+        """End all processes. A chat in progress is refused."""
         with self._lock:
             self._end()
 
     def _take(self) -> _Renderer:
-        """A renderer that lives; a new one where all are busy."""
+        """Take an idle renderer, or start one if all are busy."""
         with self._lock:
             if not self._end.alive:
                 raise DrainingError
-            while self._idle and not self._idle[-1].is_alive:  # something from outside has ended it
+            while self._idle and not self._idle[-1].is_alive:  # something outside of the server ended it
                 self._idle.pop().close()
             renderer = self._idle.pop() if self._idle else _Renderer()
             self._busy.add(renderer)
             return renderer
 
     def _give_back(self, renderer: _Renderer) -> None:
-        """One that has ended is replaced at once, so that the next chat finds a warm one."""
+        """Return a renderer. A dead one is replaced at once, so that the next chat finds a warm one."""
         with self._lock:
             self._busy.remove(renderer)
             is_open = self._end.alive

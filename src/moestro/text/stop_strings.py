@@ -1,4 +1,4 @@
-"""Stop strings, found wherever token borders fall."""
+"""Finds stop strings, wherever token borders fall."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """Lets text through until one of `stops` is complete, and holds back what may be the beginning of one.
+    """Passes text on until one of `stops` is complete, and holds back a possible beginning of one.
 
-    The stop that is complete first wins, and the longer of two that end together: what would be found by looking after
-    every character, so the pieces in which the text comes make no difference.
+    The stop that completes first wins; of two that complete together, the longer. The result equals a search after
+    every character, so the split of the text into pieces makes no difference.
 
     Args:
-        stops: non-empty strings; none: everything goes through at once.
+        stops: non-empty strings; without any, all text passes at once.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
-        self._num_unseen = 0  # characters at the beginning of `_held` in which a stop may not end
+        self._num_unseen = 0  # leading characters of `_held` in which no stop may end
         self.found: str | None = None
 
     def push(self, text: str, *, look: bool = True) -> str:
-        """What of `text`, and of what was held back, can be shown. Once `found` is set, nothing more comes.
+        """Return the part of the held-back text and `text` that can be shown; "" once `found` is set.
 
         Args:
-            look: False: no stop ends in `text`, though one may begin there.
+            look: whether a stop may end in `text`; one may begin there in any case.
         """
         if self.found is not None:
             return ""
@@ -43,15 +43,15 @@ class StopFinder:
         return shown
 
     def _find(self, stop: str) -> int:
-        """Where the first `stop` that ends behind the unseen begins; -1: nowhere."""
+        """Index of the first `stop` that ends behind the unseen characters; -1 if there is none."""
         return self._held.find(stop, max(0, self._num_unseen - len(stop) + 1))
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """Return the held-back text at the end of the answer."""
         shown, self._held = self._held, ""
         return shown
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins; less than `stop` itself."""
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,7 +1,7 @@
 """The process that renders chat templates: `python -m moestro.text.template_worker`. It loads no torch.
 
-A template is the checkpoint's program. The sandbox of transformers keeps it from files and the interpreter; this
-process bounds its time and memory. It reads one job after another from stdin and writes the answers to stdout.
+A template is a program of the checkpoint. The sandbox of transformers keeps it from files and the interpreter; this
+process bounds its time and memory. It reads jobs one after the other from stdin and writes the answers to stdout.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 from transformers.utils.chat_template_utils import render_jinja_template
 
-TIME_LIMIT_S = 5.0  # of one rendering; an ordinary chat takes less than a millisecond
-MEMORY_LIMIT_BYTES = 1 << 30  # of this process, address space; an idle one has some 150 MB
-TEXT_LIMIT_BYTES = 64 << 20  # of a rendered chat; twice the largest body of a request
-_ERROR_CHARS = 1000  # of a template's error
+TIME_LIMIT_S = 5.0  # for one rendering; an ordinary chat takes less than a millisecond
+MEMORY_LIMIT_BYTES = 1 << 30  # address space of this process; an idle one has some 150 MB
+TEXT_LIMIT_BYTES = 64 << 20  # for a rendered chat; twice the largest body of a request
+_ERROR_CHARS = 1000  # for a template's error
 _LENGTH_BYTES = 4  # before each message, big-endian
 
 
@@ -29,7 +29,7 @@ class RenderJob(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]]
     tools: list[Any] | None
     add_generation_prompt: bool
-    special_tokens: dict[str, Any]  # by name: a template writes them itself
+    special_tokens: dict[str, Any]  # by name; templates insert them
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
@@ -45,7 +45,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class LimitExceeded(msgspec.Struct, frozen=True, tag=True):
-    """The template took more than it may have. `limit`: of what, and how much."""
+    """The template exceeded a limit. `limit`: the limit and its unit."""
 
     limit: str
 
@@ -60,20 +60,20 @@ def write_job(file: int, job: RenderJob) -> None:
     """Write `job` to a pipe.
 
     Raises:
-        BrokenPipeError: the process at its other end has gone.
+        BrokenPipeError: the process at its other end is gone.
     """
     _write(file, _encode(job))
 
 
 def read_message(file: int) -> bytes | None:
-    """The next encoded message from a pipe; None: the other side has gone."""
+    """Read the next encoded message from a pipe; None if the other side is gone."""
     head = _read(file, _LENGTH_BYTES)
     return None if head is None else _read(file, int.from_bytes(head, "big"))
 
 
 def main() -> None:
-    """Render until stdin ends, which it does with the process that started this one."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process, whatever it is doing
+    """Render until stdin ends, which happens when the parent process ends."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the alarm ends the process, whatever it is doing
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while (body := read_message(0)) is not None:
@@ -84,12 +84,12 @@ def main() -> None:
 
 
 def _answer(body: bytes) -> bytes:
-    """The encoded answer to an encoded job."""
+    """Return the encoded answer to an encoded job."""
     try:
         answer = _encode(_render(_decode_job(body)))
     except MemoryError:
         return _encode(LimitExceeded(f"{MEMORY_LIMIT_BYTES >> 20} MiB of memory"))
-    except Exception as error:  # a template is a program that we did not write
+    except Exception as error:  # a template is a foreign program
         text = str(error)[:_ERROR_CHARS]
         return _encode(Refused(text.encode(errors="replace").decode()))
     if len(answer) > TEXT_LIMIT_BYTES:
@@ -115,7 +115,7 @@ def _write(file: int, body: bytes) -> None:
 
 
 def _read(file: int, size: int) -> bytes | None:
-    """Exactly `size` bytes; None: the pipe ended before."""
+    """Read exactly `size` bytes; None if the pipe ends before."""
     parts = []
     while size:
         part = os.read(file, min(size, 1 << 20))
@@ -127,5 +127,5 @@ def _read(file: int, size: int) -> bytes | None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):  # the server has gone in the middle of a chat
+    with contextlib.suppress(BrokenPipeError):  # the server ended during a chat
         main()

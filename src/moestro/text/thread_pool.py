@@ -1,4 +1,4 @@
-"""Threads for prompts: tokenizing one takes milliseconds to seconds, in which the event loop must serve the others."""
+"""Threads for prompts: tokenizing takes milliseconds to seconds, while the event loop must serve other requests."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moestro.errors import BusyError
 
 T = TypeVar("T")
 
-MAX_PREPARING = 256  # more could not be told from a server that hangs
+MAX_PREPARING = 256  # with more, a client could not tell the server from one that hangs
 
 
 class PrepareThreads:
-    """Runs work beside the event loop, a bounded number of pieces at a time."""
+    """Runs work beside the event loop, with a bounded queue."""
 
     def __init__(self, max_preparing: int = MAX_PREPARING) -> None:
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="prepare")
@@ -24,10 +24,10 @@ class PrepareThreads:
         self.num_preparing = 0
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns.
+        """Return the result of `work`.
 
         Raises:
-            BusyError: as much as can be borne waits already; the caller hears at once.
+            BusyError: the queue is full; the caller learns of it at once.
         """
         if self.num_preparing >= self._max_preparing:
             raise BusyError(self.num_preparing)
@@ -38,5 +38,5 @@ class PrepareThreads:
             self.num_preparing -= 1
 
     def close(self) -> None:
-        """End the threads; what has not begun is dropped."""
+        """End the threads, and drop work that has not begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)

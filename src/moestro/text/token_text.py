@@ -7,28 +7,27 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer as Backend
 
-_UNFINISHED = "\ufffd"  # how a decoder shows bytes that are no character
+_UNFINISHED = "\ufffd"  # a decoder's replacement for bytes that are no character
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenText(NamedTuple):
-    """One token; `text` tells any two tokens of different bytes apart, and `raw` joins to the answer's bytes."""
+    """One token. `text` differs for tokens with different bytes; `raw` pieces join to the answer's bytes."""
 
     text: str
     raw: bytes
 
 
 class TokenTexts:
-    """The texts of a vocabulary, found when first asked for. Safe to call from several threads.
+    """The texts of a vocabulary, computed on first use. Safe to call from several threads.
 
-    A token that is only a part of a character has no text of its own; it is written as OpenAI writes it,
-    `bytes:\\xe2\\x96`.
+    A token that is only part of a character has no text of its own; its text is OpenAI's notation, `bytes:\\xe2\\x96`.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._known: dict[int, TokenText] = {}
-        # Some decoders strip the space of a first token: each is decoded behind another.
+        # Some decoders strip the space of a first token, so each token is decoded behind another one.
         ids: list[int] = backend.encode("a", add_special_tokens=False).ids
         self._anchor = ids[-1:]
         self._anchor_text = backend.decode(self._anchor)
@@ -51,7 +50,7 @@ class TokenTexts:
 
 
 def _bytes_of(piece: str) -> bytes | None:
-    """The bytes that a vocabulary entry stands for, byte-level or byte fallback; None: it is neither."""
+    """Bytes of a vocabulary entry, byte-level or byte fallback; None if it is neither."""
     if match := _BYTE_PIECE.fullmatch(piece):
         return bytes([int(match[1], 16)])
     values = [_BYTE_OF_SYMBOL.get(symbol) for symbol in piece]
@@ -67,7 +66,7 @@ def _is_text(raw: bytes) -> bool:
 
 
 def _byte_symbols() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, the others for the code points from 256 on."""
+    """GPT-2's table: printable bytes map to themselves, the others to code points from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(hidden)}

@@ -1,4 +1,4 @@
-"""Text to token ids and back. Never loads torch; safe to call from several threads."""
+"""Converts text to token ids and back. Never loads torch. Safe to call from several threads."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from moestro.text.chat_template import Renderers
 from moestro.text.template_worker import RenderJob
 from moestro.text.token_text import TokenTexts
 
-_UNFINISHED = "\ufffd"  # how a decoder shows bytes that are no character (yet)
-CONTEXT_TOKENS = 24  # of the prompt, at most, that shape the text of the first generated token
+_UNFINISHED = "\ufffd"  # a decoder's replacement for bytes that are no character (yet)
+CONTEXT_TOKENS = 24  # most tokens of the prompt that affect the text of the first generated token
 _LEAST_CONTEXT = 4
 _INVALID_PREFIX = "Invalid prefix encountered"
 
@@ -26,7 +26,7 @@ class Tokenizer:
     """A checkpoint's tokenizer and chat template.
 
     Args:
-        path: a directory with tokenizer.json (and, for chats, a chat template).
+        path: directory with tokenizer.json and, for chats, a chat template.
 
     Raises:
         ConfigError: there is no readable tokenizer.json, or a file is a link out of the directory.
@@ -41,10 +41,10 @@ class Tokenizer:
         refuse_links_out(path)
         try:
             self._fast = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
-        except Exception as error:  # a broken file surfaces as whatever the reader of that part raises
+        except Exception as error:  # each reader of a broken file raises errors of its own
             raise ConfigError(f"cannot load the tokenizer in {path}: {shown(error)}") from error
-        # Not through the fast tokenizer's own call, which sets truncation on this shared object: two threads at once
-        # would fail with "Already borrowed".
+        # The fast tokenizer's own call would set truncation on this shared object, and two threads at once would fail
+        # with "Already borrowed".
         self.backend: Backend = self._fast.backend_tokenizer
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -57,7 +57,7 @@ class Tokenizer:
         self._renderers = Renderers()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`; with `add_special_tokens` also those that the model wants around every text."""
+        """Token ids of `text`; with `add_special_tokens` also those that the model needs around every text."""
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -68,10 +68,10 @@ class Tokenizer:
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt that the chat template makes of `messages`, up to where the assistant begins (unless told not to).
+        """Return the prompt that the chat template makes of `messages`, by default up to the assistant's turn.
 
         Args:
-            tools: as the API has them; templates that know none leave them out.
+            tools: tools in the API's form; templates without tools ignore them.
 
         Raises:
             RequestError: the model has no template, or its template refuses these messages or exceeds its limits.
@@ -85,7 +85,7 @@ class Tokenizer:
         given_tools = None if tools is None else list(tools)
         try:
             template = self._fast.get_chat_template(tools=given_tools)
-        except ValueError as error:  # several templates, and none for a chat of this kind
+        except ValueError as error:  # several templates, but none for this kind of chat
             text = f"This model has no chat template for these messages: {shown(error)}"
             raise RequestError(text, param="messages", code="no_chat_template") from error
         job = RenderJob(
@@ -98,40 +98,40 @@ class Tokenizer:
         return self._renderers.render(job)
 
     def warm_chats(self) -> None:
-        """Start what renders chats, so that the first one does not wait for it."""
+        """Start the rendering process, so that the first chat does not wait for it."""
         if self._fast.chat_template:
             self._renderers.warm()
 
     def close(self) -> None:
-        """End what renders chats."""
+        """End the rendering processes."""
         self._renderers.close()
 
     def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
-        """What turns the tokens generated after `prompt_ids` into text, piece by piece."""
+        """Make a detokenizer for the tokens generated after `prompt_ids`."""
         return Detokenizer(self, prompt_ids)
 
 
 class Detokenizer:
-    """Text of a growing token sequence; special tokens have none, and unfinished characters wait for their bytes.
+    """Text of a growing token sequence. Special tokens have no text; unfinished characters wait for their bytes.
 
-    The pieces, `flush` included, join to the text that decoding everything at once would give, for any tokenizer whose
-    text of more tokens begins with its text of fewer. (Byte-fallback tokenizers break that rule where the model emits
-    invalid UTF-8; there the pieces stay as they were sent.)
+    The pieces, `flush` included, join to the text of decoding everything at once, for any tokenizer whose text of more
+    tokens begins with its text of fewer. (Byte-fallback tokenizers break that rule where the model emits invalid UTF-8;
+    there the pieces stay as they were sent.)
 
     Args:
-        prompt_ids: what comes before, or the last `CONTEXT_TOKENS` of it. Some tokenizers strip the space of a first
-            token; after these it is none.
+        prompt_ids: the preceding tokens, or the last `CONTEXT_TOKENS` of them. Some tokenizers strip the space of a
+            first token, and these make sure that no generated token is the first.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._backend = tokenizer.backend
         self._special_ids = tokenizer.special_ids
-        self._before = _context(tokenizer, prompt_ids)  # tokens whose text is out, the last ones
-        self._held: list[int] = []  # tokens whose text is not
+        self._before = _context(tokenizer, prompt_ids)  # the last tokens whose text was returned
+        self._held: list[int] = []  # tokens whose text was not returned yet
         self._stream = DecodeStream(ids=self._before, skip_special_tokens=True)
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token; often "" and seldom more than a word."""
+        """Return the text that this token makes certain; often "" and seldom more than a word."""
         if token_id in self._special_ids:
             return ""
         self._held.append(token_id)
@@ -142,7 +142,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """The text held back at the end: bytes that never became a character; "" where they rewrite what is out."""
+        """Return the held-back text at the end: bytes that never became a character; "" if they change sent text."""
         if not self._held:
             return ""
         before = self._backend.decode(self._before)
@@ -156,7 +156,7 @@ class Detokenizer:
         except Exception as error:
             if _INVALID_PREFIX not in str(error):
                 raise
-        # Invalid UTF-8 in a byte-fallback vocabulary rewrote what was sent: go on from here, as vLLM does.
+        # Invalid UTF-8 in a byte-fallback vocabulary changed returned text: continue from here, as vLLM does.
         self._held = [token_id]
         self._stream = DecodeStream(skip_special_tokens=True)
         return self._stream.step(self._backend, token_id)

@@ -1,10 +1,10 @@
-"""KV events on the wire: what vLLM and SGLang publish of their prefix caches, decoded. Reads bytes, keeps nothing.
+"""KV events on the wire: decodes what vLLM and SGLang publish about their prefix caches. Stateless.
 
 A message has three frames: topic, sequence number (8 bytes, big endian) and a msgpack payload, the batch
-`[ts, events, data_parallel_rank]`. An event is either an array that begins with its type's name and goes on in the
+`[ts, events, data_parallel_rank]`. An event is either an array that begins with its type's name and continues in the
 order of the publisher's fields (vLLM until mid-2026, SGLang until its switch), or a map with the key "type". Sources:
-vllm/distributed/kv_events.py and sglang/srt/disaggregation/kv_events.py in their versions to date. What is newer than
-this page is tolerated: unknown keys are passed over, unknown events are counted.
+vllm/distributed/kv_events.py and sglang/srt/disaggregation/kv_events.py in their versions to date. Newer additions are
+tolerated: unknown keys are ignored, unknown events are counted.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import msgspec
 
 from moestro.errors import MoestroError
 
-END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)  # in place of the sequence number, with an empty payload
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)  # replaces the sequence number, with an empty payload
 _SEQ_BYTES = 8
 
-BlockKey = int | bytes  # the publisher's own name of a block: opaque
+BlockKey = int | bytes  # the publisher's own, opaque name of a block
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
@@ -28,19 +28,19 @@ class KvEventError(MoestroError):
 
 
 class BlockStored(msgspec.Struct, frozen=True):
-    """Full blocks that a cache now holds, one after the other, behind `parent_block_hash`.
+    """Consecutive full blocks that a cache now holds, after `parent_block_hash`.
 
     Attributes:
-        parent_block_hash: None: the first block of a prompt is among them.
-        token_ids: of all the blocks; empty where the publisher does not know.
-        lora_id: of an adapter whose name is not told.
-        medium: the tier; None: the publisher has one only.
-        extra_keys: per block, what else its hash covers: the adapter's name, `[multimodal id, offset]`, the salt of
-            a first block, digests of prompt embeddings.
-        group_idx: the group of layers, in models whose layers are cached differently.
-        kv_cache_spec_kind: how that group's layers attend.
-        cache_salt: SGLang's place for it.
-        locality: "REMOTE": not in this engine.
+        parent_block_hash: preceding block; None if the first of these blocks begins a prompt.
+        token_ids: tokens of all the blocks; empty if the publisher does not know them.
+        lora_id: id of an adapter without a published name.
+        medium: tier; None if the publisher has only one.
+        extra_keys: for each block, what else its hash covers: the adapter's name, `[multimodal id, offset]`, the salt
+            of a first block, digests of prompt embeddings.
+        group_idx: group of layers, in models whose layers are cached differently.
+        kv_cache_spec_kind: kind of attention in that group.
+        cache_salt: the salt, in SGLang's messages.
+        locality: "REMOTE" if the blocks are not in this engine.
     """
 
     block_hashes: list[BlockKey]
@@ -58,10 +58,10 @@ class BlockStored(msgspec.Struct, frozen=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True):
-    """Blocks that a tier of a cache holds no more.
+    """Blocks that a tier of a cache no longer holds.
 
     Attributes:
-        remaining_copy_counts: per block, copies that the tier still has.
+        remaining_copy_counts: for each block, copies that the tier still has.
     """
 
     block_hashes: list[BlockKey]
@@ -76,7 +76,7 @@ class AllBlocksCleared(msgspec.Struct, frozen=True):
 
 
 class UnreadableRemoval(msgspec.Struct, frozen=True):
-    """Something was removed, and the event does not say legibly what."""
+    """A removal whose blocks cannot be read."""
 
 
 Known = TypeVar("Known", BlockStored, BlockRemoved)
@@ -84,10 +84,10 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared | UnreadableRemoval
 
 
 class Message(NamedTuple):
-    """One message of the publisher's.
+    """One message of a publisher.
 
     Attributes:
-        seq: its number; None: the end of a replay.
+        seq: its sequence number; None at the end of a replay.
     """
 
     seq: int | None
@@ -99,10 +99,10 @@ class Batch:
     """One payload.
 
     Attributes:
-        ts_s: when it was published, seconds since 1970 by the publisher's clock.
-        dp_rank: whose cache it is, within a data-parallel server.
-        num_unknown: events of types that are not known here.
-        num_illegible: stored blocks that cannot be read, and so are not counted as held.
+        ts_s: time of publication, seconds since 1970 on the publisher's clock.
+        dp_rank: rank of the cache within a data-parallel server.
+        num_unknown: events of unknown types.
+        num_illegible: stored blocks that cannot be read and so do not count as held.
     """
 
     ts_s: float
@@ -112,7 +112,7 @@ class Batch:
     num_illegible: int
 
 
-# The order of an array's values behind the name of the type.
+# Order of an array's values behind the name of the type.
 _STORED_FIELDS = (
     "block_hashes",
     "parent_block_hash",
@@ -126,12 +126,13 @@ _STORED_FIELDS = (
     "kv_cache_spec_kind",
 )
 _REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
-_METADATA_AT = _STORED_FIELDS.index("lora_name")  # SGLang has a map here
+_METADATA_AT = _STORED_FIELDS.index("lora_name")  # SGLang has a map at this place
 
 
 def decode_frames(frames: list[bytes]) -> Message:
-    """A published message (topic, number, payload) or a replayed one (an empty frame; of newer vLLM the topic; number,
-    payload).
+    """Decode a published message (topic, number, payload) or a replayed one.
+
+    A replayed message has an empty frame (the topic in newer vLLM), the number and the payload.
 
     Raises:
         KvEventError: the frames are not those of a KV event publisher.
@@ -145,14 +146,14 @@ def decode_frames(frames: list[bytes]) -> Message:
 
 
 def decode_batch(payload: bytes) -> Batch:
-    """One payload's events, in order.
+    """Decode one payload's events, in order.
 
     Raises:
-        KvEventError: it is not a batch: what happened to the cache is then unknown.
+        KvEventError: the payload is no batch, so the cache's state is unknown from here on.
     """
     try:
         raw = msgspec.msgpack.decode(payload)
-    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:  # texts, map keys and depth, too
+    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:  # also of texts, map keys and depth
         raise KvEventError(f"not msgpack: {error}") from None
     if isinstance(raw, dict):
         raw = [raw.get("ts"), raw.get("events"), raw.get("data_parallel_rank", raw.get("attn_dp_rank"))]
@@ -168,7 +169,7 @@ def decode_batch(payload: bytes) -> Batch:
         if name == "BlockStored":
             event = _convert(fields, BlockStored)
             if event is None:
-                num_illegible += 1  # not to know of a block that is held costs a hit, and nothing else
+                num_illegible += 1  # not knowing of a held block costs a hit, and nothing else
             else:
                 events.append(event)
         elif name == "BlockRemoved":
@@ -181,7 +182,7 @@ def decode_batch(payload: bytes) -> Batch:
 
 
 def _named_fields(raw: Any) -> tuple[str | None, dict[str, Any]]:
-    """An event's type and fields, from either encoding."""
+    """Type and fields of an event in either encoding."""
     if isinstance(raw, dict):
         return raw.get("type"), raw
     if not isinstance(raw, list) or not raw or not isinstance(raw[0], str):

@@ -1,8 +1,8 @@
-"""What one publisher's cache holds, under its own names and under ours.
+"""The content of one publisher's cache, under the publisher's names and under Moestro's.
 
-A publisher names blocks by hashes of its own making, with seeds and algorithms that need not be known here: the tokens
-are in the events, so each block is named anew by `core.hashing`, in the chain that its parent's name continues. A block
-that cannot be named is left out: what comes of an event that is not understood is a hit less, never a hit that is none.
+A publisher names blocks by its own hashes, whose seeds and algorithms need not be known here. Its events carry the
+tokens, so `core.hashing` names each block anew, continuing the chain of its parent's name. A block that cannot be named
+is left out: an event that is not understood costs a hit and never invents one.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import numpy as np
 from moestro.core.hashing import ROOT, block_hash, hash_key
 from moestro.wire.kv_events import BlockKey, BlockRemoved, BlockStored
 
-# Groups of layers whose blocks stay until they are evicted. Those of a sliding window leave it one by one, and a
-# recurrent layer has a state instead: neither says how much of a prompt is there.
+# Groups of layers whose blocks stay until they are evicted. Blocks of a sliding window leave one by one, and a
+# recurrent layer has a state instead; neither tells how much of a prompt is cached.
 _WHOLE_PROMPT_KINDS = {None, "full_attention", "mla_attention", "sink_full_attention"}
-_FIRST_TIER = "GPU"  # the tier of an event that names none
+_FIRST_TIER = "GPU"  # tier of an event that names none
 _NUM_LEFT = 1 << 14
 
 
 class NamingRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How a publisher's blocks get our names.
+    """How a publisher's blocks get Moestro's names.
 
     Attributes:
-        model: the name by which clients ask for the model; for an adapter they ask by the adapter's.
+        model: name by which clients request the model; for an adapter they use the adapter's name.
         block_size: tokens of a block, as in the `hash_blocks` of requests.
-        tiers: names of the media, upper case, whose blocks are hits.
-        max_num_blocks: that are followed; of a cache with more, the rest is left out.
+        tiers: upper-case names of the media whose blocks count as hits.
+        max_num_blocks: most blocks that are followed; the rest of a larger cache is left out.
     """
 
     model: str
@@ -42,17 +42,17 @@ class NamingRules(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class NamingCounts:
-    """Blocks, by what became of them.
+    """Numbers of blocks by outcome.
 
     Attributes:
-        stored: that were named.
-        removed: that no tier holds any more.
-        orphaned: whose parent is not known.
-        unnamed: whose hash covers something that has no place in our names, as a picture has none.
-        other_size: of another block size than the router's.
-        other_tier: in media that serve no hits, or in another machine.
-        other_group: of layers that are not followed.
-        over_bound: beyond `max_num_blocks`.
+        stored: named blocks.
+        removed: blocks that no tier holds any more.
+        orphaned: blocks with an unknown parent.
+        unnamed: blocks whose hash covers something that Moestro's names do not, such as a picture.
+        other_size: blocks of another size than the router's.
+        other_tier: blocks in media without hits, or in another machine.
+        other_group: blocks of layers that are not followed.
+        over_bound: blocks beyond `max_num_blocks`.
     """
 
     stored: int = 0
@@ -73,7 +73,7 @@ class _Block:
 
 
 class _Chain(NamedTuple):
-    """The name of the block before, the key, and those extra keys of the next block that the key covers."""
+    """Name of the previous block, the key, and the extra keys of the next block that the key covers."""
 
     parent: bytes
     key: bytes
@@ -81,12 +81,12 @@ class _Chain(NamedTuple):
 
 
 class NamedBlocks:
-    """The blocks of one publisher's process.
+    """Blocks of one publisher's process.
 
     Attributes:
-        block_size_seen: tokens of the publisher's blocks; None until it has said.
-        is_ambiguous: one hash was given to two different blocks (SGLang did, before its hashes were chained): what is
-            held cannot be told, and nothing is counted as held any more.
+        block_size_seen: tokens of the publisher's blocks; None until an event tells.
+        is_ambiguous: whether one hash named two different blocks (as in SGLang before its hashes were chained). The
+            content is then unknown, and no block counts as held any more.
     """
 
     def __init__(self, rules: NamingRules, counts: NamingCounts) -> None:
@@ -97,25 +97,25 @@ class NamedBlocks:
         self._bits = {tier: 1 << at for at, tier in enumerate(rules.tiers)}
         self._group: int | None = None
         self._held: dict[BlockKey, _Block] = {}
-        # Names of blocks that are gone: a sequence in flight may have another copy, and store the next block behind it.
+        # Names of removed blocks: a sequence in flight may have another copy, and store its next block behind it.
         self._left: OrderedDict[BlockKey, _Block] = OrderedDict()
 
     @property
     def num_blocks(self) -> int:
-        """Held, in any tier that serves hits."""
+        """Blocks held in any tier that serves hits."""
         return len(self._held)
 
     def names(self) -> bytes:
-        """All that is held, packed, parents mostly before their children."""
+        """Packed names of all held blocks, parents mostly before their children."""
         return b"".join([block.name for block in self._held.values()])
 
     def forget(self) -> None:
-        """Nothing is held, or it is not known what is."""
+        """Drop all blocks, because the cache is empty or its content is unknown."""
         self._held.clear()
         self._left.clear()
 
     def store(self, event: BlockStored) -> bytes:
-        """Take in blocks. Returns our names of those that are hits, packed, in the order of the prompt."""
+        """Add blocks. Returns the packed names of those that are hits, in the order of the prompt."""
         tier = self._tier(event.medium, event.locality)
         if not tier:
             self._counts.other_tier += len(event.block_hashes)
@@ -141,7 +141,7 @@ class NamedBlocks:
         return b"".join(stored)
 
     def remove(self, event: BlockRemoved) -> bytes:
-        """Let blocks go. Returns our names of those that no tier holds any more, packed."""
+        """Remove blocks. Returns the packed names of those that no tier holds any more."""
         tier = self._tier(event.medium, event.locality)
         if not tier or not (event.group_idx is None or self._group is None or event.group_idx == self._group):
             return b""
@@ -162,13 +162,13 @@ class NamedBlocks:
         return b"".join(removed)
 
     def _tier(self, medium: str | None, locality: str | None) -> int:
-        """The bit of a medium; 0: blocks there are no hits."""
+        """Bit of a medium; 0 if blocks there are no hits."""
         if locality == "REMOTE":
             return 0
         return self._bits.get((medium or _FIRST_TIER).upper(), 0)
 
     def _follows(self, event: BlockStored) -> bool:
-        """Whether it tells what there is of a prompt, in blocks of our size. The first such group is followed."""
+        """Whether the event describes a prompt, in blocks of the right size. The first such group is followed."""
         num_blocks, counts = len(event.block_hashes), self._counts
         if event.kv_cache_spec_kind not in _WHOLE_PROMPT_KINDS:
             counts.other_group += num_blocks
@@ -185,12 +185,12 @@ class NamedBlocks:
             counts.other_size += num_blocks
             return False
         if len(event.token_ids) != num_blocks * event.block_size:
-            counts.unnamed += num_blocks  # some have no hash, and it is not said which
+            counts.unnamed += num_blocks  # some have no hash, and the event does not say which
             return False
         return True
 
     def _named(self, event: BlockStored) -> list[tuple[BlockKey, _Block]]:
-        """The event's blocks under their names and ours, up to the first that has none."""
+        """The event's blocks under both names, up to the first that has none."""
         num_blocks, size = len(event.block_hashes), event.block_size
         extras = event.extra_keys or [None] * num_blocks
         chain = self._chain(event, extras[0])
@@ -213,7 +213,7 @@ class NamedBlocks:
         return named
 
     def _chain(self, event: BlockStored, extra: list[Any] | None) -> _Chain | None:
-        """What the event's first block continues; None: nobody knows."""
+        """The chain that the event's first block continues; None if unknown."""
         if event.parent_block_hash is None:
             salt = event.cache_salt or _salt(extra, event.lora_name)
             key = hash_key(event.lora_name or self._rules.model, None, salt)
@@ -222,7 +222,7 @@ class NamedBlocks:
         return _Chain(parent.name, parent.key, (event.lora_name,)) if parent else None
 
     def _known(self, block_hashes: list[BlockKey]) -> list[tuple[BlockKey, _Block]]:
-        """Blocks without tokens (vLLM's offloading tells none): those that another tier holds, or held, have names."""
+        """Name blocks without tokens (vLLM's offloading sends none) that another tier holds, or held."""
         known = [(theirs, self._held.get(theirs) or self._left.get(theirs)) for theirs in block_hashes]
         found = [(theirs, block) for theirs, block in known if block]
         self._counts.orphaned += len(block_hashes) - len(found)

@@ -1,4 +1,4 @@
-"""A rank's end of the wire: one thread owns the socket, so that the main loop never waits for it."""
+"""A rank's end of the connection to the API server: one thread owns the socket, so the main loop never waits for it."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ from moestro.wire.messages import (
 logger = logging.getLogger(__name__)
 
 _LINGER_MS = 2000
-_RETRY_MS = 20  # until the next try when the front door does not keep up
-_BEAT_MS = 500  # between signs of life
-_ORPHANED = 3  # exit status of a rank whose parent has gone
-_DEAF = 4  # of one whose thread here has failed: nobody could reach it any more
+_RETRY_MS = 20  # until the next try while the API server does not keep up
+_BEAT_MS = 500  # between heartbeats
+_ORPHANED = 3  # exit status of a rank whose parent is gone
+_DEAF = 4  # exit status of a rank whose channel thread failed, so that no message could reach it
 
 
 class Channel:
     """Receives for the main loop and sends for it.
 
-    The thread ends the whole process when `parent_fd` reaches its end: a rank never outlives its front door, even if
-    that was killed and the main loop is deep in a kernel. It also sends the signs of life. When it fails, be it on a
-    message that does not decode, the process ends too: the front door notices, and no request is left without an end.
+    The thread ends the whole process when `parent_fd` reaches its end. A rank therefore never outlives its API server,
+    even if that was killed while the main loop is inside a kernel. The thread also sends heartbeats. When the thread
+    fails, for instance on a message that does not decode, the process ends too: the API server notices, and every
+    request gets an end.
 
     Args:
-        address: where the front door listens.
-        identity: the name under which the front door expects this process.
-        parent_fd: a pipe that only the parent holds the other end of.
+        address: address on which the API server listens.
+        identity: name under which the API server expects this process.
+        parent_fd: a pipe whose other end only the parent holds.
 
     Attributes:
-        num_steps: set by the main loop, sent with every sign of life.
+        num_steps: set by the main loop, sent with every heartbeat.
     """
 
     def __init__(self, address: str, identity: bytes, parent_fd: int) -> None:
@@ -60,7 +61,7 @@ class Channel:
         self._thread.start()
 
     def receive(self, wait_s: float | None) -> list[ToRank]:
-        """All messages that have come; waits `wait_s` for the first (None: for ever). With 0, and none: under 1 µs."""
+        """Return all received messages. Waits up to `wait_s` for the first (None means no limit); with 0 under 1 µs."""
         messages = []
         if wait_s != 0:
             with contextlib.suppress(Empty):
@@ -70,22 +71,22 @@ class Channel:
         return messages
 
     def has_messages(self) -> bool:
-        """Whether `receive` would have something now; well under 1 µs."""
+        """Whether `receive` would return a message now; well under 1 µs."""
         return not self._inbox.empty()
 
     def send(self, message: FromRank) -> None:
-        """Leave `message` for the thread to send."""
+        """Queue `message` for the thread to send."""
         self._outbox.append(message)
         self._wake()
 
     def close(self) -> None:
-        """Send what is left (at most for `_LINGER_MS`) and hang up."""
+        """Send queued messages (for at most `_LINGER_MS`) and disconnect."""
         self._closing = True
         self._wake()
         self._thread.join()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier calls: it is awake already
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier calls, so the thread is awake already
             os.write(self._wake_write, b"\0")
 
     # --- the thread
@@ -94,7 +95,7 @@ class Channel:
         try:
             self._exchange(address, identity)
         except BaseException:
-            logger.exception("the channel to the front door has failed")
+            logger.exception("the channel to the API server failed")
             os._exit(_DEAF)
 
     def _exchange(self, address: str, identity: bytes) -> None:
@@ -122,7 +123,7 @@ class Channel:
             self._send_all(socket)
             if time.monotonic_ns() >= next_beat_ns:
                 next_beat_ns = time.monotonic_ns() + _BEAT_MS * 1_000_000
-                with contextlib.suppress(zmq.Again):  # the front door does not keep up; what it has not read is a sign
+                with contextlib.suppress(zmq.Again):  # the API server does not keep up; its unread messages are a sign
                     socket.send(encode(Heartbeat(self.num_steps)), zmq.NOBLOCK)
             self._receive_all(socket)
         socket.close()

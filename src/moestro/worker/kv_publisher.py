@@ -1,6 +1,6 @@
-"""A rank publishes what its prefix cache holds, in vLLM's words and on vLLM's wire, for any router that listens.
+"""Publishes a rank's prefix cache in vLLM's format, for any router that listens.
 
-Three frames a message: topic, number, batch; the last batches are kept for who missed some and asks. Sources:
+A message has three frames: topic, number, batch. The last batches are kept for listeners that missed some. Sources:
 vllm/distributed/kv_events.py and vllm/config/kv_events.py (field names, frames, replay, ports of data-parallel ranks).
 """
 
@@ -23,18 +23,18 @@ from moestro.engine.cache_events import CacheEvents, RemovedBlocks, StoredBlocks
 from moestro.errors import ConfigError
 from moestro.wire.kv_events import END_OF_REPLAY
 
-_MEDIUM = "GPU"  # the first tier of a cache, by vLLM's name
+_MEDIUM = "GPU"  # vLLM's name of a cache's first tier
 _LINGER_MS = 500
 _SEQ_BYTES = 8
 
 
 class KvPublisher:
-    """Publishes one rank's cache events; a thread owns the sockets, so that the rank's loop never waits for them.
+    """Publishes one rank's cache events. A thread owns the sockets, so that the rank's loop never waits for them.
 
     Args:
-        settings: see there; endpoints are those of rank 0, another rank's ports are as much higher as its number.
-        rank: of this cache.
-        cache: what is published.
+        settings: endpoints are those of rank 0; the ports of rank r are r higher.
+        rank: rank of this cache.
+        cache: source of the events.
         block_size: tokens of a block.
 
     Raises:
@@ -61,14 +61,14 @@ class KvPublisher:
         self._thread.start()
 
     def publish(self) -> None:
-        """Send what happened in the cache since the last call, as one batch; nothing if nothing did."""
+        """Send the cache's events since the last call as one batch; without events, send nothing."""
         events = self._cache.take()
         if events:
             self._outbox.append(encode_batch(time.time(), events, rank=self._rank, block_size=self._block_size))
             self._wake()
 
     def close(self) -> None:
-        """Send what is left and hang up."""
+        """Send queued batches and disconnect."""
         self._is_closing = True
         self._wake()
         self._thread.join()
@@ -84,7 +84,7 @@ class KvPublisher:
         return socket
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier calls: it is awake already
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier calls, so the thread is awake already
             os.write(self._wake_write, b"\0")
 
     # --- the thread
@@ -109,7 +109,7 @@ class KvPublisher:
         self._context.destroy(linger=_LINGER_MS)
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
-        """Send again what is asked for, as far as it is kept. What is no question is passed over."""
+        """Repeat the requested batches, as far as they are kept. Malformed requests are ignored."""
         frames = replay.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != _SEQ_BYTES:
             return
@@ -121,16 +121,16 @@ class KvPublisher:
 
 
 def encode_batch(ts_s: float, events: Sequence[StoredBlocks | RemovedBlocks], *, rank: int, block_size: int) -> bytes:
-    """One payload, as `kv_wire.decode_batch` and vLLM's listeners read it.
+    """Encode one payload, as vLLM's listeners and `wire.kv_events.decode_batch` read it.
 
     Args:
-        ts_s: now, seconds since 1970.
+        ts_s: present time, seconds since 1970.
     """
     return msgspec.msgpack.encode([ts_s, [_on_the_wire(each, block_size) for each in events], rank])
 
 
 def of_rank(endpoint: str, rank: int) -> str:
-    """The endpoint of one rank: `rank` ports above that of the first."""
+    """Endpoint of one rank: `rank` ports above that of the first."""
     address, _, port = endpoint.rpartition(":")
     return f"{address}:{int(port) + rank}"
 
@@ -154,5 +154,5 @@ def _on_the_wire(event: StoredBlocks | RemovedBlocks, block_size: int) -> dict[s
 
 
 def _number(name: bytes) -> int:
-    """A block's name for others: 64 bits, which all routers can read, tell as many apart as any cache holds."""
+    """Published name of a block: 64 bits, which every router can read and which suffice for any cache."""
     return int.from_bytes(name[:8], "big")

@@ -1,7 +1,7 @@
 """The paced device: real processes, real transport, and steps that take as long as a cost model says. No torch here.
 
-It answers at the modelled moment, and until then the rank's loop sleeps: a few cores can show many devices that are not
-there. What the answers say comes from `Answers`: the demo network's own tokens, or a fixed sequence.
+The device answers at the modelled moment, and the rank's loop sleeps until then, so a few cores can stand for many
+devices. `Answers` supplies the content: the demo network's own tokens, or a fixed sequence.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moestro.worker.rank_process import make_preemptive_rank, make_rank
 
 logger = logging.getLogger(__name__)
 
-# What answers without arithmetic say over and over; it begins with a space, so that its end and beginning join.
+# Text that answers without arithmetic repeat; it begins with a space, so that its end and its beginning join.
 WORDS = (
     " This answer is paced: each of its tokens took as long as a model says that it would take on another machine,"
     " and not one of them was computed."
@@ -44,10 +44,10 @@ WORDS = (
 
 
 class Answers(Protocol):
-    """What becomes of an item, when its time has come."""
+    """Supplies the result of an item when its modelled time has passed."""
 
     def of(self, item: Forward, now_ns: int) -> StepResult:
-        """The result of `item`, computed at once."""
+        """Compute the result of `item` at once."""
         ...
 
 
@@ -55,9 +55,9 @@ class PacedDevice:
     """A `core.work.Device` on the wall clock.
 
     Args:
-        cost: prices the items; what the rank's own code takes comes on top, some 0.1 ms a step.
-        answers: what they bring about.
-        warning: what whoever reads results has to know of the prices so far; None: nothing. It is logged once.
+        cost: prices of the items; the rank's own code adds some 0.1 ms a step.
+        answers: supplier of the results.
+        warning: function that returns a caveat about the prices so far, or None. The caveat is logged once.
     """
 
     def __init__(self, cost: CostModel, answers: Answers, warning: Callable[[], str | None] = lambda: None) -> None:
@@ -78,8 +78,8 @@ class PacedDevice:
         self._pending.append((self._free_at_ns, self._answers.of(item, now_ns)))
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
-        """See `Device.move_blocks`. It plays no host memory, and `moestro serve` refuses to be asked for any."""
-        raise InvariantError("a paced device was told to copy KV blocks")
+        """Refuse: a paced device has no host memory, and `moestro serve` accepts no setting that asks for it."""
+        raise InvariantError("a paced device was asked to copy KV blocks")
 
     def poll(self, now_ns: int) -> list[StepResult]:
         """See `Device.poll`."""
@@ -94,12 +94,12 @@ class PacedDevice:
 
 
 class FixedAnswers:
-    """A token is a function of its position: the same for every request. It is certain, for whoever asks how likely.
+    """Answers with a token that depends only on its position, with probability 1.
 
-    A request ends at its `max_tokens`: that is all of its script.
+    A request ends at its `max_tokens`, which is all of its script.
 
     Args:
-        words: token ids, said in turn: at position p the one at p modulo their number.
+        words: token ids; position p gets the one at p modulo their number.
     """
 
     def __init__(self, words: Sequence[int]) -> None:
@@ -121,10 +121,10 @@ class FixedAnswers:
 
 
 class NetworkAnswers:
-    """The tokens that a network on this machine computes; it has to be quicker than the device that is played.
+    """Answers with tokens that a network on this machine computes; it must be faster than the modelled device.
 
     Args:
-        device: computes at once, on a CPU.
+        device: a device that computes at once, on a CPU.
     """
 
     def __init__(self, device: Device) -> None:
@@ -138,10 +138,10 @@ class NetworkAnswers:
 
 
 def make_paced_rank(spec: LaunchSpec, paced: PacedSettings, answers: Answers, info: ModelInfo) -> Rank:
-    """The rank that `spec` asks for, in either mode.
+    """Build the rank that `spec` describes, in either mode.
 
     Raises:
-        ConfigError: nothing is known of the GPU or the network.
+        ConfigError: the GPU or the network is unknown.
     """
     if paced.table is not None:
         table = MeasuredCost(load_table(paced.table))
@@ -165,7 +165,7 @@ def _stage_cost(paced: PacedSettings) -> Roofline | StagedEngine:
 
 
 def num_blocks_of(paced: PacedSettings, model: ModelSettings) -> int | None:
-    """KV blocks of the device that is played; None: a table does not say, and the network that computes decides.
+    """KV blocks of the modelled device; None with a table, where the computing network decides.
 
     Raises:
         ConfigError: the network does not fit the GPU.
@@ -181,10 +181,10 @@ def num_blocks_of(paced: PacedSettings, model: ModelSettings) -> int | None:
 
 
 def paced_info(paced: PacedSettings, model: ModelSettings, vocab_size: int) -> ModelInfo:
-    """What the front door must know where no network is loaded.
+    """Model information where no network is loaded.
 
     Args:
-        vocab_size: of the tokenizer that the answers are made for.
+        vocab_size: vocabulary of the tokenizer for which the answers are made.
     """
     network, num_blocks = network_named(paced.network), num_blocks_of(paced, model)
     assert num_blocks is not None, "a table goes with the demo network"
@@ -212,23 +212,23 @@ PACED_NOTE = "Evidence is paced: steps take as long as a cost model says, and no
 
 
 def num_parameters(network: Network) -> int:
-    """Weights of all kinds, norms left out."""
+    """Number of weights of all kinds, without norms."""
     plain = replace(network.experts, bytes_per_weight=2.0) if network.experts else None
     return round(replace(network, bytes_per_weight=2.0, experts=plain).weight_bytes() / 2)
 
 
 def read_words(tokenizer: Path) -> tuple[list[int], int]:
-    """`WORDS` as ordinary token ids, none of them special, and how many ids there are.
+    """`WORDS` as ordinary token ids, none of them special, and the number of ids.
 
     Args:
-        tokenizer: a directory with tokenizer.json.
+        tokenizer: directory with tokenizer.json.
 
     Raises:
-        ConfigError: there is none that can be read, or it has no token for any of the words.
+        ConfigError: tokenizer.json is missing or unreadable, or has no token for any of the words.
     """
     try:
         backend = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
-    except Exception as error:  # the library raises bare ones
+    except Exception as error:  # the library raises bare exceptions
         raise ConfigError(f"cannot read tokenizer.json in {tokenizer}: {error}; name another by --tokenizer") from error
     special = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
     words = [token_id for token_id in backend.encode(WORDS, add_special_tokens=False).ids if token_id not in special]
@@ -238,7 +238,7 @@ def read_words(tokenizer: Path) -> tuple[list[int], int]:
 
 
 def _certain_prompts(units: Units) -> dict[int, tuple[TokenLogprobs, ...]]:
-    """An entry for the token after each of a LOGITS_PROMPT unit."""
+    """An entry for the token after each token of a LOGITS_PROMPT unit."""
     if units.next_token_ids is None:
         return {}
     found, at = {}, 0

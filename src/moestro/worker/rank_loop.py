@@ -1,4 +1,4 @@
-"""A rank's main loop, whatever the rank is made of. No torch here."""
+"""A rank's main loop, for any kind of rank. No torch here."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Stats(Protocol):
 
 
 class Steppable(Protocol):
-    """What `engine.rank.Rank` is to its driver."""
+    """The interface of `engine.rank.Rank` for its driver."""
 
     def add(self, request: Request, now_ns: int) -> int:
         """Take a request, or raise RequestError. Returns its serial."""
@@ -83,15 +83,15 @@ class Steppable(Protocol):
         ...
 
     def outputs(self, now_ns: int, is_wanted: Callable[[], bool] = ...) -> list[Output]:
-        """What requests gained. A device that works when polled works here, to the end or until `is_wanted`."""
+        """Collect new outputs of requests. A device that works when polled works here, to the end or `is_wanted`."""
         ...
 
     def begin(self, now_ns: int) -> object:
-        """Decide on the next step and start it, if there is one."""
+        """Plan the next step and start it, if there is one."""
         ...
 
     def ready_at_ns(self) -> int | None:
-        """When the next result will be there; None: nothing is under way, or only the hardware knows."""
+        """Time of the next result; None if nothing is in progress, or if only the hardware knows."""
         ...
 
     @property
@@ -101,7 +101,7 @@ class Steppable(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """Steps begun since the start; stands still when the rank does not get on."""
+        """Steps begun since the start; constant while the rank makes no progress."""
         ...
 
     def stats(self) -> Stats:
@@ -109,21 +109,22 @@ class Steppable(Protocol):
         ...
 
 
-_LOOK_AGAIN_S = 50e-6  # a fraction of the shortest step, and long enough for other threads to have the interpreter
+_LOOK_AGAIN_S = 50e-6  # a fraction of the shortest step, and long enough for other threads to get the interpreter
 
 
 def run_rank(
     rank: Steppable, channel: Channel, now_ns: Callable[[], int], after_step: Callable[[], None] = lambda: None
 ) -> None:
-    """Serve until told to shut down: new messages between any two steps (in preemptive mode, pieces of them), and sleep
-    only without work, until the device has said that it will be ready, or for a moment while the accelerator works.
+    """Serve until a shutdown message.
 
-    Outputs leave as soon as their step is done and the next is launched; whoever comes while a step is under way can
-    be in the next. Both hold on a CPU too, where the work is done in `outputs` and `begin` only launches.
+    The loop reads messages between any two steps (in preemptive mode, between pieces of them). It sleeps only without
+    work, until the device's announced time, or for a moment while the accelerator works.
+    Outputs leave as soon as their step is done and the next is launched, and a request that arrives during a step can
+    join the next one. Both hold on a CPU too, where `outputs` does the work and `begin` only launches.
 
     Args:
-        now_ns: the wall clock; the front door's `arrival_ns` must come from the same.
-        after_step: called when a step is done, before its outputs are sent.
+        now_ns: the wall clock; the API server's `arrival_ns` must use the same clock.
+        after_step: called after each step, before its outputs are sent.
     """
     told = RankLoad()
     wait_s: float | None = None
@@ -151,16 +152,16 @@ def run_rank(
 
 
 def _wait_s(rank: Steppable, now_ns: Callable[[], int], *, has_news: bool) -> float:
-    """How long to listen before the next step."""
+    """Time to wait for messages before the next step."""
     ready_ns = rank.ready_at_ns()
     if ready_ns is not None:
         return max(ready_ns - now_ns(), 0) / 1e9
-    # Nothing done and nothing heard: to ask again at once would keep the channel's thread from the interpreter.
+    # Nothing done and nothing received: an immediate retry would keep the channel's thread from the interpreter.
     return 0 if has_news else _LOOK_AGAIN_S
 
 
 def _obey(messages: Sequence[ToRank], rank: Steppable, channel: Channel, now_ns: Callable[[], int]) -> bool:
-    """Do what the front door says; False: shut down."""
+    """Apply the API server's messages. Returns False for a shutdown."""
     for message in messages:
         match message:
             case Add(request):

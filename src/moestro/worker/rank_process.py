@@ -1,6 +1,6 @@
-"""A rank process: it reads its launch spec from stdin and runs the rank's loop. What the rank is made of comes in.
+"""A rank process: reads its launch spec from stdin and runs the rank's loop. The caller supplies the rank.
 
-It serves until the front door says `Shutdown`, or until stdin ends because the front door is gone.
+The process serves until the API server sends `Shutdown`, or until stdin ends because the API server is gone.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from moestro.worker.channel import Channel
 from moestro.worker.kv_publisher import KvPublisher
 from moestro.worker.rank_loop import run_rank
 
-OnPhase = Callable[[str], None]  # told when a phase of the start begins
+OnPhase = Callable[[str], None]  # called when a phase of the start begins
 
 
 def run_process(build: Callable[[LaunchSpec, OnPhase], tuple[Rank, ModelInfo]]) -> int:
     """Run one rank; returns its exit status.
 
     Args:
-        build: makes it, and says what the front door must know of it.
+        build: function that makes the rank and its model information.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front door decides when to leave
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API server decides when to leave
     faulthandler.enable()
-    faulthandler.register(STACK_DUMP)  # needs no interpreter lock: it also answers when the main loop hangs in a kernel
+    faulthandler.register(STACK_DUMP)  # needs no interpreter lock: it also works while the main loop hangs in a kernel
     spec = read_launch_spec(sys.stdin.buffer)
     logging.basicConfig(level=spec.log_level.upper(), format=f"%(levelname)s engine {spec.rank}: %(message)s")
     channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno())
@@ -61,7 +61,7 @@ def run_process(build: Callable[[LaunchSpec, OnPhase], tuple[Rank, ModelInfo]]) 
 
 
 def _publish(spec: LaunchSpec, rank: Rank) -> Callable[[], None]:
-    """What is to be called after each step: it tells others what the prefix cache holds, if that is wanted."""
+    """Make the function to call after each step: it publishes the prefix cache, if the settings say so."""
     if spec.kv_events is None:
         return lambda: None
     scheduler = rank.scheduler
@@ -70,9 +70,9 @@ def _publish(spec: LaunchSpec, rank: Rank) -> Callable[[], None]:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process with `status`, at once.
+    """End this process with `status` at once.
 
-    The interpreter would take seconds to take torch's modules down, and nothing is left to be saved.
+    The interpreter would take seconds to unload torch's modules, and nothing is left to save.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -80,7 +80,7 @@ def leave(status: int) -> NoReturn:
 
 
 class _PhaseTimer:
-    """Told when a phase begins, reports the one before: together they account for every second."""
+    """Called when a phase begins, it reports the previous one, so that together they account for every second."""
 
     def __init__(self, launched_ns: int, channel: Channel) -> None:
         self._name, self._since_ns = "load libraries", launched_ns
@@ -93,19 +93,19 @@ class _PhaseTimer:
 
 
 def make_rank(spec: LaunchSpec, device: Device, info: ModelInfo) -> Rank:
-    """The rank that `spec` asks for in `fused` mode, on `device`."""
+    """Build the rank that `spec` describes in `fused` mode, on `device`."""
     return build_rank(scheduler_settings(spec, info), device)
 
 
 def make_preemptive_rank(spec: LaunchSpec, device: StagedDevice, info: ModelInfo, launch_ahead: int = 1) -> Rank:
-    """The rank that `spec` asks for in `preemptive` mode, on `device`, with as many places for each class."""
+    """Build the rank that `spec` describes in `preemptive` mode, on `device`, with as many places for each class."""
     settings = replace(scheduler_settings(spec, info), max_num_urgent_seqs=spec.limits.max_num_seqs)
     policy = make_step_policy(spec.stepping.step_policy, spec.stepping.max_be_wait)
     return build_preemptive_rank(settings, device, policy, launch_ahead, passes_decodes=spec.stepping.pass_decodes)
 
 
 def scheduler_settings(spec: LaunchSpec, info: ModelInfo) -> SchedulerSettings:
-    """What the operator chose, and what is known now that the model is loaded."""
+    """Combine the operator's settings with what the loaded model determines."""
     return SchedulerSettings(
         num_blocks=info.num_blocks,
         num_host_blocks=info.num_host_blocks,
@@ -116,6 +116,6 @@ def scheduler_settings(spec: LaunchSpec, info: ModelInfo) -> SchedulerSettings:
 
 
 def _cause(error: Exception) -> str:
-    """One line: an error of ours says what to do; any other gets its type, which often says more than its text."""
+    """Describe an error in one line; errors of other packages get their type, which often says more than the text."""
     text = " ".join(str(error).split())
     return text if isinstance(error, MoestroError) else f"{type(error).__name__}: {text}"

@@ -21,7 +21,7 @@ def _build(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
     if spec.stepping.mode == "preemptive" and spec.paced is None:
         return _build_preemptive(spec, on_phase)
     model = spec.model
-    if spec.paced is not None:  # the demo network computes, in as many blocks as the device that is played has
+    if spec.paced is not None:  # the demo network computes, with as many blocks as the modelled device has
         model = replace(model, num_gpu_blocks_override=num_blocks_of(spec.paced, model))
     loaded: tuple[Device, LoadedInfo] = open_device(model, on_phase, spec.rank)
     device, info = loaded[0], _model_info(spec.model.model, loaded[1])
@@ -40,8 +40,8 @@ def _build_preemptive(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelI
     return make_preemptive_rank(spec, device, info, launch_ahead=1 if device.works_when_polled else 2), info
 
 
-# Rounding depends on the shape of a batch. In these types that changes a token only where two candidates are within
-# about 1e-5 of each other, and an undisturbed answer could be either; in half precision it changes many.
+# Rounding depends on the shape of a batch. In these dtypes it changes a token only where two candidates are within
+# about 1e-5 of each other, and an undisturbed answer could be either. In half precision it changes many.
 _EXACT_DTYPES = ("float32", "float64")
 
 

@@ -1,1 +1,1 @@
-"""What comes in, and what became of it: traces, prompts, arrivals, reports. No clock, no sockets."""
+"""Workloads and their results: traces, prompts, arrivals, reports. No clock, no sockets."""

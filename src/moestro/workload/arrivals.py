@@ -1,7 +1,7 @@
-"""When requests arrive: int64[n] nanoseconds after the start, in order.
+"""Arrival processes: int64[n] nanoseconds after the start, in order.
 
-Every process is scaled so that the last of n requests arrives at n / rate: the rate offered is the rate asked for, also
-in a short run, and two runs at one rate differ by their pattern alone.
+Every process is scaled so that the last of n requests arrives at n / rate. The offered rate then equals the given rate
+in a short run too, and two runs at one rate differ only by their pattern.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moestro.errors import ConfigError
 
 Int64s = NDArray[np.int64]
 
-# Requests a stamp, on average, from which on stamps count as quantised rather than as chance coincidences.
+# Mean requests per timestamp from which timestamps count as quantised rather than as coincidences.
 _QUANTISED = 2.0
 
 
@@ -39,34 +39,34 @@ def gamma(num_requests: int, rate: float, burstiness: float, rng: np.random.Gene
 
 
 def weibull(num_requests: int, rate: float, shape: float, rng: np.random.Generator) -> Int64s:
-    """Weibull gaps of mean 1 / `rate` seconds: what half of ServeGen's clients show (arXiv 2505.09999, section 3).
+    """Weibull gaps of mean 1 / `rate` seconds, the pattern of half of ServeGen's clients (arXiv 2505.09999, section 3).
 
     Args:
-        shape: 1 is Poisson, less comes in bursts, with a longer tail than gamma's, more is steadier.
+        shape: 1 is Poisson; a lower shape comes in bursts, with a longer tail than gamma's; a higher one is steadier.
     """
     return _scaled(np.cumsum(rng.weibull(shape, size=num_requests)), rate)
 
 
 def replay(timestamp_ns: Int64s, rng: np.random.Generator) -> Int64s:
-    """A trace's own times, from 0; a trace with coarse stamps is spread first (see `spread`)."""
+    """Arrival times of a trace, from 0. Coarse timestamps are spread first (see `spread`)."""
     return spread(timestamp_ns - timestamp_ns[0], rng)
 
 
 def at_rate(offsets_ns: Int64s, rate: float) -> Int64s:
-    """The same pattern, stretched or squeezed in time until its mean rate is `rate` requests a second.
+    """Stretch or squeeze a pattern in time until its mean rate is `rate` requests a second.
 
     Raises:
-        ConfigError: all requests arrive at once, and no stretching gives them a rate.
+        ConfigError: all requests arrive at once, so that no stretching gives them a rate.
     """
     if offsets_ns[-1] <= 0:
-        raise ConfigError("the trace's requests all carry one timestamp: give --arrivals poisson")
+        raise ConfigError("all requests of the trace have the same timestamp: give --arrivals poisson")
     return _scaled(offsets_ns.astype(np.float64), rate)
 
 
 def at_load(offsets_ns: Int64s, saturation_rate: float, share: float) -> Int64s:
-    """The same pattern at a share of the highest rate that a system was measured to hold.
+    """Stretch or squeeze a pattern to a share of the highest rate that a system was measured to sustain.
 
-    Papers state loads so, because their absolute rates belong to their machines (LMetric, section 4.1: half of it).
+    Papers state loads this way, because their absolute rates belong to their machines (LMetric, section 4.1: half).
 
     Args:
         saturation_rate: requests a second.
@@ -83,17 +83,17 @@ def at_load(offsets_ns: Int64s, saturation_rate: float, share: float) -> Int64s:
 
 
 def faster(offsets_ns: Int64s, factor: float) -> Int64s:
-    """The same pattern, `factor` times as fast."""
+    """Speed up a pattern by `factor`."""
     scaled: Int64s = np.rint(offsets_ns / factor).astype(np.int64)
     return scaled
 
 
 def spread(timestamp_ns: Int64s, rng: np.random.Generator) -> Int64s:
-    """Undo coarse stamps: the requests of each stamp arrive uniformly at random in the gap that follows it.
+    """Spread coarse timestamps: the requests of each timestamp arrive uniformly at random in the gap that follows it.
 
-    Mooncake's stamps lie 3 s apart, with ten requests each; replayed as they stand they are bursts that never were. A
-    gap longer than the median one is a stamp without requests, so nobody is moved beyond the median gap. Stamps of less
-    than two requests on average are exact, and are kept.
+    Mooncake's timestamps are 3 s apart and carry ten requests each. Replayed literally, they are bursts that never
+    happened. A gap longer than the median means a timestamp without requests, so no request moves by more than the
+    median gap. Timestamps with fewer than two requests on average are exact and stay as they are.
 
     Args:
         timestamp_ns: int64[n], not decreasing.
@@ -105,7 +105,7 @@ def spread(timestamp_ns: Int64s, rng: np.random.Generator) -> Int64s:
     usual = int(np.median(gaps))
     room = np.append(np.minimum(gaps, usual), usual)[group]
     moved: Int64s = timestamp_ns + np.floor(rng.random(len(timestamp_ns)) * room).astype(np.int64)
-    moved.sort()  # within a group only: no group reaches the next stamp
+    moved.sort()  # changes the order within one timestamp only: no request reaches the next timestamp
     return moved
 
 

@@ -1,9 +1,9 @@
-"""Names of a replayed request's KV blocks, made from what its trace says is shared rather than from tokens.
+"""Names of a replayed request's KV blocks, derived from what its trace says is shared, not from tokens.
 
-Equal text after equal beginnings has equal names, other text other ones, under one key; and that is all that they have
-in common with `core.hashing.hash_blocks`: prompts written out by `workload.prompts` and hashed there get other names.
-A name costs a few nanoseconds: a number that is unique within the workload, mixed into two words by a bijection each,
-so that no two blocks of one workload and key can collide.
+Under one key, equal text after equal beginnings has equal names, and other text has other names. These names differ
+from those of `core.hashing.hash_blocks` for prompts that `workload.prompts` writes out.
+A name costs a few nanoseconds: a number that is unique within the workload is mixed into two words by one bijection
+each, so two blocks of one workload and key cannot collide.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from moestro.workload.rows import Rows
 
 UInt64s = NDArray[np.uint64]
 
-_POSITION_BITS = 24  # blocks of one stream; a stream's number goes above
-_UNNAMED = np.uint64(1 << 63)  # blocks of which a trace does not tell the content: the request's own
+_POSITION_BITS = 24  # low bits: the block's position in its stream; high bits: the stream's number
+_UNNAMED = np.uint64(1 << 63)  # marks blocks whose content the trace does not tell: they belong to one request alone
 
 
 def block_numbers(rows: Rows, index: int, num_tokens: int, block_size: int) -> UInt64s:
     """uint64[num_tokens // block_size], a number for each full block of the first `num_tokens` of request `index`.
 
-    Equal numbers are equal blocks after equal beginnings. Beyond what the trace tells, blocks are the request's own.
+    Equal numbers mean equal blocks after equal beginnings. Blocks beyond the trace's information are unique.
 
     Args:
-        num_tokens: of the prompt, or of prompt and answer where the request is part of a stream.
-        block_size: the engine's. A trace's blocks are cut into several or several are put together.
+        num_tokens: tokens of the prompt, or of prompt and answer where the request is part of a stream.
+        block_size: tokens of an engine's block. The trace's blocks are split or joined to fit.
     """
     num_blocks = num_tokens // block_size
     if rows.hash_ids is None:
@@ -42,10 +42,10 @@ def block_numbers(rows: Rows, index: int, num_tokens: int, block_size: int) -> U
 
 
 def block_names(key: bytes, numbers: UInt64s) -> bytes:
-    """Packed names, HASH_BYTES each.
+    """Pack block numbers into names of HASH_BYTES each.
 
     Args:
-        key: HASH_BYTES bytes, or empty; another key gives other names.
+        key: HASH_BYTES bytes, or empty; a different key gives different names.
     """
     low, high = np.frombuffer(key or bytes(HASH_BYTES), "<u8")
     names = np.empty((len(numbers), 2), "<u8")
@@ -55,10 +55,10 @@ def block_names(key: bytes, numbers: UInt64s) -> bytes:
 
 
 def check_block_size(rows: Rows, block_size: int) -> None:
-    """Refuse an engine's block size into which the trace's blocks cannot be cut or put together.
+    """Refuse an engine's block size that the trace's blocks cannot be split or joined to.
 
     Raises:
-        ConfigError: neither is a multiple of the other.
+        ConfigError: neither block size is a multiple of the other.
     """
     if rows.hash_ids is None or rows.block_size % block_size == 0 or block_size % rows.block_size == 0:
         return
@@ -71,14 +71,14 @@ def check_block_size(rows: Rows, block_size: int) -> None:
 def _of_ids(ids: UInt64s, traced: int, wanted: int) -> UInt64s:
     if wanted >= traced:
         step = wanted // traced
-        return ids[step - 1 :: step]  # a block's last id names all of it
+        return ids[step - 1 :: step]  # the last id of a joined block names all of it
     parts = traced // wanted
     cut: UInt64s = np.add.outer(ids * np.uint64(parts), np.arange(parts, dtype=np.uint64)).reshape(-1)
     return cut
 
 
 def _of_stream(rows: Rows, index: int, num_blocks: int, block_size: int) -> UInt64s:
-    """A block belongs to the last stream that has a token of its own in it."""
+    """Number a stream's blocks. A block belongs to the last stream that has a token of its own in it."""
     numbers = np.arange(num_blocks, dtype=np.uint64)
     if rows.streams is None or rows.stream is None:
         return numbers + np.uint64(index << _POSITION_BITS)

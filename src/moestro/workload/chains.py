@@ -1,4 +1,4 @@
-"""Sessions for traces that name none: requests that go on where an earlier one's blocks ended."""
+"""Sessions for traces that name none: a request continues the request whose blocks it begins with."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from moestro.workload.rows import Rows
 
 
 def with_chains(rows: Rows, num_common_blocks: int = 1) -> Rows:
-    """The same requests with sessions guessed: a request belongs to the one that last held its deepest known block.
+    """Guess sessions: a request joins the session that last held its deepest known block.
 
-    A guess: a document that two users ask about makes one session of them.
+    The guess can be wrong: a document that two users ask about makes one session of them.
 
     Args:
-        rows: of a trace with hash ids, in order of time.
-        num_common_blocks: blocks at the beginning that tell nothing, as everybody has them: Mooncake's conversation
-            trace begins with one.
+        rows: requests of a trace with hash ids, in order of time.
+        num_common_blocks: leading blocks to ignore because every prompt has them. Mooncake's conversation trace has
+            one such block.
 
     Raises:
         ConfigError: the rows have no hash ids.

@@ -1,4 +1,4 @@
-"""Recorded choices of gates: which experts real tokens went to. What placement is planned on and skew is taken from."""
+"""Recorded gate choices: the experts of real tokens, from which placement is planned and skew is measured."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _PIECE_BYTES = 1 << 20
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """One answer: the rows offset .. offset + num_tokens of the tokens.
+    """One answer: the tokens in rows offset .. offset + num_tokens.
 
     Attributes:
-        dataset, category: the benchmark and the subject that its question is from.
-        prompt_tokens: of the question, whose routing was not recorded.
+        dataset, category: benchmark and subject of the question.
+        prompt_tokens: length of the question, whose routing was not recorded.
     """
 
     dataset: str
@@ -40,8 +40,8 @@ class RoutingTrace:
     """The experts of every generated token.
 
     Attributes:
-        experts: uint8[tokens, layers, top_k], one byte a choice: 88,539 tokens of GPT-OSS-20B are 8.5 MB.
-        generations: in order, one after the other.
+        experts: uint8[tokens, layers, top_k], one byte a choice; 88,539 tokens of GPT-OSS-20B take 8.5 MB.
+        generations: consecutive answers, in order.
     """
 
     experts: UInt8s
@@ -54,17 +54,21 @@ class RoutingTrace:
     def counts(self, num_experts: int, tokens: slice = slice(None)) -> Int64s:
         """int64[layers, num_experts], how many of `tokens` chose each expert.
 
-        Counted layer by layer, so that no array of the tokens' size is made beside the trace.
+        The count runs layer by layer and allocates no array of the trace's size.
         """
         part = self.experts[tokens]
         return np.stack([np.bincount(part[:, i].reshape(-1), minlength=num_experts) for i in range(part.shape[1])])
 
 
 def read_routing(experts: Path, index: Path) -> RoutingTrace:
-    """A routing trace: `experts` is a NumPy file (.npy, .zst allowed) of uint8, `index` its generations as JSON lines.
+    """Read a routing trace.
+
+    Args:
+        experts: NumPy file of uint8 (.npy, .zst allowed).
+        index: its generations as JSON lines.
 
     Raises:
-        ConfigError: one cannot be read, is of another form, or the two do not fit together.
+        ConfigError: a file cannot be read, has another form, or the two do not match.
     """
     generations = []
     with open_lines(index) as lines:
@@ -77,7 +81,7 @@ def read_routing(experts: Path, index: Path) -> RoutingTrace:
     array = _read_npy(experts)
     ends = [each.offset + each.num_tokens for each in generations]
     if [0, *ends[:-1]] != [each.offset for each in generations] or ends[-1:] != [len(array)]:
-        raise ConfigError(f"{index} does not list the {len(array)} tokens of {experts} one after the other")
+        raise ConfigError(f"{index} must list the {len(array)} tokens of {experts} in order, without gaps")
     return RoutingTrace(array, tuple(generations))
 
 
@@ -92,8 +96,8 @@ class ExpertCounts:
 
     Attributes:
         by_domain: domain to int64[recorded layers, experts].
-        next_layer: domain to int64[recorded layers - 1, experts, experts]: the choice in one recorded layer and in the
-            next recorded one; empty where it was not recorded.
+        next_layer: domain to int64[recorded layers - 1, experts, experts]: pairs of choices in one recorded layer and
+            the next recorded one; empty where pairs were not recorded.
     """
 
     by_domain: dict[str, Int64s]
@@ -101,10 +105,10 @@ class ExpertCounts:
 
 
 def read_expert_counts(path: Path) -> dict[str, ExpertCounts]:
-    """Counts by checkpoint, as OLMoE's authors released them: of layers 0, 7 and 15, for OLMoE and Mixtral.
+    """Read counts by checkpoint in the form of OLMoE's authors: layers 0, 7 and 15 of OLMoE and Mixtral.
 
     Raises:
-        ConfigError: it cannot be read or is of another form.
+        ConfigError: the file cannot be read or has another form.
     """
     with open_lines(path) as lines:
         try:
@@ -132,7 +136,7 @@ def _read_npy(path: Path) -> UInt8s:
 
 
 def _fill(path: Path, source: BinaryIO) -> UInt8s:
-    """Piece by piece into the array: the file is never in memory twice, packed or not."""
+    """Read piece by piece into the array, so that memory never holds the file twice, compressed or not."""
     version = np.lib.format.read_magic(source)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, is_fortran, dtype = read(source)

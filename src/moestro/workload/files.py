@@ -1,4 +1,4 @@
-"""Files of text, line by line, packed or not."""
+"""Text files, line by line, compressed or not."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 @contextmanager
 def open_lines(path: Path) -> Iterator[TextIO]:
-    """The text of `path`, unpacked if its name ends in .zst.
+    """Open the text of `path`, decompressed if its name ends in .zst.
 
     Raises:
-        ConfigError: it cannot be read, found out now or while it is read.
+        ConfigError: the file cannot be read, now or while its lines are read.
     """
     try:
         if path.suffix != ".zst":
@@ -36,10 +36,10 @@ def open_lines(path: Path) -> Iterator[TextIO]:
 
 
 def read_jsonl(path: Path, lines: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, its fields) for each line that is not blank.
+    """Yield (line number, fields) for each line that is not blank.
 
     Raises:
-        ConfigError: a line is no JSON object.
+        ConfigError: a line is not a JSON object.
     """
     for number, line in enumerate(lines, 1):
         if not line.isspace():

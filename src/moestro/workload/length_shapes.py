@@ -1,9 +1,9 @@
 """Gimbal's five shapes of a length mix: random, central, descending, two-end, average (v1, section V-A4, figure 5).
 
-The paper names them and shows pictures; it defines none of them in words. Two readings fit. `draw_shape` takes
-"modifying the distributional shape of the BurstGPT traces", "we sample 1,000 requests according to each distribution"
-by the word: each shape is how often which prompt length occurs. `arrange_shape` takes the shapes as orders in which
-requests of one length mix arrive. A result names its reading.
+The paper names the shapes and shows pictures, and defines none of them in words. Two readings fit. `draw_shape` takes
+"modifying the distributional shape of the BurstGPT traces" and "we sample 1,000 requests according to each
+distribution" literally: a shape is the frequency of each prompt length. `arrange_shape` reads a shape as the order in
+which requests of one length mix arrive. Each result names its reading.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from moestro.workload.rows import Int64s, Rows
 
 Shape = Literal["random", "central", "descending", "two-end", "average"]
 SHAPES: tuple[Shape, ...] = ("random", "central", "descending", "two-end", "average")
-LONGEST = 3000  # tokens: 97.6 % of BurstGPT's requests are not longer (Gimbal v1, section V-A2, the threshold of load)
+LONGEST = 3000  # tokens; covers 97.6 % of BurstGPT's requests (Gimbal v1, section V-A2, the load threshold)
 
 _Floats = NDArray[np.float64]
-# Where in 0 .. 1 (of the longest prompt) the share u of all requests lies below: the inverse of each distribution.
+# Inverse distribution functions: the length, as a fraction of the longest prompt, below which a share u lies.
 _QUANTILES: dict[str, Callable[[_Floats], _Floats]] = {
     "average": lambda u: u,  # flat
-    "descending": lambda u: 1 - np.sqrt(1 - u),  # falls in a straight line to 0
+    "descending": lambda u: 1 - np.sqrt(1 - u),  # density falls linearly to 0
     "central": lambda u: np.where(
         u < 0.5, np.sqrt(u / 2), 1 - np.sqrt((1 - u) / 2)
-    ),  # a triangle, its top in the middle
+    ),  # a triangle with its peak in the middle
     "two-end": lambda u: 0.5 + np.sign(u - 0.5) * np.sqrt(np.abs(u - 0.5) / 2),  # the triangle upside down
 }
 
 
 def draw_shape(rows: Rows, shape: Shape, num_requests: int, rng: np.random.Generator, longest: int = LONGEST) -> Rows:
-    """Requests of `rows`, drawn so that their prompt lengths have the shape, in random order.
+    """Draw requests from `rows` so that their prompt lengths have the shape, in random order.
 
-    "random" draws every request alike, without putting it back as long as there are enough: the mix as it is. The
-    others draw a length, and take a request whose prompt is as near to it as any; where long ones are rare they come
-    repeatedly. Answers stay with their prompts.
+    "random" draws every request with equal chance, without replacement while requests last. The other shapes draw a
+    length and take a request with the nearest prompt length; where long prompts are rare, the same ones repeat.
+    Answers stay with their prompts.
 
     Args:
-        rows: lengths; what they share and when they came is dropped.
-        longest: tokens where a shape ends; "random" has no end.
+        rows: requests with lengths; shared blocks and times are dropped.
+        longest: prompt tokens at which a shape ends; "random" ignores it.
 
     Raises:
-        ConfigError: there is no such shape, or the prompts are texts, whose lengths are not known.
+        ConfigError: the shape is unknown, or the prompts are texts, whose lengths are not known.
     """
     _check(shape)
     if rows.texts is not None:
@@ -58,13 +58,13 @@ def draw_shape(rows: Rows, shape: Shape, num_requests: int, rng: np.random.Gener
 
 
 def arrange_shape(rows: Rows, shape: Shape, rng: np.random.Generator) -> Rows:
-    """The same requests in another order: where in time the long prompts come.
+    """Reorder requests so that long prompts arrive at the times that the shape names.
 
-    "random": anywhere. "central": in the middle. "descending": first. "two-end": first and last. "average": everywhere
-    alike, so that each stretch of the order has the mix of the whole.
+    Long prompts arrive anywhere ("random"), in the middle ("central"), first ("descending"), or first and last
+    ("two-end"). With "average", each stretch of the order has the mix of the whole.
 
     Raises:
-        ConfigError: there is no such shape.
+        ConfigError: the shape is unknown.
     """
     _check(shape)
     count = len(rows)
@@ -85,7 +85,7 @@ def arrange_shape(rows: Rows, shape: Shape, rng: np.random.Generator) -> Rows:
 
 
 def _nearest(lengths: Int64s, wanted: _Floats, rng: np.random.Generator) -> Int64s:
-    """For each wanted length, one at random of the places in `lengths` (rising) that hold the nearest."""
+    """For each wanted length, the position of one request, drawn among those in `lengths` (ascending) nearest to it."""
     right = np.searchsorted(lengths, wanted).clip(max=len(lengths) - 1)
     left = (right - 1).clip(min=0)
     nearest = np.where(wanted - lengths[left] < lengths[right] - wanted, lengths[left], lengths[right])
@@ -95,10 +95,10 @@ def _nearest(lengths: Int64s, wanted: _Floats, rng: np.random.Generator) -> Int6
 
 
 def _lengths(rows: Rows, which: Int64s) -> Rows:
-    """Drawn anew: these requests were never recorded."""
+    """Make rows of the chosen lengths. They count as generated, because these requests were never recorded."""
     return Rows(rows.num_prompt_tokens[which], rows.num_output_tokens[which], is_generated=True)
 
 
 def _check(shape: str) -> None:
     if shape not in SHAPES:
-        raise ConfigError(f"there is no length shape {shape!r}: give one of {', '.join(SHAPES)}")
+        raise ConfigError(f"length shape {shape!r} is unknown: give one of {', '.join(SHAPES)}")

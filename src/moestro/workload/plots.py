@@ -1,4 +1,4 @@
-"""Figures of runs and searches. Needs the extra `plots`; nothing else imports it."""
+"""Figures of runs and searches. This module needs the extra `plots`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIZE = (10.0, 6.0)
 
 
 def run_figure(records: Records, report: Report, slos: Slos | None) -> Figure:
-    """The four latencies as cumulative shares, p50, p90 and p99 marked, the objectives as dashed lines."""
+    """Draw the four latencies as cumulative shares, with p50, p90 and p99 marked and objectives as dashed lines."""
     figure, answered = Figure(figsize=_SIZE, layout="constrained"), records.answered
     bounds = slos or Slos()
     for axes, (name, values_ns, bound_ms) in zip(
@@ -40,7 +40,7 @@ def run_figure(records: Records, report: Report, slos: Slos | None) -> Figure:
 
 
 def search_figure(rates: Sequence[float], reports: Sequence[Report], slo_share: float) -> Figure:
-    """The share of good requests, and p50 and p99 of TTFT and TPOT, over the rates of a search."""
+    """Draw the share of good requests, and p50 and p99 of TTFT and TPOT, over the rates of a search."""
     order = np.argsort(rates)
     x = np.asarray(rates, np.float64)[order]
     ranked = [reports[i] for i in order]

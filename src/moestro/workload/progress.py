@@ -11,12 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar for as long as the block runs; what it yields moves it by one. Nothing is drawn where nobody looks."""
+    """Show a bar while the block runs; calling the yielded function moves it by one. Only a terminal shows it."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     )  # fmt: skip
-    # Twice a second: to draw takes a millisecond of the same interpreter that stamps the answers.
+    # Two redraws a second: each takes a millisecond of the interpreter that also timestamps answers.
     with Progress(
         *columns, console=console, transient=True, refresh_per_second=2, disable=not console.is_terminal
     ) as bar:

@@ -1,4 +1,4 @@
-"""Prompts as token ids or words, made from lengths and block hashes: the same key gives the same prompt anywhere."""
+"""Prompts as token ids or words, made from lengths and block hashes. The same key gives the same prompt everywhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moestro.workload.rows import Rows
 
 Int32s = NDArray[np.int32]
 
-# Frequent words, each of which most tokenizers give one token when a space goes before it.
+# Frequent words; most tokenizers encode each as one token after a space.
 WORDS = (  # noqa: SIM905 as a list it would fill a page
     "the of and to in is that for it as was with be by on not he his but at are this have from or had an they which"
     " one you were all her she there would their we him been has when who will no more if out so said what up its"
@@ -25,11 +25,11 @@ WORDS = (  # noqa: SIM905 as a list it would fill a page
 
 @dataclass(frozen=True, slots=True)
 class PromptKey:
-    """Which prompts: another `run` of the same `seed` shares no block with this one, so no run warms the next's cache.
+    """Selects a set of prompts. Different runs of one seed share no block, so no run warms the next one's cache.
 
     Attributes:
-        seed: the operator's.
-        run: 0 for warm-up, then counted on.
+        seed: the operator's seed.
+        run: 0 for warm-up, then 1, 2, ….
     """
 
     seed: int
@@ -39,7 +39,7 @@ class PromptKey:
         """uint64[1], the seed of one independent stream of draws."""
         state = np.array([self.seed % 2**64], np.uint64)
         for part in (self.run, number):
-            state = mix64(state + np.array([part + 1], np.uint64))  # an array wraps silently, a scalar would warn
+            state = mix64(state + np.array([part + 1], np.uint64))  # an array wraps silently; a scalar would warn
         return state
 
 
@@ -47,10 +47,10 @@ _BLOCKS, _STREAMS = range(2)
 
 
 def token_ids(rows: Rows, index: int, vocab_size: int, key: PromptKey) -> Int32s:
-    """int32[num_prompt_tokens], the prompt of request `index`, from 0 .. `vocab_size` - 1.
+    """int32[num_prompt_tokens], the prompt of request `index`, with ids from 0 to `vocab_size` - 1.
 
-    Equal hash ids give equal blocks, and a last, partial block is the beginning of its block; prompts of one stream
-    begin alike. Beyond that a prompt is its request's own.
+    Equal hash ids give equal blocks. A partial last block is the beginning of its block. Prompts of one stream begin
+    alike. All other tokens are unique to the request.
     """
     num_tokens = int(rows.num_prompt_tokens[index])
     if rows.hash_ids is not None:
@@ -70,7 +70,7 @@ def token_ids(rows: Rows, index: int, vocab_size: int, key: PromptKey) -> Int32s
 
 
 def text(rows: Rows, index: int, key: PromptKey) -> str:
-    """The prompt of request `index` as text: the file's own, or one common word a token: about as many tokens."""
+    """The prompt of request `index` as text: the file's own text, or one common word for each token."""
     if rows.texts is not None:
         return rows.texts[index]
     return " ".join(WORDS[i] for i in token_ids(rows, index, len(WORDS), key).tolist())

@@ -1,4 +1,4 @@
-"""What became of the requests of one run, as columns, filled row by row as they end."""
+"""Outcomes of the requests of one run, as columns that fill row by row."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Outcome:
     """How one request ended.
 
     Attributes:
-        failure: a stable word, or None for a whole answer.
-        message: the failure in words.
-        delivery_ns: when each chunk with tokens came; empty for a failure.
-        num_prompt_tokens, num_output_tokens, num_cached_tokens: by the server's own count.
+        failure: a stable word, or None for a complete answer.
+        message: description of the failure.
+        delivery_ns: times at which chunks with tokens arrived; empty for a failure.
+        num_prompt_tokens, num_output_tokens, num_cached_tokens: counts that the server reports.
     """
 
     failure: str | None = None
@@ -38,15 +38,15 @@ class Records:
     """n requests of one run, one row each.
 
     Attributes:
-        timelines: of all; only the rows of `is_ok` mean anything but their arrival.
-        end_ns: int64[n], when the answer was whole, or had failed.
+        timelines: timelines of all rows; where `is_ok` is false, only the arrival is meaningful.
+        end_ns: int64[n], when the answer was complete or had failed.
         is_ok: bool[n].
-        num_asked_tokens: int64[n], the answer's length as asked for.
-        num_prompt_tokens, num_cached_tokens: int64[n], by the server's count; 0 for failures.
-        itl_ns: int64[m], gaps between deliveries, of all rows of `is_ok`, no particular order.
-        failures: number by stable word, and a first example of each in words.
-        late_ns: int64[n], how long after its turn each request was sent.
-        stall_ns: int64[k], how far behind the client was at regular moments of the run.
+        num_asked_tokens: int64[n], requested answer length.
+        num_prompt_tokens, num_cached_tokens: int64[n], counts that the server reports; 0 for failures.
+        itl_ns: int64[m], gaps between deliveries over all rows of `is_ok`, in no particular order.
+        failures: for each stable word, the number of failures and a first example.
+        late_ns: int64[n], delay between the scheduled and the actual sending of each request.
+        stall_ns: int64[k], how far the client was behind at regular moments of the run.
     """
 
     timelines: Timelines
@@ -65,14 +65,14 @@ class Records:
 
     @property
     def answered(self) -> Timelines:
-        """The rows of `is_ok` that have tokens: those of scored prompts, without any, have no latencies."""
+        """Rows of `is_ok` that have tokens. Scored prompts have no tokens and hence no latencies."""
         whole = self.timelines
         ok = self.is_ok & (whole.num_tokens > 0)
         return Timelines(whole.arrival_ns[ok], whole.first_token_ns[ok], whole.last_token_ns[ok], whole.num_tokens[ok])
 
 
 class RecordBook:
-    """Takes one outcome a request, in any order; `freeze` needs them all."""
+    """Collects one outcome for each request, in any order. `freeze` needs all of them."""
 
     def __init__(self, num_asked_tokens: Int64s) -> None:
         count = len(num_asked_tokens)
@@ -84,11 +84,11 @@ class RecordBook:
         self._failures: dict[str, tuple[int, str]] = {}
 
     def sent(self, row: int, arrival_ns: int, late_ns: int) -> None:
-        """Request `row` arrived then, and was sent `late_ns` after its turn."""
+        """Record that request `row` arrived at `arrival_ns` and was sent `late_ns` after its scheduled time."""
         self._arrival[row], self._late[row] = arrival_ns, late_ns
 
     def ended(self, row: int, end_ns: int, outcome: Outcome) -> None:
-        """Request `row` has ended."""
+        """Record the end of request `row`."""
         assert not self._ended[row], f"request {row} ended twice"
         self._ended[row], self._end[row] = True, end_ns
         if outcome.failure is not None:
@@ -102,7 +102,7 @@ class RecordBook:
         self._gaps.append(np.diff(times))
 
     def freeze(self, stall_ns: Iterable[int] = ()) -> Records:
-        """The columns; `stall_ns` as in `Records`."""
+        """Return the columns; `stall_ns` as in `Records`."""
         assert self._ended.all(), "a request has no outcome"
         return Records(
             timelines=Timelines(self._arrival, self._first, self._last, self._output),

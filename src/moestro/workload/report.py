@@ -1,4 +1,4 @@
-"""One run in figures: percentiles, throughput, goodput, failures, and whether the client itself was fit to measure."""
+"""Figures of one run: percentiles, throughput, goodput, failures, and whether the client kept its schedule."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from moestro.core.clock import NS_PER_S
 from moestro.workload.records import Records
 from moestro.workload.slos import NS_PER_MS, Slos
 
-MAX_LATE_MS = 5.0  # the client's p99 lateness beyond which a run says more of the client than of the server
+MAX_LATE_MS = 5.0  # p99 lateness of the client; beyond it a run measures the client as much as the server
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """A latency over requests (ITL: over gaps), milliseconds; percentiles interpolate linearly."""
+    """A latency over requests (ITL: over gaps) in milliseconds. Percentiles interpolate linearly."""
 
     mean: float
     p50: float
@@ -24,7 +24,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lateness(msgspec.Struct, frozen=True, kw_only=True):
-    """How far behind its own schedule the client was, milliseconds."""
+    """How far the client was behind its own schedule, in milliseconds."""
 
     p50: float
     p99: float
@@ -32,29 +32,30 @@ class Lateness(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """How many requests failed in one way, and one of them in words."""
+    """Number of requests that failed in one way, with one example."""
 
     count: int
     example: str
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that met all objectives. A failed request met none."""
+    """Requests that met all objectives. A failed request meets none."""
 
     ttft_ms: float | None
     tpot_ms: float | None
     e2e_ms: float | None
     num_met: int
-    share: float  # of all requests, failed ones among them
+    share: float  # of all requests, failed ones included
     requests_per_s: float
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Latencies count from the scheduled arrival and cover whole answers only; None: there was none.
+    """Figures of one run. Latencies count from the scheduled arrival and cover complete answers only.
 
-    `duration_s` runs from the first arrival to the end of the last request, so that throughput pays for stragglers.
-    A scored prompt, an answer of no tokens, counts among the requests and has no latencies.
-    `num_wrong_length`: answers that are not as long as was asked for, and so were less or more work than meant.
+    None means that the run has no such latency.
+    `duration_s` runs from the first arrival to the end of the last request, so stragglers lower the throughput.
+    A scored prompt has an answer of no tokens: it counts as a request and has no latencies.
+    `num_wrong_length` counts answers whose length differs from the requested one, and so differ in work.
     """
 
     num_requests: int
@@ -64,7 +65,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float
     num_input_tokens: int
     num_output_tokens: int
-    cached_share: float  # of the input tokens, as far as the server tells
+    cached_share: float  # of the input tokens, as far as the server reports it
     requests_per_s: float
     input_tokens_per_s: float
     output_tokens_per_s: float
@@ -79,7 +80,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_report(records: Records, slos: Slos | None = None) -> Report:
-    """The figures of `records`, at least one request."""
+    """Compute the figures of `records`, which hold at least one request."""
     answered = records.answered
     duration_s = float(records.end_ns.max() - records.timelines.arrival_ns.min()) / NS_PER_S
     num_ok, num_input, num_output = (
@@ -114,7 +115,7 @@ def make_report(records: Records, slos: Slos | None = None) -> Report:
 
 def _goodput(records: Records, slos: Slos, duration_s: float) -> Goodput:
     answered = records.answered
-    num_without_latency = int(records.is_ok.sum()) - len(answered)  # nothing of a scored prompt can be late
+    num_without_latency = int(records.is_ok.sum()) - len(answered)  # scored prompts cannot be late
     num_met = int(slos.met(answered).sum()) + num_without_latency
     return Goodput(
         ttft_ms=slos.ttft_ms,
@@ -127,7 +128,7 @@ def _goodput(records: Records, slos: Slos, duration_s: float) -> Goodput:
 
 
 def spread_of(values_ns: NDArray[np.int64] | NDArray[np.float64]) -> Spread | None:
-    """Of latencies in nanoseconds, NaN left out; None: there are none."""
+    """Percentiles of latencies in nanoseconds. NaN is ignored; None means that there are no latencies."""
     known = values_ns[~np.isnan(values_ns)] / NS_PER_MS
     if not len(known):
         return None

@@ -1,8 +1,8 @@
-"""A server's record of what it answered: `moestro serve --record FILE` writes it, the simulator replays it.
+"""A server's record of its answered requests: `moestro serve --record FILE` writes it, the simulator replays it.
 
-One JSON object a line: a `Header`, then a `RecordedRequest` for each request, in the order in which they ended.
-A server that is started again appends another header and goes on.
-No prompt and no answer is in it: blocks go by their keyed hashes, users by a number.
+Each line is a JSON object: first a `Header`, then a `RecordedRequest` for each request, in the order of their ends.
+A restarted server appends another header and continues.
+The record holds no prompt and no answer: blocks appear as keyed hashes, users as numbers.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _TIMES = ("arrival_ns", "admitted_ns", "first_token_ns", "last_token_ns")
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """The server under which they were recorded.
+    """The server that wrote the following lines.
 
     Attributes:
         format: FORMAT.
-        model: under which name.
-        device: as its engines called it; that of a paced one begins with paced.
-        num_engines, block_size, num_blocks, max_model_len: of it.
-        kv_offloading_size: GiB of host memory of each engine, for the KV of preempted requests.
-        limits: what each engine's scheduler was told, by the names of `SchedulerSettings`.
-        stepping: in which pieces each engine computed, by the names of the flags; empty: step by step.
-        route_policy: which engine got a request.
-        clocks: when the record began; None: an older version wrote it.
+        model: served model name.
+        device: device as its engines call it; the name of a paced one begins with "paced".
+        num_engines, block_size, num_blocks, max_model_len: sizes of the server and of each engine.
+        kv_offloading_size: GiB of host memory of each engine for the KV of preempted requests.
+        limits: settings of each engine's scheduler, by the names of `SchedulerSettings`.
+        stepping: step settings of each engine, by the names of the flags; empty means whole steps.
+        route_policy: policy that chose the engine of each request.
+        clocks: start of the record on both clocks; None in records of older versions.
     """
 
     format: str = FORMAT
@@ -56,19 +56,19 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request that was answered whole. Times are the server's monotonic clock, nanoseconds.
+    """One request with a complete answer. Times are nanoseconds of the server's monotonic clock.
 
     Attributes:
-        request_id: the server's own.
-        arrival_ns: at the front door.
-        admitted_ns: when it was first given KV blocks.
-        first_token_ns, last_token_ns: when they came back to the front door; 0: none was asked for.
-        engine: which answered.
-        num_prompt_tokens, num_output_tokens, num_hit_tokens: of prompt, answer, and prefix cache.
-        max_tokens: what was asked for.
-        block_hashes: of the prompt's full blocks, packed; base64 in the file.
-        priority, service_class: as asked.
-        user: a number for who asked; 0: nobody said.
+        request_id: id that the server gave.
+        arrival_ns: arrival at the API server.
+        admitted_ns: first allocation of KV blocks.
+        first_token_ns, last_token_ns: arrival of the tokens at the API server; 0 if the request asked for none.
+        engine: number of the engine that answered.
+        num_prompt_tokens, num_output_tokens, num_hit_tokens: tokens of prompt, answer, and prefix-cache hit.
+        max_tokens: requested limit.
+        block_hashes: packed hashes of the prompt's full blocks; base64 in the file.
+        priority, service_class: as requested.
+        user: number of the user; 0 if the request named none.
     """
 
     request_id: str
@@ -89,14 +89,14 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestRecord:
-    """A record that was read. It is a workload: each request as it was, and its answer's length as its hidden future.
+    """A record as a workload: each recorded request, with its answer's length as its hidden future.
 
-    The hashes of answers are not in it: a turn of a conversation finds the prompts of earlier ones in a replay's cache,
-    not their answers.
+    The record lacks the hashes of answers. In a replay, a turn of a conversation therefore hits the prompts of earlier
+    turns and not their answers.
 
     Attributes:
-        header: of the first server.
-        requests: in order of arrival.
+        header: header of the first server.
+        requests: requests in order of arrival.
     """
 
     header: Header
@@ -107,13 +107,13 @@ class RequestRecord:
 
     @property
     def arrival_ns(self) -> Int64s:
-        """int64[n], from the first."""
+        """int64[n], nanoseconds after the first arrival."""
         times: Int64s = np.array([request.arrival_ns for request in self.requests], np.int64)
         times -= times[0]
         return times
 
     def make(self, index: int, arrival_ns: int) -> tuple[Request, Script]:
-        """Request `index` as it arrives then, and what came of it."""
+        """Build request `index` with the given arrival, and its script."""
         told = self.requests[index]
         request = Request(
             request_id=f"row-{index}",
@@ -130,7 +130,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What one server wrote, from the line of its header on."""
+    """The lines of one server, from its header on."""
 
     line: int
     header: Header
@@ -138,11 +138,13 @@ class _Run:
 
 
 def read_request_record(path: Path) -> RequestRecord:
-    """The record in `path`. Where servers with the same settings followed each other, their requests are joined on the
-    wall clock; the time in between, in which none ran, stays in the arrivals.
+    """Read the record in `path`.
+
+    Requests of consecutive servers with equal settings are joined on the wall clock. The time between two servers, in
+    which none ran, stays in the arrivals.
 
     Raises:
-        ConfigError: it cannot be read, is no record, or is one of servers that cannot be joined; the text names the
+        ConfigError: the file cannot be read, is no record, or holds servers that cannot be joined; the text names the
             line.
     """
     runs = [run for run in _runs(path) if run.requests]
@@ -157,7 +159,7 @@ def read_request_record(path: Path) -> RequestRecord:
 
 
 def _runs(path: Path) -> list[_Run]:
-    """A line that is cut off is passed over where a run ends: the server was killed, or its disk was full."""
+    """Split the file at its headers, ignoring a truncated line at the end of a run (from a kill or a full disk)."""
     runs: list[_Run] = []
     cut_off = ""
     with open_lines(path) as lines:
@@ -211,7 +213,7 @@ def _check_joins(path: Path, first: _Run, run: _Run) -> None:
         raise ConfigError(f"{where} with another {', '.join(changed)}: put its lines into a file of their own")
     if run.header.clocks is None or first.header.clocks is None:
         raise ConfigError(
-            f"{where} and one of the two does not say its wall-clock time, so they cannot be joined: put its lines"
+            f"{where} and one of the two headers lacks its wall-clock time, so they cannot be joined: put its lines"
             " into a file of their own"
         )
 
@@ -221,5 +223,5 @@ def _on_wall_clock(run: _Run) -> Iterator[RecordedRequest]:
     offset_ns = run.header.clocks.offset_ns
     for request in run.requests:
         times = {name: getattr(request, name) for name in _TIMES}
-        moved = {name: time_ns + offset_ns for name, time_ns in times.items() if time_ns}  # 0: there was no such moment
+        moved = {name: time_ns + offset_ns for name, time_ns in times.items() if time_ns}  # 0 means no such moment
         yield msgspec.structs.replace(request, **moved)

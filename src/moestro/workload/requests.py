@@ -1,6 +1,6 @@
-"""Rows as requests without token ids, and each one's hidden future: what is replayed where no network runs.
+"""Rows as requests without token ids, each with its hidden future, for replays without a network.
 
-A request is made when it is asked for, so a million of them take no more memory than their columns.
+A request is built on demand, so a million requests take no more memory than their columns.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class RequestForm:
     """How rows become requests.
 
     Attributes:
-        block_size: the engine's.
-        hash_key: of block names, from `core.hashing.hash_key`; empty: the all-zero key.
-        max_tokens: what every client asks for; an answer that would be longer ends there. None: the longest answer of
-            the rows, one number for all, so that it tells a policy nothing of the single answer.
-        names_blocks: give blocks names. Without (prefix caching off) no block is ever found again, and none is made.
-        name: request ids are this and the row's number.
+        block_size: tokens of an engine's block.
+        hash_key: key of block names, from `core.hashing.hash_key`; empty means the all-zero key.
+        max_tokens: limit that every client requests; a longer answer ends there. None means the longest answer of the
+            rows: one number for all requests, so that it tells a policy nothing about a single answer.
+        names_blocks: whether blocks get names. Without names (prefix caching off) no block is ever found again.
+        name: prefix of the request ids; the row's number follows.
     """
 
     block_size: int
@@ -48,22 +48,22 @@ class RequestForm:
 
 
 class RequestMaker:
-    """Makes the request and the script of any row, at any time, in any order; the same row always gives the same.
+    """Builds the request and the script of any row, in any order. The same row always gives the same request.
 
-    `block_hashes` of a request covers every full block of its prompt. A script's covers the blocks that its answer
-    completes where the rows are streams (then the next turn's prompt finds them), and is empty where a trace tells
-    prompts only (Mooncake): there an answer's blocks get names when they come back in a later prompt.
+    The `block_hashes` of a request cover every full block of its prompt. Those of a script cover the blocks that its
+    answer completes, where rows are streams, so that the next turn's prompt hits them. They are empty where a trace
+    describes prompts only (Mooncake); there an answer's blocks get names when a later prompt repeats them.
 
     Args:
-        rows: without texts; their tokens are not known here.
+        rows: requests without texts, because the tokens of texts are not known here.
 
     Raises:
-        ConfigError: the rows are texts, are none, or are hashed in blocks that do not fit the engine's.
+        ConfigError: the rows are texts, are empty, or are hashed in blocks that do not fit the engine's.
     """
 
     def __init__(self, rows: Rows, form: RequestForm) -> None:
         if rows.texts is not None:
-            raise ConfigError("prompts as text have no known tokens: tokenize them first, or give a trace of lengths")
+            raise ConfigError("prompts as text have unknown lengths: tokenize them first, or give a trace of lengths")
         if not len(rows):
             raise ConfigError("there are no requests to make")
         check_block_size(rows, form.block_size)
@@ -77,16 +77,16 @@ class RequestMaker:
 
     @property
     def max_tokens(self) -> int:
-        """What every client asks for."""
+        """Limit that every client requests."""
         return self._sampling.max_tokens
 
     def timed(self, offsets_ns: NDArray[np.int64]) -> Iterator[tuple[Request, Script]]:
-        """All rows in order, row i arriving at `offsets_ns[i]`, each made when it is its turn."""
+        """Yield all rows in order, row i arriving at `offsets_ns[i]`; each is built when its turn comes."""
         for index, arrival_ns in enumerate(offsets_ns):
             yield self.make(index, int(arrival_ns))
 
     def make(self, index: int, arrival_ns: int) -> tuple[Request, Script]:
-        """Row `index` as it arrives then, and what will come of it."""
+        """Build row `index` with the given arrival, and its script."""
         rows = self.rows
         num_prompt, num_output = int(rows.num_prompt_tokens[index]), int(rows.num_output_tokens[index])
         names, num_bytes = self._names(index, num_prompt, num_output)
@@ -104,7 +104,7 @@ class RequestMaker:
         return request, Script(num_output, names[num_bytes:])
 
     def _names(self, index: int, num_prompt: int, num_output: int) -> tuple[bytes, int]:
-        """Packed names of the blocks of the prompt, then of the answer; how many bytes are the prompt's."""
+        """Packed names of the prompt's and then the answer's blocks, and how many bytes belong to the prompt."""
         size = self.form.block_size
         if not self.form.names_blocks:
             return b"", 0

@@ -1,4 +1,4 @@
-"""A workload as columns: how long each request's prompt and answer are, who asks, and what prompts share."""
+"""A workload as columns: prompt and answer lengths, users, sessions, and the shared parts of prompts."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Streams:
-    """Texts that only ever grow, as a forest: each begins as its parent does, and leaves it after `start` tokens.
+    """Texts that only grow, as a forest: each begins like its parent and departs from it after `start` tokens.
 
-    A conversation is a stream: each of its prompts, and each prompt with its answer, is a beginning of it. A system
+    A conversation is a stream: each of its prompts, with or without its answer, is a beginning of that stream. A system
     prompt that many conversations share is their parent.
 
     Attributes:
-        parent: int64[s], the stream that it begins as; -1: none.
-        start: int64[s], its first token of its own; 0 without a parent, and not below its parent's.
+        parent: int64[s], parent stream; -1 means none.
+        start: int64[s], index of the stream's first own token; 0 without a parent, and at least the parent's `start`.
     """
 
     parent: Int64s
     start: Int64s
 
     def segments(self, stream: int) -> list[tuple[int, int]]:
-        """What the text of `stream` is made of: (the stream whose own tokens they are, the first of them), in order."""
+        """The parts of `stream`'s text in order: (stream that owns the tokens, index of the first of them)."""
         found: list[tuple[int, int]] = []
         while stream >= 0:
             found.append((stream, int(self.start[stream])))
@@ -39,20 +39,20 @@ class Streams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """n requests. What prompts share is said by `hash_ids` or by `stream`; with neither they share nothing.
+    """n requests. `hash_ids` or `stream` say what prompts share; without either they share nothing.
 
     Attributes:
         num_prompt_tokens: int64[n]; 0 where the prompt is a text, whose tokens only the server counts.
-        num_output_tokens: int64[n], the answer's length: a trace's hidden future, no policy sees it.
-        timestamp_ns: int64[n], not decreasing, or None where nothing was recorded.
-        hash_ids: one int64[blocks] a request. An id names a block and all that lies before it.
+        num_output_tokens: int64[n], answer lengths: the trace's hidden future, which no policy sees.
+        timestamp_ns: int64[n], not decreasing, or None where no times were recorded.
+        hash_ids: one int64[blocks] for each request. An id names a block and all blocks before it.
         block_size: tokens of one hashed block.
         streams: the texts that prompts are beginnings of.
-        stream: int64[n], which of them each prompt is; its answer continues it.
+        stream: int64[n], stream of each prompt; the answer continues it.
         texts: the prompts themselves, where the file holds them.
-        user, session: int64[n], who asks, and in which conversation; None: nobody knows.
-        is_ls: bool[n], latency-sensitive rather than best-effort; None: all are.
-        is_generated: made by a generator, not recorded. Every result made from such rows says so.
+        user, session: int64[n], who sends the request and in which conversation; None means unknown.
+        is_ls: bool[n], latency-sensitive (true) or best-effort; None means that all are latency-sensitive.
+        is_generated: whether a generator made the rows. Every result made from such rows says so.
         num_left_out: requests of the file that are not among the rows because they had failed.
     """
 
@@ -74,7 +74,7 @@ class Rows:
         return len(self.num_output_tokens)
 
     def select(self, which: Int64s) -> Rows:
-        """The requests `which`, int64[m], in that order."""
+        """Select the requests `which`, int64[m], in that order."""
         chosen: dict[str, object] = {}
         for field in fields(self):
             column = getattr(self, field.name)
@@ -86,10 +86,10 @@ class Rows:
 
 
 def labelled(rows: Rows, ls_share: float, seed: int) -> Rows:
-    """The same requests, each latency-sensitive with the chance `ls_share` and best-effort otherwise (QLLM, section 5).
+    """Label each request latency-sensitive with probability `ls_share`, else best-effort (QLLM, section 5).
 
     Raises:
-        ConfigError: the share is not within 0 .. 1.
+        ConfigError: the share is outside 0 .. 1.
     """
     if not 0 <= ls_share <= 1:
         raise ConfigError(f"the share of latency-sensitive requests must be within 0 .. 1, got {ls_share:g}")
@@ -97,7 +97,7 @@ def labelled(rows: Rows, ls_share: float, seed: int) -> Rows:
 
 
 def equal_rows(num_requests: int, num_prompt_tokens: int, num_output_tokens: int, num_shared_tokens: int = 0) -> Rows:
-    """Requests of equal lengths: prompts of `num_shared_tokens` in common, then `num_prompt_tokens` of their own."""
+    """Requests of equal lengths: `num_shared_tokens` that all prompts share, then `num_prompt_tokens` of their own."""
     shared = num_shared_tokens > 0
     return Rows(
         num_prompt_tokens=np.full(num_requests, num_shared_tokens + num_prompt_tokens, np.int64),
@@ -109,7 +109,7 @@ def equal_rows(num_requests: int, num_prompt_tokens: int, num_output_tokens: int
 
 
 def _one_beginning(num_streams: int, num_shared_tokens: int) -> Streams:
-    """Stream 0 is what the streams 1 .. `num_streams` have in common."""
+    """Build streams 1 .. `num_streams`, which share stream 0 as their beginning."""
     parent, start = np.zeros(num_streams + 1, np.int64), np.full(num_streams + 1, num_shared_tokens, np.int64)
     parent[0], start[0] = -1, 0
     return Streams(parent, start)

@@ -1,4 +1,4 @@
-"""The highest rate that still holds: double or halve until it is bracketed, then bisect."""
+"""Search for the highest rate that holds: double or halve until bracketed, then bisect."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """What a probe at one rate found."""
+    """Result of a probe at one rate."""
 
     HOLDS = "holds"
     FAILS = "fails"
-    INVALID = "invalid"  # the client could not offer this rate, so nothing is known of the server
+    INVALID = "invalid"  # the client could not offer this rate, so the probe says nothing about the server
 
 
 @dataclass(frozen=True, slots=True)
 class Bracket:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
-        holds: the highest rate that held; None: none of those tried.
-        above: the lowest rate tried that did not; None: none was found.
-        is_client_bound: `above` is a rate that the client could not offer.
+        holds: highest rate that held; None if no tried rate held.
+        above: lowest tried rate that did not hold; None if every tried rate held.
+        is_client_bound: whether the client was unable to offer the rate `above`.
     """
 
     holds: float | None
@@ -34,13 +34,13 @@ class Bracket:
 def find_highest(
     probe: Callable[[float], Verdict], start: float, tolerance: float = 0.05, max_probes: int = 12
 ) -> Bracket:
-    """Search upwards and downwards from `start`, probing at most `max_probes` rates.
+    """Search upwards and downwards from `start`, with at most `max_probes` probes.
 
-    A probe is taken at its word: where verdicts do not fall from holds to fails with the rate (a noisy server), the
-    answer is a rate that held and beside it, within the tolerance, one that did not.
+    The search trusts each probe. With a noisy server, whose verdicts do not fall monotonically with the rate, the
+    result is a rate that held and, within the tolerance, one that did not.
 
     Args:
-        tolerance: stop once `above` <= `holds` * (1 + tolerance).
+        tolerance: the search ends once `above` <= `holds` * (1 + tolerance).
     """
     low: float | None = None
     high: float | None = None

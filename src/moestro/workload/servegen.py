@@ -1,9 +1,9 @@
-"""ServeGen's clients (arXiv 2505.09999): rates, burstiness and lengths by time of day, from which requests are drawn.
+"""ServeGen's clients (arXiv 2505.09999): rates, burstiness and lengths by time of day, to draw requests from.
 
-Form: one client a line, `client`, `trace`: rows `[t, rate, cv, "Gamma" | "Weibull", shape, scale]`, one for each 600 s
-in which it asked anything, and `dataset`: by the second of the day from which it holds, `input_tokens` and
-`output_tokens` as `{"tokens": share}`. The two lengths are drawn independently (ServeGen's own script draws both from
-one number, which makes long answers follow long prompts by construction).
+A file holds one client a line. `client` is its number. `trace` holds rows `[t, rate, cv, "Gamma" | "Weibull", shape,
+scale]`, one for each 600 s in which the client sent requests. `dataset` maps a second of the day to `input_tokens` and
+`output_tokens`, each `{"tokens": share}`, valid from that second on. The two lengths are drawn independently.
+ServeGen's own script draws both from one number, which makes long answers follow long prompts by construction.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Window(msgspec.Struct, frozen=True, array_like=True):
-    """A client in one stretch of WINDOW_S."""
+    """A client's behaviour over WINDOW_S seconds."""
 
     start_s: int
     rate: _Positive  # requests a second
-    cv: float  # of the gaps, as measured; the fitted pattern is what is drawn from
+    cv: float  # of the gaps, as measured; requests are drawn from the fitted pattern
     pattern: Literal["Gamma", "Weibull"]
     shape: _Positive
     scale: float
 
 
 class Histograms(msgspec.Struct, frozen=True):
-    """How often which length occurs: tokens (in text) to share; empty: nothing was asked."""
+    """Frequencies of lengths: tokens (as text) to share; empty where the client sent nothing."""
 
     input_tokens: dict[str, float]
     output_tokens: dict[str, float]
 
 
 class Client(msgspec.Struct, frozen=True):
-    """One who asks. `dataset` is by the second of the day from which it holds."""
+    """One client. The keys of `dataset` are the second of the day from which an entry holds."""
 
     client: int
     trace: list[Window]
@@ -54,12 +54,12 @@ class Client(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Which part of the day is drawn, and how dense.
+    """Which part of the day is drawn, and at which density.
 
     Attributes:
-        start_s: second of the day with which it begins.
-        duration_s: how long it lasts; whole stretches of WINDOW_S are drawn and cut to it.
-        factor: times as many requests as the clients sent.
+        start_s: second of the day at which the span begins.
+        duration_s: length in seconds; whole windows of WINDOW_S are drawn and cut to it.
+        factor: multiple of the requests that the clients sent.
     """
 
     start_s: int = 0
@@ -75,10 +75,10 @@ class Span:
 
 
 def read_clients(path: Path) -> list[Client]:
-    """The clients of a file.
+    """Read the clients of a file.
 
     Raises:
-        ConfigError: not of this form; the text names the file and the line.
+        ConfigError: the file has another form; the text names the file and the line.
     """
     with open_lines(path) as lines:
         clients = [_client(path, number, fields) for number, fields in read_jsonl(path, lines)]
@@ -88,18 +88,18 @@ def read_clients(path: Path) -> list[Client]:
 
 
 def draw_requests(clients: list[Client], span: Span, seed: int) -> Rows:
-    """Requests of all clients in a span, in order of time, from 0; `user` is the client's number.
+    """Draw the requests of all clients in a span, in order of time, from 0; `user` is the client's number.
 
-    In each stretch a client sends as many requests as it did (times the factor, a fraction by chance), with gaps of its
-    pattern, fitted into the stretch.
+    In each window a client sends as many requests as it did, times the factor (a fractional rest by chance). The gaps
+    follow its pattern and are scaled to the window.
 
     Raises:
-        ConfigError: nobody asks anything in the span.
+        ConfigError: no client sends a request in the span.
     """
     parts = [part for client in clients for part in _draw_client(client, span, seed)]
     if not parts or not sum(len(times) for times, *_ in parts):
         raise ConfigError(
-            f"no client asks anything from second {span.start_s} of the day for {span.duration_s} s: give another span"
+            f"no client sends requests from second {span.start_s} of the day for {span.duration_s} s: give another span"
         )
     times, inputs, outputs, users = (np.concatenate(column) for column in zip(*parts, strict=True))
     order = np.argsort(times, kind="stable")
@@ -123,7 +123,7 @@ def _client(path: Path, number: int, fields: dict[str, Any]) -> Client:
 
 
 def _draw_client(client: Client, span: Span, seed: int) -> list[tuple[Int64s, Int64s, Int64s, Int64s]]:
-    """For each stretch of the span: times, prompt lengths, answer lengths, the client's number."""
+    """For each window of the span: times, prompt lengths, answer lengths, the client's number."""
     drawn = []
     for window in client.trace:
         histograms = _histograms(client, window.start_s)
@@ -143,14 +143,14 @@ def _times(window: Window, factor: float, rng: np.random.Generator) -> Int64s:
     expected = window.rate * WINDOW_S * factor
     count = int(expected) + int(rng.random() < expected % 1)
     draw = rng.gamma if window.pattern == "Gamma" else rng.weibull
-    gaps = draw(window.shape, size=count + 1)  # the last one reaches to the end of the stretch
+    gaps = draw(window.shape, size=count + 1)  # the last gap reaches to the end of the window
     since: NDArray[np.float64] = np.cumsum(gaps)
     times: Int64s = np.floor(since[:-1] / since[-1] * (WINDOW_S * NS_PER_S)).astype(np.int64)
     return times
 
 
 def _histograms(client: Client, at_s: int) -> Histograms | None:
-    """What holds at a time of day, or the nearest that has any lengths; None: the client has none at all."""
+    """Histograms valid at a time of day, or the nearest ones with any lengths; None if the client has none at all."""
     known = {int(start): each for start, each in client.dataset.items() if each.input_tokens and each.output_tokens}
     if not known:
         return None

@@ -1,4 +1,4 @@
-"""Sessions drawn from a shape: users, shared system prompts, turns, think times. The same seed gives the same ones."""
+"""Sessions drawn from a shape: users, shared system prompts, turns, think times. One seed gives one set of sessions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from moestro.workload.rows import Int64s, Rows, Streams
 from moestro.workload.session_shapes import SessionShape
 from moestro.workload.sessions import Pace, Sessions, prompt_lengths
 
-_MAX_TURNS = 256  # where the beta distribution draws a session that would go on for ever
-_LEAD_IN, _TAIL = 1.0, 0.1  # of the requests asked for: drawn before and behind a steady window, and left out of it
-_STEADY_AFTER_S = 5_000  # by when the load is within 3 % of steady, for any of the shapes
-_MORE = 0.2  # of the turns expected: drawn beyond them, so that chance leaves no gap at the end
-_PARTS = 4  # a user's own beginning and an answer take at most this part of the context each
+_MAX_TURNS = 256  # cuts sessions that the beta distribution would continue almost without end
+_LEAD_IN, _TAIL = 1.0, 0.1  # shares of the requested number, drawn before and after a steady window and then dropped
+_STEADY_AFTER_S = 5_000  # by then the load of every shape is within 3 % of steady
+_MORE = 0.2  # share of extra turns, so that chance leaves no gap at the end
+_PARTS = 4  # a user's own beginning and an answer each take at most 1 / _PARTS of the context
 
 
 def generate(shape: SessionShape, num_requests: int, rate: float, seed: int) -> Sessions:
-    """`num_requests` turns, of sessions that begin at random (Poisson) so often that `rate` turns a second are due.
+    """Generate `num_requests` turns in sessions that begin at random (Poisson), at `rate` turns a second in the mean.
 
-    Load builds up over the first few think times, until sessions end as often as they begin, and falls off at the end.
+    The load builds up over the first few think times, until sessions end as often as they begin, and falls at the end.
 
     Raises:
         ConfigError: fewer than 1 request, or a rate that is not above 0.
@@ -46,13 +46,13 @@ def generate(shape: SessionShape, num_requests: int, rate: float, seed: int) -> 
 
 
 def steady_rows(shape: SessionShape, num_requests: int, rate: float, seed: int, pace: Pace | None = None) -> Rows:
-    """A window of `num_requests` turns at fixed times, from 0, out of the middle of a longer history of sessions.
+    """Generate `num_requests` turns at fixed times, from 0, out of the middle of a longer history of sessions.
 
-    So it begins and ends amid sessions, as a recorded trace does, and its load neither builds up nor falls off.
+    The window begins and ends amid sessions, as a recorded trace does, so its load neither builds up nor falls.
 
     Args:
-        rate: requests a second; a window has about so many, as chance will have it.
-        pace: how long answers are taken to last; None: the default guess.
+        rate: mean requests a second; the number in a window varies by chance.
+        pace: assumed duration of answers; None means the default guess.
     """
     num_before = int(num_requests * _LEAD_IN)
     history = generate(shape, num_before + num_requests + int(num_requests * _TAIL) + 16, rate, seed)
@@ -66,11 +66,11 @@ def steady_rows(shape: SessionShape, num_requests: int, rate: float, seed: int, 
 
 
 def steady_sessions(shape: SessionShape, num_requests: int, rate: float, seed: int) -> Sessions:
-    """`num_requests` turns in closed loop, from 0, out of the middle of a longer history of sessions.
+    """Generate `num_requests` turns in closed loop, from 0, out of the middle of a longer history of sessions.
 
-    `steady_rows`, but that a turn whose predecessor is among them comes a think time after that one's answer. So there
-    is a load of about `rate` turns a second from the first to the last; `generate` builds up for hours, and the last
-    turns come when nearly nobody else is there. The turns before are missing, in the caches as well.
+    As in `steady_rows`, but a turn whose predecessor is in the window arrives one think time after that answer. The
+    load is therefore about `rate` turns a second throughout, whereas `generate` builds up for hours and thins out at
+    the end. Earlier turns are missing from the window, and from the caches as well.
 
     Raises:
         ConfigError: as `generate`.
@@ -84,7 +84,7 @@ def steady_sessions(shape: SessionShape, num_requests: int, rate: float, seed: i
 
 
 def _draw(shape: SessionShape, num_sessions: int, rng: np.random.Generator) -> tuple[Rows, Int64s]:
-    """All turns of so many sessions, and the think time before each."""
+    """Draw all turns of `num_sessions` sessions, and the think time before each turn."""
     counts = _turn_counts(shape, num_sessions, rng)
     session = np.repeat(np.arange(num_sessions), counts)
     first = np.cumsum(counts) - counts
@@ -107,12 +107,12 @@ def _draw(shape: SessionShape, num_sessions: int, rng: np.random.Generator) -> t
         session=session,
         is_generated=True,
     )
-    fits = np.flatnonzero(num_prompt + num_output <= shape.max_model_len)  # of a session the first turns, at least one
+    fits = np.flatnonzero(num_prompt + num_output <= shape.max_model_len)  # the first turns of each session, at least 1
     return rows.select(fits), think_ns[fits]
 
 
 def _turn_counts(shape: SessionShape, num_sessions: int, rng: np.random.Generator) -> Int64s:
-    """int64[num_sessions]: beta-geometric, its two parameters from the share of single turns and the mean."""
+    """int64[num_sessions], beta-geometric; the share of single turns and the mean determine its two parameters."""
     if shape.mean_turns == 1:
         return np.ones(num_sessions, np.int64)
     odds = 1 / shape.single_share - 1
@@ -122,7 +122,7 @@ def _turn_counts(shape: SessionShape, num_sessions: int, rng: np.random.Generato
 
 
 def _beginnings(shape: SessionShape, num_sessions: int, rng: np.random.Generator) -> tuple[Streams, Int64s, Int64s]:
-    """The streams (apps, then each user's within each app, then sessions); each session's shared tokens; its user."""
+    """Streams (apps, then each user within each app, then sessions), each session's shared tokens, and its user."""
     num_apps, room = len(shape.apps), shape.max_model_len // _PARTS
     app = rng.choice(num_apps, num_sessions, p=[each.share for each in shape.apps])
     chance = np.arange(1, shape.num_users + 1) ** -shape.user_skew

@@ -1,4 +1,4 @@
-"""What sessions look like: shapes matched to published figures of traces that are not at hand."""
+"""Shapes of sessions, matched to published figures of traces that are not available."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Lengths or times of which half lie below `median`, and whose logarithm has the standard deviation `sigma`."""
+    """Lengths or times with the given median, whose logarithm has the standard deviation `sigma`."""
 
     median: float
     sigma: float
@@ -25,7 +25,7 @@ class LogNormal:
         return np.maximum(values, 1)
 
     def spread(self, size: int) -> Int64s:
-        """int64[size], at least 1, which follow the distribution without chance, as any first few of them nearly do."""
+        """int64[size], at least 1: quantiles, ordered so that any first few nearly follow the distribution too."""
         quantile = NormalDist().inv_cdf
         ranks = (np.arange(1, size + 1) * _GOLDEN) % 1
         values = self.median * np.exp(self.sigma * np.array([quantile(rank) for rank in ranks.tolist()]))
@@ -37,8 +37,8 @@ class App:
     """A program that users talk to.
 
     Attributes:
-        share: of the sessions; those of a shape sum to 1.
-        num_tokens: of the system prompt that all its sessions begin with.
+        share: fraction of the sessions; the shares of a shape sum to 1.
+        num_tokens: tokens of the system prompt with which all its sessions begin.
     """
 
     share: float
@@ -50,18 +50,18 @@ class SessionShape:
     """A kind of session.
 
     Attributes:
-        like: the trace that it is made like, and where that one's figures are from.
-        single_share: sessions of one turn.
-        mean_turns: over all sessions; the chance to go on differs from session to session (a beta distribution), so
-            that some are long. At least 1 / `single_share`.
-        apps: each session is of one.
+        like: the trace that the shape imitates, and the source of that trace's figures.
+        single_share: share of sessions with one turn.
+        mean_turns: mean over all sessions, at least 1 / `single_share`. The chance of a further turn differs between
+            sessions (a beta distribution), so that some sessions are long.
+        apps: programs; each session belongs to one.
         num_users, user_skew: the user of rank r starts sessions in proportion to r ** -user_skew.
-        user_tokens: what a user's prompts all begin with, after the system prompt: a template, a repository; the same
-            for every seed, as much hangs on the few users who ask most. None: nothing.
-        first_tokens, next_tokens: new input of a first turn, of a later one.
-        output_tokens: of an answer.
+        user_tokens: common beginning of a user's prompts after the system prompt, such as a template or a repository.
+            It is equal for every seed, because results depend strongly on the few most active users. None means none.
+        first_tokens, next_tokens: new input of a first turn and of a later one.
+        output_tokens: answer length.
         think_s: seconds from the end of an answer to the next turn.
-        max_model_len: prompt and answer; a session ends before it would grow beyond.
+        max_model_len: limit of prompt and answer; a session ends before it would grow beyond.
     """
 
     like: str

@@ -1,4 +1,4 @@
-"""Conversations: a turn's prompt is all that was said before and something new, and comes a while after the answer."""
+"""Conversations: a turn's prompt is everything said before plus new input, and follows the answer after a while."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moestro.workload.rows import Int64s, Rows, Streams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How long answers are taken to last where nothing computes them: a guess, to be stated with the result.
+    """Assumed duration of answers where no engine computes them. Results state this guess.
 
     Attributes:
         ttft_s: seconds to the first token.
-        tpot_s: seconds for each token.
+        tpot_s: seconds for each further token.
     """
 
     ttft_s: float = 0.5
@@ -30,12 +30,12 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sessions:
-    """s sessions of n turns in all, in closed loop: a turn arrives `think_ns` after the one before it has ended.
+    """s sessions with n turns in all, in closed loop: a turn arrives `think_ns` after the end of the turn before it.
 
     Attributes:
-        rows: the turns, in order of session and then of turn, without times; `rows.session` numbers from 0.
-        start_ns: int64[s], when each first turn arrives, not decreasing.
-        think_ns: int64[n], from the end of the turn before; 0 for a first turn.
+        rows: the turns, ordered by session and then by turn, without times; `rows.session` numbers from 0.
+        start_ns: int64[s], arrival of each first turn, not decreasing.
+        think_ns: int64[n], time from the end of the previous turn; 0 for a first turn.
     """
 
     rows: Rows
@@ -52,11 +52,11 @@ class Sessions:
         return np.searchsorted(self.rows.session, np.arange(len(self)))
 
     def starting(self, start_ns: Int64s) -> Sessions:
-        """The same sessions, beginning at int64[s] times, not decreasing."""
+        """Return the same sessions with the start times int64[s], not decreasing."""
         return replace(self, start_ns=start_ns)
 
     def next_turn(self, row: int, ended_ns: int) -> tuple[int, int] | None:
-        """The turn after `row`, which ended then, and when it arrives; None: it was the last."""
+        """Row and arrival of the turn after `row`, which ended at `ended_ns`; None after the last turn."""
         session = self.rows.session
         assert session is not None, "turns belong to sessions"
         if row + 1 == len(session) or session[row + 1] != session[row]:
@@ -64,17 +64,17 @@ class Sessions:
         return row + 1, ended_ns + int(self.think_ns[row + 1])
 
     def open_loop(self, pace: Pace) -> Rows:
-        """The turns at fixed times, in their order, as if every answer lasted as long as `pace` guesses.
+        """The turns at fixed times, as if every answer lasted as long as `pace` guesses.
 
-        Where answers last longer, turns come before the ones that they follow have ended, which no user does: use the
-        closed loop wherever something can drive it.
+        Where answers last longer, turns arrive before their predecessors end, which no user does. Use the closed loop
+        wherever the driver supports it.
         """
         arrival_ns = self.arrival_ns(pace)
         timed = replace(self.rows, timestamp_ns=arrival_ns)
         return timed.select(np.argsort(arrival_ns, kind="stable"))
 
     def arrival_ns(self, pace: Pace) -> Int64s:
-        """int64[n], when each turn arrives if every answer lasts as long as `pace` guesses."""
+        """int64[n], arrival of each turn if every answer lasts as long as `pace` guesses."""
         session = self.rows.session
         assert session is not None, "turns belong to sessions"
         steps = self.think_ns.copy()
@@ -85,10 +85,10 @@ class Sessions:
         return times
 
     def window(self, begin: int, end: int, pace: Pace) -> Sessions:
-        """The turns `begin` .. `end` - 1 in the order of `arrival_ns(pace)`, still in closed loop; the first is at 0.
+        """Turns `begin` .. `end` - 1 in the order of `arrival_ns(pace)`, still in closed loop, the first at 0.
 
-        A session that is cut goes on with its first turn inside, at the time that `pace` guesses, and knows nothing of
-        what was before.
+        A session that the window cuts continues with its first turn inside, at the time that `pace` guesses, and
+        without knowledge of its earlier turns.
         """
         arrival_ns, session = self.arrival_ns(pace), self.rows.session
         assert session is not None, "turns belong to sessions"
@@ -102,7 +102,7 @@ class Sessions:
 
 
 def _firsts(session: Int64s) -> Int64s:
-    """int64[n], for each of n turns, those of a session side by side, where the first one of its session is."""
+    """int64[n], for each of n turns, ordered by session, the position of its session's first turn."""
     changes = np.append(True, session[1:] != session[:-1])
     places: Int64s = np.flatnonzero(changes)[np.cumsum(changes) - 1]
     return places
@@ -111,7 +111,7 @@ def _firsts(session: Int64s) -> Int64s:
 def prompt_lengths(
     session: Int64s, num_head_tokens: Int64s, num_new_tokens: Int64s, num_output_tokens: Int64s
 ) -> Int64s:
-    """int64[n], the prompt of each turn: what the session begins with, and all inputs and answers up to its own input.
+    """int64[n], prompt length of each turn: the session's head, and all inputs and answers up to the turn's own input.
 
     Args:
         session: int64[n], 0, 0, …, 1, …: the session of each turn.
@@ -125,12 +125,12 @@ def prompt_lengths(
 
 
 def grown(first_row: Int64s, num_new_tokens: Int64s, num_output_tokens: Int64s, think_ns: int) -> Sessions:
-    """Sessions that share nothing, of a user each, all beginning at 0.
+    """Sessions that share nothing, one user each, all starting at 0.
 
     Args:
         first_row: int64[s + 1]; session k has the turns first_row[k] .. first_row[k + 1] - 1.
-        num_new_tokens, num_output_tokens: int64[n], of each turn.
-        think_ns: before every turn but a first.
+        num_new_tokens, num_output_tokens: int64[n], lengths of each turn.
+        think_ns: think time before every turn except the first.
     """
     num_sessions = len(first_row) - 1
     session = np.repeat(np.arange(num_sessions), np.diff(first_row))

@@ -15,7 +15,7 @@ from moestro.workload.sessions import Sessions, grown
 
 _USERS = {"human", "user"}
 _ANSWERS = {"gpt", "chatgpt", "bing", "bard", "assistant"}
-_CHARACTERS = 4  # of English text a token holds, about
+_CHARACTERS = 4  # characters of English text in a token, roughly
 
 
 class _Message(msgspec.Struct):
@@ -28,17 +28,17 @@ class _Conversation(msgspec.Struct):
 
 
 def estimated_tokens(text: str) -> int:
-    """About how many tokens `text` has, where no tokenizer is at hand: one for four characters."""
+    """Estimate the tokens of `text` without a tokenizer: one for four characters."""
     return max(1, -(-len(text) // _CHARACTERS))
 
 
 def first_turns(path: Path, document: str, limit: int | None = None) -> Rows:
-    """What each conversation begins with, as prompts; conversations that do not begin with a user are left out.
+    """First message of each conversation as a prompt; conversations that do not begin with a user are left out.
 
-    The answer's length is estimated from its text. `vllm bench` takes the same two messages of each.
+    The answer's length is estimated from its text. `vllm bench` uses the same two messages of each conversation.
 
     Raises:
-        ConfigError: not of this form, or without a single answered question.
+        ConfigError: the file has another form, or holds no answered question.
     """
     prompts: list[str] = []
     lengths: list[int] = []
@@ -65,18 +65,18 @@ def first_turns(path: Path, document: str, limit: int | None = None) -> Rows:
 def read_conversations(
     path: Path, think_ns: int, count_tokens: Callable[[str], int] = estimated_tokens, limit: int | None = None
 ) -> Sessions:
-    """Conversations turn by turn, each user's own, all there from the start: give them times with `Sessions.starting`.
+    """Conversations turn by turn, one user each, all starting at 0. `Sessions.starting` gives them start times.
 
-    What was said before the first answer, or between two, is the input of the turn that follows; what follows the last
-    answer is left out.
+    Everything said before the first answer, or between two answers, is the input of the turn that follows. Messages
+    after the last answer are left out.
 
     Args:
-        think_ns: from the end of an answer to the next question, as the file has no times.
-        count_tokens: the tokens of a text; by default an estimate.
-        limit: conversations, the first that have an answer; None: all.
+        think_ns: time from the end of an answer to the next question, because the file has no times.
+        count_tokens: function from a text to its tokens; the default estimates.
+        limit: number of conversations to read, counting those with an answer; None means all.
 
     Raises:
-        ConfigError: not of this form, or without a single answer.
+        ConfigError: the file has another form, or holds no answer.
     """
     inputs: list[int] = []
     outputs: list[int] = []

@@ -1,4 +1,4 @@
-"""Service level objectives: what a request must meet to count as good."""
+"""Service level objectives: the bounds that a good request meets."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _FIELDS = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms", "e2el": "e2e_m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slos:
-    """Upper bounds in milliseconds, all of which a request must meet; None: no bound."""
+    """Upper bounds in milliseconds, all of which a request must meet. None means no bound."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     e2e_ms: float | None = None
 
     def met(self, timelines: Timelines) -> NDArray[np.bool_]:
-        """bool[n]; an answer of one token has no gap, so no gap of it is too long."""
+        """bool[n]. An answer of one token has no gap and so meets any bound on gaps."""
         good = np.ones(len(timelines), np.bool_)
         for bound_ms, value_ns in (
             (self.ttft_ms, timelines.ttft_ns),
@@ -38,7 +38,7 @@ class Slos:
 
 
 def parse_slos(pairs: Sequence[str]) -> Slos | None:
-    """`("ttft:500", "tpot:50")` as `Slos`; None for no pairs.
+    """Parse `("ttft:500", "tpot:50")`; no pairs give None.
 
     Raises:
         ConfigError: a pair is not NAME:MILLISECONDS.
@@ -48,7 +48,7 @@ def parse_slos(pairs: Sequence[str]) -> Slos | None:
         name, _, number = pair.partition(":")
         if name not in _FIELDS or not _is_positive(number):
             raise ConfigError(
-                f"--goodput {pair!r} is no objective: give ttft:MS, tpot:MS or e2e:MS, milliseconds above 0,"
+                f"--goodput {pair!r} is not an objective: give ttft:MS, tpot:MS or e2e:MS, milliseconds above 0,"
                 " for instance --goodput ttft:500 tpot:50"
             )
         bounds[_FIELDS[name]] = float(number)

@@ -1,4 +1,4 @@
-"""Figures of a workload, by which a trace is recognised and a generator is judged."""
+"""Figures that characterise a workload, to recognise a trace and to judge a generator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PEAK_S = 10
 
 
 class Lengths(msgspec.Struct, frozen=True):
-    """Of tokens or seconds."""
+    """Percentiles of tokens or seconds."""
 
     mean: float
     p50: float
@@ -26,14 +26,15 @@ class Lengths(msgspec.Struct, frozen=True):
 
 
 class Reuse(msgspec.Struct, frozen=True):
-    """What an unlimited prefix cache would find of the prompts.
+    """Hits of an unlimited prefix cache.
 
     Attributes:
-        block_size: tokens of its blocks.
-        hit_share: tokens of full blocks that stood in an earlier prompt, of all prompt tokens.
-        own_session_share: of those, the ones that were last used by the same session; None: sessions are not known.
-        reused_share: different blocks that stood in more than one prompt.
-        again_s: seconds since a block that is found was last used; None: times are not known.
+        block_size: tokens of a block.
+        hit_share: share of prompt tokens in full blocks that an earlier prompt contained.
+        own_session_share: share of these hits whose block was last used by the same session; None if sessions are
+            unknown.
+        reused_share: share of distinct blocks that more than one prompt contained.
+        again_s: seconds between two uses of a block; None if times are unknown.
     """
 
     block_size: int
@@ -47,10 +48,10 @@ class Turns(msgspec.Struct, frozen=True):
     """Sessions of requests.
 
     Attributes:
-        num_sessions: how many.
-        single_share: those of one request.
-        follow_up_share: requests that are not a session's first.
-        gap_s: from one request to the next of the session; None: times are not known, or nobody asks twice.
+        num_sessions: number of sessions.
+        single_share: share of sessions with one request.
+        follow_up_share: share of requests that are not their session's first.
+        gap_s: seconds between consecutive requests of a session; None if times are unknown or no session has two.
     """
 
     num_sessions: int
@@ -60,12 +61,12 @@ class Turns(msgspec.Struct, frozen=True):
 
 
 class Statistics(msgspec.Struct, frozen=True):
-    """Of one workload.
+    """Figures of one workload.
 
     Attributes:
-        rate: requests a second from the first to the last; None: times are not known.
+        rate: requests a second from the first to the last; None if times are unknown.
         gap_cv: coefficient of variation of the gaps between requests.
-        peak_over_mean: requests of the busiest 10 s, over those of the average ones.
+        peak_over_mean: requests in the busiest 10 s, divided by the mean over 10 s.
     """
 
     num_requests: int
@@ -80,10 +81,10 @@ class Statistics(msgspec.Struct, frozen=True):
 
 
 def measure(rows: Rows, block_size: int = 16) -> Statistics:
-    """The figures of `rows`, which are in order of time where they have times.
+    """Compute the figures of `rows`, which are in order of time where they have times.
 
     Args:
-        block_size: of the unlimited cache; only where prompts share anything.
+        block_size: tokens of a block of the unlimited cache; matters only where prompts share blocks.
     """
     rate, gap_cv, peak = _times(rows.timestamp_ns)
     shares = rows.hash_ids is not None or rows.stream is not None
@@ -101,9 +102,9 @@ def measure(rows: Rows, block_size: int = 16) -> Statistics:
 
 
 def lru_hit_share(rows: Rows, block_size: int, num_blocks: int) -> float:
-    """Share of prompt tokens that one cache of `num_blocks` blocks finds; who was not used longest leaves first.
+    """Share of prompt tokens that one cache of `num_blocks` blocks hits, with least-recently-used eviction.
 
-    Prompts come one after the other, each whole, with no regard to time.
+    Prompts come one after the other, each whole, regardless of time.
     """
     check_block_size(rows, block_size)
     cache: OrderedDict[int, None] = OrderedDict()
@@ -112,7 +113,7 @@ def lru_hit_share(rows: Rows, block_size: int, num_blocks: int) -> float:
         numbers = block_numbers(rows, index, int(rows.num_prompt_tokens[index]), block_size).tolist()
         found = next((i for i, number in enumerate(numbers) if number not in cache), len(numbers))
         num_found += found
-        for number in reversed(numbers):  # the end of a prompt is of less use than its beginning, and leaves first
+        for number in reversed(numbers):  # evict the end of a prompt first: it is less useful than the beginning
             cache[number] = None
             cache.move_to_end(number)
             if len(cache) > num_blocks:
@@ -122,7 +123,7 @@ def lru_hit_share(rows: Rows, block_size: int, num_blocks: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Uses:
-    """Every use of a block by a prompt after its first: which request, and which one before it.
+    """Every repeated use of a block by a prompt: the request, and the previous request that used the block.
 
     `reused_share` as in `Reuse`.
     """
@@ -151,7 +152,7 @@ def _uses(rows: Rows, block_size: int) -> _Uses:
     blocks = [block_numbers(rows, i, int(n), block_size) for i, n in enumerate(rows.num_prompt_tokens)]
     flat: UInt64s = np.concatenate(blocks)
     request = np.repeat(np.arange(len(rows)), [len(each) for each in blocks])
-    order = np.argsort(flat, kind="stable")  # uses of one block stand together, in order of requests
+    order = np.argsort(flat, kind="stable")  # groups the uses of each block, in order of requests
     is_again = np.append(False, flat[order][1:] == flat[order][:-1])
     again = np.flatnonzero(is_again)
     num_blocks = len(flat) - len(again)

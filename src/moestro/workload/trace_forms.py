@@ -1,4 +1,4 @@
-"""What the known forms of traces look like, and how their entries become columns."""
+"""The known trace formats, and the conversion of their entries to columns."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from moestro.errors import ConfigError
 from moestro.workload.rows import Int64s, Rows
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
-# The sizes that traces are hashed in, the likeliest first; a trace fits several only where its prompts are tiny.
+# Block sizes in use, the likeliest first. A trace fits several only where its prompts are tiny.
 _BLOCK_SIZES = (512, 16, 32, 64, 128, 256, 1024)
 
 
 class Entry(msgspec.Struct, kw_only=True):
-    """One request in our own words, as far as its form tells."""
+    """One request in Moestro's field names, as far as its format tells."""
 
     timestamp_ns: int | None = None
     num_prompt_tokens: int = 0
@@ -35,33 +35,33 @@ class Entry(msgspec.Struct, kw_only=True):
 
 
 class Lengths(Entry, kw_only=True):
-    """A request of which both lengths are known."""
+    """A request with both lengths."""
 
     num_prompt_tokens: Count
     num_output_tokens: Count
 
 
 class Timed(Lengths, kw_only=True):
-    """A request whose time is known too."""
+    """A request with lengths and time."""
 
     timestamp_ns: int
 
 
 class Hashed(Timed, kw_only=True):
-    """A request whose blocks are known too."""
+    """A request with lengths, time and block hashes."""
 
     hash_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**48)]]
 
 
 class Turn(Hashed, kw_only=True):
-    """A request that names the one before it in its conversation; -1: it is the first."""
+    """A request that names its predecessor in its conversation; -1 means that it is the first."""
 
     chat: int
     parent: int
 
 
 class Text(Entry, kw_only=True):
-    """A request with its prompt."""
+    """A request with its prompt as text."""
 
     prompt: Annotated[str, msgspec.Meta(min_length=1)]
     num_output_tokens: Count | None = None
@@ -71,7 +71,7 @@ _DATE = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\
 
 
 def _number_ns(unit_ns: int) -> Callable[[Any], int]:
-    """From a number of units, or its text; an integer stays exact."""
+    """Make a converter from a number of units, or its text, to nanoseconds; an integer stays exact."""
 
     def convert(value: Any) -> int:
         try:
@@ -87,7 +87,7 @@ def _number_ns(unit_ns: int) -> Callable[[Any], int]:
 
 
 def _date_ns(value: Any) -> int:
-    """Azure's stamps: in 2023 seven digits after the second, one more than `datetime` keeps; in 2024 with a zone."""
+    """Parse Azure's timestamps. 2023 has seven decimals, one more than `datetime` keeps; 2024 has a zone."""
     found = _DATE.fullmatch(str(value))
     if found is None:
         raise ValueError(f"expected a date and time such as 2023-11-16 18:17:03.9799600, got {value!r}")
@@ -100,15 +100,15 @@ def _date_ns(value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A kind of trace.
+    """A trace format.
 
     Attributes:
-        needs: the fields that tell it.
-        expected: the same for people.
-        entry: what a row must be in our words.
-        names: our words by the form's.
-        time_ns: how its time becomes `timestamp_ns`, where it has one.
-        failed: the field that is 0 where a request failed: such rows are no requests, and are counted.
+        needs: fields that identify the format.
+        expected: the same fields, described for people.
+        entry: the struct that a row must convert to.
+        names: Moestro's field names by the format's.
+        time_ns: conversion of its time to `timestamp_ns`, where it has one.
+        failed: field that is 0 where a request failed. Such rows are counted and left out.
     """
 
     name: str
@@ -120,14 +120,14 @@ class Form:
     failed: str | None = None
 
     def has_failed(self, fields: dict[str, Any]) -> bool:
-        """Whether the row is a request that brought nothing."""
+        """Whether the row is a failed request."""
         return self.failed is not None and str(fields.get(self.failed)) in {"0", "0.0"}
 
     def read(self, fields: dict[str, Any]) -> Entry:
-        """One row; a field that is missing or null is missing.
+        """Convert one row; a null field counts as missing.
 
         Raises:
-            ValueError: it is not of this form; the text uses the form's words.
+            ValueError: the row does not fit the format; the text uses the format's field names.
         """
         ours = {our: fields[name] for name, our in self.names.items() if fields.get(name) is not None}
         if self.time_ns is not None and "timestamp_ns" in ours:
@@ -212,7 +212,7 @@ FORMS = (
 
 
 def rows_of(path: Path, entries: Sequence[Entry], form: Form, default_output_tokens: int) -> Rows:
-    """Entries as columns, in order of time where there are times (stable: ties keep the file's order)."""
+    """Convert entries to columns, in order of time where there are times (stable: ties keep the file's order)."""
     is_hashed = issubclass(form.entry, Hashed)
     rows = Rows(
         num_prompt_tokens=np.array([entry.num_prompt_tokens for entry in entries], np.int64),
@@ -231,7 +231,7 @@ def _times(entries: Sequence[Entry]) -> Int64s:
 
 
 def _sessions(entries: Sequence[Entry]) -> Int64s | None:
-    """Conversations numbered from 0 in the order in which they begin; a request that names none is one of its own."""
+    """Number conversations from 0 by their first request; a request that names no conversation is one of its own."""
     if all(entry.session is None and entry.chat is None for entry in entries):
         return None
     first_of: dict[int, int] = {}
@@ -249,7 +249,7 @@ def _sessions(entries: Sequence[Entry]) -> Int64s | None:
 
 
 def _chained(hash_ids: Sequence[list[int]]) -> tuple[Int64s, ...]:
-    """Ids that name a block and all before it: the trace's own where they do, otherwise numbered anew."""
+    """Ids that name a block and all blocks before it: the trace's own where they do, otherwise renumbered."""
     before: dict[int, int] = {}
     for ids in hash_ids:
         if any(before.setdefault(own, parent) != parent for parent, own in zip([-1, *ids], ids, strict=False)):
@@ -270,11 +270,11 @@ def _renumbered(hash_ids: Sequence[list[int]]) -> tuple[Int64s, ...]:
 
 
 def _block_size(path: Path, entries: Sequence[Entry]) -> int:
-    """The size of which each prompt has as many blocks as it has hash ids, a partial last one with or without an id."""
+    """The block size at which each prompt has as many blocks as hash ids, with or without an id for a partial block."""
     lengths = np.array([entry.num_prompt_tokens for entry in entries], np.int64)
     counts = np.array([len(entry.hash_ids or ()) for entry in entries], np.int64)
     for size in _BLOCK_SIZES:
         if ((counts == -(-lengths // size)) | (counts == lengths // size)).all():
             return size
     sizes = ", ".join(map(str, sorted(_BLOCK_SIZES)))
-    raise ConfigError(f"{path}: the numbers of hash_ids fit input_length for no block size of {sizes}")
+    raise ConfigError(f"{path}: the numbers of hash_ids fit input_length for none of the block sizes {sizes}")

@@ -1,4 +1,4 @@
-"""Traces from files: `.jsonl` and `.csv`, also with `.zst` behind. The form is told from the first line's fields.
+"""Reads traces: `.jsonl` and `.csv`, also with `.zst` appended. The first line's fields identify the format.
 
 | form | fields | what it gives |
 |---|---|---|
@@ -28,13 +28,13 @@ from moestro.workload.trace_forms import FORMS, Entry, Form, rows_of
 
 
 def read_trace(path: Path, limit: int | None = None, default_output_tokens: int = 64) -> Rows:
-    """The first `limit` requests of a trace (None: all), in order of time.
+    """Read the first `limit` requests of a trace (None means all), in order of time.
 
     Args:
-        default_output_tokens: the answer's length where a row of texts names none.
+        default_output_tokens: answer length where a row of text names none.
 
     Raises:
-        ConfigError: not a trace; the text names the file, the line and what is expected there.
+        ConfigError: the file is no trace; the text names the file, the line and the expected fields.
     """
     kind = path.name.removesuffix(".zst")
     with open_lines(path) as lines:

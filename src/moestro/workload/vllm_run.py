@@ -1,4 +1,4 @@
-"""What a real vLLM server recorded of each request: lengths, and when it was queued, scheduled and answered."""
+"""A real vLLM server's own record of each request: lengths, and times of queueing, scheduling and answering."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 class _Record(msgspec.Struct):
     input_toks: _Count
     output_toks: _Count
-    arrival_time: float  # seconds of the wall clock, in the front end
-    queued_ts: float  # seconds of the engine's own clock, this and the others
+    arrival_time: float  # seconds of the front end's wall clock
+    queued_ts: float  # seconds of the engine's clock, as the following fields
     scheduled_ts: float
     first_token_ts: float
     last_token_ts: float
@@ -32,14 +32,14 @@ class _Record(msgspec.Struct):
 class VllmRun:
     """n requests of one run, in the order in which the engine queued them.
 
-    Two clocks were running: the front end's, by which requests arrived, and the engine's, of which nobody knows how far
-    apart they are. All times here but `rows.timestamp_ns` are the engine's, from the first request's queueing; so TTFT
-    and E2E count from there, and leave out tokenizing and the way to the engine.
+    Arrivals are times of the front end's clock, the rest are times of the engine's clock, and the offset between the
+    two is unknown. All times here except `rows.timestamp_ns` are the engine's, counted from the first request's
+    queueing. TTFT and E2E therefore exclude tokenizing and the way to the engine.
 
     Attributes:
-        rows: lengths, and arrivals by the front end's clock, from 0.
-        timelines: arrival is queueing.
-        scheduled_ns: int64[n], when prefill began.
+        rows: lengths, and arrivals on the front end's clock, from 0.
+        timelines: timelines whose arrival is the queueing.
+        scheduled_ns: int64[n], start of prefill.
     """
 
     rows: Rows
@@ -48,10 +48,10 @@ class VllmRun:
 
 
 def read_vllm_run(path: Path) -> VllmRun:
-    """A run recorded as one JSON object a request: input_toks, output_toks, arrival_time and four engine times.
+    """Read a run recorded as one JSON object a request: input_toks, output_toks, arrival_time and four engine times.
 
     Raises:
-        ConfigError: not of this form; the text names the file and the line.
+        ConfigError: the file has another form; the text names the file and the line.
     """
     records = []
     with open_lines(path) as lines:
