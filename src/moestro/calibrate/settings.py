@@ -11,11 +11,11 @@ from cyclopts import Group, Parameter
 from moestro.errors import ConfigError
 from moestro.model.settings import DeviceKind, Dtype, LoadFormat
 
-MODEL_GROUP = Group.create_ordered("Model", help="What is measured; as for moestro serve.")
+MODEL_GROUP = Group.create_ordered("Model", help="The model to measure, as for moestro serve.")
 _RANGE = Group.create_ordered(
-    "Range", help="How far. Between measured points prices are interpolated, beyond them they go on in a straight line."
+    "Range", help="The measured range. Prices are interpolated between measured points, and extrapolated beyond them."
 )
-_MEASURING = Group.create_ordered("Measuring", help="How carefully, and where the table goes.")
+_MEASURING = Group.create_ordered("Measuring", help="The effort of measuring, and the file of the table.")
 
 
 @Parameter(name="*")
@@ -24,15 +24,15 @@ class MeasuredModel:
     """The network, loaded as a server loads it."""
 
     dtype: Annotated[Dtype, Parameter(group=MODEL_GROUP)] = "auto"
-    "Of weights, activations and KV cache; auto: what the checkpoint was saved in."
+    "Data type of weights, activations and KV cache; auto: that of the checkpoint."
     device: Annotated[DeviceKind, Parameter(group=MODEL_GROUP)] = "auto"
-    "Where it runs; auto: an accelerator if there is one."
+    "The device to measure; auto: an accelerator if there is one."
     load_format: Annotated[LoadFormat, Parameter(group=MODEL_GROUP)] = "auto"
     "dummy: random weights of the right shapes, to measure without a download."
     block_size: Annotated[int, Parameter(group=MODEL_GROUP)] = 16
     "Tokens of one KV block."
     kv_cache_memory_bytes: Annotated[int, Parameter(group=MODEL_GROUP)] = 1 << 30
-    "Bytes of KV cache: what it cannot hold is not measured."
+    "Bytes of KV cache; steps that it cannot hold are not measured."
 
 
 @Parameter(name="*")
@@ -41,9 +41,9 @@ class Range:
     """Which shapes."""
 
     max_model_len: Annotated[int | None, Parameter(group=_RANGE)] = None
-    "Tokens of the longest sequence; unset: what the model was made for, if it fits."
+    "Tokens of the longest sequence. Unset: the limit of the model, if it fits."
     max_num_seqs: Annotated[int, Parameter(group=_RANGE)] = 64
-    "Most decodes in one step."
+    "Maximum number of decodes in one step."
     max_num_batched_tokens: Annotated[int, Parameter(group=_RANGE)] = 2048
     "Tokens of the largest prefill chunk."
 
@@ -60,11 +60,11 @@ class Measuring:
     """How."""
 
     rounds: Annotated[int, Parameter(group=_MEASURING)] = 5
-    "Times that every shape is visited: a machine that drifts drifts under all of them alike."
+    "Number of measurements of each shape. Each round visits all shapes, so drift affects them alike."
     num_checks: Annotated[int, Parameter(group=_MEASURING)] = 16
-    "Other shapes, measured to see how well the table prices what it does not hold."
+    "Number of further shapes that check the prices of shapes outside the table."
     seed: Annotated[int, Parameter(group=_MEASURING)] = 0
-    "Of the tokens, and of the shapes that are checked."
+    "Random seed for the tokens and the checked shapes."
     out: Annotated[Path, Parameter(group=_MEASURING)] = Path("table.json")
     "The file to write."
 

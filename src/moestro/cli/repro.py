@@ -10,7 +10,9 @@ from cyclopts import App, Parameter
 
 from moestro.cli.app import app
 
-repro = App(name="repro", help="Make a paper's tables again, on virtual time, and set its claims beside what is found.")
+repro = App(
+    name="repro", help="Rerun the experiments of a paper on virtual time, and compare its claims with the results."
+)
 app.command(repro)
 
 

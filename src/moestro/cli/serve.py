@@ -39,9 +39,9 @@ def serve(
     model
         A checkpoint directory, or a name on the Hugging Face hub. Unset: the small demo model that comes with Moestro.
     config
-        A YAML or TOML file of settings, named as the flags are. Flags win over the environment, and both over the file.
+        A YAML or TOML file of settings with the names of flags. Flags beat the environment, and both beat the file.
     print_config
-        Show every setting and where it came from, in a form that --config reads, and exit.
+        Show every setting and its source, in a form that --config reads, and exit.
     """
     if print_config:
         print("\n".join(config_lines({"model": model} | asdict(flags), ORIGINS)))
@@ -55,7 +55,7 @@ def serve(
     front["tokenizer"] = tokenizer = network.pop("tokenizer")
     if device.startswith("paced:"):
         if "kv_offloading_size" in memory:
-            raise ConfigError("--kv-offloading-size does not go with a paced device, which plays no host memory")
+            raise ConfigError("--kv-offloading-size does not work with a paced device, which models no host memory")
         paced = PacedSettings(
             device=device,
             network=model or PACED_NETWORK,
@@ -65,7 +65,7 @@ def serve(
         )
         model, network["device"] = None, "cpu"
     elif arithmetic == "none":
-        raise ConfigError("--paced-arithmetic none goes with --device paced:GPU alone: no other answers without torch")
+        raise ConfigError("--paced-arithmetic none needs --device paced:GPU: only paced devices answer without torch")
     front["served_model_name"] = flags.server.served_model_name or (paced.network if paced else model or DEMO_NAME,)
     run(
         ServeSettings(

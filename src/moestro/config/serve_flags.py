@@ -21,11 +21,11 @@ from moestro.config.serve_settings import (
 )
 from moestro.web.access_settings import AccessSettings
 
-NETWORK_GROUP = Group.create_ordered("Model", help="What is loaded, and how.")
-_MEMORY = Group.create_ordered("Memory", help="How long sequences may be, and how many fit.")
-_SCHEDULING = Group.create_ordered("Scheduling", help="What one engine does in one step.")
-_SERVER = Group.create_ordered("Server", help="Where clients reach it, and who may.")
-_ENGINES = Group.create_ordered("Engines", help="The processes behind the front door.")
+NETWORK_GROUP = Group.create_ordered("Model", help="The model, and how it is loaded.")
+_MEMORY = Group.create_ordered("Memory", help="The length and the number of sequences.")
+_SCHEDULING = Group.create_ordered("Scheduling", help="The contents of one step of one engine.")
+_SERVER = Group.create_ordered("Server", help="The address of the server, and the access to it.")
+_ENGINES = Group.create_ordered("Engines", help="The processes behind the API server.")
 CONFIG_GROUP = Group.create_ordered("Configuration", help="Settings from a file.")
 
 
@@ -43,11 +43,11 @@ class ModelFlags:
     tokenizer: Annotated[Path | None, Parameter(group=NETWORK_GROUP)] = None
     "Directory with tokenizer.json and the chat template, if it is not the model's own."
     dtype: Annotated[Dtype, Parameter(group=NETWORK_GROUP)] = "auto"
-    "Of weights, activations and KV cache; auto: what the checkpoint was saved in."
+    "Data type of weights, activations and KV cache; auto: that of the checkpoint."
     device: Annotated[str, Parameter(group=NETWORK_GROUP)] = "auto"
-    "Where it runs: cpu, cuda, auto (an accelerator if there is one), or paced:h20, modelled durations of MODEL there."
+    "cpu, cuda, auto (an accelerator if there is one), or paced:h20 (modelled durations of MODEL on that GPU)."
     paced_arithmetic: Annotated[PacedArithmetic, Parameter(group=NETWORK_GROUP)] = "demo"
-    "What a paced device answers: demo: tokens of the demo model; none: a fixed sequence, and torch is not loaded."
+    "Answers of a paced device. demo: tokens of the demo model; none: a fixed text, without loading torch."
     load_format: Annotated[LoadFormat, Parameter(group=NETWORK_GROUP)] = "auto"
     "dummy: random weights of the right shapes, to measure speed without a download."
     gate_override: Annotated[str | None, Parameter(group=NETWORK_GROUP)] = None
@@ -55,7 +55,7 @@ class ModelFlags:
     generation_config: Annotated[GenerationConfig, Parameter(group=NETWORK_GROUP)] = "auto"
     "Sampling defaults where a request names none; auto: the checkpoint's generation_config.json; vllm: neutral ones."
     seed: Annotated[int, Parameter(group=NETWORK_GROUP)] = 0
-    "Of dummy weights and of the gate override. Requests bring their own seeds."
+    "Random seed for dummy weights and the gate override. Requests have their own seeds."
 
 
 @Parameter(name="*")
@@ -64,15 +64,15 @@ class MemoryFlags:
     """The KV cache."""
 
     max_model_len: Annotated[int | None, Parameter(group=_MEMORY)] = None
-    "Tokens of the longest sequence, prompt and answer; unset: what the model was made for, if it fits."
+    "Tokens of the longest sequence, prompt and answer. Unset: the limit of the model, if it fits."
     block_size: Annotated[int, Parameter(group=_MEMORY)] = 16
-    "Tokens of one KV block: the grain of memory and of prefix caching."
+    "Tokens of one KV block, the unit of memory and of prefix caching."
     kv_cache_memory_bytes: Annotated[int | None, Parameter(group=_MEMORY)] = None
-    "Bytes of KV cache of each engine; more of it: more sequences at once. Unset: 1 GiB, or what a paced GPU has left."
+    "Bytes of KV cache of each engine; more bytes hold more sequences. Unset: 1 GiB, or the rest of a paced GPU."
     num_gpu_blocks_override: Annotated[int | None, Parameter(group=_MEMORY)] = None
-    "KV blocks of each engine, whatever the bytes above say; for experiments with scarce memory."
+    "KV blocks of each engine, in place of the bytes above; for experiments with scarce memory."
     kv_offloading_size: Annotated[float | None, Parameter(group=_MEMORY)] = None
-    "GiB of host memory, for each engine, that keep the KV of preempted requests. Unset: it is computed again."
+    "GiB of host memory of each engine for the KV of preempted requests. Unset: the KV is computed again."
 
 
 @Parameter(name="*")
@@ -81,22 +81,22 @@ class SchedulingFlags:
     """One engine's scheduler."""
 
     max_num_seqs: Annotated[int, Parameter(group=_SCHEDULING)] = 64
-    "Sequences that run at once. More of them: more tokens per second in all, fewer for each."
+    "Sequences that run at once. More sequences mean more tokens per second in all, and fewer for each."
     max_num_batched_tokens: Annotated[int, Parameter(group=_SCHEDULING)] = 2048
-    "Tokens of one step. Lower: long prompts disturb running answers less, and take longer themselves."
+    "Tokens of one step. With fewer tokens, long prompts delay running answers less, and take longer themselves."
     max_num_queued_reqs: Annotated[int, Parameter(group=_SCHEDULING)] = 1024
-    "Requests that may wait; one more is refused with 503 and Retry-After."
+    "Requests that may wait; a further one is refused with 503 and Retry-After."
     scheduling_policy: Annotated[
-        str, _policy("Which waiting request is next, settings after a colon (sjf:theta_age_s=2).", SCHEDULING_POLICIES)
+        str, _policy("The next waiting request; settings follow a colon (sjf:theta_age_s=2).", SCHEDULING_POLICIES)
     ] = "fcfs"
-    batch_policy: Annotated[
-        str, _policy("Which sequences enter the next step (qllm:max_batch=16).", BATCH_POLICIES)
-    ] = "decode_first"
+    batch_policy: Annotated[str, _policy("The sequences of the next step (qllm:max_batch=16).", BATCH_POLICIES)] = (
+        "decode_first"
+    )
     evict_policy: Annotated[
-        str, _policy("Which sequence frees its KV where blocks run out; or FILE.py:NAME.", EVICT_POLICIES)
+        str, _policy("The sequence that frees its KV when blocks run out; or FILE.py:NAME.", EVICT_POLICIES)
     ] = "last_in_order"
     enable_prefix_caching: Annotated[bool, Parameter(group=_SCHEDULING)] = True
-    "Compute the common beginning of prompts once."
+    "Compute the common prefix of prompts once."
 
 
 @Parameter(name="*")
@@ -107,15 +107,15 @@ class SteppingFlags:
     mode: Annotated[Mode, Parameter(group=_SCHEDULING)] = "fused"
     (
         "fused: one forward pass a step. preemptive: a step stops between any two expert batches when a request with"
-        ' "service_class": "ls" comes, and goes on from there later; requests that do not say are "ls". With'
+        ' "service_class": "ls" arrives, and later continues from there; requests that do not say are "ls". With'
         " --scheduling-policy qllm --evict-policy least_computed_be_first they also come first where KV is scarce."
     )
     step_policy: Annotated[str, Parameter(group=_SCHEDULING)] = "qllm"
-    "In preemptive mode, what runs next. qllm: ls requests first; in_order: nobody is preempted; or FILE.py:NAME."
+    "In preemptive mode, the next work. qllm: ls requests first; in_order: no preemption; or FILE.py:NAME."
     pass_decodes: Annotated[bool, Parameter(group=_SCHEDULING)] = False
     (
         'In preemptive mode, "ls" requests pass a step of "be" requests for each of their tokens, not for the first'
-        " alone: their answers come sooner, in small batches, and all others and the throughput pay for it."
+        " alone: their answers end sooner, in small batches, at the cost of all others and of the throughput."
     )
     max_be_wait: Annotated[float, Parameter(group=_SCHEDULING)] = 1.0
     (
@@ -132,23 +132,23 @@ class ServerFlags:
     """The front door."""
 
     host: Annotated[str, Parameter(group=_SERVER)] = "127.0.0.1"
-    "Address to listen on; 0.0.0.0 opens it to the network, which wants --api-key."
+    "Address to listen on; 0.0.0.0 opens the server to the network: set --api-key too."
     port: Annotated[int, Parameter(group=_SERVER)] = 8000
-    "Port to listen on; 0: any free one, shown at the start."
+    "Port to listen on; 0: a free port, shown at the start."
     served_model_name: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True)] = ()
-    "What clients call the model, one or more names; unset: what you called it."
+    "One or more names of the model for clients. Unset: the name on the command line."
     api_key: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True, show_default=False)] = ()
-    "Keys of which clients must send one, as a bearer token or in x-api-key. Unset: no key is asked for."
+    "Accepted keys: clients send one as a bearer token or in x-api-key. Unset: no key is required."
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Parameter(group=_SERVER)] = "info"
-    "How much is logged. Prompts and answers are never logged."
+    "The least severe level that is logged. Prompts and answers are never logged."
     record: Annotated[Path | None, Parameter(group=_SERVER)] = None
-    "Append a line for each answered request to this file, without its text, for moestro sim --replay."
+    "Append a line without text for each answered request to this file, for moestro sim --replay."
     shutdown_timeout: Annotated[float, Parameter(group=_SERVER)] = 10.0
     "Seconds that running requests have to finish after SIGTERM or Ctrl-C."
     write_timeout: Annotated[float, Parameter(group=_SERVER)] = 60.0
-    "Seconds that a client may leave its stream unread before it is cut off."
+    "Seconds that a client may leave its stream unread before it is disconnected."
     max_connections: Annotated[int, Parameter(group=_SERVER)] = 4096
-    "Clients connected at a time; one more is refused with 503 and Retry-After."
+    "Clients connected at a time; a further one is refused with 503 and Retry-After."
 
 
 @Parameter(name="*")
@@ -157,25 +157,25 @@ class EngineFlags:
     """The rank processes."""
 
     engines: Annotated[int, Parameter(group=_ENGINES)] = 1
-    "Processes, each with the whole model; requests are spread over them."
+    "Number of engines, each a process with the whole model; a router spreads requests over them."
     route_policy: Annotated[str, Parameter(group=_ENGINES)] = "moestro"
-    "Which engine gets a request: a name of docs/policies.md (with settings: bailian:hit_weight=0.5), or FILE.py:NAME."
+    "The routing policy: a name of docs/policies.md (with settings: bailian:hit_weight=0.5), or FILE.py:NAME."
     route_score: Annotated[str | None, Parameter(group=_ENGINES)] = None
     "In place of a policy: an expression over indicators, the lowest wins: 'p_tokens * (batch_size + 1)'."
     kv_events_config: Annotated[str | None, Parameter(group=_ENGINES)] = None
     (
-        "What each engine tells routers of its prefix cache, as vLLM is told it:"
+        "KV events that each engine publishes for routers, in the form of vLLM:"
         """ '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557"}'."""
         " Engine r listens on port + r; there is no password."
     )
     startup_timeout: Annotated[float, Parameter(group=_ENGINES)] = 600.0
-    "Seconds that engines have to be ready."
+    "Seconds in which engines must become ready."
     engine_timeout: Annotated[float, Parameter(group=_ENGINES)] = 10.0
-    "Seconds without a sign of life, while the server runs, after which an engine is killed and started again."
+    "Seconds without a message, while the server runs, after which an engine is killed and restarted."
     watchdog_timeout: Annotated[float, Parameter(group=_ENGINES)] = 30.0
-    "Seconds without a step, although it has requests, after which an engine's stacks are dumped and it gets no more."
+    "Seconds without a step, despite requests, after which an engine's stacks are dumped and it gets no new ones."
     step_timeout: Annotated[float, Parameter(group=_ENGINES)] = 300.0
-    "Seconds without a step after which it is killed and started again: longer than any step may take."
+    "Seconds without a step after which an engine is killed and restarted; set it above the longest step."
     resume_streams: Annotated[bool, Parameter(group=_ENGINES)] = False
     (
         "When an engine ends, its streams continue on another one in bfloat16 and float16 too, where the continuation"

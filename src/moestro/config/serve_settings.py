@@ -196,12 +196,14 @@ class PacedSettings:
     def __post_init__(self) -> None:
         if self.device == PACED_QLLM:
             if network_named(self.network).experts is None:
-                raise ConfigError(f"--device {PACED_QLLM} runs networks with experts, which {self.network} has not")
+                raise ConfigError(f"--device {PACED_QLLM} runs networks with experts, and {self.network} has none")
         elif self.table is None:
             gpu_named(self.gpu)
             network_named(self.network)
         elif self.arithmetic == "none":
-            raise ConfigError("--paced-arithmetic none needs a GPU and a network by name: its KV cache is theirs")
+            raise ConfigError(
+                "--paced-arithmetic none needs a named GPU and network, which determine the size of its KV cache"
+            )
 
     @property
     def gpu(self) -> str:
@@ -255,7 +257,7 @@ class KvEventsSettings:
         if abs(first - second) < num_engines:
             raise ConfigError(
                 f"--kv-events-config: {num_engines} engines listen on {num_engines} ports from {first} and from"
-                f" {second} on: set replay_endpoint so far apart from endpoint that none is the same"
+                f" {second} on: the port ranges overlap; choose another replay_endpoint"
             )
 
 
@@ -292,10 +294,10 @@ class ServeSettings:
         if self.kv_events is not None:
             self.kv_events.check_ports(self.server.engines)
             if not limits.enable_prefix_caching:
-                raise ConfigError("--kv-events-config tells of the prefix cache: leave --no-enable-prefix-caching out")
+                raise ConfigError("--kv-events-config needs the prefix cache: leave --no-enable-prefix-caching out")
         if self.stepping.mode == "preemptive" and self.paced is not None and self.paced.table is not None:
             raise ConfigError(
-                f"--mode preemptive wants the prices of stages, and {self.paced.table} has those of whole steps: give"
+                f"--mode preemptive needs the prices of stages, and {self.paced.table} has those of whole steps: give"
                 " --device paced:GPU, or leave --mode out"
             )
         if self.stepping.mode == "preemptive" and limits.max_num_batched_tokens < 2 * limits.max_num_seqs:

@@ -226,7 +226,7 @@ async def sweep_forever(shared: Shared, clients: Clients, interval_s: float) -> 
                 _forgive(shared, clients, pause_ns)
             _sweep(shared, clients)
         except Exception:
-            logger.exception("the sweep failed; it goes on")
+            logger.exception("the sweep of idle connections failed; it continues")
 
 
 def _forgive(shared: Shared, clients: Clients, pause_ns: int) -> None:

@@ -99,7 +99,7 @@ class _Server:
     def _greet(self, parts: Parts, url: str, admin_url: str) -> None:
         settings = self._settings
         if not settings.front.api_key and not is_loopback(settings.front.host):
-            logger.warning("listening on %s without --api-key: whoever reaches this machine can use it", url)
+            logger.warning("listening on %s without --api-key: every host that reaches this machine can use it", url)
         started = Started(
             engines=parts.operator.views(),
             choice=settings.routing.route_policy,

@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,64}")
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-_ENGINES = Group.create_ordered("Engines", help="The servers that do the work: vLLM, SGLang, Moestro, or alike.")
+_ENGINES = Group.create_ordered("Engines", help="The servers behind the router: vLLM, SGLang, Moestro, or similar.")
 _ROUTING = Group.create_ordered(
     "Routing",
     help=(
@@ -35,9 +35,11 @@ _RELIABILITY = Group.create_ordered(
     "Reliability",
     help="A request may go to another engine until the first byte of its answer, and never after.",
 )
-_SERVER = Group.create_ordered("Server", help="Where clients reach it, who may, and how much of them it bears.")
-_ADMIN = Group.create_ordered("Administration", help="Engines come and go, decisions are explained: on its own port.")
-_RECORD = Group.create_ordered("Record", help="What was decided, and why.")
+_SERVER = Group.create_ordered("Server", help="The address of the router, the access to it, and its limits.")
+_ADMIN = Group.create_ordered(
+    "Administration", help="A port of its own to add and remove engines and to explain decisions."
+)
+_RECORD = Group.create_ordered("Record", help="Decisions and their reasons.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,31 +93,31 @@ class EngineSettings:
     """The engines."""
 
     engine: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True, show_default=False)] = ()
-    "Where one is: http://HOST:PORT, or NAME=http://HOST:PORT to call it by name. Repeat it for each."
+    "Address of an engine: http://HOST:PORT, or NAME=http://HOST:PORT. Repeat the flag for each engine."
     engine_api_key: Annotated[str | None, Parameter(group=_ENGINES, show_default=False)] = field(
         default=None, repr=False
     )
-    "Sent to engines in place of the client's key. Better set as MOESTRO_ENGINE_API_KEY than shown in the process list."
+    "Key for engines in place of the client's. MOESTRO_ENGINE_API_KEY keeps it out of the process list."
     connect_timeout: Annotated[float, Parameter(group=_ENGINES)] = 3.0
     "Seconds in which a connection to an engine must be made."
     health_path: Annotated[str, Parameter(group=_ENGINES)] = "/health"
-    "What an engine is asked to see whether it is well; any answer below 300 says so."
+    "Path of an engine's health check; a status below 300 means that the engine is healthy."
     health_interval: Annotated[float, Parameter(group=_ENGINES)] = 5.0
-    "Seconds between looks at an engine's health; one that is not well is looked at twice a second."
+    "Seconds between health checks of an engine; an unhealthy engine is checked twice a second."
     metrics_interval: Annotated[float, Parameter(group=_ENGINES)] = 1.0
-    "Seconds between looks at an engine's /metrics (its queue, its KV cache); 0: never."
+    "Seconds between reads of an engine's /metrics (its queue, its KV cache); 0: never."
     probe_timeout: Annotated[float, Parameter(group=_ENGINES)] = 3.0
-    "Seconds in which it must answer these."
+    "Seconds in which an engine must answer health checks and reads of /metrics."
     kv_events: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True, show_default=False)] = ()
-    "Where engines publish KV events: tcp://*:PORT, as vLLM is told it, for all; or NAME=tcp://HOST:PORT for one."
+    "Endpoint of KV events: tcp://*:PORT for all engines, as in vLLM's configuration; or NAME=tcp://HOST:PORT for one."
     kv_replay: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True, show_default=False)] = ()
-    "Their replay_endpoint, likewise: without it a lost message costs all that was known of an engine's cache."
+    "Endpoint of replays, likewise. Without it, a lost message discards the known contents of an engine's cache."
     kv_tiers: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True)] = (
         "GPU",
         "CPU",
         "CPU_PINNED",
     )
-    "Media, as the events name them, whose blocks count as hits."
+    "Media whose blocks count as hits, by their names in the events."
 
     def __post_init__(self) -> None:
         check_floats(self)
@@ -161,15 +163,15 @@ class RoutingSettings:
     route_score: Annotated[str | None, Parameter(group=_ROUTING)] = None
     "In place of a policy: an expression over indicators, the lowest wins: 'p_tokens * (batch_size + 1)'."
     tokenizer: Annotated[Path | None, Parameter(group=_ROUTING)] = None
-    "Directory with the model's tokenizer.json and chat template: blocks of tokens instead of blocks of text."
+    "Directory with the model's tokenizer.json and chat template; prompts are then compared by tokens, not text."
     block_size: Annotated[int, Parameter(group=_ROUTING)] = 16
-    "With --tokenizer: tokens of one block, as the engines have it (vLLM's --block-size)."
+    "With --tokenizer: tokens of one block; must equal the engines' (vLLM's --block-size)."
     text_block_bytes: Annotated[int, Parameter(group=_ROUTING)] = 512
-    "Without: bytes of one block of text. Smaller: finer, and more work for each request."
+    "Without --tokenizer: bytes of one block of text. Smaller blocks are finer and cost more per request."
     index_memory_bytes: Annotated[int, Parameter(group=_ROUTING)] = 1 << 30
-    "Most memory for what the engines' caches hold."
+    "Maximum memory of the index of the engines' caches."
     seed: Annotated[int, Parameter(group=_ROUTING)] = 0
-    "Of draws between equals."
+    "Random seed for draws between equal engines."
 
     def __post_init__(self) -> None:
         _at_least("--block-size", self.block_size, 1)
@@ -183,19 +185,19 @@ class ReliabilitySettings:
     """When engines fail."""
 
     max_retries: Annotated[int, Parameter(group=_RELIABILITY)] = 3
-    "Other engines that a request is given to when one answers 429, 500, 502, 503 or 504."
+    "Maximum retries of a request on other engines after an answer with 429, 500, 502, 503 or 504."
     retry_share: Annotated[float, Parameter(group=_RELIABILITY)] = 0.2
-    "Such retries for each request, in the long run: they must not multiply an overload."
+    "Average number of such retries per request; the limit keeps retries from multiplying an overload."
     breaker_failures: Annotated[int, Parameter(group=_RELIABILITY)] = 5
-    "Failures in a row (5xx, time limits; never a 4xx) that take an engine out; one that hangs up is out at once."
+    "Failures in a row (5xx, time limits; never a 4xx) that open the breaker; a closed connection opens it at once."
     first_byte_timeout: Annotated[float, Parameter(group=_RELIABILITY)] = 600.0
-    "Seconds in which an answer must begin, queueing included."
+    "Seconds until the first byte of an answer, queueing included."
     idle_timeout: Annotated[float, Parameter(group=_RELIABILITY)] = 300.0
-    "Seconds that may pass between two bytes of an answer."
+    "Maximum seconds between two bytes of an answer."
     stall_timeout: Annotated[float, Parameter(group=_RELIABILITY)] = 30.0
     "Seconds without a token, while its queue grows, after which an engine gets no more requests."
     slow_start: Annotated[float, Parameter(group=_RELIABILITY)] = 30.0
-    "Seconds in which an engine that comes back is brought up to its share; its cache is cold."
+    "Seconds over which the share of a returning engine, with a cold cache, grows to its full value."
 
     def __post_init__(self) -> None:
         check_floats(self)
@@ -219,30 +221,30 @@ class FrontSettings:
     """The clients' side."""
 
     host: Annotated[str, Parameter(group=_SERVER)] = "127.0.0.1"
-    "Address to listen on; 0.0.0.0 opens it to the network, which wants --api-key."
+    "Address to listen on; 0.0.0.0 opens the server to the network: set --api-key too."
     port: Annotated[int, Parameter(group=_SERVER)] = 8080
-    "Port to listen on; 0: any free one, shown at the start."
+    "Port to listen on; 0: a free port, shown at the start."
     api_key: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True, show_default=False)] = ()
     (
-        "Keys of which clients must send one, as a bearer token or in x-api-key. Unset: the router asks for none and"
-        " passes on what it gets."
+        "Accepted keys: clients send one as a bearer token or in x-api-key. Unset: the router requires none and"
+        " forwards the keys of clients."
     )
     open_path: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True, show_default=False)] = ()
-    "Other paths that are sent on to an engine, such as /my_api, or /my_api/* for all below it."
+    "Further paths that are forwarded to an engine, such as /my_api, or /my_api/* for all below it."
     route_headers: Annotated[bool, Parameter(group=_SERVER)] = True
     "Tell clients, in x-moestro-engine and x-moestro-reason, which engine answered and why."
     max_body_bytes: Annotated[int, Parameter(group=_SERVER)] = 32 << 20
-    "The largest request."
+    "Bytes of the largest request body."
     max_connections: Annotated[int, Parameter(group=_SERVER)] = 4096
-    "Clients connected at a time; one more is refused with 503 and Retry-After."
+    "Clients connected at a time; a further one is refused with 503 and Retry-After."
     body_timeout: Annotated[float, Parameter(group=_SERVER)] = 60.0
     "Seconds in which a request's body must arrive."
     write_timeout: Annotated[float, Parameter(group=_SERVER)] = 60.0
-    "Seconds that a client may leave its answer unread before it is cut off."
+    "Seconds that a client may leave its answer unread before it is disconnected."
     shutdown_timeout: Annotated[float, Parameter(group=_SERVER)] = 30.0
     "Seconds that running requests have to finish after SIGTERM or Ctrl-C."
     log_level: Annotated[LogLevel, Parameter(group=_SERVER)] = "info"
-    "How much is logged. Prompts and answers are never logged."
+    "The least severe level that is logged. Prompts and answers are never logged."
 
     def __post_init__(self) -> None:
         check_floats(self)
@@ -268,11 +270,11 @@ class AdminSettings:
     """The operator's side."""
 
     admin_host: Annotated[str, Parameter(group=_ADMIN)] = "127.0.0.1"
-    "Address of the admin plane; any but a loopback address wants --admin-api-key."
+    "Address of the admin plane; any but a loopback address requires --admin-api-key."
     admin_port: Annotated[int, Parameter(group=_ADMIN)] = 8081
-    "Its port; 0: any free one, shown at the start."
+    "Port of the admin plane; 0: a free port, shown at the start."
     admin_api_key: Annotated[str | None, Parameter(group=_ADMIN, show_default=False)] = field(default=None, repr=False)
-    "Its bearer token; --api-key does not open it."
+    "Bearer token of the admin plane; --api-key does not open it."
 
     def __post_init__(self) -> None:
         _port("--admin-port", self.admin_port)
@@ -290,9 +292,9 @@ class RecordSettings:
     """The record."""
 
     record: Annotated[Path | None, Parameter(group=_RECORD)] = None
-    "Append what is decided to this file, for moestro explain and moestro replay. Prompts are not in it."
+    "Append decisions to this file, for moestro explain and moestro replay. The file contains no prompts."
     remember: Annotated[int, Parameter(group=_RECORD)] = 10_000
-    "Requests that are over and kept in memory, for moestro explain."
+    "Finished requests that are kept in memory, for moestro explain."
 
     def __post_init__(self) -> None:
         _at_least("--remember", self.remember, 0)
@@ -313,7 +315,7 @@ class RouteSettings:
 
     def __post_init__(self) -> None:
         if self.engines.kv_sources and self.routing.tokenizer is None:
-            raise ConfigError("--kv-events tells of blocks of tokens: give --tokenizer, and the engines' --block-size")
+            raise ConfigError("--kv-events describes blocks of tokens: give --tokenizer, and the engines' --block-size")
 
 
 def is_loopback(host: str) -> bool:

@@ -21,7 +21,7 @@ DatasetName = Literal["random", "trace", "servegen", "chat", "api_agent", "coder
 ArrivalKind = Literal["auto", "poisson", "gamma", "weibull", "constant", "trace"]
 
 _ENDPOINT = Group.create_ordered("Endpoint", help="Which server is measured.")
-_REQUESTS = Group.create_ordered("Requests", help="What is asked.")
+_REQUESTS = Group.create_ordered("Requests", help="The requests that are sent.")
 _ARRIVALS = Group.create_ordered(
     "Arrivals",
     help=(
@@ -29,8 +29,10 @@ _ARRIVALS = Group.create_ordered(
         " as users do. With --max-concurrency alone it is closed: a request is sent when an earlier one has ended."
     ),
 )
-_GOALS = Group.create_ordered("Goals", help="What counts as good, and how much load stays good.")
-_RESULTS = Group.create_ordered("Results", help="Where figures go, besides the table.")
+_GOALS = Group.create_ordered(
+    "Goals", help="Objectives of a good request, and the search for the highest rate that meets them."
+)
+_RESULTS = Group.create_ordered("Results", help="Files for the figures, besides the table.")
 
 
 @Parameter(name="*")
@@ -39,15 +41,15 @@ class EndpointSettings:
     """The server."""
 
     base_url: Annotated[str, Parameter(group=_ENDPOINT)] = "http://127.0.0.1:8000"
-    "Where it is, with or without /v1."
+    "Address of the server, with or without /v1."
     model: Annotated[str | None, Parameter(group=_ENDPOINT)] = None
-    "The model's name there; unset: the first that /v1/models lists."
+    "Name of the model on the server. Unset: the first that /v1/models lists."
     endpoint_type: Annotated[EndpointType, Parameter(group=_ENDPOINT)] = "completions"
-    "completions sends token ids, of exact number; chat sends words, one a token or nearly so."
+    "completions: an exact number of token ids; chat: words of about one token each."
     api_key: Annotated[str | None, Parameter(group=_ENDPOINT, show_default=False)] = field(default=None, repr=False)
-    "Sent as a bearer token; better set as MOESTRO_API_KEY than shown in the process list."
+    "Key to send as a bearer token. MOESTRO_API_KEY keeps it out of the process list."
     timeout: Annotated[float, Parameter(group=_ENDPOINT)] = 600.0
-    "Seconds after which a request without a whole answer has failed."
+    "Seconds after which a request without a complete answer counts as failed."
 
     def __post_init__(self) -> None:
         check_floats(self)
@@ -72,25 +74,25 @@ class RequestSettings:
         " clients in --dataset-path. chat, api_agent, coder, tool_agent: generated sessions (docs/workloads.md)."
     )
     dataset_path: Annotated[Path | None, Parameter(group=_REQUESTS)] = None
-    "A trace (.jsonl, .csv, ShareGPT's .json; also .zst), its form told by its fields, or ServeGen's clients."
+    "A trace (.jsonl, .csv, ShareGPT's .json; also .zst), its form recognised by its fields, or ServeGen's clients."
     num_prompts: Annotated[int | None, Parameter(group=_REQUESTS)] = None
-    "How many requests: by default 200, or the whole trace."
+    "Number of requests. Unset: 200, or the whole trace."
     length_shape: Annotated[Shape | None, Parameter(group=_REQUESTS)] = None
     "Draw --num-prompts of the trace's lengths so that their prompts have one of Gimbal's five shapes."
     random_input_len: Annotated[int, Parameter(group=_REQUESTS)] = 256
     "Tokens of a random prompt, beyond the prefix."
     random_output_len: Annotated[int, Parameter(group=_REQUESTS)] = 64
-    "Tokens of a random prompt's answer, and of a trace's that names none."
+    "Tokens of the answer to a random prompt, and to a trace's request without a length."
     random_prefix_len: Annotated[int, Parameter(group=_REQUESTS)] = 0
-    "Tokens with which all random prompts begin, for the prefix cache to find."
+    "Tokens of the common prefix of all random prompts, for the prefix cache."
     vocab_size: Annotated[int, Parameter(group=_REQUESTS)] = 4096
-    "Token ids are drawn from 0 to this, exclusive. Give your model's, so that its gate sees all its tokens."
+    "Token ids are drawn from 0 to this number, exclusive. Set it to the model's, so that the gate sees all tokens."
     ignore_eos: Annotated[bool, Parameter(group=_REQUESTS)] = True
-    "Ask for answers of exact length; servers that refuse the field want --no-ignore-eos."
+    "Request answers of exact length; set --no-ignore-eos for servers that refuse the field."
     skip_too_long: Annotated[bool, Parameter(group=_REQUESTS, negative=())] = False
-    "Leave out a trace's requests that the model's context cannot hold, rather than refuse to start."
+    "Skip requests of a trace that exceed the model's context, instead of refusing to start."
     seed: Annotated[int, Parameter(group=_REQUESTS)] = 0
-    "Of prompts and arrivals. A second run with the same seed finds the first one's prompts in the server's cache."
+    "Random seed for prompts and arrivals. A second run with the same seed hits the first run's prompts in the cache."
 
     def __post_init__(self) -> None:
         for flag, value, low in (
@@ -119,15 +121,15 @@ class ArrivalSettings:
     request_rate: Annotated[float | None, Parameter(group=_ARRIVALS)] = None
     "Requests a second; inf: no schedule, all at once. Unset: a trace's own times, otherwise inf."
     arrivals: Annotated[ArrivalKind, Parameter(group=_ARRIVALS)] = "auto"
-    "The pattern at that rate; auto: the trace's if it has times, otherwise poisson, or gamma with --burstiness."
+    "Pattern of arrivals; auto: that of the trace if it has times, otherwise poisson, or gamma with --burstiness."
     burstiness: Annotated[float, Parameter(group=_ARRIVALS)] = 1.0
     "Shape of gamma or weibull arrivals: 1 is poisson, less comes in bursts, more is steadier."
     rate_factor: Annotated[float, Parameter(group=_ARRIVALS)] = 1.0
     "Replay a trace this many times as fast as it was recorded."
     max_concurrency: Annotated[int | None, Parameter(group=_ARRIVALS)] = None
-    "Most requests at the server at once; the others wait here, and with a rate their wait counts as latency."
+    "Maximum requests at the server at once; further ones wait in the client. With a rate, the wait counts as latency."
     num_warmups: Annotated[int, Parameter(group=_ARRIVALS)] = 4
-    "Requests sent before the run and not counted. If all of them fail, there is no run."
+    "Requests before the run that are not counted. If all of them fail, the run is cancelled."
 
     def __post_init__(self) -> None:
         check_floats(self, may_be_infinite={"request_rate"})
@@ -152,15 +154,15 @@ class GoalSettings:
     """Objectives."""
 
     goodput: Annotated[tuple[str, ...], Parameter(group=_GOALS, consume_multiple=True)] = ()
-    "What a good request meets, in milliseconds: ttft:500 tpot:50 e2e:10000, any of them."
+    "Objectives of a good request, in milliseconds: any of ttft:500 tpot:50 e2e:10000."
     find_rate: Annotated[bool, Parameter(group=_GOALS, negative=())] = False
-    "Search the highest rate at which --slo-share of the requests are good, starting at --request-rate or a guess."
+    "Search for the highest rate at which --slo-share of the requests are good, from --request-rate or a guess."
     slo_share: Annotated[float, Parameter(group=_GOALS)] = 0.9
-    "The share, 0 to 1. A failed request is not good."
+    "Share of good requests, 0 to 1. A failed request is not good."
     rate_tolerance: Annotated[float, Parameter(group=_GOALS)] = 0.05
     "Stop the search when the rate is known to this fraction."
     max_probes: Annotated[int, Parameter(group=_GOALS)] = 12
-    "Most rates that the search tries. Each is a run of --num-prompts: give enough for it to last half a minute."
+    "Maximum number of rates to try. Each is a run of --num-prompts, which should last half a minute."
 
     def __post_init__(self) -> None:
         check_floats(self)

@@ -330,7 +330,7 @@ class Engines:
         except (NoEngineError, QueueFullError):
             return False
         except Exception:  # of a user's policy, for instance: the others are to be placed nevertheless
-            logger.exception("request %s cannot be given to another engine", request_id)
+            logger.exception("request %s could not move to another engine", request_id)
             self._fail(request_id, InternalError(request_id))
             return True
         flight.is_placed = flight.is_prefilling = True
@@ -345,7 +345,9 @@ class Engines:
             yield
         except Exception:
             self._metrics.num_delivery_errors += 1
-            logger.exception("request %s ends: what its engine said of it cannot be taken in", request_id)
+            logger.exception(
+                "request %s ends with an error, because a message of its engine could not be processed", request_id
+            )
             if flight is None:
                 return
             flight.inbox.put_nowait(InternalError(request_id))

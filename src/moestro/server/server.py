@@ -130,7 +130,7 @@ class _Server:
             )
             supervisor = Supervisor(engines, wire, metrics, launching)
             self._ending.before_exit = [supervisor.kill_all, lambda: shutil.rmtree(directory, ignore_errors=True)]
-            self._clock.mark("start the front door")
+            self._clock.mark("start the API server")
             async with supervisor.running():
                 yield _Cluster(engines, metrics, supervisor, wire)
 
@@ -257,8 +257,8 @@ class _Server:
         server = self._settings.server
         host, port = listener.getsockname()[:2]
         if not server.api_key and host not in ("127.0.0.1", "::1"):
-            logger.warning("listening on %s without --api-key: whoever reaches this machine can use it", host)
-        self._clock.mark("open the door")
+            logger.warning("listening on %s without --api-key: every host that reaches this machine can use it", host)
+        self._clock.mark("open the port")
         started = Started(
             infos=infos,
             phases=self._clock.phases,

@@ -124,7 +124,7 @@ class Supervisor:
             self._take_in(rank, message)
         except Exception:  # an error of ours says nothing about the engine
             self._metrics.num_delivery_errors += 1
-            logger.exception("cannot take in a %s of engine %d", type(message).__name__, rank)
+            logger.exception("cannot process a %s of engine %d", type(message).__name__, rank)
 
     def _take_in(self, rank: int, message: FromRank) -> None:
         state, now = self._ranks[rank], now_ns()
@@ -143,10 +143,10 @@ class Supervisor:
     def _on_broken(self, rank: int) -> None:
         if self._ranks[rank].is_running:  # else its end is known already, and all that was to be done for it is done
             self._engines.set_trusted(rank, trusted=False)
-            self._kill(rank, "a message of it could not be read")
+            self._kill(rank, "one of its messages could not be read")
 
     def _kill(self, rank: int, why: str) -> None:
-        self._ranks[rank].hung = f"killed, for {why}"
+        self._ranks[rank].hung = f"killed: {why}"
         self._processes.signal(rank, signal.SIGKILL)
 
     def _on_exit(self, rank: int, how: str) -> None:
@@ -160,7 +160,7 @@ class Supervisor:
         if delay_s is None:
             self._give_up(rank, cause)
             return
-        logger.error("engine %d is gone: %s; it starts again in %g s", rank, cause, delay_s)
+        logger.error("engine %d ended: %s; it restarts in %g s", rank, cause, delay_s)
         self._begin(self._restart(rank, delay_s))
 
     async def _restart(self, rank: int, delay_s: float) -> None:
@@ -173,7 +173,7 @@ class Supervisor:
 
     def _give_up(self, rank: int, cause: MoestroError) -> None:
         logger.error(
-            "engine %d is given up: it ended %d times in a row before it was ready, the last time because: %s",
+            "engine %d is not restarted: it ended %d times in a row before it was ready, the last time because: %s",
             rank, MAX_FAILED_STARTS, cause,
         )  # fmt: skip
         self._ranks[rank].is_given_up = True
@@ -208,7 +208,9 @@ class Supervisor:
     def _forgive(self, pause_ns: int) -> None:
         """This process stood still: engines and requests have as much time left as they had before."""
         if pause_ns >= NS_PER_S:
-            logger.warning("this process stood still for %.0f s; engines are not judged by that time", pause_ns / 1e9)
+            logger.warning(
+                "this process stood still for %.0f s; this time counts for no time limit of engines", pause_ns / 1e9
+            )
         for state in self._ranks:
             state.pulse.paused(pause_ns, now_ns())
         self._engines.extend_homeless(pause_ns)
@@ -223,7 +225,7 @@ class Supervisor:
             logger.error("engine %d is out of rotation: %s; the stacks of its threads follow", rank, state.pulse.reason)
             self._processes.signal(rank, STACK_DUMP)
         if verdict is Verdict.FINE and state.is_stalled:
-            logger.warning("engine %d gets on again", rank)
+            logger.warning("engine %d makes steps again", rank)
         state.is_stalled = verdict is not Verdict.FINE
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:

@@ -9,7 +9,7 @@ from cyclopts import Group, Parameter
 
 from moestro.errors import ConfigError
 
-_ACCESS = Group("Access", help="How much one client may ask, and which web pages may ask.")
+_ACCESS = Group("Access", help="Limits for one client, and web pages that may send requests.")
 
 
 @Parameter(name="*")
@@ -18,15 +18,15 @@ class AccessSettings:
     """Limits for each client, and CORS. None means no limit."""
 
     max_requests_per_minute_per_key: Annotated[int | None, Parameter(group=_ACCESS)] = None
-    "Requests that may come with one key in a minute; one more is refused with 429 and Retry-After. Needs --api-key."
+    "Requests with one key in a minute; a further one is refused with 429 and Retry-After. Needs --api-key."
     max_requests_per_minute_per_address: Annotated[int | None, Parameter(group=_ACCESS)] = None
-    "The same for one client address. IPv6 addresses count by their /64 network; behind a proxy all have its address."
+    "The same for one client address. IPv6 counts by /64 network; behind a proxy, all clients have its address."
     max_concurrent_requests_per_key: Annotated[int | None, Parameter(group=_ACCESS)] = None
-    "Requests with one key that may be answered at a time; one more is refused with 429. Needs --api-key."
+    "Requests with one key that may be answered at a time; a further one is refused with 429. Needs --api-key."
     max_connections_per_address: Annotated[int | None, Parameter(group=_ACCESS)] = None
-    "Connections of one client address at a time; one more is refused with 503."
+    "Connections of one client address at a time; a further one is refused with 503."
     allowed_origins: Annotated[tuple[str, ...], Parameter(group=_ACCESS, consume_multiple=True, json_list=True)] = ()
-    "Web pages that may ask, by CORS: origins such as https://chat.example, or *. Unset: no answer has CORS headers."
+    "Web pages with access, by CORS: origins such as https://chat.example, or *. Unset: no answer has CORS headers."
     allowed_methods: Annotated[tuple[str, ...], Parameter(group=_ACCESS, consume_multiple=True, json_list=True)] = (
         "*",
     )
@@ -36,7 +36,7 @@ class AccessSettings:
     )
     "Headers that these pages may send."
     allow_credentials: Annotated[bool, Parameter(group=_ACCESS)] = False
-    "Let these pages send cookies and the like; needs origins by name."
+    "Let these pages send cookies and other credentials; needs origins by name."
 
     def __post_init__(self) -> None:
         for name in ("requests_per_minute_per_key", "requests_per_minute_per_address", "concurrent_requests_per_key",

@@ -180,7 +180,9 @@ BatchName = Literal["decode_first", "prefill_first", "run_to_completion", "qllm"
 BATCHING: dict[str, PolicyEntry[BatchPolicy]] = {
     "decode_first": PolicyEntry(DecodeFirst, "Every decode, then prompts in chunks (Sarathi-Serve, vLLM v1)."),
     "prefill_first": PolicyEntry(PrefillFirst, "Prompts before decodes, never in one step (vLLM v0)."),
-    "run_to_completion": PolicyEntry(RunToCompletion, "Nobody enters until all who run have ended (static batches)."),
+    "run_to_completion": PolicyEntry(
+        RunToCompletion, "No sequence enters until all running ones have ended (static batches)."
+    ),
     "qllm": PolicyEntry(Qllm, "QLLM's Algorithm 1, max_batch=32: latency-sensitive first, prompts and decodes apart."),
     "qllm_mixed": PolicyEntry(QllmMixed, "The same, prompts and decodes in one step."),
 }

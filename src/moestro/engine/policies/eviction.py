@@ -58,7 +58,7 @@ def least_computed_be_first(view: EvictView) -> Victim:
 
 EVICTION: dict[str, EvictPolicy] = {
     "last_in_order": EvictPolicy(
-        last_in_order, makes_way=False, description="The one that the scheduling policy would admit last."
+        last_in_order, makes_way=False, description="The sequence that the scheduling policy would admit last."
     ),
     "least_computed_be_first": EvictPolicy(
         least_computed_be_first,

@@ -76,7 +76,7 @@ ROUTING: dict[str, PolicyEntry[RoutePolicy]] = {
     "gimbal-v1": PolicyEntry(GimbalV1, "KV use, then tokens in hand, then the user's last engine (Gimbal, Alg. 1)"),
     "gimbal-v2": PolicyEntry(_gimbal_v2, "KV, prefill, queue and expert pressure (Gimbal v2, our reconstruction)"),
     "lmetric": PolicyEntry(LMetric, "P-token * batch, with the hotspot detector (LMetric)"),
-    "moestro": PolicyEntry(Moestro, "the least delay caused, in prompt tokens: LMetric's product mended (ours)"),
+    "moestro": PolicyEntry(Moestro, "the least delay caused, in prompt tokens: LMetric's product corrected (ours)"),
 }
 
 
