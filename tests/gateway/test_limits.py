@@ -382,9 +382,9 @@ async def test_ordinary_chunks_make_one_body_that_takes_little_more_memory_than_
         body = random.Random(size).randbytes(size * num)
         chunks = [b"%x\r\n%b\r\n" % (size, body[at : at + size]) for at in range(0, len(body), size)]
         caller.send(CHUNKED + b"".join(chunks))
-        await it.until(lambda: any(client._num_body_bytes == len(body) for client in it.parts.clients.open))
+        await it.until(lambda: any(client._reader._num_body_bytes == len(body) for client in it.parts.clients.open))
         [client] = it.parts.clients.open
-        assert isinstance(client._body, bytearray)
+        assert isinstance(client._reader._body, bytearray)
         caller.send(b"0\r\n\r\n")
         assert (await caller.answer()).status == 200
         assert engine.received[0].body == body

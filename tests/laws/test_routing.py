@@ -10,14 +10,16 @@ from support.routers import BLOCK_SIZE, request
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.rng import Draws
 from moestro.core.views import EngineFigures
-from moestro.errors import NoEngineError, QueueFullError
+from moestro.errors import NoEngineError, QueueFullError, RequestError
 from moestro.routing.decision_record import PolicyText, RecordedRouter, encode_entry
-from moestro.routing.policies.registry import ROUTING
+from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.replay import replay
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
 
-POLICIES = [PolicyText(name) for name in ROUTING] + [PolicyText("", "p_tokens * batch_size / (1 - kv_usage)")]
+POLICIES = [PolicyText(name) for name in ROUTE_POLICIES.names()] + [
+    PolicyText("", "p_tokens * batch_size / (1 - kv_usage)")
+]
 MS = 1_000_000
 
 
@@ -71,15 +73,17 @@ class History:
         self.router.set_routable(engine, routable=on)
 
     def submit(self, name: str) -> None:
+        exclude = {each for each in self.up if self.rng.random() < 0.3} if self.rng.random() < 0.2 else set()
         try:
-            engine = self.router.submit(prompt(self.rng, name), self.now_ns).engine
+            engine = self.router.submit(prompt(self.rng, name), self.now_ns, exclude).engine
         except NoEngineError:
-            assert not any(self.up.values()), "refused although an engine is up"
+            assert not any(is_up for each, is_up in self.up.items() if each not in exclude), "an engine is up"
             self.num_refused += 1
         except QueueFullError:
             self.num_refused += 1
         else:
             assert self.up[engine], f"engine {engine} is not routable"
+            assert engine not in exclude
             self.flights[name] = engine
 
     def step(self, number: int) -> None:
@@ -152,6 +156,30 @@ def test_law_nothing_goes_to_an_engine_that_is_not_routable_and_a_record_replays
         assert len(pairs) > 100
         for recorded, again in pairs:
             assert encode_entry(recorded) == encode_entry(again)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.policy or p.score)
+def test_law_excluding_engines_decides_as_if_they_were_out_of_rotation(policy):
+    for seed, max_num_queued in enumerate([None, 20]):
+        one, other = (history_of(policy, seed, max_num_queued=max_num_queued)[0] for _ in range(2))
+        rng = random.Random(seed)
+        for number in range(200):
+            one.step(number)
+            other.step(number)
+            exclude = [engine for engine, is_up in other.up.items() if is_up and rng.random() < 0.4]
+            asked = prompt(rng, f"asked {number}")
+            for engine in exclude:
+                other.router.set_routable(engine, routable=False)
+            answers = []
+            for router, excluded in ((one.router, exclude), (other.router, [])):
+                try:
+                    answers.append(router.submit(asked, one.now_ns, excluded).engine)
+                    router.ended(asked.request_id, one.now_ns)
+                except RequestError as error:
+                    answers.append(str(error))
+            for engine in exclude:
+                other.router.set_routable(engine, routable=True)
+            assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.policy or p.score)

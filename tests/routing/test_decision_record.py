@@ -71,7 +71,7 @@ def test_a_refusal_is_written_and_replays():
 
 
 INFINITE_DETAIL = """
-from moestro.routing.policies.contract import Choice, Needs
+from moestro.routing.policy_contract import Choice, Needs
 
 class First:
     needs = Needs()
@@ -112,3 +112,13 @@ def test_a_record_without_its_head_is_refused():
     _, lines = recorded()
     with pytest.raises(ConfigError, match="head"):
         list(replay(lines[1:]))
+
+
+def test_an_exclusion_is_written_and_replays():
+    made, lines = recorded("least_loaded", num_engines=2)
+    made.submit(request("a"), 0, exclude=[0])
+    made.submit(request("b"), 0, exclude=[0])
+    with pytest.raises(NoEngineError):
+        made.submit(request("c"), 0, exclude=[0, 1])
+    assert [was.engine for was in decisions(lines)[:2]] == [1, 1]
+    assert [was.exclude for was, again in replay(lines) if was == again] == [(0,), (0,), (0, 1)]

@@ -3,7 +3,7 @@ from support.routers import request, router
 
 from moestro.core.views import NEVER_NS, EngineFigures
 from moestro.errors import ConfigError, InvariantError, NoEngineError, QueueFullError
-from moestro.routing.policies.registry import make_policy
+from moestro.routing.registry import ROUTE_POLICIES
 
 
 def submit(to, *names, now_ns=0, **fields):
@@ -43,13 +43,13 @@ def test_a_full_queue_takes_nothing_and_the_refusal_says_when_to_retry():
 
 
 def test_an_unknown_policy_names_the_known_ones():
-    with pytest.raises(ConfigError, match="unknown route policy 'best'; known: round_robin, power_of_two"):
-        make_policy("best")
+    with pytest.raises(ConfigError, match=r"unknown route policy 'best'; known: .*power_of_two, .*round_robin"):
+        ROUTE_POLICIES.make("best")
 
 
 def test_an_unknown_setting_of_a_policy_is_named():
     with pytest.raises(ConfigError, match=r"round_robin.*speed"):
-        make_policy("round_robin", {"speed": 3})
+        ROUTE_POLICIES.make("round_robin:speed=3")
 
 
 def test_ending_what_never_began_is_a_bug():
@@ -156,3 +156,14 @@ def test_the_last_words_of_an_engine_that_was_removed_are_not_its_successors():
     one.keeps_candidates = True
     decision = one.submit(request("r", block_hashes=bytes(16), num_prompt_tokens=20), 2)
     assert decision.candidates.hit_tokens.tolist() == [0, 0]
+
+
+def test_an_excluded_engine_gets_nothing_and_stays_in_rotation():
+    two = router(2, "least_loaded", max_num_queued=1)
+    assert [two.submit(request("a"), 0, exclude={0}).engine] == [1]
+    with pytest.raises(QueueFullError, match="1 waiting"):
+        two.submit(request("b"), 0, exclude={0})
+    with pytest.raises(NoEngineError):
+        two.submit(request("b"), 0, exclude={0, 1})
+    assert two.num_routable == 2
+    assert submit(two, "b") == [0]

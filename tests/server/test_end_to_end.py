@@ -221,7 +221,7 @@ def test_a_client_that_leaves_frees_its_sequence_on_the_rank(server, stream):
     wait_until(lambda: is_idle(server))
 
 
-def test_the_front_door_never_maps_torch_and_the_rank_does(server):
+def test_the_api_server_never_maps_torch_and_the_rank_does(server):
     def maps(pid: int) -> str:
         return Path(f"/proc/{pid}/maps").read_text()
 

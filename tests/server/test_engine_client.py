@@ -1,4 +1,4 @@
-"""The front door's books: every request ends once, whoever ends it."""
+"""The engine client: every request ends once, whichever side ends it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from support.routers import router
 
 from moestro.core.request import FinishReason, Output, Request, SamplingParams, ServiceClass
 from moestro.errors import ConfigError, DrainingError, EngineDiedError, NoEngineError, QueueFullError
-from moestro.server.engine_client import HOMELESS_S, MAX_MOVES, Engines, Interrupted
-from moestro.server.liveness import Patience
+from moestro.server.engine_client import UNASSIGNED_S, EngineClient
+from moestro.server.liveness import LivenessTimeouts
 from moestro.server.metrics import Metrics
+from moestro.server.request_state import MAX_MOVES, Interrupted
 from moestro.server.supervisor import Launching, Supervisor
 from moestro.web.errors import GenerationError, InternalError
 from moestro.web.prometheus import merge
@@ -31,14 +32,14 @@ def outputs(*items: Output) -> Outputs:
 
 
 class World:
-    """Engines, all ready, and what was sent to them."""
+    """An engine client whose engines are all ready, and the messages that it sent."""
 
     def __init__(self, num_engines: int = 2, router=None) -> None:
         self.sent: list[tuple[int, object]] = []
         self.unreachable: set[int] = set()
         self.metrics = Metrics(num_engines)
         self.now_ns = 0
-        self.engines = Engines(router or empty_router(num_engines), self.send, self.metrics, lambda: self.now_ns)
+        self.engines = EngineClient(router or empty_router(num_engines), self.send, self.metrics, lambda: self.now_ns)
         for engine in range(num_engines):
             self.engines.on_message(engine, Ready(INFO))
 
@@ -308,10 +309,10 @@ def test_a_request_does_not_wait_for_another_engine_for_ever():
         inbox = world.submit("a")
         world.engines.on_exit(0, "killed")
         world.move_all(inbox)
-        world.engines.settle_homeless()
+        world.engines.settle_unassigned()
         assert inbox.empty()
-        world.now_ns = int(HOMELESS_S * 1e9)
-        world.engines.settle_homeless()
+        world.now_ns = int(UNASSIGNED_S * 1e9)
+        world.engines.settle_unassigned()
         assert inbox.get_nowait().code == "no_engine"
         assert world.engines.num_in_flight == 0
 
@@ -425,7 +426,7 @@ def test_at_the_end_all_hear_why():
 )
 def test_the_cause_of_a_failed_start_is_what_is_raised(message, kind, text):
     async def test():
-        engines = Engines(empty_router(1), lambda engine, message: None, Metrics(1))
+        engines = EngineClient(empty_router(1), lambda engine, message: None, Metrics(1))
         if message:
             engines.on_message(0, message)
         engines.on_exit(0, "it ended")
@@ -460,8 +461,8 @@ def happen(world: World, inboxes: dict[str, asyncio.Queue], step: int, rng: rand
         case 0 if rng.random() < 0.3:
             world.engines.on_exit(engine, "chaos")
         case 0:
-            world.now_ns += int(HOMELESS_S / 3 * 1e9)
-            world.engines.settle_homeless()
+            world.now_ns += int(UNASSIGNED_S / 3 * 1e9)
+            world.engines.settle_unassigned()
         case 1:
             world.engines.on_message(engine, Ready(INFO))
         case 2:
@@ -482,13 +483,13 @@ def test_the_time_in_which_the_server_stood_still_does_not_count_for_requests_th
         inbox = world.submit("a")
         world.engines.on_exit(0, "it was killed")
         move_one(world, inbox)
-        pause_ns = int(2 * HOMELESS_S * 1e9)
+        pause_ns = int(2 * UNASSIGNED_S * 1e9)
         world.now_ns += pause_ns
-        world.engines.extend_homeless(pause_ns)
-        world.engines.settle_homeless()
+        world.engines.extend_unassigned(pause_ns)
+        world.engines.settle_unassigned()
         assert inbox.empty()
-        world.now_ns += int(HOMELESS_S * 1e9)
-        world.engines.settle_homeless()
+        world.now_ns += int(UNASSIGNED_S * 1e9)
+        world.engines.settle_unassigned()
         assert isinstance(inbox.get_nowait(), NoEngineError)
 
     run(test)
@@ -575,8 +576,8 @@ def test_a_message_that_cannot_be_taken_in_is_logged_and_counted_and_says_nothin
 
     def test():
         metrics = Metrics(1)
-        patience = Patience(start_ns=1, silence_ns=1, stall_ns=1, step_ns=1)
-        launching = Launching(spec=lambda rank, launch: None, patience=patience)
+        timeouts = LivenessTimeouts(start_ns=1, silence_ns=1, stall_ns=1, step_ns=1)
+        launching = Launching(spec=lambda rank, launch: None, timeouts=timeouts)
         supervisor = Supervisor(FailingEngines(), None, metrics, launching)
         supervisor._on_message(0, Phase("load", 0.0))
         assert metrics.num_delivery_errors == 1

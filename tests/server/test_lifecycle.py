@@ -87,7 +87,7 @@ def start_in_here(capsys, *arguments: str) -> tuple[int, str]:
         (("--engines", "0"), "--engines must be between 1 and 1024, got 0"),
         (("--max-num-seqs", "0"), "--max-num-seqs must be at least 1, got 0"),
         (("--block-size", "0"), "--block-size"),
-        (("--route-policy", "dice"), "unknown route policy 'dice'; known: round_robin"),
+        (("--route-policy", "dice"), "unknown route policy 'dice'; known: aibrix"),
         (("--host", "192.0.2.1"), "give another --host or --port"),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_second_signal_does_not_wait_and_streams_hear_why(fake_command, tmp_pa
     assert_nothing_is_left(server, ranks)
 
 
-def test_ranks_do_not_outlive_a_front_door_that_was_killed(fake_command, tmp_path):
+def test_ranks_do_not_outlive_an_api_server_that_was_killed(fake_command, tmp_path):
     server = Running(fake_command, tmp_path)
     connection = open_stream(server, max_tokens=4000)
     ranks = server.ranks()
@@ -196,7 +196,7 @@ def test_ranks_do_not_outlive_a_front_door_that_was_killed(fake_command, tmp_pat
 # --- the command
 
 
-def test_the_front_door_and_the_command_do_not_load_torch():
+def test_the_api_server_and_the_command_do_not_load_torch():
     code = "import sys, moestro.cli, moestro.server.server, moestro.server.checkpoint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -149,9 +149,9 @@ def test_a_request_that_ends_every_engine_it_meets_ends_two_at_most(start):
 
 @pytest.fixture(scope="module")
 def strict(fake_command, tmp_path_factory) -> Iterator[Running]:
-    """One engine, one request at a time, and little patience."""
-    patience = ("--engine-timeout", "2", "--watchdog-timeout", "1", "--step-timeout", "2.5")
-    server = Running((*fake_command, *ONE_AT_A_TIME, *patience), tmp_path_factory.mktemp("strict"))
+    """One engine, one request at a time, and short timeouts."""
+    timeouts = ("--engine-timeout", "2", "--watchdog-timeout", "1", "--step-timeout", "2.5")
+    server = Running((*fake_command, *ONE_AT_A_TIME, *timeouts), tmp_path_factory.mktemp("strict"))
     yield server
     server.kill()
 
@@ -164,7 +164,7 @@ def test_requests_that_wait_while_nothing_runs_are_found_by_the_watchdog(strict)
     wait_until(lambda: 'fake_rank.py", line' in strict.text)
     waiting.close()
     wait_until(lambda: status(strict) == 200)
-    assert "makes steps again" in strict.text
+    assert "makes progress again" in strict.text
 
 
 def test_a_process_that_stands_still_is_killed_and_its_queue_waits_for_the_next_one(strict):
@@ -193,7 +193,7 @@ def test_a_pause_of_the_server_itself_costs_no_engine_and_no_request(strict, sto
     assert queued.wait().status == 200
     time.sleep(1)  # a few looks at the engine
     assert strict.ranks() == [rank]
-    assert "this process stood still for 3 s" in strict.text
+    assert "this process was stopped for 3 s" in strict.text
     assert status(strict) == 200
 
 

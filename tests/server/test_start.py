@@ -12,9 +12,10 @@ from support.fake_rank import INFO
 import moestro.server.checkpoint
 from moestro.config.serve_settings import SchedulerLimits, ServerSettings
 from moestro.errors import ConfigError
-from moestro.server.banner import Started, curl_line, print_banner
+from moestro.server.banner import serve_banner
 from moestro.server.checkpoint import locate_model
 from moestro.server.start_clock import StartClock
+from moestro.web.banner import print_banner
 from moestro.web.startup import process_age_s
 from moestro.wire.messages import Phase
 
@@ -75,29 +76,24 @@ def test_impossible_settings_are_refused_when_made(kind, fields):
 def test_the_phases_of_a_start_account_for_every_second_since_the_process_began():
     clock = StartClock()
     assert process_age_s() > 0
-    clock.mark("front door")
+    clock.mark("API server")
     clock.mark_engines([[Phase("load", 1.0)], [Phase("load", 2.0), Phase("check", 1.0)]])
-    clock.mark("door")
+    clock.mark("listen")
     names = [phase.name for phase in clock.phases]
-    assert names == ["front door", "load", "check", "door"]
+    assert names == ["API server", "load", "check", "listen"]
     # The engines' seconds are made up here; what is left of the whole is the last phase's, negative or not.
     assert sum(phase.seconds for phase in clock.phases) == pytest.approx(process_age_s(), abs=0.2)
 
 
 def test_the_banner_says_what_the_operator_wants_to_know():
-    started = Started(
-        infos=[INFO, INFO],
-        phases=[Phase("start", 0.5), Phase("load weights", 2.5)],
-        names=["it's"],
-        url="http://h:1",
-        needs_key=True,
-    )
+    phases = [Phase("start", 0.5), Phase("load weights", 2.5)]
+    banner = serve_banner([INFO, INFO], phases, ["it's"], "http://h:1", needs_key=True)
     console = Console(file=io.StringIO(), width=120)
-    print_banner(console, started)
+    print_banner(banner, console)
     text = console.file.getvalue()
     for words in ("32,768 tokens: 8.0 sequences", "3.0 s (start 0.5, load weights 2.5)", "http://h:1", "2 x none"):
         assert words in text
-    words = shlex.split(curl_line(started))
+    words = shlex.split(banner.example)
     assert words[0] == "curl"
     assert '"model":"it\'s"' in words[-1]
-    assert "$MOESTRO_API_KEY" in curl_line(started)
+    assert "$MOESTRO_API_KEY" in banner.example

@@ -131,7 +131,7 @@ class KvDevice:
 def make_request(
     request_id: str, tokens, *, block_size: int = 4, salt: str | None = None, arrival_ns: int = 0, **sampling
 ):
-    """A request with its block hashes, as the front door makes it; greedy unless `sampling` says otherwise."""
+    """A request with its block hashes, as the API server makes it; greedy unless `sampling` says otherwise."""
     ids = np.asarray(tokens, np.int32)
     key = hash_key("fake", None, salt)
     return Request(

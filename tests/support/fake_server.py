@@ -1,4 +1,4 @@
-"""The real front door before fake ranks; the first argument is the demo model's directory, the rest are flags."""
+"""The real API server before fake ranks; the first argument is the demo model's directory, the rest are flags."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import moestro.gateway.server
 import moestro.server.restarts
 import moestro.server.server
-import moestro.web.ending
+import moestro.web.lifecycle
 from moestro.cli import main
 
 
@@ -56,15 +56,15 @@ def hang(what: str) -> None:
 
 if __name__ == "__main__":
     _, what, *arguments = sys.argv
-    moestro.web.ending.FAREWELL_S, moestro.web.ending._ALARM_S = 2.0, 0.5
+    moestro.web.lifecycle.EXIT_S, moestro.web.lifecycle._ALARM_S = 2.0, 0.5
     moestro.server.restarts.FIRST_DELAY_S = 0.02
     for module in (moestro.server.server, moestro.gateway.server):
 
-        def greet(self, *given, real=module._Server._greet):
+        def announce(self, *given, real=module._Server._announce):
             real(self, *given)
             hang(what)
 
-        module._Server._greet = greet
+        module._Server._announce = announce
     real = moestro.server.server.serve
     command = (sys.executable, str(Path(__file__).with_name("fake_rank.py")))
     moestro.server.server.serve = lambda settings, access: real(settings, access, command)

@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from moestro.cli.app import app
+from moestro.cli.extras import install_command, is_installed
 
 repro = App(
     name="repro", help="Rerun the experiments of a paper on virtual time, and compare its claims with the results."
@@ -55,11 +56,11 @@ def lmetric(
     if out is None:
         return
     console.print(f"written: {save(found, out, 'lmetric')}")
-    try:
-        from moestro.repro.lmetric.draw import save_pictures
-    except ImportError:
-        console.print("no pictures: pip install 'moestro[plots]'")
+    if not is_installed("plots"):
+        console.print(f"no pictures: {install_command('plots')}")
         return
+    from moestro.repro.lmetric.draw import save_pictures
+
     for path in save_pictures(found.findings, out):
         console.print(f"written: {path}")
 
@@ -101,10 +102,10 @@ def qllm(
         return
     write_result(found, out / "qllm.json")
     console.print(f"written: {out / 'qllm.json'}")
-    try:
-        from moestro.repro.qllm.draw import save_pictures
-    except ImportError:
-        console.print("no pictures: pip install 'moestro[plots]'")
+    if not is_installed("plots"):
+        console.print(f"no pictures: {install_command('plots')}")
         return
+    from moestro.repro.qllm.draw import save_pictures
+
     for path in save_pictures(found.findings, out):
         console.print(f"written: {path}")

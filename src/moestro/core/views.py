@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -105,6 +105,12 @@ class EngineTable:
 
     def __len__(self) -> int:
         return len(self.routable)
+
+    def without(self, rows: Collection[int]) -> EngineTable:
+        """Return the same columns, where `rows` are not routable."""
+        routable = self.routable.copy()
+        routable[list(rows)] = False
+        return replace(self, routable=routable)
 
     @staticmethod
     def blank(num_engines: int) -> EngineTable:

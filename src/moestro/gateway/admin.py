@@ -18,11 +18,11 @@ from moestro.gateway.index_transfer import MAX_INDEX_BYTES, Handover
 from moestro.gateway.settings import AdminSettings, EngineUrl, is_loopback
 from moestro.web.access import Access
 from moestro.web.errors import HttpError
-from moestro.web.middleware import Gate
+from moestro.web.lifecycle import RESPONSE_FLUSH_S
+from moestro.web.middleware import HttpMiddleware
 from moestro.web.prometheus import CONTENT_TYPE
 
 _MAX_BODY_BYTES = 64 << 10
-_FAREWELL_S = 1.0  # for answers that are complete to reach the operator
 
 
 class _NewEngine(msgspec.Struct):
@@ -44,8 +44,8 @@ class Admin:
     async def runner(self, settings: AdminSettings) -> web.AppRunner:
         """Return what runs it, set up."""
         access = Access.of([settings.admin_api_key] if settings.admin_api_key else [])
-        gate = Gate(access, Counter(), MAX_INDEX_BYTES)
-        return await gate.runner(self._app(settings), shutdown_timeout=_FAREWELL_S)
+        middleware = HttpMiddleware(access, Counter(), MAX_INDEX_BYTES)
+        return await middleware.runner(self._app(settings), shutdown_timeout=RESPONSE_FLUSH_S)
 
     def _app(self, settings: AdminSettings) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES)

@@ -7,9 +7,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from prometheus_client.registry import Collector
+
 from moestro.gateway.client_limits import ClientLimits
 from moestro.gateway.decision_log import Journal
-from moestro.gateway.downstream import Clients
+from moestro.gateway.downstream import ClientConnections
 from moestro.gateway.engine_admin import Operator
 from moestro.gateway.exchange import ExchangeRules, Shared
 from moestro.gateway.fleet import Fleet
@@ -19,14 +21,14 @@ from moestro.gateway.kv_prometheus import KvFigures
 from moestro.gateway.kv_watch import KvEventsWatch
 from moestro.gateway.metrics import Counts
 from moestro.gateway.paths import Routes
-from moestro.gateway.prometheus import RouteExposition
+from moestro.gateway.prometheus import RouteCollector
 from moestro.gateway.prompt_blocks import Reading
 from moestro.gateway.proxy import Proxy
 from moestro.gateway.settings import FrontSettings, ReliabilitySettings, RouteSettings, RoutingSettings
 from moestro.routing.breaker import BreakerRules
 from moestro.routing.decision_record import Entry, PolicyText, RecordedRouter
 from moestro.routing.health import HealthRules
-from moestro.routing.policies.registry import policy_from
+from moestro.routing.registry import policy_from
 from moestro.routing.request_trace import Story
 from moestro.routing.retry_budget import RetryBudget, RetryRules
 from moestro.routing.router import Router
@@ -34,6 +36,7 @@ from moestro.routing.settings import RouterSettings
 from moestro.text.thread_pool import PrepareThreads
 from moestro.web.access import Access
 from moestro.web.connections import TooMany
+from moestro.web.prometheus import Exposition
 from moestro.web.record_file import RecordFile, read_clocks
 
 
@@ -49,9 +52,9 @@ class Parts:
 
     shared: Shared
     proxy: Proxy
-    clients: Clients
+    clients: ClientConnections
     operator: Operator
-    exposition: RouteExposition
+    exposition: Exposition
     record: RecordFile[Entry] | None
     threads: PrepareThreads
     kv_events: KvEventsWatch | None
@@ -91,8 +94,7 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
         journal=journal,
         active={},
     )
-    exposition, access = RouteExposition(fleet, counts), Access.of(front.api_key, settings.access)
-    proxy = Proxy(shared, reading, access, Routes(front.open_path), exposition.text)
+    access = Access.of(front.api_key, settings.access)
     engines = settings.engines
     rules = WatchRules(
         health_path=engines.health_path,
@@ -100,16 +102,19 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
         timeout_s=engines.probe_timeout,
         metrics_s=engines.metrics_interval,
     )
+    collectors: list[Collector] = [RouteCollector(fleet, counts)]
+    watchers: list[Watcher] = [HealthWatch(fleet, rules), MetricsWatch(fleet, rules)]
     kv_events = None
     if engines.kv_sources:
         kv_events = KvEventsWatch(fleet, engines.kv_sources, routing.block_size, engines.kv_tiers)
-        exposition.add(KvFigures(kv_events))
-    watchers: list[Watcher] = [HealthWatch(fleet, rules), MetricsWatch(fleet, rules)]
-    watch = Watch([*watchers, kv_events] if kv_events else watchers)
+        collectors.append(KvFigures(kv_events))
+        watchers.append(kv_events)
+    watch, exposition = Watch(watchers), Exposition(*collectors)
+    proxy = Proxy(shared, reading, access, Routes(front.open_path), exposition.text)
     return Parts(
         shared=shared,
         proxy=proxy,
-        clients=Clients(proxy, _client_limits(front), access.cors),
+        clients=ClientConnections(proxy, _client_limits(front), access.cors),
         operator=Operator(fleet, watch, engines, _withheld(access), reading.words),
         exposition=exposition,
         record=record,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moestro.core.request import Request
 from moestro.errors import RequestError
 from moestro.gateway.decision_log import Journal
-from moestro.gateway.downstream import Client
+from moestro.gateway.downstream import ClientConnection
 from moestro.gateway.fleet import Engine, Fleet
 from moestro.gateway.http_headers import AnswerHead, Incoming, Named, header_text
 from moestro.gateway.metrics import Counts, usage_in
@@ -83,7 +83,7 @@ class Exchange:
         "_sent_ns", "_shared", "_stage", "_status", "_tail", "_task", "_tried", "_why", "deadline_s",
     )  # fmt: skip
 
-    def __init__(self, shared: Shared, client: Client, incoming: Incoming) -> None:
+    def __init__(self, shared: Shared, client: ClientConnection, incoming: Incoming) -> None:
         self._shared = shared
         self._client = client
         self._incoming = incoming

@@ -120,18 +120,12 @@ class Fleet:
             QueueFullError: all that are left are full.
         """
         is_open = not tried and not self._returning and self.models.are_alike
-        masked = [] if is_open else self._masked(model, tried, now_ns)
-        router = self.router
-        for row in masked:
-            router.set_routable(row, routable=False)
+        exclude = () if is_open else self._excluded(model, tried, now_ns)
         try:
-            return router.submit(request, now_ns)
+            return self.router.submit(request, now_ns, exclude)
         except NoEngineError as error:
             error.retry_after_s = self._retry_after_s(now_ns)
             raise
-        finally:
-            for row in masked:
-                router.set_routable(row, routable=True)
 
     def look_now(self, engine: Engine) -> None:
         """Judge `engine` anew, because something was done to it."""
@@ -176,17 +170,17 @@ class Fleet:
         """Engines that get requests."""
         return self.router.num_routable
 
-    def _masked(self, model: str | None, tried: Collection[int], now_ns: int) -> list[int]:
-        """Rows in rotation that are not to be chosen this time."""
-        excluded = self.models.excluded(model)
+    def _excluded(self, model: str | None, tried: Collection[int], now_ns: int) -> list[int]:
+        """Rows in rotation that must not be chosen for this request."""
+        lacking = self.models.excluded(model)
         in_rotation = [row for row in self._by_row if self.router.is_routable(row)]
-        masked = [row for row in in_rotation if row in tried or row in excluded]
-        left = [row for row in in_rotation if row not in masked]
+        excluded = [row for row in in_rotation if row in tried or row in lacking]
+        left = [row for row in in_rotation if row not in excluded]
         settled = [row for row in left if row not in self._returning]
         if settled and len(settled) < len(left):
             most = max(self.router.num_in_flight_on(row) for row in settled)
-            masked += [row for row in left if row in self._returning and not self._has_share(row, most, now_ns)]
-        return masked
+            excluded += [row for row in left if row in self._returning and not self._has_share(row, most, now_ns)]
+        return excluded
 
     def _has_share(self, row: int, most: int, now_ns: int) -> bool:
         """Whether an engine that came back may have one request more, beside the `most` that another has."""

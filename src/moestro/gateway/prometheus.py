@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -13,7 +11,7 @@ from moestro.gateway.fleet import Engine, Fleet
 from moestro.gateway.metrics import Counts, EngineCounts
 from moestro.routing.breaker import BreakerState
 from moestro.routing.health import Condition
-from moestro.web.prometheus import Histogram
+from moestro.web.prometheus import buckets
 
 _BREAKER_NUMBERS = {BreakerState.CLOSED: 0, BreakerState.PROBING: 1, BreakerState.OPEN: 2}
 _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineCounts], float]], ...] = (
@@ -33,24 +31,7 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineCounts], float]], ...] =
 )
 
 
-class RouteExposition:
-    """Writes `GET /metrics`. Nothing is looked up by name or label before somebody asks."""
-
-    def __init__(self, fleet: Fleet, counts: Counts) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_Figures(fleet, counts))
-        ProcessCollector(registry=self._registry)
-
-    def add(self, collector: Collector) -> None:
-        """Write what this one collects, too."""
-        self._registry.register(collector)
-
-    def text(self) -> bytes:
-        """All figures as they are now."""
-        return generate_latest(self._registry)
-
-
-class _Figures(Collector):
+class RouteCollector(Collector):
     """Makes Prometheus' families of our numbers, at every scrape."""
 
     def __init__(self, fleet: Fleet, counts: Counts) -> None:
@@ -58,6 +39,7 @@ class _Figures(Collector):
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
+        """Yield all figures as they are now."""
         engines = list(self._fleet)
         yield from self._of_engines(engines)
         yield from self._of_all(engines)
@@ -87,7 +69,7 @@ class _Figures(Collector):
                 condition.add_metric((engine.name, each), engine.condition is each)
             for status, count in sorted(engine.counts.statuses.items()):
                 answers.add_metric((engine.name, str(status)), count)
-            first.add_metric((engine.name,), _buckets(engine.counts.first_byte_s), engine.counts.first_byte_s.total)
+            first.add_metric((engine.name,), buckets(engine.counts.first_byte_s), engine.counts.first_byte_s.total)
         yield from (condition, answers, first)
 
     def _of_all(self, engines: list[Engine]) -> Iterator[Metric]:
@@ -108,7 +90,7 @@ class _Figures(Collector):
         text = "Approximate memory of the prefix index."
         yield GaugeMetricFamily("moestro:route_index_bytes", text, value=router.index_bytes)
         decision = HistogramMetricFamily("moestro:route_decision_seconds", "Duration of a routing decision.")
-        decision.add_metric((), _buckets(counts.decision_s), counts.decision_s.total)
+        decision.add_metric((), buckets(counts.decision_s), counts.decision_s.total)
         yield decision
 
 
@@ -123,8 +105,3 @@ def _gauge(name: str, text: str, values: Iterable[tuple[Engine, float]]) -> Metr
     for engine, value in values:
         family.add_metric((engine.name,), value)
     return family
-
-
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    names = (*map(str, histogram.bounds), "+Inf")
-    return [(name, float(count)) for name, count in zip(names, accumulate(histogram.counts), strict=True)]

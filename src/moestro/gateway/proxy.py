@@ -10,22 +10,20 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 
-import msgspec
-
-from moestro import __version__
 from moestro.core.request import Request
 from moestro.errors import DrainingError, RequestError, shown
 from moestro.gateway.answering import Answering
-from moestro.gateway.downstream import Client, Clients
+from moestro.gateway.downstream import ClientConnection, ClientConnections
 from moestro.gateway.exchange import Exchange, Shared
 from moestro.gateway.http_headers import Incoming, RequestHead, own_head, plain_id
 from moestro.gateway.paths import MODELS, Routes
 from moestro.gateway.prompt_blocks import Reading
 from moestro.gateway.request_body import read
-from moestro.web.access import PROBES, UNLIMITED, Access
+from moestro.web.access import UNLIMITED, Access
 from moestro.web.errors import AuthenticationError, HttpError, InternalError, UnknownModelError
 from moestro.web.log_limit import LogLimit
 from moestro.web.pauses import PauseMeter
+from moestro.web.probes import PROBES, VERSION_BODY, probe_status
 from moestro.web.prometheus import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
@@ -76,7 +74,7 @@ class Proxy:
         self._shared.counts.refusals[code] += 1
         self._log.info(code, f"a request from {address} is refused with {error.http_status}: {error.message}")
 
-    def handle(self, client: Client, incoming: Incoming) -> Answering | None:
+    def handle(self, client: ClientConnection, incoming: Incoming) -> Answering | None:
         """Answer now, or return who will."""
         incoming.request_id = self._request_id(incoming)
         path, method = incoming.head.path, incoming.head.method
@@ -105,7 +103,7 @@ class Proxy:
         named = head.named
         return self._access.key_of(named.get(b"authorization", b""), named.get(b"x-api-key", b""))
 
-    def _is_preflight_answered(self, client: Client, incoming: Incoming) -> bool:
+    def _is_preflight_answered(self, client: ClientConnection, incoming: Incoming) -> bool:
         """Answer a preflight, and count any other request.
 
         Raises:
@@ -124,7 +122,7 @@ class Proxy:
 
     # --- to engines
 
-    def _send_on(self, client: Client, incoming: Incoming) -> Exchange:
+    def _send_on(self, client: ClientConnection, incoming: Incoming) -> Exchange:
         if self.is_draining:
             raise DrainingError
         limits = self._access.limits
@@ -162,13 +160,12 @@ class Proxy:
 
     # --- here
 
-    def _answer_here(self, client: Client, incoming: Incoming, path: str) -> None:
-        if path in ("/health", "/ping"):
-            self._say(client, incoming, 200 if self._shared.fleet.num_up else 503)
-        elif path in ("/ready", "/readyz"):
-            self._say(client, incoming, 200 if self._shared.fleet.num_up and not self.is_draining else 503)
+    def _answer_here(self, client: ClientConnection, incoming: Incoming, path: str) -> None:
+        if path in PROBES:
+            is_healthy = self._shared.fleet.num_up > 0
+            self._say(client, incoming, probe_status(path, is_healthy=is_healthy, is_draining=self.is_draining))
         elif path == "/version":
-            self._say(client, incoming, 200, msgspec.json.encode({"version": __version__}))
+            self._say(client, incoming, 200, VERSION_BODY)
         elif path == "/metrics":
             self._say(client, incoming, 200, self._metrics(), CONTENT_TYPE)
         elif path == "/v1/models":
@@ -182,7 +179,7 @@ class Proxy:
 
     def _say(
         self,
-        client: Client,
+        client: ClientConnection,
         incoming: Incoming,
         status: int,
         body: bytes = b"",
@@ -190,7 +187,7 @@ class Proxy:
     ) -> None:
         client.reply(own_head(status, content_type, len(body), _id_line(incoming)), body)
 
-    def _refuse(self, client: Client, incoming: Incoming, error: RequestError, added: bytes = b"") -> None:
+    def _refuse(self, client: ClientConnection, incoming: Incoming, error: RequestError, added: bytes = b"") -> None:
         self._shared.counts.refusals[error.code or error.error_type] += 1
         client.refuse(error, _id_line(incoming) + added)
 
@@ -216,7 +213,7 @@ def _id_line(incoming: Incoming) -> bytes:
     return b"X-Request-Id: %b\r\n" % incoming.request_id.encode()
 
 
-async def sweep_forever(shared: Shared, clients: Clients, interval_s: float) -> None:
+async def sweep_forever(shared: Shared, clients: ClientConnections, interval_s: float) -> None:
     """Look at everything that has a deadline, again and again."""
     pauses = PauseMeter(time.monotonic_ns(), int(2 * interval_s * 1e9))
     while True:
@@ -229,7 +226,7 @@ async def sweep_forever(shared: Shared, clients: Clients, interval_s: float) -> 
             logger.exception("the sweep of idle connections failed; it continues")
 
 
-def _forgive(shared: Shared, clients: Clients, pause_ns: int) -> None:
+def _forgive(shared: Shared, clients: ClientConnections, pause_ns: int) -> None:
     """This process stood still: engines and clients have as much time left as they had before."""
     now_ns = time.monotonic_ns()
     for exchange in shared.active.values():
@@ -239,7 +236,7 @@ def _forgive(shared: Shared, clients: Clients, pause_ns: int) -> None:
         engine.health.paused(pause_ns, now_ns)
 
 
-def _sweep(shared: Shared, clients: Clients) -> None:
+def _sweep(shared: Shared, clients: ClientConnections) -> None:
     now_ns = time.monotonic_ns()
     now_s = now_ns * 1e-9
     for exchange in [exchange for exchange in shared.active.values() if exchange.deadline_s < now_s]:

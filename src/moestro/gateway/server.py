@@ -1,35 +1,30 @@
-"""`moestro route`: brought up, run until a signal, and taken down in order."""
+"""`moestro route` as a process: start, serve until a signal, drain, stop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
-import logging
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-
-from rich.console import Console
+from collections.abc import AsyncIterator
 
 from moestro.errors import DrainingError
 from moestro.gateway.admin import Admin
 from moestro.gateway.app import Parts, assemble
-from moestro.gateway.banner import Started, print_banner
+from moestro.gateway.banner import RouteSummary, route_banner
 from moestro.gateway.prompt_blocks import Reading
 from moestro.gateway.proxy import sweep_forever
-from moestro.gateway.settings import EngineUrl, RouteSettings, is_loopback
-from moestro.gateway.statline import RouteLines, log_forever
-from moestro.web.connections import accept, allow_open_files, bound_socket, listen
-from moestro.web.ending import Ending
+from moestro.gateway.settings import EngineUrl, RouteSettings
+from moestro.gateway.statline import RouteLines
+from moestro.web.banner import print_banner
+from moestro.web.connections import accept, allow_open_files, bound_socket, listen, url_of, warn_if_open
+from moestro.web.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server, wait_until
 from moestro.web.startup import process_age_s
-
-logger = logging.getLogger(__name__)
+from moestro.web.statline import log_forever
 
 _SWEEP_S = 0.25
-_STEP_S = 0.01
 _MAX_ADMIN_CONNECTIONS = 256
-_FAREWELL_S = 1.0  # for answers that are complete to reach their clients
 _FIRST_LOOK_S = 5.0  # the banner waits for the first word of every engine, so long at most
 _GC_THRESHOLD = 50_000  # requests leave no cycles; looking for them at every few hundred objects is wasted
 
@@ -43,19 +38,20 @@ def route(settings: RouteSettings, reading: Reading) -> None:
     Raises:
         ConfigError: the settings cannot be honoured; the text says what to do.
     """
-    level = settings.front.log_level.upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    ending = Ending(settings.front.shutdown_timeout)
-    ending.run(_Server(settings, reading, ending).run())
+    run_server(
+        lambda lifecycle: _Server(settings, reading, lifecycle).run(),
+        log_level=settings.front.log_level,
+        shutdown_timeout_s=settings.front.shutdown_timeout,
+    )
 
 
 class _Server:
-    """One run."""
+    """One run of the router."""
 
-    def __init__(self, settings: RouteSettings, reading: Reading, ending: Ending) -> None:
+    def __init__(self, settings: RouteSettings, reading: Reading, lifecycle: Lifecycle) -> None:
         self._settings = settings
         self._reading = reading
-        self._ending = ending
+        self._lifecycle = lifecycle
 
     async def run(self) -> None:
         urls, front, admin = self._settings.engines.urls, self._settings.front, self._settings.admin
@@ -70,56 +66,53 @@ class _Server:
 
     async def _serve(self, parts: Parts, listener: socket.socket, admin_listener: socket.socket) -> None:
         await _first_look(parts)
-        door = await accept(parts.accept_client, listener, self._settings.access.max_connections_per_address)
+        server = await accept(parts.accept_client, listener, self._settings.access.max_connections_per_address)
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD)
-        self._ending.is_serving = True
-        self._greet(parts, _url(listener), _url(admin_listener))
+        self._lifecycle.is_serving = True
+        self._announce(parts, listener, admin_listener)
         try:
-            await self._ending.wanted.wait()
+            await self._lifecycle.stop_requested.wait()
             await self._drain(parts)
         finally:
-            self._ending.farewell()
-            door.close()
+            self._lifecycle.begin_exit()
+            server.close()
             parts.clients.close()
 
     async def _drain(self, parts: Parts) -> None:
-        """What comes from now on hears that we stop; what runs has time to finish."""
-        active, patience_s = parts.shared.active, self._settings.front.shutdown_timeout
+        """Refuse new requests, give running ones time to finish, and end the rest with an error."""
+        active = parts.shared.active
         parts.proxy.is_draining = parts.clients.is_closing = True
-        if active:
-            logger.info("stopping: %d requests have %g s to finish", len(active), patience_s)
-        await _until(lambda: not active, patience_s)
+        await self._lifecycle.drain(lambda: len(active))
         for exchange in list(active.values()):
-            exchange.refuse(DrainingError())  # the rest hear why
+            exchange.refuse(DrainingError())
         parts.clients.close_idle()
-        await _until(lambda: not parts.clients.open, _FAREWELL_S)
+        await wait_until(lambda: not parts.clients.open, RESPONSE_FLUSH_S)
 
-    def _greet(self, parts: Parts, url: str, admin_url: str) -> None:
+    def _announce(self, parts: Parts, listener: socket.socket, admin_listener: socket.socket) -> None:
         settings = self._settings
-        if not settings.front.api_key and not is_loopback(settings.front.host):
-            logger.warning("listening on %s without --api-key: every host that reaches this machine can use it", url)
-        started = Started(
+        warn_if_open(listener, settings.front.api_key)
+        summary = RouteSummary(
             engines=parts.operator.views(),
-            choice=settings.routing.route_policy,
+            policy=settings.routing.route_policy,
             prompts=self._reading.words,
-            url=url,
-            admin_url=admin_url,
+            url=url_of(listener),
+            admin_url=url_of(admin_listener),
             needs_key=bool(settings.front.api_key),
             seconds=process_age_s(),
         )
-        print_banner(Console(stderr=True), started)
+        print_banner(route_banner(summary))
 
 
 @contextlib.asynccontextmanager
 async def _running(parts: Parts, urls: tuple[EngineUrl, ...]) -> AsyncIterator[None]:
-    """Everything that goes on by itself."""
+    """Run the router's background tasks inside the block."""
     for url in urls:
         parts.operator.add(url)
     tasks = [
         asyncio.create_task(sweep_forever(parts.shared, parts.clients, _SWEEP_S)),
-        asyncio.create_task(log_forever(RouteLines(parts.shared.fleet, parts.shared.counts))),
+        asyncio.create_task(log_forever(RouteLines(parts.shared.fleet, parts.shared.counts).lines)),
     ]
     try:
         async with parts.record.writing() if parts.record is not None else contextlib.nullcontext():
@@ -140,30 +133,17 @@ async def _running(parts: Parts, urls: tuple[EngineUrl, ...]) -> AsyncIterator[N
 async def _admin_plane(parts: Parts, listener: socket.socket, settings: RouteSettings) -> AsyncIterator[None]:
     admin = Admin(parts.operator, parts.shared.journal, parts.exposition.text)
     runner = await admin.runner(settings.admin)
-    door = await listen(runner, listener, Counter(), _MAX_ADMIN_CONNECTIONS)
+    server = await listen(runner, listener, Counter(), _MAX_ADMIN_CONNECTIONS)
     try:
         yield
     finally:
-        door.close()
+        server.close()
         await runner.cleanup()
 
 
 async def _first_look(parts: Parts) -> None:
-    """Until every engine has answered its first check, or not."""
-    await _until(
+    """Wait until every engine has passed or failed its first health check."""
+    await wait_until(
         lambda: all(engine.condition != "unchecked" or engine.unreachable for engine in parts.shared.fleet),
         min(_FIRST_LOOK_S, parts.operator.settings.probe_timeout),
     )
-
-
-async def _until(condition: Callable[[], bool], seconds: float) -> None:
-    """Return once it holds, or after `seconds`."""
-    for _ in range(int(seconds / _STEP_S) + 1):
-        if condition():
-            return
-        await asyncio.sleep(_STEP_S)
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
 from dataclasses import dataclass
 
 from moestro.gateway.fleet import Engine, Fleet
 from moestro.gateway.metrics import Counts
 from moestro.gateway.prometheus import imbalance
 
-logger = logging.getLogger(__name__)
-
-INTERVAL_S = 10.0
 _MAX_LINES = 16  # of engines; of more, /metrics tells
 
 
@@ -70,17 +64,6 @@ class RouteLines:
             now.num_predicted - old.num_predicted,
             now.num_hit - old.num_hit,
         )
-
-
-async def log_forever(lines: RouteLines) -> None:
-    """Log them at every interval."""
-    then = time.monotonic()
-    while True:
-        await asyncio.sleep(INTERVAL_S)
-        now = time.monotonic()
-        for line in lines.lines(now - then):
-            logger.info("%s", line)
-        then = now
 
 
 def _line(engine: Engine, gained: _Totals, num_in_flight: int, seconds: float) -> str:

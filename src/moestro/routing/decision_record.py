@@ -7,7 +7,7 @@ and may begin anew, with another head, in the same file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -17,9 +17,9 @@ from moestro.core.request import Request
 from moestro.core.views import NEVER_NS, EngineFigures
 from moestro.errors import RequestError
 from moestro.routing.candidates import Candidates, finite
-from moestro.routing.policies.contract import Choice, RouteView
-from moestro.routing.policies.indicators import batch_size, queued_prefill_tokens
-from moestro.routing.policies.registry import policy_from
+from moestro.routing.indicators import batch_size, queued_prefill_tokens
+from moestro.routing.policy_contract import Choice, RouteView
+from moestro.routing.registry import policy_from
 from moestro.routing.request_trace import Story
 from moestro.routing.router import RouteDecision, Router
 from moestro.routing.settings import ANY_ENGINE, EngineSpec, RouterSettings
@@ -101,13 +101,14 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     detail: dict[str, float | None]
 
 
-class Submitted(msgspec.Struct, frozen=True, tag=True):
+class Submitted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """`submit`, and what became of it: a decision, or the refusal's name."""
 
     request: Request
     now_ns: int
     decision: Decision | None
     refusal: str | None = None
+    exclude: tuple[int, ...] = ()
 
 
 class SentElsewhere(msgspec.Struct, frozen=True, tag=True):
@@ -245,17 +246,17 @@ class RecordedRouter(Router):
         super().engine_lost(engine, now_ns)
         self._write(EngineWasLost(engine, now_ns))
 
-    def submit(self, request: Request, now_ns: int) -> RouteDecision:
+    def submit(self, request: Request, now_ns: int, exclude: Collection[int] = ()) -> RouteDecision:
         """See `Router`."""
         # The number of resumed tokens is part of the decision; which ones they are is part of a conversation.
         resumed = bytes(len(request.resumed_token_ids))
         bare = msgspec.structs.replace(request, token_ids=None, resumed_token_ids=resumed, cache_salt=None)
         try:
-            answer = super().submit(request, now_ns)
+            answer = super().submit(request, now_ns, exclude)
         except RequestError as refusal:
-            self._write(Submitted(bare, now_ns, None, type(refusal).__name__))
+            self._write(Submitted(bare, now_ns, None, type(refusal).__name__, tuple(exclude)))
             raise
-        self._write(Submitted(bare, now_ns, self._decision))
+        self._write(Submitted(bare, now_ns, self._decision, exclude=tuple(exclude)))
         return answer
 
     def first_token(self, request_id: str, now_ns: int) -> None:

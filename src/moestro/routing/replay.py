@@ -67,7 +67,7 @@ def replay(lines: Iterable[bytes]) -> Iterator[tuple[Submitted, Submitted]]:
         remade.clear()
         if isinstance(entry, Submitted):
             with contextlib.suppress(RequestError):  # which is in the record too
-                router.submit(entry.request, entry.now_ns)
+                router.submit(entry.request, entry.now_ns, entry.exclude)
             (again,) = remade
             assert isinstance(again, Submitted)
             yield entry, again

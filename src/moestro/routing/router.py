@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 import numpy as np
 
@@ -13,7 +15,7 @@ from moestro.errors import InvariantError, NoEngineError, QueueFullError
 from moestro.routing.candidates import Candidates, candidates_of
 from moestro.routing.columns import EngineColumns
 from moestro.routing.in_flight import Flight, InFlight
-from moestro.routing.policies.contract import Choice, Ended, EngineLost, FirstToken, Routed, RoutePolicy, RouteView
+from moestro.routing.policy_contract import Choice, Ended, EngineLost, FirstToken, Routed, RoutePolicy, RouteView
 from moestro.routing.prefix_index import PrefixIndex
 from moestro.routing.settings import ANY_ENGINE, DEFAULT_SETTINGS, EngineSpec, RouterSettings
 
@@ -95,18 +97,21 @@ class Router:
 
     # --- requests come and go
 
-    def submit(self, request: Request, now_ns: int) -> RouteDecision:
+    def submit(self, request: Request, now_ns: int, exclude: Collection[int] = ()) -> RouteDecision:
         """Choose an engine and count the request there.
 
+        Args:
+            exclude: Engines that this request must not go to, for instance because they have failed it.
+
         Raises:
-            NoEngineError: no engine is routable.
-            QueueFullError: each that is has as many waiting requests as it may have.
+            NoEngineError: No engine outside of `exclude` is routable.
+            QueueFullError: Each of these engines has as many waiting requests as it may have.
         """
-        self.check_room()
-        view = self._view(request, now_ns)
+        self.check_room(exclude)
+        view = self._view(request, now_ns, exclude)
         choice = self._policy.decide(view, Draws(self._settings.seed, self._num_decisions))
         engine = choice.engine
-        if not self._columns.routable[engine]:
+        if not view.engines.routable[engine]:
             raise InvariantError(f"the route policy chose engine {engine}, which is not routable")
         candidates = candidates_of(view, choice) if self.keeps_candidates else None
         if candidates is not None:
@@ -121,18 +126,22 @@ class Router:
         self._policy.observe(Routed(request, engine, hit_tokens, choice.detail, now_ns))
         return RouteDecision(engine, choice.score, choice.reason, hit_tokens, candidates)
 
-    def check_room(self) -> None:
+    def check_room(self, exclude: Collection[int] = ()) -> None:
         """Raise what `submit` would raise now: a flood is refused before anybody reads what it sends.
 
         Sets the column `routable`: in rotation, and with room in the queue.
         """
         columns, bound = self._columns, self._settings.max_num_queued
-        if not np.count_nonzero(columns.is_up):
+        is_up = columns.is_up
+        if exclude:
+            is_up = is_up.copy()
+            is_up[list(exclude)] = False
+        if not np.count_nonzero(is_up):
             raise NoEngineError
         if bound is None:
             return
         table = columns.table
-        is_up = columns.is_up[: len(table)]
+        is_up = is_up[: len(table)]
         num_waiting = table.num_in_flight + table.num_foreign - table.num_running.values
         has_room = is_up & (num_waiting < bound)
         if not np.count_nonzero(has_room):
@@ -270,13 +279,15 @@ class Router:
     def _decided(self, view: RouteView, choice: Choice, candidates: Candidates) -> None:
         """Called with each decision that keeps its candidates before it changes anything; for who keeps a record."""
 
-    def _view(self, request: Request, now_ns: int) -> RouteView:
-        block_size = self._settings.block_size
+    def _view(self, request: Request, now_ns: int, exclude: Collection[int] = ()) -> RouteView:
+        block_size, table = self._settings.block_size, self._columns.table
+        if exclude:
+            table = table.without(exclude)
         if self._policy.needs.hits:
             hit_tokens = self._index.match(request.block_hashes) * block_size
         else:
             hit_tokens = np.zeros(self._columns.num_rows, np.int64)
-        return RouteView(request, self._columns.table, hit_tokens, block_size, now_ns, self._num_decisions)
+        return RouteView(request, table, hit_tokens, block_size, now_ns, self._num_decisions)
 
     def _release(self, engine: int) -> None:
         """Give back the number of an engine that was removed, once nothing is in flight there."""

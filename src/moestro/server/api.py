@@ -1,4 +1,4 @@
-"""The HTTP API: what each path does. Errors, keys and request ids are `gate.py`'s."""
+"""The HTTP API: what each path does. Errors, keys and request ids are in `web/middleware.py`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from collections.abc import Callable
 import msgspec
 from aiohttp import web
 
-from moestro.server.engine_client import Engines
+from moestro.server.engine_client import EngineClient
 from moestro.server.generation import Generation
 from moestro.server.operations import Operations
-from moestro.server.prometheus import Exposition
 from moestro.server.protocol import ModelCard, ModelList
 from moestro.server.request_builder import Arrival, Prepared, ServedModel, prepare_chat, prepare_completion
 from moestro.server.responses import AnswerForm, ChatForm, CompletionForm, heading
@@ -21,29 +20,30 @@ from moestro.server.text_api import TextApi
 from moestro.server.traffic import Traffic
 from moestro.text.thread_pool import PrepareThreads
 from moestro.web.bodies import MAX_BODY_BYTES, Bodies
+from moestro.web.prometheus import Exposition
 
 
-class FrontDoor:
-    """Answers clients from `engines`.
+class ApiServer:
+    """Answers clients with the outputs of the engines.
 
     Args:
-        write_timeout_s: how long a client of a stream may leave it unread.
+        write_timeout_s: Seconds that a client may leave its stream unread.
 
     Attributes:
-        traffic: generation requests that have no complete answer yet.
+        traffic: Generation requests without a complete answer.
     """
 
-    def __init__(self, engines: Engines, model: ServedModel, write_timeout_s: float) -> None:
+    def __init__(self, engines: EngineClient, model: ServedModel, write_timeout_s: float) -> None:
         self._engines = engines
         self._model = model
         self._write_timeout_s = write_timeout_s
         self._bodies = Bodies()
         self._threads = PrepareThreads()
-        self._chat_threads = PrepareThreads()  # a template may take seconds, for which nothing else should wait
+        self._chat_threads = PrepareThreads()  # A template may take seconds; completions do not wait for it.
         self.traffic = Traffic()
 
     def app(self, exposition: Exposition) -> web.Application:
-        """The application to run, behind a gate."""
+        """Return the application to run behind `HttpMiddleware`."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
@@ -87,7 +87,7 @@ class FrontDoor:
         threads: PrepareThreads,
     ) -> Prepared:
         self.traffic.check_open()
-        self._engines.check_room()  # before the body is decoded and tokenized: refusing must cost next to nothing
+        self._engines.check_room()  # Before the body is decoded and tokenized, so that a refusal is cheap.
         async with self._bodies.reading(http) as body:
             return await threads.run(lambda: prepare(body, self._model, arrival))
 

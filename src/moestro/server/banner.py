@@ -1,64 +1,44 @@
-"""What the operator sees once the server is ready: what it serves, how much fits, where, and a line to try."""
+"""The banner of `moestro serve`: what it serves, how much fits, where, and a line to try."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import msgspec
-from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
 
 from moestro import __version__
+from moestro.web.banner import Banner, curl_line
 from moestro.wire.messages import ModelInfo, Phase
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """What there is to tell."""
+def serve_banner(
+    infos: Sequence[ModelInfo], phases: Sequence[Phase], names: Sequence[str], url: str, *, needs_key: bool
+) -> Banner:
+    """Return the banner of a server that takes requests.
 
-    infos: Sequence[ModelInfo]  # one per engine
-    phases: Sequence[Phase]  # from the start of the process to this moment, without a gap
-    names: Sequence[str]
-    url: str
-    needs_key: bool
-
-
-def print_banner(console: Console, started: Started) -> None:
-    """Print it."""
-    table = Table.grid(padding=(0, 2))
-    for name, text in _rows(started):
-        table.add_row(f"[bold]{name}[/bold]", text)
-    console.print(Panel(table, title=f"Moestro {__version__}", title_align="left", expand=False))
-    for note in started.infos[0].notes:
-        console.print(f"note: {note}", markup=False, soft_wrap=True)
-    console.print("Try it:")
-    console.print(f"  {curl_line(started)}", markup=False, highlight=False, soft_wrap=True)
-
-
-def curl_line(started: Started) -> str:
-    """A request that works as it stands, in one line for any shell."""
-    body = msgspec.json.encode({"model": started.names[0], "prompt": "def fibonacci(n):", "max_tokens": 48}).decode()
-    key = ' -H "Authorization: Bearer $MOESTRO_API_KEY"' if started.needs_key else ""
-    quoted = body.replace("'", "'\\''")
-    return f"curl {started.url}/v1/completions -H 'Content-Type: application/json'{key} -d '{quoted}'"
-
-
-def _rows(started: Started) -> list[tuple[str, str]]:
-    info, count = started.infos[0], len(started.infos)
-    tokens = sum(each.num_blocks * each.block_size for each in started.infos)
+    Args:
+        infos: Model information, one per engine.
+        phases: Phases from the start of the process to this moment, without a gap.
+        names: Names by which clients may call the model.
+    """
+    info, count = infos[0], len(infos)
+    tokens = sum(each.num_blocks * each.block_size for each in infos)
     gate = f", {info.num_experts} experts a layer, top-{info.num_experts_per_token}" if info.num_experts else ", dense"
-    phases = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in started.phases)
-    return [
-        ("model", ", ".join(started.names)),
+    durations = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in phases)
+    rows = [
+        ("model", ", ".join(names)),
         ("network", f"{info.model_type}, {_human(info.num_parameters)} parameters, {info.num_layers} layers{gate}"),
         ("engines", f"{count} x {info.device}, {info.dtype}"),
         ("context", f"{info.max_model_len:,} tokens"),
         ("KV cache", f"{tokens:,} tokens: {tokens / info.max_model_len:.1f} sequences of the full context at once"),
-        ("ready in", f"{sum(phase.seconds for phase in started.phases):.1f} s ({phases})"),
-        ("serving", f"{started.url} (OpenAI's API under /v1)"),
+        ("ready in", f"{sum(phase.seconds for phase in phases):.1f} s ({durations})"),
+        ("serving", f"{url} (OpenAI's API under /v1)"),
     ]
+    body = {"model": names[0], "prompt": "def fibonacci(n):", "max_tokens": 48}
+    return Banner(
+        title=f"Moestro {__version__}",
+        rows=rows,
+        notes=info.notes,
+        example=curl_line(url, body, needs_key=needs_key),
+    )
 
 
 def _human(number: int) -> str:

@@ -12,10 +12,11 @@ import msgspec
 
 from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
 from moestro.errors import RequestError
-from moestro.server.engine_client import Engines, Inbox, Interrupted
+from moestro.server.engine_client import EngineClient
 from moestro.server.logprobs import Score, first_score, score_of
 from moestro.server.protocol import PromptTokensDetails, Usage
 from moestro.server.request_builder import Job, ServedModel
+from moestro.server.request_state import Inbox, Interrupted
 from moestro.text.stop_strings import StopFinder
 from moestro.text.tokenizer import CONTEXT_TOKENS, Tokenizer
 from moestro.web.errors import GenerationError
@@ -124,7 +125,7 @@ class Generation:
         has_begun: whether the client may have a part of the answer; set before the first byte is sent.
     """
 
-    def __init__(self, engines: Engines, model: ServedModel, jobs: Sequence[Job]) -> None:
+    def __init__(self, engines: EngineClient, model: ServedModel, jobs: Sequence[Job]) -> None:
         self.has_begun = False
         self._engines = engines
         self._model = model

@@ -1,4 +1,4 @@
-"""What the front door counts: plain numbers on the hot path; `exposition.py` gives them names."""
+"""Counters of the API server: plain numbers on the hot path; `prometheus.py` gives them names."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def _by_class(bounds: Sequence[float]) -> ByClass:
 
 
 class EngineMetrics:
-    """Totals of one engine since the start of the front door, through all its restarts.
+    """Totals of one engine since the start of the API server, across its restarts.
 
     Attributes:
-        first_token_s, mean_gap_s: TTFT and TPOT of each class, as the front door sees them.
+        first_token_s, mean_gap_s: TTFT and TPOT of each class, as the API server sees them.
         gap_s, whole_s: ITL and E2E.
         queue_s: of each class, the first part of E2E: until admitted.
         prefill_s, decode_s: the others: until the first token, until the last.

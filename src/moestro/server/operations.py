@@ -5,17 +5,16 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from moestro import __version__
-from moestro.server.engine_client import Engines
-from moestro.server.prometheus import Exposition
+from moestro.server.engine_client import EngineClient
 from moestro.server.traffic import Traffic
-from moestro.web.prometheus import CONTENT_TYPE
+from moestro.web.probes import HEALTH_PATHS, READY_PATHS, VERSION_BODY, probe_status
+from moestro.web.prometheus import CONTENT_TYPE, Exposition
 
 
 class Operations:
     """Answers them from what is known already: none of them waits for an engine."""
 
-    def __init__(self, engines: Engines, traffic: Traffic, exposition: Exposition) -> None:
+    def __init__(self, engines: EngineClient, traffic: Traffic, exposition: Exposition) -> None:
         self._engines = engines
         self._traffic = traffic
         self._exposition = exposition
@@ -23,28 +22,21 @@ class Operations:
     def routes(self) -> list[web.RouteDef]:
         """All of them; GET includes HEAD."""
         return [
-            web.get("/health", self.health),
-            web.get("/ping", self.health),
-            web.post("/ping", self.health),
-            web.get("/ready", self.ready),
-            web.get("/readyz", self.ready),
+            *(web.get(path, self.probe) for path in (*HEALTH_PATHS, *READY_PATHS)),
+            web.post("/ping", self.probe),
             web.get("/version", self.version),
             web.get("/load", self.load),
             web.get("/metrics", self.metrics),
         ]
 
-    async def health(self, _http: web.Request) -> web.Response:
-        """GET /health, /ping: 200 while any engine takes requests; also while the server drains."""
-        return web.Response(status=200 if self._engines.is_healthy else 503)
-
-    async def ready(self, _http: web.Request) -> web.Response:
-        """GET /ready, /readyz: 200 while a new request would be taken."""
-        is_ready = self._engines.is_healthy and not self._traffic.is_draining
-        return web.Response(status=200 if is_ready else 503)
+    async def probe(self, http: web.Request) -> web.Response:
+        """GET /health, /ping: 200 while any engine takes requests. GET /ready, /readyz: also only before a drain."""
+        is_healthy, is_draining = self._engines.is_healthy, self._traffic.is_draining
+        return web.Response(status=probe_status(http.path, is_healthy=is_healthy, is_draining=is_draining))
 
     async def version(self, _http: web.Request) -> web.Response:
         """GET /version."""
-        return web.Response(body=msgspec.json.encode({"version": __version__}), content_type="application/json")
+        return web.Response(body=VERSION_BODY, content_type="application/json")
 
     async def load(self, _http: web.Request) -> web.Response:
         """GET /load: requests being answered, and what each engine said of itself last."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from moestro.core.request import FinishReason
-from moestro.server.engine_client import Engines
+from moestro.server.engine_client import EngineClient
 from moestro.server.metrics import ByClass, EngineMetrics, Metrics
-from moestro.web.prometheus import Histogram, merge
+from moestro.web.prometheus import Histogram, buckets, merge
 from moestro.wire.messages import ModelInfo, RankLoad
 
 
@@ -29,23 +27,10 @@ class Sources:
 
     model_name: str
     info: ModelInfo
-    engines: Engines
+    engines: EngineClient
     metrics: Metrics
     num_dropped: Callable[[], int]
     num_unrecorded: Callable[[], int]
-
-
-class Exposition:
-    """Writes `GET /metrics`. Nothing is looked up by name or label before somebody asks."""
-
-    def __init__(self, sources: Sources) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_Figures(sources))
-        ProcessCollector(registry=self._registry)
-
-    def text(self) -> bytes:
-        """All figures as they are now."""
-        return generate_latest(self._registry)
 
 
 _GAUGES: tuple[tuple[str, str, Callable[[RankLoad], float]], ...] = (
@@ -103,7 +88,7 @@ _OWN_GAUGES: tuple[tuple[str, str, Callable[[RankLoad], float]], ...] = (
 _LABELS = ("model_name", "engine")
 
 
-class _Figures(Collector):
+class ServerCollector(Collector):
     """Makes Prometheus' families of our numbers, at every scrape."""
 
     def __init__(self, sources: Sources) -> None:
@@ -111,6 +96,7 @@ class _Figures(Collector):
         self._label_values = [(sources.model_name, str(i)) for i in range(len(sources.metrics.engines))]
 
     def collect(self) -> Iterator[Metric]:
+        """Yield all figures as they are now."""
         for prefix in ("moestro", "vllm"):
             yield from self._shared(prefix)
         yield from self._own()
@@ -171,14 +157,14 @@ class _Figures(Collector):
     def _histogram(self, name: str, text: str, histograms: Iterable[Histogram]) -> Metric:
         family = HistogramMetricFamily(name, text, labels=_LABELS)
         for labels, histogram in zip(self._label_values, histograms, strict=True):
-            family.add_metric(labels, _buckets(histogram), histogram.total)
+            family.add_metric(labels, buckets(histogram), histogram.total)
         return family
 
     def _histogram_by_class(self, name: str, text: str, by_classes: Iterable[ByClass]) -> Metric:
         family = HistogramMetricFamily(name, text, labels=(*_LABELS, "service_class"))
         for labels, by_class in zip(self._label_values, by_classes, strict=True):
             for service_class, histogram in by_class.items():
-                family.add_metric((*labels, service_class), _buckets(histogram), histogram.total)
+                family.add_metric((*labels, service_class), buckets(histogram), histogram.total)
         return family
 
     def _ended(self, name: str) -> Metric:
@@ -194,9 +180,3 @@ class _Figures(Collector):
         for labels in self._label_values:
             family.add_metric((*labels, str(info.block_size), str(info.num_blocks)), 1)
         return family
-
-
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Upper bounds as they are written, and how many observations are at most as large."""
-    names = (*map(str, histogram.bounds), "+Inf")
-    return list(zip(names, accumulate(histogram.counts), strict=True))

@@ -1,4 +1,4 @@
-"""The front door's end of the wire: one ROUTER socket for all ranks, on the event loop."""
+"""The API server's socket to the ranks: one ROUTER socket for all of them, on the event loop."""
 
 from __future__ import annotations
 

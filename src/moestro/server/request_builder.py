@@ -1,4 +1,4 @@
-"""From a body to requests: checked, tokenized, bounded, hashed. Plain functions, run on threads by the front door."""
+"""Builds requests from a body: validates, tokenizes, bounds, hashes. Plain functions that run on threads."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""`moestro serve`: engines and front door brought up, run until a signal, and taken down in order."""
+"""`moestro serve` as a process: start the engines and the API server, serve until a signal, drain, stop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hashlib
-import logging
 import shutil
 import socket
 import time
@@ -14,61 +13,59 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from moestro import __version__
 from moestro.config.launch_spec import LaunchSpec
 from moestro.config.serve_settings import ServerSettings, ServeSettings
 from moestro.errors import DrainingError, EngineDiedError
-from moestro.routing.policies.registry import policy_from
+from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import RouterSettings
-from moestro.server.api import FrontDoor
-from moestro.server.banner import Started, print_banner
-from moestro.server.engine_client import Engines
-from moestro.server.liveness import Patience
+from moestro.server.api import ApiServer
+from moestro.server.banner import serve_banner
+from moestro.server.engine_client import EngineClient
+from moestro.server.liveness import LivenessTimeouts
 from moestro.server.metrics import Metrics
 from moestro.server.private_directory import private_directory
-from moestro.server.prometheus import Exposition, Sources
+from moestro.server.prometheus import ServerCollector, Sources
 from moestro.server.rank_socket import RankSocket
 from moestro.server.request_builder import ServedModel
 from moestro.server.start_clock import StartClock
-from moestro.server.statline import StatLines, log_forever
+from moestro.server.statline import StatLines
 from moestro.server.supervisor import Launching, Supervisor
 from moestro.server.worker_processes import PACED_WORKER, WORKER, now_ns
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.access import NO_LIMITS, Access
 from moestro.web.access_settings import AccessSettings
+from moestro.web.banner import print_banner
 from moestro.web.bodies import MAX_BODY_BYTES
-from moestro.web.connections import bound_socket, listen
-from moestro.web.ending import Ending
-from moestro.web.middleware import Gate
+from moestro.web.connections import bound_socket, listen, url_of, warn_if_open
+from moestro.web.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server
+from moestro.web.middleware import HttpMiddleware
+from moestro.web.prometheus import Exposition
 from moestro.web.record_file import RecordFile, read_clocks
+from moestro.web.statline import log_forever
 from moestro.wire.messages import ModelInfo
 from moestro.workload.request_record import Header, RecordedRequest
 
-logger = logging.getLogger(__name__)
-
 Recorded = Header | RecordedRequest
-
-_FAREWELL_S = 1.0  # for answers that are complete to reach their clients
 
 
 def serve(settings: ServeSettings, access: AccessSettings = NO_LIMITS, command: Sequence[str] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT; a second one does not wait for requests to finish.
+    """Serve until SIGTERM or SIGINT; a second signal does not wait for running requests.
 
     Args:
-        access: how much one client may ask, and which web pages may.
-        command: what a rank process runs; None: what the settings need.
+        access: Limits of each client, and the web pages that may send requests.
+        command: Command of a rank process; None means the one that the settings need.
 
     Raises:
-        ConfigError: the settings cannot be honoured; the text says what to do.
-        EngineDiedError: an engine failed before it was ready; the text is its cause.
+        ConfigError: The settings cannot be honoured; the text says what to do.
+        EngineDiedError: An engine failed before it was ready; the text is its cause.
     """
-    level = settings.server.log_level.upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    ending = Ending(settings.server.shutdown_timeout)
-    ending.run(_Server(settings, access, command or _command(settings), ending).run())
+    run_server(
+        lambda lifecycle: _Server(settings, access, command or _command(settings), lifecycle).run(),
+        log_level=settings.server.log_level,
+        shutdown_timeout_s=settings.server.shutdown_timeout,
+    )
 
 
 def _command(settings: ServeSettings) -> Sequence[str]:
@@ -77,9 +74,9 @@ def _command(settings: ServeSettings) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Cluster:
-    """Engines whose processes are started, and what belongs to them."""
+    """The engines' processes and the parts of the API server that talk to them."""
 
-    engines: Engines
+    engines: EngineClient
     metrics: Metrics
     supervisor: Supervisor
     wire: RankSocket
@@ -88,12 +85,14 @@ class _Cluster:
 class _Server:
     """One run of the server."""
 
-    def __init__(self, settings: ServeSettings, access: AccessSettings, command: Sequence[str], ending: Ending) -> None:
+    def __init__(
+        self, settings: ServeSettings, access: AccessSettings, command: Sequence[str], lifecycle: Lifecycle
+    ) -> None:
         self._settings = settings
         self._access = Access.of(settings.server.api_key, access)
         self._max_per_address = access.max_connections_per_address
         self._command = command
-        self._ending = ending
+        self._lifecycle = lifecycle
         self._clock = StartClock()
 
     async def run(self) -> None:
@@ -102,14 +101,14 @@ class _Server:
                 try:
                     model, infos = await self._load(cluster.engines)
                 except BaseException:
-                    self._ending.farewell()
+                    self._lifecycle.begin_exit()
                     raise
                 async with self._recording(cluster.engines, infos[0]) as record:
                     await self._serve(cluster, model, listener, infos, record)
 
     @contextlib.asynccontextmanager
     async def _cluster(self) -> AsyncIterator[_Cluster]:
-        """Engines whose processes are started; none of them outlives the block."""
+        """Start the engines' processes; none of them outlives the block."""
         server, limits = self._settings.server, self._settings.limits
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(private_directory())
@@ -122,14 +121,14 @@ class _Server:
             router = Router(policy_from(server.route_policy, server.route_score), settings)
             for _ in range(server.engines):
                 router.add_engine()
-            engines = Engines(router, wire.send, metrics)
+            engines = EngineClient(router, wire.send, metrics)
             launching = Launching(
                 spec=lambda rank, launch: self._spec(rank, launch, address),
-                patience=_patience(server),
+                timeouts=_timeouts(server),
                 command=self._command,
             )
             supervisor = Supervisor(engines, wire, metrics, launching)
-            self._ending.before_exit = [supervisor.kill_all, lambda: shutil.rmtree(directory, ignore_errors=True)]
+            self._lifecycle.before_exit = [supervisor.kill_all, lambda: shutil.rmtree(directory, ignore_errors=True)]
             self._clock.mark("start the API server")
             async with supervisor.running():
                 yield _Cluster(engines, metrics, supervisor, wire)
@@ -148,8 +147,8 @@ class _Server:
             kv_events=self._settings.kv_events,
         )
 
-    async def _load(self, engines: Engines) -> tuple[ServedModel, list[ModelInfo]]:
-        """Read the tokenizer while the engines load."""
+    async def _load(self, engines: EngineClient) -> tuple[ServedModel, list[ModelInfo]]:
+        """Load the tokenizer while the engines load."""
         server = self._settings.server
         tokenizer = await asyncio.to_thread(Tokenizer, server.tokenizer or Path(self._settings.model.model))
         tokenizer.warm_chats()
@@ -182,7 +181,7 @@ class _Server:
         record: RecordFile[Recorded] | None,
     ) -> None:
         settings, engines = self._settings.server, cluster.engines
-        front = FrontDoor(engines, model, settings.write_timeout)
+        api = ApiServer(engines, model, settings.write_timeout)
         sources = Sources(
             model_name=model.names[0],
             info=model.info,
@@ -192,30 +191,30 @@ class _Server:
             num_unrecorded=lambda: record.num_lost if record is not None else 0,
         )
         refusals = cluster.metrics.refusals
-        gate = Gate(self._access, refusals, MAX_BODY_BYTES)
-        runner = await gate.runner(front.app(Exposition(sources)), shutdown_timeout=_FAREWELL_S)
-        stats = asyncio.create_task(log_forever(StatLines(engines, cluster.metrics)))
+        middleware = HttpMiddleware(self._access, refusals, MAX_BODY_BYTES)
+        runner = await middleware.runner(
+            api.app(Exposition(ServerCollector(sources))), shutdown_timeout=RESPONSE_FLUSH_S
+        )
+        stats = asyncio.create_task(log_forever(StatLines(engines, cluster.metrics).lines))
         try:
-            door = await listen(runner, listener, refusals, settings.max_connections, self._max_per_address)
-            self._ending.is_serving = True
+            server = await listen(runner, listener, refusals, settings.max_connections, self._max_per_address)
+            self._lifecycle.is_serving = True
             cluster.supervisor.watch()
-            self._greet(listener, infos)
-            await self._until_told(cluster.supervisor)
-            door.close()
-            if front.traffic.num_answering:
-                patience = settings.shutdown_timeout
-                logger.info("stopping: %d requests have %g s to finish", front.traffic.num_answering, patience)
-            await front.traffic.drain(settings.shutdown_timeout)
+            self._announce(listener, infos)
+            await self._until_stopped(cluster.supervisor)
+            server.close()
+            api.traffic.is_draining = True
+            await self._lifecycle.drain(lambda: api.traffic.num_answering)
         finally:
-            self._ending.farewell()
+            self._lifecycle.begin_exit()
             stats.cancel()
-            engines.fail_all(DrainingError())  # the rest hear why, also when a second signal cuts this short
+            engines.fail_all(DrainingError())  # Also when a second signal cuts the drain short.
             await runner.cleanup()
-            front.close()
+            api.close()
 
     @contextlib.asynccontextmanager
-    async def _recording(self, engines: Engines, info: ModelInfo) -> AsyncIterator[RecordFile[Recorded] | None]:
-        """Requests that are answered inside the block are recorded, if that is wanted."""
+    async def _recording(self, engines: EngineClient, info: ModelInfo) -> AsyncIterator[RecordFile[Recorded] | None]:
+        """Record the requests that are answered inside the block, if `--record` is given."""
         settings = self._settings
         if settings.server.record is None:
             yield None
@@ -239,13 +238,13 @@ class _Server:
         async with record.writing():
             yield record
 
-    async def _until_told(self, supervisor: Supervisor) -> None:
+    async def _until_stopped(self, supervisor: Supervisor) -> None:
         """Serve until a signal.
 
         Raises:
-            EngineDiedError: no engine is left.
+            EngineDiedError: No engine is left.
         """
-        stop: asyncio.Future[Any] = asyncio.create_task(self._ending.wanted.wait())
+        stop: asyncio.Future[Any] = asyncio.create_task(self._lifecycle.stop_requested.wait())
         try:
             await asyncio.wait((stop, supervisor.over), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -253,24 +252,16 @@ class _Server:
         if supervisor.over.done():
             supervisor.over.result()
 
-    def _greet(self, listener: socket.socket, infos: Sequence[ModelInfo]) -> None:
+    def _announce(self, listener: socket.socket, infos: Sequence[ModelInfo]) -> None:
         server = self._settings.server
-        host, port = listener.getsockname()[:2]
-        if not server.api_key and host not in ("127.0.0.1", "::1"):
-            logger.warning("listening on %s without --api-key: every host that reaches this machine can use it", host)
-        self._clock.mark("open the port")
-        started = Started(
-            infos=infos,
-            phases=self._clock.phases,
-            names=server.served_model_name,
-            url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
-            needs_key=bool(server.api_key),
-        )
-        print_banner(Console(stderr=True), started)
+        warn_if_open(listener, server.api_key)
+        self._clock.mark("listen")
+        names, url = server.served_model_name, url_of(listener)
+        print_banner(serve_banner(infos, self._clock.phases, names, url, needs_key=bool(server.api_key)))
 
 
-def _patience(server: ServerSettings) -> Patience:
-    return Patience(
+def _timeouts(server: ServerSettings) -> LivenessTimeouts:
+    return LivenessTimeouts(
         start_ns=int(server.startup_timeout * 1e9),
         silence_ns=int(server.engine_timeout * 1e9),
         stall_ns=int(server.watchdog_timeout * 1e9),
@@ -279,7 +270,7 @@ def _patience(server: ServerSettings) -> Patience:
 
 
 def _fingerprint(settings: ServeSettings, info: ModelInfo) -> str:
-    """Changes with whatever may change an answer, and says `paced` where durations are modelled."""
+    """Return a name that differs where answers may differ, and has `paced` in it where durations are modelled."""
     parts = (__version__, str(settings.model), str(settings.paced), info.dtype, info.device)
     kind = "fp_" if settings.paced is None else "fp_paced_"
     return kind + hashlib.blake2b("\0".join(parts).encode(), digest_size=5).hexdigest()

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
 from dataclasses import dataclass
 
 from moestro.core.request import ServiceClass
-from moestro.server.engine_client import Engines
+from moestro.server.engine_client import EngineClient
 from moestro.server.metrics import EngineMetrics, Metrics
 from moestro.wire.messages import RankLoad
-
-logger = logging.getLogger(__name__)
-
-INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +38,7 @@ class _Totals:
 class StatLines:
     """Says what the engines did since it was asked last, and how full they are."""
 
-    def __init__(self, engines: Engines, metrics: Metrics) -> None:
+    def __init__(self, engines: EngineClient, metrics: Metrics) -> None:
         self._engines = engines
         self._metrics = metrics
         self._before = self._totals()
@@ -61,17 +54,6 @@ class StatLines:
 
     def _totals(self) -> list[_Totals]:
         return [_totals_of(m, load) for m, load in zip(self._metrics.engines, self._engines.loads, strict=True)]
-
-
-async def log_forever(lines: StatLines) -> None:
-    """Log them at every interval."""
-    then = time.monotonic()
-    while True:
-        await asyncio.sleep(INTERVAL_S)
-        now = time.monotonic()
-        for line in lines.lines(now - then):
-            logger.info("%s", line)
-        then = now
 
 
 def _totals_of(metrics: EngineMetrics, load: RankLoad) -> _Totals:

@@ -1,4 +1,4 @@
-"""Keeps the engines going: starts their processes, finds those that hang, restarts those that end, gives up on some."""
+"""Supervises the engines: starts their processes, finds those that hang, and restarts those that end."""
 
 from __future__ import annotations
 
@@ -13,79 +13,79 @@ from typing import Any
 from moestro.config.launch_spec import STACK_DUMP, LaunchSpec
 from moestro.core.clock import NS_PER_S
 from moestro.errors import EngineDiedError, MoestroError, NoEngineError
-from moestro.server.engine_client import Engines
-from moestro.server.liveness import Patience, Pulse, Verdict
+from moestro.server.engine_client import EngineClient
+from moestro.server.liveness import Liveness, LivenessTimeouts, RankStatus
 from moestro.server.metrics import Metrics
 from moestro.server.rank_socket import RankSocket
 from moestro.server.restarts import MAX_FAILED_STARTS, RestartRule
-from moestro.server.worker_processes import WORKER, Ranks, now_ns
+from moestro.server.worker_processes import WORKER, WorkerProcesses, now_ns
 from moestro.web.pauses import PauseMeter
 from moestro.wire.messages import FromRank, Heartbeat, Ready, Shutdown
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-_LATE_TICK_S = 2 * _TICK_S  # a tick that comes later means that this process stood still
+_LATE_TICK_S = 2 * _TICK_S  # A later tick means that this process was stopped.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launching:
-    """How a rank's process comes to be.
+    """How the process of a rank is started and judged.
 
     Attributes:
-        spec: what the `launch`-th process of a rank is told, from (rank, launch).
-        patience: how long it may be silent, or stand still.
-        command: what to run.
+        spec: Returns the launch spec of a rank's `launch`-th process, from (rank, launch).
+        timeouts: Limits of its liveness.
+        command: Command to run.
     """
 
     spec: Callable[[int, int], LaunchSpec]
-    patience: Patience
+    timeouts: LivenessTimeouts
     command: Sequence[str] = WORKER
 
 
 class _Rank:
-    """What is known of one rank."""
+    """State of one rank."""
 
-    def __init__(self, patience: Patience) -> None:
-        self.pulse = Pulse(patience, now_ns())
+    def __init__(self, timeouts: LivenessTimeouts) -> None:
+        self.liveness = Liveness(timeouts, now_ns())
         self.rule = RestartRule()
         self.num_launches = 0
-        self.is_running = False  # its process is there
-        self.was_ready = False  # once, in any of its lives
+        self.is_running = False  # Whether its process runs.
+        self.was_ready = False  # Once, in any of its processes.
         self.is_stalled = False
         self.is_given_up = False
-        self.hung = ""  # why it was killed from here
+        self.hung = ""  # Why the supervisor killed it.
 
 
 class Supervisor:
-    """One for all ranks. What a rank says passes here on its way to `engines`.
+    """Starts and watches all ranks, and passes their messages to `engines`.
 
-    A rank that ends before it was ever ready is a failed start of the server: the caller hears of it from
-    `engines.all_ready`, and nothing is restarted.
+    A rank that ends before it was ever ready is a failed start of the server: `engines.all_ready` raises its cause, and
+    nothing is restarted.
 
     Args:
-        engines: the books of the requests.
-        wire: told which process speaks for a rank.
-        metrics: restarts and stalls are counted there.
+        engines: Requests in flight and the ranks' load figures.
+        wire: Accepts messages only of the process that was started last for a rank.
+        metrics: Counts restarts and stalls.
 
     Attributes:
-        over: fails with an EngineDiedError once no engine is left and none will be started again.
+        over: Fails with an EngineDiedError once no engine is left and none will be started again.
     """
 
-    def __init__(self, engines: Engines, wire: RankSocket, metrics: Metrics, launching: Launching) -> None:
+    def __init__(self, engines: EngineClient, wire: RankSocket, metrics: Metrics, launching: Launching) -> None:
         num_ranks = len(metrics.engines)
         self._engines = engines
         self._wire = wire
         self._metrics = metrics
         self._launching = launching
-        self._processes = Ranks(num_ranks, self._on_exit, launching.command)
-        self._ranks = [_Rank(launching.patience) for _ in range(num_ranks)]
+        self._processes = WorkerProcesses(num_ranks, self._on_exit, launching.command)
+        self._ranks = [_Rank(launching.timeouts) for _ in range(num_ranks)]
         self._tasks: set[asyncio.Task[None]] = set()
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Every rank's process is started; none of them outlives the block."""
+        """Start every rank's process; none of them outlives the block."""
         self._wire.listen(self._on_message, self._on_broken)
         try:
             for rank in range(len(self._ranks)):
@@ -98,15 +98,15 @@ class Supervisor:
             tasks = list(self._tasks)
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # one of them may be starting a process
+            await asyncio.gather(*tasks, return_exceptions=True)  # One of them may be starting a process.
             await self._processes.stop(self._dismiss)
 
     def kill_all(self) -> None:
-        """End every process now; may be called on any thread."""
+        """Kill every process now; callable on any thread."""
         self._processes.kill_all()
 
     def watch(self) -> None:
-        """From now on look for ranks that hang."""
+        """Begin to look for ranks that hang."""
         self._begin(self._tick_forever())
 
     # --- what happens to a rank
@@ -114,7 +114,7 @@ class Supervisor:
     async def _launch(self, rank: int) -> None:
         state = self._ranks[rank]
         self._wire.expect(rank, state.num_launches)
-        state.pulse.launched(now_ns())
+        state.liveness.launched(now_ns())
         state.is_running = True
         await self._processes.start(self._launching.spec(rank, state.num_launches))
         state.num_launches += 1
@@ -122,26 +122,26 @@ class Supervisor:
     def _on_message(self, rank: int, message: FromRank) -> None:
         try:
             self._take_in(rank, message)
-        except Exception:  # an error of ours says nothing about the engine
+        except Exception:  # An error of this process says nothing about the engine.
             self._metrics.num_delivery_errors += 1
             logger.exception("cannot process a %s of engine %d", type(message).__name__, rank)
 
     def _take_in(self, rank: int, message: FromRank) -> None:
         state, now = self._ranks[rank], now_ns()
         if isinstance(message, Ready) and not self._processes.is_running(rank):
-            return  # the last words of a process that has ended
-        state.pulse.heard(now)
+            return  # The last message of a process that has ended.
+        state.liveness.heard(now)
         match message:
             case Heartbeat(num_steps):
-                state.pulse.counted(num_steps, now)
+                state.liveness.counted(num_steps, now)
             case Ready():
                 state.was_ready = True
-                state.pulse.ready(now)
+                state.liveness.ready(now)
                 state.rule.ready(now)
         self._engines.on_message(rank, message)
 
     def _on_broken(self, rank: int) -> None:
-        if self._ranks[rank].is_running:  # else its end is known already, and all that was to be done for it is done
+        if self._ranks[rank].is_running:  # Otherwise its end is handled already.
             self._engines.set_trusted(rank, trusted=False)
             self._kill(rank, "one of its messages could not be read")
 
@@ -178,20 +178,20 @@ class Supervisor:
         )  # fmt: skip
         self._ranks[rank].is_given_up = True
         if all(state.is_given_up for state in self._ranks) and not self.over.done():
-            self._engines.fail_homeless()
+            self._engines.fail_unassigned()
             self.over.set_exception(EngineDiedError(f"no engine is left; the last one ended because: {cause}"))
 
     def _dismiss(self, rank: int) -> None:
-        """Ask a rank to leave; one that is not ready yet would not hear it, and has nothing to finish."""
+        """Ask a rank to end; one that is not ready yet does not read messages and is killed."""
         try:
-            if self._ranks[rank].pulse.is_ready:
+            if self._ranks[rank].liveness.is_ready:
                 self._wire.send(rank, Shutdown())
                 return
         except NoEngineError:
             pass
         self._processes.signal(rank, signal.SIGKILL)
 
-    # --- looking after them
+    # --- liveness
 
     async def _tick_forever(self) -> None:
         pauses = PauseMeter(now_ns(), int(_LATE_TICK_S * 1e9))
@@ -202,34 +202,36 @@ class Supervisor:
             for rank, state in enumerate(self._ranks):
                 if state.is_running:
                     self._look_at(rank, state)
-            self._engines.settle_homeless()
+            self._engines.settle_unassigned()
             self._engines.retry_aborts()
 
     def _forgive(self, pause_ns: int) -> None:
-        """This process stood still: engines and requests have as much time left as they had before."""
+        """Leave out a time in which this process was stopped, for engines and for unassigned requests."""
         if pause_ns >= NS_PER_S:
             logger.warning(
-                "this process stood still for %.0f s; this time counts for no time limit of engines", pause_ns / 1e9
+                "this process was stopped for %.0f s; no timeout of an engine counts that time", pause_ns / 1e9
             )
         for state in self._ranks:
-            state.pulse.paused(pause_ns, now_ns())
-        self._engines.extend_homeless(pause_ns)
+            state.liveness.paused(pause_ns, now_ns())
+        self._engines.extend_unassigned(pause_ns)
 
     def _look_at(self, rank: int, state: _Rank) -> None:
-        verdict = state.pulse.judge(self._engines.num_in_flight_on(rank), now_ns())
-        self._engines.set_trusted(rank, trusted=verdict is Verdict.FINE and not state.hung)
-        if verdict is Verdict.HUNG and not state.hung:
-            self._kill(rank, state.pulse.reason)
-        if verdict is Verdict.STALLED and not state.is_stalled:
+        status = state.liveness.judge(self._engines.num_in_flight_on(rank), now_ns())
+        self._engines.set_trusted(rank, trusted=status is RankStatus.FINE and not state.hung)
+        if status is RankStatus.HUNG and not state.hung:
+            self._kill(rank, state.liveness.reason)
+        if status is RankStatus.STALLED and not state.is_stalled:
             self._metrics.engines[rank].num_stalls += 1
-            logger.error("engine %d is out of rotation: %s; the stacks of its threads follow", rank, state.pulse.reason)
+            logger.error(
+                "engine %d is out of rotation: %s; the stacks of its threads follow", rank, state.liveness.reason
+            )
             self._processes.signal(rank, STACK_DUMP)
-        if verdict is Verdict.FINE and state.is_stalled:
-            logger.warning("engine %d makes steps again", rank)
-        state.is_stalled = verdict is not Verdict.FINE
+        if status is RankStatus.FINE and state.is_stalled:
+            logger.warning("engine %d makes progress again", rank)
+        state.is_stalled = status is not RankStatus.FINE
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` beside the rest; its failure is a bug, and the server's end."""
+        """Run `work` in the background; its failure is a bug and ends the server."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)

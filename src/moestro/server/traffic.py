@@ -1,8 +1,7 @@
-"""What the front door has in hand, and how it comes to an end."""
+"""The generation requests that the API server is answering."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Iterator
 
@@ -10,39 +9,28 @@ from moestro.errors import DrainingError
 
 
 class Traffic:
-    """Counts generation requests and drains them.
+    """Counts generation requests, and refuses new ones while the server drains.
 
     Attributes:
-        num_answering: requests that have no complete answer yet.
-        is_draining: nothing new is taken.
+        num_answering: Requests without a complete answer.
+        is_draining: Whether new requests are refused; set freely.
     """
 
     def __init__(self) -> None:
         self.num_answering = 0
         self.is_draining = False
-        self._nothing_left = asyncio.Event()
 
     def check_open(self) -> None:
-        """Raise DrainingError once nothing new is taken."""
+        """Raise DrainingError while the server drains."""
         if self.is_draining:
             raise DrainingError
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """One request more, while the block lasts; DrainingError if none is taken."""
+        """Count one request more inside the block; raise DrainingError while the server drains."""
         self.check_open()
         self.num_answering += 1
         try:
             yield
         finally:
             self.num_answering -= 1
-            if self.is_draining and not self.num_answering:
-                self._nothing_left.set()
-
-    async def drain(self, patience_s: float) -> None:
-        """Refuse what comes from now on; return once everything is answered, or after `patience_s`."""
-        self.is_draining = True
-        if self.num_answering:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience_s):
-                    await self._nothing_left.wait()

@@ -21,7 +21,7 @@ _LAST_WORDS_S = 0.2  # for messages that a rank sent just before it ended
 _KILL_AFTER_S = 5.0  # between asking a rank to leave and making it
 
 
-class Ranks:
+class WorkerProcesses:
     """Rank processes, numbered from 0, at most one of each number.
 
     Args:
@@ -50,20 +50,20 @@ class Ranks:
         assert process.stdin is not None
         process.stdin.write(write_launch_spec(spec))  # and stays open: its end means that we are gone
 
-    async def stop(self, ask: Callable[[int], None], patience_s: float = _KILL_AFTER_S) -> None:
-        """End every process: `ask` each to leave, kill those that stay longer than `patience_s`."""
+    async def stop(self, ask: Callable[[int], None], grace_s: float = _KILL_AFTER_S) -> None:
+        """End every process: `ask` each to leave, kill those that stay longer than `grace_s`."""
         for watcher in self._watchers.values():
             watcher.cancel()
         for rank, process in self._processes.items():
             if process.returncode is None:
                 ask(rank)
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + grace_s
         for rank, process in self._processes.items():
             try:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                     await process.wait()
             except TimeoutError:
-                logger.warning("engine %d did not exit within %g s: killed", rank, patience_s)
+                logger.warning("engine %d did not exit within %g s: killed", rank, grace_s)
                 process.kill()
                 await process.wait()
 
@@ -91,7 +91,7 @@ class Ranks:
 
 
 def now_ns() -> int:
-    """The clock that front door and ranks share: monotonic, and the same in every process of a machine."""
+    """The clock that the API server and the ranks share: monotonic, and the same in every process of a machine."""
     return time.monotonic_ns()
 
 

@@ -10,10 +10,10 @@ from moestro.web.access_settings import AccessSettings
 from moestro.web.api_keys import ApiKeys
 from moestro.web.cors import Cors
 from moestro.web.errors import AuthenticationError
+from moestro.web.probes import PROBES
 from moestro.web.rate_limits import RequestLimits
 
-PROBES = frozenset({"/health", "/ping", "/ready", "/readyz"})  # need no key
-UNLIMITED = PROBES | {"/metrics"}  # asked for by the operator's machines
+UNLIMITED = PROBES | {"/metrics"}  # Asked for by the operator's machines.
 NO_LIMITS = AccessSettings()
 
 

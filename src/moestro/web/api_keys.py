@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 class ApiKeys:
-    """The keys that open a door; falsy if there are none and the door is open.
+    """The keys of a server; falsy where there are none and no key is needed.
 
     All digests are compared, in constant time: neither a key's length nor its beginning shows.
     """

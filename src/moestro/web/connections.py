@@ -7,8 +7,9 @@ import logging
 import resource
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
+from ipaddress import ip_address
 from typing import cast
 
 from aiohttp import web
@@ -39,6 +40,18 @@ def bound_socket(host: str, port: int) -> socket.socket:
         text = f"cannot listen on {host}:{port} ({error.strerror}): give another --host or --port"
         raise ConfigError(text) from error
     return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the URL of a bound socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def warn_if_open(listener: socket.socket, api_keys: Collection[str]) -> None:
+    """Log a warning where other machines can reach the server and it asks for no key."""
+    if not api_keys and not ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
+        logger.warning("listening on %s without --api-key: any client that reaches it can use it", url_of(listener))
 
 
 async def listen(

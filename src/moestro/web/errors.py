@@ -1,4 +1,4 @@
-"""Refusals as HTTP says them: OpenAI's error body, and the `RequestError`s that only a front door can raise."""
+"""Refusals as HTTP says them: OpenAI's error body, and the `RequestError`s that only servers raise."""
 
 from __future__ import annotations
 

@@ -13,9 +13,10 @@ from functools import partial
 from aiohttp import HttpVersion10, HttpVersion11, web
 
 from moestro.errors import RequestError, shown
-from moestro.web.access import PROBES, UNLIMITED, Access
+from moestro.web.access import UNLIMITED, Access
 from moestro.web.cors import Cors
 from moestro.web.errors import AuthenticationError, HttpError, InternalError, error_json, too_large
+from moestro.web.probes import PROBES
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ _UNFRAMED = frozenset({413, 501})  # answers to requests whose end was not looke
 _CODES = {404: "not_found", 405: "method_not_allowed", 417: "expectation_failed"}
 
 
-class Gate:
+class HttpMiddleware:
     """Stands before every path of an application, also before those that it does not have.
 
     Args:
@@ -47,7 +48,7 @@ class Gate:
         self._max_body_bytes = max_body_bytes
 
     async def runner(self, app: web.Application, *, shutdown_timeout: float) -> web.AppRunner:
-        """Return a runner of `app`, set up, that has this gate before it."""
+        """Return a runner of `app`, set up, with this middleware in front."""
         app.on_response_prepare.append(self._add_headers)
         # A client that leaves frees its sequence.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PauseMeter:
-    """Tells a periodic task how long its own process stood still: stopped by a signal, suspended, or its loop blocked.
+    """Tells a periodic task how long its own process was stopped: by a signal, a suspension, or a blocked loop.
 
     Whoever judges others by their silence must leave that time out: what they said meanwhile has not been read.
 

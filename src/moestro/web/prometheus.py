@@ -1,9 +1,13 @@
-"""Histograms on the hot path, and the media type of Prometheus' text format."""
+"""Prometheus' text format: histograms for the hot path, and the page that a server exposes."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.registry import Collector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -37,3 +41,23 @@ def merge(histograms: Iterable[Histogram]) -> Histogram:
     merged.counts = [sum(counts) for counts in zip(first.counts, *(other.counts for other in others), strict=True)]
     merged.total = sum((other.total for other in others), first.total)
     return merged
+
+
+def buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Return each bucket's upper bound as Prometheus writes it, and the number of observations at most as large."""
+    names = (*map(str, histogram.bounds), "+Inf")
+    return [(name, float(count)) for name, count in zip(names, accumulate(histogram.counts), strict=True)]
+
+
+class Exposition:
+    """Writes `GET /metrics`: the figures of some collectors and of this process, collected at every scrape."""
+
+    def __init__(self, *collectors: Collector) -> None:
+        self._registry = CollectorRegistry()
+        for collector in collectors:
+            self._registry.register(collector)
+        ProcessCollector(registry=self._registry)
+
+    def text(self) -> bytes:
+        """Return all figures as they are now."""
+        return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""A server ends after a signal whatever its threads do, and what a killed one leaves is removed by the next."""
+"""A server ends after a signal, even if a thread hangs; the next server removes what a killed one left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.running import Running, open_stream, read_to_end, wait_until
 
 from moestro.server.private_directory import private_directory
 
-HANGING = (sys.executable, str(Path(__file__).with_name("hanging_server.py")))
+HANGING = (sys.executable, str(Path(__file__).parents[1] / "support" / "hanging_server.py"))
 SOON_S = 15.0  # several times what any of these takes on a busy machine, and far less than for ever
 
 

@@ -1,0 +1,227 @@
+"""Reads the requests of one client connection, whole, from the bytes that arrive. No sockets, no clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+
+from moestro.errors import BusyError, RequestError
+from moestro.gateway.client_limits import ClientLimits
+from moestro.gateway.header_cache import KnownHeads
+from moestro.gateway.http_headers import MAX_HEAD_BYTES, Headers, Incoming, RequestHead, fault_of, size_of
+from moestro.web.errors import HttpError, too_large
+
+_SMALL_BYTES = 64 << 10  # Of each body, these are not counted: large bodies never crowd out ordinary requests.
+# A head with one of these is not remembered: it is one of its kind, or asks for more than to be read.
+_ONCE_ONLY = frozenset({b"x-request-id", b"traceparent", b"transfer-encoding", b"expect"})
+_UNREADABLE = RequestHead(b"GET", b"", [], {}, is_last=True)
+
+
+class ReaderHost(Protocol):
+    """State that the readers of all connections share.
+
+    Attributes:
+        limits: Bounds of every connection.
+        known: Heads of requests that are answered without parsing them again.
+        num_held_bytes: Bytes of bodies beyond what is small.
+    """
+
+    limits: ClientLimits
+    known: KnownHeads[RequestHead]
+    num_held_bytes: int
+
+    @property
+    def num_open(self) -> int:
+        """Number of open connections."""
+
+    def refuses(self, head: RequestHead) -> RequestError | None:
+        """Return the error for a request whose body has not come yet; None admits every head of the same bytes."""
+
+
+class RequestReader:
+    """Reads requests, and finds the first thing that is wrong with them.
+
+    Args:
+        host: State that all readers share.
+        on_head: Called when a head is read, before its body is.
+
+    Attributes:
+        address: Address of the client.
+        head: Head of the newest request.
+        ready: Requests that are read and not answered.
+        refusal: Error that ends the connection; None means that everything so far was acceptable.
+        is_between: Whether no byte of a next request has been read.
+        is_in_head: Whether the end of a head is due, not that of a body.
+        wants_continue: Whether the client sends its body only after an interim response.
+    """
+
+    def __init__(self, host: ReaderHost, on_head: Callable[[], None]) -> None:
+        self._host = host
+        self._on_head = on_head
+        self._small_bytes = min(_SMALL_BYTES, host.limits.max_body_bytes)
+        self._parser = HttpRequestParser(self)
+        self._headers: Headers = []
+        self._target = b""
+        self._body: bytes | bytearray = b""  # As it came, where it came in one piece.
+        self._first_read = b""  # What the current request began with, if it began a read.
+        self._num_body_bytes = 0
+        self._num_held_bytes = 0
+        self._num_between_bytes = 0  # Read since the last byte of a body: of a head, between chunks, of trailers.
+        self._num_read_bytes = 0  # Since the head, or since the request before; not those in the read of the head.
+        self._num_trailer_bytes = 0
+        self.address = ""
+        self.head = _UNREADABLE
+        self.ready: deque[Incoming] = deque()
+        self.refusal: RequestError | None = None
+        self.is_between = self.is_in_head = True
+        self.wants_continue = False
+
+    def find_known(self, data: bytes) -> Incoming | None:
+        """Return a whole, small request that begins as an earlier one did; None means that `data` must be parsed."""
+        if not self.is_between:
+            return None
+        found = self._host.known.find(data)
+        if found is None:
+            return None
+        head, begin, length = found
+        if begin + (length or 0) != len(data) or len(data) > self._small_bytes:
+            return None
+        return Incoming(head, data[begin:], self.address)
+
+    def feed(self, data: bytes, *, is_one_read: bool) -> None:
+        """Parse `data`; what is whole goes to `ready`, and the first error to `refusal`.
+
+        Args:
+            is_one_read: Whether `data` came in one read, so that a head at its beginning can be remembered.
+        """
+        self._first_read = data if is_one_read and self.is_between else b""
+        self._num_between_bytes += len(data)  # Too many, where some of a body comes with them; then it is forgotten.
+        self._num_read_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except HttpParserUpgrade:
+            pass  # It was refused with its head: the parser takes its body for what follows an upgrade.
+        except HttpParserError as error:
+            self.refusal = self.refusal or HttpError(400, f"Malformed HTTP: {error}.", "bad_request")
+        # Chunks may be framed in 64 KiB and as many bytes as they carry: those of 6 bytes and more, however many.
+        if self._num_between_bytes > MAX_HEAD_BYTES or self._num_read_bytes > MAX_HEAD_BYTES + 2 * self._num_body_bytes:
+            self.refusal = self.refusal or _head_too_large()
+        self._first_read = b""
+
+    def release(self, incoming: Incoming) -> None:
+        """Drop the body of a request that needs it no more."""
+        body, incoming.body = incoming.body, b""
+        if len(body) > _SMALL_BYTES:
+            self._release_bytes(len(body) - _SMALL_BYTES)
+
+    def release_all(self) -> None:
+        """Drop the body that is being read, and count no body of this connection any more."""
+        self._body = b""
+        self._release_bytes(self._num_held_bytes)
+
+    # --- called by the parser
+
+    def on_message_begin(self) -> None:
+        """Begin a request."""
+        self.is_between = False
+        self._headers, self._target, self._body = [], b"", b""
+        if self.refusal is None:
+            self.head = _UNREADABLE
+        self._num_body_bytes = self._num_trailer_bytes = 0
+
+    def on_url(self, part: bytes) -> None:
+        """Take a part of the target."""
+        self._target += part
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, or drop a trailer, which comes after the body."""
+        if self.is_in_head:
+            self._headers.append((name.lower(), name, value))
+            return
+        self._num_trailer_bytes += len(name) + len(value)
+        if self._num_trailer_bytes > MAX_HEAD_BYTES:
+            self.refusal = self.refusal or _head_too_large()
+
+    def on_headers_complete(self) -> None:
+        """Check the head."""
+        self.is_in_head = False
+        if self.refusal is None:
+            self.refusal = self._check_head()
+
+    def on_body(self, piece: bytes) -> None:
+        """Keep a part of the body, if there is room for it."""
+        self._num_between_bytes = 0
+        if self.refusal is not None:
+            return
+        before, after = self._num_body_bytes, self._num_body_bytes + len(piece)
+        self._num_body_bytes = after
+        if after <= self._small_bytes or self._has_room(before, after):
+            if before and not isinstance(self._body, bytearray):
+                self._body = bytearray(self._body)
+            self._body += piece
+
+    def on_message_complete(self) -> None:
+        """Hand out the request."""
+        body, self._body = self._body, b""
+        self.is_in_head = self.is_between = True
+        self._num_between_bytes = self._num_read_bytes = 0
+        self.wants_continue = False
+        if self.refusal is not None:
+            return
+        head = self.head
+        if self._first_read:
+            if _ONCE_ONLY.isdisjoint(head.named):
+                has_length = b"content-length" in head.named
+                self._host.known.learn(self._first_read, head, has_length=has_length)
+            self._first_read = b""  # What follows in the same read belongs to another request.
+        self.ready.append(Incoming(head, bytes(body), self.address))
+
+    # --- inside
+
+    def _check_head(self) -> RequestError | None:
+        """Read the head of the request that has begun, and return the first thing that is wrong with it."""
+        limits, parser = self._host.limits, self._parser
+        named = {lower: value for lower, _, value in self._headers}
+        if size_of(self._headers) + len(self._target) > MAX_HEAD_BYTES:  # in one read with another request
+            return _head_too_large()
+        self._num_between_bytes = self._num_read_bytes = 0
+        version, is_last = parser.get_http_version(), not parser.should_keep_alive()
+        is_old = version == "1.0"
+        self.head = head = RequestHead(parser.get_method(), self._target, self._headers, named, is_last, is_old)
+        if fault := fault_of(head, version):
+            return fault
+        if parser.should_upgrade():
+            return HttpError(501, "Upgrade is not supported: leave the header out.", "upgrade_not_supported")
+        if refusal := self._host.refuses(head):
+            return refusal
+        if int(named.get(b"content-length", b"0")) > limits.max_body_bytes:
+            return too_large(limits.max_body_bytes)
+        self._on_head()
+        self.wants_continue = b"expect" in named and not is_old
+        return None
+
+    def _has_room(self, before: int, after: int) -> bool:
+        """Return whether a body that had `before` bytes may have `after`, which is not small."""
+        host, limits = self._host, self._host.limits
+        growth = after - max(before, _SMALL_BYTES)
+        if after > limits.max_body_bytes:
+            self.refusal = too_large(limits.max_body_bytes)
+        elif host.num_held_bytes + growth > limits.max_held_bytes:
+            self.refusal = BusyError(host.num_open)
+        else:
+            host.num_held_bytes += growth
+            self._num_held_bytes += growth
+            return True
+        return False
+
+    def _release_bytes(self, num_bytes: int) -> None:
+        self._host.num_held_bytes -= num_bytes
+        self._num_held_bytes -= num_bytes
+
+
+def _head_too_large() -> HttpError:
+    rule = f"A head may have {MAX_HEAD_BYTES} bytes, and so may trailers; to frame chunks, as many more as they carry."
+    return HttpError(431, rule, "head_too_large")

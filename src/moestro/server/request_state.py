@@ -1,0 +1,122 @@
+"""What the API server knows of one request while an engine answers it, and what it counts from that."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from moestro.core.hashing import name_key
+from moestro.core.request import Output, Request
+from moestro.errors import RequestError
+from moestro.server.metrics import EngineMetrics
+from moestro.workload.request_record import RecordedRequest
+
+# A request that has lost this many engines and one more may be the cause, even if it gains tokens in between.
+MAX_MOVES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """Message that the engine of a request has ended; the outputs before this are all that came of it.
+
+    The reader of the inbox calls `EngineClient.move`, or ends the answer with `error`.
+    """
+
+    request_id: str
+    error: RequestError
+
+
+# One per HTTP request; after an error nothing more is worth reading.
+Inbox = asyncio.Queue[Output | Interrupted | RequestError]
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request between its submission and its end.
+
+    Attributes:
+        engine: Engine that has the request or, between two engines, had it last.
+        is_placed: Whether `engine` has it.
+        is_prefilling: Whether no output has come from that engine.
+        num_moves: Number of engines that it was moved away from.
+        num_tokens: Tokens of its answer so far.
+        num_tokens_before: `num_tokens` at its last move.
+        has_output, has_token: Whether an output, and a token, has come from any engine.
+    """
+
+    request: Request
+    inbox: Inbox
+    engine: int
+    is_placed: bool = True
+    is_prefilling: bool = True
+    num_moves: int = 0
+    num_tokens: int = 0
+    num_tokens_before: int = 0
+    has_output: bool = False
+    has_token: bool = False
+    num_hit_tokens: int = 0
+    admitted_ns: int = 0
+    first_ns: int = 0
+    last_ns: int = 0
+
+    def may_move(self) -> bool:
+        """Return whether another engine may be risked: a request without progress on its last one may have ended it."""
+        got_on = not self.num_moves or self.num_tokens > self.num_tokens_before
+        return got_on and self.num_moves < MAX_MOVES
+
+    def moved(self, request: Request) -> None:
+        """Note that the request goes on as `request` on another engine."""
+        self.request = request
+        self.num_moves += 1
+        self.num_tokens_before, self.num_tokens = self.num_tokens, request.num_resumed_tokens
+
+    def count_output(self, output: Output, metrics: EngineMetrics, now_ns: int) -> None:
+        """Count the tokens of an output and the time that they took."""
+        request, num_tokens = self.request, len(output.token_ids)
+        if not self.has_output:
+            self.has_output = True
+            self.admitted_ns, self.num_hit_tokens = output.admitted_ns, output.num_cached_tokens
+            metrics.num_prompt_tokens += request.num_prompt_tokens
+            metrics.queue_s[request.service_class].observe((output.admitted_ns - request.arrival_ns) / 1e9)
+            metrics.prefill_s.observe((now_ns - output.admitted_ns) / 1e9)
+        if not num_tokens:
+            return  # A prompt was scored, and nothing generated.
+        metrics.num_generated_tokens += num_tokens
+        if self.has_token:
+            metrics.gap_s.observe((now_ns - self.last_ns) / 1e9)
+        else:
+            self.has_token = True
+            metrics.first_token_s[request.service_class].observe((now_ns - request.arrival_ns) / 1e9)
+            self.first_ns = now_ns
+        self.num_tokens += num_tokens
+        self.last_ns = now_ns
+
+    def count_answer(self, metrics: EngineMetrics, now_ns: int) -> None:
+        """Count the request as one that was answered whole."""
+        request, decode_s = self.request, (self.last_ns - self.first_ns) / 1e9
+        metrics.whole_s.observe((now_ns - request.arrival_ns) / 1e9)
+        metrics.decode_s.observe(decode_s)
+        metrics.prompt_tokens.observe(request.num_prompt_tokens)
+        metrics.generation_tokens.observe(self.num_tokens)
+        if self.num_tokens > 1:
+            metrics.mean_gap_s[request.service_class].observe(decode_s / (self.num_tokens - 1))
+
+    def recorded(self) -> RecordedRequest:
+        """Return the request as `--record` writes it."""
+        request = self.request
+        return RecordedRequest(
+            request_id=request.request_id,
+            arrival_ns=request.arrival_ns,
+            admitted_ns=self.admitted_ns,
+            first_token_ns=self.first_ns,
+            last_token_ns=self.last_ns,
+            engine=self.engine,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=self.num_tokens,
+            num_hit_tokens=self.num_hit_tokens,
+            max_tokens=request.sampling.max_tokens,
+            block_hashes=request.block_hashes,
+            priority=request.priority,
+            service_class=request.service_class,
+            user=name_key(request.user),
+        )

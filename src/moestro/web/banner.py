@@ -1,0 +1,52 @@
+"""The banner that a server prints once it takes requests: its facts in a frame, and a command to try."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Banner:
+    """The contents of a banner.
+
+    Attributes:
+        title: Title of the frame.
+        rows: Name and text of each line in the frame.
+        notes: Lines below the frame.
+        example: A command that works as it stands.
+    """
+
+    title: str
+    rows: Sequence[tuple[str, str]]
+    notes: Sequence[str] = ()
+    example: str
+
+
+def print_banner(banner: Banner, console: Console | None = None) -> None:
+    """Print `banner`, to stderr unless a console is given."""
+    console = console or Console(stderr=True)
+    table = Table.grid(padding=(0, 2))
+    for name, text in banner.rows:
+        table.add_row(f"[bold]{name}[/bold]", text)
+    console.print(Panel(table, title=banner.title, title_align="left", expand=False))
+    for note in banner.notes:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+    console.print("Try it:")
+    console.print(f"  {banner.example}", markup=False, highlight=False, soft_wrap=True)
+
+
+def curl_line(url: str, body: dict[str, object], *, needs_key: bool, options: str = "") -> str:
+    """Return a completion request as a command line for any shell.
+
+    Args:
+        options: More of curl's options, each followed by a space.
+    """
+    key = ' -H "Authorization: Bearer $MOESTRO_API_KEY"' if needs_key else ""
+    quoted = msgspec.json.encode(body).decode().replace("'", "'\\''")
+    return f"curl {url}/v1/completions {options}-H 'Content-Type: application/json'{key} -d '{quoted}'"

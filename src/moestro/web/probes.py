@@ -1,0 +1,25 @@
+"""The probes of load balancers and orchestrators, and the version: the same paths and answers for every server."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moestro import __version__
+
+HEALTH_PATHS = ("/health", "/ping")
+READY_PATHS = ("/ready", "/readyz")
+PROBES = frozenset(HEALTH_PATHS + READY_PATHS)
+
+VERSION_BODY = msgspec.json.encode({"version": __version__})
+
+
+def probe_status(path: str, *, is_healthy: bool, is_draining: bool) -> int:
+    """Return the HTTP status of a probe's answer.
+
+    Args:
+        path: One of `PROBES`. A health probe passes while a server drains; a readiness probe does not.
+        is_healthy: Whether any engine takes requests.
+        is_draining: Whether the server refuses new requests because it stops.
+    """
+    passes = is_healthy and not (is_draining and path in READY_PATHS)
+    return 200 if passes else 503
