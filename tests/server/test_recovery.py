@@ -214,7 +214,7 @@ def test_a_server_whose_engines_cannot_be_started_any_more_says_why_and_ends(fak
     signal_first_engine(server)
     assert server.process.wait(20) == 1
     assert "engine 0 is not restarted: it ended 5 times in a row before it was ready" in server.text
-    assert server.text.strip().splitlines()[-1].endswith("status 7; what it printed is above")
+    assert server.text.strip().splitlines()[-1].endswith("status 7; its output is above")
     assert server.left_behind() == []
 
 
