@@ -80,15 +80,15 @@ async def test_what_is_no_index_or_one_in_other_blocks_is_refused():
         head = TransferHead(it.parts.operator.reading, [url])
         whole = index(head, PromptsPart(0, [(-1, bytes(16))], [0]))
         for data, status, words in (
-            (b"", 400, "no whole index of another router"),
-            (b"hello", 413, "bytes at most"),
-            (b"\0\0\0\5hello", 400, "no whole index of another router"),
-            (whole[:-4], 400, "no whole index of another router"),
-            (whole[:-9], 400, "no whole index of another router"),
-            (index(head, PromptsPart(0, [(-1, b"short")], [0])), 400, "no whole number of blocks"),
-            (index(head, PromptsPart(0, [(0, bytes(16))], [0])), 400, "before its beginning"),
-            (index(head, PromptsPart(0, [(-1, bytes(16))], [1])), 400, "not told"),
-            (index(head, PromptsPart(1, [(-1, bytes(16))], [0])), 400, "not told"),
+            (b"", 400, "not a complete index of another router"),
+            (b"hello", 413, "at most"),
+            (b"\0\0\0\5hello", 400, "not a complete index of another router"),
+            (whole[:-4], 400, "not a complete index of another router"),
+            (whole[:-9], 400, "not a complete index of another router"),
+            (index(head, PromptsPart(0, [(-1, b"short")], [0])), 400, "not a whole number of blocks"),
+            (index(head, PromptsPart(0, [(0, bytes(16))], [0])), 400, "precedes its parent"),
+            (index(head, PromptsPart(0, [(-1, bytes(16))], [1])), 400, "an unknown run"),
+            (index(head, PromptsPart(1, [(-1, bytes(16))], [0])), 400, "an unknown run"),
             (index(TransferHead("as text, in blocks of 7 bytes", [url])), 409, "in blocks of 7 bytes"),
         ):
             refused = await admin.put("/admin/index", data=data)

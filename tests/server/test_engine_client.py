@@ -585,4 +585,4 @@ def test_a_message_that_cannot_be_taken_in_is_logged_and_counted_and_says_nothin
         assert not supervisor.over.done()
 
     run(test)
-    assert "cannot take in a Phase of engine 0" in caplog.text
+    assert "cannot process a Phase of engine 0" in caplog.text

@@ -221,8 +221,8 @@ def test_strangers_are_dropped_and_counted_and_told_of_once(address, caplog):
         context.destroy(linger=0)
 
     assert on_loop(address, test).num_dropped == len(GARBAGE) + 1
-    assert [message for message in caplog.messages if "stranger" in message] == [
-        "dropped a stranger's message (1 dropped so far)"
+    assert [message for message in caplog.messages if "unknown process" in message] == [
+        "dropped a message of an unknown process (1 dropped so far)"
     ]
 
 

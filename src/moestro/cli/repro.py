@@ -10,7 +10,9 @@ from moestro.cli.app import app
 from moestro.cli.extras import install_command, is_installed
 from moestro.repro.papers import Paper, papers
 
-repro = App(name="repro", help="Make a paper's tables again, on virtual time, and set its claims beside what is found.")
+repro = App(
+    name="repro", help="Rerun the experiments of a paper on virtual time, and compare its claims with the results."
+)
 app.command(repro)
 
 

@@ -83,9 +83,7 @@ class PassCounts(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     num_withdrawals: Annotated[
         int,
-        FigureSpec(
-            _COUNTER, FigureUnit.TIMES, "Times that the device was interrupted in a step.", metric="withdrawals"
-        ),
+        FigureSpec(_COUNTER, FigureUnit.TIMES, "Interruptions of the device within a step.", metric="withdrawals"),
     ] = 0
     num_parked_tokens: Annotated[
         int,
@@ -93,14 +91,14 @@ class PassCounts(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     max_parked_tokens: Annotated[
         int,
-        FigureSpec(_GAUGE, FigureUnit.TOKENS, "The most that there were at once.", metric="parked_tokens_max"),
+        FigureSpec(_GAUGE, FigureUnit.TOKENS, "Maximum of parked tokens so far.", metric="parked_tokens_max"),
     ] = 0
     passed_over_ns: Annotated[
         int,
         FigureSpec(
             _COUNTER,
             FigureUnit.NANOSECONDS,
-            "Time in which be requests could run and ls requests ran that came later.",
+            "Time in which later ls requests ran ahead of runnable be requests.",
             metric="passed_over_seconds",
         ),
     ] = 0
@@ -140,7 +138,7 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         FigureSpec(
             _GAUGE,
             FigureUnit.REQUESTS,
-            "Requests that wait for it.",
+            "Requests that wait for KV.",
             metric="num_requests_waiting",
             has_vllm_name=True,
             is_routed=True,
@@ -182,7 +180,7 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         FigureSpec(
             _COUNTER,
             FigureUnit.TIMES,
-            "Times that a request gave up its KV.",
+            "Preemptions of requests.",
             metric="num_preemptions",
             has_vllm_name=True,
         ),
@@ -200,7 +198,11 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_hit_tokens: Annotated[
         int | None,
         FigureSpec(
-            _COUNTER, FigureUnit.TOKENS, "Prompt tokens found there.", metric="prefix_cache_hits", has_vllm_name=True
+            _COUNTER,
+            FigureUnit.TOKENS,
+            "Prompt tokens found in the prefix cache.",
+            metric="prefix_cache_hits",
+            has_vllm_name=True,
         ),
     ] = None
     num_kept_tokens: Annotated[
@@ -208,14 +210,17 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         FigureSpec(
             _COUNTER,
             FigureUnit.TOKENS,
-            "Tokens whose KV a preempted request left in host memory.",
+            "Tokens whose KV preempted requests kept in host memory.",
             metric="kv_kept_tokens",
         ),
     ] = None
     num_restored_tokens: Annotated[
         int | None,
         FigureSpec(
-            _COUNTER, FigureUnit.TOKENS, "Tokens whose KV was copied back from there.", metric="kv_restored_tokens"
+            _COUNTER,
+            FigureUnit.TOKENS,
+            "Tokens whose KV was copied back from host memory.",
+            metric="kv_restored_tokens",
         ),
     ] = None
     pass_counts: PassCounts | None = None

@@ -164,5 +164,5 @@ async def _run(watcher: Watcher, engine: Engine) -> None:
             await watcher(engine)
             return
         except Exception:
-            logger.exception("looking after engine %s failed; it begins anew", engine.name)
+            logger.exception("the health checks of engine %s failed with an error and start again", engine.name)
         await asyncio.sleep(_AGAIN_S)

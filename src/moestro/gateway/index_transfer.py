@@ -99,7 +99,9 @@ class Handover:
             async with self._taking:
                 num_prompts = await self._take(_messages(http.content))
         except (msgspec.MsgspecError, ValueError, asyncio.IncompleteReadError) as error:
-            raise RequestError(f"This is no whole index of another router: {error}", code="invalid_value") from None
+            raise RequestError(
+                f"The body is not a complete index of another router: {error}", code="invalid_value"
+            ) from None
         return web.json_response({"prompts": num_prompts})
 
     async def _take(self, messages: AsyncIterator[bytes]) -> int:
@@ -167,9 +169,9 @@ def _check(part: PromptsPart, num_engines: int, runs: list[tuple[int, bytes]]) -
     num_before = len(runs) - len(part.runs)
     for number, (parent, blocks) in enumerate(part.runs, num_before):
         if not blocks or len(blocks) % HASH_BYTES or not _NO_PARENT <= parent < number:
-            raise ValueError("a run is no whole number of blocks, or comes before its beginning")
+            raise ValueError("a run is not a whole number of blocks, or precedes its parent")
     if not 0 <= part.engine < num_engines or any(not 0 <= last < len(runs) for last in part.prompts):
-        raise ValueError("it speaks of what it has not told")
+        raise ValueError("it refers to an unknown run")
 
 
 def _whole(last: int, runs: list[tuple[int, bytes]]) -> bytes:
@@ -192,5 +194,5 @@ async def _messages(content: StreamReader) -> AsyncIterator[bytes]:
     while length := int.from_bytes(await content.readexactly(_LENGTH_BYTES)):
         num_bytes += length
         if num_bytes > MAX_INDEX_BYTES:
-            raise HttpError(413, f"An index has {MAX_INDEX_BYTES} bytes at most.", "invalid_value")
+            raise HttpError(413, f"An index may have at most {MAX_INDEX_BYTES} bytes.", "invalid_value")
         yield await content.readexactly(length)

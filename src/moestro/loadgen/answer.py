@@ -122,7 +122,7 @@ class AnswerReader:
 
     def _missing(self) -> tuple[str, str] | None:
         if not self._num_events:
-            return "no_stream", "the answer is no stream of events"
+            return "no_stream", "the answer is not an event stream"
         if self._finish_reason is None:
             return "no_finish_reason", "the stream ended without a finish reason"
         if self._finish_reason in _GIVEN_UP:

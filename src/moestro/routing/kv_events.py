@@ -231,7 +231,7 @@ class KvFeed:
             return decode_frames(frames)
         except KvEventError as error:
             self.counts.illegible += 1
-            self._warn("stranger", f"a message is none of a KV event publisher's ({error})")
+            self._warn("stranger", f"a message is not from a KV event publisher ({error})")
             return None
 
     def _warn(self, kind: str, text: str) -> None:

@@ -254,7 +254,7 @@ class Router:
 
     @property
     def index_bytes(self) -> int:
-        """Memory of the prefix indices, about."""
+        """Approximate memory of the prefix index."""
         return self._index.num_bytes
 
     # --- inside

@@ -279,7 +279,7 @@ class EngineClient:
         except (NoEngineError, QueueFullError):
             return False
         except Exception:  # A user's policy may raise: the other requests must be placed all the same.
-            logger.exception("request %s cannot be given to another engine", request_id)
+            logger.exception("request %s could not move to another engine", request_id)
             self._fail(request_id, InternalError(request_id))
             return True
         state.is_placed = state.is_prefilling = True
@@ -294,7 +294,9 @@ class EngineClient:
             yield
         except Exception:
             self._metrics.num_delivery_errors += 1
-            logger.exception("request %s ends: what its engine said of it cannot be taken in", request_id)
+            logger.exception(
+                "request %s ends with an error, because a message of its engine could not be processed", request_id
+            )
             if state is None:
                 return
             state.inbox.put_nowait(InternalError(request_id))

@@ -35,27 +35,31 @@ class Sources:
 
 
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
-    ("prompt_tokens", "Prompt tokens of requests that got their first output.", lambda m: m.num_prompt_tokens),
+    ("prompt_tokens", "Prompt tokens of requests with a first output.", lambda m: m.num_prompt_tokens),
     ("generation_tokens", "Tokens generated.", lambda m: m.num_generated_tokens),
 )
 _CLASS_HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], ByClass]], ...] = (
     ("time_to_first_token_seconds", "From a request's arrival to its first token.", lambda m: m.first_token_s),
-    ("request_time_per_output_token_seconds", "Mean gap of each request that finished.", lambda m: m.mean_gap_s),
-    ("request_queue_time_seconds", "From arrival until the request was first admitted.", lambda m: m.queue_s),
+    (
+        "request_time_per_output_token_seconds",
+        "Mean gap between tokens of each finished request.",
+        lambda m: m.mean_gap_s,
+    ),
+    ("request_queue_time_seconds", "From arrival to the first admission of a request.", lambda m: m.queue_s),
 )
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], Histogram]], ...] = (
     ("inter_token_latency_seconds", "Each gap between two tokens of a request.", lambda m: m.gap_s),
-    ("e2e_request_latency_seconds", "From arrival to last token, of each that finished.", lambda m: m.whole_s),
+    ("e2e_request_latency_seconds", "From arrival to the last token of each finished request.", lambda m: m.whole_s),
     ("request_prefill_time_seconds", "From admission to the first token.", lambda m: m.prefill_s),
-    ("request_decode_time_seconds", "From first to last token, of each that finished.", lambda m: m.decode_s),
-    ("request_prompt_tokens", "Prompt tokens of each that finished.", lambda m: m.prompt_tokens),
-    ("request_generation_tokens", "Tokens generated for each that finished.", lambda m: m.generation_tokens),
+    ("request_decode_time_seconds", "From the first to the last token of each finished request.", lambda m: m.decode_s),
+    ("request_prompt_tokens", "Prompt tokens of each finished request.", lambda m: m.prompt_tokens),
+    ("request_generation_tokens", "Generated tokens of each finished request.", lambda m: m.generation_tokens),
 )
 _OWN_COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
-    ("engine_restarts", "Times that the engine's process was started again.", lambda m: m.num_restarts),
-    ("engine_stalls", "Times that it had requests and did not get on.", lambda m: m.num_stalls),
-    ("requests_moved", "Requests that went elsewhere when it ended.", lambda m: m.num_moved),
-    ("streams_resumed", "Of these, streams that had begun and went on.", lambda m: m.num_streams_resumed),
+    ("engine_restarts", "Restarts of the engine's process.", lambda m: m.num_restarts),
+    ("engine_stalls", "Stalls of the engine: requests, and no step.", lambda m: m.num_stalls),
+    ("requests_moved", "Requests that moved when the engine's process ended.", lambda m: m.num_moved),
+    ("streams_resumed", "Moved requests that were streams in progress.", lambda m: m.num_streams_resumed),
 )
 _LABELS = ("model_name", "engine")
 
@@ -103,9 +107,9 @@ class ServerCollector(Collector):
         for reason, count in sorted(sources.metrics.refusals.items()):
             refused.add_metric((reason,), count)
         yield refused
-        text = "Messages that could not be read, or came from strangers."
+        text = "Messages that could not be read, or came from unknown processes."
         yield CounterMetricFamily("moestro:messages_dropped", text, value=sources.num_dropped())
-        text = "Messages of engines that the server failed to take in; the requests at fault end with an error."
+        text = "Messages of engines that the server failed to process; the affected requests end with an error."
         yield CounterMetricFamily("moestro:delivery_errors", text, value=sources.metrics.num_delivery_errors)
         text = "Lines that --record could not write; after the first nothing is recorded."
         yield CounterMetricFamily("moestro:record_lines_lost", text, value=sources.num_unrecorded())

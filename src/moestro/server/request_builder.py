@@ -243,7 +243,7 @@ def _check_min_tokens(min_tokens: int, max_tokens: int, stops: tuple[int, ...], 
         text = f"min_tokens must not exceed the {max_tokens} tokens that there is room for, got {min_tokens}."
         raise RequestError(text, param="min_tokens", code="invalid_value")
     if min_tokens and len(stops) >= vocab_size:
-        text = "stop_token_ids names every token there is: with min_tokens, none could be the first."
+        text = "stop_token_ids lists every token of the vocabulary: with min_tokens, no token could be the first."
         raise RequestError(text, param="stop_token_ids", code="invalid_value")
 
 

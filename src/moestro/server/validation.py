@@ -210,7 +210,7 @@ def _logit_bias(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
 def _copies(n: int | None, best_of: int | None) -> int:
     copies = _range("n", 1 if n is None else n, 1, MAX_COPIES)
     if best_of not in (None, copies):
-        raise _invalid("best_of", f"must equal n ({copies}), for nothing is left out here, got {shown(best_of)}")
+        raise _invalid("best_of", f"must equal n ({copies}), because all choices are returned, got {shown(best_of)}")
     return copies
 
 

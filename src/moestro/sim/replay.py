@@ -134,7 +134,7 @@ def _engines(header: Header, cost: str | None) -> EngineSettings:
     }
     if header.kv_offloading_size and "table" in told:
         raise ConfigError(
-            "this server kept KV of preempted requests in host memory, and a table does not say what these copies take:"
+            "this server kept KV of preempted requests in host memory, and a table has no prices of these copies:"
             " give --cost GPU/NETWORK"
         )
     return msgspec.convert(told, EngineSettings)
@@ -146,7 +146,7 @@ def _cost(header: Header, cost: str | None) -> dict[str, str]:
         cost = source if source.endswith(".json") else f"{source}/{header.model}"
     if cost is None:
         raise ConfigError(
-            f"the record is of a server on {header.device}, and nothing says what its steps take: give --cost with the"
+            f"the record is of a server on {header.device}, and lacks durations of its steps: give --cost with the"
             " table that `moestro calibrate` writes on that machine, or --cost GPU/NETWORK, for instance"
             " h20/qwen3-30b-a3b"
         )

@@ -115,7 +115,7 @@ def make_prices(engines: EngineSettings, directory: Path = Path()) -> Prices:
 def _staged_engine(engines: EngineSettings) -> StagedEngine:
     network = network_named(engines.network)
     if network.experts is None:
-        raise ConfigError(f"[engines] engine = 'qllm' runs networks with experts, which {network.name} has not")
+        raise ConfigError(f"[engines] engine = 'qllm' runs networks with experts, and {network.name} has none")
     return StagedEngine(QLLM, network)
 
 

@@ -112,7 +112,7 @@ class EngineSettings(SchedulerLimits, CacheSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.table is not None and self.kv_offloading_size:
-            raise ConfigError("[engines] a table does not say what copies to host memory take: drop kv_offloading_size")
+            raise ConfigError("[engines] a table has no prices of copies to host memory: drop kv_offloading_size")
         if self.table is not None and self.engine is not None:
             raise ConfigError("[engines] a table prices whole steps: give it, or engine")
         if (self.table or self.engine) and (self.num_blocks is None or self.ep_ranks > 1):
@@ -145,7 +145,7 @@ class PolicySettings(SteppingSettings, SchedulerPolicies):
         """Raise ConfigError if the mode needs other prices than those of `engines`."""
         if self.mode == "preemptive" and (engines.table is not None or engines.ep_ranks > 1):
             raise ConfigError(
-                "[[policies]] mode = 'preemptive' wants prices of stages, of ranks on their own: no table, ep_ranks 1"
+                "[[policies]] mode = 'preemptive' needs prices of stages and single ranks: no table, ep_ranks 1"
             )
 
     def num_urgent_seqs(self, max_num_seqs: int) -> int:
