@@ -47,7 +47,7 @@ class PacedSettings(PacedOptions):
             network_named(self.network)
         elif self.paced_arithmetic == "none":
             raise ConfigError(
-                "--paced-arithmetic none needs a named GPU and network, which determine the size of its KV cache"
+                "--paced-arithmetic none needs a named GPU and network: they determine its KV cache"
             )
 
     @property
