@@ -62,7 +62,7 @@ def serve(settings: ServeSettings, access: AccessSettings = NO_LIMITS, command: 
         EngineDiedError: An engine failed before it was ready; the text is its cause.
     """
     run_server(
-        lambda lifecycle: _Server(settings, access, command or _command(settings), lifecycle).run(),
+        lambda lifecycle: _ServeProcess(settings, access, command or _command(settings), lifecycle).run(),
         log_level=settings.server.log_level,
         shutdown_timeout_s=settings.server.shutdown_timeout,
     )
@@ -82,7 +82,7 @@ class _Cluster:
     wire: RankSocket
 
 
-class _Server:
+class _ServeProcess:
     """One run of the server."""
 
     def __init__(
