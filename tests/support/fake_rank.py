@@ -13,10 +13,10 @@ import time
 import msgspec
 
 from moestro.config.launch_spec import STACK_DUMP, read_launch_spec
-from moestro.config.serve_settings import SchedulerLimits
 from moestro.core.load_figures import IDLE, LoadFigures
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
+from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError, QueueFullError
 from moestro.wire.messages import Failed, Phase, Ready, identity_of
 from moestro.worker.channel import Channel
@@ -46,7 +46,7 @@ INFO = ModelInfo(
 class FakeRank:
     """Runs the first `max_num_seqs` requests that came, and refuses those that make too many wait."""
 
-    def __init__(self, limits: SchedulerLimits = SchedulerLimits()) -> None:  # noqa: B008
+    def __init__(self, limits: SchedulerOptions = SchedulerOptions()) -> None:  # noqa: B008
         self.limits = limits
         self.requests: dict[str, tuple[Request, int]] = {}
         self.num_queried = 0
@@ -159,7 +159,7 @@ def main() -> int:
             time.sleep(60)
         is_exact = spec.model.dtype == "float32"  # as far as the server can tell
         channel.send(Ready(msgspec.structs.replace(INFO, is_exact=is_exact)))
-        rank = FakeRank(spec.limits)
+        rank = FakeRank(spec.scheduler)
         rank.babble = lambda: channel.send("babble")
         run_rank(rank, channel, time.monotonic_ns)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What a client asked for and what it gets: frozen values that travel between processes."""
+"""Requests of clients and the outputs they get: frozen values that travel between processes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from moestro.core.hashing import HASH_BYTES
 class FinishReason(StrEnum):
     """Why a sequence ended."""
 
-    STOP = "stop"  # a stop token, or (in the front door) a stop string
+    STOP = "stop"  # a stop token, or (in the API server) a stop string
     LENGTH = "length"  # max_tokens reached
-    ABORT = "abort"  # the client left
+    ABORT = "abort"  # the client disconnected
     ERROR = "error"  # the rank failed
-    NON_FINITE = "non_finite_logits"  # the network answered NaN or infinity: there is no next token
+    NON_FINITE = "non_finite_logits"  # the logits hold NaN or infinity, so there is no next token
 
 
 class ServiceClass(StrEnum):
-    """How much a request minds waiting."""
+    """Class of a request for scheduling."""
 
     LS = "ls"  # latency-sensitive
     BE = "be"  # best-effort
@@ -54,29 +54,29 @@ class AllowedRange:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters by which the next token is chosen. Names and meanings are vLLM's.
+    """Parameters for choosing the next token. Names and meanings are vLLM's.
 
     A field with an `AllowedRange` is a column of `SAMPLING_ROW`. Requests are checked by that range.
     """
 
-    max_tokens: int = 16  # 0: the prompt is computed, for its logprobs say, and nothing is sampled
-    min_tokens: int = 0  # of `stop_token_ids`, none is sampled before so many others
+    max_tokens: int = 16  # with 0 the prompt is computed, for example for its logprobs, and no token is sampled
+    min_tokens: int = 0  # `stop_token_ids` are not sampled before this many tokens
     temperature: Annotated[float, AllowedRange(0, 2)] = 1.0  # 0 means greedy
     top_p: Annotated[float, AllowedRange(0, 1, is_above_low=True)] = 1.0
-    top_k: Annotated[int, AllowedRange(-1, 2**31 - 1)] = 0  # 0 means all; the API has -1 for it, too
-    # Tokens less likely than this fraction of the likeliest are left out.
+    top_k: Annotated[int, AllowedRange(-1, 2**31 - 1)] = 0  # 0 means all tokens; a client may also write -1
+    # Tokens less likely than this fraction of the most likely one are excluded.
     min_p: Annotated[float, AllowedRange(0, 1)] = 0.0
     # Subtracted from the logit of each generated token.
     presence_penalty: Annotated[float, AllowedRange(-2, 2)] = 0.0
-    # Subtracted from the logit of each generated token, once for each time that it was generated.
+    # Subtracted from the logit of each generated token, once for each time that the token was generated.
     frequency_penalty: Annotated[float, AllowedRange(-2, 2)] = 0.0
-    # Divides the logit of each prompt or generated token, or multiplies it if the logit is negative.
+    # Divides positive and multiplies negative logits of prompt and generated tokens.
     repetition_penalty: Annotated[float, AllowedRange(0.01, 100)] = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit), each id once
-    seed: int = 0  # 0 .. 2**64 - 1; the front door draws one when the client gave none
-    stop_token_ids: tuple[int, ...] = ()  # the model's end tokens among them, unless the client ignores these
-    logprobs: int | None = None  # alternatives reported beside each sampled token; None: no logprobs
-    prompt_logprobs: int | None = None  # the same for each prompt token but the first
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit), each id once
+    seed: int = 0  # 0 .. 2**64 - 1; the API server draws one when the client gives none
+    stop_token_ids: tuple[int, ...] = ()  # includes the model's end tokens, unless the client ignores them
+    logprobs: int | None = None  # alternatives reported for each sampled token; None means no logprobs
+    prompt_logprobs: int | None = None  # the same for each prompt token except the first
 
     def __post_init__(self) -> None:
         if self.max_tokens < 0:
@@ -90,7 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether what was said before changes the logits."""
+        """Whether earlier tokens change the logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     @property
@@ -114,7 +114,7 @@ SAMPLING_RANGES: Mapping[str, AllowedRange] = _allowed_ranges()
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds where a client says nothing: neutral, or what the checkpoint's authors recommend."""
+    """Values for parameters that a client omits: neutral ones, or those that the checkpoint recommends."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -124,14 +124,20 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation job. Its progress lives in an engine's `Sequence`, never here.
+    """One generation job. Its progress is kept in a rank's `Sequence`, never here.
 
-    `token_ids` is packed int32, or None when a hashed trace is replayed; `block_hashes` holds HASH_BYTES for each
-    *full* block of the prompt, made once where the request enters, under `hash_key` (model, adapter, salt).
-    `user` and `session_id` say who asks and in which conversation, where that is known: policies that keep a user or a
-    conversation on one engine read them; they are names to compare, nothing more.
-    `resumed_token_ids` is packed int32: tokens of the answer that another engine generated before it ended. They follow
-    the prompt and never count as part of it: the engine that is given them goes on as if it had sampled them itself.
+    Attributes:
+        num_prompt_tokens: length of the prompt, at least 1.
+        arrival_ns: time of arrival.
+        token_ids: packed int32, the prompt. None means that a hashed trace is replayed.
+        resumed_token_ids: packed int32, tokens of the answer that another engine generated before it failed. They
+            follow the prompt and are not part of it; the new engine continues as if it had sampled them.
+        block_hashes: HASH_BYTES for each full block of the prompt, made once where the request enters.
+        hash_key: key of these hashes, made of model, adapter and salt.
+        cache_salt: the salt in `hash_key`, for processes that hash the same blocks.
+        priority: lower is earlier.
+        user: name of the user, as given by the client; for affinity and fair shares, never for access.
+        session_id: name of the conversation that the request continues, where known.
     """
 
     request_id: str
@@ -142,11 +148,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     resumed_token_ids: bytes = b""
     block_hashes: bytes = b""
     hash_key: bytes = b""
-    cache_salt: str | None = None  # of `hash_key`; said again where others must make the same names
-    priority: int = 0  # lower is earlier
+    cache_salt: str | None = None
+    priority: int = 0
     service_class: ServiceClass = ServiceClass.LS
-    user: str | None = None  # whose it is, as the client says; for affinity and fair shares, never for access
-    session_id: str | None = None  # the conversation that it continues
+    user: str | None = None
+    session_id: str | None = None
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 1:
@@ -168,26 +174,26 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_resumed_tokens(self) -> int:
-        """Tokens of the answer that were generated elsewhere."""
+        """Tokens of the answer that another engine generated."""
         return len(self.resumed_token_ids) // 4
 
     @property
     def num_known_tokens(self) -> int:
-        """Tokens that an engine computes before it samples one: the prompt and what is resumed."""
+        """Tokens that an engine computes before it samples one: the prompt and the resumed tokens."""
         return self.num_prompt_tokens + self.num_resumed_tokens
 
     @property
     def num_total_tokens(self) -> int:
-        """Prompt and the most that may be generated."""
+        """Tokens of the prompt, and the most that may be generated."""
         return self.num_prompt_tokens + self.sampling.max_tokens
 
     def token_array(self) -> NDArray[np.int32]:
-        """int32[num_prompt_tokens]; only for a request that carries its token ids."""
+        """int32[num_prompt_tokens], the prompt of a request that carries token ids."""
         assert self.token_ids is not None, f"request {self.request_id!r} carries no token ids"
         return np.frombuffer(self.token_ids, np.int32)
 
     def resumed_array(self) -> NDArray[np.int32]:
-        """int32[num_resumed_tokens]."""
+        """int32[num_resumed_tokens], the resumed tokens."""
         return np.frombuffer(self.resumed_token_ids, np.int32)
 
 
@@ -196,17 +202,17 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
     token_id: int
     logprob: float
-    rank: int  # 1: the most likely token
+    rank: int  # 1 for the most likely token
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request gained in one step; the last one carries `finish_reason`."""
+    """Output of one request in one step; the last one carries `finish_reason`."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # once, with the first token, or with the end without one
-    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache when it was first admitted
-    admitted_ns: int = 0  # when that was, by the rank's clock
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # once, with the first token or the end
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    admitted_ns: int = 0  # time of first admission, by the rank's clock

@@ -98,7 +98,7 @@ class PrefillFirst:
     "Latency-sensitive requests first, in batches of prompts or of decodes.",
     source="QLLM, Algorithm 1, as its authors' code has it",
 )
-class QllmBatch:
+class QllmBatches:
     """Batches from QLLM's four first-come-first-served queues: LS and BE, prefill and decode.
 
     With B = `max_batch`: B sequences at the decode stage are LS: a batch of them. Else, any LS at the prefill stage:
@@ -148,7 +148,7 @@ class QllmBatch:
     "Latency-sensitive requests first, with prompts and decodes in one step.",
     source="QLLM, Algorithm 1, read as filling one batch from several queues",
 )
-class QllmMixed(QllmBatch):
+class QllmMixed(QllmBatches):
     """QLLM's Algorithm 1 read as filling one batch from several queues, so that prefill and decode share a step.
 
     Its text allows it: "filling the batch first with LS jobs at the decode stage", then "LS jobs in the prefill stage",

@@ -82,7 +82,7 @@ class PrefillAware(_Ageing):
 class QllmOrder(OrderPolicy):
     """Latency-sensitive requests first, each class as it came: two of QLLM's four queues, those of the prefill stage.
 
-    The other two, and which queue a batch is made from, are `batching.QllmBatch`.
+    The other two, and which queue a batch is made from, are `batching.QllmBatches`.
 
     Bound: none for best effort without ageing, as the paper admits (section 6). With it, a best-effort request counts
     as latency-sensitive from its age on, in every decision: then the bound is that age.
