@@ -168,17 +168,10 @@ def test_nothing_unpickles_or_evaluates():
                 assert node.func.id not in {"eval", "exec"}, path
 
 
-# Names of rooms that are being regrouped; each name leaves this list with its room.
-NOT_YET_UNIQUE = {
-    "Batch", "Candidate", "Cell", "Engine", "EngineSettings", "Findings", "Load", "Measured", "Network", "Plan", "Run",
-    "Submitted", "_Launched",
-}  # fmt: skip
-
-
 def test_a_class_name_means_one_thing():
     places: dict[str, list[str]] = {}
     for path in files():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
-    assert {name: where for name, where in places.items() if len(where) > 1 and name not in NOT_YET_UNIQUE} == {}
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}

@@ -31,7 +31,7 @@ import zstandard
 
 from moestro.config.run_record import run_record
 from moestro.sim.scenario import make_scenario, run
-from moestro.sim.settings import EngineSettings, PolicySettings, SimSettings, WorkloadSettings
+from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser
@@ -46,14 +46,14 @@ PAIRS = {
     f"{MOONCAKE}, dynamo": f"{MOONCAKE}, kv_router",
 }
 ONE_ENGINE = {"num_requests": 4000, "prompt_tokens": 1024, "output_tokens": 256, "rate": 4.0, "arrivals": "constant"}
-SIXTEEN = EngineSettings(count=16, gpu="h200", block_size=512, max_num_batched_tokens=8192)
+SIXTEEN = SimEngineSettings(count=16, gpu="h200", block_size=512, max_num_batched_tokens=8192)
 MILLION = {"num_requests": 1_000_000, "prompt_tokens": 512, "output_tokens": 32, "rate": 200.0}
 
 
 def cases(traces: Path) -> dict[str, SimSettings]:
     """What is simulated, by name."""
     replayed = WorkloadSettings(trace=str((traces / TRACE).absolute()))
-    one = EngineSettings(gpu="h200", block_size=64, max_num_batched_tokens=8192)
+    one = SimEngineSettings(gpu="h200", block_size=64, max_num_batched_tokens=8192)
     found = {
         "one engine, 1024/256": SimSettings(
             workload=WorkloadSettings(**ONE_ENGINE), engines=one, policies=(PolicySettings(route="round_robin"),)
@@ -140,7 +140,7 @@ def ratios(own: dict[str, dict], theirs: dict[str, dict]) -> dict[str, float]:
 def million() -> dict[str, object]:
     """A million requests, in a process of its own: its CPU-seconds, and the most memory that it ever held."""
     settings = SimSettings(
-        workload=WorkloadSettings(**MILLION), engines=EngineSettings(count=16, gpu="h200", block_size=64)
+        workload=WorkloadSettings(**MILLION), engines=SimEngineSettings(count=16, gpu="h200", block_size=64)
     )
     result = simulate(settings)
     return result | {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}

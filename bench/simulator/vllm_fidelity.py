@@ -20,7 +20,7 @@ from moestro.config.run_record import run_record
 from moestro.core.timeline import Timelines
 from moestro.sim.arrivals import AtTimes
 from moestro.sim.scenario import Scenario, make_bounds, make_prices, run
-from moestro.sim.settings import EngineSettings, PolicySettings
+from moestro.sim.settings import PolicySettings, SimEngineSettings
 from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.traces import read_trace
@@ -33,7 +33,7 @@ from shared.results import make_parser, save
 TRACES = ROOT.parent / "shared" / "traces"
 RUN, HASHES = "vllm019_qwen3_30b_a3b_dp2ep2_requests.jsonl.zst", "sharegpt_qwen3_hash16.jsonl.zst"
 
-ENGINES = EngineSettings(
+ENGINES = SimEngineSettings(
     gpu="rtx-pro-6000", network="qwen3-30b-a3b", ep_ranks=2, max_num_seqs=128, max_num_batched_tokens=2048
 )
 # vLLM's own balancer between data-parallel ranks: counts that are broadcast ten times a second.

@@ -63,12 +63,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0  # `stop_token_ids` are not sampled before this many tokens
     temperature: Annotated[float, AllowedRange(0, 2)] = 1.0  # 0 means greedy
     top_p: Annotated[float, AllowedRange(0, 1, is_above_low=True)] = 1.0
-    top_k: Annotated[int, AllowedRange(-1, 2**31 - 1)] = 0  # 0 means all tokens, as -1 does in the API
+    top_k: Annotated[int, AllowedRange(-1, 2**31 - 1)] = 0  # 0 means all tokens; a client may also write -1
     # Tokens less likely than this fraction of the most likely one are excluded.
     min_p: Annotated[float, AllowedRange(0, 1)] = 0.0
     # Subtracted from the logit of each generated token.
     presence_penalty: Annotated[float, AllowedRange(-2, 2)] = 0.0
-    # Subtracted from the logit of each generated token, once for each time that it was generated.
+    # Subtracted from the logit of each generated token, once for each time that the token was generated.
     frequency_penalty: Annotated[float, AllowedRange(-2, 2)] = 0.0
     # Divides positive and multiplies negative logits of prompt and generated tokens.
     repetition_penalty: Annotated[float, AllowedRange(0.01, 100)] = 1.0

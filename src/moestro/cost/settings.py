@@ -46,9 +46,7 @@ class PacedSettings(PacedOptions):
             gpu_named(self.gpu)
             network_named(self.network)
         elif self.paced_arithmetic == "none":
-            raise ConfigError(
-                "--paced-arithmetic none needs a named GPU and network: they determine its KV cache"
-            )
+            raise ConfigError("--paced-arithmetic none needs a named GPU and network: they determine its KV cache")
 
     @property
     def gpu(self) -> str:

@@ -19,7 +19,7 @@ from moestro.sim.arrivals import AtTimes
 from moestro.sim.outcome import SimReport, outcome_of
 from moestro.sim.results import ANSWERED, NOT_YET_NS, Results
 from moestro.sim.scenario import Scenario, make_bounds, make_prices, run
-from moestro.sim.settings import EngineSettings, PolicySettings
+from moestro.sim.settings import PolicySettings, SimEngineSettings
 from moestro.sim.show import progress
 from moestro.workload.request_record import Header, RequestRecord
 
@@ -121,7 +121,7 @@ def recorded_results(record: RequestRecord) -> Results:
     return results
 
 
-def _engines(header: Header, cost: str | None) -> EngineSettings:
+def _engines(header: Header, cost: str | None) -> SimEngineSettings:
     """The server's engines, as far as the record tells, with what steps cost."""
     told = {
         "count": header.num_engines,
@@ -137,7 +137,7 @@ def _engines(header: Header, cost: str | None) -> EngineSettings:
             "this server kept KV of preempted requests in host memory, and a table has no prices of these copies:"
             " give --cost GPU/NETWORK"
         )
-    return msgspec.convert(told, EngineSettings)
+    return msgspec.convert(told, SimEngineSettings)
 
 
 def _cost(header: Header, cost: str | None) -> dict[str, str]:

@@ -77,7 +77,7 @@ class WorkloadSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings(SchedulerLimits, CacheSettings):
+class SimEngineSettings(SchedulerLimits, CacheSettings):
     """The engines, all alike, and the cost of their steps.
 
     Attributes:
@@ -141,7 +141,7 @@ class PolicySettings(SteppingSettings, SchedulerPolicies):
     max_num_urgent_seqs: Annotated[int | None, at_least(0)] = None
     signals: SignalSettings | None = None
 
-    def check_prices(self, engines: EngineSettings) -> None:
+    def check_prices(self, engines: SimEngineSettings) -> None:
         """Raise ConfigError if the mode needs other prices than those of `engines`."""
         if self.mode == "preemptive" and (engines.table is not None or engines.ep_ranks > 1):
             raise ConfigError(
@@ -185,7 +185,7 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     PLACE: ClassVar[str] = ""
 
     workload: WorkloadSettings
-    engines: EngineSettings = EngineSettings()
+    engines: SimEngineSettings = SimEngineSettings()
     signals: SignalSettings = AT_ONCE
     policies: tuple[PolicySettings, ...] = (PolicySettings(),)
     slos: SloSettings | None = None
@@ -212,7 +212,7 @@ def read_settings(path: Path) -> SimSettings:
         text = path.read_text(encoding="utf-8")
         tables = tomllib.loads(text)
         settings = msgspec.convert(tables, SimSettings)
-        _refuse_unknown(tables.get("engines", {}), EngineSettings, "engines")
+        _refuse_unknown(tables.get("engines", {}), SimEngineSettings, "engines")
         for index, table in enumerate(tables.get("policies", ())):
             _refuse_unknown(table, PolicySettings, f"policies[{index}]")
     except OSError as error:
