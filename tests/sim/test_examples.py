@@ -96,9 +96,9 @@ EQUAL = "prompt_tokens = 10\noutput_tokens = 5\nnum_requests = 3\nrate = 1.0\n"
         ("[workload]\ntrace = 'nowhere.jsonl'", "nowhere.jsonl cannot be read"),
         ("[workload]\n" + EQUAL + "[engines]\ngpu = 'abacus'", "no constants for GPU 'abacus'"),
         ("[workload]\n" + EQUAL + "[engines]\ncount = 0", "count must be at least 1"),
-        ("[workload]\n" + EQUAL + "[engines]\ntable = 'x.json'", "needs num_blocks beside it"),
+        ("[workload]\n" + EQUAL + "[engines]\ntable = 'x.json'", "needs num_blocks and ep_ranks 1"),
         ("[workload]\n" + EQUAL + "[[policies]]\nroute = 'dice'", "dice"),
-        ("[workload]\n" + EQUAL + "[[policies]]\n[[policies]]\n", "names of their own"),
+        ("[workload]\n" + EQUAL + "[[policies]]\n[[policies]]\n", "must be one or more with distinct names"),
         ("[workload\n", "bad.toml: "),
     ],
 )
@@ -138,8 +138,8 @@ LENGTHS = '{"input_length": 20, "output_length": 4}\n{"input_length": 70, "outpu
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ("", "1 of 2 requests never fit into an engine, which takes 78 tokens"),
-        ("", "the longest, row 1, has a prompt of 70 and asks for up to 9 more. Raise [engines] max_model_len"),
+        ("", "1 of 2 requests never fit into an engine, whose limit is 78 tokens"),
+        ("", "The longest, row 1, has a prompt of 70 and asks for up to 9 more. Raise [engines] max_model_len"),
         ("max_tokens = 60\n", "2 of 2 requests never fit"),
     ],
 )

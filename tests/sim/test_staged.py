@@ -258,12 +258,12 @@ def test_where_kv_is_scarce_host_memory_saves_what_would_be_computed_again(tmp_p
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("num_blocks = 500\n", "", "engine 'qllm' prices ranks on their own, and needs num_blocks beside it"),
+        ("num_blocks = 500\n", "", "engine 'qllm' prices single ranks, and needs num_blocks and ep_ranks 1"),
         ('engine = "qllm"', 'table = "x.json"', "mode = 'preemptive' needs prices of stages"),
         ('engine = "qllm"', "ep_ranks = 2", "mode = 'preemptive' needs prices of stages"),
         ('engine = "qllm"', 'engine = "qllm"\ntable = "x.json"', "a table prices whole steps"),
         ("num_blocks = 500", "kv_offloading_size = -1.0", "kv_offloading_size must be at least 0, got -1"),
-        ('engine = "qllm"', 'table = "x.json"\nkv_offloading_size = 1.0', "a table has no prices of copies"),
+        ('engine = "qllm"', 'table = "x.json"\nkv_offloading_size = 1.0', "a table does not price copies"),
         ('mode = "preemptive"', 'mode = "asynchronous"', "asynchronous"),
     ],
 )

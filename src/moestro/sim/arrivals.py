@@ -1,4 +1,4 @@
-"""When requests arrive: at given times, or after what they answer to."""
+"""Arrival times of requests: fixed ones, or times that depend on the end of an earlier turn."""
 
 from __future__ import annotations
 
@@ -11,28 +11,33 @@ Int64s = NDArray[np.int64]
 
 
 class Arrivals(Protocol):
-    """Which request arrives when. `workload.sessions.Sessions` is one: a turn comes after the answer before it."""
+    """The order and times in which requests arrive; `workload.sessions.Sessions` implements it for conversations."""
 
     @property
     def first_rows(self) -> Int64s:
-        """int64[m], those that arrive whatever becomes of others."""
+        """Rows of the requests whose arrival depends on no other request, int64[m]."""
         ...
 
     @property
     def start_ns(self) -> Int64s:
-        """int64[m], when; not decreasing."""
+        """Arrival times of `first_rows`, int64[m], ascending."""
         ...
 
     def next_turn(self, row: int, ended_ns: int) -> tuple[int, int] | None:
-        """The request that follows `row`, which ended then, and when it arrives; None: none does."""
+        """Return the request that follows `row` and its arrival time; None means no request follows.
+
+        Args:
+            row: a request that has ended.
+            ended_ns: time of its end.
+        """
         ...
 
 
 class AtTimes:
-    """Open loop: every request has its time, whatever becomes of the others.
+    """Open loop: every request arrives at a fixed time.
 
     Args:
-        start_ns: int64[n], not decreasing.
+        start_ns: arrival times, int64[n], ascending.
     """
 
     def __init__(self, start_ns: Int64s) -> None:
@@ -40,9 +45,9 @@ class AtTimes:
 
     @property
     def first_rows(self) -> Int64s:
-        """int64[n], all."""
+        """Rows of all requests, int64[n]."""
         return np.arange(len(self.start_ns))
 
     def next_turn(self, row: int, ended_ns: int) -> tuple[int, int] | None:
-        """None."""
+        """Return None, because no request depends on another."""
         return None

@@ -1,4 +1,4 @@
-"""Many engines on virtual time behind the production router: a workload goes in, `Results` come out."""
+"""Many engines on virtual time behind the production router. A cluster turns a workload into `Results`."""
 
 from __future__ import annotations
 
@@ -22,23 +22,27 @@ from moestro.sim.world import Kind, World
 
 
 class Workload(Protocol):
-    """Requests made when they are asked for, as `workload.requests.RequestMaker` does."""
+    """Requests that are made as they arrive; `workload.requests.RequestMaker` implements it."""
 
     def __len__(self) -> int:
-        """How many."""
+        """Number of requests."""
         ...
 
     def make(self, index: int, arrival_ns: int) -> tuple[Request, Script]:
-        """One of them, and what will come of it."""
+        """Return one request and the script of its output tokens."""
         ...
 
 
 class ClusterEngine:
-    """An engine as the cluster sees it: a seat in a group, and who is on it.
+    """One engine of the cluster, and the requests on it.
 
     Attributes:
-        row_of: row of the results, by serial, of what is on it.
-        without_token: serials of those that have no token yet.
+        number: index among the engines of the router.
+        group: index of its group.
+        index: index in its group.
+        seat: its rank.
+        row_of: row of the results of each request on the engine, by serial number.
+        without_token: serial numbers of its requests that lack a first token.
     """
 
     __slots__ = ("group", "index", "number", "row_of", "seat", "without_token")
@@ -56,9 +60,9 @@ class Cluster:
     """Runs a workload to its end.
 
     Args:
-        groups: the engines; engine numbers go through the groups in order.
-        router: with as many engines, all routable.
-        signals: what the router hears of the engines, and how late.
+        groups: groups of ranks; engines are numbered through the groups in order.
+        router: router with as many engines, all routable.
+        signals: figures and events that reach the router, and their delays.
         on_arrival: called at each arrival, for progress bars.
     """
 
@@ -85,7 +89,7 @@ class Cluster:
         self._firsts: Iterator[tuple[int, int]] = iter(())
 
     def run(self, workload: Workload, arrivals: Arrivals) -> Results:
-        """Let the requests of `workload` arrive, and wait until all are answered."""
+        """Serve the requests of `workload`, and return when all have ended."""
         tells_prefill = all(group.tells_prefill for group in self.groups)
         results = Results(len(workload), len(self.engines), tells_prefill=tells_prefill)
         world, firsts = self.world, zip(arrivals.start_ns.tolist(), arrivals.first_rows.tolist(), strict=True)
@@ -98,19 +102,19 @@ class Cluster:
                 self._arrive(workload, number, results)
             elif kind is Kind.ARRIVAL:
                 self._arrive(workload, number, results)
-            elif self.groups[number].next_ns == world.now_ns:  # else it was cut short, and has another event
+            elif self.groups[number].next_ns == world.now_ns:  # else an arrival shortened the jump, and replaced it
                 self._turn(number, results)
         self.signals.bring_all()
         return results
 
     def _await_next(self) -> None:
-        """Only the next of the arrivals that are known beforehand is among the events, so that a million fit."""
+        """Queue the next of the known arrivals. The queue holds one at a time, so that it stays small."""
         first = next(self._firsts, None)
         if first is not None:
             self.world.at(first[0], Kind.FIRST_ARRIVAL, first[1])
 
     def _over(self, row: int) -> None:
-        """A request is over: what follows it has its time now."""
+        """Queue the request that follows `row`, which has ended."""
         following = self._arrivals.next_turn(row, self.world.now_ns)
         if following is not None:
             self.world.at(following[1], Kind.ARRIVAL, following[0])
@@ -162,7 +166,7 @@ class Cluster:
             self.world.at(group.next_ns, Kind.STEP, number)
 
     def _take(self, engine: ClusterEngine, output: StepOutput, results: Results) -> None:
-        """Note who gained a first token, and who ended."""
+        """Record the first tokens and the ends of requests in a step's output."""
         now_ns, without_token = self.world.now_ns, engine.without_token
         if without_token:
             for sequence in output.sequences:
@@ -188,7 +192,7 @@ def _note_end(results: Results, row: int, sequence: EngineSequence, now_ns: int)
 
 
 def _count_prefill(engine: ClusterEngine, began_ns: int, now_ns: int, results: Results) -> None:
-    """Of a step that is over, the time that went into prompts: its share of the tokens."""
+    """Attribute a step's time to prefill by the share of its tokens that are prefill."""
     plan = engine.seat.plan
     if plan is None:
         return

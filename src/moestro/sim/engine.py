@@ -1,4 +1,4 @@
-"""What the simulated cluster drives: ranks that begin and end steps together, or one that works in stages."""
+"""The interface between the simulated cluster and its ranks, in `fused` or `preemptive` mode."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from moestro.sim.group import Seat
 
 
 class Ranks(Protocol):
-    """Ranks on virtual time: `turn` is called when the time is `next_ns`, and `add` when a request arrives.
+    """Ranks on virtual time. The cluster calls `turn` at `next_ns`, and `add` when a request arrives.
 
     Attributes:
-        next_ns: when there is something to do; None: only when a request arrives.
-        began_ns: when what is under way began.
-        ends: int64[k], when each step of the jump under way ends; None: no jump is under way.
-        tells_prefill: the `plan` of a seat is what runs from `began_ns` on, so that its time can be told apart.
+        next_ns: time of the next `turn`. None means that the ranks are idle until a request arrives.
+        began_ns: start of the current step or jump.
+        ends: end of each step of the current jump, int64[k]. None means that no jump is running.
+        tells_prefill: whether a seat's `plan` runs from `began_ns` on, so that the time of prefill is known.
     """
 
     next_ns: int | None
@@ -30,7 +30,7 @@ class Ranks(Protocol):
 
     @property
     def tells_prefill(self) -> bool:
-        """See above."""
+        """Whether the time of prefill is known."""
         ...
 
     @property
@@ -39,17 +39,17 @@ class Ranks(Protocol):
         ...
 
     def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
-        """Put a request in the waiting queue of a rank. Returns its serial there.
+        """Add a request to a rank's waiting queue, and return its serial number on that rank.
 
         Raises:
-            RequestError: it is refused; nothing has changed.
+            RequestError: the rank refuses the request; no state has changed.
         """
         ...
 
     def catch_up(self, before_ns: int) -> None:
-        """Take the steps of the jump under way that ended before then, so that what they publish can be heard."""
+        """Take the steps of the current jump that ended before `before_ns`, so that their KV events are available."""
         ...
 
     def turn(self, now_ns: int) -> list[StepOutput]:
-        """What was under way is over, or a request has come: go on. Returns what each rank's requests gained."""
+        """End the current step or jump, start the next one, and return the step output of each rank."""
         ...

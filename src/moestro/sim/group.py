@@ -1,9 +1,9 @@
 """Ranks on virtual time: the production scheduler, executor and cache over scripted devices, in steps or jumps.
 
-A *step* is schedule, launch, update. Where the schedulers say that the coming steps are all alike (`horizon`), they
-are taken at once: the cost model prices them, nothing is done until the last of them is over, and then `advance` has
-the effect of all. A request that arrives in between shortens the jump to the step that is under way; nothing has to be
-undone, because nothing was done yet. With `jump=False` every step is taken on its own: the oracle of the laws.
+A *step* is schedule, launch, update. A *jump* is a run of decode steps that are all alike, as the schedulers' `horizon`
+finds them. The cost model prices its steps when the jump begins; `advance` applies their effect when the last one ends.
+A request that arrives in between shortens the jump to the current step. Nothing has to be undone, because no state has
+changed yet. With `jump=False` every step is taken on its own; tests use it as the oracle.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moestro.sim.prices import Prices
 
 Int64s = NDArray[np.int64]
 
-_LONGEST_JUMP = 1024  # steps; a longer one is split, for most are cut by the next arrival and priced in vain
+_LONGEST_JUMP = 1024  # steps; pricing more is mostly wasted, because the next arrival cuts the jump
 _NO_SLOTS = np.empty(0, np.int64)
 _NOBODY = np.empty(0, np.int32)
 STEPWISE = Horizon(0, FOREVER_NS)
@@ -40,9 +40,9 @@ class KvEvent(NamedTuple):
     """A block that a rank's prefix cache stores or removes.
 
     Attributes:
-        at_ns: when it says so: at the end of the step in which it happens.
-        is_stored: else removed.
-        block_hash: its name.
+        at_ns: time of the event, which is the end of its step.
+        is_stored: whether the block is stored; otherwise it is removed.
+        block_hash: hash of the block.
     """
 
     at_ns: int
@@ -54,11 +54,12 @@ class Seat:
     """One rank of a group.
 
     Attributes:
-        rank: the production one.
-        scripts: what is to come of its sequences.
-        plan: of the step under way; None: it idles in it, or the group is in a jump.
-        running, computed: int64[n], int32[n], of the jump under way: who decodes, and from which position on.
-        kv_events: what the rank has said of its prefix cache and nobody took yet; None: it says nothing.
+        rank: production rank.
+        scripts: output tokens of its sequences.
+        plan: plan of the current step. None means that the rank idles, or that the group is in a jump.
+        running: slots of the sequences that decode in the current jump, int64[n].
+        computed: their computed tokens at its start, int32[n].
+        kv_events: events of the prefix cache that no reader has taken yet. None means that the rank publishes none.
     """
 
     __slots__ = ("computed", "kv_events", "plan", "rank", "running", "scripts")
@@ -71,21 +72,21 @@ class Seat:
         self.kv_events: deque[KvEvent] | None = None
 
     def publish(self) -> None:
-        """From now on say what the prefix cache remembers and forgets."""
+        """Publish the prefix cache's events from now on."""
         self.kv_events, self.rank.scheduler.pool.journal = deque(), []
 
     def publish_step_ends(self, ends: Int64s | Sequence[int]) -> None:
-        """The steps that have just been taken ended then."""
+        """Date the KV events of the steps just taken by the ends of these steps."""
         journal = self.rank.scheduler.pool.journal
         if journal and self.kv_events is not None:
             self.kv_events.extend(KvEvent(int(ends[e.step]), e.is_stored, e.block_hash) for e in journal)
             journal.clear()
 
     def add(self, request: Request, script: Script, now_ns: int) -> int:
-        """Put a request in the waiting queue. Returns its serial.
+        """Add a request to the waiting queue, and return its serial number.
 
         Raises:
-            RequestError: it is refused; nothing has changed.
+            RequestError: the rank refuses the request; no state has changed.
         """
         serial = self.rank.add(request, now_ns)
         self.scripts.expect(serial, script)
@@ -99,11 +100,11 @@ class Seat:
 
 
 class FusedSeat(Seat):
-    """A rank of a group that keeps step.
+    """A rank of a group whose ranks step together.
 
     Attributes:
-        device: answers its items from scripts; the group says when.
-        jumps: takes many of the rank's decode steps at once.
+        device: device that answers from scripts, at times that the group sets.
+        jumps: takes many decode steps of the rank at once.
     """
 
     __slots__ = ("device", "jumps")
@@ -116,20 +117,20 @@ class FusedSeat(Seat):
 
 
 class Group:
-    """Ranks that keep step: all begin a step together, and the busiest sets its end. One rank is the usual case.
+    """Ranks that step together: all begin a step at the same time, and the busiest sets its end.
 
-    The driver calls `turn` when the time is `next_ns`, and `add` when a request arrives.
+    The usual group has one rank. The driver calls `turn` at `next_ns`, and `add` when a request arrives.
 
     Args:
-        settings: of each rank.
-        prices: what steps take, and how many ranks there are.
-        jump: take steady steps at once.
+        settings: scheduler settings of each rank.
+        prices: durations of steps, and the number of ranks.
+        jump: whether like decode steps are taken at once.
 
     Attributes:
         tells_prefill: True.
-        next_ns: when the step or jump under way ends; None: nothing is under way.
-        began_ns: when it began.
-        ends: int64[k], when each step of the jump under way ends; None: a single step is under way, or nothing.
+        next_ns: end of the current step or jump. None means that the group is idle.
+        began_ns: its start.
+        ends: end of each step of the current jump, int64[k]. None means that no jump is running.
     """
 
     tells_prefill = True
@@ -140,19 +141,19 @@ class Group:
         self.began_ns = 0
         self._prices = prices
         self._jumps = jump
-        self._has_newcomer = False  # it will most likely enter: to ask how long nobody does is for nothing
+        self._has_newcomer = False  # the next step most likely admits it, so no horizon is computed
         self.ends: Int64s | None = None
         self._num_taken = 0  # steps of the jump that `catch_up` has taken
-        self._touched_ns = FOREVER_NS  # when the next step ends that takes or fills a block; only if they publish
+        self._touched_ns = FOREVER_NS  # end of the next step that takes or fills a block, if a seat publishes events
 
     def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
-        """Put a request in the waiting queue of a rank; the jump under way ends with the step under way.
+        """Add a request to a rank's waiting queue, and end the current jump with its current step.
 
         Returns:
-            Its serial there.
+            Serial number of the request on that rank.
 
         Raises:
-            RequestError: it is refused; nothing has changed.
+            RequestError: the rank refuses the request; no state has changed.
         """
         serial = self.seats[seat].add(request, script, now_ns)
         self._has_newcomer = True
@@ -164,9 +165,9 @@ class Group:
         return serial
 
     def turn(self, now_ns: int) -> list[StepOutput]:
-        """What was under way is over, and the next step or jump begins. Returns what each rank's requests gained.
+        """End the current step or jump, start the next one, and return the step output of each rank.
 
-        Of a jump only the sequences that ended are told.
+        The output of a jump names only the sequences that ended.
         """
         outputs = [self._collect(seat, now_ns) for seat in self.seats]
         self.began_ns = now_ns
@@ -174,7 +175,7 @@ class Group:
         self._has_newcomer = False
         if num_steps:
             ends = self._prices.decode_steps_ns([seat.computed for seat in self.seats], num_steps).cumsum() + now_ns
-            if until_ns < ends[-1]:  # a step that begins at that time or later is not steady any more
+            if until_ns < ends[-1]:  # a step that begins at or after `until_ns` is scheduled anew
                 ends = ends[: int(ends.searchsorted(until_ns)) + 1]
             self.ends, self.next_ns, self._num_taken = ends, int(ends[-1]), 0
             self._touched_ns = self._next_touch_ns()
@@ -184,12 +185,12 @@ class Group:
         return outputs
 
     def catch_up(self, before_ns: int) -> None:
-        """Take the steps of the jump that ended before `before_ns`, so that what they publish can be heard.
+        """Take the steps of the jump that ended before `before_ns`, so that their KV events are available.
 
-        A jump in two parts has the effect of one. The last step is never taken here: only `turn` ends sequences.
+        A jump taken in two parts has the same effect. Its last step is left to `turn`, which alone ends sequences.
         """
         if before_ns <= self._touched_ns:
-            return  # they have nothing to say
+            return  # the steps until then publish no event
         assert self.ends is not None, "only a jump touches blocks on its way"
         num_ended = min(int(self.ends.searchsorted(before_ns)), len(self.ends) - 1)
         for seat in self.seats:
@@ -210,7 +211,7 @@ class Group:
         return int(self.ends[num_steps]) if num_steps < len(self.ends) else FOREVER_NS
 
     def _advance(self, seat: FusedSeat, num_ended: int) -> StepOutput:
-        """Take the steps of the jump up to number `num_ended` that were not taken yet."""
+        """Take the steps of the jump that are not taken yet, up to step `num_ended`."""
         assert self.ends is not None, "a jump is under way"
         num_steps = num_ended - self._num_taken
         told, finished = seat.device.complete_steps(seat.running, seat.computed, num_steps)
@@ -231,7 +232,7 @@ class Group:
         return output
 
     def _steady(self, now_ns: int) -> Horizon:
-        """Coming steps that are all alike, those that begin before a time; none: the next has to be scheduled."""
+        """Return the number of coming steps that are alike, and the time before which they must begin."""
         most, until_ns = 0, FOREVER_NS
         for seat in self.seats:
             scheduler = seat.rank.scheduler
@@ -250,7 +251,7 @@ class Group:
         return Horizon(most, until_ns)
 
     def _begin(self, now_ns: int) -> None:
-        """Submit a plan of each rank that has one."""
+        """Submit the plan of each rank that has one."""
         self.next_ns = None
         for seat in self.seats:
             seat.plan = seat.rank.begin(now_ns)

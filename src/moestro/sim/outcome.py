@@ -1,4 +1,4 @@
-"""What a simulation leaves behind: the figures of each policy, as JSON and side by side."""
+"""Figures of each policy's run, as JSON and side by side."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from moestro.sim.results import WINDOW_NS, Results
 from moestro.workload.report import Report, Spread, make_report, spread_of
 from moestro.workload.slos import Slos
 
-_NUM_LOOKS = 512  # moments at which pictures show the load of engines
+_NUM_LOOKS = 512  # times at which pictures show the load of engines
 
 
 class PrefillSplit(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of prefill served in a window of `window_s`, of the two engines that served the most and the least.
+    """Seconds of prefill in a window, for the two engines that served the most and the least.
 
-    As LMetric compares engines (section 4.2). Means over the windows in which any engine served some.
+    LMetric compares engines this way (section 4.2). Windows in which no engine served prefill do not count.
+
+    Attributes:
+        window_s: length of a window, seconds.
+        most_engine, least_engine: the engines that served the most and the least prefill in the run.
+        most_s, least_s: their mean prefill in a window, seconds.
     """
 
     window_s: float
@@ -27,19 +32,19 @@ class PrefillSplit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy's run.
+    """Figures of one policy's run.
 
     Attributes:
-        title: of the policy.
-        report: as the load generator makes it.
-        ls_ttft_ms, be_ttft_ms: of latency-sensitive and best-effort requests; None where there are not both.
-        num_preemptions: of all requests.
-        num_refused: requests that no engine took.
-        load_imbalance: largest over mean, at least 1: of the time that requests spent on each engine, which is the area
-            under the number of requests in flight there; so stretches in which nobody is there do not count.
-        max_queue_depth: of any engine at a time.
-        prefill: see there; None: nobody told it, as of records and in `preemptive` mode.
-        digest: of the record; equal digests are equal runs.
+        title: name of the policy.
+        report: report in the load generator's form.
+        ls_ttft_ms, be_ttft_ms: TTFT of latency-sensitive and best-effort requests, ms. None unless both classes exist.
+        num_preemptions: sequence preemptions of all requests.
+        num_refused: requests that every engine refused.
+        load_imbalance: largest over mean, at least 1, of the engines' request time. An engine's request time is the
+            area under its number of requests in flight, so empty stretches do not count.
+        max_queue_depth: longest waiting queue of any engine.
+        prefill: prefill of the busiest and the idlest engine. None for recorded runs and in `preemptive` mode.
+        digest: hash of the results; equal digests mean equal runs.
     """
 
     title: str
@@ -55,16 +60,16 @@ class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All of a simulation.
+    """Report of a whole simulation.
 
     Attributes:
-        kind: of evidence.
-        moestro: version.
-        workload: in a few words.
-        is_generated: it was drawn by a generator, not recorded.
-        settings: as told.
-        notes: what a reader has to know of these figures, as that steps were priced beyond a table.
-        outcomes: the first is what the others are compared with.
+        kind: kind of evidence.
+        moestro: version of Moestro.
+        workload: short description of the workload.
+        is_generated: whether a generator made the workload; otherwise it was recorded.
+        settings: settings of the simulation.
+        notes: limits of these figures, for instance steps priced beyond a table.
+        outcomes: one for each policy; the others are compared with the first.
     """
 
     kind: str = "simulated"
@@ -77,7 +82,7 @@ class SimReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def outcome_of(title: str, results: Results, slos: Slos | None) -> PolicyOutcome:
-    """The figures of one run."""
+    """Compute the figures of one run."""
     load = results.request_seconds()
     depth = max(int(results.queue_depth(engine, results.arrival_ns).max()) for engine in range(results.num_engines))
     return PolicyOutcome(
@@ -110,7 +115,7 @@ def _prefill_of(results: Results) -> PrefillSplit | None:
 
 
 def _ttft_of(results: Results, *, best_effort: bool) -> Spread | None:
-    """Of one class, where there are both."""
+    """Return TTFT of one service class, or None where there is only one class."""
     is_wanted = results.is_best_effort == best_effort
     if is_wanted.all() or not is_wanted.any():
         return None
@@ -119,6 +124,6 @@ def _ttft_of(results: Results, *, best_effort: bool) -> Spread | None:
 
 
 def looks(results: Results) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """int64[m], moments spread evenly over the run."""
+    """Return times spread evenly over the run, int64[m]."""
     end_ns = max(int(results.last_token_ns.max()), int(results.arrival_ns.max()))
     return np.linspace(0, end_ns, _NUM_LOOKS).astype(np.int64)

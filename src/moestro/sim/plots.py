@@ -1,4 +1,4 @@
-"""Figures of simulations. Needs the extra `plots`; only the verb loads it, when asked to."""
+"""Figures of simulations. The extra `plots` is needed, so the verb imports this module only to draw."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from moestro.sim.results import WINDOW_NS, Results
 
 _NS_PER_MS, _NS_PER_S = 1e6, 1e9
 _WIDTH, _ROW = 10.0, 3.0
-_MOST_LINES = 16  # engines drawn one by one; of more, only the spread
+_MOST_LINES = 16  # engines drawn one by one; of more engines, only the spread is drawn
 
 Runs = Sequence[tuple[str, Results]]
 
 
 def save_plots(directory: Path, runs: Runs) -> list[Path]:
-    """Draw `runs`, a title and its results each, into files of `directory`, which is made if need be.
+    """Draw each run, a title with its results, as PNG files in `directory`, which is created if needed.
 
     Returns:
-        The files: latencies.png, load.png, hits.png, queues.png, and prefill.png of the runs that tell it, if any do.
+        Paths of latencies.png, load.png, hits.png, queues.png, and, if a run knows its prefill time, prefill.png.
 
     Raises:
-        ConfigError: they cannot be written.
+        ConfigError: a file cannot be written.
     """
     drawn = {
         "latencies": latency_figure(runs),
@@ -50,7 +50,7 @@ def save_plots(directory: Path, runs: Runs) -> list[Path]:
 
 
 def latency_figure(runs: Runs) -> Figure:
-    """TTFT and TPOT as cumulative shares, one line a policy."""
+    """Draw TTFT and TPOT as cumulative shares, one line for each policy."""
     figure = Figure(figsize=(_WIDTH, _ROW + 1), layout="constrained")
     for axes, name in zip(figure.subplots(1, 2), ("ttft_ns", "tpot_ns"), strict=True):
         for title, results in runs:
@@ -63,7 +63,7 @@ def latency_figure(runs: Runs) -> Figure:
 
 
 def _stacked(runs: Runs, draw: Callable[[Axes, Results], None], title: str) -> Figure:
-    """A row for each policy, with the same axes."""
+    """Draw a row for each policy, all with the same axes."""
     figure = Figure(figsize=(_WIDTH, _ROW * len(runs) + 0.5), layout="constrained")
     rows = figure.subplots(len(runs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, (name, results) in zip(rows, runs, strict=True):

@@ -1,4 +1,4 @@
-"""What a step of a group costs, be it one rank on its own or several that wait for each other."""
+"""Durations of a group's steps, for a single rank and for ranks that wait for each other."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from moestro.cost.tables import MeasuredCost
 
 
 class Prices(Protocol):
-    """Prices the steps of `num_ranks` ranks that begin and end together. One batch or start a rank."""
+    """Prices steps of `num_ranks` ranks that begin and end together. Each argument holds one item for each rank."""
 
     @property
     def num_ranks(self) -> int:
-        """That keep step."""
+        """Number of ranks that step together."""
         ...
 
     def step_ns(self, batches: Sequence[Batch | None]) -> int:
-        """What a step takes; None: the rank idles in it. At least one does not."""
+        """Return the duration of a step, ns. A batch of None is an idle rank; at least one rank has a batch."""
         ...
 
     def move_ns(self, num_tokens: int) -> int:
-        """See `CostModel.move_ns`."""
+        """Return the duration of copying the KV of `num_tokens` tokens between GPU and host, ns."""
         ...
 
     def decode_steps_ns(self, starts: Sequence[Ints], num_steps: int) -> Int64s:
-        """int64[num_steps], what each of the coming decode steps takes; an empty start: the rank idles."""
+        """Return the duration of each coming decode step, int64[num_steps], ns. An empty start is an idle rank."""
         ...
 
     def notes(self) -> list[str]:
-        """What whoever reads results has to know of the prices that were given so far; nothing, as a rule."""
+        """Return limits of the prices given so far, for readers of the results; usually none."""
         ...
 
 
 class OneRank:
-    """A rank on its own."""
+    """Prices of a rank that steps alone."""
 
     num_ranks = 1
 
@@ -43,48 +43,48 @@ class OneRank:
         self._cost = cost
 
     def step_ns(self, batches: Sequence[Batch | None]) -> int:
-        """See `Prices.step_ns`."""
+        """Implement `Prices.step_ns`."""
         (batch,) = batches
-        assert batch is not None, "a step of nobody"
+        assert batch is not None, "a step without a batch"
         return self._cost.step_ns(batch)
 
     def move_ns(self, num_tokens: int) -> int:
-        """See `Prices.move_ns`."""
+        """Implement `Prices.move_ns`."""
         return self._cost.move_ns(num_tokens)
 
     def decode_steps_ns(self, starts: Sequence[Ints], num_steps: int) -> Int64s:
-        """See `Prices.decode_steps_ns`."""
+        """Implement `Prices.decode_steps_ns`."""
         return self._cost.decode_steps_ns(starts[0], num_steps)
 
     def notes(self) -> list[str]:
-        """See `Prices.notes`: that steps were larger than those of a table."""
+        """Note steps that were larger than those of the cost table."""
         warning = self._cost.warning() if isinstance(self._cost, MeasuredCost) else None
         return [] if warning is None else [warning]
 
 
 class Barrier:
-    """An expert-parallel group in lock-step: its busiest rank sets the time."""
+    """Prices of an expert-parallel group in lock-step: the busiest rank sets the duration of a step."""
 
     def __init__(self, cost: GroupCostModel) -> None:
         self._cost = cost
 
     @property
     def num_ranks(self) -> int:
-        """Of the group."""
+        """Number of ranks in the group."""
         return self._cost.num_ep_ranks
 
     def step_ns(self, batches: Sequence[Batch | None]) -> int:
-        """See `Prices.step_ns`."""
+        """Implement `Prices.step_ns`."""
         return self._cost.group_step_ns(batches)
 
     def move_ns(self, num_tokens: int) -> int:
-        """See `Prices.move_ns`."""
+        """Implement `Prices.move_ns`."""
         return self._cost.move_ns(num_tokens)
 
     def decode_steps_ns(self, starts: Sequence[Ints], num_steps: int) -> Int64s:
-        """See `Prices.decode_steps_ns`."""
+        """Implement `Prices.decode_steps_ns`."""
         return self._cost.group_decode_steps_ns(starts, num_steps)
 
     def notes(self) -> list[str]:
-        """None."""
+        """Return no notes, because a roofline covers every step."""
         return []

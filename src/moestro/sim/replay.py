@@ -1,4 +1,4 @@
-"""What-if: a server's record under another policy, and what would have changed."""
+"""What-if analysis: a server's recorded requests, simulated under other routing policies."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ RECORDED = "recorded"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WhatIf:
-    """A replay.
+    """Outcome of a replay.
 
     Attributes:
-        report: what was recorded, the same simulated, and each other policy simulated.
-        runs: the title and results of each of these.
-        moved: by title of the other policies, the share of requests that would have gone to another engine than in the
-            simulation of the recorded policy.
+        report: figures of the recorded run, of its simulation, and of each other policy's simulation.
+        runs: title and results of each of these.
+        moved: share of requests that each other policy sends to another engine than the recorded policy does, both
+            simulated, by the policy's title.
     """
 
     report: SimReport
@@ -42,7 +42,7 @@ class WhatIf:
     moved: dict[str, float]
 
     def sentences(self) -> list[str]:
-        """What would have changed, for people. Simulation is compared with simulation, so that its errors cancel."""
+        """Describe the changes in sentences. Simulations are compared with each other, so that model errors cancel."""
         as_it_was = self.report.outcomes[1]
         said = []
         for outcome in self.report.outcomes[2:]:
@@ -59,15 +59,15 @@ class WhatIf:
 
 
 def what_if(record: RequestRecord, policies: Sequence[str], cost: str | None) -> WhatIf:
-    """Replay `record` as it was and under other routing policies.
+    """Replay `record` under its own and under other routing policies.
 
     Args:
-        policies: by name.
-        cost: GPU/NETWORK (or qllm/NETWORK), or a table that `moestro calibrate` wrote; None: what the record's device
-            says.
+        record: requests of a server.
+        policies: names of routing policies.
+        cost: GPU/NETWORK, qllm/NETWORK, or a table of `moestro calibrate`. None means the device of the record.
 
     Raises:
-        ConfigError: nothing is known of the cost of a step, or there is no such policy.
+        ConfigError: step durations are unknown, or a policy does not exist.
     """
     header = record.header
     engines = _engines(header, cost)
@@ -97,10 +97,9 @@ def what_if(record: RequestRecord, policies: Sequence[str], cost: str | None) ->
 
 
 def recorded_results(record: RequestRecord) -> Results:
-    """The record as results, beside which simulated ones can be put.
+    """Turn a record into results that can stand beside simulated ones.
 
-    Of a scored prompt, which has no tokens, a record does not say when it was over: its time here ends as it is
-    admitted.
+    A record holds no end time for a scored prompt, which has no output tokens. Here the request ends at admission.
     """
     results = Results(len(record), record.header.num_engines, tells_prefill=False)
     requests, start_ns = record.requests, record.requests[0].arrival_ns
@@ -122,7 +121,7 @@ def recorded_results(record: RequestRecord) -> Results:
 
 
 def _engines(header: Header, cost: str | None) -> SimEngineSettings:
-    """The server's engines, as far as the record tells, with what steps cost."""
+    """Return the server's engines as far as the record describes them, with the cost of their steps."""
     told = {
         "count": header.num_engines,
         "block_size": header.block_size,
@@ -134,7 +133,7 @@ def _engines(header: Header, cost: str | None) -> SimEngineSettings:
     }
     if header.kv_offloading_size and "table" in told:
         raise ConfigError(
-            "this server kept KV of preempted requests in host memory, and a table has no prices of these copies:"
+            "this server kept KV of preempted requests in host memory, and a table does not price these copies:"
             " give --cost GPU/NETWORK"
         )
     return msgspec.convert(told, SimEngineSettings)
@@ -146,7 +145,7 @@ def _cost(header: Header, cost: str | None) -> dict[str, str]:
         cost = source if source.endswith(".json") else f"{source}/{header.model}"
     if cost is None:
         raise ConfigError(
-            f"the record is of a server on {header.device}, and lacks durations of its steps: give --cost with the"
+            f"the record comes from a server on {header.device} and holds no step durations: give --cost with the"
             " table that `moestro calibrate` writes on that machine, or --cost GPU/NETWORK, for instance"
             " h20/qwen3-30b-a3b"
         )
@@ -166,5 +165,5 @@ def _policy(header: Header, route: str) -> PolicySettings:
 
 
 def _recorded(values: Mapping[str, object], kind: type[CheckedSettings]) -> dict[str, object]:
-    """The values that a header has for the fields of `kind`."""
+    """Return the values that a header holds for the fields of `kind`."""
     return {each.name: values[each.name] for each in fields(kind) if each.name in values}

@@ -1,4 +1,4 @@
-"""What became of the requests of one simulation: columns, one row a request, and what can be read from them."""
+"""Results of one simulation: columns with one row for each request, and figures derived from them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 PENDING, ANSWERED, REFUSED = 0, 1, 2
-NOT_YET_NS = -1  # a time that has not come
-WINDOW_NS = 10_000_000_000  # of prefill seconds: LMetric's (section 4.2)
+NOT_YET_NS = -1  # the event has not happened
+WINDOW_NS = 10_000_000_000  # window of prefill seconds: LMetric's (section 4.2)
 
 
 class Results:
-    """n requests, filled in as the simulation goes. Some 60 bytes a request, so that a million fit anywhere.
+    """Columns of n requests, filled in while the simulation runs.
+
+    A request takes about 60 bytes, so that a million requests fit on any machine.
 
     Args:
-        num_requests, num_engines: how many.
-        tells_prefill: somebody says what time of the engines' steps goes into prompts.
+        num_requests, num_engines: numbers of requests and engines.
+        tells_prefill: whether the engines report the time that their steps spend on prefill.
 
     Attributes:
-        arrival_ns, admitted_ns, first_token_ns, last_token_ns: int64[n]; admitted: given KV blocks for the first time.
-            A request of no tokens, a scored prompt, may lack a first one.
-        num_prompt_tokens, num_tokens, num_hit_tokens: int32[n]; tokens generated; prompt tokens from the prefix cache.
-        num_preemptions: int32[n].
-        engine: int32[n]; -1: none took it.
-        is_best_effort: bool[n].
-        status: uint8[n], PENDING, ANSWERED or REFUSED.
-        refusals: by stable word, how many and the first one's text.
-        prefill_ns: by engine, by window: time of its steps, each counted by the share of its tokens that are prefill.
+        arrival_ns, admitted_ns, first_token_ns, last_token_ns: times of each request, int64[n]. Admission is the first
+            allocation of KV blocks. A scored prompt has no output token and may lack a first-token time.
+        num_prompt_tokens, num_tokens, num_hit_tokens: prompt tokens, output tokens, and prompt tokens from the prefix
+            cache, int32[n].
+        num_preemptions: sequence preemptions, int32[n].
+        engine: engine of each request, int32[n]; -1 means that every engine refused it.
+        is_best_effort: service class, bool[n].
+        status: PENDING, ANSWERED or REFUSED, uint8[n].
+        refusals: number of refusals and text of the first one, by error code.
+        prefill_ns: prefill time of each engine by window. A step counts by the share of its tokens that are prefill.
     """
 
     def __init__(self, num_requests: int, num_engines: int, *, tells_prefill: bool = True) -> None:
@@ -56,24 +59,24 @@ class Results:
         return len(self.arrival_ns)
 
     def refused(self, row: int, word: str, text: str) -> None:
-        """Request `row` was not taken."""
+        """Record that request `row` was refused, with the error's code and text."""
         self.status[row] = REFUSED
         count, first = self.refusals.get(word, (0, text))
         self.refusals[word] = (count + 1, first)
 
     def prefilled(self, engine: int, start_ns: int, duration_ns: int) -> None:
-        """`engine` spent so much of a step that began then on prompts."""
+        """Add prefill time to `engine`, in the window of the step that began at `start_ns`."""
         windows, window = self.prefill_ns[engine], start_ns // WINDOW_NS
         windows[window] = windows.get(window, 0) + duration_ns
 
     @property
     def is_answered(self) -> NDArray[np.bool_]:
-        """bool[n], to its end."""
+        """Requests that were answered to their end, bool[n]."""
         answered: NDArray[np.bool_] = self.status == ANSWERED
         return answered
 
     def digest(self) -> str:
-        """A hash of every column: two simulations with one digest did the same."""
+        """Hash every column: simulations with equal digests are identical."""
         digest = blake2b(digest_size=16)
         for column in (
             self.arrival_ns, self.admitted_ns, self.first_token_ns, self.last_token_ns, self.num_prompt_tokens,
@@ -84,10 +87,10 @@ class Results:
         return digest.hexdigest()
 
     def records(self, num_asked_tokens: Int64s | None = None) -> Records:
-        """The same as the load generator's records, for one report of both; nobody is late on virtual time.
+        """Convert to the load generator's records, so that one report serves both. No request is sent late.
 
         Args:
-            num_asked_tokens: int64[n], how long each answer should be; None: as long as it was.
+            num_asked_tokens: requested output length, int64[n]. None means the actual length.
         """
         num_tokens, empty = self.num_tokens.astype(np.int64), np.zeros(0, np.int64)
         return Records(
@@ -104,23 +107,23 @@ class Results:
         )
 
     def request_seconds(self) -> Floats:
-        """float64[engines], time that requests spent on each engine, summed: the area under `in_flight`."""
+        """Return the summed time of requests on each engine, float64[engines]: the area under `in_flight`."""
         rows = self.is_answered
         spent_s = (self.last_token_ns[rows] - self.arrival_ns[rows]) / 1e9
         return np.bincount(self.engine[rows], spent_s, self.num_engines).astype(np.float64)
 
     def in_flight(self, engine: int, at_ns: Int64s) -> Int64s:
-        """int64[m], requests of `engine` that had arrived and not ended at each of `at_ns`."""
+        """Return the requests of `engine` that had arrived and not ended at each time in `at_ns`, int64[m]."""
         rows = self.engine == engine
         return _count(self.arrival_ns[rows], at_ns) - _count(self.last_token_ns[rows], at_ns)
 
     def queue_depth(self, engine: int, at_ns: Int64s) -> Int64s:
-        """int64[m], requests of `engine` that had arrived and not been admitted yet at each of `at_ns`."""
+        """Return the requests of `engine` that had arrived and were waiting admission at each time, int64[m]."""
         rows = self.engine == engine
         return _count(self.arrival_ns[rows], at_ns) - _count(self.admitted_ns[rows], at_ns)
 
     def prefill_seconds(self) -> Floats:
-        """float64[engines, windows], seconds of prefill served in each window of WINDOW_NS from time 0."""
+        """Return the seconds of prefill in each window of WINDOW_NS from time 0, float64[engines, windows]."""
         last = max((window for windows in self.prefill_ns for window in windows), default=0)
         seconds = np.zeros((self.num_engines, last + 1))
         for engine, windows in enumerate(self.prefill_ns):
@@ -129,12 +132,12 @@ class Results:
         return seconds
 
     def most_different_engines(self) -> tuple[int, int]:
-        """The two engines that served the most and the least prefill."""
+        """Return the engines that served the most and the least prefill."""
         total = self.prefill_seconds().sum(1)
         return int(total.argmax()), int(total.argmin())
 
     def hit_ratio(self, window_ns: int) -> Floats:
-        """float64[windows], of the prompt tokens admitted in each window, those found in the cache; NaN: none came."""
+        """Return the cached share of the prompt tokens admitted in each window, float64[windows]; NaN if none was."""
         rows = self.admitted_ns != NOT_YET_NS
         window = self.admitted_ns[rows] // window_ns
         asked = np.bincount(window, self.num_prompt_tokens[rows])
@@ -145,6 +148,6 @@ class Results:
 
 
 def _count(times_ns: Int64s, at_ns: Int64s) -> Int64s:
-    """int64[m], how many of `times_ns`, of those that have come, are not after each of `at_ns`."""
+    """Count the past events in `times_ns` that are not after each time in `at_ns`, int64[m]."""
     counts: Int64s = np.searchsorted(np.sort(times_ns[times_ns != NOT_YET_NS]), at_ns, side="right").astype(np.int64)
     return counts

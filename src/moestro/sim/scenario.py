@@ -1,4 +1,4 @@
-"""From settings to things that run: the workload, the engines, the router."""
+"""Builds a simulation from its settings: the workload, the engines, the router."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ OnArrival = Callable[[], None] | None
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scenario:
-    """A workload and engines for it, ready to be run under any policies.
+    """A workload and its engines, ready to run under any policies.
 
     Attributes:
-        workload, arrivals: what comes, and when.
-        engines: see there.
-        bounds: of each rank, but for its policies.
-        prices: of a group's steps.
-        source: the workload in a few words, for titles.
-        is_generated: requests were made, not recorded: results say so.
-        signals: what the router hears, unless a policy says otherwise.
-        seed: of the router's draws.
+        workload: requests.
+        arrivals: their arrival times.
+        engines: settings of the engines.
+        bounds: scheduler settings of each rank, except its policies.
+        prices: durations of a group's steps.
+        source: short description of the workload, for titles.
+        is_generated: whether a generator made the requests; otherwise they were recorded. Results say so.
+        signals: signals that reach the router, unless a policy sets its own.
+        seed: random seed of the router.
     """
 
     workload: Workload
@@ -62,10 +63,14 @@ class Scenario:
 
 
 def make_scenario(settings: SimSettings, directory: Path) -> Scenario:
-    """What `settings` describe; relative paths are looked for in `directory`.
+    """Build the scenario that `settings` describe.
+
+    Args:
+        settings: settings of the simulation.
+        directory: directory of relative paths.
 
     Raises:
-        ConfigError: a name is not known, a file cannot be read, a request can never fit into an engine.
+        ConfigError: a name is unknown, a file cannot be read, or a request exceeds the limit of an engine.
     """
     rows, arrivals = make_workload(settings.workload, directory, settings.seed)
     form = RequestForm(
@@ -89,21 +94,21 @@ def make_scenario(settings: SimSettings, directory: Path) -> Scenario:
 
 
 def _check_fit(workload: RequestMaker, max_model_len: int) -> None:
-    """Raise ConfigError if every engine would refuse a request: a comparison without it is not what was asked for."""
+    """Raise ConfigError if an engine would refuse a request, because policies must serve the same requests."""
     num_tokens = workload.rows.num_prompt_tokens + workload.max_tokens
     too_long = np.flatnonzero(num_tokens > max_model_len)
     if len(too_long):
         row = int(too_long[num_tokens[too_long].argmax()])
         raise ConfigError(
-            f"{len(too_long)} of {len(workload)} requests never fit into an engine, which takes {max_model_len:,}"
-            f" tokens of prompt and answer: the longest, row {row}, has a prompt of"
+            f"{len(too_long)} of {len(workload)} requests never fit into an engine, whose limit is {max_model_len:,}"
+            f" tokens of prompt and output. The longest, row {row}, has a prompt of"
             f" {int(workload.rows.num_prompt_tokens[row]):,} and asks for up to {workload.max_tokens:,} more. Raise"
-            " [engines] max_model_len or num_blocks, lower [workload] max_tokens, or leave such rows out"
+            " [engines] max_model_len or num_blocks, lower [workload] max_tokens, or remove such rows"
         )
 
 
 def make_prices(engines: SimEngineSettings, directory: Path = Path()) -> Prices:
-    """What steps of these engines cost."""
+    """Choose the prices of the engines' steps: a table, a staged engine, or a roofline."""
     if engines.table is not None:
         return OneRank(MeasuredCost(load_table(directory / engines.table)))
     if engines.engine is not None:
@@ -135,7 +140,7 @@ def _roofline(engines: SimEngineSettings) -> Roofline:
 
 
 def make_bounds(engines: SimEngineSettings) -> SchedulerSettings:
-    """What each rank holds and does at once."""
+    """Return the scheduler settings of each rank, except its policies."""
     num_blocks = engines.num_blocks or kv_blocks(
         network_named(engines.network),
         gpu_named(engines.gpu),
@@ -154,10 +159,10 @@ def make_bounds(engines: SimEngineSettings) -> SchedulerSettings:
 
 
 def run(scenario: Scenario, policy: PolicySettings, on_arrival: OnArrival = None) -> Results:
-    """The scenario under one combination of policies.
+    """Run the scenario under one combination of policies.
 
     Raises:
-        ConfigError: there is no policy of that name, or a setting of it is not allowed.
+        ConfigError: the policy does not exist, or one of its settings is out of range.
     """
     policy.check_prices(scenario.engines)
     bounds = replace(

@@ -1,6 +1,6 @@
-"""The settings of a simulation, from a TOML file in which an unknown key is an error.
+"""The settings of a simulation, read from a TOML file. An unknown key is an error.
 
-`examples/` has whole files to read.
+`examples/` holds complete files.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ Pattern = Literal["trace", "poisson", "gamma", "weibull", "constant"]
 
 
 class WorkloadSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The workload: a trace, generated sessions, or requests of one size. Exactly one of the three.
+    """The workload, from exactly one source: a trace, generated sessions, or requests of one size.
 
     Attributes:
-        trace: a file that `workload.traces` reads; a relative path is looked for beside the configuration.
-        sessions: a shape of `workload.session_shapes`; turns come when the answer before them has ended.
-        prompt_tokens, output_tokens: sizes of requests that are all alike.
+        trace: file that `workload.traces` reads; a relative path starts at the configuration file.
+        sessions: shape of `workload.session_shapes`. A turn arrives after the answer to the previous turn has ended.
+        prompt_tokens, output_tokens: tokens of each request, for requests of one size.
         num_requests: number of requests; of a trace, the first ones.
-        arrivals: trace: at the trace's own times; else at random times, or regular ones, `rate` requests a second.
-        rate: requests a second. The times of a trace are stretched to it.
+        arrivals: arrival pattern. `trace` keeps the recorded times; the others draw or space them at `rate`.
+        rate: requests a second. Recorded times are scaled to it.
         burstiness: shape parameter of gamma and Weibull arrivals; below 1, requests come in bursts.
-        shape: the mix of lengths is drawn anew in one of Gimbal's five shapes.
+        shape: one of Gimbal's five shapes, in which the lengths of a trace are drawn anew.
         ls_share: share of latency-sensitive requests, drawn at random; unset: as in the workload.
-        max_tokens: `max_tokens` of every request; unset: the longest answer of all.
+        max_tokens: `max_tokens` of every request; unset: the longest answer of the workload.
     """
 
     PLACE: ClassVar[str] = "[workload] "
@@ -64,12 +64,12 @@ class WorkloadSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         if self.shape is not None and self.trace is None:
             raise ConfigError("[workload] shape draws the lengths of a trace anew: give a trace, or drop it")
         if self.trace is None and (self.num_requests is None or self.rate is None):
-            raise ConfigError("[workload] num_requests and rate say how many requests come, and how fast")
+            raise ConfigError("[workload] num_requests and rate are required: how many requests come, and how fast")
         self._check_arrivals()
 
     def _check_arrivals(self) -> None:
         if self.sessions is not None and self.arrivals is not None:
-            raise ConfigError("[workload] sessions arrive at random, and their turns after the answers: drop arrivals")
+            raise ConfigError("[workload] sessions have arrival times of their own: drop arrivals")
         if self.arrivals not in {None, "trace"} and self.rate is None:
             raise ConfigError(f"[workload] arrivals = {self.arrivals!r} needs a rate, in requests a second")
         if self.arrivals == "trace" and self.trace is None:
@@ -82,15 +82,15 @@ class SimEngineSettings(SchedulerLimits, CacheSettings):
 
     Attributes:
         count: groups of `ep_ranks` ranks each; the router sees every rank as an engine.
-        ep_ranks: ranks that share the experts and keep step.
-        gpu, network: GPU and network of the priced steps, by the names in `cost`.
-        engine: `qllm`: priced as QLLM's engine with that network in 4 bits, whatever the GPU; num_blocks is then to be
-            given. Unset: a roofline.
-        table: a file that `moestro calibrate` wrote, in place of these; num_blocks is then to be given.
-        host_step_us, host_sequence_us: time that the engine's own code adds to a step, and for each sequence in it;
-            unset: vLLM's, as `cost` has it.
-        gpu_memory_utilization: the share of the GPU's memory that the engine takes.
-        num_blocks: KV blocks of a rank; unset: what fits beside the weights.
+        ep_ranks: ranks that share the experts and step together.
+        gpu, network: GPU and network of the roofline, by their names in `cost`.
+        engine: `qllm` uses the cost of QLLM's engine with that network in 4 bits, whatever the GPU, and requires
+            num_blocks. Unset: a roofline.
+        table: file that `moestro calibrate` wrote, which replaces these and requires num_blocks.
+        host_step_us, host_sequence_us: host time added to each step, and to each sequence in it; unset: vLLM's, as
+            listed in `cost`.
+        gpu_memory_utilization: share of the GPU's memory that the engine uses.
+        num_blocks: KV blocks of a rank; unset: as many as fit beside the weights.
     """
 
     PLACE: ClassVar[str | None] = "[engines] "
@@ -112,25 +112,25 @@ class SimEngineSettings(SchedulerLimits, CacheSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.table is not None and self.kv_offloading_size:
-            raise ConfigError("[engines] a table has no prices of copies to host memory: drop kv_offloading_size")
+            raise ConfigError("[engines] a table does not price copies to host memory: drop kv_offloading_size")
         if self.table is not None and self.engine is not None:
             raise ConfigError("[engines] a table prices whole steps: give it, or engine")
         if (self.table or self.engine) and (self.num_blocks is None or self.ep_ranks > 1):
             what = "a table" if self.table else f"engine {self.engine!r}"
-            raise ConfigError(f"[engines] {what} prices ranks on their own, and needs num_blocks beside it")
+            raise ConfigError(f"[engines] {what} prices single ranks, and needs num_blocks and ep_ranks 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings(SteppingSettings, SchedulerPolicies):
-    """One combination of policies to run the workload under.
+    """One combination of policies, under which the workload runs.
 
-    In `preemptive` mode every stage is an event, so a simulation takes longer, and the time of prefill is not known.
+    In `preemptive` mode every stage is an event, so a simulation takes longer, and the time of prefill is unknown.
 
     Attributes:
-        name: title in tables; unset: the routing policy's name.
+        name: title in tables; unset: the name of the routing policy.
         route: routing policy.
-        max_num_urgent_seqs: places of each engine beside its max_num_seqs, which latency-sensitive requests alone may
-            take; unset: none in `fused` mode and as many again in `preemptive` mode, as in `moestro serve`.
+        max_num_urgent_seqs: sequences of each engine beyond max_num_seqs, reserved for latency-sensitive requests;
+            unset: none in `fused` mode and max_num_seqs in `preemptive` mode, as in `moestro serve`.
         signals: signals that reach the router, and their delays; unset: the file's [signals].
     """
 
@@ -156,12 +156,12 @@ class PolicySettings(SteppingSettings, SchedulerPolicies):
 
     @property
     def title(self) -> str:
-        """The name in tables."""
+        """Name of the combination in tables."""
         return self.name or self.route
 
 
 class SloSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Upper bounds that a good request meets, milliseconds; unset: no bound."""
+    """Latency objectives of a request, ms; unset: no objective."""
 
     PLACE: ClassVar[str] = "[slos] "
 
@@ -178,8 +178,8 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         seed: random seed of every draw.
-        policies: one run for each; the others are compared with the first.
-        slos: bounds of a good request.
+        policies: combinations of policies, one run each; the others are compared with the first.
+        slos: objectives that count towards goodput.
     """
 
     PLACE: ClassVar[str] = ""
@@ -198,7 +198,7 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         titles = [policy.title for policy in self.policies]
         if not titles or len(set(titles)) < len(titles):
             raise ConfigError(
-                f"[[policies]] need at least one, and names of their own; got {', '.join(titles) or 'none'}"
+                f"[[policies]] must be one or more with distinct names; got {', '.join(titles) or 'none'}"
             )
 
 
@@ -225,7 +225,7 @@ def read_settings(path: Path) -> SimSettings:
 
 
 def _refuse_unknown(table: Mapping[str, object], kind: type[CheckedSettings], place: str) -> None:
-    """Raise ConfigError for a key that is no field of the dataclass `kind`: msgspec refuses these in structs alone."""
+    """Raise ConfigError for a key that is not a field of the dataclass `kind`; msgspec checks only its own structs."""
     known = {each.name for each in fields(kind)}
     for key in table:
         if key not in known:

@@ -1,4 +1,4 @@
-"""What the operator sees: a progress bar on standard error, tables on standard output."""
+"""Terminal output of simulations: a progress bar on standard error, tables on standard output."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.table import Table
 from moestro.sim.outcome import PolicyOutcome, SimReport
 from moestro.workload.report import Spread
 
-_BATCH = 256  # requests between two looks at the bar: moving it costs as much as routing a request
+_BATCH = 256  # requests between two updates: one update costs as much as routing a request
 
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar for as long as the block runs; what it yields moves it by one. Nothing is drawn where nobody looks."""
+    """Show a progress bar while the block runs, and yield its advance by one. Without a terminal it is hidden."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
@@ -36,7 +36,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def print_report(console: Console, report: SimReport) -> None:
-    """One table, a column for each policy."""
+    """Print a table with a column for each policy, then notes and failures."""
     origin = "generated" if report.is_generated else "recorded"
     console.print(
         f"simulated: {report.workload} ({origin}), {report.outcomes[0].report.num_requests:,} requests",

@@ -1,8 +1,7 @@
-"""What a router hears of its engines, as late as in life.
+"""Delivery of the engines' figures and events to the router, with the delays of a real deployment.
 
-Nothing is sent at a time of its own: a router is only ever looked into when a request arrives, so what it would have
-heard until then is worked out then. An engine in a jump is not disturbed by it: the figures at any of the boundaries
-that the jump passes follow from those at its beginning.
+The router's state matters only when a request arrives, so the signals due by then are computed at that time. A jump
+need not stop for this: the figures at each of its step boundaries follow from those at its start.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ NS_PER_MS = 1_000_000
 
 
 class ReportChannel(StrEnum):
-    """Ways by which reports of figures reach a router."""
+    """Ways in which load figures reach a router."""
 
-    PIGGYBACKED = "piggybacked"  # with an engine's outputs, at every step
-    POLLED = "polled"  # read from the engine now and then, as from `/metrics`
+    PIGGYBACKED = "piggybacked"  # with the output of every step
+    POLLED = "polled"  # read from the engine periodically, as from `/metrics`
     BROADCAST = "broadcast"  # sent by a third party for many engines
 
 
 class ChannelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The way by which some figures come.
+    """The channel of some load figures.
 
     Attributes:
-        figures: which, by the names of `core.load_figures.LoadFigures`.
-        channel: piggybacked: said with the outputs of every step. polled, broadcast: every `period_ms`, as they were at
-            the end of the last step, or just then if the engine was idle.
-        delay_ms: from there to the router.
-        period_ms: of polls and broadcasts.
+        figures: fields of `core.load_figures.LoadFigures`.
+        channel: `piggybacked` sends the figures with the output of every step. `polled` and `broadcast` send them every
+            `period_ms`, as of the end of the last step, or as of that time if the engine was idle.
+        delay_ms: delay from the engine to the router, ms.
+        period_ms: interval of polls and broadcasts, ms.
     """
 
     PLACE: ClassVar[str] = "[signals] "
@@ -58,19 +57,18 @@ class ChannelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         known = [name for name in ROUTED_FIGURES if FIGURES[name].is_from_rank]
         for name in self.figures:
             if name not in known:
-                raise ConfigError(f"signals: no engine of a simulation says {name!r}; known: {', '.join(known)}")
+                raise ConfigError(f"signals: a simulated engine does not report {name!r}; known: {', '.join(known)}")
 
 
 class SignalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that a router hears, beside what it does itself.
+    """All signals that a router receives from its engines.
 
     Attributes:
-        response_delay_ms: from an engine to the router, of first tokens and ends of requests: what its exact counts of
-            requests in flight live on.
-        channels: of figures; what no channel brings, the router never knows.
-        kv_events_delay_ms: from an engine to the router, of the blocks that its prefix cache stores and removes (KV
-            events, said with the outputs of the step in which it happens): the router knows what a cache holds. Unset:
-            engines say nothing of that, and the router predicts it from where it sent which prompt.
+        response_delay_ms: delay of first tokens and ends of requests, ms. The router's exact counts of requests in
+            flight depend on them.
+        channels: channels of load figures. The router never knows a figure without a channel.
+        kv_events_delay_ms: delay of KV events, ms, which an engine sends with the output of the step. Unset: engines
+            send none, and the router predicts each prefix cache from the prompts that it routed there.
     """
 
     PLACE: ClassVar[str] = "[signals] "
@@ -83,20 +81,21 @@ class SignalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_settings(self)
 
 
-AT_ONCE = SignalSettings()  # and no figures: for policies that live on the router's own counts
+AT_ONCE = SignalSettings()  # no delay and no figures, for policies that use the router's own counts
 
 
 @dataclass(slots=True)
 class _Moment:
-    """An engine at the beginning of a step or of a jump, after its plan was made.
+    """State of an engine at the start of a step or jump, after its plan was made.
 
     Attributes:
-        at_ns: when; it has read its inbox until then.
-        load: the figures of the engine at that time.
-        num_held: KV blocks held by sequences, before those of a jump.
-        ends: boundaries of the jump, which may still be cut short; None: a single step, or nothing.
-        computed, capacity: int32[n], of the sequences in the jump: tokens with KV, tokens for which there are blocks.
-        is_idle: it waits for requests.
+        at_ns: start of the step or jump; requests that arrived until then are in the figures.
+        load: load figures at that time.
+        num_held: KV blocks that sequences hold, before the steps of a jump.
+        ends: ends of the steps of the jump, which may still be shortened. None means a single step, or an idle engine.
+        computed: computed tokens of the sequences in the jump, int32[n].
+        capacity: tokens that their KV blocks can hold, int32[n].
+        is_idle: whether the engine waits for requests.
     """
 
     at_ns: int
@@ -109,7 +108,7 @@ class _Moment:
 
 
 class _Voice:
-    """What one engine says of itself at any time that may still be asked for."""
+    """History of one engine's load figures, as far back as a channel may still read them."""
 
     def __init__(self, group: Ranks, seat: int) -> None:
         self._group = group
@@ -120,10 +119,10 @@ class _Voice:
         self._moments = deque([_Moment(0, is_idle=True)])
 
     def turned(self, now_ns: int, forget_before_ns: int) -> None:
-        """A step or jump begins. What was true before `forget_before_ns` is not asked for any more."""
+        """Record the start of a step or jump, and drop what no channel reads after `forget_before_ns`."""
         moments, is_idle = self._moments, not self._rank.has_work
         if is_idle and moments[-1].is_idle:
-            return  # others of its group go on; it has nothing new to say
+            return  # another rank of the group has stepped, and this one is unchanged
         while len(moments) > 1 and moments[1].at_ns <= forget_before_ns:
             moments.popleft()
         moment = _Moment(
@@ -138,21 +137,21 @@ class _Voice:
         moments.append(moment)
 
     def cut(self) -> None:
-        """The jump under way was made shorter."""
+        """Record that the current jump was shortened."""
         if self._moments[-1].ends is not None:
             self._moments[-1].ends = self._group.ends
 
     def at(self, time_ns: int) -> tuple[_Moment, int, int]:
-        """The last boundary not after `time_ns`: in which moment, after how many steps of its jump, and when."""
+        """Return the last step boundary not after `time_ns`: its moment, the steps of the jump before it, its time."""
         moment = next(m for m in reversed(self._moments) if m.at_ns <= time_ns)
         if moment.ends is None:
             return moment, 0, moment.at_ns
-        # The boundary at the end of a jump is the next moment's.
+        # The end of a jump is the start of the next moment.
         num_steps = min(int(moment.ends.searchsorted(time_ns, side="right")), len(moment.ends) - 1)
         return moment, num_steps, int(moment.ends[num_steps - 1]) if num_steps else moment.at_ns
 
     def figures(self, moment: _Moment, num_steps: int, names: Sequence[str]) -> dict[str, Any]:
-        """The figures `names` after `num_steps` steps of the moment's jump."""
+        """Return the figures `names` after `num_steps` steps of the moment's jump."""
         found: dict[str, Any] = {}
         for name in names:
             found[name] = getattr(moment.load, name)
@@ -170,12 +169,12 @@ class _Voice:
 
 
 class Signals:
-    """Brings a router what it would have heard by now.
+    """Delivers to a router the signals that are due.
 
     Args:
-        router: that is told.
-        engines: group and seat of each, by the router's numbers.
-        settings: what it hears, and how late.
+        router: receiver of the signals.
+        engines: group and seat of each engine, in the order of the router's engine numbers.
+        settings: signals and their delays.
     """
 
     def __init__(self, router: Router, engines: Sequence[tuple[Ranks, int]], settings: SignalSettings) -> None:
@@ -195,30 +194,30 @@ class Signals:
         if self._kv_delay_ns is not None:
             for engine, (group, seat) in enumerate(engines):
                 group.seats[seat].publish()
-                router.kv_cleared(engine, 0)  # it says all that it holds, from the beginning
-        self._asked_ns = [-1] * len(settings.channels)  # until when each channel was read
+                router.kv_cleared(engine, 0)  # the events cover the whole cache, which starts empty
+        self._asked_ns = [-1] * len(settings.channels)  # time as of which each channel was last read
         self._told_ns = [[-1] * len(engines) for _ in settings.channels]
 
     def first_token(self, request_id: str, now_ns: int) -> None:
-        """An engine gives a request's first token."""
+        """Send the router a request's first token."""
         self._responses.append((now_ns + self._response_delay_ns, False, request_id, 0))
 
     def ended(self, request_id: str, now_ns: int, num_output_tokens: int) -> None:
-        """An engine gives a request's last token."""
+        """Send the router the end of a request."""
         self._responses.append((now_ns + self._response_delay_ns, True, request_id, num_output_tokens))
 
     def turned(self, engine: int, now_ns: int) -> None:
-        """An engine begins a step or a jump, or has nothing to do."""
+        """Record that an engine begins a step or jump, or becomes idle."""
         if self._voices:
             self._voices[engine].turned(now_ns, min(self._true_at(c, now_ns) for c in range(len(self._channels))))
 
     def cut(self, engine: int) -> None:
-        """The engine's jump was made shorter."""
+        """Record that the engine's jump was shortened."""
         if self._voices:
             self._voices[engine].cut()
 
     def bring(self, now_ns: int) -> None:
-        """Tell the router all that has reached it by `now_ns`."""
+        """Deliver all signals that are due by `now_ns`."""
         responses, router = self._responses, self._router
         if self._kv_delay_ns is not None:
             self._bring_kv_events(now_ns, self._kv_delay_ns)
@@ -235,7 +234,7 @@ class Signals:
                 self._report(number, channel, true_at_ns, now_ns)
 
     def _bring_kv_events(self, now_ns: int, delay_ns: int) -> None:
-        # What is said at this very moment is not heard yet: an arrival comes before the end of a step.
+        # Events of this very nanosecond are not due yet, because an arrival precedes the end of a step.
         said_before_ns = now_ns - max(delay_ns - 1, 0)
         for engine, (group, seat) in enumerate(self._engines):
             group.catch_up(said_before_ns)
@@ -248,7 +247,7 @@ class Signals:
                 tell(engine, b"".join(names), now_ns)
 
     def bring_all(self) -> None:
-        """Tell the router what is still on its way, when nothing more will happen."""
+        """Deliver the signals that are still under way after the last event."""
         heard_ns = [self._responses[-1][0]] if self._responses else []
         for group, seat in self._engines:
             if events := group.seats[seat].kv_events:
@@ -257,8 +256,8 @@ class Signals:
             self.bring(max(heard_ns))
 
     def _true_at(self, channel: int, now_ns: int) -> int:
-        """As of when a channel's figures are that reach the router now, or have reached it last."""
-        # A step that ends this very moment is not over: an arrival comes before it.
+        """Return the time as of which the figures are that a channel has delivered last by `now_ns`."""
+        # A step that ends at this very nanosecond is not over, because an arrival precedes it.
         true_at_ns, period_ns = now_ns - max(self._delays_ns[channel], 1), self._periods_ns[channel]
         return true_at_ns // period_ns * period_ns if period_ns else true_at_ns
 
@@ -267,7 +266,7 @@ class Signals:
         for engine, voice in enumerate(self._voices):
             moment, num_steps, as_of_ns = voice.at(true_at_ns)
             if moment.is_idle and channel.channel is not ReportChannel.PIGGYBACKED:
-                as_of_ns = true_at_ns  # it looks into its inbox all the time
+                as_of_ns = true_at_ns  # an idle engine's figures are always current
             if as_of_ns != told_ns[engine]:
                 told_ns[engine] = as_of_ns
                 figures = voice.figures(moment, num_steps, channel.figures)

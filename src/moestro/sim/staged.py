@@ -1,7 +1,7 @@
 """A rank in `preemptive` mode on virtual time: the production scheduler, flow and step policy over priced stages.
 
-Every item is an event of its own: steps are not taken at once, as `Group` does. Whoever arrives is seen at once, as by
-a rank's loop that looks into its inbox after every piece; the piece under way then ends first.
+Every item is an event of its own; there are no jumps as in `Group`. The rank accepts a request as soon as it arrives,
+as a worker's loop does between two items. The current item ends first.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from moestro.sim.group import Seat
 
 
 class StagedRank:
-    """One rank, which `sim.engine.Ranks` describes.
+    """One rank in `preemptive` mode; implements `sim.engine.Ranks`.
 
     Args:
-        settings: of the rank.
-        cost: prices its stages.
-        policy: what its device runs next.
-        passes_decodes: see `engine.rank.Rank`.
+        settings: scheduler settings.
+        cost: prices of the stages.
+        policy: step policy.
+        passes_decodes: whether latency-sensitive units pass best-effort ones after their first token too, as in
+            `engine.rank.Rank`.
 
     Attributes:
-        seats: its only one.
-        tells_prefill: False: steps overlap, and no time belongs to one plan alone; a seat's `plan` stays None.
+        seats: the rank.
+        tells_prefill: False, because steps overlap and no time belongs to one plan. A seat's `plan` stays None.
     """
 
     tells_prefill = False
@@ -51,23 +52,23 @@ class StagedRank:
         self.ends: NDArray[np.int64] | None = None
 
     def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
-        """Put a request in the waiting queue: the rank looks at it now.
+        """Add a request to the waiting queue; the rank steps at once.
 
         Returns:
-            Its serial.
+            Serial number of the request.
 
         Raises:
-            RequestError: it is refused; nothing has changed.
+            RequestError: the rank refuses the request; no state has changed.
         """
         serial = self.seats[seat].add(request, script, now_ns)
         self.next_ns = now_ns
         return serial
 
     def catch_up(self, before_ns: int) -> None:
-        """Nothing: there are no jumps."""
+        """Return without effect, because there are no jumps."""
 
     def turn(self, now_ns: int) -> list[StepOutput]:
-        """Take what is ready, and begin what comes next."""
+        """Collect finished items, start the next one, and return the step output."""
         self.began_ns = now_ns
         output = self._rank.collect(now_ns)
         self.seats[0].forget_ended(output)

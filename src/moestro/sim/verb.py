@@ -1,4 +1,4 @@
-"""`moestro sim`: run every policy of a file over its workload, and show what became of it."""
+"""`moestro sim`: runs every policy of a file over its workload, and shows the figures."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Runs = list[tuple[str, Results]]
 
 
 def run_scenario(path: Path) -> tuple[SimReport, Runs]:
-    """Run what the TOML file at `path` describes, and print what became of it.
+    """Run the simulation that the TOML file at `path` describes, and print its report.
 
     Returns:
-        The report, and each policy's title and results.
+        The report, and the title and results of each policy.
 
     Raises:
-        ConfigError: something is not known, or does not fit.
+        ConfigError: a setting is unknown or out of range, or a file cannot be read.
     """
     settings = read_settings(path)
     report, runs = simulate(settings, path.parent)
@@ -37,14 +37,15 @@ def run_scenario(path: Path) -> tuple[SimReport, Runs]:
 
 
 def replay_record(path: Path, policies: Sequence[str], cost: str | None) -> tuple[SimReport, Runs]:
-    """Replay a server's record, and print what would have changed.
+    """Replay a server's record, and print the changes under other policies.
 
     Args:
-        policies: routing policies to try.
-        cost: see `replay.what_if`.
+        path: file that `moestro serve --record` wrote.
+        policies: names of routing policies.
+        cost: cost of the engines' steps, as for `replay.what_if`.
 
     Raises:
-        ConfigError: it is no record, or nothing says what its steps cost.
+        ConfigError: the file is not a record, or step durations are unknown.
     """
     answer = what_if(read_request_record(path), policies, cost)
     console = Console()
@@ -55,7 +56,7 @@ def replay_record(path: Path, policies: Sequence[str], cost: str | None) -> tupl
 
 
 def simulate(settings: SimSettings, directory: Path) -> tuple[SimReport, Runs]:
-    """Run what `settings` describe; their relative paths begin in `directory`."""
+    """Run the simulation that `settings` describe; relative paths start at `directory`."""
     scenario, runs = make_scenario(settings, directory), []
     for policy in settings.policies:
         with progress(policy.title, len(scenario.workload)) as advance:
@@ -72,10 +73,10 @@ def simulate(settings: SimSettings, directory: Path) -> tuple[SimReport, Runs]:
 
 
 def write_json(path: Path, report: SimReport) -> None:
-    """Write `report`, indented.
+    """Write `report` as indented JSON.
 
     Raises:
-        ConfigError: there is no such place.
+        ConfigError: the file cannot be written.
     """
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")

@@ -1,4 +1,4 @@
-"""The workload that a simulation's settings describe."""
+"""Builds the workload that a simulation's settings describe."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from moestro.workload.session_generator import steady_sessions
 from moestro.workload.session_shapes import SHAPES
 from moestro.workload.traces import read_trace
 
-_ARRIVALS, _SHAPE = range(2)  # streams of draws
+_ARRIVALS, _SHAPE = range(2)  # random streams of a seed
 
 
 def make_workload(settings: WorkloadSettings, directory: Path, seed: int) -> tuple[Rows, Arrivals]:
-    """Requests, and when they come.
+    """Make the requests and their arrival times.
 
     Args:
-        directory: where a relative path begins.
+        settings: settings of the workload.
+        directory: directory of relative paths.
+        seed: random seed.
 
     Raises:
-        ConfigError: a name is not known, or a file cannot be read.
+        ConfigError: a name is unknown, or a file cannot be read.
     """
     if settings.sessions is not None:
         if settings.sessions not in SHAPES:
@@ -43,7 +45,7 @@ def make_workload(settings: WorkloadSettings, directory: Path, seed: int) -> tup
 
 
 def describe(settings: WorkloadSettings) -> str:
-    """The workload in a few words."""
+    """Describe the workload in a few words."""
     if settings.trace is not None:
         source = Path(settings.trace).name
     elif settings.sessions is not None:
@@ -77,11 +79,11 @@ def _times(rows: Rows, settings: WorkloadSettings, rng: np.random.Generator) -> 
         pattern = "trace" if rows.timestamp_ns is not None else "poisson"
     if pattern == "trace":
         if rows.timestamp_ns is None:
-            raise ConfigError("[workload] there are no recorded times: give arrivals = 'poisson' and a rate")
+            raise ConfigError("[workload] the workload has no recorded times: give arrivals = 'poisson' and a rate")
         times = replay(rows.timestamp_ns, rng)
         return times if rate is None else at_rate(times, rate)
     if rate is None:
-        raise ConfigError("[workload] there are no recorded times: give a rate, in requests a second")
+        raise ConfigError("[workload] the workload has no recorded times: give a rate, in requests a second")
     if pattern == "constant":
         return constant(count, rate)
     if pattern == "gamma":
