@@ -279,7 +279,7 @@ def test_clocks_of_users_who_fell_behind_are_forgotten():
         ("sjf", {"theta_age_s": -1.0}, "theta_age_s must be seconds, 0 or more, or inf, got -1"),
         ("qllm", {"theta_age_s": -1.0}, "theta_age_s must be seconds, 0 or more, or inf, got -1"),
         ("edf", {"be_slo_s": float("inf")}, "be_slo_s must be seconds, 0 or more, got inf"),
-        ("weighted_fair", {"ann": 2.0}, "knows output_cost and weight:NAME"),
+        ("weighted_fair", {"ann": 2.0}, "accepts output_cost and weight:NAME"),
         ("weighted_fair", {"weight:ann": 0.0}, "weight:NAME, above 0"),
         ("weighted_fair", {"output_cost": -1.0}, "output_cost must be 0 or more, got -1"),
     ],

@@ -1,1 +1,1 @@
-"""Level 2: ordering, batching, eviction and admission."""
+"""Policies of level 2: ordering, batching, eviction and admission."""

@@ -7,12 +7,13 @@ from moestro.errors import PromptTooLongError, QueueFullError
 
 
 def admit(request: Request, num_waiting: int, *, max_model_len: int, max_num_queued_reqs: int) -> None:
-    """Return if the request may enter the waiting queue.
+    """Check that a request may enter the waiting queue.
 
     Args:
+        request: new request.
         num_waiting: requests in the queue.
-        max_model_len: tokens of one request, prompt and output.
-        max_num_queued_reqs: requests that may wait.
+        max_model_len: maximum tokens of a request, prompt and output.
+        max_num_queued_reqs: maximum length of the queue.
 
     Raises:
         PromptTooLongError: the request can never fit, however long it waits.

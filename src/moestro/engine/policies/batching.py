@@ -1,4 +1,4 @@
-"""Which sequences enter the next plan, and with how many tokens each."""
+"""Batch policies: the sequences of the next plan, and the number of tokens of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Rows = NDArray[np.int64]
 
 
 def _in_turn(view: BatchView, limits: BatchLimits, rows: Rows) -> NDArray[np.int32]:
-    """`rows`, in this order, each as much as it wants until the token budget is spent; the others nothing."""
+    """Give tokens to `rows` in this order until the token budget is spent; the other rows get none."""
     given = np.zeros(len(view.num_left), np.int32)
     asked = np.minimum(view.num_left[rows], limits.max_chunk)
     before = np.cumsum(asked) - asked
@@ -22,7 +22,7 @@ def _in_turn(view: BatchView, limits: BatchLimits, rows: Rows) -> NDArray[np.int
 
 
 def _num_tokens(view: BatchView, limits: BatchLimits, rows: NDArray[np.bool_]) -> int:
-    """What `rows` would take, had they the budget for themselves."""
+    """Return the tokens that `rows` want, regardless of the budget."""
     return int(np.minimum(view.num_left[rows], limits.max_chunk).sum())
 
 
@@ -32,19 +32,19 @@ def _num_tokens(view: BatchView, limits: BatchLimits, rows: NDArray[np.bool_]) -
     source="Sarathi-Serve, OSDI 2024, Algorithm 3; vLLM v1",
 )
 class DecodeFirst:
-    """Every decode, then prefill chunks in order until the token budget is spent.
+    """Plans every decode, then prefill chunks in order until the token budget is spent.
 
-    Decodes are never held up by a long prompt, whose chunks take what is left.
+    A long prompt never delays decodes, because its chunks use the remaining budget.
 
     Source: Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024, Alg. 3.
     """
 
     def room(self, view: BatchView, limits: BatchLimits) -> int:
-        """What the running ones leave."""
+        """Return the tokens that running sequences leave of the budget."""
         return limits.token_budget - int(np.minimum(view.num_left, limits.max_chunk).sum())
 
     def plan(self, view: BatchView, limits: BatchLimits) -> NDArray[np.int32]:
-        """Decodes, then chunks."""
+        """Plan decodes, then prefill chunks."""
         want = np.minimum(view.num_left, limits.max_chunk)
         if int(want.sum()) <= limits.token_budget:
             return want
@@ -53,19 +53,19 @@ class DecodeFirst:
 
 @BATCH_POLICIES.register(
     "run_to_completion",
-    "A batch enters at once and runs until all of it has ended.",
+    "A batch is admitted at once and runs until all of its sequences have ended.",
     source="static batches of Orca, OSDI 2022, section 3",
 )
 class RunToCompletion(DecodeFirst):
-    """Nobody enters while anybody runs: a batch is admitted at once and runs until all of it has ended.
+    """Admits a batch at once, and runs it until all of its sequences have ended; none joins a running batch.
 
-    The token budget bounds the prompts of one batch, since they are admitted in one step.
+    The token budget bounds the prompts of one batch, because one step admits them all.
 
     Source: the static batches that Orca (OSDI 2022, section 3) and QLLM (section 2.4) compare with.
     """
 
     def room(self, view: BatchView, limits: BatchLimits) -> int:
-        """The whole budget, if nobody runs."""
+        """Return the whole budget if no sequence runs, and 0 otherwise."""
         return 0 if len(view.num_left) or view.num_in_flight else limits.token_budget
 
 
@@ -75,20 +75,20 @@ class RunToCompletion(DecodeFirst):
     source="vLLM v0",
 )
 class PrefillFirst:
-    """Prefill chunks in order until the token budget is spent; decodes only in a step without any prefill.
+    """Plans prefill chunks in order until the token budget is spent, and decodes only in steps without prefill.
 
-    Short waits for the first token, and a pause for everybody who decodes whenever somebody comes.
+    The wait for the first token is short, but every arrival pauses all decodes.
 
-    Source: vLLM's first scheduler (v0, without chunked prefill). There a prompt is never cut; here one that is longer
-    than the budget, or than a chunk, is.
+    Source: vLLM's first scheduler (v0, without chunked prefill), which never splits a prompt. This policy splits one
+    that is longer than the budget or a chunk.
     """
 
     def room(self, view: BatchView, limits: BatchLimits) -> int:
-        """What the running prompts leave: decodes wait."""
+        """Return the tokens that running prompts leave of the budget; decodes wait."""
         return limits.token_budget - _num_tokens(view, limits, ~view.is_decode)
 
     def plan(self, view: BatchView, limits: BatchLimits) -> NDArray[np.int32]:
-        """Chunks, or decodes."""
+        """Plan prefill chunks, or decodes where no prompt runs."""
         prefill = np.flatnonzero(~view.is_decode)
         return _in_turn(view, limits, prefill if len(prefill) else np.arange(len(view.num_left)))
 
@@ -99,19 +99,23 @@ class PrefillFirst:
     source="QLLM, Algorithm 1, as its authors' code has it",
 )
 class QllmBatches:
-    """Batches from QLLM's four first-come-first-served queues: LS and BE, prefill and decode.
+    """Forms batches from QLLM's four first-come-first-served queues: LS and BE, prefill and decode.
 
-    With B = `max_batch`: B sequences at the decode stage are LS: a batch of them. Else, any LS at the prefill stage:
-    a prefill batch, LS first, filled up with BE. Else, any LS at the decode stage: a decode batch, LS first, filled up
-    with BE. Else BE alone, decode before prefill. A batch is all prefill or all decode.
+    A batch is all prefill or all decode. The first rule that applies decides, where B is `max_batch`:
 
-    BE starves while LS fills the batches; the paper says so, and `ordering.ageing.QllmOrder` has the remedy. LS decodes
-    wait while LS prompts come, until B of them decode.
+    1. B or more LS sequences decode: a batch of LS decodes.
+    2. An LS prompt waits: a prefill batch, LS first, filled up with BE.
+    3. An LS sequence decodes: a decode batch, LS first, filled up with BE.
+    4. Otherwise BE alone, decode before prefill.
+
+    BE starves while LS fills the batches, as the paper admits; `ordering.ageing.QllmOrder` prevents this. LS decodes
+    wait while LS prompts arrive, until B of them decode.
 
     Args:
-        max_batch: sequences of one batch, 32 in the paper. More may hold KV: those wait in the decode queues.
+        max_batch: maximum sequences of a batch, 32 in the paper. Further sequences that hold KV wait in the decode
+            queues.
 
-    Source: QLLM, Algorithm 1, as its text walks through it (section 3.2) and its authors' code has it.
+    Source: QLLM, Algorithm 1, as the text of section 3.2 and the authors' code implement it.
     """
 
     def __init__(self, *, max_batch: float = 32) -> None:
@@ -120,13 +124,13 @@ class QllmBatches:
         self._max_batch = int(max_batch)
 
     def room(self, view: BatchView, limits: BatchLimits) -> int:
-        """What running LS prompts leave, unless LS decodes fill the batch: BE yields to an LS newcomer."""
+        """Return the tokens that running LS prompts leave, or 0 if LS decodes fill the batch. BE prompts yield."""
         if self._ls_fill_it(view):
             return 0
         return limits.token_budget - _num_tokens(view, limits, ~view.is_decode & (view.service_class != BE))
 
     def plan(self, view: BatchView, limits: BatchLimits) -> NDArray[np.int32]:
-        """The first `max_batch` of the queues that the algorithm chooses."""
+        """Plan the first `max_batch` sequences of the queues that the algorithm chooses."""
         return _in_turn(view, limits, self._pick(view)[: self._max_batch])
 
     def _ls_fill_it(self, view: BatchView) -> bool:
@@ -149,15 +153,15 @@ class QllmBatches:
     source="QLLM, Algorithm 1, read as filling one batch from several queues",
 )
 class QllmMixed(QllmBatches):
-    """QLLM's Algorithm 1 read as filling one batch from several queues, so that prefill and decode share a step.
+    """Fills one batch from several of QLLM's queues, so that prefill and decode share a step.
 
-    Its text allows it: "filling the batch first with LS jobs at the decode stage", then "LS jobs in the prefill stage",
-    then "some BE jobs to fill the batch". No LS at the prefill stage: LS decodes filled up with BE decodes. No LS: BE
-    decodes, then BE prefills.
+    The text of Algorithm 1 allows this reading: "filling the batch first with LS jobs at the decode stage", then "LS
+    jobs in the prefill stage", then "some BE jobs to fill the batch". Without LS prompts, LS decodes are filled up with
+    BE decodes. Without LS, BE decodes come before BE prompts.
     """
 
     def room(self, view: BatchView, limits: BatchLimits) -> int:
-        """What running LS leaves, unless LS decodes fill the batch."""
+        """Return the tokens that running LS sequences leave, or 0 if LS decodes fill the batch."""
         if self._ls_fill_it(view):
             return 0
         return limits.token_budget - _num_tokens(view, limits, view.service_class != BE)
@@ -174,7 +178,7 @@ class QllmMixed(QllmBatches):
 
 
 def _queues(view: BatchView) -> tuple[Rows, Rows, Rows, Rows]:
-    """Rows of LS prefill, LS decode, BE prefill and BE decode, each as they came."""
+    """Return rows of LS prefill, LS decode, BE prefill and BE decode, each in order of arrival."""
     stage = view.service_class * 2 + view.is_decode
     ls_prefill, ls_decode, be_prefill, be_decode = (np.flatnonzero(stage == queue) for queue in range(4))
     return ls_prefill, ls_decode, be_prefill, be_decode

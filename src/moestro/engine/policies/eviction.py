@@ -1,4 +1,7 @@
-"""Choice of the running sequence that frees its KV, to be copied back from host memory or computed again later."""
+"""Eviction policies: the running sequence that is preempted when KV blocks run out.
+
+Its KV is copied to host memory or computed again later.
+"""
 
 from __future__ import annotations
 
@@ -17,39 +20,39 @@ from moestro.engine.registry import EVICT_POLICIES
 )
 @dataclass(frozen=True, slots=True)
 class LastInOrder:
-    """The sequence that the order policy would admit last. With `fcfs` that is the latest arrival (vLLM's choice).
+    """Evicts the sequence that the order policy would admit last; under `fcfs`, the latest arrival (vLLM's choice).
 
-    The first in order is never evicted for another, so one sequence always ends and there is no livelock. What the
-    order policy does not look at (`priority` under `fcfs`) evicts no sequence.
+    The first sequence in order is never evicted, so one sequence always ends and livelock is impossible. Fields that
+    the order policy ignores, such as `priority` under `fcfs`, have no effect.
     """
 
     makes_way = False
 
     def __call__(self, view: EvictView) -> Victim:
-        """The last in order."""
+        """Choose the last sequence in order."""
         return Victim(int(view.order_rank.argmax()))
 
 
 @EVICT_POLICIES.register(
     "least_computed_be_first",
-    "Best effort, least computed first; it also makes way for waiting latency-sensitive requests.",
-    source="QLLM, section 3.3, which preempts best effort; the choice among it is ours",
+    "The best-effort sequence with the fewest computed tokens; it makes way for waiting latency-sensitive requests.",
+    source="QLLM, section 3.3, which preempts best effort; the choice within best effort is ours",
 )
 @dataclass(frozen=True, slots=True)
 class LeastComputedBeFirst:
-    """The best-effort sequence of which the least is computed; where all are latency-sensitive, the last in order.
+    """Evicts the best-effort sequence with the fewest computed tokens; without best effort, the last in order.
 
-    Best effort then loses as little as possible. The sequence that needed the block gets it and gains a token, which no
-    eviction takes back, so one sequence always ends.
+    This choice discards the least computed work. The sequence that needed the block gains a token, which no eviction
+    takes back, so one sequence always ends.
 
-    Source: QLLM preempts best effort for latency-sensitive jobs and keeps its KV. Where KV itself is scarce, the choice
-    is ours.
+    Source: QLLM preempts best effort for latency-sensitive jobs and keeps its KV. The choice where KV blocks run out is
+    ours.
     """
 
     makes_way = True
 
     def __call__(self, view: EvictView) -> Victim:
-        """The least computed of best effort."""
+        """Choose the best-effort sequence with the fewest computed tokens."""
         rows = np.flatnonzero(view.service_class == BE)
         if len(rows) == 0:
             return LastInOrder()(view)

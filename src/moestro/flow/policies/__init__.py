@@ -1,1 +1,1 @@
-"""What one device runs next: each looks at the micro-queues and chooses."""
+"""Step policies: the tokens of the micro-queues that one device runs next."""

@@ -1,4 +1,4 @@
-"""The plain step policy: everything in order, as a forward pass would."""
+"""The baseline step policy: plans run in order, each as one forward pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run
 from moestro.flow.registry import STEP_POLICIES
 
-ALL = 2**31 - 1  # more tokens than any device holds
+ALL = 2**31 - 1  # no limit: more tokens than any device holds
 
 
 @STEP_POLICIES.register_function(
@@ -16,10 +16,12 @@ ALL = 2**31 - 1  # more tokens than any device holds
     source="Moestro; the baseline and the oracle of the others",
 )
 def in_order(view: QueueTable, now_ns: int) -> Run:
-    """The deepest layer with runnable tokens, whole: one plan runs as a forward pass, and of several the first ends
-    first. Nobody is preempted: the baseline of the others, and their oracle.
+    """Run all tokens of the deepest layer with runnable ones, so that each plan runs as one forward pass.
 
-    Bound: a plan is passed over only by those that came before it.
+    Nothing is preempted: of several plans, the one that began first ends first. Tests of other policies use this one as
+    the oracle.
+
+    Bound: only earlier plans pass a plan.
     """
     layer = int(np.flatnonzero(view.runnable.any(axis=(0, 2)))[-1])
     group = EVERY_EXPERT if view.num_expert_tokens[:, layer].any() else ATTENTION

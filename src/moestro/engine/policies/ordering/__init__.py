@@ -1,1 +1,1 @@
-"""Which waiting request is next: a policy answers a total order, and how long one can be passed over."""
+"""Order policies: a total order of the waiting requests, and a bound on how long a request can be passed over."""

@@ -1,4 +1,4 @@
-"""Orders in which a request that has waited long enough goes before the others."""
+"""Order policies with ageing: a request that has waited long enough goes first."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from moestro.errors import ConfigError
 
 
 class _Ageing(OrderPolicy):
-    """Aged requests first, as they came; the others by a key of the subclass.
+    """Orders aged requests first, by arrival, and the others by a key of the subclass.
 
-    Bound: the age itself. One that arrives when another has aged already is never before it, for it can only age later.
+    Bound: the age. A request that arrives after another has aged can only age later, so it never passes the other.
 
     Args:
-        theta_age_s: the age; infinite: nobody ages, and there is no bound.
+        theta_age_s: age in seconds. Infinity means no ageing and no bound.
     """
 
     def __init__(self, *, theta_age_s: float = 5.0) -> None:
@@ -32,7 +32,7 @@ class _Ageing(OrderPolicy):
         return np.lexsort((view.serial, view.arrival_ns, np.where(aged, -1, key)))
 
     def next_change_ns(self, view: WaitingView, now_ns: int) -> int:
-        """When the next request ages."""
+        """Return the time at which the next request ages."""
         ages_ns = view.arrival_ns + self._theta_ns
         return int(ages_ns.min(initial=FOREVER_NS, where=ages_ns > now_ns))
 
@@ -43,34 +43,34 @@ class _Ageing(OrderPolicy):
     source="Gimbal v1, Algorithm 2 and section V-A2",
 )
 class Sjf(_Ageing):
-    """Shortest prompt first; who has waited `theta_age_s` goes before, as it came. Nobody's output is predicted.
+    """Shortest prompt first; a request that has waited `theta_age_s` goes before the others. No output is predicted.
 
-    Source: Gimbal v1, Algorithm 2: its high priority (line 4) is before every length, its prefill length (line 6) is
-    the prompt's, cached or not. Requests of one priority are served as they came. The age is the paper's (V-A2):
-    5 s, with a P99 TTFT of 4.9 s under high load.
+    Source: Gimbal v1, Algorithm 2. The paper's high priority (line 4) precedes every length. Its prefill length
+    (line 6) is the whole prompt, cached or not. Requests of one priority are served in order of arrival. The age of 5 s
+    is the paper's (V-A2), with a P99 TTFT of 4.9 s under high load.
     """
 
     def order(self, view: WaitingView, now_ns: int) -> NDArray[np.int64]:
-        """By age, then prompt length, then arrival."""
+        """Order by age, then prompt length, then arrival."""
         return self._aged_first(view, now_ns, view.num_prompt_tokens)
 
 
 @ORDER_POLICIES.register(
     "prefill_aware",
-    "As `sjf`, by the tokens that are left to compute after the prefix cache.",
+    "As `sjf`, by the tokens to compute that the prefix cache does not hold.",
     source="Gimbal v2, abstract; our reconstruction",
 )
 class PrefillAware(_Ageing):
-    """Least prefill left first, after what the prefix cache holds; who has waited `theta_age_s` goes before.
+    """Least uncached prefill first; a request that has waited `theta_age_s` goes before the others.
 
-    Gimbal v2 (our reconstruction): its abstract says "prefill-aware queue ordering policy with aging", no more.
+    Source: Gimbal v2 (our reconstruction). Its abstract only says "prefill-aware queue ordering policy with aging".
     """
 
     reads_cache = True
 
     def order(self, view: WaitingView, now_ns: int) -> NDArray[np.int64]:
-        """By age, then tokens left to compute, then arrival."""
-        assert view.num_uncached is not None, "the view lacks what `reads_cache` asks for"
+        """Order by age, then uncached tokens, then arrival."""
+        assert view.num_uncached is not None, "a policy with `reads_cache` gets this column"
         return self._aged_first(view, now_ns, view.num_uncached)
 
 
@@ -80,15 +80,15 @@ class PrefillAware(_Ageing):
     source="QLLM, section 3.2; the ageing is ours",
 )
 class QllmOrder(OrderPolicy):
-    """Latency-sensitive requests first, each class as it came: two of QLLM's four queues, those of the prefill stage.
+    """Latency-sensitive requests first, each class by arrival: the two prefill queues of QLLM's four.
 
-    The other two, and which queue a batch is made from, are `batching.QllmBatches`.
+    `batching.QllmBatches` implements the decode queues, and chooses the queue of each batch.
 
-    Bound: none for best effort without ageing, as the paper admits (section 6). With it, a best-effort request counts
-    as latency-sensitive from its age on, in every decision: then the bound is that age.
+    Bound: none for best effort without ageing, as the paper admits (section 6). With ageing, the bound is the age: an
+    older best-effort request counts as latency-sensitive in every decision.
 
     Args:
-        theta_age_s: the age; the paper has none.
+        theta_age_s: age in seconds. Infinity means no ageing, as in the paper.
 
     Source: QLLM, section 3.2.
     """
@@ -102,12 +102,12 @@ class QllmOrder(OrderPolicy):
         self.max_passed_over_ns = None if self.promotes_after_ns == FOREVER_NS else self.promotes_after_ns
 
     def order(self, view: WaitingView, now_ns: int) -> NDArray[np.int64]:
-        """By class, then arrival."""
+        """Order by class, then arrival."""
         aged = now_ns - view.arrival_ns >= self.promotes_after_ns
         return np.lexsort((view.serial, view.arrival_ns, np.where(aged, LS, view.service_class)))
 
     def next_change_ns(self, view: WaitingView, now_ns: int) -> int:
-        """When the next best-effort request is promoted."""
+        """Return the time at which the next best-effort request counts as latency-sensitive."""
         promoted_ns = view.arrival_ns + self.promotes_after_ns
         ahead = (promoted_ns > now_ns) & (view.service_class == BE)
         return int(promoted_ns.min(initial=FOREVER_NS, where=ahead))

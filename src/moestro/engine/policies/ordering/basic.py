@@ -1,4 +1,4 @@
-"""Orders that do not change as time passes: by arrival, by priority, by deadline."""
+"""Order policies that do not depend on the current time: by arrival, by priority, by deadline."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from moestro.errors import ConfigError
     source="vLLM, `--scheduling-policy fcfs`",
 )
 class Fcfs(OrderPolicy):
-    """First come, first served, by arrival at the front door. Nobody is ever passed over by a later arrival.
+    """First come, first served, by arrival at the API server. No later arrival passes a request.
 
-    A preempted sequence keeps its arrival, so it comes before everybody who arrived after it.
+    A preempted sequence keeps its arrival time, so it precedes all later arrivals.
     """
 
     max_passed_over_ns = 0
 
     def order(self, view: WaitingView, now_ns: int) -> NDArray[np.int64]:
-        """By arrival."""
+        """Order by arrival."""
         return np.lexsort((view.serial, view.arrival_ns))
 
 
@@ -36,29 +36,29 @@ class Fcfs(OrderPolicy):
     source="vLLM, `--scheduling-policy priority`",
 )
 class Priority(OrderPolicy):
-    """Lower `priority` first, then first come, first served (vLLM's `--scheduling-policy priority`).
+    """Lowest `priority` first, then first come, first served (vLLM's `--scheduling-policy priority`).
 
-    Bound: none. A stream of more urgent requests can pass one over for ever.
+    Bound: none. A stream of more urgent requests can pass a request for ever.
     """
 
     def order(self, view: WaitingView, now_ns: int) -> NDArray[np.int64]:
-        """By priority, then arrival."""
+        """Order by priority, then arrival."""
         return np.lexsort((view.serial, view.arrival_ns, view.priority))
 
 
 @ORDER_POLICIES.register(
     "edf",
-    "Earliest deadline first: arrival and the TTFT objective of the class, `ls_slo_s` or `be_slo_s`.",
+    "Earliest deadline first: arrival plus the TTFT objective of the class, `ls_slo_s` or `be_slo_s`.",
     source="Liu and Layland, JACM 1973; QLLM, section 4, for 3 s",
 )
 class EarliestDeadline(OrderPolicy):
-    """Earliest deadline first. A request's deadline is its arrival and the TTFT objective of its class.
+    """Earliest deadline first. The deadline of a request is its arrival plus the TTFT objective of its class.
 
-    Bound: the difference of the two objectives, for a deadline never moves.
+    Bound: the difference of the two objectives, because a deadline never moves.
 
     Args:
-        ls_slo_s, be_slo_s: the objectives. QLLM holds its latency-sensitive requests to 3 s (section 4); it has none
-            for the others, and 30 s is ours.
+        ls_slo_s: objective of latency-sensitive requests, seconds; 3 s in QLLM (section 4).
+        be_slo_s: objective of best-effort requests, seconds. QLLM has none, and 30 s is ours.
 
     Source: Liu and Layland, "Scheduling Algorithms for Multiprogramming in a Hard-Real-Time Environment", JACM 1973.
     """
@@ -71,6 +71,6 @@ class EarliestDeadline(OrderPolicy):
         self.max_passed_over_ns = abs(self._be_slo_ns - self._ls_slo_ns)
 
     def order(self, view: WaitingView, now_ns: int) -> NDArray[np.int64]:
-        """By deadline, then arrival."""
+        """Order by deadline, then arrival."""
         slo_ns = np.where(view.service_class == BE, self._be_slo_ns, self._ls_slo_ns)
         return np.lexsort((view.serial, view.arrival_ns, view.arrival_ns + slo_ns))

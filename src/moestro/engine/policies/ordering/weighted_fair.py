@@ -20,25 +20,26 @@ _WEIGHT = "weight:"
     source="Goyal et al., SIGCOMM 1996; VTC, OSDI 2024, for the cost",
 )
 class WeightedFair(OrderPolicy):
-    """The user who got the least for its weight is next: start-time fair queueing, in virtual tokens.
+    """Start-time fair queueing in virtual tokens: the user with the least service for its weight is next.
 
-    A request costs its prompt when it is admitted, and what it generated, times `output_cost`, when it is over. Its
-    user's clock goes forward by cost / weight. A request's start tag is its user's clock and the cost / weight of the
-    user's requests before it; the smallest tag is next. The engine's virtual time is the tag last admitted: a user who
-    comes back starts there, so that nobody saves up while away. Requests without a user are one user's.
+    A request costs its prompt tokens when it is admitted, and its output tokens times `output_cost` when it ends. Each
+    cost advances the clock of the request's user by cost / weight. The start tag of a waiting request is its user's
+    clock plus the cost / weight of the user's earlier requests; the smallest tag is next. The engine's virtual time is
+    the tag last admitted. A returning user starts there, so that no user saves up service while away. All requests
+    without a user share one.
 
-    Bound: in tokens. Let the engine's virtual time be v when a request begins to wait, and S its start tag when it is
-    admitted. In between any other user of weight w is admitted w * (S - v) in cost and one request more; of S - v, that
-    which is not the user's own earlier requests is at most its last prompt and what it has generated, over its weight.
-    In time there is none: it grows with the number of other users.
+    Bound: in tokens. Let v be the engine's virtual time when a request begins to wait, and S its start tag when it is
+    admitted. Meanwhile another user of weight w is admitted at most w * (S - v) in cost, plus one request. Besides the
+    user's own earlier requests, S - v contains at most its last prompt and output, over its weight. There is no bound
+    in time, because the wait grows with the number of other users.
 
     Args:
-        output_cost: of a generated token; a prompt's costs 1. 2 as in VTC, section 5.
-        weights: `weight:NAME` is that user's weight; everybody else's is 1.
+        output_cost: cost of an output token, where a prompt token costs 1; 2 as in VTC, section 5.
+        weights: weight of one user as `weight:NAME`; the default weight is 1.
 
-    Source: Goyal, Vin and Cheng, "Start-Time Fair Queueing", SIGCOMM 1996. What a request costs: Sheng et al.,
-    "Fairness in Serving Large Language Models" (VTC), OSDI 2024, which charges each generated token at once; here the
-    order changes only when a request comes, enters or leaves.
+    Source: Goyal, Vin and Cheng, "Start-Time Fair Queueing", SIGCOMM 1996. The cost of a request is from Sheng et al.,
+    "Fairness in Serving Large Language Models" (VTC), OSDI 2024. VTC charges each output token at once; here the order
+    changes only when a request arrives, is admitted, or ends.
     """
 
     observes = True
@@ -50,14 +51,14 @@ class WeightedFair(OrderPolicy):
         self._weights: dict[int, float] = {}
         for name, weight in weights.items():
             if not name.startswith(_WEIGHT) or not 0 < weight < float("inf"):
-                raise ConfigError(f"{name}={weight:g}: weighted_fair knows output_cost and weight:NAME, above 0")
+                raise ConfigError(f"{name}={weight:g}: weighted_fair accepts output_cost and weight:NAME, above 0")
             self._weights[name_key(name.removeprefix(_WEIGHT))] = weight
         self._virtual_time = 0.0
-        self._clocks: dict[int, float] = {}  # only those ahead of the virtual time; the others stand at it
+        self._clocks: dict[int, float] = {}  # clocks ahead of the virtual time; all other users are at that time
         self._num_kept = 0
 
     def order(self, view: WaitingView, now_ns: int) -> NDArray[np.int64]:
-        """By start tag, then arrival."""
+        """Order by start tag, then arrival."""
         by_arrival = np.lexsort((view.serial, view.arrival_ns))
         users, user_of = np.unique(view.user[by_arrival], return_inverse=True)
         clocks = np.array([self._clock(user) for user in users.tolist()])
@@ -71,7 +72,7 @@ class WeightedFair(OrderPolicy):
         return by_arrival[np.argsort(tags, kind="stable")]
 
     def observe(self, event: OrderEvent) -> None:
-        """Charge what was admitted, or what was generated, to its user's clock."""
+        """Charge an admitted prompt or a generated output to its user's clock."""
         start = self._clock(event.user)
         if isinstance(event, Admitted):
             self._virtual_time = start
