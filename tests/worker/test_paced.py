@@ -234,7 +234,7 @@ def test_a_table_of_whole_steps_has_no_prices_for_the_preemptive_mode():
         paced = PacedSettings(device=device, network="mixtral-8x7b")
         ServeSettings(stepping=preemptive, pacing=paced)
     paced = PacedSettings(device="paced:table.json")
-    with pytest.raises(ConfigError, match=r"needs the prices of stages, and table\.json has those of whole steps"):
+    with pytest.raises(ConfigError, match=r"needs prices of stages, and table\.json has prices of whole steps"):
         ServeSettings(stepping=preemptive, pacing=paced)
 
 

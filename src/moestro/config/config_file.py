@@ -22,6 +22,8 @@ class Entry:
     """One setting.
 
     Attributes:
+        key: name as the file spells it.
+        value: value, or values of a flag that takes several. None means that the key has no value.
         place: file and line, for messages.
     """
 

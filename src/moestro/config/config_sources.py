@@ -53,7 +53,7 @@ class Origins:
 
 
 def config_lines(settings: object, origins: Origins) -> Iterator[str]:
-    """The dataclass `settings` in YAML that `--config` reads; each line names the origin of its value.
+    """Yield the dataclass `settings` as lines of YAML that `--config` reads; each line names the origin of its value.
 
     Secrets are not shown.
     """
@@ -65,7 +65,7 @@ def config_lines(settings: object, origins: Origins) -> Iterator[str]:
 
 
 def settings_in(settings: Any) -> Iterator[tuple[str, Any]]:
-    """Name and value of every setting in a dataclass and in the groups that it is composed of."""
+    """Yield name and value of every setting in a dataclass and in the groups that it is composed of."""
     for each in fields(settings):
         value = getattr(settings, each.name)
         if is_dataclass(value):

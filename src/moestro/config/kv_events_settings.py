@@ -1,4 +1,4 @@
-"""The settings of `--kv-events-config`: what engines tell others of their prefix caches."""
+"""The settings of `--kv-events-config`: how engines publish changes of their prefix caches."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _ENDPOINT = re.compile(r"tcp://([^:/\[\]]+|\[[^\[\]]+\]):[1-9][0-9]{0,4}")
 
 @dataclass(frozen=True, kw_only=True)
 class KvEventsSettings(CheckedSettings):
-    """What the engines publish of their prefix caches, by vLLM's names.
+    """Publication of KV events, with the field names of vLLM.
 
     Attributes:
-        enable_kv_cache_events: False: nothing.
-        publisher: `zmq`, or `null`: nothing.
-        endpoint, replay_endpoint: tcp://HOST:PORT to listen on, of engine 0; engine r has PORT + r. The second answers
-            listeners that missed something; None: no replay.
-        buffer_steps: batches that are kept for a replay.
-        hwm: batches that wait for a listener that does not keep up; with more, it misses some.
-        topic: the first frame of every batch.
+        enable_kv_cache_events: whether events are published.
+        publisher: `zmq`, or `null` to publish nothing.
+        endpoint: tcp://HOST:PORT on which engine 0 listens; engine r listens on PORT + r.
+        replay_endpoint: the same for the replay of missed events. None means no replay.
+        buffer_steps: number of batches kept for a replay.
+        hwm: number of batches queued for a slow subscriber; further batches are dropped.
+        topic: first frame of every batch.
     """
 
     PLACE: ClassVar[str | None] = "--kv-events-config: "
@@ -52,15 +52,15 @@ class KvEventsSettings(CheckedSettings):
         if abs(first - second) < num_engines:
             raise ConfigError(
                 f"--kv-events-config: {num_engines} engines listen on {num_engines} ports from {first} and from"
-                f" {second} on, and these overlap: choose another port for replay_endpoint"
+                f" {second} on. The port ranges overlap: choose another port for replay_endpoint"
             )
 
 
 def kv_events_from(text: str | None) -> KvEventsSettings | None:
-    """The settings that `--kv-events-config` holds; None: nothing is to be published.
+    """Parse the value of `--kv-events-config`. None means that nothing is published.
 
     Raises:
-        ConfigError: it is not JSON, or has an unknown field.
+        ConfigError: the text is not JSON, or has an unknown field.
     """
     if text is None:
         return None

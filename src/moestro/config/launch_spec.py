@@ -1,4 +1,4 @@
-"""The launch spec, which the API server writes to the stdin of a rank process before anything else."""
+"""The launch spec, which the API server writes to a rank process's stdin before anything else."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from moestro.engine.settings import SchedulerOptions
 from moestro.flow.settings import SteppingSettings
 from moestro.model.settings import ModelSettings
 
-STACK_DUMP = signal.SIGUSR1  # a loaded rank then writes the stacks of all its threads to stderr
+STACK_DUMP = signal.SIGUSR1  # makes a loaded rank write the stacks of all its threads to stderr
 
 
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's identity, the address of the API server, and the rank's settings."""
+    """A rank's identity, its settings, and the address of the API server."""
 
     rank: int
-    launch: int  # 0, and one more at every restart
+    launch: int  # number of restarts of this rank so far
     address: str
-    launched_ns: int  # time.monotonic_ns() of the API server when it started this process
+    launched_ns: int  # time.monotonic_ns() at which the API server started this process
     log_level: str
     model: ModelSettings
     scheduler: SchedulerOptions
@@ -33,17 +33,17 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _LENGTH = struct.Struct(">I")
-_decode = msgspec.msgpack.Decoder(LaunchSpec, dec_hook=lambda kind, text: kind(text)).decode  # of a Path
+_decode = msgspec.msgpack.Decoder(LaunchSpec, dec_hook=lambda kind, text: kind(text)).decode  # the hook makes a Path
 
 
 def write_launch_spec(spec: LaunchSpec) -> bytes:
-    """Encode `spec` for the process: a length, then MessagePack, which keeps every float (JSON has no inf)."""
+    """Encode `spec` for the process: a length, then MessagePack, because JSON has no infinite floats."""
     body = msgspec.msgpack.encode(spec, enc_hook=str)
     return _LENGTH.pack(len(body)) + body
 
 
 def read_launch_spec(stream: BinaryIO) -> LaunchSpec:
-    """Read the launch spec at the beginning of `stream`, and nothing after it.
+    """Read the launch spec at the start of `stream`, and nothing after it.
 
     Raises:
         EOFError: the stream ended too early, because the API server ended.

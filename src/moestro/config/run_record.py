@@ -1,4 +1,4 @@
-"""The conditions of a run: machine, code, versions, command. A stored figure without them cannot be made again."""
+"""The conditions of a run: machine, code, versions, command. A stored figure needs them to be reproducible."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_record(kind: str, note: str = "") -> RunRecord:
-    """The conditions of this process. Call it before the run: the checkout and the load change meanwhile."""
+    """Collect the conditions of this process. Call it before the run: the checkout and the load change meanwhile."""
     return RunRecord(
         kind=kind,
         command=shown_command(sys.argv),
@@ -74,7 +74,7 @@ def run_record(kind: str, note: str = "") -> RunRecord:
 
 
 def shown_command(arguments: Sequence[str]) -> str:
-    """The command line as others may see it: no directory of the program, no API key."""
+    """Format the command line for publication, without the program's directory and API keys."""
     program = Path(arguments[0])
     # A script's path inside the checkout is part of the command; the directory of an installed program is not.
     is_script = program.suffix == ".py" and not program.is_absolute()
@@ -93,8 +93,8 @@ def shown_command(arguments: Sequence[str]) -> str:
 
 
 def commit_of(directory: Path) -> str:
-    """The last commit that changed the files of `directory`, in the form of `RunRecord.commit`."""
-    # The path limits the question to the directory, which may lie in the checkout of another project.
+    """Return the last commit that changed the files of `directory`, in the form of `RunRecord.commit`."""
+    # The path limits the query to this directory, which may lie in the checkout of another project.
     commit = _git(directory, "log", "-1", "--format=%h", "--abbrev=12", "--", ".")
     if commit and _git(directory, "status", "--porcelain", "--", "."):
         return f"{commit}-dirty"
@@ -102,7 +102,7 @@ def commit_of(directory: Path) -> str:
 
 
 def _git(directory: Path, *words: str) -> str:
-    """The output of a git command; empty where git or a checkout is missing."""
+    """Run a git command and return its output, or an empty string where git or a checkout is missing."""
     command = ["git", *words]
     try:
         done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)  # noqa: S603

@@ -1,4 +1,4 @@
-"""All settings of `moestro serve`: the rooms' own dataclasses, composed. The command line and `--config` fill them."""
+"""All settings of `moestro serve`, composed of the rooms' dataclasses. The command line and `--config` fill them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIG_GROUP = Group("Configuration", help="Settings from a file.", sort_key=6)
 
 
 def _panel(name: str, text: str, sort_key: int) -> Parameter:
-    """Flags without a prefix, in their own panel of `--help`."""
+    """Return the parameter of a settings group whose flags have no prefix and a panel of their own in `--help`."""
     return Parameter(name="*", group=Group(name, help=text, sort_key=sort_key))
 
 
@@ -36,7 +36,7 @@ _PROCESSES = _panel("Engines", "The processes behind the API server.", 5)
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """All of `moestro serve`."""
+    """All settings of `moestro serve`."""
 
     model: Annotated[ModelSettings, _MODEL] = field(default_factory=ModelSettings, kw_only=False)
     pacing: Annotated[PacedOptions, _MODEL] = field(default_factory=PacedOptions)
@@ -57,35 +57,36 @@ class ServeSettings:
             return
         if self.paced is not None and self.paced.table is not None:
             raise ConfigError(
-                f"--mode preemptive needs the prices of stages, and {self.paced.table} has those of whole steps: give"
+                f"--mode preemptive needs prices of stages, and {self.paced.table} has prices of whole steps: give"
                 " --device paced:GPU, or leave --mode out"
             )
         if scheduler.max_num_batched_tokens < 2 * scheduler.max_num_seqs:
             raise ConfigError(
                 f"--mode preemptive runs --max-num-seqs {scheduler.max_num_seqs} sequences of each class:"
-                f" --max-num-batched-tokens {scheduler.max_num_batched_tokens} must be at least twice as many, or not"
-                " every one could decode in one step"
+                f" --max-num-batched-tokens {scheduler.max_num_batched_tokens} must be at least twice as many, so that"
+                " all of them can decode in one step"
             )
 
     @property
     def paced(self) -> PacedSettings | None:
-        """The paced device that `with_derived` found in the settings; None: the engines compute."""
+        """The paced device that `with_derived` found in the settings. None means that the engines compute."""
         return self.pacing if isinstance(self.pacing, PacedSettings) else None
 
     @property
     def kv_events(self) -> KvEventsSettings | None:
-        """What the engines publish of their prefix caches; None: nothing."""
+        """The settings of KV events. None means that the engines publish none."""
         return kv_events_from(self.processes.kv_events_config)
 
 
 def with_derived(settings: ServeSettings, locate: Callable[[str], Path]) -> ServeSettings:
-    """`settings` with all that follows from them: the paced device, the checkpoint's directory, the served name.
+    """Complete `settings` with the paced device, the checkpoint's directory, and the served name.
 
     Args:
-        locate: finds the directory of a model by name.
+        settings: settings as given.
+        locate: function that finds the directory of a model by name.
 
     Raises:
-        ConfigError: settings contradict each other, or there is no such model.
+        ConfigError: settings contradict each other, or the model does not exist.
     """
     model, pacing = settings.model, settings.pacing
     name = model.model

@@ -21,21 +21,21 @@ class ServerSettings(CheckedSettings):
     host: str = "127.0.0.1"
     "Address to listen on; 0.0.0.0 opens the server to the network: set --api-key too."
     port: Annotated[int, PORT] = 8000
-    "Port to listen on; 0: a free port, shown at the start."
+    "Port to listen on; 0 chooses a free port, shown at the start."
     served_model_name: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ()
     "One or more names of the model for clients. Unset: the name on the command line."
     api_key: Annotated[tuple[str, ...], Parameter(consume_multiple=True, show_default=False)] = ()
     "Accepted keys: clients send one as a bearer token or in x-api-key. Unset: no key is required."
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    "The least severe level that is logged. Prompts and answers are never logged."
+    "Lowest severity that is logged. Prompts and answers are never logged."
     record: Path | None = None
     "Append a line without text for each answered request to this file, for moestro sim --replay."
     shutdown_timeout: Annotated[float, at_least(0)] = 10.0
-    "Seconds that running requests have to finish after SIGTERM or Ctrl-C."
+    "Seconds in which running requests can finish after SIGTERM or Ctrl-C."
     write_timeout: Annotated[float, at_least(1)] = 60.0
     "Seconds that a client may leave its stream unread before it is disconnected."
     max_connections: Annotated[int, at_least(1)] = 4096
-    "Clients connected at a time; a further one is refused with 503 and Retry-After."
+    "Maximum number of connected clients; a further one is refused with 503 and Retry-After."
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,7 +47,7 @@ class ServerSettings(CheckedSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSettings(CheckedSettings):
-    """The engine processes: how many there are, and when one counts as dead."""
+    """The engine processes: their number, and the time-outs after which one counts as dead."""
 
     engines: Annotated[int, between(1, 1024)] = 1
     "Number of engines, each a process with the whole model; a router spreads requests over them."
@@ -59,7 +59,7 @@ class ProcessSettings(CheckedSettings):
     )
     startup_timeout: Annotated[float, at_least(1)] = 600.0
     "Seconds in which engines must become ready."
-    engine_timeout: Annotated[float, at_least(2)] = 10.0  # a rank speaks twice a second
+    engine_timeout: Annotated[float, at_least(2)] = 10.0  # a rank sends a message twice a second
     "Seconds without a message, while the server runs, after which an engine is killed and restarted."
     watchdog_timeout: Annotated[float, at_least(1)] = 30.0
     "Seconds without a step, despite requests, after which an engine's stacks are dumped and it gets no new ones."
@@ -67,8 +67,8 @@ class ProcessSettings(CheckedSettings):
     "Seconds without a step after which an engine is killed and restarted; set it above the longest step."
     resume_streams: bool = False
     (
-        "When an engine ends, its streams continue on another one in bfloat16 and float16 too, where the continuation"
-        " may differ from what the first engine would have sent. Unset: such a stream ends with an error event."
+        "Continue the streams of an ended engine on another one in bfloat16 and float16 too, where the continuation may"
+        " differ from the first engine's. Unset: such a stream ends with an error event."
     )
 
     def __post_init__(self) -> None:

@@ -26,12 +26,12 @@ def read_user_code(flag: str, path: Path, name: str) -> object:
     """
     if not path.is_file():
         raise ConfigError(f"{flag} {path}:{name}: there is no file {path}")
-    module_name = str(path.resolve())  # one name for each file, whichever flags name it
+    module_name = str(path.resolve())  # the same for every flag that names the file, so that it runs once
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses look for their annotations there
+    sys.modules[module_name] = module  # dataclasses look up their annotations in the registered module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
