@@ -73,8 +73,8 @@ def _warn(console: Console, name: str, result: Reproduced[FindingsT], out: Path)
     for load, then in result.parts.items():
         if then is not result.conditions and not then.has_code_of(result.conditions):
             console.print(
-                f"[yellow]{_part_path(out, name, load)} is of commit {then.commit or 'unknown'}, and this is"
-                f" {result.conditions.commit or 'unknown'}: it was not made again; delete it if its code has changed[/]"
+                f"[yellow]{_part_path(out, name, load)} is of commit {then.commit or 'unknown'}, and this run is of"
+                f" {result.conditions.commit or 'unknown'}: the file was reused; delete it if its code has changed[/]"
             )
 
 
@@ -83,12 +83,12 @@ def _part_path(out: Path, name: str, load: str) -> Path:
 
 
 def _plan(experiment: Experiment[FindingsT], load: str) -> object:
-    """The plan of a load as it is read back from JSON."""
+    """Return the plan of a load in the form in which JSON restores it."""
     return msgspec.json.decode(msgspec.json.encode(experiment.plan_of(load)))
 
 
 def _kept(experiment: Experiment[FindingsT], load: str, path: Path | None) -> LoadPart | None:
-    """The findings of this load that an equal plan of this version has made."""
+    """Return the kept findings of this load, if an equal plan of this version made them."""
     if path is None or not path.exists():
         return None
     try:

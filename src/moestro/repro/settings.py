@@ -19,5 +19,5 @@ class ReproSettings:
     "Run only these loads. Unset: all of them."
     out: Path | None = None
     """Write NAME.json here and, where matplotlib is installed, pictures. The findings of each load are kept here as
-    NAME.LOAD.json as soon as they are made, and the same version does not make them again: a stopped run goes on, and
-    loads that several processes made come together in one that asks for all of them."""
+    NAME.LOAD.json as soon as they are made. The same version reuses them: a stopped run continues, and a run of all
+    loads combines those that several processes made."""

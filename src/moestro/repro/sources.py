@@ -1,4 +1,4 @@
-"""Loads of a testbed: generated sessions, and Mooncake's traces where they are at hand."""
+"""Loads of a testbed: generated sessions, and Mooncake's traces where they are available."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from moestro.workload.session_generator import steady_rows
 from moestro.workload.session_shapes import SHAPES
 from moestro.workload.traces import read_trace
 
-MOONCAKE_BLOCK = 512  # tokens of a block of Mooncake's traces, which tell no more
+MOONCAKE_BLOCK = 512  # tokens of a block of Mooncake's traces, which name no smaller ones
 SESSION_BLOCK = 16  # vLLM's
-_NUM_UNSEEN = 5  # windows of a trace beside the one that is looked at
+_NUM_UNSEEN = 5  # windows of a trace besides that of seed 0
 _NATURAL_RATE = 8.0  # requests a second at which sessions are drawn; a load then scales their times, as the paper does
 
 
@@ -63,7 +63,7 @@ def generated_sources(num_requests: int) -> list[Source]:
 
 
 def trace_sources(directory: Path, num_requests: int) -> list[Source]:
-    """Of Mooncake's two traces those in `directory`, in windows of `num_requests` or, if less, a sixth of the trace."""
+    """Return Mooncake's traces in `directory`, in windows of `num_requests` or, if less, a sixth of the trace."""
     sources = []
     for name in ("mooncake_conversation", "mooncake_synthetic"):
         for path in (directory / f"{name}.jsonl", directory / f"{name}.jsonl.zst"):
@@ -81,14 +81,14 @@ def trace_sources(directory: Path, num_requests: int) -> list[Source]:
 
 
 def _steady(name: str, num_requests: int) -> Callable[[int], Rows]:
-    # A window three times as long, and of it the middle: late turns are missing at the end of a short one.
+    # The middle of a window three times as long, because late turns are missing at the end of a short window.
     middle = np.arange(num_requests, 2 * num_requests)
     return lambda seed: steady_rows(SHAPES[name], 3 * num_requests, _NATURAL_RATE, seed).select(middle)
 
 
 def _window(rows: Rows, num_requests: int) -> Callable[[int], Rows]:
     def window(seed: int) -> Rows:
-        """Seed 0: the first; consecutive seeds: the next ones, which do not overlap."""
+        """Return the first window for seed 0, and the following windows, which do not overlap, for other seeds."""
         first = num_requests * (0 if seed == 0 else 1 + (seed - 1) % _NUM_UNSEEN)
         return rows.select(np.arange(first, first + num_requests))
 

@@ -135,7 +135,7 @@ def run(bed: Testbed, load: TimedLoad, policy: RoutePolicy, signals: SignalSetti
 
 
 def signals_of(policy_name: str, policy: RoutePolicy) -> SignalSettings:
-    """The figures that a policy gets of the engines, over the channel of its own system."""
+    """Return the signals that deliver the figures a policy needs, over the channel of the policy's own system."""
     figures = policy.needs.figures
     sent = tuple(name for name in figures if name != "expert_pressure")  # engines with the whole network have none
     if not sent:

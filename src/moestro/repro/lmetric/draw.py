@@ -1,4 +1,4 @@
-"""LmetricFindings as pictures. Needs the extra `plots`; nothing else imports it."""
+"""Pictures of LMetric's findings. The frame imports this file only to draw, because the extra `plots` is optional."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _bars(findings: LmetricFindings, load: str) -> Figure:
 
 
 def _tuning(findings: LmetricFindings) -> Figure:
-    """What has to be tuned: lambda of the sum, range of the filter; the product has nothing."""
+    """Draw the figures that need tuning: lambda of the sum and the range of the filter. The product needs none."""
     figure = Figure(figsize=_SIZE, layout="constrained")
     left, right = figure.subplots(1, 2)
     for load, sweep in findings.weights.items():
@@ -94,7 +94,7 @@ def _tuning(findings: LmetricFindings) -> Figure:
 
 
 def _classes(findings: LmetricFindings) -> Figure:
-    """A point a request: how hot its class is, against how many engines hold it (Fig. 20)."""
+    """Draw a point for each request: the heat of its class against the number of engines that hold it (Fig. 20)."""
     figure = Figure(figsize=_SIZE, layout="constrained")
     loads = list(findings.classes)
     panels = figure.subplots(2, -(-len(loads) // 2), squeeze=False, sharex=True, sharey=True)
@@ -112,7 +112,7 @@ def _classes(findings: LmetricFindings) -> Figure:
 
 
 def _ours(findings: LmetricFindings) -> Figure:
-    """Ours against the best rival of each cell, under seeds of their own, with 95 % intervals."""
+    """Draw `moestro` against the best rival of each cell, under unseen seeds, with 95 % intervals."""
     figure = Figure(figsize=(11.0, 1.5 + 0.28 * len(findings.pairs) / len(FIGURES)), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(FIGURES), sharey=True), FIGURES, strict=True):
         pairs = [pair for pair in findings.pairs if pair.figure == name]

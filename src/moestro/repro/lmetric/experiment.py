@@ -68,7 +68,7 @@ class LmetricPlan:
         policies: names of the routing policies.
         paired_shares: rates of the comparison under unseen seeds.
         seeds: unseen seeds. An empty tuple means no comparison.
-        sources: names of loads. None means all that are at hand.
+        sources: names of loads. None means all available ones.
         predicted: the load whose TTFT is predicted; the paper's Fig. 15 and 16 use agents with tools.
     """
 
@@ -99,7 +99,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         traces: directory with Mooncake's traces. None means generated sessions alone.
 
     Raises:
-        ConfigError: the plan names a load that is not at hand.
+        ConfigError: the plan names a load that is not available.
     """
 
     findings_type = LmetricFindings

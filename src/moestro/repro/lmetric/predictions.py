@@ -17,7 +17,7 @@ _SCORE = "predicted_ttft_ns"
 
 
 def predictor(cost: CostModel, max_num_batched_tokens: int) -> PredictTtft:
-    """A predictor of TTFT that prices prefill in full steps of the token budget, each beside the decoding batch.
+    """Make a predictor of TTFT. Prefill is priced in full steps of the token budget, each beside the decoding batch.
 
     Args:
         cost: cost model of the served network (tuned) or of another (mistuned).
@@ -33,7 +33,7 @@ def predictor(cost: CostModel, max_num_batched_tokens: int) -> PredictTtft:
         return table[key]
 
     def predict(p_tokens: Floats, queued_tokens: Floats, batch: NDArray[np.int64]) -> Floats:
-        del queued_tokens  # they are in p_tokens
+        del queued_tokens  # `p_tokens` includes them
         ttft_ns = np.empty(len(p_tokens))
         for engine, (tokens, others) in enumerate(zip(p_tokens.tolist(), batch.tolist(), strict=True)):
             full, rest = divmod(max(int(tokens), 1), max_num_batched_tokens)

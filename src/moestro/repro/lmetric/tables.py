@@ -1,4 +1,4 @@
-"""LmetricFindings as tables for a terminal."""
+"""Tables of LMetric's findings for a terminal."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ ENGINES: dict[str, QllmEngine] = {
         bounds={**_QLLM, "batch_policy": "decode_first"},
     ),
     EXPERT_MIXED: QllmEngine(
-        about="ours: iteration_mixed, and it preempts at every expert call until a request's first token",
+        about="ours: iteration_mixed with preemption at every expert call until a request's first token",
         bounds={**_QLLM, "batch_policy": "decode_first"},
         step_policy=_PREEMPTS,
         passes_decodes=False,

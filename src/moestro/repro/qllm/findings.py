@@ -39,30 +39,30 @@ class QllmFindings(Findings[QllmCell], kw_only=True):
 
 
 def ls_ttft(cell: QllmCell) -> float:
-    """Mean, ms."""
+    """Return the mean TTFT of latency-sensitive requests, ms."""
     return cell.ls.ttft_ms.mean
 
 
 def ls_ttft_p99(cell: QllmCell) -> float:
-    """99th percentile, ms."""
+    """Return the 99th percentile of TTFT of latency-sensitive requests, ms."""
     return cell.ls.ttft_ms.p99
 
 
 def be_ttft(cell: QllmCell) -> float:
-    """Mean, ms."""
+    """Return the mean TTFT of best-effort requests, ms."""
     return cell.be.ttft_ms.mean
 
 
 def ls_turnaround(cell: QllmCell) -> float:
-    """Mean, ms."""
+    """Return the mean turnaround of latency-sensitive requests, ms."""
     return cell.ls.turnaround_ms.mean
 
 
 def be_turnaround(cell: QllmCell) -> float:
-    """Mean, ms."""
+    """Return the mean turnaround of best-effort requests, ms."""
     return cell.be.turnaround_ms.mean
 
 
 def throughput(cell: QllmCell) -> float:
-    """Requests a second."""
+    """Return the throughput, requests a second."""
     return cell.requests_per_s

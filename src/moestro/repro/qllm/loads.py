@@ -60,6 +60,6 @@ def _stand_in(num_requests: int, rng: np.random.Generator) -> Rows:
 def _drawn(trace: Path, num_requests: int, rng: np.random.Generator) -> Rows:
     rows = read_trace(trace)
     if rows.texts is not None:
-        raise ConfigError(f"--trace {trace} holds texts, whose tokens are not known here: give one of lengths")
+        raise ConfigError(f"--trace {trace} holds texts without token counts: give a file of lengths")
     some = rng.choice(len(rows), num_requests, replace=num_requests > len(rows))
     return Rows(num_prompt_tokens=rows.num_prompt_tokens[some], num_output_tokens=rows.num_output_tokens[some])
