@@ -1,4 +1,4 @@
-"""The verbs of `moestro`, a file each. A verb imports its room when it runs, so that `moestro --help` is quick."""
+"""The verbs of `moestro`, a file each. A verb imports its room when it runs, so that `moestro --help` is fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command and what all its verbs share."""
+"""The `moestro` command, and the sources of settings that its verbs share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ app = App(
     ),
     version=__version__,
     config=(
-        Env("MOESTRO_", command=False),  # a key belongs in MOESTRO_API_KEY, not in the process list
+        Env("MOESTRO_", command=False),  # keeps API keys out of the process list
         ConfigFile(),
         ORIGINS,
     ),

@@ -27,7 +27,7 @@ def bench(
 
     * moestro bench --request-rate 4 is open load: four requests per second, whatever the server does.
     * moestro bench --max-concurrency 8 is closed load: eight users, each waiting for an answer.
-    * moestro bench --dataset-name trace --dataset-path trace.jsonl.zst replays a trace in its own time.
+    * moestro bench --dataset-name trace --dataset-path trace.jsonl.zst replays a trace at its recorded times.
     * moestro bench --goodput ttft:500 tpot:50 --find-rate finds the highest rate that keeps 90 % of requests good.
     """
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""`moestro calibrate`: measured costs of steps."""
+"""`moestro calibrate`: measures the cost of a model's steps."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def calibrate(
 ) -> None:
     """Measure the duration of a model's steps on this machine, and write a cost table for the simulator.
 
-    The network is loaded as a server loads it, in this process. Prefill chunks of many sizes, behind prefixes of many
-    lengths, and decodes of many numbers of sequences and contexts are timed, every one several times; then batches of
-    other shapes, which the table has to price. Let nothing else run meanwhile, and give it as many threads as the
-    server will have.
+    The network is loaded as a server loads it, in this process. Each measurement is repeated several times: prefill
+    chunks of many sizes behind prefixes of many lengths, and decodes with many numbers of sequences and contexts.
+    Batches of other shapes then check the prices of the table. Let nothing else run meanwhile, and use as many threads
+    as the server will have.
 
     * moestro calibrate --out demo.json measures the demo model; it takes a minute or two on one core.
     * OMP_NUM_THREADS=1 moestro calibrate DIR --max-num-seqs 16 --max-num-batched-tokens 512 measures a smaller range.

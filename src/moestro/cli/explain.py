@@ -1,4 +1,4 @@
-"""`moestro explain`: why a request went where it went."""
+"""`moestro explain`: shows the routing decision of a request."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from moestro.errors import ConfigError
 
-# Extra of pyproject.toml -> the modules that its packages install.
+# Extra of pyproject.toml -> modules that its packages install.
 EXTRAS = {
     "serve": ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "huggingface_hub", "jinja2"),
     "tokenizer": ("transformers", "tokenizers", "huggingface_hub", "jinja2"),

@@ -1,4 +1,4 @@
-"""The entry point: all verbs, and what an error looks like to the operator."""
+"""The entry point of `moestro`, and the form of its errors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moestro.errors import ConfigError, MoestroError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The `moestro` command: exit status 2 for what the operator can put right, 1 for what failed."""
+    """Run the `moestro` command. The exit status is 2 for an error in the settings and 1 for any other failure."""
     accept_user_code()
     try:
         app(arguments)
     except MoestroError as error:
         print(f"moestro: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
-    except BrokenPipeError:  # whoever read our output, `head` say, has enough; Python would complain again at exit
+    except BrokenPipeError:  # a reader such as `head` closed the pipe; without this, Python reports it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`moestro replay`: decisions of a record, made again."""
+"""`moestro replay`: repeats the routing decisions of a record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moestro.cli.app import app
 def replay_decisions(record: Path) -> None:
     """Repeat every decision of a record; the exit status is 0 if all are equal, 1 if not.
 
-    The record holds all that the router knew, so decisions differ only if Moestro or a policy's file has changed.
+    The record holds the router's whole input, so decisions differ only if Moestro or a policy's file has changed.
 
     Parameters
     ----------

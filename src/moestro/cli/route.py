@@ -1,4 +1,4 @@
-"""`moestro route`: the router in front of engines that run already."""
+"""`moestro route`: the router in front of running engines."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def route(
     config: Annotated[Path | None, Parameter(group=CONFIG_GROUP)] = None,
     print_config: Annotated[bool, Parameter(group=CONFIG_GROUP, negative=())] = False,
 ) -> None:
-    """Route requests to engines that run already: vLLM, SGLang, Moestro, or any other with OpenAI's API.
+    """Route requests to running engines: vLLM, SGLang, Moestro, or any other with OpenAI's API.
 
-    * moestro route --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 is all that is needed.
-    * moestro route --engine a=http://gpu1:8000 --engine b=http://gpu2:8000 calls them a and b.
-    * moestro explain REQUEST_ID tells why a request went where it went.
+    * moestro route --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 needs no further flag.
+    * moestro route --engine a=http://gpu1:8000 --engine b=http://gpu2:8000 names the engines a and b.
+    * moestro explain REQUEST_ID shows the routing decision of a request.
 
     Parameters
     ----------

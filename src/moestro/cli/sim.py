@@ -24,8 +24,8 @@ def sim(
 ) -> None:
     """Simulate on virtual time: the production router, schedulers and policies, with modelled step durations.
 
-    * moestro sim examples/three_routers.toml runs a file; `examples/` explains what one may hold.
-    * moestro sim --replay record.jsonl --policy lmetric says what would have changed for a server's requests.
+    * moestro sim examples/three_routers.toml runs a file; the files in `examples/` explain their settings.
+    * moestro sim --replay record.jsonl --policy lmetric shows what changes for a server's recorded requests.
 
     Parameters
     ----------
@@ -34,10 +34,10 @@ def sim(
     replay
         A record that `moestro serve --record` wrote.
     policy
-        Routing policies under which it is replayed.
+        Routing policies under which the record is replayed.
     cost
-        What its steps take: GPU/NETWORK (h20/qwen3-30b-a3b), qllm/NETWORK (QLLM's engine), or a table of
-        `moestro calibrate`; unset: what the record says.
+        Cost of the engines' steps: GPU/NETWORK (h20/qwen3-30b-a3b), qllm/NETWORK (QLLM's engine), or a table of
+        `moestro calibrate`; unset: the cost of the record's device.
     json
         Write all figures to this file.
     plot
@@ -53,7 +53,7 @@ def sim(
     if scenario is not None:
         report, runs = run_scenario(scenario)
     else:
-        assert replay is not None, "one of them is given"
+        assert replay is not None, "exactly one of them is given"
         report, runs = replay_record(replay, policy, cost)
     if json is not None:
         write_json(json, report)
