@@ -1,9 +1,10 @@
-"""What one long sequence costs the decode step of many short ones on a CPU: each alone, and both in one step.
+"""Measures what one long sequence adds to a CPU decode step of many short ones: each part alone, and both in one step.
 
     OMP_NUM_THREADS=1 python bench/micro/decode_mix.py --json bench/results/micro/decode_mix_cpu.json
 
-The demo model in float32: 63 sequences of 32 tokens, one of 2,000, all 64 together. Every round measures all three, so
-that a drift of the machine falls on all; the ratio to the sum of the two parts is taken round by round.
+The demo model in float32 decodes 63 sequences of 32 tokens, one of 2,000 tokens, and all 64 together. Every round
+measures all three, so that drift of the machine affects them equally. The ratio to the sum of the two parts is taken in
+each round.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ STEPS, ROUNDS, BLOCK_SIZE, NUM_BLOCKS = 7, 5, 16, 512
 
 
 def decode(lengths: list[int]) -> Forward:
-    """One token of each sequence. What its KV cache holds does not matter to the time, so no prompt is computed."""
+    """Make a decode step of one token for each sequence. No prompt is computed: KV values do not affect the time."""
     num_units, start = len(lengths), np.array(lengths, np.int32) - 1
     blocks_of = -(-np.array(lengths) // BLOCK_SIZE)
     tables = np.zeros((num_units, blocks_of.max()), np.int32)
@@ -57,7 +58,7 @@ def decode(lengths: list[int]) -> Forward:
 
 
 def step_ms(device: TorchDevice, item: Forward) -> float:
-    """Median of STEPS steps, after one that is not counted."""
+    """Measure the median of STEPS steps after one warm-up step."""
     times = []
     for _ in range(STEPS + 1):
         started = time.perf_counter()

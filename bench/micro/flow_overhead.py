@@ -1,11 +1,11 @@
-"""What the flow core costs: its own microseconds an item, and a whole decode step in stages against one forward pass.
+"""Measures the overhead of the flow core, for each item and for a decode step in stages against one forward pass.
 
     OMP_NUM_THREADS=1 python bench/micro/flow_overhead.py --json bench/results/micro/flow_overhead.json
 
-The first part runs plans of one-token units over a device that computes nothing: the time of an item is all the core's,
-the policy's and the executor's. Budgets (docs/architecture.md): 250 microseconds for an attention and 100 for an
-expert item, at 256 tokens. The second part decodes with the demo model, fused and in stages, in turn, with nobody to
-preempt: the ratio is taken round by round.
+The first part runs plans of one-token units on a device that computes nothing. The time of an item is then that of the
+core, the policy and the executor. Budgets (docs/architecture.md) at 256 tokens: 250 microseconds for an attention and
+100 for an expert item. The second part decodes with the demo model, fused and in stages in turn, without any
+preemption. The ratio is taken in each round.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOKENS, REPEATS, STEPS, UNITS, ROUNDS, BLOCK_SIZE = (64, 256, 1024), 9, 5, (1, 8
 
 
 class NullDevice:
-    """Answers at once: gates that were drawn before, and nothing else."""
+    """A device that answers at once with gate outputs drawn in advance."""
 
     works_when_polled = True
     shape = SHAPE
@@ -52,12 +52,12 @@ class NullDevice:
         self.kinds = {Attention: 0, Experts: 0, Sample: 0}
 
     def launch(self, item, now_ns: int) -> None:
-        """See `StagedDevice`, as the rest."""
+        """Implement `StagedDevice.launch`."""
         self.item = item
         self.kinds[type(item)] += 1
 
     def poll(self, now_ns: int) -> list:
-        """The answer of the item launched last."""
+        """Return the answer of the item launched last."""
         match self.item:
             case Attention(layer):
                 return [AttentionDone(self.gates[layer])]
@@ -67,28 +67,28 @@ class NullDevice:
                 return [StepResult(units.slot, np.zeros(len(units), np.int32))]
 
     def withdraw(self, now_ns: int) -> None:
-        """Everything has begun."""
+        """Withdraw nothing, because every item has started."""
 
     def ready_at_ns(self) -> None:
-        """It is ready when it is polled."""
+        """Return None: an item is ready when it is polled."""
 
 
 def one_by_one(view: QueueTable, now_ns: int) -> Run:
-    """In order, each expert an item of its own: what an expert worker does."""
+    """Run layers in order, each expert as an item of its own, as an expert worker does."""
     layer = int(np.flatnonzero(view.runnable.any(axis=(0, 2)))[0])
     groups = np.flatnonzero(view.runnable[:, layer].any(axis=0))
     return Run(layer, int(groups[-1]), 2**31 - 1, (LS, BE))
 
 
 def whole_layers(view: QueueTable, now_ns: int) -> Run:
-    """In order, all experts of a layer one item."""
+    """Run layers in order, all experts of a layer as one item."""
     layer = int(np.flatnonzero(view.runnable.any(axis=(0, 2)))[0])
     group = ATTENTION if view.n[:, layer, ATTENTION].any() else EVERY_EXPERT
     return Run(layer, group, 2**31 - 1, (LS, BE))
 
 
 def items_us(num_tokens: int, policy) -> float:
-    """Mean microseconds of an item, over STEPS plans."""
+    """Measure the mean microseconds of an item over STEPS plans."""
     device = NullDevice(num_tokens)
     executor = FlowExecutor(device, policy)
     units = decode([32] * num_tokens).units

@@ -1,8 +1,8 @@
-"""What packed weights save in a decode step on a CPU: the same network unpacked and packed, steps in turn.
+"""Measures what packed weights save in a CPU decode step: the same network unpacked and packed, in turn.
 
     python bench/micro/packing.py --work /tmp/bench --json bench/results/micro/packing_cpu.json
 
-Models as in `bench/serving/engine.py`, bfloat16, contexts of about 128 tokens; set OMP_NUM_THREADS.
+The models are those of `bench/serving/engine.py` in bfloat16, with contexts of about 128 tokens. Set OMP_NUM_THREADS.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def make_rank(directory: Path, *, packed: bool) -> Rank:
 
 
 def decode_ms(rank: Rank, num_sequences: int) -> float:
-    """Median of STEPS decode steps with `num_sequences` running; their prompts are computed before."""
+    """Measure the median of STEPS decode steps with `num_sequences` running, after their prompts are computed."""
     tokens = np.random.default_rng(0).integers(3, 4096, (num_sequences, CONTEXT)).astype(np.int32)
     for i, prompt in enumerate(tokens):
         sampling = SamplingParams(max_tokens=STEPS + 2, temperature=0)

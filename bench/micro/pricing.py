@@ -1,8 +1,8 @@
-"""What it costs to price: microseconds of one step, of 100 decode rounds at once, and of a whole item of the device.
+"""Measures the cost model's own time: one step, 100 decode steps at once, and a whole item of the priced device.
 
     python bench/micro/pricing.py [--json bench/results/micro/pricing.json]
 
-Beside the 100 rounds at once: the same rounds priced one by one, which give the same figures.
+The 100 decode steps are also priced one by one, which gives the same figures.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CALLS, REPEATS, SEQUENCES, ROUNDS, RANKS = 2000, 7, 64, 100, 8
 
 
 def median_us(call: Callable[[], object]) -> dict[str, float]:
-    """Median, least and most of REPEATS means over CALLS calls."""
+    """Measure median, minimum and maximum of REPEATS means over CALLS calls, microseconds."""
     means = []
     for _ in range(REPEATS):
         started = time.perf_counter_ns()
@@ -68,7 +68,7 @@ def decode_item(start: np.ndarray) -> Forward:
 
 
 def device_item() -> Callable[[], object]:
-    """Launch, and take the result."""
+    """Make a call that launches an item and takes its result."""
     device = PricedDevice(roofline("qwen3-30b-a3b"), 16)
     for serial in range(SEQUENCES):
         device.expect(serial, Script(10**9))

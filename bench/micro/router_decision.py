@@ -1,16 +1,16 @@
-"""What one routing decision costs: microseconds, with 128-block prompts, before 16, 256 and 4,096 engines.
+"""Measures one routing decision, in microseconds, with 128-block prompts and 16, 256 and 4,096 engines.
 
     python bench/micro/router_decision.py [--engines 16] [--json bench/results/micro/router_decision.json]
 
-Budgets (docs/architecture.md): 50 at 16 engines, 100 at 4,096. A decision is `Router.submit`: the look-up in the
-prefix index, the policy, and all books; what `first_token` and `ended` cost is beside it, and so is `submit` with an
-index that engines fill by KV events, and an event's cost a block. The bound beside the figures: one look-up in a
-dictionary for each block of the prompt, which an index that knows every block by itself cannot do without.
+Budgets (docs/architecture.md): 50 at 16 engines, 100 at 4,096. A decision is `Router.submit`: the look-up in the prefix
+index, the policy, and all updates of state. `first_token` and `ended` are listed separately. So are `submit` with an
+index that KV events fill, and the cost of an event for each block. The lower bound is one dictionary look-up for each
+block of the prompt, which any index of single blocks needs.
 
-Traffic: conversations. Eight system prompts of 16 blocks; a conversation has 20 to 90 blocks of its own behind one; a
-request brings the rest of its 128 blocks as new. Four requests are in flight on each engine, 8,192 in all at most;
-caches have 8,192 blocks.
-Each figure is the median over the requests of one run, of which there are REPEATS, policies taking turns.
+The traffic consists of conversations behind eight system prompts of 16 blocks. A conversation has 20 to 90 blocks of
+its own, and each request fills the rest of its 128 blocks with new ones. Four requests are in flight on each engine, at
+most 8,192 in all. Caches have 8,192 blocks. Each figure is the median over the requests of a run; there are REPEATS
+runs, in which the policies take turns.
 
 --json merges: sizes that were not run keep their rows.
 """
@@ -46,7 +46,7 @@ STEP_NS = 1_000_000
 
 
 def prompts(num_engines: int, seed: int) -> Iterator[bytes]:
-    """Packed hashes of one prompt after the other."""
+    """Yield the packed block hashes of one prompt after another."""
     rng = random.Random(seed)
     systems = [rng.randbytes(16 * HASH_BYTES) for _ in range(8)]
     sessions = [rng.choice(systems) + rng.randbytes(rng.randint(20, 90) * HASH_BYTES) for _ in range(8 * num_engines)]
@@ -70,7 +70,10 @@ class Traffic:
     """A router under load.
 
     Args:
-        events: engines say what they hold, block for block.
+        policy: routing policy.
+        num_engines: number of engines.
+        seed: random seed of the prompts.
+        events: whether engines publish KV events for every block.
     """
 
     def __init__(self, policy: str, num_engines: int, seed: int, *, events: bool = False) -> None:
@@ -78,7 +81,7 @@ class Traffic:
         self.prompts, self.rng = prompts(num_engines, seed), random.Random(seed)
         self.events, self.num_engines = events, num_engines
         self.live: list[str] = []
-        self.cached: list[list[bytes]] = [[] for _ in range(num_engines)]  # what was said, in order
+        self.cached: list[list[bytes]] = [[] for _ in range(num_engines)]  # published blocks, oldest first
         self.num_sent = 0
         self.spent: dict[str, list[int]] = {
             name: [] for name in ("submit", "first_token", "ended", "stored", "removed")
@@ -90,7 +93,7 @@ class Traffic:
                 self.router.kv_cleared(engine, 0)
 
     def send(self) -> None:
-        """One request in, and one that is over out."""
+        """Submit one request, and end one that is in flight."""
         self.num_sent += 1
         now_ns = self.num_sent * STEP_NS
         new = request(self.num_sent, next(self.prompts), now_ns)
@@ -112,7 +115,7 @@ class Traffic:
             spent["ended"].append(time.perf_counter_ns() - begin)
 
     def say(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        """The engine computes the prompt, and lets go of as many blocks, the oldest first."""
+        """Publish that the engine computes the prompt, and that it evicts as many blocks, oldest first."""
         begin = time.perf_counter_ns()
         self.router.kv_stored(engine, hashes, now_ns)
         self.spent["stored"].append((time.perf_counter_ns() - begin) // NUM_BLOCKS)
@@ -125,7 +128,7 @@ class Traffic:
             self.spent["removed"].append((time.perf_counter_ns() - begin) // NUM_BLOCKS)
 
     def run(self, num_requests: int) -> dict[str, float]:
-        """Median microseconds of each call."""
+        """Measure the median microseconds of each call."""
         for spent in self.spent.values():
             spent.clear()
         for _ in range(num_requests):
@@ -134,7 +137,7 @@ class Traffic:
 
 
 def dictionary_us(num_engines: int, seed: int) -> float:
-    """Median microseconds of one look-up a block of a prompt, in a dictionary of the blocks of as many prompts."""
+    """Measure the median microseconds of a dictionary look-up for each block of a prompt, over as many prompts."""
     source, holders = prompts(num_engines, seed), dict[bytes, int]()
     for _ in range(NUM_WARM):
         holders.update(dict.fromkeys(split_hashes(next(source)), 1))
@@ -153,7 +156,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def rows_of(num_engines: int) -> list[dict[str, object]]:
-    """One row for each policy, and one with events."""
+    """Measure one row for each policy, and one with events."""
     cases = [(policy, False) for policy in POLICIES] + [("lmetric", True)]
     times: dict[tuple[str, bool], list[dict[str, float]]] = {case: [] for case in cases}
     index_bytes = dict.fromkeys(cases, 0)

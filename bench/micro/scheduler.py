@@ -1,13 +1,13 @@
-"""What one step of the scheduler costs: schedule and update, microseconds, all sequences in decode.
+"""Measures one step of the scheduler, schedule and update, in microseconds, with all sequences in decode.
 
     python bench/micro/scheduler.py [--json bench/results/micro/scheduler.json]
 
-Budgets (docs/architecture.md): 25 at 12 running sequences, 60 at 64. Beside each figure: the same step done by a plain
-twin, one Python object per sequence, which decides nothing and only keeps the same books.
+Budgets (docs/architecture.md): 25 at 12 running sequences, 60 at 64. The same step is also measured with a plain twin
+that has one Python object for each sequence. The twin keeps the same state and decides nothing.
 
-Then `schedule` alone with a long waiting queue whose first does not fit, for each order: with a queue that stays as it
-is, and with one to which a request comes and from which another goes at every step, so that it is sorted each time. No
-budget names these; `fcfs` with nobody waiting is beside them.
+A second part measures `schedule` alone, for each order, with a long waiting queue whose first request does not fit. One
+queue stays as it is. In the other, a request arrives and another leaves at every step, so that each step sorts it. No
+budget covers these; `fcfs` with an empty queue stands beside them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def make_request(i: int) -> Request:
 
 
 def scheduler_step_us(num_sequences: int) -> tuple[float, float]:
-    """Mean microseconds of (schedule, update) over STEPS decode steps, block borders and hashes among them."""
+    """Measure the mean microseconds of (schedule, update) over STEPS decode steps, with block borders and hashes."""
     blocks = num_sequences * (-(-(PROMPT + STEPS + 200) // BLOCK_SIZE))
     scheduler = Scheduler(
         SchedulerSettings(
@@ -76,7 +76,7 @@ def scheduler_step_us(num_sequences: int) -> tuple[float, float]:
 
 
 class PlainSequence:
-    """The twin's books: attributes instead of columns."""
+    """A sequence of the twin, with attributes in place of columns."""
 
     def __init__(self, i: int) -> None:
         self.slot, self.num_computed, self.num_tokens, self.last = i, PROMPT, PROMPT + 1, PROMPT + STEPS + 100
@@ -84,7 +84,7 @@ class PlainSequence:
 
 
 def plain_step_us(num_sequences: int) -> float:
-    """The same decode step with a Python object per sequence, tensors of the plan included, no hashing, no eviction."""
+    """Measure the same decode step with one Python object for each sequence, without hashing and eviction."""
     sequences = [PlainSequence(i) for i in range(num_sequences)]
     started = time.perf_counter_ns()
     for _ in range(STEPS):
@@ -103,7 +103,7 @@ def plain_step_us(num_sequences: int) -> float:
 
 
 def full_scheduler(order: str, num_waiting: int) -> Scheduler:
-    """64 sequences decode in all of the pool but 16 blocks; `num_waiting` wait, the first of which never fits."""
+    """Make a scheduler with 64 decodes, 16 free blocks, and `num_waiting` requests, the first of which never fits."""
     per_sequence = (PROMPT + STEPS) // BLOCK_SIZE + 1
     scheduler = Scheduler(
         SchedulerSettings(
@@ -122,7 +122,7 @@ def full_scheduler(order: str, num_waiting: int) -> Scheduler:
     assert plan is not None
     assert len(scheduler.waiting) == 0
     scheduler.update(StepResult(plan.units.slot, np.ones(len(plan.units), np.int32)), 0)
-    for slot in scheduler.table.running.tolist():  # all that they will ever need, so that only 16 blocks stay free
+    for slot in scheduler.table.running.tolist():  # allocates every block they will need, so that only 16 stay free
         while len(scheduler.table.at(slot).blocks) < per_sequence:
             scheduler.table.add_block(slot, scheduler.pool.allocate())
     for i in range(64, 64 + num_waiting):
@@ -131,7 +131,7 @@ def full_scheduler(order: str, num_waiting: int) -> Scheduler:
 
 
 def long_queue_us(order: str, num_waiting: int, *, changes: bool) -> float:
-    """Mean microseconds of `schedule` over 200 decode steps, each 50 ms after the one before."""
+    """Measure the mean microseconds of `schedule` over 200 decode steps at intervals of 50 ms."""
     scheduler, spent, steps = full_scheduler(order, num_waiting), 0, 200
     for step in range(-10, steps):
         now_ns = (step + 10) * 50_000_000
@@ -149,7 +149,7 @@ def long_queue_us(order: str, num_waiting: int, *, changes: bool) -> float:
 
 
 def long_queue_rows() -> list[dict[str, object]]:
-    """One row for each order; 0 waiting for comparison."""
+    """Measure one row for each order, with an empty queue for comparison."""
     rows: list[dict[str, object]] = []
     for order, num_waiting in (("fcfs", 0), *((order, 1000) for order in ORDER_POLICIES.names())):
         row: dict[str, object] = {"running": 64, "waiting": num_waiting, "order": order}

@@ -1,10 +1,10 @@
-"""Do clients that leave at random moments leave anything behind?
+"""Checks that clients that disconnect at random moments leave no state in the server.
 
     # Starts `moestro serve`
     python bench/robustness/disconnects.py [--clients 1000] [--json bench/results/robustness/disconnects.json]
 
-Each client leaves at a moment of its own: in the middle of its headers or its body, while its prompt is prepared, while
-it waits, between two tokens, or just after the end. Afterwards no request may run or wait, and no KV block be held.
+Each client disconnects at a random moment: within its headers or body, while its prompt is prepared, while it waits,
+between two tokens, or just after the end. Afterwards no request may run or wait, and no KV block may be held.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def request(rng: random.Random) -> bytes:
 
 
 async def leave_early(host: str, port: int, rng: random.Random) -> str:
-    """Ask, stay for a while, leave; returns how far it came."""
+    """Send a request, wait, disconnect, and return how far the exchange came."""
     data = request(rng)
     num_sent = rng.choice([10, len(data) // 2, len(data) - 1, *[len(data)] * 7])
     patience_s = rng.choice([0.0, 0.001, 0.01, 0.1, 0.5, 2.0])

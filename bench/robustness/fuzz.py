@@ -1,11 +1,11 @@
-"""Random requests, valid and broken, against a server: no 500, nothing hangs, and nothing is left running at the end.
+"""Sends random requests, valid and broken, to a server. No answer may be a 500, no request may hang or stay running.
 
     python bench/robustness/fuzz.py [--requests 10000] [--route] [--json bench/results/robustness/fuzz.json]
 
-Starts `moestro serve` itself; with `--route` the requests go through `moestro route` in front of it.
-Every request is a function of (seed, number): fields drawn from values that are right, at the edge, of a wrong type or
-out of range, some left out, some invented; some bodies are then cut, flipped, not JSON at all or of very many elements;
-some clients hang up. One request in ten is no HTTP, or at its edge, and some of these come behind a good one.
+The script starts `moestro serve`; with `--route` the requests pass through `moestro route`. Every request is a function
+of (seed, number). Its fields have values that are valid, at a limit, of a wrong type or out of range. Some fields are
+missing, and some are unknown. Some bodies are then cut, altered, not JSON at all, or very long. Some clients disconnect
+early. One request in ten is broken or borderline HTTP, sometimes behind a valid request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shared.results import make_parser, save
 from shared.server import MOESTRO, Server, moestro, started
 
 PORT, ROUTER_PORT, ADMIN_PORT, USERS = 8191, 8192, 8193, 16
-ANSWER_S = 60  # in which every answer comes
+ANSWER_S = 60  # seconds in which every answer must arrive
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 JUNK = [None, True, False, -1, 0, 1, 1.5, 2**31, 2**63, -(2**70), "", "x", "\ud7ff", [], {}, [[]], [None], {"a": 1}]
 GOOD: dict[str, list[object]] = {
@@ -91,12 +91,12 @@ FIELDS = {
     "/tokenize": TokenizeFields,
     "/detokenize": DetokenizeFields,
 }
-for path, fields in FIELDS.items():  # a field that the API gains is fuzzed, or this ends here
+for path, fields in FIELDS.items():  # fails for an API field that has no values here, so that each one is fuzzed
     assert set(fields.__struct_fields__) <= GOOD.keys() | ONLY[path].keys(), path
 
 
 def make_request(seed: int, number: int) -> tuple[str, bytes, bool]:
-    """(path, body, whether the client hangs up early)."""
+    """Make a request: its path, its body, and whether the client disconnects early."""
     rng = random.Random(f"{seed}-{number}")
     path = rng.choices(list(ONLY), [6, 5, 1, 1])[0]
     needed = next(iter(ONLY[path]))
@@ -135,7 +135,7 @@ def spoil(body: bytes, rng: random.Random) -> bytes:
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 BODY = b'{"prompt": "def f(", "max_tokens": 2}'
 GOOD_REQUEST = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
-# Whole requests of which none can be answered well; the connection ends after each.
+# Whole requests that no server can serve; the server closes the connection after each.
 EDGES = (
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
@@ -155,7 +155,7 @@ EDGES = (
 
 
 async def edge(seed: int, number: int, port: int) -> str:
-    """Send what no server can answer well, some of it behind a good request; the answers' statuses."""
+    """Send a request that no server can serve, sometimes behind a valid one, and return the statuses."""
     rng = random.Random(f"{seed}-{number}-edge")
     data, is_second = rng.choice(EDGES), rng.random() < 0.5
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

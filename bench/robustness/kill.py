@@ -1,20 +1,20 @@
-"""What becomes of requests when an engine is killed under load, when the server is told to stop, and when told twice.
+"""Checks the requests of a server under load when an engine is killed, and after one and two SIGTERMs to the server.
 
     # Starts `moestro serve --engines 2` itself
     python bench/robustness/kill.py [--rounds 5] [--json bench/results/robustness/kill.json]
 
-Open Poisson loads, half of them streams. SIGKILL of an engine, in three ways of serving:
+The loads are open Poisson loads, half of them streams. An engine gets SIGKILL in three configurations:
 
-* float32: every answer, stream or not, is one that is given when nothing happens, to the character.
-* bfloat16: streams that had begun on the dead engine end with an error event; all others are answered whole.
-* bfloat16 with --resume-streams: every answer is whole; what follows the kill may differ.
+* float32: every answer, stream or not, equals one of an undisturbed server to the character.
+* bfloat16: streams that had begun on the dead engine end with an error event; all other answers are complete.
+* bfloat16 with --resume-streams: every answer is complete; the text after the kill may differ.
 
-How long the streams that went on stood still is printed too. Answers are compared with those of the same requests
-alone and under a load in which nothing happens: even in float32 a token depends on the size of the batch where two
-candidates are within about 1e-5 of each other, and then there are two answers.
+The script also prints the pause of the streams that continued. Answers are compared with those of the same requests
+alone and under an undisturbed load. Both are needed, because even in float32 a token depends on the batch size where
+two candidates are within about 1e-5 of each other.
 
-SIGTERM: whatever was accepted is answered, later requests are refused. A second SIGTERM: the server is gone at once,
-and no process is left.
+After SIGTERM the server answers every accepted request and refuses later ones. After a second SIGTERM it ends at once,
+and leaves no process behind.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ WAYS = {
 
 @dataclass
 class Answer:
-    """What came back for one request: how it ended, its text, its tokens by the server's count, when chunks came."""
+    """The answer to one request: its end, its text, its tokens by the server's count, and the times of its chunks."""
 
     end: str = "LOST: a stream that ends without an end"
     text: str = ""
@@ -89,7 +89,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], *,
 
 
 async def read(response: aiohttp.ClientResponse, answer: Answer) -> None:
-    """Collect a stream."""
+    """Read a stream to its end."""
     async for line in response.content:
         if line.startswith(b'data: {"error"'):
             had_begun = bool(answer.chunk_times)
@@ -103,13 +103,18 @@ async def read(response: aiohttp.ClientResponse, answer: Answer) -> None:
 
 
 def take(answer: Answer, said: dict[str, Any]) -> None:
-    """Add a chunk, or a whole answer."""
+    """Add a chunk or a whole answer to `answer`."""
     answer.text += "".join(choice["text"] for choice in said["choices"])
     answer.num_tokens = (said.get("usage") or {}).get("completion_tokens", answer.num_tokens)
 
 
 def judge(answer: Answer, expected: set[str] | None) -> str:
-    """How a request ended, in words that are counted. `expected`: its undisturbed texts; None: it may differ."""
+    """Name the end of a request, for counts.
+
+    Args:
+        answer: answer to judge.
+        expected: undisturbed texts of the request. None means that the text may differ.
+    """
     if answer.end != "answered whole":
         return answer.end
     if answer.num_tokens != TOKENS:
@@ -125,7 +130,7 @@ def session() -> aiohttp.ClientSession:
 
 
 async def undisturbed(url: str, seed: int) -> list[set[str]]:
-    """The texts of each body when nothing happens, alone and under the load of `seed`."""
+    """Return the undisturbed texts of each body, alone and under the load of `seed`."""
     async with session() as client:
         texts = [{(await ask(client, url, body, stream=False)).text} for body in BODIES]
     for which, answer in await load(url, seed):
@@ -134,7 +139,7 @@ async def undisturbed(url: str, seed: int) -> list[set[str]]:
 
 
 async def load(url: str, seed: int) -> list[tuple[int, Answer]]:
-    """The answers to one load, each with the number of its body."""
+    """Send one load, and return its answers, each with the number of its body."""
     rng, asked = random.Random(seed), []
     async with session() as client:
         deadline = time.monotonic() + SECONDS
@@ -149,7 +154,11 @@ async def load(url: str, seed: int) -> list[tuple[int, Answer]]:
 async def disturbed(
     server: Server, seed: int, disturb: Callable[[], None]
 ) -> tuple[list[tuple[int, Answer]], float, float]:
-    """One load, in whose middle `disturb` runs in a thread; the answers, when that began, and the seconds it took."""
+    """Send one load, and run `disturb` in a thread in its middle.
+
+    Returns:
+        The answers, the start of `disturb`, and its duration in seconds.
+    """
 
     async def later() -> tuple[float, float]:
         await asyncio.sleep(SECONDS / 2)
@@ -166,7 +175,7 @@ def start(*flags: str) -> object:
 
 
 def kill_an_engine(seed: int, way: str) -> dict[str, object]:
-    """SIGKILL of one of the engines; how requests ended, and how long it took until there were as many as before."""
+    """Kill one engine under load; report the ends of requests and the time until the engine is replaced."""
     with start(*WAYS[way]) as server:
         victim = server.engines()[seed % ENGINES]
         texts = asyncio.run(undisturbed(server.url, seed))
@@ -181,7 +190,7 @@ def kill_an_engine(seed: int, way: str) -> dict[str, object]:
         num_resumed = int(sum(server.samples("moestro:streams_resumed_total")))
         num_moved = int(sum(server.samples("moestro:requests_moved_total")))
     ends = Counter(judge(answer, texts[which] if way == "float32" else None) for which, answer in answers)
-    # Of the streams that were open, those that went on elsewhere stood still for longest.
+    # The streams with the longest pause are those that continued on another engine.
     stalls = sorted((stall_s(answer, killed_at) for _, answer in answers), reverse=True)[:num_resumed]
     return {
         "ends": dict(ends),
@@ -194,13 +203,13 @@ def kill_an_engine(seed: int, way: str) -> dict[str, object]:
 
 
 def stall_s(answer: Answer, moment: float) -> float:
-    """The longest gap between two chunks of which the second came after `moment`; 0 without such."""
+    """Return the longest gap between two chunks of which the second arrived after `moment`, or 0."""
     gaps = zip(answer.chunk_times, answer.chunk_times[1:], strict=False)
     return max((after - before for before, after in gaps if after > moment), default=0.0)
 
 
 def stop(seed: int, *, twice: bool) -> dict[str, object]:
-    """SIGTERM in mid-load, and a second one at once; how requests ended, and how long the processes stayed."""
+    """Send SIGTERM under load, once or twice; report the ends of requests and the time until all processes end."""
     with start() as server:
         front = psutil.Process(server.process.pid)
         family = [front, *front.children(recursive=True)]
@@ -219,7 +228,7 @@ def stop(seed: int, *, twice: bool) -> dict[str, object]:
 
 
 def broken_promises(result: dict[str, Any]) -> list[str]:
-    """Ends that should not be."""
+    """Return the ends that break a promise of the server."""
     never = ("LOST", "DIFFERS", "refused", "not connected", "cut off")
     found = []
     for way in WAYS:

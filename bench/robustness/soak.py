@@ -1,12 +1,13 @@
-"""Half an hour of kills, stops and bad input: does anything leak, hang, differ or fail without a reason?
+"""Runs servers for half an hour under kills, stops and bad input, and checks for leaks, hangs and unexplained failures.
 
     # And a picture beside it, soak.png
     python bench/robustness/soak.py [--minutes 30] [--json bench/results/robustness/soak.json]
 
-Starts two `moestro serve` with the demo model in float32 (A: two engines, its record on a full disk; B: preemptive) and
-`moestro route` before them. Honest clients compare each answer with that of a calm server. Bad clients send broken
-bodies, broken HTTP, and leave. Faults come at random moments: SIGKILL and SIGSTOP of engines, SIGSTOP of the API server
-and of the router, SIGTERM and SIGKILL of B. Every end that no fault accounts for is printed and counted.
+The script starts two `moestro serve` with the demo model in float32 and `moestro route` in front of them. Server A has
+two engines, and its record is on a full disk; server B is preemptive. Honest clients compare each answer with that of
+an undisturbed server. Bad clients send broken bodies and broken HTTP, and disconnect. Faults happen at random moments:
+SIGKILL and SIGSTOP of engines, SIGSTOP of the API server and of the router, SIGTERM and SIGKILL of B. Every end of a
+request that no fault explains is printed and counted.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from shared.server import MOESTRO, Server, engines_of
 ROUTER, A, B, ADMIN = 8300, 8301, 8302, 8303
 ENGINE_TIMEOUT_S = 4.0
 SAMPLE_S = 10.0
-# For how long after a fault its traces may be seen: a request waits 60 s for an engine, a restart is put off for 60 s.
+# Time for which a fault can still affect requests: a request waits 60 s for an engine, a restart may wait 60 s too.
 AFTERMATH_S = 150.0
 
 
@@ -63,7 +64,7 @@ class Process:
         return engines_of(self.family)
 
     def end(self, number: int) -> int:
-        """Send a signal and wait; every process of it must be gone. Returns the status."""
+        """Send a signal and wait until every process of the server has ended. Return the exit status."""
         family = [self.family, *self.family.children(recursive=True)]
         self._process.send_signal(number)
         status = self._process.wait(60)
@@ -74,10 +75,10 @@ class Process:
 
 @dataclass(slots=True)
 class Faults:
-    """Does harm at random moments, and remembers when, for excuses.
+    """Injects faults at random moments, and records them to explain failures.
 
     Attributes:
-        done: (time, kind, name of the server that it hit).
+        done: (time, kind, name of the affected server).
     """
 
     servers: dict[str, Process]
@@ -97,7 +98,7 @@ class Faults:
             await asyncio.to_thread(self.rng.choice(harms))
 
     def explain(self, end: End) -> bool:
-        """Whether a fault since the request began, or shortly before, accounts for its end."""
+        """Whether a fault during the request or shortly before it explains its end."""
         recent = [(kind, name) for at, kind, name in self.done if at > end.began - AFTERMATH_S]
         hit = [kind for kind, name in recent if end.target in (name, "router")]
         if end.how == "refused 503" or (end.how in ("error event", "cut off") and not end.resumes):
@@ -196,7 +197,7 @@ async def expected_answers() -> dict[int, dict[int, str]]:
 
 
 async def sample(servers: dict[str, Process], samples: list[dict[str, object]], stop: asyncio.Event) -> None:
-    """Memory, files and threads of the servers, until `stop`."""
+    """Sample the memory, files and threads of the servers until `stop`."""
     began = time.monotonic()
     while not stop.is_set():
         now = time.monotonic()
@@ -229,13 +230,13 @@ async def soak(servers: dict[str, Process], seconds: float, seed: int) -> tuple[
 
 
 def settle(servers: dict[str, Process], samples: list[dict]) -> dict[str, object]:
-    """Everything idle, then a last look at what the long-lived processes hold, then the end."""
+    """Wait until the servers are idle, take a last sample of the long-lived processes, and stop all."""
     for port in (A, B):
         Server(None, f"http://127.0.0.1:{port}", KEY).wait_until_idle(90)
     time.sleep(5)
     last = {name: [servers[name].family.num_fds(), servers[name].family.num_threads()] for name in servers}
     growth = {}
-    for name in ("A", "router"):  # B was started again and again
+    for name in ("A", "router"):  # B was restarted many times
         memory = [row[name][0] for row in samples if name in row]
         third = len(memory) // 3
         growth[name] = {"mb_after_a_third": memory[third], "mb_at_the_end": memory[-1], "mb_most": max(memory)}
@@ -245,7 +246,7 @@ def settle(servers: dict[str, Process], samples: list[dict]) -> dict[str, object
 
 
 def log_lines(servers: dict[str, Process]) -> dict[str, int]:
-    """Warnings and errors of all logs, with numbers left out, by how often each came."""
+    """Count the warnings and errors of all logs, with numbers left out."""
     found: Counter[str] = Counter()
     for name, server in servers.items():
         for line in server.log.read_text(errors="replace").splitlines():

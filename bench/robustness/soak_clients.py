@@ -1,4 +1,4 @@
-"""The clients of `soak.py`: honest ones, whose answers are compared with those of a calm server, and bad ones."""
+"""The clients of `soak.py`: honest ones, whose answers are compared with an undisturbed server's, and bad ones."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _EXPLAINING = {503, 429}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request, and what is promised of it when its engine dies.
+    """One request, and the promise for it when its engine dies.
 
     Attributes:
-        name: its kind, for the report.
-        resumes: whether its answer must be whole and the same whatever happens to one engine.
+        name: kind of the request, for the report.
+        resumes: whether its answer must be complete and unchanged after the loss of one engine.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every kind of request, with fixed seeds."""
+    """Yield every kind of request, with fixed seeds."""
     for number, prompt in enumerate(_PROMPTS):
         base = {"prompt": prompt, "max_tokens": 48, "ignore_eos": True, "temperature": 0}
         sampled = {**base, "temperature": 0.8, "seed": number, "presence_penalty": 0.3}
@@ -64,11 +64,11 @@ def cases() -> Iterator[Case]:
 
 @dataclass(slots=True)
 class Answer:
-    """How a request ended.
+    """The end of a request.
 
     Attributes:
         end: "answered", "refused 503", "error event", "cut off", "not connected" or "HANGS".
-        text: of each choice, with its finish reason.
+        text: text of each choice, with its finish reason.
     """
 
     end: str
@@ -125,10 +125,10 @@ class End:
     """The end of a request that was not answered, to be compared with the faults.
 
     Attributes:
-        target: the server that it was sent to.
-        how: as in `Answer`.
-        began: when it was sent, by time.monotonic().
-        resumes: as in `Case`.
+        target: server that received the request.
+        how: end, as in `Answer`.
+        began: time.monotonic() at which the request was sent.
+        resumes: promise, as in `Case`.
     """
 
     target: str
@@ -142,8 +142,8 @@ class Findings:
     """Ends of all requests, and those that no fault explains.
 
     Attributes:
-        ends: of honest requests, by kind and end.
-        unexplained: honest requests whose end no fault accounts for, and bad ones that were answered wrongly.
+        ends: ends of honest requests, by kind and end.
+        unexplained: honest requests whose end no fault explains, and bad ones that were answered wrongly.
     """
 
     ends: Counter[str] = field(default_factory=Counter)
@@ -151,7 +151,7 @@ class Findings:
     unexplained: list[dict[str, object]] = field(default_factory=list)
 
     def blame(self, **what: object) -> None:
-        """Note something that should not have been."""
+        """Record an unexplained event."""
         self.unexplained.append({"at": time.strftime("%H:%M:%S"), **what})
         print("UNEXPLAINED", json.dumps(self.unexplained[-1]), flush=True)
 
@@ -161,9 +161,9 @@ class Clients:
     """Runs clients until `stop` is set.
 
     Attributes:
-        targets: where requests go: name -> URL.
-        expected: what a calm server answered, by case.
-        is_explained: whether a fault accounts for an end.
+        targets: URL of each server, by name.
+        expected: answers of an undisturbed server, by case.
+        is_explained: whether a fault explains an end.
     """
 
     targets: dict[str, str]
@@ -173,7 +173,7 @@ class Clients:
     stop: asyncio.Event
 
     async def honest(self, seed: int) -> None:
-        """One user who asks, checks, and asks again."""
+        """Run one user who sends a request, checks its answer, and repeats."""
         rng, all_cases = random.Random(f"honest-{seed}"), list(cases())
         timeout = aiohttp.ClientTimeout(total=HANGS_S)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(force_close=True)) as session:
@@ -194,7 +194,7 @@ class Clients:
             self.findings.blame(**where, end=answer.end, detail=answer.detail)
 
     async def broken_bodies(self, seed: int) -> None:
-        """One client that sends what `fuzz.py` sends."""
+        """Run one client that sends the requests of `fuzz.py`."""
         rng, number = random.Random(f"fuzz-{seed}"), 0
         timeout = aiohttp.ClientTimeout(total=HANGS_S)
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
@@ -221,7 +221,7 @@ class Clients:
             self.findings.blame(kind=kind, target=target, end=end, sent=repr(sent[:200]))
 
     async def leavers(self, seed: int) -> None:
-        """One client that leaves at any moment."""
+        """Run one client that disconnects at random moments."""
         rng = random.Random(f"leave-{seed}")
         while not self.stop.is_set():
             place = urlsplit(rng.choice(list(self.targets.values())))
@@ -230,7 +230,7 @@ class Clients:
             await asyncio.sleep(0.1)
 
     async def garbage(self, seed: int) -> None:
-        """One client that breaks HTTP itself."""
+        """Run one client that sends broken HTTP."""
         rng = random.Random(f"garbage-{seed}")
         while not self.stop.is_set():
             target, (kind, data) = rng.choice(list(self.targets)), rng.choice(list(GARBAGE.items()))
@@ -241,7 +241,7 @@ class Clients:
 
 
 async def _send_raw(url: str, data: bytes) -> str:
-    """Send bytes, read one status; "closed" if the connection ends without one."""
+    """Send bytes and return the first status, or "closed" if the connection ends without one."""
     place = urlsplit(url)
     try:
         async with asyncio.timeout(HANGS_S):

@@ -1,4 +1,4 @@
-"""The picture of a soak: memory and open files of each server over time, and the moments of the faults."""
+"""The picture of a soak: memory and open files of each server over time, and the times of the faults."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ _COLOURS = {"SIGKILL": "tab:red", "SIGSTOP": "tab:orange", "SIGTERM": "tab:purpl
 
 
 def draw_soak(samples: Sequence[dict], faults: Sequence[tuple[float, str]], path: Path) -> None:
-    """Write a PNG.
+    """Write the picture as a PNG file.
 
     Args:
         samples: rows of {"s": seconds, server: [MB, files, threads]}.
-        faults: (seconds, kind).
+        faults: (seconds, kind) of each fault.
+        path: the PNG file.
     """
     figure = Figure(figsize=(10, 6), layout="constrained")
     memory, files = figure.subplots(2, 1, sharex=True)
