@@ -1,13 +1,12 @@
-"""What a router costs: CPU for each request, and the latency that it adds, before the same two responders.
+"""Measures the cost of a router: CPU for each request and added latency, in front of the same two responders.
 
     python bench/routing/router_overhead.py --peers DIR --rounds 3 --json bench/results/routing/router_overhead.json
 
-DIR is a virtual environment in which any of `sglang-router`, `smg` and `vllm-router` is installed; those found are
-measured beside `moestro route`. Every round measures every router in every case, one after the other, so that what the
-machine does besides falls on all of them alike; "bytes passed on" is a proxy in Python that looks at nothing. CPU is
-that of the router's process and its threads (user and system, from the scheduler's own nanoseconds) over the requests
-answered; latency is compared with the same load sent straight to the responders. With --append the rounds are added to
-those in the file.
+DIR is a virtual environment that holds any of `sglang-router`, `smg` and `vllm-router`; those found are measured beside
+`moestro route`. Every round measures every router in every case, one after another, so that drift of the machine
+affects all alike. "bytes passed on" is a Python proxy that inspects nothing. CPU is the user and system time of the
+router's process and threads, in nanoseconds of the kernel's scheduler, over the answered requests. Latency is compared
+with the same load sent straight to the responders. With --append the rounds are added to those in the file.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def peer(program: list[str], *flags: str):
 
 
 def routers(peers: Path | None, policies: list[str], tokenizer: Path | None) -> dict:
-    """Name -> what makes its command line."""
+    """Return the maker of each router's command line, by name."""
     found = {"bytes passed on": lambda port, workers: [sys.executable, str(PARTS), "pass", str(port), workers[0]]}
     found |= {f"moestro route, {policy}": ours(policy) for policy in policies}
     if tokenizer is not None:
@@ -129,7 +128,7 @@ def wait_until_ready(url: str, process: subprocess.Popen, log: Path) -> None:
 
 
 def cpu_ns(pid: int) -> int:
-    """User and system time of a process, its children and all their threads."""
+    """Return the user and system time of a process, its children and all their threads."""
     processes = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     total = 0
     for each in processes:
@@ -162,7 +161,7 @@ def measure(url: str, pid: int | None, case: dict, seconds: float) -> dict:
 
 
 def summary(rounds: list[dict]) -> dict:
-    """Median and range over the rounds, and what was added to the direct way."""
+    """Compute median and range over the rounds, and the latency added to the direct path."""
     table: dict = {}
     for case in CASES:
         for name in rounds[0][case]:

@@ -1,12 +1,11 @@
-"""The two ends between which routers are measured: a responder that costs next to nothing, and a load generator; and
-the least that a router in Python can cost.
+"""The two ends of router benches, a cheap responder and a load generator, and a minimal Python proxy as lower bound.
 
     python bench/routing/router_parts.py respond 9101 9102
     python bench/routing/router_parts.py pass 9100 http://127.0.0.1:9101
     python bench/routing/router_parts.py load http://127.0.0.1:9101 \\
         '{"size": 2400, "stream": false, "users": 8, "seconds": 1}'
 
-Both are raw asyncio protocols; `bench/routing/router_overhead.py` runs them.
+All are raw asyncio protocols; `bench/routing/router_overhead.py` runs them.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ import httptools
 import uvloop
 
 TOKENS, TOKEN_S = 8, 0.005
-PROMPTS = 8  # shared beginnings; every request has an end of its own
+PROMPTS = 8  # shared prefixes; every request has a suffix of its own
 WARM_UP_S = 0.3
 MODEL = "bench"
-_STREAM = re.compile(rb'"stream"\s*:\s*true')  # some routers write the body anew
+_STREAM = re.compile(rb'"stream"\s*:\s*true')  # some routers rewrite the body
 _WORDS = "the quick brown fox jumps over the lazy dog while seven wizards quietly mix a potion of "
 _WHOLE = json.dumps(
     {
@@ -54,7 +53,7 @@ _CARDS = json.dumps(
 
 
 class Responder(asyncio.Protocol):
-    """Answers completions with constants, streams in real time; knows the paths that routers ask of an engine."""
+    """A server that answers completions with constants, and the paths that routers query on an engine."""
 
     def connection_made(self, transport):
         self.transport = transport
@@ -103,7 +102,7 @@ class Responder(asyncio.Protocol):
 
 
 class Passing(asyncio.Protocol):
-    """A client's connection, passed on byte for byte to a connection of its own: the floor under every router."""
+    """A client's connection, forwarded byte for byte to a connection of its own: the lower bound of every router."""
 
     def connection_made(self, transport):
         self.transport, self.engine, self.early = transport, None, []
@@ -126,7 +125,7 @@ class Passing(asyncio.Protocol):
 
 
 class PassingBack(asyncio.Protocol):
-    """The other half."""
+    """The connection to the responder, forwarded to the client."""
 
     def __init__(self, client):
         self.client = client
@@ -140,7 +139,7 @@ class PassingBack(asyncio.Protocol):
 
 
 class User(asyncio.Protocol):
-    """One connection in a closed loop."""
+    """One connection of a closed load."""
 
     def __init__(self, load):
         self.load = load
@@ -171,7 +170,7 @@ class User(asyncio.Protocol):
 
 
 class Load:
-    """Requests and their times."""
+    """Makes the requests of a load, and records their times."""
 
     def __init__(self, url, size, stream):
         self.address = urlsplit(url)
@@ -219,7 +218,7 @@ async def pass_on(port, url):
 
 
 async def load(url, size, stream, users, seconds):
-    """Say `begin` on a line when warm, wait for the measurement to end, and print what was measured."""
+    """Print `begin` when warm, wait for the end of the measurement, and print its figures."""
     run = Load(url, size, stream)
     loop = asyncio.get_running_loop()
     for _ in range(users):

@@ -1,14 +1,15 @@
-"""Two real vLLM servers behind `moestro route`: what following their KV events is worth, and what a kill costs.
+"""Measures the value of KV events and the cost of a kill, with two real vLLM servers behind `moestro route`.
 
     python bench/routing/vllm_pair.py --vllm /path/to/venv/bin/vllm [--rounds 5] \\
         [--json bench/results/routing/vllm_pair.json]
 
-Conversations of four turns, several at a time; the KV cache of one server holds about half of them. One router a
-policy, all before the same two servers, takes its turn in every round, with the servers' caches emptied before each.
-The hit ratio is vLLM's own (prefix_cache_hits over prefix_cache_queries), TTFT is the client's; a round's conversations
-are the same for every policy. Beside them stands what the router foretold: predicted over found tokens.
+The load is conversations of four turns, several at a time; the KV cache of one server holds about half of them. Each
+policy has a router of its own in front of the same two servers. In every round the routers take turns, and the servers'
+caches are emptied before each turn. The conversations of a round are the same for every policy. The hit ratio is vLLM's
+own (prefix_cache_hits over prefix_cache_queries), and TTFT is the client's. The router's predictions are listed too, as
+predicted over found tokens.
 
-Then SIGKILL of one of the servers, all its processes, in mid-run: no request may fail that had not begun to answer.
+Then all processes of one server get SIGKILL in mid-run. No request may fail whose answer had not begun.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ FIGURES = {"hit_ratio": "hit ratio", "ttft_p50_ms": "TTFT p50, ms", "ttft_mean_m
 
 @dataclass(frozen=True)
 class Turn:
-    """How one request went."""
+    """The end of one request, and its times."""
 
     outcome: str
     ttft_s: float = 0.0
@@ -57,7 +58,7 @@ class Turn:
 
 
 def vllm(command: str, i: int, log: Path) -> contextlib.AbstractContextManager:
-    """Server `i`, with KV events and a small cache."""
+    """Start server `i`, with KV events and a small cache."""
     events = {
         "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{EVENTS_PORT + i}",
         "replay_endpoint": f"tcp://*:{REPLAY_PORT + i}",
@@ -76,7 +77,7 @@ def vllm(command: str, i: int, log: Path) -> contextlib.AbstractContextManager:
 
 
 def router(at: int, policy: str, log: Path) -> contextlib.AbstractContextManager:
-    """`moestro route` with one policy, before both servers."""
+    """Start `moestro route` with one policy, in front of both servers."""
     flags = [MOESTRO, "route", "--port", str(ROUTE_PORT + at), "--admin-port", str(ADMIN_PORT + at)]
     flags += ["--tokenizer", str(DEMO), "--block-size", str(BLOCK_SIZE), "--route-policy", policy]
     flags += ["--record", str(log / f"route_{policy}.jsonl")]
@@ -93,7 +94,7 @@ def read(url: str, body: bytes | None = None) -> str:
 
 
 def figures(url: str) -> dict[str, float]:
-    """`/metrics`, summed over labels."""
+    """Read `/metrics`, summed over labels."""
     totals: dict[str, float] = {}
     for name, value in re.findall(r"^([a-z_:]+)(?:\{.*\})? ([0-9.e+-]+)$", read(f"{url}/metrics"), re.MULTILINE):
         totals[name] = totals.get(name, 0.0) + float(value)
@@ -101,13 +102,13 @@ def figures(url: str) -> dict[str, float]:
 
 
 def prefix_figures() -> tuple[float, float]:
-    """Hits and queries of both servers since their start, in tokens."""
+    """Return the hits and queries of both servers since their start, in tokens."""
     both = [figures(f"http://127.0.0.1:{VLLM_PORT + i}") for i in range(2)]
     return tuple(sum(one[f"vllm:prefix_cache_{name}_total"] for one in both) for name in ("hits", "queries"))
 
 
 def empty_caches() -> None:
-    """In both servers; a request each, since vLLM tells of it with its next step only."""
+    """Empty the caches of both servers. A request follows each, because vLLM reports the change with its next step."""
     for i in range(2):
         url = f"http://127.0.0.1:{VLLM_PORT + i}"
         read(f"{url}/reset_prefix_cache", b"")
@@ -115,7 +116,7 @@ def empty_caches() -> None:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, messages: list[dict]) -> Turn:
-    """One request, streamed."""
+    """Send one request, and read its stream."""
     body = {
         "model": "m", "messages": messages, "max_tokens": NUM_ANSWER_TOKENS, "temperature": 0, "ignore_eos": True,
         "stream": True, "stream_options": {"include_usage": True},
@@ -140,7 +141,7 @@ async def ask(session: aiohttp.ClientSession, url: str, messages: list[dict]) ->
 
 
 async def conversations(url: str, seed: int) -> list[Turn]:
-    """All turns of a round's conversations."""
+    """Run all conversations of a round, and return their turns."""
     at_a_time = asyncio.Semaphore(NUM_AT_A_TIME)
 
     async def converse(number: int) -> list[Turn]:
@@ -160,7 +161,7 @@ async def conversations(url: str, seed: int) -> list[Turn]:
 
 
 def visit(url: str, seed: int) -> dict[str, float]:
-    """One policy's turn in a round."""
+    """Measure one policy in a round."""
     empty_caches()
     time.sleep(0.5)
     hits, queries = prefix_figures()
@@ -186,7 +187,7 @@ def visit(url: str, seed: int) -> dict[str, float]:
 
 
 def compare(urls: dict[str, str], rounds: int) -> dict:
-    """Every policy in every round, in another order each time."""
+    """Measure every policy in every round, in another order each time."""
     runs: dict[str, list[dict[str, float]]] = {policy: [] for policy in urls}
     for seed in range(rounds):
         order = list(urls)[seed % len(urls) :] + list(urls)[: seed % len(urls)]
@@ -211,7 +212,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def kill_one(url: str, victim: psutil.Process) -> dict:
-    """SIGKILL of a server in mid-run; how requests ended."""
+    """Kill a server in mid-run, and count the ends of the requests."""
     family = [victim, *victim.children(recursive=True)]
 
     async def disturbed() -> list[Turn]:
@@ -227,12 +228,12 @@ def kill_one(url: str, victim: psutil.Process) -> dict:
 
 @contextlib.contextmanager
 def running(command: str, log: Path) -> Iterator[tuple[list[Server], dict[str, str]]]:
-    """Both servers, started at once, and a router a policy."""
+    """Start both servers at once, and a router for each policy."""
     log.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(vllm(command, i, log)) for i in range(2)]
         urls = {policy: stack.enter_context(router(at, policy, log)).url for at, policy in enumerate(POLICIES)}
-        time.sleep(2.0)  # until all have subscribed
+        time.sleep(2.0)  # until all routers have subscribed
         yield servers, urls
 
 

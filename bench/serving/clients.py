@@ -1,10 +1,10 @@
-"""Real clients, each in an environment of its own, unmodified, against `moestro serve` with the demo model.
+"""Runs real clients, unmodified and each in an environment of its own, against `moestro serve` with the demo model.
 
     python bench/serving/clients.py --json bench/results/serving/clients.json \\
         [--litellm VENV/bin/python] [--lm-eval VENV/bin/lm_eval] [--aiperf VENV/bin/aiperf]
 
-Each environment needs its own package: litellm; lm-eval[api] and transformers; aiperf. The `openai` client runs in the
-test suite.
+The environments need these packages: litellm; lm-eval[api] and transformers; aiperf. The test suite runs the `openai`
+client.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def litellm(python: str, _work: Path) -> dict[str, object]:
 
 
 def lm_eval(command: str, work: Path) -> dict[str, object]:
-    """Multiple choice by log likelihood (echo, logprobs), and generation until a stop string."""
+    """Run lm-eval: multiple choice by log likelihood (echo, logprobs), and generation until a stop string."""
     data = work / "questions.jsonl"
     data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     for name, kind, target, rest in (

@@ -1,12 +1,13 @@
-"""Throughput, TTFT and TPOT of the engine beside its peers: the same prompts, one compute thread each, interleaved.
+"""Measures throughput, TTFT and TPOT of the engine and its peers: same prompts, one compute thread each, interleaved.
 
     python bench/serving/engine.py --work /tmp/bench --rounds 5 --json bench/results/serving/engine_cpu.json \\
         [--vllm /path/to/venv/bin/vllm] [--transformers /path/to/venv/bin/python]
 
-Two models: the demo model, and a random Qwen3-MoE of 640M parameters (hidden 1024, 12 layers, 32 experts top-4, expert
-width 512), made once in --work. Each system serves both in bfloat16; a closed load of 1, 8 and 32 users asks for exact
-lengths. `moestro` and vLLM are measured through HTTP by `moestro bench`, transformers' continuous batching in process.
-Every round visits every system, so that a drift of the machine falls on all; ratios are taken round by round.
+There are two models: the demo model, and a random Qwen3-MoE of 640M parameters (hidden 1024, 12 layers, 32 experts
+top-4, expert width 512), made once in --work. Each system serves both in bfloat16. A closed load of 1, 8 and 32 users
+asks for exact lengths. `moestro bench` measures `moestro` and vLLM through HTTP; transformers' continuous batching runs
+in process. Every round visits every system, so that drift of the machine affects all alike. Ratios are taken in each
+round.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ FIGURES = ("output_tokens_per_s", "ttft_ms", "tpot_ms")
 
 @dataclass(frozen=True)
 class Model:
-    """One network under test. `requests`: how many a run asks for, by users."""
+    """One network under test. `requests` is the number of requests of a run, by number of users."""
 
     name: str
     directory: Path
@@ -47,13 +48,13 @@ class Model:
 
 
 class HttpSystem:
-    """A server measured by `moestro bench`."""
+    """A server that `moestro bench` measures."""
 
     def __init__(self, url: str, work: Path) -> None:
         self.url, self.result = url, work / "run.json"
 
     def run(self, users: int, num_requests: int, seed: int) -> dict[str, float]:
-        """One closed load; means over its requests."""
+        """Run one closed load, and return means over its requests."""
         command = [
             *(MOESTRO, "bench", "--base-url", self.url),
             *("--max-concurrency", str(users), "--num-prompts", str(num_requests), "--seed", str(seed)),
@@ -73,13 +74,13 @@ class HttpSystem:
 
 
 class InProcessSystem:
-    """transformers' continuous batching, spoken to through pipes."""
+    """transformers' continuous batching in a process of its own, driven through pipes."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
 
     def run(self, users: int, num_requests: int, seed: int) -> dict[str, float]:
-        """One closed load; means over its requests."""
+        """Run one closed load, and return means over its requests."""
         load = {"concurrency": users, "num_requests": num_requests, "seed": seed}
         load |= {"input_len": INPUT_LEN, "output_len": OUTPUT_LEN}
         assert self.process.stdin
@@ -95,7 +96,7 @@ class InProcessSystem:
 
 @contextlib.contextmanager
 def systems(args: argparse.Namespace, model: Model) -> Iterator[dict[str, HttpSystem | InProcessSystem]]:
-    """All systems, each serving `model` with one compute thread."""
+    """Start all systems, each serving `model` with one compute thread."""
     with contextlib.ExitStack() as stack:
         found: dict[str, HttpSystem | InProcessSystem] = {}
         one = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -124,7 +125,7 @@ def systems(args: argparse.Namespace, model: Model) -> Iterator[dict[str, HttpSy
 
 
 def measure(args: argparse.Namespace, model: Model) -> list[dict[str, object]]:
-    """A row per users and system: median, min and max over rounds, and the ratio to `moestro` round by round."""
+    """Measure a row for each system and number of users: median, min and max, and the ratio to `moestro` by round."""
     rows: list[dict[str, object]] = []
     with systems(args, model) as found:
         for system in found.values():
@@ -133,7 +134,7 @@ def measure(args: argparse.Namespace, model: Model) -> list[dict[str, object]]:
             runs: dict[str, list[dict[str, float]]] = {name: [] for name in found}
             for number in track(range(args.rounds), description=f"{model.name}, {users} users"):
                 for name, system in found.items():
-                    # A seed of its own for each run: no prefix cache helps.
+                    # Each run has a seed of its own, so that no prefix cache helps.
                     runs[name].append(system.run(users, model.requests[users], seed=1000 * users + number))
             rows += [summary(model.name, users, name, runs) for name in found]
             for row in rows[-len(found) :]:

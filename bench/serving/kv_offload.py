@@ -1,12 +1,12 @@
-"""What host memory saves where KV is scarce: the same requests with KV for all, computed again, and copied back.
+"""Measures what host memory saves where KV blocks are scarce: KV for all requests, KV computed again, KV copied back.
 
     OMP_NUM_THREADS=1 python bench/serving/kv_offload.py --work /tmp/bench \\
         [--json bench/results/serving/kv_offload.json]
 
-Requests with short prompts of random tokens and long answers, greedy, all there at the start, on one engine in this
-process, whose KV cache has blocks for half of what they come to need (the bound beside it: for all). Nothing but
-processor time is counted, so other work on the machine changes little. Every round runs the three in turn, and answers
-are compared: with another batch some may differ in bfloat16, so the networks run in float32.
+The requests have short prompts of random tokens and long greedy answers, and all arrive at the start. One engine in
+this process serves them. Its KV cache has blocks for half of their need; the bound has blocks for all of it. Only
+processor time is counted, so that other work on the machine changes little. Every round runs the three cases in turn,
+and compares the answers. The networks run in float32, because in bfloat16 another batch may change an answer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_requests(num: int, num_prompt: int, num_output: int) -> list[Request]:
 
 
 def run(device: TorchDevice, bounds: SchedulerSettings, requests: list[Request]) -> dict[str, object]:
-    """All requests to their ends: CPU-seconds, what was preempted and copied, and the answers."""
+    """Serve all requests; return CPU-seconds, preemptions, copies, and the answers."""
     rank, answers = build_rank(bounds, device), {request.request_id: [] for request in requests}
     began = time.process_time()
     for request in requests:

@@ -1,4 +1,4 @@
-"""litellm, unmodified, against a server: chat (plain and streamed) and text completion. Prints one JSON line.
+"""Runs litellm, unmodified, against a server: chat (plain and streamed) and text completion. Prints one JSON line.
 
 python bench/serving/litellm_client.py BASE_URL MODEL
 """

@@ -1,11 +1,11 @@
-"""Ten times the load that the server can bear, for a minute: goodput beside the peak, refusals, memory.
+"""Sends a server ten times its sustainable load for a minute: goodput beside the peak, refusals, memory.
 
     # Starts `moestro serve` itself
     python bench/serving/overload.py [--seconds 60] [--json bench/results/serving/overload.json]
 
-The sustainable rate is what a closed load of as many users as may run reaches. Peak: the best goodput of open loads
-around that rate, each before a server that has rested. Goodput counts requests whose first token came within
-TTFT_SLO_MS and the others within TPOT_SLO_MS each.
+The sustainable rate is that of a closed load with as many users as requests may run. The peak is the best goodput of
+open loads around that rate, each sent to an idle server. Goodput counts requests whose first token arrives within
+TTFT_SLO_MS and whose other tokens take at most TPOT_SLO_MS each.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from shared.results import make_parser, save
 from shared.server import MOESTRO, Server, moestro
 
 PORT, INPUT_LEN, OUTPUT_LEN = 8192, 64, 16
-RUNNING, QUEUED = 32, 32  # what the server may hold
+RUNNING, QUEUED = 32, 32  # limits of the server
 TTFT_SLO_MS, TPOT_SLO_MS = 3000, 100
 URL = f"http://127.0.0.1:{PORT}"
 
 
 def bench(work: Path, num_prompts: int, *load: str) -> dict[str, object]:
-    """One run of `moestro bench`."""
+    """Run `moestro bench` once."""
     out = work / "run.json"
     sizes = ["--random-input-len", str(INPUT_LEN), "--random-output-len", str(OUTPUT_LEN)]
     slos = ["--goodput", f"ttft:{TTFT_SLO_MS}", f"tpot:{TPOT_SLO_MS}"]
@@ -48,7 +48,7 @@ def bench(work: Path, num_prompts: int, *load: str) -> dict[str, object]:
 
 
 def refusals(stop: threading.Event, found: list[dict[str, object]]) -> None:
-    """Ask once a second; keep how long a refusal took, and its Retry-After."""
+    """Send a request once a second, and record the duration and Retry-After of each refusal."""
     body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
     while not stop.wait(1):
         request = urllib.request.Request(f"{URL}/v1/completions", body, {"Content-Type": "application/json"})
@@ -61,16 +61,16 @@ def refusals(stop: threading.Event, found: list[dict[str, object]]) -> None:
 
 
 def pin(server: Server) -> None:
-    """The rank has a core of its own, as it has a GPU in life; the API server shares the others with the client."""
+    """Pin the rank to a core of its own, in place of a GPU; the API server shares the other cores with the client."""
     front, (rank,) = psutil.Process(server.process.pid), server.engines()
     rank.cpu_affinity([0])
     others = list(range(1, os.cpu_count() or 1))
     front.cpu_affinity(others)
-    psutil.Process().cpu_affinity(others)  # and so its children's: the load generator's
+    psutil.Process().cpu_affinity(others)  # its children, among them the load generator, inherit this
 
 
 def memory_mb(server: psutil.Process) -> list[float]:
-    """Resident memory of the API server and of each rank."""
+    """Return the resident memory of the API server and of each rank."""
     return [round(p.memory_info().rss / 2**20, 1) for p in [server, *server.children(recursive=True)]]
 
 

@@ -1,17 +1,17 @@
-"""What preemption gives latency-sensitive requests and costs the others, over the load: real servers, real sockets.
+"""Measures the gain of latency-sensitive requests from preemption, and its cost for the others, with real servers.
 
     python bench/serving/preemption.py --work /tmp/bench --model demo --rates 4 7 10 --claim 10 \\
         [--vllm /path/to/venv/bin/vllm] [--json bench/results/serving/preemption_demo.json] [--png docs/images/...]
 
 A fifth of the requests are latency-sensitive (LS), the others best effort (BE). Lengths are ShareGPT's, divided by
---shrink, drawn from the trace in --lengths (where it is absent, from a log-normal stand-in of the same means: the
-result says which); prompts are random tokens, so no prefix cache helps; arrivals are Poisson. All systems run at most
-32 sequences, and are told the class as `service_class`, or as `priority` 0 and 1 where they look at that. Expert-level
-preemption holds up to 32 LS sequences besides: "LS first, 64 places" tells what places alone would do.
+--shrink, from the trace in --lengths. Where the trace is absent, they come from a log-normal distribution with the same
+means, and the result names the origin. Prompts are random tokens, so no prefix cache helps. Arrivals are Poisson. All
+systems run at most 32 sequences, and are given the class as `service_class`, or as `priority` 0 and 1 where they read
+that. Expert-level preemption holds up to 32 more LS sequences; "LS first, 64 places" shows the effect of places alone.
 
-Each round sends the same requests at the same times to every system in turn, so a drift of the machine falls on all;
-the rates of --claim get --rounds rounds, the others one. The rank has a core of its own; front door and client share
-the other. A round is sent by a process of its own, run by --wrap (such as `chrt -f 1`) if given.
+Each round sends the same requests at the same times to every system in turn, so that drift of the machine affects all
+alike. The rates of --claim get --rounds rounds, the others one. The rank has a core of its own; the API server and the
+client share the other. A process of its own sends each round, under --wrap (such as `chrt -f 1`) if given.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ MODES = {
     "expert-level, every token": [*LS_FIRST, "--mode", "preemptive", "--pass-decodes"],
 }
 VLLM = "vLLM, priority"
-READ_PRIORITY = ("iteration-level priority", VLLM)  # the others refuse one, as they would not look at it
+READ_PRIORITY = ("iteration-level priority", VLLM)  # the others refuse a priority, because they ignore it
 CLASSES = ("ls", "be")
 
 
 @dataclass(frozen=True)
 class Point:
-    """One load before one server (process `pid`), which is told the class as a priority too if it `reads_priority`."""
+    """One load on one server. `pid` is its process; with `reads_priority` the class is sent as a priority too."""
 
     url: str
     pid: int
@@ -83,7 +83,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Requests:
-    """n requests, drawn from a seed: the same for every system."""
+    """Requests of one seed, the same for every system, n of them."""
 
     prompts: list[list[int]]
     num_output: np.ndarray
@@ -92,7 +92,7 @@ class Requests:
 
 
 def trace_lengths(path: Path) -> np.ndarray | None:
-    """int64[n, 2], prompt and answer; None: there is no such file."""
+    """Read the lengths of prompts and answers, int64[n, 2]. None means that the file does not exist."""
     if not path.is_file():
         return None
     with zstandard.open(path, "rb") as packed:
@@ -101,7 +101,7 @@ def trace_lengths(path: Path) -> np.ndarray | None:
 
 
 def draw(point: Point) -> Requests:
-    """All that a point asks."""
+    """Draw the requests of a point."""
     rng = np.random.default_rng([point.seed, round(1000 * point.rate)])
     count = max(round(point.rate * point.seconds), 5)
     known = trace_lengths(Path(point.lengths))
@@ -112,7 +112,7 @@ def draw(point: Point) -> Requests:
         lengths = np.stack(drawn, axis=1)
     sizes = np.maximum(np.rint(lengths / point.shrink), 1).astype(np.int64)
     is_ls = np.zeros(count, np.bool_)
-    is_ls[rng.permutation(count)[: round(LS_SHARE * count)]] = True  # the share exactly, the order at random
+    is_ls[rng.permutation(count)[: round(LS_SHARE * count)]] = True  # an exact share, in random order
     prompts = [rng.integers(3, VOCAB, size).tolist() for size in sizes[:, 0].tolist()]
     return Requests(prompts, sizes[:, 1], is_ls, poisson(count, point.rate, rng))
 
@@ -138,7 +138,7 @@ async def find(settings: EndpointSettings) -> Endpoint:
 
 
 def send(point: Point) -> dict[str, object]:
-    """Measure one point: figures of each class, and of the whole."""
+    """Measure one point: figures of each class and of all requests."""
     asked, settings = draw(point), EndpointSettings(base_url=point.url)
     endpoint = uvloop.run(find(settings))
     load = BenchLoad(
@@ -157,7 +157,7 @@ def send(point: Point) -> dict[str, object]:
     found: dict[str, object] = {name: figures(records, asked.is_ls == (name == "ls")) for name in CLASSES}
     return found | {
         "tokens_per_s": round(report.output_tokens_per_s, 2),
-        # What a busy neighbour on this machine does not change.
+        # A busy neighbour on this machine does not change the tokens of a CPU-second.
         "tokens_per_cpu_s": round(report.num_output_tokens / cpu_s, 2),
         "requests_per_s": round(report.requests_per_s, 3),
         "duration_s": round(report.duration_s, 2),
@@ -166,13 +166,13 @@ def send(point: Point) -> dict[str, object]:
 
 
 def engine_cpu_s(pid: int) -> float:
-    """Processor time that the server's engines have taken so far, in seconds."""
+    """Return the processor time of the server's engines so far, seconds."""
     times = [process.cpu_times() for process in engine_processes(psutil.Process(pid))]
     return sum(each.user + each.system for each in times)
 
 
 def engine_processes(server: psutil.Process) -> list[psutil.Process]:
-    """The processes that compute: Moestro's engines without its other children, or all children of a peer."""
+    """Return the processes that compute: Moestro's engines without other children, or all children of a peer."""
     return engines_of(server) or server.children(recursive=True)
 
 
@@ -191,7 +191,7 @@ def figures(records: Records, rows: np.ndarray) -> dict[str, object]:
 
 @contextlib.contextmanager
 def systems(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Server]]:
-    """Every system, all serving the model with one compute thread each."""
+    """Start every system, all serving the model with one compute thread each."""
     one = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     common = ["--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", str(BUDGET)]
     places = ["--max-num-seqs", str(NUM_SEQS)]
@@ -218,14 +218,14 @@ def systems(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Ser
 
 
 def pin(front: psutil.Process) -> None:
-    """Give the engines a core of their own, as each has a GPU in life; the API server and the client share the rest."""
+    """Pin each engine to a core of its own, in place of a GPU; the API server and the client share the rest."""
     for process in engine_processes(front):
         process.cpu_affinity([0])
     front.cpu_affinity(list(range(1, os.cpu_count() or 1)) or [0])
 
 
 def measure(args: argparse.Namespace, points: list[Point]) -> Iterator[dict[str, object]]:
-    """`send` of each, one after another, in a process of their own."""
+    """Run `send` for each point, one after another, in a process of its own."""
     told = json.dumps([asdict(point) for point in points])
     command = [*shlex.split(args.wrap), sys.executable, __file__, "--points", told]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -246,7 +246,7 @@ def point_of(args: argparse.Namespace, system: str, server: Server, rate: float,
 
 
 def rounds(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, object]]:
-    """A row for each rate, round and system."""
+    """Measure a row for each rate, round and system."""
     with systems(args, directory) as servers:
         for name, server in servers.items():
             send(replace(point_of(args, name, server, 4, 99), seconds=2))
@@ -269,7 +269,7 @@ def value(row: dict[str, object], path: tuple[str, ...]) -> float:
 
 
 def summaries(found: list[dict[str, object]]) -> list[dict[str, object]]:
-    """For each rate and system: figures over its rounds, and their ratios, round by round, to other systems'."""
+    """Summarise the rounds of each rate and system, with ratios to other systems in each round."""
     paths = [
         (c, figure, key) for c in CLASSES for figure in ("ttft_ms", "turnaround_ms") for key in ("mean", "p50", "p99")
     ]
@@ -297,7 +297,7 @@ def summaries(found: list[dict[str, object]]) -> list[dict[str, object]]:
 
 
 def store(args: argparse.Namespace, conditions: RunRecord, found: list[dict[str, object]]) -> None:
-    """Write what was asked for, of the points so far."""
+    """Write the requested files from the points measured so far."""
     told, lengths = summaries(found), "ShareGPT" if args.lengths.is_file() else "a log-normal stand-in for ShareGPT"
     if args.json:
         setting = {
@@ -343,13 +343,13 @@ def main() -> None:
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
     parser.add_argument("--vllm", type=Path, help="vLLM's command in a virtual environment of its own")
     parser.add_argument("--rates", type=float, nargs="+", default=[4, 7, 10], help="requests/s")
-    parser.add_argument("--claim", type=float, nargs="*", default=[], help="those of --rates that get --rounds rounds")
+    parser.add_argument("--claim", type=float, nargs="*", default=[], help="rates that get --rounds rounds")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=25, help="for which requests come, at each point")
+    parser.add_argument("--seconds", type=float, default=25, help="time for which requests arrive, at each point")
     parser.add_argument("--shrink", type=float, default=8, help="lengths are divided by it")
     parser.add_argument("--lengths", type=Path, default=LENGTHS, help="a trace with input_length and output_length")
-    parser.add_argument("--seed", type=int, default=1, help="of the first round; the others follow")
-    parser.add_argument("--wrap", default="", help="a command that runs each point's command")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the first round; the others follow")
+    parser.add_argument("--wrap", default="", help="command that runs each point's command")
     parser.add_argument("--png", type=Path, help="draw the curves here")
     args = parser.parse_args()
     if args.points is not None:
@@ -363,7 +363,7 @@ def main() -> None:
     for row in rounds(args, directory):
         print(json.dumps(row), flush=True)
         found.append(row)
-        store(args, conditions, found)  # so far: a run takes long, and may be cut short
+        store(args, conditions, found)  # after each point, because a long run may be interrupted
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""transformers' continuous batching under a closed load, for `engine.py`: one JSON line in, one out, per run.
+"""Runs transformers' continuous batching under a closed load, for `engine.py`: one JSON line in and out for each run.
 
     python bench/serving/transformers_cb.py MODEL_DIR
 
 In: {"concurrency": 8, "num_requests": 16, "input_len": 128, "output_len": 32, "seed": 0}. Out: the latencies of each
-request in milliseconds and the tokens a second. No HTTP and no tokenizer lie between, which is in its favour.
+request in milliseconds, and the tokens a second. HTTP and tokenizer are left out, which favours this system.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_BATCH_TOKENS = 2048
 
 
 def run(manager, vocab_size: int, load: dict) -> dict:
-    """One closed load: `concurrency` requests at a time until `num_requests` are done."""
+    """Run one closed load: `concurrency` requests at a time until `num_requests` are done."""
     generator = torch.Generator().manual_seed(load["seed"])
     prompts = torch.randint(3, vocab_size, (load["num_requests"], load["input_len"]), generator=generator).tolist()
     waiting, sent, ttft_ms, tpot_ms = list(enumerate(prompts)), {}, [], []

@@ -10,7 +10,7 @@ DEMO = ROOT / "src" / "moestro" / "assets" / "demo"
 
 
 def make_random_model(directory: Path) -> Path:
-    """The 640M Qwen3-MoE with the demo model's tokenizer, random weights; made once."""
+    """Make the 640M Qwen3-MoE with random weights and the demo model's tokenizer, unless it exists."""
     if not (directory / "config.json").exists():
         import torch  # noqa: PLC0415 - only where there is a model to make
         from transformers import AutoModelForCausalLM, Qwen3MoeConfig  # noqa: PLC0415

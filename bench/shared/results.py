@@ -15,7 +15,7 @@ from moestro.config.run_record import RunRecord
 
 
 def make_parser(about: str | None) -> argparse.ArgumentParser:
-    """A parser with --json, whose help is the script's docstring."""
+    """Make a parser with --json and the script's docstring as help."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="store the result here")
     return parser
@@ -29,11 +29,11 @@ def save(path: Path | None, conditions: RunRecord, figures: Mapping[str, object]
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Return median, minimum and maximum."""
     return {"median": round(statistics.median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
 
 
 def package_version(python: Path | str, package: str) -> str:
-    """The version of a package in the environment of another interpreter; empty if it is not installed."""
+    """Return the version of a package in another interpreter's environment, or an empty string if it is missing."""
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=False).stdout.strip()

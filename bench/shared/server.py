@@ -1,4 +1,4 @@
-"""A server for benches: it is started, asked whether anything is left in it, and stopped."""
+"""A server for benches: start it, check that it is idle, stop it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _START_S = 300
 
 @dataclass
 class Server:
-    """A server by its address. `process` is None where the script did not start it."""
+    """A server by its address. A `process` of None means that the script did not start it."""
 
     process: subprocess.Popen[bytes] | None
     url: str
     key: str = ""
 
     def get(self, path: str) -> bytes:
-        """The body of an answer that is no error."""
+        """Return the body of a successful answer."""
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         with urllib.request.urlopen(urllib.request.Request(self.url + path, headers=headers), timeout=5) as answer:
             return answer.read()
 
     def load(self) -> dict:
-        """`GET /load`: requests in hand, and what each engine holds."""
+        """Return `GET /load`: requests in flight, and the state of each engine."""
         return json.loads(self.get("/load"))
 
     def samples(self, name: str) -> list[float]:
@@ -43,16 +43,16 @@ class Server:
         return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{")]
 
     def engines(self) -> list[psutil.Process]:
-        """The processes of the engines that run now; the server has others too."""
+        """Return the processes of the running engines; the server has other children too."""
         assert self.process is not None, "the server was not started here"
         return engines_of(psutil.Process(self.process.pid))
 
     def all_ready(self) -> bool:
-        """Whether every engine takes requests."""
+        """Whether every engine accepts requests."""
         return all(self.samples("moestro:engine_ready"))
 
     def wait_until_healthy(self, patience_s: float) -> None:
-        """Wait for an answer of /health; AssertionError if the process ends or the time passes before it comes."""
+        """Wait until /health answers. Raise AssertionError if the process ends or `patience_s` pass before."""
         deadline = time.monotonic() + patience_s
         while True:
             with contextlib.suppress(OSError):
@@ -63,7 +63,7 @@ class Server:
             time.sleep(0.2)
 
     def wait_until_idle(self, patience_s: float = 10) -> dict:
-        """The last `load`, once nothing runs or waits and no block is held; AssertionError if that does not come."""
+        """Wait until no request runs or waits and no block is held; return `load`, or raise AssertionError."""
         deadline = time.monotonic() + patience_s
         while not is_idle(load := self.load()):
             assert time.monotonic() < deadline, f"after {patience_s:g} s something is left: {load}"
@@ -72,7 +72,7 @@ class Server:
 
 
 def engines_of(server: psutil.Process) -> list[psutil.Process]:
-    """Return the processes of a server's engines that run now; it has other children too."""
+    """Return the processes of a server's running engines; the server has other children too."""
     found = []
     for child in server.children():
         with contextlib.suppress(psutil.Error):
@@ -102,5 +102,5 @@ def started(command: list[str], port: int, log: Path | None = None, **environmen
 
 
 def moestro(port: int, *flags: str, log: Path | None = None, **environment: str) -> contextlib.AbstractContextManager:
-    """`moestro serve` with the demo model, unless `flags` name another."""
+    """Start `moestro serve` with the demo model, unless `flags` name another."""
     return started([MOESTRO, "serve", "--port", str(port), *flags], port, log, **environment)

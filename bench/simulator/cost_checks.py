@@ -1,10 +1,10 @@
-"""The cost model beside published measurements, and the host constants that some of them give.
+"""Compares the cost model with published measurements, and fits the host constants to some of them.
 
     python bench/simulator/cost_checks.py [--json bench/results/simulator/cost_checks.json] [--docs docs/costs.md]
 
-Nothing is timed here: published figures (published_steps.json, each with its source) are compared with what the model
+Nothing is timed here. Published figures (published_steps.json, each with its source) are compared with the model's
 prices. The host's two constants are fitted, by least squares of relative errors, to the A100 and H100 rows marked
-"fit"; every other row is a check. Where ../shared/calibration is there, tables of single operations are compared, too.
+"fit"; every other row is a check. Tables of single operations are compared too where ../shared/calibration exists.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 
 
 def published() -> tuple[dict[str, NetworkShape], list[Row]]:
-    """Networks that have no name in `cost`, and the rows."""
+    """Return the networks that have no name in `cost`, and the published rows."""
     data = json.loads((BENCH / "published_steps.json").read_text())
     return {name: network_from_config(name, config) for name, config in data["networks"].items()}, data["rows"]
 
@@ -55,7 +55,7 @@ def roofline(network: NetworkShape, gpu: str, ranks: int, host: HostCost, zipf: 
 
 
 def priced_ms(row: Row, host: HostCost, more: dict[str, NetworkShape], zipf: float | None = None) -> float:
-    """What the model says of a published row."""
+    """Return the model's price of a published row, ms."""
     network = more.get(row["network"]) or network_named(row["network"])
     exponent = ZIPF.get(row["network"], 0.6) if zipf is None else zipf
     ranks = row.get("ranks", 1)
@@ -76,7 +76,7 @@ def num_sequences(row: Row) -> int:
 
 
 def fit_host(rows: list[Row], more: dict[str, NetworkShape], zipf: float | None = None) -> dict[str, float]:
-    """Least squares of relative errors over the two host constants; what the kernels take is left as it is."""
+    """Fit the two host constants by least squares of relative errors; the prices of kernels stay fixed."""
     measured = np.array([row["measured_ms"] for row in rows])
     kernels = np.array([priced_ms(row, NO_HOST, more, zipf) for row in rows])
     sequences = np.array([num_sequences(row) for row in rows])
@@ -91,12 +91,12 @@ def fit_host(rows: list[Row], more: dict[str, NetworkShape], zipf: float | None 
 
 
 def with_context(rows: list[Row], more_tokens: int) -> list[Row]:
-    """ML.ENERGY's rows with prompts so much longer."""
+    """Return ML.ENERGY's rows with prompts longer by `more_tokens`."""
     return [row | {"context": row["context"] + more_tokens} if "ML.ENERGY" in row["source"] else row for row in rows]
 
 
 def fits(rows: list[Row], more: dict[str, NetworkShape]) -> dict[str, dict[str, float]]:
-    """The fit that is used, and how it moves with what could be said against it."""
+    """Return the fit that is used, and its change under other assumptions."""
     chosen = [row for row in rows if row["use"] == "fit"]
     gpqa = [row for row in rows if row["name"].startswith("GPQA") and row["network"] == "qwen3-30b-a3b"]
     return {
@@ -110,7 +110,7 @@ def fits(rows: list[Row], more: dict[str, NetworkShape]) -> dict[str, dict[str, 
 
 
 def compare(rows: list[Row], more: dict[str, NetworkShape]) -> list[Row]:
-    """Every row, priced with the host constants of the code."""
+    """Price every row with the host constants of the code."""
     compared = []
     for row in rows:
         ms = priced_ms(row, VLLM_HOST, more)
@@ -131,7 +131,7 @@ def grid(name: str) -> list[Row]:
 
 
 def summary(pairs: list[tuple[float, float]]) -> dict[str, float]:
-    """Errors of (measured, priced)."""
+    """Summarise the errors of (measured, priced) pairs."""
     error = np.array([abs(priced / measured - 1) for measured, priced in pairs])
     return {
         "num_rows": len(pairs),
@@ -142,7 +142,7 @@ def summary(pairs: list[tuple[float, float]]) -> dict[str, float]:
 
 
 def experts_pairs(gpu: Gpu, rows: list[Row], network: NetworkShape) -> list[tuple[float, float]]:
-    """The grid's experts of this network's shape on one GPU, 1 to 4,096 tokens, popularity a power law of 1.01."""
+    """Pair the table's experts of this network's shape on one GPU: 1 to 4,096 tokens, power-law popularity of 1.01."""
     experts = network.experts
     assert experts is not None
     shape = (network.hidden_size, experts.intermediate_size, experts.top_k, experts.num_experts)
@@ -159,7 +159,7 @@ def experts_pairs(gpu: Gpu, rows: list[Row], network: NetworkShape) -> list[tupl
 
 
 def gemm_pairs(gpu: Gpu, rows: list[Row], network: NetworkShape) -> list[tuple[float, float]]:
-    """Products of at least 2 M weights, in bfloat16; smaller ones are launches."""
+    """Pair matrix products of at least 2 M weights in bfloat16; smaller ones measure the launch alone."""
     kernels = Kernels(network, gpu, 1)
     return [
         (row["latency"], kernels.gemm_ns(row["m"], (row["n"], row["k"]), 2.0) / 1e6)
@@ -202,7 +202,7 @@ Pairs = Callable[[Gpu, list[Row], NetworkShape], list[tuple[float, float]]]
 
 
 def compare_grids() -> dict[str, dict[str, float]]:
-    """Errors against AIConfigurator's tables of one A100 and one H200."""
+    """Compute errors against AIConfigurator's tables of one A100 and one H200."""
     found = {}
     kinds: dict[str, tuple[str, str, Pairs]] = {
         "experts": ("moe", "moe", experts_pairs),
@@ -238,7 +238,7 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def markdown(result: Row) -> str:
-    """The generated part of docs/costs.md."""
+    """Format the generated part of docs/costs.md."""
     fitted, others = result["mean_error_of_fit_rows"], result["mean_error_of_check_rows"]
     lines = [
         *table(result["rows"]),

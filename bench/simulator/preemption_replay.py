@@ -1,11 +1,11 @@
-"""The loads of `bench/serving/preemption.py` on one rank in this process, whose clock is its own processor time.
+"""Replays the loads of `bench/serving/preemption.py` on one rank in this process, whose clock is its processor time.
 
     OMP_NUM_THREADS=1 python bench/simulator/preemption_replay.py [--seeds 5] \\
         [--json bench/results/simulator/preemption_replay.json]
 
-The demo model computes for real; what is left out is HTTP, the front door and the wait for other processes, so that
-the schedulers can be told apart on a machine that has something else to do. Idle time is skipped. Arrivals are those
-of the same seed for all; ratios are taken seed by seed.
+The demo model computes for real. HTTP, the API server and the wait for other processes are left out, so that schedulers
+can be compared on a busy machine. Idle time is skipped. All systems get the same arrivals for a seed, and ratios are
+taken for each seed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FIGURES = ("ls_ttft_ms", "ls_turnaround_ms", "be_ttft_ms", "be_turnaround_ms", "
 
 
 def ranks(staged: StagedTorchDevice) -> dict[str, Callable[[], Rank]]:
-    """How each system is made, on the same network."""
+    """Return the maker of each system's rank, all on the same network."""
     bounds = {
         "num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "max_model_len": MAX_LEN, "max_num_seqs": NUM_SEQS,
         "max_num_batched_tokens": BUDGET,
@@ -76,12 +76,12 @@ def request(asked: Requests, i: int) -> Request:
 
 
 def replay(rank: Rank, asked: Requests) -> dict[str, float]:
-    """Serve all of it; means of each class, and the throughput."""
+    """Serve all requests; return means of each class, and the throughput."""
     num, came = 0, asked.offsets_ns
     first, last = np.zeros(len(came), np.int64), np.zeros(len(came), np.int64)
     begun_ns = time.process_time_ns()
     while num < len(came) or rank.has_work:
-        if not rank.has_work:  # idle until the next one comes
+        if not rank.has_work:  # skips the idle time until the next arrival
             begun_ns = min(begun_ns, time.process_time_ns() - int(came[num]))
         now_ns = time.process_time_ns() - begun_ns
         while num < len(came) and came[num] <= now_ns:

@@ -1,16 +1,16 @@
-"""The simulator against our own server on this machine: the same requests at the same times, measured and simulated.
+"""Compares the simulator with our own server on this machine: same requests, same times, measured and simulated.
 
     # A quarter of an hour
     python bench/simulator/sim_fidelity.py --json bench/results/simulator/sim_fidelity.json
     # A part: DIR keeps what is measured
     python bench/simulator/sim_fidelity.py --work DIR --seeds 0
 
-`moestro calibrate` measures the demo model on random tokens of its own. Then, for each seed and policy, `moestro serve
---record` is started anew, `moestro bench` sends Poisson arrivals of lengths drawn with that seed, and `moestro sim`
-gets the very arrival times and lengths that the client reports, with the calibrated table. Nothing is fitted to these
-runs. The rank has a core of its own, as it has a GPU in life; the API server and the client share the other.
+`moestro calibrate` measures the demo model on random tokens of its own. For each seed and policy, a new `moestro serve
+--record` starts, and `moestro bench` sends Poisson arrivals with lengths of that seed. `moestro sim` then gets the
+arrival times and lengths that the client reports, with the calibrated table. Nothing is fitted to these runs. The rank
+has a core of its own, in place of a GPU; the API server and the client share the other.
 
-All of it wants a machine that is idle otherwise. What others took of its cores meanwhile is stored with each run.
+The machine should be idle otherwise. The CPU time of other processes is stored with each run.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from shared.results import make_parser, save
 from shared.server import MOESTRO, moestro
 
 PORT = 8193
-SEEDS, NUM_REQUESTS, RATE = range(5), 176, 5.5  # about 60 % of what decode_first can bear
+SEEDS, NUM_REQUESTS, RATE = range(5), 176, 5.5  # about 60 % of the capacity under decode_first
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 1024, "max_model_len": 2048}
-POLICIES = ("decode_first", "prefill_first", "run_to_completion")  # whose figures lie well apart
+POLICIES = ("decode_first", "prefill_first", "run_to_completion")  # policies with clearly different figures
 LONG_SHARE, SHORT_PROMPTS, LONG_PROMPTS, ANSWERS = 0.25, (16, 128), (300, 700), (8, 49)
 FIGURES = tuple((name, what) for name in ("ttft_ms", "tpot_ms") for what in ("mean", "p50", "p99"))
 
 
 def run_moestro(core: int, *arguments: str) -> None:
-    """`moestro` on one core; its output is shown if it fails."""
+    """Run `moestro` on one core, and show its output if it fails."""
     command = [MOESTRO, *arguments]
     done = subprocess.run(
         command,
@@ -60,7 +60,7 @@ def flags(limits: dict[str, int]) -> list[str]:
 
 
 def write_lengths(path: Path, seed: int) -> None:
-    """Mostly short prompts, some long ones: what sets policies apart."""
+    """Write mostly short prompts and some long ones, on which policies differ."""
     rng = np.random.default_rng([seed, 1])
     is_long = rng.random(NUM_REQUESTS) < LONG_SHARE
     prompts = np.where(is_long, rng.integers(*LONG_PROMPTS, NUM_REQUESTS), rng.integers(*SHORT_PROMPTS, NUM_REQUESTS))
@@ -70,7 +70,7 @@ def write_lengths(path: Path, seed: int) -> None:
 
 
 def measure(work: Path, policy: str, seed: int) -> None:
-    """One run before a new server: what the client saw, and the server's record, in `work`."""
+    """Run one load on a new server; keep the client's figures and the server's record in `work`."""
     lengths, out = work / f"lengths-{seed}.jsonl", work / f"{policy}-{seed}.json"
     write_lengths(lengths, seed)
     told = [*flags(LIMITS), "--batch-policy", policy, "--record", str(work / f"{policy}-{seed}.record.jsonl")]
@@ -89,7 +89,7 @@ def measure(work: Path, policy: str, seed: int) -> None:
 
 
 def others_s(mine: list[psutil.Process]) -> float:
-    """CPU-seconds of all processes but `mine` and the children of this one that have ended."""
+    """Return the CPU-seconds of all processes but `mine` and the ended children of this one."""
     everybody = psutil.cpu_times()
     busy = sum(everybody) - everybody.idle - everybody.iowait - everybody.guest - everybody.guest_nice
     ours = [*(process.cpu_times() for process in mine), psutil.Process().cpu_times()]
@@ -97,13 +97,13 @@ def others_s(mine: list[psutil.Process]) -> float:
 
 
 def pin(process: psutil.Process, core: int) -> None:
-    """All of its threads."""
+    """Pin all threads of a process to a core."""
     for thread in process.threads():
         os.sched_setaffinity(thread.id, {core})
 
 
 def simulate(work: Path, seed: int) -> dict[str, dict]:
-    """The report of each policy, from arrivals and lengths as the client had them."""
+    """Simulate each policy with the client's arrivals and lengths, and return the reports."""
     found = {}
     for policy in POLICIES:
         told = json.loads((work / f"{policy}-{seed}.json").read_text())["requests"]
@@ -128,7 +128,7 @@ def scenario(trace: str, policy: str, num_blocks: int) -> str:
 
 
 def compare(measured: dict, simulated: dict) -> dict[str, dict[str, float]]:
-    """Each figure of both, and the simulation's error."""
+    """Return each figure, measured and simulated, and the simulation's error."""
     found = {}
     for name, what in FIGURES:
         real, priced = measured[name][what], simulated[name][what]
@@ -137,7 +137,7 @@ def compare(measured: dict, simulated: dict) -> dict[str, dict[str, float]]:
 
 
 def over_seeds(runs: list[dict]) -> dict[str, dict[str, float]]:
-    """The errors of each figure: mean, least, most; and of the mean over seeds of both."""
+    """Summarise the errors of each figure over seeds, and compare the means over seeds."""
     found = {}
     for name in runs[0]:
         errors = [run[name]["error"] for run in runs]
@@ -152,7 +152,7 @@ def ranking(compared: dict[str, dict], figure: str, side: str) -> list[str]:
 
 
 def result_of(work: Path) -> dict:
-    """What all complete seeds in `work` say."""
+    """Summarise all complete seeds in `work`."""
     seeds = [s for s in SEEDS if all((work / f"{policy}-{s}.json").exists() for policy in POLICIES)]
     runs = {}
     for seed in seeds:

@@ -1,17 +1,17 @@
-"""How fast the simulator is, in CPU-seconds, beside Dynamo's replay if there is one; and what a million requests take.
+"""Measures the speed of the simulator in CPU-seconds, beside Dynamo's replay if given, and for a million requests.
 
     python bench/simulator/sim_speed.py --traces TRACES --json bench/results/simulator/sim_speed.json
     python bench/simulator/sim_speed.py --traces TRACES --dynamo PYTHON --json bench/results/simulator/sim_speed.json
     python bench/simulator/sim_speed.py --million --json bench/results/simulator/sim_speed.json
 
-The first measures ours, the second Dynamo's as well, the third a million requests. Each part of the file holds the
-command, commit and load of the machine with which it was measured, and the others stay as they are.
+The first command measures ours, the second Dynamo's as well, the third a million requests. Each part of the file holds
+the command, commit and machine load of its measurement; the other parts stay as they are.
 
 TRACES is a folder with mooncake_conversation.jsonl.zst. PYTHON is an interpreter with `ai-dynamo==1.1.1` and
 `ai-dynamo-runtime==1.1.1` (their Rust replay: the same kind of simulation, with its own router and a modelled engine).
-Both sides read the trace, make the requests and simulate; ours prices steps of Qwen3-30B-A3B on an H200, theirs has its
-default timing model. Blocks are as large on both sides, and every request is answered. Not alike is what is counted:
-theirs is the CPU time of a process from its start, ours that of a process that is up and has imported everything.
+Both sides read the trace, make the requests and simulate. Ours prices steps of Qwen3-30B-A3B on an H200; theirs has its
+default timing model. Blocks have the same size on both sides, and every request is answered. The counted time differs:
+theirs is the CPU time of a process from its start, ours that of a running process with everything imported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shared.results import make_parser
 REPEATS = 5
 TRACE = "mooncake_conversation.jsonl.zst"
 MOONCAKE = "Mooncake conversation, 16 engines"
-# Ours and theirs that are set side by side: `dynamo` is their formula in our router.
+# Pairs of our policy and theirs: `dynamo` is their formula in our router.
 PAIRS = {
     "one engine, 1024/256": "one engine, 1024/256",
     f"{MOONCAKE}, round_robin": f"{MOONCAKE}, round_robin",
@@ -51,7 +51,7 @@ MILLION = {"num_requests": 1_000_000, "prompt_tokens": 512, "output_tokens": 32,
 
 
 def cases(traces: Path) -> dict[str, SimSettings]:
-    """What is simulated, by name."""
+    """Return the simulations by name."""
     replayed = WorkloadSettings(trace=str((traces / TRACE).absolute()))
     one = SimEngineSettings(gpu="h200", block_size=64, max_num_batched_tokens=8192)
     found = {
@@ -66,7 +66,7 @@ def cases(traces: Path) -> dict[str, SimSettings]:
 
 
 def simulate(settings: SimSettings) -> dict[str, float]:
-    """One run of ours: CPU-seconds from reading the workload to the last answer, and a few figures of the result."""
+    """Run one simulation of ours; return CPU-seconds from reading the workload to the last answer, and its figures."""
     began = time.process_time()
     scenario = make_scenario(settings, Path())
     results = run(scenario, settings.policies[0])
@@ -77,13 +77,13 @@ def simulate(settings: SimSettings) -> dict[str, float]:
 
 
 def ours(settings: SimSettings) -> dict:
-    """Five runs."""
+    """Measure five runs of ours."""
     runs = [simulate(settings) for _ in range(REPEATS)]
     return {**spread([each["cpu_s"] for each in runs], runs[0]["num_requests"]), "hit_ratio": runs[0]["hit_ratio"]}
 
 
 def spread(seconds: list[float], num_requests: float) -> dict:
-    """CPU-seconds of repeats, and requests per CPU-second of the median."""
+    """Summarise CPU-seconds of repeats, and requests per CPU-second of the median."""
     middle = statistics.median(seconds)
     return {
         "cpu_s": {"min": min(seconds), "median": middle, "max": max(seconds)},
@@ -93,7 +93,7 @@ def spread(seconds: list[float], num_requests: float) -> dict:
 
 
 def dynamo(python: str, arguments: list[str], num_requests: int) -> dict:
-    """Five runs of Dynamo's replay: CPU-seconds of the process, its start included."""
+    """Measure five runs of Dynamo's replay, in CPU-seconds of the process with its start."""
     seconds, report = [], {}
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "report.json"
@@ -109,7 +109,7 @@ def dynamo(python: str, arguments: list[str], num_requests: int) -> dict:
 
 
 def peer(python: str, traces: Path) -> dict[str, dict]:
-    """Dynamo on the same workloads."""
+    """Measure Dynamo on the same workloads."""
     one = [
         "--input-tokens",
         "1024",
@@ -133,12 +133,12 @@ def peer(python: str, traces: Path) -> dict[str, dict]:
 
 
 def ratios(own: dict[str, dict], theirs: dict[str, dict]) -> dict[str, float]:
-    """CPU-seconds of the peer over ours, of the medians; above 1: ours is the faster."""
+    """Return the peer's median CPU-seconds over ours; above 1, ours is faster."""
     return {name: theirs[other]["cpu_s"]["median"] / own[name]["cpu_s"]["median"] for name, other in PAIRS.items()}
 
 
 def million() -> dict[str, object]:
-    """A million requests, in a process of its own: its CPU-seconds, and the most memory that it ever held."""
+    """Simulate a million requests in a process of its own; return its CPU-seconds and peak memory."""
     settings = SimSettings(
         workload=WorkloadSettings(**MILLION), engines=SimEngineSettings(count=16, gpu="h200", block_size=64)
     )

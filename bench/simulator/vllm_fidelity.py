@@ -1,11 +1,11 @@
-"""The simulator beside a recorded run of vLLM 0.19: Qwen3-30B-A3B, two RTX PRO 6000, DP2 x EP2, 300 ShareGPT requests.
+"""Compares the simulator with a recorded run of vLLM 0.19: Qwen3-30B-A3B, two RTX PRO 6000, DP2 x EP2, ShareGPT.
 
     python bench/simulator/vllm_fidelity.py --json bench/results/simulator/vllm_fidelity.json [--traces DIR]
 
-Nothing is timed here: what LLMServingSim recorded (MIT) is set beside what the simulator makes of the same requests at
-the same times. DIR holds the two files named below; without it they are looked for in ../shared/traces beside the
-checkout. No constant is fitted to the run: the GPU's come from profiles of single operations, the host's from A100 and
-H100 rows (docs/costs.md says which figures were in view when). One run of each, so there is no spread.
+Nothing is timed here. LLMServingSim (MIT) recorded the run of 300 requests; the simulator gets the same requests at the
+same times. DIR holds the two files named below; the default is ../shared/traces beside the checkout. No constant is
+fitted to the run: the GPU's come from profiles of single operations, the host's from A100 and H100 rows (docs/costs.md
+says which figures were known when). There is one run of each, so there is no spread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RUN, HASHES = "vllm019_qwen3_30b_a3b_dp2ep2_requests.jsonl.zst", "sharegpt_qwen3
 ENGINES = SimEngineSettings(
     gpu="rtx-pro-6000", network="qwen3-30b-a3b", ep_ranks=2, max_num_seqs=128, max_num_batched_tokens=2048
 )
-# vLLM's own balancer between data-parallel ranks: counts that are broadcast ten times a second.
+# vLLM's own balancer between data-parallel ranks, whose counts are broadcast ten times a second.
 BALANCER = PolicySettings(
     route="vllm-0.26",
     signals=SignalSettings(
@@ -48,7 +48,7 @@ BALANCER = PolicySettings(
 
 
 def figures(timelines: Timelines) -> dict[str, float]:
-    """Milliseconds."""
+    """Return the latency figures, ms."""
     ttft, tpot = timelines.ttft_ns / 1e6, timelines.tpot_ns[timelines.num_tokens > 1] / 1e6
     return {
         "TTFT, mean": float(ttft.mean()),
@@ -61,7 +61,7 @@ def figures(timelines: Timelines) -> dict[str, float]:
 
 
 def compare(traces: Path) -> dict[str, dict[str, float]]:
-    """Each figure, measured and simulated, and the simulation's error."""
+    """Return each figure, measured and simulated, and the simulation's error."""
     recorded, hashed = read_vllm_run(traces / RUN), read_trace(traces / HASHES)
     assert recorded.rows.timestamp_ns is not None
     hashed = hashed.select(np.argsort(np.argsort(recorded.rows.timestamp_ns)))  # in the order in which they were queued

@@ -1,9 +1,9 @@
-"""Figures of published traces and of generated sessions, side by side, and what it costs to make requests of them.
+"""Compares figures of published traces with those of generated sessions, and measures the making of requests.
 
     python bench/simulator/workloads.py --traces TRACES --json bench/results/simulator/workloads.json
 
-TRACES is a folder with the traces that are at hand; those that are not are left out. Generated sessions are drawn with
-five seeds, each a window as long and as busy as the trace that they are made like.
+TRACES is a folder with the available traces; missing ones are left out. Generated sessions are drawn with five seeds,
+each in a window as long and as busy as the trace that they imitate.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TRACES = {  # name -> block size of the unlimited cache
     "burstgpt_lengths_8000.csv.zst": 16,
 }
 SERVEGEN = "servegen_deepseek_r1.jsonl.zst"
-# As many requests a second, for as long, in blocks of the same size, as the trace.
+# As many requests a second, for as long, in blocks of the same size, as in the trace.
 WINDOWS = {
     "chat": (43_058, 5.98, 16),
     "api_agent": (172_800, 24.0, 16),
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def costs(traces: Path) -> dict[str, dict[str, float]]:
-    """Microseconds of CPU a request: to make it with its script, and to generate it."""
+    """Measure the CPU microseconds to make a request with its script, and to generate it."""
     subjects: dict[str, tuple[Rows, int, bool]] = {
         "equal lengths, 24 blocks": (equal_rows(20_000, 384, 256), 16, True),
         "equal lengths, no names": (equal_rows(20_000, 384, 256), 16, False),
@@ -115,7 +115,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def line(name: str, several: list[Statistics]) -> str:
-    """One row of the table in docs/workloads.md: the median over seeds, and how far they lie apart."""
+    """Format one row of the table in docs/workloads.md: the median over seeds and half the range."""
 
     def over(read) -> str:
         values = [read(each) for each in several]
