@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from moestro.core.request import Request
 from moestro.errors import RequestError
-from moestro.gateway.decision_log import Journal
+from moestro.gateway.decision_log import DecisionLog
 from moestro.gateway.downstream import ClientConnection
-from moestro.gateway.fleet import Engine, Fleet
+from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.gateway.http_headers import AnswerHead, Incoming, Named, header_text
 from moestro.gateway.metrics import Counts, usage_in
 from moestro.gateway.upstream import EngineConnection
@@ -55,7 +55,7 @@ class ExchangeRules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class ExchangeContext:
     """What all exchanges have in common.
 
     Attributes:
@@ -66,7 +66,7 @@ class Shared:
     rules: ExchangeRules
     budget: RetryBudget
     counts: Counts
-    journal: Journal
+    decision_log: DecisionLog
     active: dict[str, Exchange]
 
 
@@ -83,7 +83,7 @@ class Exchange:
         "_sent_ns", "_shared", "_stage", "_status", "_tail", "_task", "_tried", "_why", "deadline_s",
     )  # fmt: skip
 
-    def __init__(self, shared: Shared, client: ClientConnection, incoming: Incoming) -> None:
+    def __init__(self, shared: ExchangeContext, client: ClientConnection, incoming: Incoming) -> None:
         self._shared = shared
         self._client = client
         self._incoming = incoming
@@ -92,7 +92,7 @@ class Exchange:
         self._stage = _CHOOSING
         self._request: Request | None = None
         self._model: str | None = None
-        self._engine: Engine | None = None
+        self._engine: RoutedEngine | None = None
         self._decision: RouteDecision | None = None
         self._is_in_router = False
         self._connection: EngineConnection | None = None
@@ -247,7 +247,7 @@ class Exchange:
         self._mark = engine.health.breaker.sent()
         if engine.condition is not Condition.UP:
             fleet.look(engine, before_ns)  # one probe is enough
-        shared.journal.routed(self._request, decision, self._why)
+        shared.decision_log.routed(self._request, decision, self._why)
 
     def _send(self) -> None:
         assert self._engine is not None
@@ -288,7 +288,7 @@ class Exchange:
 
     # --- elsewhere
 
-    def _lose(self, engine: Engine, cause: str, now_ns: int, *, was_sent: bool) -> None:
+    def _lose(self, engine: RoutedEngine, cause: str, now_ns: int, *, was_sent: bool) -> None:
         """The engine is gone, and no byte of an answer has come: go elsewhere."""
         engine.health.breaker.failed(self._mark, now_ns, at_once=True)
         engine.counts.num_unreachable += 1
@@ -303,7 +303,7 @@ class Exchange:
         error.http_status = 502
         self.refuse(error)
 
-    def _take_failure(self, engine: Engine, status: int, named: Named) -> bool:
+    def _take_failure(self, engine: RoutedEngine, status: int, named: Named) -> bool:
         """An answer that another engine may better. True: it is asked; False: the client gets the answer as it is."""
         now_ns, shared = time.monotonic_ns(), self._shared
         if status in _BUSY:
@@ -348,7 +348,7 @@ class Exchange:
 
     # --- back to the client
 
-    def _begin(self, engine: Engine, now_ns: int) -> None:
+    def _begin(self, engine: RoutedEngine, now_ns: int) -> None:
         """The first byte of the answer: from here on there is no other engine."""
         head, length = self._head, self._length
         assert head is not None
@@ -414,7 +414,7 @@ class Exchange:
         if usage:
             self._count_hits(usage)
         self._end_in_router(usage.get(b"completion_tokens"))
-        self._shared.journal.ended(self._incoming.request_id, status, usage)
+        self._shared.decision_log.ended(self._incoming.request_id, status, usage)
 
     def _end_in_router(self, num_output_tokens: int | None) -> None:
         if self._is_in_router and self._request is not None:

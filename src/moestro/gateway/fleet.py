@@ -23,7 +23,7 @@ _CONDITIONS_OF_A_NEW_PROCESS = frozenset({Condition.DOWN, Condition.OPEN})
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Engine:
+class RoutedEngine:
     """One engine.
 
     Attributes:
@@ -68,21 +68,21 @@ class Fleet:
         self.block_tokens = block_tokens
         self._rules = rules
         self._now_ns = now_ns
-        self._by_row: dict[int, Engine] = {}
+        self._by_row: dict[int, RoutedEngine] = {}
         self.names: tuple[str, ...] = ()
         self._returning: set[int] = set()  # rows that are being brought up to their share
         self.models = Models()
 
-    def __iter__(self) -> Iterator[Engine]:
+    def __iter__(self) -> Iterator[RoutedEngine]:
         return iter(tuple(self._by_row.values()))
 
     def __len__(self) -> int:
         return len(self._by_row)
 
-    def __getitem__(self, row: int) -> Engine:
+    def __getitem__(self, row: int) -> RoutedEngine:
         return self._by_row[row]
 
-    def add(self, name: str, url: str, pool: Pool, head: EngineHead) -> Engine:
+    def add(self, name: str, url: str, pool: Pool, head: EngineHead) -> RoutedEngine:
         """A new engine; it gets requests once a check has passed.
 
         Raises:
@@ -94,17 +94,17 @@ class Fleet:
         row = self.router.add_engine()
         self.names = (*self.names[:row], name, *self.names[row + 1 :])
         health = Health(self._rules, self._now_ns())
-        engine = self._by_row[row] = Engine(row=row, name=name, url=url, pool=pool, head=head, health=health)
+        engine = self._by_row[row] = RoutedEngine(row=row, name=name, url=url, pool=pool, head=head, health=health)
         return engine
 
-    def remove(self, engine: Engine) -> None:
+    def remove(self, engine: RoutedEngine) -> None:
         """It gets no more requests; what runs there is still answered."""
         del self._by_row[engine.row]
         self._returning.discard(engine.row)
         self.router.remove_engine(engine.row, self._now_ns())
         self.models.forget(engine.row)
 
-    def named(self, name: str) -> Engine | None:
+    def named(self, name: str) -> RoutedEngine | None:
         """The engine that people call `name`."""
         return next((engine for engine in self._by_row.values() if engine.name == name), None)
 
@@ -127,11 +127,11 @@ class Fleet:
             error.retry_after_s = self._retry_after_s(now_ns)
             raise
 
-    def look_now(self, engine: Engine) -> None:
+    def look_now(self, engine: RoutedEngine) -> None:
         """Judge `engine` anew, because something was done to it."""
         self.look(engine, self._now_ns())
 
-    def look(self, engine: Engine, now_ns: int) -> None:
+    def look(self, engine: RoutedEngine, now_ns: int) -> None:
         """Judge `engine` anew, and take it into rotation or out of it."""
         if self._by_row.get(engine.row) is not engine:
             return
@@ -152,7 +152,7 @@ class Fleet:
         if before is not after:
             self._tell(engine, before, now_ns)
 
-    def lost(self, engine: Engine, cause: str, now_ns: int) -> None:
+    def lost(self, engine: RoutedEngine, cause: str, now_ns: int) -> None:
         """It cannot be reached, or hung up on a request: what its cache held is not to be relied on."""
         engine.unreachable = cause
         if self._by_row.get(engine.row) is engine:
@@ -191,7 +191,7 @@ class Fleet:
         waits = [wait for engine in self._by_row.values() if (wait := engine.health.wait_ns(now_ns)) is not None]
         return min(60, max(1, math.ceil(min(waits, default=0) / 1e9)))
 
-    def _tell(self, engine: Engine, before: Condition, now_ns: int) -> None:
+    def _tell(self, engine: RoutedEngine, before: Condition, now_ns: int) -> None:
         engine.counts.num_transitions += 1
         after = engine.condition
         if after is Condition.UP:
@@ -204,10 +204,10 @@ class Fleet:
         if after in _CONDITIONS_OF_A_NEW_PROCESS and before not in _CONDITIONS_OF_A_NEW_PROCESS:
             self._forget(engine, now_ns)
 
-    def _forget(self, engine: Engine, now_ns: int) -> None:
+    def _forget(self, engine: RoutedEngine, now_ns: int) -> None:
         engine.num_forgotten += 1
         self.router.engine_lost(engine.row, now_ns)
 
-    def breaker_state(self, engine: Engine) -> BreakerState:
+    def breaker_state(self, engine: RoutedEngine) -> BreakerState:
         """Of `engine`, now."""
         return engine.health.breaker.state(self._now_ns())

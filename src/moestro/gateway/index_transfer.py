@@ -2,9 +2,9 @@
 
 What engines say of their caches (KV events) is not in it: they tell a standby themselves.
 
-It is a sequence of msgpack messages, each behind its length (4 bytes, big-endian): a `Head`, `Part`s, and an empty one
-at the end. Blocks that prompts share are in it once, so it is no larger than the index, and neither router ever stops
-for the whole of it.
+It is a sequence of msgpack messages, each behind its length (4 bytes, big-endian): a `TransferHead`, `TransferPart`s,
+and an empty one at the end. Blocks that prompts share are in it once, so it is no larger than the index, and neither
+router ever stops for the whole of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aiohttp import StreamReader, web
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.prefix_tree import Run
 from moestro.errors import RequestError
-from moestro.gateway.fleet import Engine, Fleet
+from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.web.errors import HttpError
 
 MAX_INDEX_BYTES = 1 << 30
@@ -29,7 +29,7 @@ _LENGTH_BYTES = 4
 _NO_PARENT = -1
 
 
-class Head(msgspec.Struct, frozen=True):
+class TransferHead(msgspec.Struct, frozen=True):
     """What comes first.
 
     Attributes:
@@ -41,11 +41,11 @@ class Head(msgspec.Struct, frozen=True):
     engines: list[str]
 
 
-class Part(msgspec.Struct, frozen=True):
+class TransferPart(msgspec.Struct, frozen=True):
     """Some prompts of one engine, the oldest first.
 
     Attributes:
-        engine: its place in `Head.engines`.
+        engine: its place in `TransferHead.engines`.
         runs: (number of the run before it or -1, blocks, packed) of each run that is new; runs are numbered from 0 as
             they come, in all parts.
         prompts: the number of each prompt's last run.
@@ -56,15 +56,15 @@ class Part(msgspec.Struct, frozen=True):
     prompts: list[int]
 
 
-_decode_head = msgspec.msgpack.Decoder(Head).decode
-_decode_part = msgspec.msgpack.Decoder(Part).decode
+_decode_head = msgspec.msgpack.Decoder(TransferHead).decode
+_decode_part = msgspec.msgpack.Decoder(TransferPart).decode
 
 
-class Handover:
+class IndexTransfer:
     """Gives the history of this router's engines, and takes another's.
 
     Args:
-        reading: see `Head`.
+        reading: see `TransferHead`.
     """
 
     def __init__(self, fleet: Fleet, reading: str) -> None:
@@ -81,7 +81,7 @@ class Handover:
         prompts = {engine.url: self._fleet.router.prompts_sent(engine.row) for engine in self._fleet}
         answer = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         await answer.prepare(http)
-        await answer.write(_message(Head(self._reading, list(prompts))))
+        await answer.write(_message(TransferHead(self._reading, list(prompts))))
         numbers: dict[Run, int] = {}
         for engine, last_runs in enumerate(prompts.values()):
             for part in _parts(engine, last_runs, numbers):
@@ -125,23 +125,23 @@ class Handover:
             await asyncio.sleep(0)
         return num_prompts
 
-    def _at(self, url: str) -> Engine | None:
+    def _at(self, url: str) -> RoutedEngine | None:
         """The engine there; it may go while the index comes."""
         return next((engine for engine in self._fleet if engine.url == url), None)
 
 
-def _parts(engine: int, last_runs: Iterable[Run], numbers: dict[Run, int]) -> Iterator[Part]:
+def _parts(engine: int, last_runs: Iterable[Run], numbers: dict[Run, int]) -> Iterator[TransferPart]:
     """What a router has of an engine, while it goes on changing: of a run that has been told, the blocks up to its end
     stay the same, be it cut or dropped.
     """
-    part, num_bytes = Part(engine, [], []), 0
+    part, num_bytes = TransferPart(engine, [], []), 0
     for last in last_runs:
         num_before = len(part.runs)
         part.prompts.append(_number(last, numbers, part.runs))
         num_bytes += sum(len(blocks) for _, blocks in part.runs[num_before:])
         if len(part.prompts) == _PART_PROMPTS or num_bytes >= _PART_BYTES:
             yield part
-            part, num_bytes = Part(engine, [], []), 0
+            part, num_bytes = TransferPart(engine, [], []), 0
     if part.prompts:
         yield part
 
@@ -163,7 +163,7 @@ def _number(last: Run, numbers: dict[Run, int], runs: list[tuple[int, bytes]]) -
     return number
 
 
-def _check(part: Part, num_engines: int, runs: list[tuple[int, bytes]]) -> None:
+def _check(part: TransferPart, num_engines: int, runs: list[tuple[int, bytes]]) -> None:
     num_before = len(runs) - len(part.runs)
     for number, (parent, blocks) in enumerate(part.runs, num_before):
         if not blocks or len(blocks) % HASH_BYTES or not _NO_PARENT <= parent < number:
@@ -181,7 +181,7 @@ def _whole(last: int, runs: list[tuple[int, bytes]]) -> bytes:
     return b"".join(reversed(pieces))
 
 
-def _message(content: Head | Part | None) -> bytes:
+def _message(content: TransferHead | TransferPart | None) -> bytes:
     encoded = b"" if content is None else msgspec.msgpack.encode(content)
     return len(encoded).to_bytes(_LENGTH_BYTES) + encoded
 

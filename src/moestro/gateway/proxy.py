@@ -14,10 +14,10 @@ from moestro.core.request import Request
 from moestro.errors import DrainingError, RequestError, shown
 from moestro.gateway.answering import Answering
 from moestro.gateway.downstream import ClientConnection, ClientConnections
-from moestro.gateway.exchange import Exchange, Shared
+from moestro.gateway.exchange import Exchange, ExchangeContext
 from moestro.gateway.http_headers import Incoming, RequestHead, own_head, plain_id
 from moestro.gateway.paths import MODELS, Routes
-from moestro.gateway.prompt_blocks import Reading
+from moestro.gateway.prompt_blocks import PromptReader
 from moestro.gateway.request_body import read
 from moestro.web.access import UNLIMITED, Access
 from moestro.web.errors import AuthenticationError, HttpError, InternalError, UnknownModelError
@@ -42,10 +42,15 @@ class Proxy:
     """
 
     def __init__(
-        self, shared: Shared, reading: Reading, access: Access, routes: Routes, metrics: Callable[[], bytes]
+        self,
+        shared: ExchangeContext,
+        prompt_reader: PromptReader,
+        access: Access,
+        routes: Routes,
+        metrics: Callable[[], bytes],
     ) -> None:
         self._shared = shared
-        self._reading = reading
+        self._prompt_reader = prompt_reader
         self._access = access
         self._has_rules = access.cors is not None or access.limits.is_on
         self._routes = routes
@@ -132,7 +137,7 @@ class Proxy:
             incoming.on_over = partial(limits.leave, key)
         exchange = Exchange(self._shared, client, incoming)
         try:
-            if len(incoming.body) <= self._reading.max_inline_bytes:
+            if len(incoming.body) <= self._prompt_reader.max_inline_bytes:
                 exchange.start(*self._read(incoming, time.monotonic_ns()))
             else:
                 task = asyncio.get_running_loop().create_task(self._read_and_start(exchange, incoming))
@@ -147,12 +152,12 @@ class Proxy:
     def _read(self, incoming: Incoming, now_ns: int) -> tuple[Request, str | None]:
         """What the router decides by, and the model that is asked for."""
         asked = read(incoming.body)
-        return self._reading.prepare(asked, incoming, now_ns), asked.model
+        return self._prompt_reader.prepare(asked, incoming, now_ns), asked.model
 
     async def _read_and_start(self, exchange: Exchange, incoming: Incoming) -> None:
         now_ns = time.monotonic_ns()
         try:
-            exchange.start(*await self._reading.threads.run(lambda: self._read(incoming, now_ns)))
+            exchange.start(*await self._prompt_reader.threads.run(lambda: self._read(incoming, now_ns)))
         except RequestError as error:
             exchange.refuse(error)
         except Exception:
@@ -213,7 +218,7 @@ def _id_line(incoming: Incoming) -> bytes:
     return b"X-Request-Id: %b\r\n" % incoming.request_id.encode()
 
 
-async def sweep_forever(shared: Shared, clients: ClientConnections, interval_s: float) -> None:
+async def sweep_forever(shared: ExchangeContext, clients: ClientConnections, interval_s: float) -> None:
     """Look at everything that has a deadline, again and again."""
     pauses = PauseMeter(time.monotonic_ns(), int(2 * interval_s * 1e9))
     while True:
@@ -226,7 +231,7 @@ async def sweep_forever(shared: Shared, clients: ClientConnections, interval_s: 
             logger.exception("the sweep failed; it goes on")
 
 
-def _forgive(shared: Shared, clients: ClientConnections, pause_ns: int) -> None:
+def _forgive(shared: ExchangeContext, clients: ClientConnections, pause_ns: int) -> None:
     """This process stood still: engines and clients have as much time left as they had before."""
     now_ns = time.monotonic_ns()
     for exchange in shared.active.values():
@@ -236,7 +241,7 @@ def _forgive(shared: Shared, clients: ClientConnections, pause_ns: int) -> None:
         engine.health.paused(pause_ns, now_ns)
 
 
-def _sweep(shared: Shared, clients: ClientConnections) -> None:
+def _sweep(shared: ExchangeContext, clients: ClientConnections) -> None:
     now_ns = time.monotonic_ns()
     now_s = now_ns * 1e-9
     for exchange in [exchange for exchange in shared.active.values() if exchange.deadline_s < now_s]:

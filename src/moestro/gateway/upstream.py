@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from moestro.gateway.header_cache import KnownHeads
+from moestro.gateway.header_cache import HeaderCache
 from moestro.gateway.http_headers import MAX_HEAD_BYTES, AnswerHead, Headers, answer_lines, size_of
 
 _HIGH_WATER_BYTES = 1 << 20  # a request's body is written at once; this only bounds what asyncio thinks of it
@@ -64,7 +64,7 @@ class Pool:
         self._address = address
         self._connect_s = connect_s
         self._max_idle = _MAX_IDLE
-        self.known: KnownHeads[AnswerHead] = KnownHeads(_MAX_KNOWN)
+        self.known: HeaderCache[AnswerHead] = HeaderCache(_MAX_KNOWN)
         self._idle: list[EngineConnection] = []
         self._all: set[EngineConnection] = set()
 
