@@ -1,4 +1,4 @@
-"""The parts of a router, put together from its settings."""
+"""Assembles the router from its settings."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from moestro.web.record_file import RecordFile, read_clocks
 
 @dataclass(frozen=True, slots=True)
 class RouterApp:
-    """A router, without the sockets that it listens on.
+    """The parts of a router, without its listening sockets.
 
     Attributes:
-        record: what is decided goes there; None: nowhere.
-        threads: that large bodies are read on.
-        kv_events: follows the engines' caches; None: nobody publishes.
+        record: File for its decisions; None means that they are not recorded.
+        threads: Threads on which large bodies are read.
+        kv_events: Follows the engines' caches; None means that no engine publishes KV events.
     """
 
     shared: ExchangeContext
@@ -61,18 +61,18 @@ class RouterApp:
     max_connections: int
 
     def accept_client(self) -> asyncio.Protocol:
-        """A protocol for a new connection."""
+        """Return a protocol for a new connection, or one that refuses it."""
         return self.clients() if len(self.clients.open) < self.max_connections else TooMany()
 
 
 def assemble(settings: RouteSettings, prompt_reader: PromptReader) -> RouterApp:
-    """All parts; nothing runs yet.
+    """Return the parts of a router, of which nothing runs yet.
 
     Args:
-        prompt_reader: how prompts become the names of their blocks.
+        prompt_reader: Makes the hashes of a prompt's blocks.
 
     Raises:
-        ConfigError: the settings cannot be honoured.
+        ConfigError: The settings cannot be honoured.
     """
     routing, front = settings.routing, settings.front
     record = _record(settings.record.record) if settings.record.record else None
@@ -125,7 +125,7 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader) -> RouterApp:
 
 
 def _record(path: Path) -> RecordFile[Entry]:
-    """Behind a gap a replay is impossible, and stories can still be told."""
+    """Open the record; after a gap it has only traces of requests, because a replay would be wrong."""
     return RecordFile(path, (RequestTrace,), "it replays up to here, and has stories alone from now on")
 
 
@@ -156,7 +156,7 @@ def _exchange_rules(reliability: ReliabilitySettings, front: FrontSettings) -> E
 
 
 def _withheld(access: Access) -> frozenset[bytes]:
-    """Headers that are this router's affair."""
+    """Return the headers of clients that engines do not get."""
     nothing: frozenset[bytes] = frozenset()
     return (KEY_HEADERS if access.keys else nothing) | (CORS_HEADERS if access.cors is not None else nothing)
 

@@ -1,4 +1,4 @@
-"""What each path is: answered here, sent on to an engine, or unknown."""
+"""Decides what a request's path is: answered here, sent on to an engine, or unknown."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Proxy:
     """Answers clients.
 
     Args:
-        access: who may enter; probes need no key.
-        routes: which paths exist.
-        metrics: the text of `/metrics`.
+        access: Keys, limits and CORS; probes need no key.
+        routes: Paths that exist.
+        metrics: Returns the text of `/metrics`.
 
     Attributes:
-        is_draining: nothing new is taken.
+        is_draining: Whether new requests for engines are refused; set freely.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Proxy:
         self._work: set[asyncio.Task[None]] = set()
         self.is_draining = False
 
-    # --- the connections' calls
+    # --- called by the connections
 
     def refuses(self, head: RequestHead) -> RequestError | None:
         """Return the error for a request that lacks its key."""
@@ -80,7 +80,7 @@ class Proxy:
         self._log.info(code, f"a request from {address} is refused with {error.http_status}: {error.message}")
 
     def handle(self, client: ClientConnection, incoming: Incoming) -> Answering | None:
-        """Answer now, or return who will."""
+        """Answer now, or return the exchange that will."""
         incoming.request_id = self._request_id(incoming)
         path, method = incoming.head.path, incoming.head.method
         try:
@@ -150,7 +150,7 @@ class Proxy:
         return exchange
 
     def _read(self, incoming: Incoming, now_ns: int) -> tuple[Request, str | None]:
-        """What the router decides by, and the model that is asked for."""
+        """Return the request that the router decides by, and the model that the body names."""
         asked = read(incoming.body)
         return self._prompt_reader.prepare(asked, incoming, now_ns), asked.model
 
@@ -163,7 +163,7 @@ class Proxy:
         except Exception:
             exchange.fail()
 
-    # --- here
+    # --- answered here
 
     def _answer_here(self, client: ClientConnection, incoming: Incoming, path: str) -> None:
         if path in PROBES:
@@ -197,7 +197,7 @@ class Proxy:
         client.refuse(error, _id_line(incoming) + added)
 
     def _request_id(self, incoming: Incoming) -> str:
-        """The client's own, if it is short, plain and not in use; otherwise a new one."""
+        """Return the client's request id, if it is short, plain and not in use, or a new one."""
         given = incoming.head.named.get(b"x-request-id")
         if given is None or (plain := plain_id(given)) is None:
             return f"{self._prefix}{next(self._serial):x}"
@@ -205,7 +205,7 @@ class Proxy:
 
 
 def _is_preflight(head: RequestHead) -> bool:
-    """Whether a browser asks if a page may ask."""
+    """Return whether a browser asks for permission to send a request."""
     return head.method == b"OPTIONS" and b"origin" in head.named and b"access-control-request-method" in head.named
 
 
@@ -219,7 +219,7 @@ def _id_line(incoming: Incoming) -> bytes:
 
 
 async def sweep_forever(shared: ExchangeContext, clients: ClientConnections, interval_s: float) -> None:
-    """Look at everything that has a deadline, again and again."""
+    """Expire everything whose deadline has passed, again at every interval."""
     pauses = PauseMeter(time.monotonic_ns(), int(2 * interval_s * 1e9))
     while True:
         await asyncio.sleep(interval_s)
@@ -232,7 +232,7 @@ async def sweep_forever(shared: ExchangeContext, clients: ClientConnections, int
 
 
 def _forgive(shared: ExchangeContext, clients: ClientConnections, pause_ns: int) -> None:
-    """This process stood still: engines and clients have as much time left as they had before."""
+    """Leave out a time in which this process was stopped, for engines and clients."""
     now_ns = time.monotonic_ns()
     for exchange in shared.active.values():
         exchange.deadline_s += pause_ns * 1e-9

@@ -25,18 +25,18 @@ from moestro.web.statline import log_forever
 
 _SWEEP_S = 0.25
 _MAX_ADMIN_CONNECTIONS = 256
-_FIRST_LOOK_S = 5.0  # the banner waits for the first word of every engine, so long at most
-_GC_THRESHOLD = 50_000  # requests leave no cycles; looking for them at every few hundred objects is wasted
+_FIRST_LOOK_S = 5.0  # The banner waits at most this long for the first health check of every engine.
+_GC_THRESHOLD = 50_000  # Requests leave no cycles, so frequent collections are wasted.
 
 
 def route(settings: RouteSettings, prompt_reader: PromptReader) -> None:
-    """Route until SIGTERM or SIGINT; a second one does not wait for requests to finish.
+    """Route until SIGTERM or SIGINT; a second signal does not wait for running requests.
 
     Args:
-        prompt_reader: how prompts become the names of their blocks.
+        prompt_reader: Makes the hashes of a prompt's blocks.
 
     Raises:
-        ConfigError: the settings cannot be honoured; the text says what to do.
+        ConfigError: The settings cannot be honoured; the text says what to do.
     """
     run_server(
         lambda lifecycle: _RouterServer(settings, prompt_reader, lifecycle).run(),
@@ -55,7 +55,7 @@ class _RouterServer:
 
     async def run(self) -> None:
         urls, front, admin = self._settings.engines.urls, self._settings.front, self._settings.admin
-        allow_open_files(2 * front.max_connections)  # each client may need an engine's connection
+        allow_open_files(2 * front.max_connections)  # Each client may need a connection to an engine.
         with (
             bound_socket(front.host, front.port) as listener,
             bound_socket(admin.admin_host, admin.admin_port) as admin_listener,
