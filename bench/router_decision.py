@@ -32,7 +32,7 @@ import numpy as np
 
 from moestro.core.hashing import HASH_BYTES, split_hashes
 from moestro.core.request import Request, SamplingParams
-from moestro.routing.policies.registry import policy_from
+from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
 

@@ -24,7 +24,7 @@ import numpy as np
 from moestro.core.hashing import hash_blocks, hash_key
 from moestro.core.request import Request, SamplingParams
 from moestro.core.work import StepResult
-from moestro.engine.policies.ordering.registry import ORDERING
+from moestro.engine.registry import ORDER_POLICIES
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 
@@ -149,7 +149,7 @@ def long_queue_us(order: str, num_waiting: int, *, changes: bool) -> float:
 def long_queue_rows() -> list[dict[str, object]]:
     """One row for each order; 0 waiting for comparison."""
     rows: list[dict[str, object]] = []
-    for order, num_waiting in (("fcfs", 0), *((order, 1000) for order in ORDERING)):
+    for order, num_waiting in (("fcfs", 0), *((order, 1000) for order in ORDER_POLICIES.names())):
         row: dict[str, object] = {"running": 64, "waiting": num_waiting, "order": order}
         for name, changes in (("queue_stays", False), ("queue_changes", True)):
             if num_waiting or not changes:

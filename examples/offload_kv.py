@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moestro.core.views import BE, EvictView, Victim
-from moestro.engine.policies.eviction import least_computed_be_first
+from moestro.engine.policies.eviction import LeastComputedBeFirst
 
 
 @dataclass(frozen=True)
@@ -36,4 +36,4 @@ class OffloadKV:
         rows = np.flatnonzero(fits & (view.service_class == BE))
         if len(rows):
             return Victim(int(rows[num_tokens[rows].argmax()]), keeps=True)
-        return Victim(least_computed_be_first(view).row, keeps=False)
+        return Victim(LeastComputedBeFirst()(view).row, keeps=False)

@@ -5,9 +5,9 @@ A function is a score for each engine, lower is better; a class may remember wha
 
 import numpy as np
 
-from moestro.routing.policies.contract import Choice, Needs, Routed
-from moestro.routing.policies.indicators import new_tokens, queued_prefill_tokens
-from moestro.routing.policies.scoring import lowest
+from moestro.routing.indicators import new_tokens, queued_prefill_tokens
+from moestro.routing.policy_contract import Choice, Needs, Routed
+from moestro.routing.scoring import lowest
 
 
 def fewest_tokens(view):

@@ -1,4 +1,4 @@
-"""Fixtures of the front door's tests."""
+"""Fixtures for all tests: the demo model, its tokenizer, and one running server of each kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from support.running import FAKE, REAL, Running
 
 import moestro
-from moestro.text.tokenizer import Tokenizer
 
 # The embedded demo model; the variable names another while that one is being trained.
 DEMO = os.environ.get("MOESTRO_TEST_DEMO")
@@ -23,7 +22,9 @@ def demo_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(demo_dir: Path) -> Tokenizer:
+def tokenizer(demo_dir: Path):
+    from moestro.text.tokenizer import Tokenizer  # noqa: PLC0415 it loads transformers, which takes seconds
+
     return Tokenizer(demo_dir)
 
 

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import msgspec
 import pytest
@@ -14,17 +13,13 @@ import pytest
 from moestro.cli import main
 from moestro.config.config_file import read_config_file
 from moestro.config.serve_settings import (
-    BATCH_POLICIES,
-    EVICT_POLICIES,
-    SCHEDULING_POLICIES,
-    BatchName,
-    OrderName,
     SchedulerLimits,
 )
-from moestro.engine.policies.batching import BATCHING
-from moestro.engine.policies.ordering.registry import ORDERING
+from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
+from moestro.flow.registry import STEP_POLICIES
+from moestro.routing.registry import ROUTE_POLICIES
 
 YAML = """\
 # what we serve
@@ -186,18 +181,18 @@ def test_a_paced_device_plays_no_host_memory(capsys):
 # --- policies of an engine --------------------------------------------------------------------------------------------
 
 
-def test_the_command_line_offers_every_policy_that_there_is():
-    assert get_args(OrderName) == tuple(ORDERING)
-    assert get_args(BatchName) == tuple(BATCHING)
+SERVE_KINDS = [ROUTE_POLICIES, ORDER_POLICIES, BATCH_POLICIES, EVICT_POLICIES, STEP_POLICIES]
 
 
-def test_help_says_what_each_policy_does(capsys, monkeypatch):
+@pytest.mark.parametrize(("verb", "kinds"), [("serve", SERVE_KINDS), ("route", [ROUTE_POLICIES])])
+def test_help_says_what_each_policy_does(capsys, monkeypatch, verb, kinds):
     monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main([verb, "--help"])
     text = capsys.readouterr().out
-    for description in (*SCHEDULING_POLICIES.values(), *BATCH_POLICIES.values(), *EVICT_POLICIES.values()):
-        assert description.replace("`", "") in text
+    for kind in kinds:
+        for name, entry in kind.entries().items():
+            assert f"{name}: {entry.description}".replace("`", "") in text
 
 
 @pytest.mark.parametrize(

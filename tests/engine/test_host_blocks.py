@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 from support.fake_device import KvDevice, expected_prompt_logprobs, expected_tokens, make_request
 
 from moestro.core.request import ServiceClass
-from moestro.engine.policies.eviction import least_computed_be_first
+from moestro.engine.policies.eviction import LeastComputedBeFirst
 from moestro.engine.rank import Rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
@@ -157,10 +155,10 @@ def test_two_victims_are_not_promised_the_same_room():
 
     def watched(view):
         seen.append(view.num_free_host_tokens)
-        return least_computed_be_first(view)
+        return LeastComputedBeFirst()(view)
 
     eviction = rank.scheduler._eviction
-    eviction._policy = replace(eviction._policy, choose=watched)
+    eviction._policy = watched
     for name, length, service_class in (("a", 21, "be"), ("b", 22, "be"), ("ls", 40, "ls")):
         request = make_request(name, range(length), max_tokens=3)
         rank.add(msgspec.structs.replace(request, service_class=ServiceClass(service_class)), 0)

@@ -8,9 +8,9 @@ from moestro.core.views import WaitingView
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.policies.ordering.ageing import PrefillAware, Sjf
 from moestro.engine.policies.ordering.basic import Fcfs
-from moestro.engine.policies.ordering.contract import Admitted
-from moestro.engine.policies.ordering.registry import ORDERING
 from moestro.engine.policies.ordering.weighted_fair import WeightedFair
+from moestro.engine.policy_contract import Admitted
+from moestro.engine.registry import ORDER_POLICIES
 from moestro.engine.sequences import Sequence
 from moestro.engine.waiting import MAX_LOOKED_UP, WaitingQueue
 
@@ -42,7 +42,7 @@ def serials(queue, now_ns):
 @pytest.mark.parametrize("seed", range(5))
 def test_the_queue_agrees_with_a_sorted_list_under_any_traffic(policy, seed):
     rng = np.random.default_rng(seed)
-    queue, oracle = queue_of(ORDERING[policy].make()), []
+    queue, oracle = queue_of(ORDER_POLICIES.make(policy)), []
     for serial in range(300):
         oracle.append(sequence(serial, int(rng.integers(50)), int(rng.integers(3))))
         queue.add(oracle[-1])

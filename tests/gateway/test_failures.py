@@ -13,7 +13,7 @@ from moestro.gateway.health_checks import Watch
 from moestro.gateway.upstream import _LATE_S
 
 MOODY = """
-from moestro.routing.policies.contract import Choice, EngineLost, Needs
+from moestro.routing.policy_contract import Choice, EngineLost, Needs
 
 class Moody:
     needs = Needs()

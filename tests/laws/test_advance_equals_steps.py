@@ -18,8 +18,7 @@ from moestro.core.clock import FOREVER_NS
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.request import Request, SamplingParams, ServiceClass
 from moestro.core.work import StepResult
-from moestro.engine.policies.batching import BATCHING
-from moestro.engine.policies.ordering.registry import ORDERING
+from moestro.engine.registry import BATCH_POLICIES, ORDER_POLICIES
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import Emitted
@@ -138,12 +137,12 @@ AGED = {"theta_age_s": 300e-9}
 COMBINATIONS = [
     *[
         (order, AGED if order in ("sjf", "prefill_aware", "qllm") else {}, "decode_first", "last_in_order")
-        for order in ORDERING
+        for order in ORDER_POLICIES.names()
     ],
-    *[("fcfs", {}, batch, "last_in_order") for batch in BATCHING],
+    *[("fcfs", {}, batch, "last_in_order") for batch in BATCH_POLICIES.names()],
     ("sjf", AGED, "prefill_first", "last_in_order"),
     ("prefill_aware", AGED, "qllm", "last_in_order"),
-    *[("qllm", AGED, batch, "least_computed_be_first") for batch in BATCHING],
+    *[("qllm", AGED, batch, "least_computed_be_first") for batch in BATCH_POLICIES.names()],
     ("qllm", {}, "qllm", "least_computed_be_first"),
 ]
 

@@ -14,8 +14,8 @@ from support.policy_text import policy_text
 from moestro.core.request import ServiceClass
 from moestro.core.views import BE, LS
 from moestro.core.work import Forward
-from moestro.engine.policies.ordering.registry import ORDERING
 from moestro.engine.rank import build_preemptive_rank
+from moestro.engine.registry import ORDER_POLICIES
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.policies.qllm import ExpertLevelPreemption
@@ -152,4 +152,5 @@ def test_what_states_no_bound_passes_for_longer(name):
 
 
 def test_every_order_is_here_or_states_no_bound_in_time():
-    assert {name for name, entry in ORDERING.items() if entry.make().max_passed_over_ns is not None} <= set(BOUNDED)
+    bounds = {name: ORDER_POLICIES.make(name).max_passed_over_ns for name in ORDER_POLICIES.names()}
+    assert {name for name, bound_ns in bounds.items() if bound_ns is not None} <= set(BOUNDED)

@@ -12,12 +12,14 @@ from moestro.core.rng import Draws
 from moestro.core.views import EngineFigures
 from moestro.errors import NoEngineError, QueueFullError, RequestError
 from moestro.routing.decision_record import PolicyText, RecordedRouter, encode_entry
-from moestro.routing.policies.registry import ROUTING
+from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.replay import replay
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
 
-POLICIES = [PolicyText(name) for name in ROUTING] + [PolicyText("", "p_tokens * batch_size / (1 - kv_usage)")]
+POLICIES = [PolicyText(name) for name in ROUTE_POLICIES.names()] + [
+    PolicyText("", "p_tokens * batch_size / (1 - kv_usage)")
+]
 MS = 1_000_000
 
 

@@ -19,10 +19,8 @@ from support.policy_text import policy_text
 
 from moestro.core.request import ServiceClass
 from moestro.engine.fused import FusedExecutor
-from moestro.engine.policies.batching import BATCHING
-from moestro.engine.policies.eviction import EVICTION
-from moestro.engine.policies.ordering.registry import ORDERING
 from moestro.engine.rank import build_rank
+from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import RequestError
@@ -30,9 +28,9 @@ from moestro.errors import RequestError
 BLOCK_SIZE = 4
 POLICIES = [
     (order, batch, evict)
-    for order in ORDERING
-    for batch in BATCHING
-    for evict in EVICTION
+    for order in ORDER_POLICIES.names()
+    for batch in BATCH_POLICIES.names()
+    for evict in EVICT_POLICIES.names()
     if order == "qllm" or evict == "last_in_order"
 ]
 

@@ -303,7 +303,7 @@ def test_a_picture_that_could_not_be_written_is_refused_at_once(tmp_path, name):
 
 
 def test_a_plot_without_matplotlib_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "moestro.loadgen.drawing", None)  # as if its import failed
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it was not installed
     with Endpoint(whole()) as endpoint, pytest.raises(SystemExit) as caught:
         main(["bench", "--base-url", endpoint.url, "--plot", str(tmp_path / "r.png")])
     assert caught.value.code == 2

@@ -23,7 +23,7 @@ from moestro.repro.lmetric.reporting import Reproduced
 from moestro.repro.lmetric.runner import Part, reproduce_lmetric, save
 from moestro.repro.lmetric.show import print_findings
 from moestro.repro.lmetric.testbed import measured, paired_interval, run, signals_of
-from moestro.routing.policies.registry import make_policy
+from moestro.routing.registry import ROUTE_POLICIES
 from moestro.workload.requests import RequestForm, RequestMaker
 
 TINY = replace(
@@ -90,7 +90,7 @@ def test_equal_seeds_give_equal_figures():
     [chat, _] = reproduction.sources
     runs = []
     for _ in range(2):
-        policy = make_policy("lmetric")
+        policy = ROUTE_POLICIES.make("lmetric")
         load = chat.load(20.0, 3)
         runs.append(measured(run(reproduction.bed(chat), load, policy, signals_of("lmetric", policy))))
     assert runs[0] == runs[1]
@@ -179,7 +179,7 @@ def test_a_part_of_another_commit_is_named_and_one_of_another_version_is_made_ag
 def test_requests_of_hot_classes_are_watched():
     reproduction = Reproduction(TINY, None, lambda _: None)
     chat = reproduction.sources[0]
-    policy = WatchedClasses(make_policy("lmetric"))
+    policy = WatchedClasses(ROUTE_POLICIES.make("lmetric"))
     run(reproduction.bed(chat), with_hot_prefix(chat.load(20.0, 3), 0), policy, signals_of("lmetric", policy))
     class_shares, holder_shares = policy.sample(7)
     assert len(class_shares) == len(holder_shares) == 7

@@ -10,7 +10,7 @@ import pytest
 from support.routers import request, router, table, view
 
 from moestro.routing.candidates import MAX_CANDIDATES, candidates_of
-from moestro.routing.policies.contract import Choice
+from moestro.routing.policy_contract import Choice
 
 
 @pytest.mark.parametrize("num_engines", [1, 2, MAX_CANDIDATES, MAX_CANDIDATES + 1, 300])

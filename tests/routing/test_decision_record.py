@@ -71,7 +71,7 @@ def test_a_refusal_is_written_and_replays():
 
 
 INFINITE_DETAIL = """
-from moestro.routing.policies.contract import Choice, Needs
+from moestro.routing.policy_contract import Choice, Needs
 
 class First:
     needs = Needs()

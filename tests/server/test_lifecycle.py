@@ -87,7 +87,7 @@ def start_in_here(capsys, *arguments: str) -> tuple[int, str]:
         (("--engines", "0"), "--engines must be between 1 and 1024, got 0"),
         (("--max-num-seqs", "0"), "--max-num-seqs must be at least 1, got 0"),
         (("--block-size", "0"), "--block-size"),
-        (("--route-policy", "dice"), "unknown route policy 'dice'; known: round_robin"),
+        (("--route-policy", "dice"), "unknown route policy 'dice'; known: aibrix"),
         (("--host", "192.0.2.1"), "give another --host or --port"),
     ],
 )

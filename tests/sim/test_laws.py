@@ -14,8 +14,7 @@ from moestro.core.views import Channel
 from moestro.cost.gpus import H20
 from moestro.cost.hf_config import network_named
 from moestro.cost.roofline import Roofline, RooflineSettings
-from moestro.engine.policies.batching import BATCHING
-from moestro.engine.policies.ordering.registry import ORDERING
+from moestro.engine.registry import BATCH_POLICIES, ORDER_POLICIES
 from moestro.engine.settings import SchedulerSettings
 from moestro.sim.arrivals import AtTimes
 from moestro.sim.cluster import Cluster
@@ -37,16 +36,16 @@ AGED = ":theta_age_s=0.03"
 COMBINATIONS = [
     *[
         {"scheduling_policy": order + AGED if order in {"sjf", "prefill_aware", "qllm"} else order}
-        for order in ORDERING
+        for order in ORDER_POLICIES.names()
     ],
-    *[{"batch_policy": batch} for batch in BATCHING],
+    *[{"batch_policy": batch} for batch in BATCH_POLICIES.names()],
     *[
         {
             "scheduling_policy": "qllm" + AGED,
             "batch_policy": batch,
             "evict_policy": "least_computed_be_first",
         }
-        for batch in BATCHING
+        for batch in BATCH_POLICIES.names()
     ],
 ]
 

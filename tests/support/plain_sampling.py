@@ -59,17 +59,15 @@ def choose(logits: np.ndarray, row: np.void, position: int) -> int:
     if row["top_k"]:
         order = order[: row["top_k"]]
     weights = np.exp(scaled[order].astype(np.float64))
-    kept, mass = 0, 0.0
-    while kept < len(order) and (kept == 0 or mass / weights.sum() < row["top_p"]):
+    kept, mass, total = 0, 0.0, weights.sum()
+    while kept < len(order) and (kept == 0 or mass / total < row["top_p"]):
         mass += weights[kept]
         kept += 1
     least = scaled[order[kept - 1]]
     weights = np.where(scaled >= least, np.exp(scaled.astype(np.float64)), 0)
     groups = [weights[start : start + GROUP_TOKENS] for start in range(0, len(weights), GROUP_TOKENS)]
     key = mix64(mix64(np.array([row["seed"]], np.uint64)) + np.uint64(position))
-    waits = [
-        -np.log1p(-uniform(key, np.array([counter], np.uint64))[0]) for counter in range(len(groups) + GROUP_TOKENS)
-    ]
+    waits = -np.log1p(-uniform(key, np.arange(len(groups) + GROUP_TOKENS, dtype=np.uint64)))
     group = int(np.argmax([tokens.sum() / wait for tokens, wait in zip(groups, waits, strict=False)]))
     arrivals = [weight / wait for weight, wait in zip(groups[group], waits[len(groups) :], strict=False)]
     return group * GROUP_TOKENS + int(np.argmax(arrivals))

@@ -8,8 +8,8 @@ from moestro.core.hashing import hash_blocks, hash_key
 from moestro.core.request import Request, SamplingParams
 from moestro.core.rng import Draws
 from moestro.core.views import FIGURES, NEVER_NS, EngineTable, Figure
-from moestro.routing.policies.contract import Choice, RoutePolicy, RouteView
-from moestro.routing.policies.registry import make_policy
+from moestro.routing.policy_contract import Choice, RoutePolicy, RouteView
+from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.router import Router
 from moestro.routing.settings import ANY_ENGINE, RouterSettings
 
@@ -28,7 +28,7 @@ def request(name="r", num_prompt_tokens=1, prompt=None, **fields) -> Request:
 
 def router(num_engines: int, policy: str | RoutePolicy, spec=ANY_ENGINE, **settings) -> Router:
     """A router whose engines are all routable."""
-    policy = make_policy(policy) if isinstance(policy, str) else policy
+    policy = ROUTE_POLICIES.make(policy) if isinstance(policy, str) else policy
     made = Router(policy, RouterSettings(**{"block_size": BLOCK_SIZE} | settings))
     for _ in range(num_engines):
         made.set_routable(made.add_engine(spec), routable=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moestro.cli.app import app
-from moestro.errors import ConfigError
+from moestro.cli.extras import require_extra
 from moestro.loadgen.settings import (
     ArrivalSettings,
     BenchSettings,
@@ -35,10 +35,8 @@ def bench(
     from moestro.loadgen.runner import bench as run
 
     if results.plot is not None:
-        try:
-            from moestro.loadgen.drawing import save_plot
-        except ImportError as error:
-            raise ConfigError("--plot needs matplotlib: pip install 'moestro[plots]'") from error
+        require_extra("plots", "--plot")
+        from moestro.loadgen.drawing import save_plot
     settings = BenchSettings(endpoint=endpoint, requests=requests, arrivals=arrivals, goals=goals, results=results)
     measured = run(settings, Console())
     if results.plot is not None:

@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from moestro.calibrate.settings import MODEL_GROUP, MeasuredModel, Measuring, Range
 from moestro.cli.app import app
+from moestro.cli.extras import require_extra
 
 
 @app.command
@@ -34,6 +35,7 @@ def calibrate(
     model
         A checkpoint directory, or a name on the Hugging Face hub. Unset: the small demo model that comes with Moestro.
     """
+    require_extra("serve", "moestro calibrate")
     from rich.console import Console
 
     from moestro.calibrate.runner import CalibrateSettings

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 
 from moestro.cli import bench, calibrate, explain, replay, repro, route, serve, sim  # noqa: F401 each registers its verb
 from moestro.cli.app import app
+from moestro.config.user_code import accept_user_code
 from moestro.errors import ConfigError, MoestroError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The `moestro` command: exit status 2 for what the operator can put right, 1 for what failed."""
+    accept_user_code()
     try:
         app(arguments)
     except MoestroError as error:

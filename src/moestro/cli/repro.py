@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from moestro.cli.app import app
+from moestro.cli.extras import install_command, is_installed
 
 repro = App(name="repro", help="Make a paper's tables again, on virtual time, and set its claims beside what is found.")
 app.command(repro)
@@ -53,11 +54,11 @@ def lmetric(
     if out is None:
         return
     console.print(f"written: {save(found, out, 'lmetric')}")
-    try:
-        from moestro.repro.lmetric.draw import save_pictures
-    except ImportError:
-        console.print("no pictures: pip install 'moestro[plots]'")
+    if not is_installed("plots"):
+        console.print(f"no pictures: {install_command('plots')}")
         return
+    from moestro.repro.lmetric.draw import save_pictures
+
     for path in save_pictures(found.findings, out):
         console.print(f"written: {path}")
 
@@ -99,10 +100,10 @@ def qllm(
         return
     write_result(found, out / "qllm.json")
     console.print(f"written: {out / 'qllm.json'}")
-    try:
-        from moestro.repro.qllm.draw import save_pictures
-    except ImportError:
-        console.print("no pictures: pip install 'moestro[plots]'")
+    if not is_installed("plots"):
+        console.print(f"no pictures: {install_command('plots')}")
         return
+    from moestro.repro.qllm.draw import save_pictures
+
     for path in save_pictures(found.findings, out):
         console.print(f"written: {path}")

@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from moestro.cli.app import ORIGINS, app
+from moestro.cli.extras import require_extra
 from moestro.config.config_sources import config_lines
 from moestro.config.serve_flags import CONFIG_GROUP
 from moestro.gateway.settings import RouteSettings
@@ -45,6 +46,7 @@ def route(
 
         reading = text_prompt_reader(routing.text_block_bytes)
     else:  # the tokenizer's libraries take seconds to load
+        require_extra("tokenizer", "--tokenizer")
         from moestro.gateway.tokenized_blocks import tokenized_prompt_reader
 
         reading = tokenized_prompt_reader(routing.tokenizer, routing.block_size)

@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from moestro.cli.app import ORIGINS, app
+from moestro.cli.extras import require_extra
 from moestro.config.config_sources import config_lines
 from moestro.config.serve_flags import CONFIG_GROUP, NETWORK_GROUP, ServeFlags
 from moestro.config.serve_settings import (
@@ -46,6 +47,8 @@ def serve(
     if print_config:
         print("\n".join(config_lines({"model": model} | asdict(flags), ORIGINS)))
         return
+    # A paced device without arithmetic computes nothing, so a tokenizer is enough.
+    require_extra("tokenizer" if flags.network.paced_arithmetic == "none" else "serve", "moestro serve")
     from moestro.server.checkpoint import DEMO_NAME, locate_model
     from moestro.server.server import serve as run
 

@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from moestro.cli.app import app
+from moestro.cli.extras import require_extra
 from moestro.errors import ConfigError
 
 
@@ -47,10 +48,8 @@ def sim(
     if (scenario is None) == (replay is None):
         raise ConfigError("moestro sim takes a scenario, or --replay with a record: exactly one of them")
     if plot is not None:
-        try:
-            from moestro.sim.plots import save_plots
-        except ImportError as error:
-            raise ConfigError("--plot needs matplotlib: pip install 'moestro[plots]'") from error
+        require_extra("plots", "--plot")
+        from moestro.sim.plots import save_plots
     if scenario is not None:
         report, runs = run_scenario(scenario)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,15 +9,16 @@ from typing import Annotated, Literal
 from cyclopts import Group, Parameter
 
 from moestro.config.serve_settings import (
-    BATCH_POLICIES,
-    EVICT_POLICIES,
-    SCHEDULING_POLICIES,
     Dtype,
     GenerationConfig,
     LoadFormat,
     Mode,
     PacedArithmetic,
 )
+from moestro.core.policy_registry import PolicyKind, PolicyT
+from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
+from moestro.flow.registry import STEP_POLICIES
+from moestro.routing.registry import ROUTE_POLICIES
 from moestro.web.access_settings import AccessSettings
 
 NETWORK_GROUP = Group.create_ordered("Model", help="What is loaded, and how.")
@@ -29,10 +29,9 @@ _ENGINES = Group.create_ordered("Engines", help="The processes behind the front 
 CONFIG_GROUP = Group.create_ordered("Configuration", help="Settings from a file.")
 
 
-def _policy(question: str, answers: Mapping[str, str]) -> Parameter:
-    """A flag that names a policy of one engine; its help says what each does."""
-    text = "\n\n".join([question, *(f"* {name}: {answer}" for name, answer in answers.items())])
-    return Parameter(group=_SCHEDULING, help=text, show_choices=False)
+def _policy(group: Group, question: str, kind: PolicyKind[PolicyT]) -> Parameter:
+    """A flag that names a policy; its help lists the policies of `kind`."""
+    return Parameter(group=group, help=f"{question}\n\n{kind.help_text()}", show_choices=False)
 
 
 @Parameter(name="*")
@@ -87,13 +86,14 @@ class SchedulingFlags:
     max_num_queued_reqs: Annotated[int, Parameter(group=_SCHEDULING)] = 1024
     "Requests that may wait; one more is refused with 503 and Retry-After."
     scheduling_policy: Annotated[
-        str, _policy("Which waiting request is next, settings after a colon (sjf:theta_age_s=2).", SCHEDULING_POLICIES)
+        str,
+        _policy(_SCHEDULING, "Which waiting request is next (sjf:theta_age_s=2).", ORDER_POLICIES),
     ] = "fcfs"
     batch_policy: Annotated[
-        str, _policy("Which sequences enter the next step (qllm:max_batch=16).", BATCH_POLICIES)
+        str, _policy(_SCHEDULING, "Which sequences enter the next step (qllm:max_batch=16).", BATCH_POLICIES)
     ] = "decode_first"
     evict_policy: Annotated[
-        str, _policy("Which sequence frees its KV where blocks run out; or FILE.py:NAME.", EVICT_POLICIES)
+        str, _policy(_SCHEDULING, "Which sequence frees its KV where blocks run out; or FILE.py:NAME.", EVICT_POLICIES)
     ] = "last_in_order"
     enable_prefix_caching: Annotated[bool, Parameter(group=_SCHEDULING)] = True
     "Compute the common beginning of prompts once."
@@ -110,8 +110,9 @@ class SteppingFlags:
         ' "service_class": "ls" comes, and goes on from there later; requests that do not say are "ls". With'
         " --scheduling-policy qllm --evict-policy least_computed_be_first they also come first where KV is scarce."
     )
-    step_policy: Annotated[str, Parameter(group=_SCHEDULING)] = "qllm"
-    "In preemptive mode, what runs next. qllm: ls requests first; in_order: nobody is preempted; or FILE.py:NAME."
+    step_policy: Annotated[
+        str, _policy(_SCHEDULING, "In preemptive mode, what runs next; or FILE.py:NAME.", STEP_POLICIES)
+    ] = "qllm"
     pass_decodes: Annotated[bool, Parameter(group=_SCHEDULING)] = False
     (
         'In preemptive mode, "ls" requests pass a step of "be" requests for each of their tokens, not for the first'
@@ -158,8 +159,14 @@ class EngineFlags:
 
     engines: Annotated[int, Parameter(group=_ENGINES)] = 1
     "Processes, each with the whole model; requests are spread over them."
-    route_policy: Annotated[str, Parameter(group=_ENGINES)] = "moestro"
-    "Which engine gets a request: a name of docs/policies.md (with settings: bailian:hit_weight=0.5), or FILE.py:NAME."
+    route_policy: Annotated[
+        str,
+        _policy(
+            _ENGINES,
+            "Which engine gets a request (bailian:hit_weight=0.5); or FILE.py:NAME.",
+            ROUTE_POLICIES,
+        ),
+    ] = "moestro"
     route_score: Annotated[str | None, Parameter(group=_ENGINES)] = None
     "In place of a policy: an expression over indicators, the lowest wins: 'p_tokens * (batch_size + 1)'."
     kv_events_config: Annotated[str | None, Parameter(group=_ENGINES)] = None

@@ -13,21 +13,14 @@ from typing import Any, Literal, get_args
 from moestro.core.setting_checks import check_floats
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_named
-from moestro.engine.policies.batching import BATCHING, BatchName
-from moestro.engine.policies.eviction import EVICTION
-from moestro.engine.policies.ordering.registry import ORDERING, OrderName
 from moestro.engine.settings import make_policies
 from moestro.errors import ConfigError
-from moestro.flow.policies.registry import make_step_policy
+from moestro.flow.registry import make_step_policy
 from moestro.model.settings import DeviceKind, Dtype, GenerationConfig, LoadFormat, ModelSettings
 
 __all__ = [
-    "BATCH_POLICIES",
-    "EVICT_POLICIES",
     "PACED_NETWORK",
     "PACED_QLLM",
-    "SCHEDULING_POLICIES",
-    "BatchName",
     "DeviceKind",
     "Dtype",
     "GenerationConfig",
@@ -35,7 +28,6 @@ __all__ = [
     "LoadFormat",
     "Mode",
     "ModelSettings",
-    "OrderName",
     "PacedArithmetic",
     "PacedSettings",
     "SchedulerLimits",
@@ -48,10 +40,6 @@ PACED_NETWORK = "qwen3-30b-a3b"
 PACED_QLLM = "paced:qllm"  # not a GPU, but an engine with a cost of its own
 PacedArithmetic = Literal["demo", "none"]
 
-# What each policy does, in one line, for whoever asks for help.
-SCHEDULING_POLICIES = {name: entry.description for name, entry in ORDERING.items()}
-BATCH_POLICIES = {name: entry.description for name, entry in BATCHING.items()}
-EVICT_POLICIES = {name: entry.description for name, entry in EVICTION.items()}
 Mode = Literal["fused", "preemptive"]
 
 

@@ -21,7 +21,7 @@ from moestro.engine.block_pool import BlockPool
 from moestro.engine.decode_horizon import TAKE, Horizon, block_events, blocks_taken, rounds_that_fit
 from moestro.engine.host_blocks import HostBlocks
 from moestro.engine.policies.admission import AdmitLimits, admit
-from moestro.engine.policies.ordering.contract import Admitted, Left
+from moestro.engine.policy_contract import Admitted, Left
 from moestro.engine.policy_views import PolicyViews
 from moestro.engine.sequence_preemption import Eviction, Recall
 from moestro.engine.sequences import BlockContent, Sequence, SequenceTable

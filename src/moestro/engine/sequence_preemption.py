@@ -12,7 +12,7 @@ import numpy as np
 from moestro.core.views import BE, EvictView
 from moestro.core.work import Slots
 from moestro.engine.host_blocks import HostBlocks
-from moestro.engine.policies.eviction import EvictPolicy
+from moestro.engine.policy_contract import EvictPolicy
 from moestro.engine.policy_views import PolicyViews
 from moestro.engine.waiting_admission import Entrance
 
@@ -137,5 +137,5 @@ class Eviction:
         ranks = self._waiting.rank([self._table.at(slot) for slot in slots.tolist()], now_ns)
         classes = self._views.classes(slots, now_ns)
         view = EvictView(ranks, self._table.num_computed[slots], classes, room)
-        row, keeps = self._policy.choose(view)
+        row, keeps = self._policy(view)
         return Yielding(int(slots[row]), keeps)

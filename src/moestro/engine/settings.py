@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moestro.core.policy_registry import make_policy, parse_policy
-from moestro.engine.policies.batching import BATCHING, BatchPolicy
-from moestro.engine.policies.eviction import EvictPolicy, make_evict_policy
-from moestro.engine.policies.ordering.contract import OrderPolicy
-from moestro.engine.policies.ordering.registry import ORDERING
+from moestro.engine.policy_contract import BatchPolicy, EvictPolicy, OrderPolicy
+from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
 from moestro.errors import ConfigError
 
 
@@ -27,13 +24,9 @@ def make_policies(order: str, batch: str, evict: str) -> Policies:
     Raises:
         ConfigError: they are unknown, or do not go together.
     """
-    made = Policies(
-        make_policy("scheduling_policy", ORDERING, *parse_policy("scheduling_policy", order)),
-        make_policy("batch_policy", BATCHING, *parse_policy("batch_policy", batch)),
-        make_evict_policy(evict),
-    )
+    made = Policies(ORDER_POLICIES.make(order), BATCH_POLICIES.make(batch), EVICT_POLICIES.make(evict))
     if made.evict.makes_way and not made.order.puts_ls_first:
-        first = [name for name, entry in ORDERING.items() if entry.make().puts_ls_first]
+        first = [name for name in ORDER_POLICIES.names() if ORDER_POLICIES.make(name).puts_ls_first]
         raise ConfigError(
             f"evict_policy {evict!r} preempts best-effort sequences for latency-sensitive requests, so these must come"
             f" first: it goes with scheduling_policy {' or '.join(first)}, not with {order}"

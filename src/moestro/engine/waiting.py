@@ -11,7 +11,7 @@ from moestro.core.clock import FOREVER_NS
 from moestro.core.views import LS, WaitingView
 from moestro.core.work import Int32s
 from moestro.engine.block_pool import BlockPool
-from moestro.engine.policies.ordering.contract import OrderEvent, OrderPolicy
+from moestro.engine.policy_contract import OrderEvent, OrderPolicy
 from moestro.engine.sequences import Sequence
 
 MAX_LOOKED_UP = 64  # rows for which the prefix cache is asked, the oldest; log2(blocks) look-ups each

@@ -28,7 +28,7 @@ from moestro.gateway.settings import FrontSettings, ReliabilitySettings, RouteSe
 from moestro.routing.breaker import BreakerRules
 from moestro.routing.decision_record import Entry, PolicyText, RecordedRouter
 from moestro.routing.health import HealthRules
-from moestro.routing.policies.registry import policy_from
+from moestro.routing.registry import policy_from
 from moestro.routing.request_trace import RequestTrace
 from moestro.routing.retry_budget import RetryBudget, RetryRules
 from moestro.routing.router import Router

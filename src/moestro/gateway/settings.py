@@ -15,7 +15,7 @@ from moestro.core.setting_checks import check_floats
 from moestro.errors import ConfigError
 from moestro.gateway.kv_sources import KvSources
 from moestro.gateway.paths import can_be_opened
-from moestro.routing.policies.registry import ROUTING
+from moestro.routing.registry import ROUTE_POLICIES
 from moestro.web.access_settings import AccessSettings
 
 _MAX_BREAKER_FAILURES = 1000  # their outcomes are remembered, of each engine
@@ -148,8 +148,9 @@ class EngineSettings:
         return tuple(EngineUrl.parse(text) for text in self.engine)
 
 
-_ROUTE_POLICY = f"""How an engine is chosen: {", ".join(ROUTING)}; with settings (bailian:hit_weight=0.5),
-or FILE.py:NAME, a policy of your own."""
+_ROUTE_POLICY = f"""How an engine is chosen, settings after a colon (bailian:hit_weight=0.5); or FILE.py:NAME.
+
+{ROUTE_POLICIES.help_text()}"""
 
 
 @Parameter(name="*")

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.routing.policies.contract import Choice, RouteView
+from moestro.routing.policy_contract import Choice, RouteView
 
 MAX_CANDIDATES = 32  # of one decision that are kept: of thousands of engines nobody reads more
 

@@ -17,9 +17,9 @@ from moestro.core.request import Request
 from moestro.core.views import NEVER_NS, EngineFigures
 from moestro.errors import RequestError
 from moestro.routing.candidates import Candidates, finite
-from moestro.routing.policies.contract import Choice, RouteView
-from moestro.routing.policies.indicators import batch_size, queued_prefill_tokens
-from moestro.routing.policies.registry import policy_from
+from moestro.routing.indicators import batch_size, queued_prefill_tokens
+from moestro.routing.policy_contract import Choice, RouteView
+from moestro.routing.registry import policy_from
 from moestro.routing.request_trace import RequestTrace
 from moestro.routing.router import RouteDecision, Router
 from moestro.routing.settings import ANY_ENGINE, EngineSpec, RouterSettings

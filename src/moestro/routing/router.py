@@ -15,7 +15,7 @@ from moestro.errors import InvariantError, NoEngineError, QueueFullError
 from moestro.routing.candidates import Candidates, candidates_of
 from moestro.routing.columns import EngineColumns
 from moestro.routing.in_flight import Flight, InFlight
-from moestro.routing.policies.contract import Choice, Ended, EngineLost, FirstToken, Routed, RoutePolicy, RouteView
+from moestro.routing.policy_contract import Choice, Ended, EngineLost, FirstToken, Routed, RoutePolicy, RouteView
 from moestro.routing.prefix_index import PrefixIndex
 from moestro.routing.settings import ANY_ENGINE, DEFAULT_SETTINGS, EngineSpec, RouterSettings
 

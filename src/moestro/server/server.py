@@ -17,7 +17,7 @@ from moestro import __version__
 from moestro.config.launch_spec import LaunchSpec
 from moestro.config.serve_settings import ServerSettings, ServeSettings
 from moestro.errors import DrainingError, EngineDiedError
-from moestro.routing.policies.registry import policy_from
+from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import RouterSettings
 from moestro.server.api import ApiServer

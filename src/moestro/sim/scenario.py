@@ -16,8 +16,8 @@ from moestro.cost.staged_engines import QLLM, StagedEngine
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
-from moestro.flow.policies.registry import make_step_policy
-from moestro.routing.policies.registry import policy_from
+from moestro.flow.registry import make_step_policy
+from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.sim.arrivals import Arrivals

@@ -14,7 +14,7 @@ import msgspec
 from moestro.config.serve_settings import Mode
 from moestro.core.setting_checks import check_floats
 from moestro.errors import ConfigError
-from moestro.flow.policies.registry import make_step_policy
+from moestro.flow.registry import make_step_policy
 from moestro.sim.signals import AT_ONCE, SignalSettings
 from moestro.workload.length_shapes import Shape
 

@@ -17,13 +17,14 @@ from dataclasses import replace
 from typing import NoReturn
 
 from moestro.config.launch_spec import STACK_DUMP, LaunchSpec, read_launch_spec
+from moestro.config.user_code import accept_user_code
 from moestro.core.stages import StagedDevice
 from moestro.core.work import Device
 from moestro.engine.cache_events import CacheEvents
 from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError, MoestroError
-from moestro.flow.policies.registry import make_step_policy
+from moestro.flow.registry import make_step_policy
 from moestro.wire.messages import Failed, ModelInfo, Phase, Ready, identity_of
 from moestro.worker.channel import Channel
 from moestro.worker.kv_publisher import KvPublisher
@@ -41,6 +42,7 @@ def run_process(build: Callable[[LaunchSpec, OnPhase], tuple[Rank, ModelInfo]]) 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API server decides when to leave
     faulthandler.enable()
     faulthandler.register(STACK_DUMP)  # needs no interpreter lock: it also works while the main loop hangs in a kernel
+    accept_user_code()
     spec = read_launch_spec(sys.stdin.buffer)
     logging.basicConfig(level=spec.log_level.upper(), format=f"%(levelname)s engine {spec.rank}: %(message)s")
     channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno())

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moestro.core.policy_registry import make_policy
 from moestro.core.views import BE, LS, BatchLimits, BatchView
-from moestro.engine.policies.batching import BATCHING, DecodeFirst, PrefillFirst, Qllm, QllmMixed, RunToCompletion
+from moestro.engine.policies.batching import DecodeFirst, PrefillFirst, Qllm, QllmMixed, RunToCompletion
+from moestro.engine.registry import BATCH_POLICIES
 from moestro.errors import ConfigError
 
 # (tokens left, decode, class): a decode has one token left, whatever is drawn.
@@ -107,18 +107,23 @@ def test_run_to_completion_has_room_only_when_nobody_runs(rows, num_in_flight, r
     assert RunToCompletion().room(view_of(rows, num_in_flight), PLENTY) == room
 
 
-@given(st.sampled_from(sorted(BATCHING)), ROWS, LIMITS)
+@given(st.sampled_from(BATCH_POLICIES.names()), ROWS, LIMITS)
 def test_every_policy_gives_somebody_something_and_nobody_too_much(name, rows, limits):
     view = view_of(rows)
-    given_tokens = make_policy("batch_policy", BATCHING, name, {}).plan(view, limits)
+    given_tokens = BATCH_POLICIES.make(name).plan(view, limits)
     assert (given_tokens >= 0).all()
     assert (given_tokens <= np.minimum(view.num_left, limits.max_chunk)).all()
     assert 0 < given_tokens.sum() <= limits.token_budget
 
 
-@given(st.sampled_from(sorted(set(BATCHING) - {"run_to_completion"})), ROWS, LIMITS, st.sampled_from([LS, BE]))
+@given(
+    st.sampled_from(sorted(set(BATCH_POLICIES.names()) - {"run_to_completion"})),
+    ROWS,
+    LIMITS,
+    st.sampled_from([LS, BE]),
+)
 def test_whoever_would_get_something_finds_room(name, rows, limits, service_class):
-    policy = make_policy("batch_policy", BATCHING, name, {})
+    policy = BATCH_POLICIES.make(name)
     with_newcomer = view_of([*rows, (30, False, service_class)])
     with_newcomer.is_waiting[-1] = True
     if policy.plan(with_newcomer, limits)[-1] > 0:
@@ -128,4 +133,4 @@ def test_whoever_would_get_something_finds_room(name, rows, limits, service_clas
 @pytest.mark.parametrize("max_batch", [0, 2.5, float("inf")])
 def test_a_batch_size_that_is_no_number_of_sequences_is_refused(max_batch):
     with pytest.raises(ConfigError, match="max_batch must be a whole number"):
-        make_policy("batch_policy", BATCHING, "qllm", {"max_batch": max_batch})
+        BATCH_POLICIES.make(f"qllm:max_batch={max_batch}")

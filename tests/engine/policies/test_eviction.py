@@ -1,9 +1,13 @@
 import numpy as np
 import pytest
 
+from moestro.config.user_code import accept_user_code
 from moestro.core.views import BE, LS, EvictView, Victim
-from moestro.engine.policies.eviction import EVICTION, last_in_order, least_computed_be_first, make_evict_policy
+from moestro.engine.policies.eviction import LastInOrder, LeastComputedBeFirst
+from moestro.engine.registry import EVICT_POLICIES
 from moestro.errors import ConfigError
+
+accept_user_code()
 
 
 def view_of(ranks, computed, classes):
@@ -11,28 +15,31 @@ def view_of(ranks, computed, classes):
 
 
 def test_the_last_in_the_order_of_admission_is_evicted():
-    assert last_in_order(view_of([1, 3, 0, 2], [0] * 4, [LS] * 4)) == Victim(1)
+    assert LastInOrder()(view_of([1, 3, 0, 2], [0] * 4, [LS] * 4)) == Victim(1)
 
 
 def test_best_effort_yields_first_and_of_it_who_loses_least():
-    assert least_computed_be_first(view_of([3, 0, 1, 2], [1, 50, 20, 30], [LS, BE, BE, LS])) == Victim(2)
+    assert LeastComputedBeFirst()(view_of([3, 0, 1, 2], [1, 50, 20, 30], [LS, BE, BE, LS])) == Victim(2)
 
 
 def test_among_equals_of_best_effort_the_last_in_order_yields():
-    assert least_computed_be_first(view_of([0, 1, 2], [7, 7, 7], [BE, BE, LS])) == Victim(1)
+    assert LeastComputedBeFirst()(view_of([0, 1, 2], [7, 7, 7], [BE, BE, LS])) == Victim(1)
 
 
 def test_without_best_effort_the_last_in_order_yields():
-    assert least_computed_be_first(view_of([0, 2, 1], [9, 8, 7], [LS, LS, LS])) == Victim(1)
+    assert LeastComputedBeFirst()(view_of([0, 2, 1], [9, 8, 7], [LS, LS, LS])) == Victim(1)
 
 
 # --- a user's own -----------------------------------------------------------------------------------------------------
 
 
 def test_a_policy_that_comes_with_moestro_goes_by_name():
-    assert make_evict_policy("last_in_order") is EVICTION["last_in_order"]
-    with pytest.raises(ConfigError, match=r"unknown evict_policy 'lru'; known: last_in_order, .*, or FILE\.py:NAME"):
-        make_evict_policy("lru")
+    assert EVICT_POLICIES.make("last_in_order") == LastInOrder()
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown evict_policy 'lru'; known: last_in_order, .*, or FILE\.py:NAME",
+    ):
+        EVICT_POLICIES.make("lru")
 
 
 @pytest.mark.parametrize(
@@ -44,9 +51,9 @@ def test_a_policy_that_comes_with_moestro_goes_by_name():
 )
 def test_a_file_may_have_a_function_or_a_class(tmp_path, text, makes_way):
     (tmp_path / "own.py").write_text(f"from moestro.core.views import Victim\n\n\n{text}\n")
-    policy = make_evict_policy(f"{tmp_path}/own.py:mine")
+    policy = EVICT_POLICIES.make(f"{tmp_path}/own.py:mine")
     assert policy.makes_way == makes_way
-    assert policy.choose(view_of([0, 1], [5, 6], [LS, BE])) == Victim(1, keeps=False)
+    assert policy(view_of([0, 1], [5, 6], [LS, BE])) == Victim(1, keeps=False)
 
 
 @pytest.mark.parametrize(
@@ -61,4 +68,4 @@ def test_a_file_may_have_a_function_or_a_class(tmp_path, text, makes_way):
 def test_a_file_that_cannot_work_is_refused_with_the_cause(tmp_path, text, cause):
     (tmp_path / "own.py").write_text(text + "\n")
     with pytest.raises(ConfigError, match=cause):
-        make_evict_policy(f"{tmp_path}/own.py:mine")
+        EVICT_POLICIES.make(f"{tmp_path}/own.py:mine")

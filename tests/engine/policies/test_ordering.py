@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.policy_text import policy_text
 
 from moestro.core.clock import FOREVER_NS, NS_PER_S
 from moestro.core.hashing import name_key
-from moestro.core.policy_registry import make_policy, parse_policy
+from moestro.core.policy_registry import parse_policy
 from moestro.core.views import BE, LS, WaitingView
 from moestro.engine.policies.ordering.ageing import PrefillAware, Qllm, Sjf
 from moestro.engine.policies.ordering.basic import EarliestDeadline
-from moestro.engine.policies.ordering.contract import Admitted, Left
-from moestro.engine.policies.ordering.registry import ORDERING
 from moestro.engine.policies.ordering.weighted_fair import WeightedFair
+from moestro.engine.policy_contract import Admitted, Left
+from moestro.engine.registry import ORDER_POLICIES
 from moestro.errors import ConfigError
 
 FIVE_NS = {"theta_age_s": 5e-9}
@@ -100,18 +101,18 @@ def test_qllm_takes_latency_sensitive_first_and_each_class_as_it_came():
 # --- laws of every order ----------------------------------------------------------------------------------------------
 
 
-@given(st.sampled_from(sorted(ORDERING)), st.lists(ROW, max_size=12), st.integers(20, 60))
+@given(st.sampled_from(ORDER_POLICIES.names()), st.lists(ROW, max_size=12), st.integers(20, 60))
 def test_every_order_is_total_and_does_not_depend_on_the_order_of_rows(name, rows, now_ns):
-    policy, view = make_policy("scheduling_policy", ORDERING, name, SHORT.get(name, {})), view_of(rows)
+    policy, view = ORDER_POLICIES.make(policy_text(name, SHORT.get(name))), view_of(rows)
     order = policy.order(view, now_ns).tolist()
     assert sorted(order) == list(range(len(rows)))
     back = {f: None if (column := getattr(view, f)) is None else column[::-1] for f in view.__slots__}
     assert [len(rows) - 1 - row for row in policy.order(WaitingView(**back), now_ns)] == order
 
 
-@given(st.sampled_from(sorted(ORDERING)), st.lists(ROW, max_size=8), st.integers(0, 30))
+@given(st.sampled_from(ORDER_POLICIES.names()), st.lists(ROW, max_size=8), st.integers(0, 30))
 def test_an_order_holds_until_it_says(name, rows, now_ns):
-    policy, view = make_policy("scheduling_policy", ORDERING, name, SHORT.get(name, {})), view_of(rows)
+    policy, view = ORDER_POLICIES.make(policy_text(name, SHORT.get(name))), view_of(rows)
     until_ns = policy.next_change_ns(view, now_ns)
     assert until_ns > now_ns
     first = policy.order(view, now_ns).tolist()
@@ -128,9 +129,9 @@ def test_an_ageing_order_changes_when_it_says(policy):
     assert policy.order(view, changes_ns).tolist() == [0, 1]
 
 
-@given(st.sampled_from(sorted(ORDERING)), st.lists(ROW, max_size=12), st.integers(20, 60))
+@given(st.sampled_from(ORDER_POLICIES.names()), st.lists(ROW, max_size=12), st.integers(20, 60))
 def test_who_arrives_later_than_the_bound_never_comes_before(name, rows, now_ns):
-    policy, view = make_policy("scheduling_policy", ORDERING, name, SHORT.get(name, {})), view_of(rows)
+    policy, view = ORDER_POLICIES.make(policy_text(name, SHORT.get(name))), view_of(rows)
     bound_ns = policy.max_passed_over_ns
     place = {row: i for i, row in enumerate(policy.order(view, now_ns).tolist())}
     for i, earlier in enumerate(rows):
@@ -140,12 +141,12 @@ def test_who_arrives_later_than_the_bound_never_comes_before(name, rows, now_ns)
 
 
 def test_what_has_a_bound_by_default():
-    bounds = {name: entry.make().max_passed_over_ns for name, entry in ORDERING.items()}
     five, twenty_seven = 5 * NS_PER_S, 27 * NS_PER_S
-    assert bounds == {
+    bounds = {
         "fcfs": 0, "priority": None, "sjf": five, "prefill_aware": five,
         "edf": twenty_seven, "weighted_fair": None, "qllm": None,
     }  # fmt: skip
+    assert {name: ORDER_POLICIES.make(name).max_passed_over_ns for name in bounds} == bounds
 
 
 def test_infinite_patience_is_no_bound_and_never_changes_an_order():
@@ -272,7 +273,7 @@ def test_clocks_of_users_who_fell_behind_are_forgotten():
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("lifo", {}, "unknown scheduling_policy 'lifo'; known: fcfs, priority, sjf"),
+        ("lifo", {}, "unknown scheduling_policy 'lifo'; known: .*fcfs, .*priority"),
         ("fcfs", {"theta_age_s": 5.0}, "'fcfs' has no setting 'theta_age_s'; it has none at all"),
         ("sjf", {"theta": 5.0}, "'sjf' has no setting 'theta'; it has theta_age_s"),
         ("sjf", {"theta_age_s": -1.0}, "theta_age_s must be seconds, 0 or more, or inf, got -1"),
@@ -285,7 +286,7 @@ def test_clocks_of_users_who_fell_behind_are_forgotten():
 )
 def test_a_setting_that_a_policy_cannot_have_is_refused_with_those_it_has(name, settings, message):
     with pytest.raises(ConfigError, match=message):
-        make_policy("scheduling_policy", ORDERING, name, settings)
+        ORDER_POLICIES.make(policy_text(name, settings))
 
 
 def test_a_policy_and_its_settings_are_one_text():
@@ -306,6 +307,5 @@ def test_what_is_no_setting_is_refused_with_the_form(text):
     "text", ["sjf:theta_age_s=soon", "sjf:theta_age_s=nan", "edf:ls_slo_s=x", "weighted_fair:weight:a=x"]
 )
 def test_a_word_where_a_number_belongs_is_refused(text):
-    name, settings = parse_policy("order", text)
-    with pytest.raises(ConfigError, match=f"order '{name}': "):
-        make_policy("order", ORDERING, name, settings)
+    with pytest.raises(ConfigError, match=f"scheduling_policy '{text.partition(':')[0]}': "):
+        ORDER_POLICIES.make(text)

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from moestro.config.user_code import accept_user_code
 from moestro.errors import ConfigError
 from moestro.flow.policies.qllm import ExpertLevelPreemption
-from moestro.flow.policies.registry import make_step_policy
+from moestro.flow.registry import make_step_policy
+
+accept_user_code()
 
 GOOD = """
 from moestro.flow.policies.basic import in_order

@@ -5,7 +5,7 @@ import pytest
 from support.routers import decide, request, router, table
 
 from moestro.errors import ConfigError
-from moestro.routing.policies.affinity import BoundedHash, Sticky, StickyMap
+from moestro.routing.policies.affinity import BoundedHash, SessionAffinity, StickyMap, UserAffinity
 
 SECOND = 1_000_000_000
 
@@ -57,7 +57,7 @@ def test_no_more_keys_are_remembered_than_there_is_room_for(monkeypatch):
 
 
 def test_a_user_is_sent_back_until_the_memory_expires_or_the_engine_goes():
-    four = router(4, Sticky(by="user", expiry_s=10))
+    four = router(4, UserAffinity(expiry_s=10))
 
     def send(name, at_s, user="u"):
         return four.submit(request(name, user=user), int(at_s * SECOND)).engine
@@ -88,7 +88,7 @@ def test_what_is_remembered_of_keys_expires_from_the_oldest():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: BoundedHash(max_load=0.9), lambda: Sticky(by="ip"), lambda: Sticky(expiry_s=0)]
+    "make", [lambda: BoundedHash(max_load=0.9), lambda: UserAffinity(expiry_s=-1), lambda: SessionAffinity(expiry_s=0)]
 )
 def test_an_impossible_setting_is_refused(make):
     with pytest.raises(ConfigError):

@@ -2,8 +2,7 @@ import pytest
 from support.routers import decide, request, router, table
 
 from moestro.core.views import EngineFigures
-from moestro.routing.policies.gimbal import GimbalV1
-from moestro.routing.policies.registry import make_policy
+from moestro.routing.policies.gimbal import GimbalV1, GimbalV2
 
 SECOND = 1_000_000_000
 
@@ -50,9 +49,9 @@ def test_gimbal_v2_adds_four_pressures_each_over_its_greatest():
         kv_usage=[0.8, 0.4], said_prefill_tokens=[100, 200], prefill_tokens=[100, 200], num_waiting=[0, 4],
         expert_pressure=[1.5, 1.0],
     )  # fmt: skip
-    assert decide(make_policy("gimbal-v2"), known).scores.tolist() == pytest.approx([1 + 0.5 + 0 + 1, 0.5 + 1 + 1 + 0])
+    assert decide(GimbalV2(), known).scores.tolist() == pytest.approx([1 + 0.5 + 0 + 1, 0.5 + 1 + 1 + 0])
 
 
 def test_gimbal_v2_without_figures_compares_what_the_router_knows():
     known = table(prefill_tokens=[100, 50], num_prefilling=[1, 2], num_in_flight=[2, 2])
-    assert decide(make_policy("gimbal-v2"), known).scores.tolist() == [1.5, 1.5]
+    assert decide(GimbalV2(), known).scores.tolist() == [1.5, 1.5]

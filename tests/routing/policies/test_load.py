@@ -1,9 +1,9 @@
 import pytest
 from support.routers import decide, table
 
-from moestro.routing.policies.contract import FRESH_NS
 from moestro.routing.policies.load import MostFreeKv, RoundRobin, Vllm027
-from moestro.routing.policies.registry import make_policy
+from moestro.routing.policy_contract import FRESH_NS
+from moestro.routing.registry import ROUTE_POLICIES
 
 
 def test_round_robin_visits_the_routable_engines_in_turn():
@@ -17,11 +17,11 @@ def test_round_robin_visits_the_routable_engines_in_turn():
 )
 def test_least_loaded_takes_the_emptiest_routable_engine_and_shares_ties(routable, load, engines):
     known = table(routable=routable, num_in_flight=load)
-    assert {decide(make_policy("least_loaded"), known, i).engine for i in range(12)} == engines
+    assert {decide(ROUTE_POLICIES.make("least_loaded"), known, i).engine for i in range(12)} == engines
 
 
 def test_power_of_two_never_takes_the_fullest_and_takes_every_other():
-    policy, known = make_policy("power_of_two"), table(num_in_flight=[5, 1, 2, 9])
+    policy, known = ROUTE_POLICIES.make("power_of_two"), table(num_in_flight=[5, 1, 2, 9])
     taken = [decide(policy, known, i).engine for i in range(600)]
     assert set(taken) == {0, 1, 2}
     # The emptiest of 4 is among 2 drawn half of the time, the second a third, the third a sixth.
@@ -30,7 +30,7 @@ def test_power_of_two_never_takes_the_fullest_and_takes_every_other():
 
 
 def test_vllm_026_weighs_waiting_by_four_and_counts_what_it_sent_since_as_waiting():
-    policy = make_policy("vllm-0.26")
+    policy = ROUTE_POLICIES.make("vllm-0.26")
     known = table(num_waiting=[1, 0, 0], num_running=[0, 5, 3], num_unseen=[0, 0, 1])
     choice = decide(policy, known)
     assert choice.scores.tolist() == [4, 5, 7]
@@ -39,7 +39,7 @@ def test_vllm_026_weighs_waiting_by_four_and_counts_what_it_sent_since_as_waitin
 
 def test_vllm_026_without_figures_takes_those_without_a_first_token_for_waiting():
     known = table(num_in_flight=[6, 3], num_prefilling=[0, 2])
-    assert decide(make_policy("vllm-0.26"), known).scores.tolist() == [6, 9]
+    assert decide(ROUTE_POLICIES.make("vllm-0.26"), known).scores.tolist() == [6, 9]
 
 
 def test_vllm_027_adds_kv_pressure_where_any_wait_and_never_counts_less_than_its_own():

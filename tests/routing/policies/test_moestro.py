@@ -2,9 +2,9 @@ import pytest
 from support.routers import decide, request, router, table, view
 
 from moestro.core.views import EngineFigures
-from moestro.routing.policies.contract import Ended, EngineLost, Routed
 from moestro.routing.policies.lmetric import LMetric
 from moestro.routing.policies.moestro import Moestro
+from moestro.routing.policy_contract import Ended, EngineLost, Routed
 
 MS = 1_000_000
 OF_1000 = request(num_prompt_tokens=1000)

@@ -2,8 +2,8 @@ import pytest
 from support.routers import decide, request, table
 
 from moestro.errors import ConfigError
-from moestro.routing.policies.registry import make_policy
 from moestro.routing.policies.weighted import Bailian, Dynamo
+from moestro.routing.registry import ROUTE_POLICIES
 
 HUNDRED = request(num_prompt_tokens=100)
 
@@ -17,7 +17,7 @@ def test_bailian_adds_the_miss_ratio_and_the_relative_batch():
 
 
 def test_preble_multiplies_the_miss_ratio_and_the_batch():
-    choice = decide(make_policy("preble"), table(num_in_flight=[4, 1]), req=HUNDRED, hit_tokens=[80, 0])
+    choice = decide(ROUTE_POLICIES.make("preble"), table(num_in_flight=[4, 1]), req=HUNDRED, hit_tokens=[80, 0])
     assert choice.scores.tolist() == pytest.approx([0.2 * 5, 2])
 
 

@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
-
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.policy_registry import PolicyEntry
 from moestro.core.views import BE, BatchLimits, BatchView
+from moestro.engine.registry import BATCH_POLICIES
 from moestro.errors import ConfigError
 
 Rows = NDArray[np.int64]
-
-
-class BatchPolicy(Protocol):
-    """Fills the next plan. Both answers depend on what they are given alone."""
-
-    def room(self, view: BatchView, limits: BatchLimits) -> int:
-        """Tokens that newcomers might be given beside the running ones, which are the rows of `view`.
-
-        0 or less: none can enter now, whoever it is; nobody then looks at the waiting queue.
-        """
-        ...
-
-    def plan(self, view: BatchView, limits: BatchLimits) -> NDArray[np.int32]:
-        """int32[n], tokens of each row in the next plan; 0: not in it.
-
-        At most `num_left` each and the budget in all; at least one row gets something if there is any.
-        """
-        ...
 
 
 def _in_turn(view: BatchView, limits: BatchLimits, rows: Rows) -> NDArray[np.int32]:
@@ -46,6 +26,11 @@ def _num_tokens(view: BatchView, limits: BatchLimits, rows: NDArray[np.bool_]) -
     return int(np.minimum(view.num_left[rows], limits.max_chunk).sum())
 
 
+@BATCH_POLICIES.register(
+    "decode_first",
+    "Every decode, then prompts in chunks.",
+    source="Sarathi-Serve, OSDI 2024, Algorithm 3; vLLM v1",
+)
 class DecodeFirst:
     """Every decode, then prefill chunks in order until the token budget is spent.
 
@@ -66,6 +51,11 @@ class DecodeFirst:
         return _in_turn(view, limits, np.argsort(~view.is_decode, kind="stable"))
 
 
+@BATCH_POLICIES.register(
+    "run_to_completion",
+    "A batch enters at once and runs until all of it has ended.",
+    source="static batches of Orca, OSDI 2022, section 3",
+)
 class RunToCompletion(DecodeFirst):
     """Nobody enters while anybody runs: a batch is admitted at once and runs until all of it has ended.
 
@@ -79,6 +69,11 @@ class RunToCompletion(DecodeFirst):
         return 0 if len(view.num_left) or view.num_in_flight else limits.token_budget
 
 
+@BATCH_POLICIES.register(
+    "prefill_first",
+    "Prompts before decodes, never in one step.",
+    source="vLLM v0",
+)
 class PrefillFirst:
     """Prefill chunks in order until the token budget is spent; decodes only in a step without any prefill.
 
@@ -98,6 +93,11 @@ class PrefillFirst:
         return _in_turn(view, limits, prefill if len(prefill) else np.arange(len(view.num_left)))
 
 
+@BATCH_POLICIES.register(
+    "qllm",
+    "Latency-sensitive requests first, in batches of prompts or of decodes.",
+    source="QLLM, Algorithm 1, as its authors' code has it",
+)
 class Qllm:
     """Batches from QLLM's four first-come-first-served queues: LS and BE, prefill and decode.
 
@@ -105,7 +105,7 @@ class Qllm:
     a prefill batch, LS first, filled up with BE. Else, any LS at the decode stage: a decode batch, LS first, filled up
     with BE. Else BE alone, decode before prefill. A batch is all prefill or all decode.
 
-    BE starves while LS fills the batches; the paper says so, and `policy.ordering.Qllm` has the remedy. LS decodes wait
+    BE starves while LS fills the batches; the paper says so, and `ordering.ageing.Qllm` has the remedy. LS decodes wait
     while LS prompts come, until B of them decode.
 
     Args:
@@ -143,6 +143,11 @@ class Qllm:
         return be_decode if len(be_decode) else be_prefill
 
 
+@BATCH_POLICIES.register(
+    "qllm_mixed",
+    "Latency-sensitive requests first, with prompts and decodes in one step.",
+    source="QLLM, Algorithm 1, read as filling one batch from several queues",
+)
 class QllmMixed(Qllm):
     """QLLM's Algorithm 1 read as filling one batch from several queues, so that prefill and decode share a step.
 
@@ -173,14 +178,3 @@ def _queues(view: BatchView) -> tuple[Rows, Rows, Rows, Rows]:
     stage = view.service_class * 2 + view.is_decode
     ls_prefill, ls_decode, be_prefill, be_decode = (np.flatnonzero(stage == queue) for queue in range(4))
     return ls_prefill, ls_decode, be_prefill, be_decode
-
-
-BatchName = Literal["decode_first", "prefill_first", "run_to_completion", "qllm", "qllm_mixed"]
-
-BATCHING: dict[str, PolicyEntry[BatchPolicy]] = {
-    "decode_first": PolicyEntry(DecodeFirst, "Every decode, then prompts in chunks (Sarathi-Serve, vLLM v1)."),
-    "prefill_first": PolicyEntry(PrefillFirst, "Prompts before decodes, never in one step (vLLM v0)."),
-    "run_to_completion": PolicyEntry(RunToCompletion, "Nobody enters until all who run have ended (static batches)."),
-    "qllm": PolicyEntry(Qllm, "QLLM's Algorithm 1, max_batch=32: latency-sensitive first, prompts and decodes apart."),
-    "qllm_mixed": PolicyEntry(QllmMixed, "The same, prompts and decodes in one step."),
-}

@@ -5,10 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run
+from moestro.flow.registry import STEP_POLICIES
 
 ALL = 2**31 - 1  # more tokens than any device holds
 
 
+@STEP_POLICIES.register_function(
+    "in_order",
+    "Each forward pass runs to its end; nothing is preempted.",
+    source="Moestro; the baseline and the oracle of the others",
+)
 def in_order(view: QueueTable, now_ns: int) -> Run:
     """The deepest layer with runnable tokens, whole: one plan runs as a forward pass, and of several the first ends
     first. Nobody is preempted: the baseline of the others, and their oracle.

@@ -7,10 +7,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run
+from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run, Wait
 from moestro.flow.policies.basic import ALL, in_order
+from moestro.flow.registry import STEP_POLICIES
 
 
+@STEP_POLICIES.register(
+    "qllm",
+    "Latency-sensitive tokens run first at every checkpoint, with at most `max_merged` best-effort tokens beside them.",
+    source="QLLM, sections 3.2 and 3.3; merging and ageing are ours",
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLevelPreemption:
     """Latency-sensitive tokens run before best-effort ones, wherever both could run.
@@ -30,7 +36,7 @@ class ExpertLevelPreemption:
     max_wait_ns: int | None = 1_000_000_000
     max_merged: int = 256
 
-    def __call__(self, view: QueueTable, now_ns: int) -> Run:
+    def __call__(self, view: QueueTable, now_ns: int) -> Run | Wait:
         """What runs next."""
         urgent, left_ns = _layers(view, LS), self._left_ns(view)
         if len(urgent) == 0 or (left_ns is not None and left_ns <= 0):

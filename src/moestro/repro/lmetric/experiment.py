@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import numpy as np
-from scipy.stats import t as student_t
 
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_named
@@ -19,11 +19,12 @@ from moestro.repro.lmetric.loads import Source, generated_sources, trace_sources
 from moestro.repro.lmetric.predictions import Watched, predictor
 from moestro.repro.lmetric.prefix_classes import WatchedClasses
 from moestro.repro.lmetric.testbed import Measured, Testbed, measured, paired_interval, run, saturation_rate, signals_of
-from moestro.routing.policies.contract import Needs, RoutePolicy
+from moestro.repro.student_t import student_t_quantile
+from moestro.routing.indicators import batch_size, hit_ratio, num_tokens, p_tokens
 from moestro.routing.policies.filtered import LowestTtft
-from moestro.routing.policies.indicators import batch_size, hit_ratio, num_tokens, p_tokens
-from moestro.routing.policies.registry import ROUTING, make_policy
-from moestro.routing.policies.scoring import Scored
+from moestro.routing.policy_contract import Needs, RoutePolicy
+from moestro.routing.registry import ROUTE_POLICIES, policy_from
+from moestro.routing.scoring import Scored
 
 NETWORK, OTHER_NETWORK, GPU = "qwen3-30b-a3b", "qwen2-7b", "h20"
 SHARES = (0.3, 0.5, 0.65, 0.8, 0.9)  # of the saturation rate; the paper's figures are at one half
@@ -57,7 +58,7 @@ class Plan:
 
     num_requests: int = 2000
     shares: tuple[float, ...] = SHARES
-    policies: tuple[str, ...] = tuple(ROUTING)
+    policies: tuple[str, ...] = ROUTE_POLICIES.names()
     paired_shares: tuple[float, ...] = SHARES
     seeds: tuple[int, ...] = UNSEEN_SEEDS
     sources: tuple[str, ...] | None = None
@@ -231,7 +232,7 @@ class Reproduction:
 
     def _saturate(self, source: Source) -> None:
         self._step(f"{source.name}: saturation")
-        policy = make_policy("least_loaded")
+        policy = policy_from("least_loaded")
         self.findings.saturation[source.name] = saturation_rate(self.bed(source), source.load(1.0, 0), policy)
 
     def _rate(self, source: Source, share: float) -> float:
@@ -258,7 +259,7 @@ class Reproduction:
     def _compare_at_half(self, source: Source, network: str) -> None:
         """The second row of Fig. 25: a dense network, at half of what it can bear."""
         bed, unit = self.bed(source, network), source.load(1.0, 0)
-        rate = HALF * saturation_rate(bed, unit, make_policy("least_loaded"))
+        rate = HALF * saturation_rate(bed, unit, policy_from("least_loaded"))
         load = source.load(rate, 0)
         for name in self._plan.policies:
             self._step(f"{source.name} with {network}: {name}")
@@ -271,11 +272,14 @@ class Reproduction:
         """Fig. 11 (lambda), Fig. 13 (range), Fig. 18 and 19 (which indicators to multiply), at half the load."""
         found = self.findings
         found.weights[source.name] = [
-            (weight, self._once(source, HALF, make_policy("bailian", {"hit_weight": weight}), f"lambda {weight:g}"))
+            (
+                weight,
+                self._once(source, HALF, policy_from(f"bailian:hit_weight={weight}"), f"lambda {weight:g}"),
+            )
             for weight in WEIGHTS
         ]
         found.ranges[source.name] = [
-            (most, self._once(source, HALF, make_policy("aibrix", {"max_range": most}), f"range {most}"))
+            (most, self._once(source, HALF, policy_from(f"aibrix:max_range={most}"), f"range {most}"))
             for most in RANGES
         ]
         found.indicators[source.name] = {
@@ -284,7 +288,7 @@ class Reproduction:
 
     def _classify(self, source: Source) -> None:
         """Fig. 20: how hot classes are, against how many engines hold them, at half the load."""
-        watched = WatchedClasses(make_policy(PAPER_POLICY))
+        watched = WatchedClasses(policy_from(PAPER_POLICY))
         self._once(source, HALF, watched, f"{PAPER_POLICY}, its classes")
         shares = watched.sample(_NUM_POINTS)
         self.findings.classes[source.name] = Classes(class_share=shares[0], holder_share=shares[1])
@@ -328,7 +332,7 @@ class Reproduction:
         load = with_hot_prefix(source.load(self._rate(source, HALF), 0), 0)
         for mitigation in ("off", "filter", "load"):
             self._step(f"{load.name}: {mitigation}")
-            policy = make_policy(PAPER_POLICY, {"hotspots": mitigation})
+            policy = policy_from(f"{PAPER_POLICY}:hotspots={mitigation}")
             figures = measured(run(self.bed(source), load, policy, signals_of(PAPER_POLICY, policy)))
             first, second = getattr(policy, "num_alarms", (0, 0))
             self.findings.hotspots.append(
@@ -342,7 +346,7 @@ class Reproduction:
 def _made(name: str, bed: Testbed) -> RoutePolicy:
     """A policy by name; the one that predicts is given the cost model of what is served."""
     if name != "llm-d":
-        return make_policy(name)
+        return policy_from(name)
     return LowestTtft(predict_ttft_ns=predictor(bed.cost(), bed.max_num_batched_tokens))
 
 
@@ -364,7 +368,5 @@ def _pairs(load: str, share: float, runs: dict[str, list[Measured]]) -> Iterator
     for figure, of in FIGURES.items():
         values = {name: [of(each) for each in measures] for name, measures in runs.items()}
         other = min((name for name in values if name != OUR_POLICY), key=lambda name: float(np.mean(values[name])))
-        mean, low, high = paired_interval(
-            values[OUR_POLICY], values[other], lambda freedom: float(student_t.ppf(0.975, freedom))
-        )
+        mean, low, high = paired_interval(values[OUR_POLICY], values[other], partial(student_t_quantile, 0.975))
         yield Pair(load=load, share=share, figure=figure, other=other, mean=mean, low=low, high=high)

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from moestro.core.rng import Draws
 from moestro.cost.model import Batch, CostModel
 from moestro.repro.lmetric.watching import Watching
-from moestro.routing.policies.contract import Choice, FirstToken, Routed, RouteEvent, RoutePolicy, RouteView
 from moestro.routing.policies.filtered import PredictTtft
+from moestro.routing.policy_contract import Choice, FirstToken, Routed, RouteEvent, RoutePolicy, RouteView
 
 Floats = NDArray[np.float64]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moestro.repro.lmetric.watching import Watching
-from moestro.routing.policies.contract import Routed, RouteEvent, RoutePolicy
+from moestro.routing.policy_contract import Routed, RouteEvent, RoutePolicy
 
 
 class WatchedClasses(Watching):

@@ -16,7 +16,7 @@ from moestro.cost.gpus import Gpu
 from moestro.cost.networks import Network
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerSettings
-from moestro.routing.policies.contract import RoutePolicy
+from moestro.routing.policy_contract import RoutePolicy
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.sim.arrivals import AtTimes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moestro.core.rng import Draws
-from moestro.routing.policies.contract import Choice, Needs, RouteEvent, RoutePolicy, RouteView
+from moestro.routing.policy_contract import Choice, Needs, RouteEvent, RoutePolicy, RouteView
 
 
 class Watching:

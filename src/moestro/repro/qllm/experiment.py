@@ -15,7 +15,7 @@ from moestro.errors import ConfigError
 from moestro.repro.lmetric.testbed import LEAD_IN, Latency, latency_ms
 from moestro.repro.qllm.engines import ENGINES, make_engine
 from moestro.repro.qllm.loads import SHORT_ANSWER, Load, make_rows, offsets_ns
-from moestro.routing.policies.registry import make_policy
+from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.sim.arrivals import AtTimes
@@ -133,7 +133,7 @@ def reproduce(plan: Plan, trace: Path | None, step: Callable[[str], None]) -> Fi
 
 def serve(engine: str, maker: RequestMaker, arrivals: AtTimes) -> Results:
     """Let the requests come to one engine, and wait until all are answered."""
-    router = Router(make_policy("round_robin"), RouterSettings(block_size=maker.form.block_size, seed=0))
+    router = Router(ROUTE_POLICIES.make("round_robin"), RouterSettings(block_size=maker.form.block_size, seed=0))
     ranks = make_engine(engine)
     num_blocks = ranks.seats[0].rank.scheduler.settings.num_blocks
     router.set_routable(router.add_engine(EngineSpec(num_blocks=num_blocks)), routable=True)

@@ -14,16 +14,21 @@ from moestro.core.hashing import HASH_BYTES
 from moestro.core.request import Request
 from moestro.core.rng import Draws, mix64
 from moestro.errors import ConfigError
-from moestro.routing.policies.contract import Choice, EngineLost, Needs, Routed, RouteEvent, RouteView
-from moestro.routing.policies.indicators import batch_size
+from moestro.routing.indicators import batch_size
 from moestro.routing.policies.load import least_loaded_score
-from moestro.routing.policies.scoring import Stateless, choose, lowest
+from moestro.routing.policy_contract import Choice, EngineLost, Needs, Routed, RouteEvent, RouteView
+from moestro.routing.registry import ROUTE_POLICIES
+from moestro.routing.scoring import Stateless, choose, lowest
 
 _KEY_BLOCKS = 16  # blocks of a prompt's beginning that name it where there is no session and no user: 256 tokens
-STICKY_EXPIRY_S = 600.0
 _MAX_KEYS = 1 << 18  # remembered; the least recently used go first
 
 
+@ROUTE_POLICIES.register(
+    "bounded_hash",
+    "Hashes the session, the user or the first 256 tokens to an engine that has at most `max_load` times the mean.",
+    source="Mirrokni et al., SODA 2018; SMG, `prefix_hash.rs`",
+)
 @dataclass(frozen=True, slots=True)
 class BoundedHash(Stateless):
     """Consistent hashing with bounded loads: the engine of the request's key, or, if it is too full, the key's next.
@@ -105,42 +110,64 @@ class StickyMap:
 
 
 class Sticky:
-    """The engine that served the same session, or user, last; others go to the smallest batch.
+    """Sends a request to the engine that last served the same key, and a new key to the smallest batch.
+
+    Attributes:
+        key_of: field of a request that is its key.
 
     Args:
-        by: what is kept together.
-        expiry_s: after which a key that was not used is forgotten.
+        expiry_s: seconds without use after which a key is forgotten.
     """
 
     needs = Needs()
+    key_of: Literal["session_id", "user"]
 
-    def __init__(self, *, by: Literal["session_id", "user"] = "session_id", expiry_s: float = STICKY_EXPIRY_S) -> None:
-        if by not in ("session_id", "user"):
-            raise ConfigError(f"by must be session_id or user, got {by!r}")
+    def __init__(self, *, expiry_s: float = 600.0) -> None:
         if not expiry_s > 0:
             raise ConfigError(f"expiry_s must be above 0, got {expiry_s}")
-        self._by = by
         self._map = StickyMap(int(expiry_s * 1e9))
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """Where it was last, if that engine is routable."""
-        key = getattr(view.request, self._by)
+        key = getattr(view.request, self.key_of)
         if key is None:
-            return choose(view, least_loaded_score(view), draws, f"no {self._by}; in flight")
+            return choose(view, least_loaded_score(view), draws, f"no {self.key_of}; in flight")
         engine = self._map.get(key, view.now_ns)
         if engine is None:
-            return choose(view, least_loaded_score(view), draws, f"first of its {self._by}; in flight")
+            return choose(view, least_loaded_score(view), draws, f"first of its {self.key_of}; in flight")
         if not view.engines.routable[engine]:
             return choose(view, least_loaded_score(view), draws, f"engine {engine} is not to be had; in flight")
-        return Choice(engine, 0.0, f"the engine of its {self._by}")
+        return Choice(engine, 0.0, f"the engine of its {self.key_of}")
 
     def observe(self, event: RouteEvent) -> None:
         """Remember where it went."""
         match event:
             case Routed():
-                if (key := getattr(event.request, self._by)) is not None:
+                if (key := getattr(event.request, self.key_of)) is not None:
                     self._map.put(key, event.engine, event.now_ns)
             case EngineLost():
                 self._map.forget_engine(event.engine)
             case _:
                 pass
+
+
+@ROUTE_POLICIES.register(
+    "session_affinity",
+    "Takes the engine that served the session last, or the smallest batch.",
+    source="common practice: sticky sessions of HTTP load balancers",
+)
+class SessionAffinity(Sticky):
+    """Keeps the requests of a session together."""
+
+    key_of = "session_id"
+
+
+@ROUTE_POLICIES.register(
+    "user_affinity",
+    "Takes the engine that served the user last, or the smallest batch.",
+    source="common practice: sticky sessions of HTTP load balancers",
+)
+class UserAffinity(Sticky):
+    """Keeps the requests of a user together."""
+
+    key_of = "user"

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from moestro.core.rng import Draws
 from moestro.errors import ConfigError
-from moestro.routing.policies.contract import Choice, Needs, RouteView
-from moestro.routing.policies.indicators import batch_size, new_tokens, p_tokens, queued_prefill_tokens
-from moestro.routing.policies.scoring import Scores, Stateless, choose, range_of
+from moestro.routing.indicators import batch_size, new_tokens, p_tokens, queued_prefill_tokens
+from moestro.routing.policy_contract import Choice, Needs, RouteView
+from moestro.routing.registry import ROUTE_POLICIES
+from moestro.routing.scoring import Scores, Stateless, choose, range_of
 
 # (p_tokens, queued_tokens, batch), each [n] -> ns [n]: what a request would wait for its first token on each engine, if
 # its own prompt and what is queued before it make p_tokens, and `batch` requests are there.
@@ -21,6 +22,11 @@ PredictTtft = Callable[[NDArray[np.float64], NDArray[np.float64], NDArray[np.int
 LLMD_TOKENS_PER_S = 15_928  # llm-d's own default
 
 
+@ROUTE_POLICIES.register(
+    "aibrix",
+    "Takes the best hit among usual loads, or the smallest batch where batches differ by over `max_range`.",
+    source="AIBrix, `pkg/plugins/gateway/algorithms/prefix_cache.go`; LMetric, Fig. 13",
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aibrix(Stateless):
     """The best hit, unless batches differ by more than `max_range`: then the smallest batch.
@@ -56,6 +62,11 @@ class Aibrix(Stateless):
         return Choice(choice.engine, float(-hit), f"most hits, {hit} tokens, with {load[choice.engine]} in the batch")
 
 
+@ROUTE_POLICIES.register(
+    "cache_aware",
+    "Takes the longest match if it covers over `cache_threshold` and loads are balanced, otherwise the smallest load.",
+    source="SGLang router and SMG, `policies/cache_aware.rs`",
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheAware(Stateless):
     """The best match if it is good enough, else the smallest load; the smallest load too when loads are unbalanced.
@@ -90,6 +101,11 @@ class CacheAware(Stateless):
         return choose(view, load, draws, f"match of {best} tokens; load", view.hit_tokens == best)
 
 
+@ROUTE_POLICIES.register(
+    "llm-d-affinity",
+    "Takes the fewest tokens among engines with a good hit, unless they would wait `max_penalty_s` longer.",
+    source="llm-d router, filter `prefix-cache-affinity` and scorer `token-load`, August 2026",
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlmdAffinity(Stateless):
     """Engines with a good hit, unless the best of them is much later than another; among what is left, fewest tokens.
@@ -121,6 +137,11 @@ class LlmdAffinity(Stateless):
         return choose(view, tokens, draws, "good hit; tokens", sticky)
 
 
+@ROUTE_POLICIES.register(
+    "llm-d",
+    "Takes the lowest predicted TTFT.",
+    source="llm-d as in LMetric, Fig. 14",
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowestTtft(Stateless):
     """The engine on which the first token is predicted to come first.

@@ -8,14 +8,20 @@ import numpy as np
 
 from moestro.core.rng import Draws
 from moestro.errors import ConfigError
+from moestro.routing.indicators import all_fresh, expert_pressure, kv_usage, num_waiting, queued_prefill_tokens
 from moestro.routing.policies.affinity import StickyMap
-from moestro.routing.policies.contract import Choice, EngineLost, Needs, Routed, RouteEvent, RouteView
-from moestro.routing.policies.indicators import all_fresh, expert_pressure, kv_usage, num_waiting, queued_prefill_tokens
-from moestro.routing.policies.scoring import Scores
+from moestro.routing.policy_contract import Choice, EngineLost, Needs, Routed, RouteEvent, RouteView
+from moestro.routing.registry import ROUTE_POLICIES
+from moestro.routing.scoring import ScorePolicy, Scores
 
 BRANCHES = ("no metrics", "least KV", "least load", "saturated and even", "user", "no user", "new user")
 
 
+@ROUTE_POLICIES.register(
+    "gimbal-v1",
+    "Compares KV use, then tokens in hand, and otherwise returns to the engine of the same user.",
+    source="Gimbal v1, section III-B, Algorithm 1",
+)
 class GimbalV1:
     """DP engine selection: KV use first, then tokens in hand, then the user's last engine; else in turn.
 
@@ -32,7 +38,7 @@ class GimbalV1:
     `num_tokens`: tokens of running and waiting requests.
     """
 
-    needs = Needs(figures=("kv_usage", "num_tokens"), otherwise="the engines in turn (line 1)")
+    needs = Needs(figures=("kv_usage", "num_tokens"), otherwise="the engines in turn")
 
     def __init__(
         self, *, kv_threshold: float = 0.9, kv_gap: float = 0.1, load_gap: float = 3000.0, user_expiry_s: float = 600.0
@@ -89,25 +95,33 @@ def _branch(engine: int, score: float, name: str) -> Choice:
     return Choice(engine, score, name, detail={"branch": float(BRANCHES.index(name))})
 
 
-GIMBAL_V2_NEEDS = Needs(
-    figures=("kv_usage", "queued_prefill_tokens", "num_waiting", "expert_pressure"),
-    otherwise="the router's own counts; expert pressure 1",
+@ROUTE_POLICIES.register(
+    "gimbal-v2",
+    "Adds four pressures, each over its greatest: KV use, prefill work, queue length and expert load.",
+    source="Gimbal v2, abstract; the combination is a reconstruction",
 )
-
-
-def gimbal_v2_score(view: RouteView) -> Scores:
+class GimbalV2(ScorePolicy):
     """The sum of four pressures, each over the greatest among the routable engines: KV use, remaining prefill work,
     waiting requests, and expert pressure beyond 1.
 
-    Our reconstruction: the abstract names the four signals and not how they are combined; equal weights are ours.
+    The abstract names the four signals and not how they are combined. Equal weights are our reconstruction.
 
     Source: Gimbal v2, abstract.
     """
-    routable = view.engines.routable
-    pressures = (kv_usage(view), queued_prefill_tokens(view), num_waiting(view), expert_pressure(view) - 1)
-    total = np.zeros(len(routable))
-    for pressure in pressures:
-        greatest = pressure.max(where=routable, initial=0.0)
-        if greatest > 0:
-            total += pressure / greatest
-    return total
+
+    needs = Needs(
+        figures=("kv_usage", "queued_prefill_tokens", "num_waiting", "expert_pressure"),
+        otherwise="the router's own counts; expert pressure 1",
+    )
+    words = "pressure"
+
+    def score(self, view: RouteView) -> Scores:
+        """Equal weights; a pressure that no engine has counts nothing."""
+        routable = view.engines.routable
+        pressures = (kv_usage(view), queued_prefill_tokens(view), num_waiting(view), expert_pressure(view) - 1)
+        total = np.zeros(len(routable))
+        for pressure in pressures:
+            greatest = pressure.max(where=routable, initial=0.0)
+            if greatest > 0:
+                total += pressure / greatest
+        return total

@@ -22,8 +22,8 @@ import numpy as np
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.prefix_tree import PrefixTree, Run
 from moestro.errors import ConfigError
-from moestro.routing.policies.contract import Routed, RouteView
-from moestro.routing.policies.scoring import Counts, Mask, Scores
+from moestro.routing.policy_contract import Routed, RouteView
+from moestro.routing.scoring import Counts, Mask, Scores
 
 _ALL = 0  # the one holder in the window's tree
 

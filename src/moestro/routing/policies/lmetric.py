@@ -7,11 +7,12 @@ from typing import Literal
 
 from moestro.core.rng import Draws
 from moestro.errors import ConfigError
-from moestro.routing.policies.contract import Choice, Needs, Routed, RouteEvent, RouteView
+from moestro.routing.indicators import batch_size, p_tokens
 from moestro.routing.policies.hotspot import HotspotDetector, HotspotSettings
-from moestro.routing.policies.indicators import batch_size, p_tokens
 from moestro.routing.policies.load import least_loaded_score
-from moestro.routing.policies.scoring import Scores, choose
+from moestro.routing.policy_contract import Choice, Needs, Routed, RouteEvent, RouteView
+from moestro.routing.registry import ROUTE_POLICIES
+from moestro.routing.scoring import Scores, choose
 
 Mitigation = Literal["off", "filter", "load"]
 _DETECTOR = HotspotSettings()
@@ -25,6 +26,11 @@ def lmetric_score(view: RouteView) -> Scores:
     return p_tokens(view) * (batch_size(view) + 1)
 
 
+@ROUTE_POLICIES.register(
+    "lmetric",
+    "Multiplies the tokens to prefill and the batch, `(Q + p) * (B + 1)`, and detects hotspots of one prefix.",
+    source="LMetric, sections 5 and 5.2",
+)
 @dataclass(kw_only=True, eq=False)
 class LMetric:
     """The lowest `lmetric_score`; what is done about a hotspot is chosen.

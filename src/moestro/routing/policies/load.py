@@ -9,11 +9,17 @@ import numpy as np
 from moestro.core.rng import Draws
 from moestro.core.views import UNKNOWN_KV_TOKENS
 from moestro.errors import ConfigError
-from moestro.routing.policies.contract import Choice, Needs, RouteView
-from moestro.routing.policies.indicators import all_fresh, batch_size, num_running, num_waiting
-from moestro.routing.policies.scoring import Scores, Stateless, choose
+from moestro.routing.indicators import all_fresh, batch_size, num_running, num_waiting
+from moestro.routing.policy_contract import Choice, Needs, RouteView
+from moestro.routing.registry import ROUTE_POLICIES
+from moestro.routing.scoring import ScorePolicy, Scores, Stateless, choose
 
 
+@ROUTE_POLICIES.register(
+    "round_robin",
+    "Takes the engines in turn.",
+    source="nginx, default method of `upstream`",
+)
 class RoundRobin(Stateless):
     """The routable engines in turn."""
 
@@ -24,6 +30,11 @@ class RoundRobin(Stateless):
         return Choice(int(routable[turn]), float(turn), f"turn {turn} of {len(routable)}")
 
 
+@ROUTE_POLICIES.register(
+    "power_of_two",
+    "Draws two engines and takes the smaller batch.",
+    source="Mitzenmacher, IEEE TPDS 12(10), 2001",
+)
 class PowerOfTwo(Stateless):
     """Two engines drawn, and the one with fewer requests in flight.
 
@@ -46,19 +57,45 @@ def least_loaded_score(view: RouteView) -> Scores:
     return batch_size(view).astype(np.float64)
 
 
-VLLM_NEEDS = Needs(
-    figures=("num_waiting", "num_running"), otherwise="waiting: without a first token; running: the rest"
+@ROUTE_POLICIES.register(
+    "least_loaded",
+    "Joins the shortest queue: the smallest batch.",
+    source="Winston, Journal of Applied Probability 14, 1977",
 )
+class LeastLoaded(ScorePolicy):
+    """The fewest requests in flight."""
+
+    words = "in flight"
+
+    def score(self, view: RouteView) -> Scores:
+        """Requests in flight."""
+        return least_loaded_score(view)
 
 
-def vllm_026_score(view: RouteView) -> Scores:
-    """4 * waiting + running, where what was sent since the engine spoke counts as waiting.
+@ROUTE_POLICIES.register(
+    "vllm-0.26",
+    "Adds waiting requests, weighted by 4, and running requests.",
+    source="vLLM up to 0.26, `vllm/v1/engine/core_client.py`",
+)
+class Vllm026(ScorePolicy):
+    """The balancer of vLLM's data-parallel engines up to 0.26.
 
-    Source: vLLM up to 0.26, `vllm/v1/engine/core_client.py`, the internal balancer of data-parallel engines.
+    Requests that were sent since the engine last reported count as waiting.
     """
-    return 4 * num_waiting(view) + num_running(view)
+
+    needs = Needs(figures=("num_waiting", "num_running"), otherwise="waiting: without a first token; running: the rest")
+    words = "4 * waiting + running"
+
+    def score(self, view: RouteView) -> Scores:
+        """4 * waiting + running."""
+        return 4 * num_waiting(view) + num_running(view)
 
 
+@ROUTE_POLICIES.register(
+    "vllm-0.27",
+    "Adds waiting and running requests, and KV pressure if requests wait.",
+    source="vLLM from 0.27, pull request 49204",
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vllm027(Stateless):
     """`max(clients * mine, waiting + running)`, and `waiting * 6 * max(0, kv_usage - 0.5)` where any wait.
@@ -85,6 +122,11 @@ class Vllm027(Stateless):
         return choose(view, scores, draws, "requests and KV pressure")
 
 
+@ROUTE_POLICIES.register(
+    "most_free_kv",
+    "Takes the most free KV memory.",
+    source="AMoE, section 3.1",
+)
 class MostFreeKv(Stateless):
     """The engine with the most free KV memory.
 

@@ -24,21 +24,27 @@ from __future__ import annotations
 import numpy as np
 
 from moestro.core.rng import Draws
-from moestro.routing.policies.contract import Choice, Ended, EngineLost, Needs, Routed, RouteEvent, RouteView
-from moestro.routing.policies.indicators import (
+from moestro.routing.indicators import (
     expert_pressure,
     foreign_prefill_tokens,
     fresh,
     new_tokens,
     own_prefill_tokens,
 )
-from moestro.routing.policies.scoring import Counts, Mask, Scores, choose
+from moestro.routing.policy_contract import Choice, Ended, EngineLost, Needs, Routed, RouteEvent, RouteView
+from moestro.routing.registry import ROUTE_POLICIES
+from moestro.routing.scoring import Counts, Mask, Scores, choose
 
 _HORIZON = 1024  # requests over about which means are taken
 _ROUNDS = 16  # decisions for each engine, over about which recent work is remembered
 _RESCALE_AT = 1e12
 
 
+@ROUTE_POLICIES.register(
+    "moestro",
+    "Takes the least delay that the request causes to all requests and itself, counted in prompt tokens.",
+    source="Moestro; LMetric, section 5, for the product",
+)
 class Moestro:
     """The least delay that the request causes, itself included.
 

@@ -9,11 +9,17 @@ import numpy as np
 
 from moestro.core.rng import Draws
 from moestro.errors import ConfigError
-from moestro.routing.policies.contract import Choice, Needs, RouteView
-from moestro.routing.policies.indicators import batch_size, hit_ratio, queued_prefill_tokens
-from moestro.routing.policies.scoring import Scores, Stateless, choose
+from moestro.routing.indicators import batch_size, hit_ratio, queued_prefill_tokens
+from moestro.routing.policy_contract import Choice, Needs, RouteView
+from moestro.routing.registry import ROUTE_POLICIES
+from moestro.routing.scoring import ScorePolicy, Scores, Stateless, choose
 
 
+@ROUTE_POLICIES.register(
+    "bailian",
+    "Adds `hit_weight * (1 - hit ratio)` and `(1 - hit_weight) * B / largest B`.",
+    source="LMetric, Fig. 6 (b) and section 4.4",
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bailian(Stateless):
     """`hit_weight * (1 - hit ratio) + (1 - hit_weight) * batch / largest batch`.
@@ -39,6 +45,11 @@ class Bailian(Stateless):
         return choose(view, scores, draws, "miss ratio and relative batch")
 
 
+@ROUTE_POLICIES.register(
+    "dynamo",
+    "Adds the blocks to prefill, less a credit for cached ones, and the blocks in decode.",
+    source="NVIDIA Dynamo, `lib/kv-router/src/scheduling/selector.rs`",
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dynamo(Stateless):
     """Blocks to prefill, less a credit for those cached, and blocks in decode.
@@ -92,12 +103,17 @@ class Dynamo(Stateless):
         return Choice(engine, float(scores[engine]), f"drawn by softmax, blocks {scores[engine]:.6g}", scores)
 
 
-def preble_score(view: RouteView) -> Scores:
-    """(1 - hit ratio) * (batch + 1).
+@ROUTE_POLICIES.register(
+    "preble",
+    "Multiplies the miss ratio and the batch, `(1 - hit ratio) * (B + 1)`.",
+    source="LMetric, section 5.1, on Preble and AIGW",
+)
+class Preble(ScorePolicy):
+    """The miss ratio times the batch, where LMetric has the P-token in place of the miss ratio."""
 
-    Source: LMetric, section 5.1, of Preble and AIGW: the product with the miss ratio in place of the P-token.
-    """
-    return (1 - hit_ratio(view)) * (batch_size(view) + 1)
+    needs = Needs(hits=True)
+    words = "miss ratio * batch"
 
-
-PREBLE_NEEDS = Needs(hits=True)
+    def score(self, view: RouteView) -> Scores:
+        """(1 - hit ratio) * (batch + 1)."""
+        return (1 - hit_ratio(view)) * (batch_size(view) + 1)

@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS, to_ns
 from moestro.core.views import BE, LS, WaitingView
-from moestro.engine.policies.ordering.contract import OrderPolicy
+from moestro.engine.policy_contract import OrderPolicy
+from moestro.engine.registry import ORDER_POLICIES
 from moestro.errors import ConfigError
 
 
@@ -36,6 +37,11 @@ class _Ageing(OrderPolicy):
         return int(ages_ns.min(initial=FOREVER_NS, where=ages_ns > now_ns))
 
 
+@ORDER_POLICIES.register(
+    "sjf",
+    "Shortest prompt first; a request that has waited `theta_age_s` seconds goes before the others.",
+    source="Gimbal v1, Algorithm 2 and section V-A2",
+)
 class Sjf(_Ageing):
     """Shortest prompt first; who has waited `theta_age_s` goes before, as it came. Nobody's output is predicted.
 
@@ -49,6 +55,11 @@ class Sjf(_Ageing):
         return self._aged_first(view, now_ns, view.num_prompt_tokens)
 
 
+@ORDER_POLICIES.register(
+    "prefill_aware",
+    "As `sjf`, by the tokens that are left to compute after the prefix cache.",
+    source="Gimbal v2, abstract; our reconstruction",
+)
 class PrefillAware(_Ageing):
     """Least prefill left first, after what the prefix cache holds; who has waited `theta_age_s` goes before.
 
@@ -63,10 +74,15 @@ class PrefillAware(_Ageing):
         return self._aged_first(view, now_ns, view.num_uncached)
 
 
+@ORDER_POLICIES.register(
+    "qllm",
+    "Latency-sensitive first; best effort that has waited `theta_age_s` seconds counts as latency-sensitive.",
+    source="QLLM, section 3.2; the ageing is ours",
+)
 class Qllm(OrderPolicy):
     """Latency-sensitive requests first, each class as it came: two of QLLM's four queues, those of the prefill stage.
 
-    The other two, and which queue a batch is made from, are `policy.batching.Qllm`.
+    The other two, and which queue a batch is made from, are `batching.Qllm`.
 
     Bound: none for best effort without ageing, as the paper admits (section 6). With it, a best-effort request counts
     as latency-sensitive from its age on, in every decision: then the bound is that age.

@@ -7,10 +7,16 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import to_ns
 from moestro.core.views import BE, WaitingView
-from moestro.engine.policies.ordering.contract import OrderPolicy
+from moestro.engine.policy_contract import OrderPolicy
+from moestro.engine.registry import ORDER_POLICIES
 from moestro.errors import ConfigError
 
 
+@ORDER_POLICIES.register(
+    "fcfs",
+    "First come, first served.",
+    source="vLLM, `--scheduling-policy fcfs`",
+)
 class Fcfs(OrderPolicy):
     """First come, first served, by arrival at the front door. Nobody is ever passed over by a later arrival.
 
@@ -24,6 +30,11 @@ class Fcfs(OrderPolicy):
         return np.lexsort((view.serial, view.arrival_ns))
 
 
+@ORDER_POLICIES.register(
+    "priority",
+    "Lowest `priority` first.",
+    source="vLLM, `--scheduling-policy priority`",
+)
 class Priority(OrderPolicy):
     """Lower `priority` first, then first come, first served (vLLM's `--scheduling-policy priority`).
 
@@ -35,6 +46,11 @@ class Priority(OrderPolicy):
         return np.lexsort((view.serial, view.arrival_ns, view.priority))
 
 
+@ORDER_POLICIES.register(
+    "edf",
+    "Earliest deadline first: arrival and the TTFT objective of the class, `ls_slo_s` or `be_slo_s`.",
+    source="Liu and Layland, JACM 1973; QLLM, section 4, for 3 s",
+)
 class EarliestDeadline(OrderPolicy):
     """Earliest deadline first. A request's deadline is its arrival and the TTFT objective of its class.
 

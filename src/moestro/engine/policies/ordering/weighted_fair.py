@@ -7,12 +7,18 @@ from numpy.typing import NDArray
 
 from moestro.core.hashing import name_key
 from moestro.core.views import WaitingView
-from moestro.engine.policies.ordering.contract import Admitted, OrderEvent, OrderPolicy
+from moestro.engine.policy_contract import Admitted, OrderEvent, OrderPolicy
+from moestro.engine.registry import ORDER_POLICIES
 from moestro.errors import ConfigError
 
 _WEIGHT = "weight:"
 
 
+@ORDER_POLICIES.register(
+    "weighted_fair",
+    "Fair shares between users; `weight:NAME` is the weight of one user, 1 where unset.",
+    source="Goyal et al., SIGCOMM 1996; VTC, OSDI 2024, for the cost",
+)
 class WeightedFair(OrderPolicy):
     """The user who got the least for its weight is next: start-time fair queueing, in virtual tokens.
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from moestro.errors import ConfigError
-from moestro.routing.policies.contract import Needs, RouteView
-from moestro.routing.policies.indicators import FIGURES_OF, HIT_INDICATORS, INDICATORS
-from moestro.routing.policies.scoring import Scored, Scores
+from moestro.routing.indicators import FIGURES_OF, HIT_INDICATORS, INDICATORS
+from moestro.routing.policy_contract import Needs, RouteView
+from moestro.routing.scoring import Scored, Scores
 
 Term = Callable[[RouteView], Any]  # a column or a number
 

@@ -3,9 +3,9 @@ import pytest
 from support.routers import decide, request, table
 
 from moestro.errors import ConfigError
-from moestro.routing.policies.expression import expression_policy
 from moestro.routing.policies.lmetric import LMetric
-from moestro.routing.policies.registry import policy_from
+from moestro.routing.registry import policy_from
+from moestro.routing.score_expression import expression_policy
 
 
 def test_lmetric_can_be_written_as_an_expression():

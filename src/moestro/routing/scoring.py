@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.rng import Draws
-from moestro.routing.policies.contract import Choice, Needs, RouteEvent, RouteView
+from moestro.routing.policy_contract import Choice, Needs, RouteEvent, RouteView
 
 Mask = NDArray[np.bool_]
 Scores = NDArray[np.float64]
@@ -29,9 +30,27 @@ class Stateless:
         """Nothing."""
 
 
+class ScorePolicy(Stateless, ABC):
+    """A policy that takes the routable engine with the lowest score.
+
+    Attributes:
+        words: name of the score, for the reason.
+    """
+
+    words: str
+
+    @abstractmethod
+    def score(self, view: RouteView) -> Scores:
+        """float64[n], lower is better."""
+
+    def decide(self, view: RouteView, draws: Draws) -> Choice:
+        """The lowest score."""
+        return choose(view, self.score(view), draws, self.words)
+
+
 @dataclass(frozen=True, slots=True)
 class Scored(Stateless):
-    """A policy that is one score, lower is better, over all routable engines.
+    """A score function as a policy, for functions that have no class: expressions and users' files.
 
     Attributes:
         score: view -> float64[n].

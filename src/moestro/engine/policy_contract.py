@@ -1,15 +1,16 @@
-"""What an order policy is asked, what it states about itself, and what it is told."""
+"""Contracts of the order, batch and evict policies of one engine."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
-from moestro.core.views import WaitingView
+from moestro.core.views import BatchLimits, BatchView, EvictView, Victim, WaitingView
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
@@ -63,3 +64,36 @@ class OrderPolicy(ABC):
 
     def observe(self, event: OrderEvent) -> None:  # noqa: B027  most have no state
         """Take note; the only place where the policy's state changes."""
+
+
+class BatchPolicy(Protocol):
+    """Fills the next plan. Both answers depend on what they are given alone."""
+
+    def room(self, view: BatchView, limits: BatchLimits) -> int:
+        """Tokens that newcomers might be given beside the running ones, which are the rows of `view`.
+
+        0 or less: none can enter now, whoever it is; nobody then looks at the waiting queue.
+        """
+        ...
+
+    def plan(self, view: BatchView, limits: BatchLimits) -> NDArray[np.int32]:
+        """int32[n], tokens of each row in the next plan; 0: not in it.
+
+        At most `num_left` each and the budget in all; at least one row gets something if there is any.
+        """
+        ...
+
+
+class EvictPolicy(Protocol):
+    """Chooses the running sequence that frees its KV when another finds no free block."""
+
+    @property
+    def makes_way(self) -> bool:
+        """Whether a waiting latency-sensitive request that lacks a slot or blocks takes those of running best-effort
+        sequences too. The view then has only these, and the order must put latency-sensitive requests first.
+        """
+        ...
+
+    def __call__(self, view: EvictView) -> Victim:
+        """The sequence to evict. The view is never empty."""
+        ...

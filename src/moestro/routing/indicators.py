@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from moestro.core.views import Figure
-from moestro.routing.policies.contract import FRESH_NS, RouteView
-from moestro.routing.policies.scoring import Counts, Mask, Scores
+from moestro.routing.policy_contract import FRESH_NS, RouteView
+from moestro.routing.scoring import Counts, Mask, Scores
 
 
 def fresh(view: RouteView, figure: Figure) -> Mask:

@@ -4,10 +4,14 @@ from pathlib import Path
 import pytest
 from support.routers import request, router
 
+from moestro.config.user_code import accept_user_code
+from moestro.engine.registry import EVICT_POLICIES
 from moestro.errors import ConfigError
-from moestro.routing.policies.registry import ROUTING, policy_from
+from moestro.routing.registry import ROUTE_POLICIES, policy_from
 
-ROOT = Path(__file__).parents[3]
+accept_user_code()
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_policy_takes_settings_by_name():
@@ -21,7 +25,7 @@ def test_a_policy_takes_settings_by_name():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("best", "unknown route policy 'best'; known: round_robin"),
+        ("best", "unknown route policy 'best'; known: aibrix"),
         ("bailian:weight=1", "has no setting 'weight'; it has hit_weight"),
         ("bailian:0.7", "NAME:SETTING=VALUE"),
         ("bailian:hit_weight=much", "route policy 'bailian': hit_weight must be a number, got 'much'"),
@@ -47,7 +51,7 @@ def test_what_is_not_there_is_refused_with_what_is(text, problem):
 
 def test_every_policy_is_described_in_the_manual():
     manual = (ROOT / "docs" / "policies.md").read_text()
-    assert [name for name in ROUTING if f"`{name}`" not in manual] == []
+    assert [name for name in ROUTE_POLICIES.names() if f"`{name}`" not in manual] == []
 
 
 # --- a user's own file
@@ -82,10 +86,27 @@ def test_a_file_that_does_not_work_is_refused_before_anything_is_served(tmp_path
         policy_from(f"{file}:score")
 
 
+def test_a_users_file_may_register_its_policy_and_be_named_by_several_flags(tmp_path, monkeypatch):
+    monkeypatch.setattr(ROUTE_POLICIES, "_entries", dict(ROUTE_POLICIES.entries()))
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from moestro.core.views import Victim\n"
+        "from moestro.routing.policies.load import LeastLoaded\n"
+        "from moestro.routing.registry import ROUTE_POLICIES\n"
+        "@ROUTE_POLICIES.register('mine', 'Says another reason.', source='a test')\n"
+        "class Mine(LeastLoaded):\n"
+        "  def __init__(self, *, words: str = 'load'): self.words = words\n"
+        "def evict(view): return Victim(0)\n"
+    )
+    policy_from(f"{file}:Mine")
+    EVICT_POLICIES.make(f"{file}:evict")
+    assert policy_from("mine:words=mine").words == "mine"
+
+
 def test_a_users_policy_that_chooses_what_is_not_there_is_refused(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "from moestro.routing.policies.contract import Choice, Needs\n"
+        "from moestro.routing.policy_contract import Choice, Needs\n"
         "class Far:\n"
         "  needs = Needs()\n"
         "  def decide(self, view, draws): return Choice(7, 0.0, 'far')\n"
@@ -98,7 +119,7 @@ def test_a_users_policy_that_chooses_what_is_not_there_is_refused(tmp_path):
 def test_what_a_users_policy_raises_when_it_is_told_goes_no_further_than_the_log(tmp_path, caplog):
     file = tmp_path / "mine.py"
     file.write_text(
-        "from moestro.routing.policies.contract import Choice, Needs\n"
+        "from moestro.routing.policy_contract import Choice, Needs\n"
         "class Deaf:\n"
         "  needs = Needs()\n"
         "  def decide(self, view, draws): return Choice(1, 0.0, 'second')\n"

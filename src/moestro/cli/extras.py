@@ -1,0 +1,34 @@
+"""Optional dependencies: which extra of the package brings which libraries."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from moestro.errors import ConfigError
+
+# Extra of pyproject.toml -> the modules that its packages install.
+EXTRAS = {
+    "serve": ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "huggingface_hub", "jinja2"),
+    "tokenizer": ("transformers", "tokenizers", "huggingface_hub", "jinja2"),
+    "plots": ("matplotlib",),
+}
+
+
+def is_installed(extra: str) -> bool:
+    """Whether all libraries of `extra` can be imported; none of them is loaded."""
+    return all(find_spec(module) is not None for module in EXTRAS[extra])
+
+
+def require_extra(extra: str, purpose: str) -> None:
+    """Check that the libraries of `extra` are installed before `purpose`, a verb or a flag, imports its room.
+
+    Raises:
+        ConfigError: a library is missing; the text names the command that installs the extra.
+    """
+    if not is_installed(extra):
+        raise ConfigError(f"{purpose} needs libraries that are not installed: {install_command(extra)}")
+
+
+def install_command(extra: str) -> str:
+    """The command that installs `extra`, for messages."""
+    return f"pip install 'moestro[{extra}]'"

@@ -1,0 +1,79 @@
+"""Registers the policies of one engine: order, batch and evict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moestro.core.clock import NS_PER_S
+from moestro.core.policy_registry import PolicyKind
+from moestro.core.views import BE, LS, EvictView, Victim
+from moestro.engine.policy_contract import BatchPolicy, EvictPolicy, OrderPolicy
+from moestro.errors import ConfigError
+
+_PACKAGE = "moestro.engine.policies"
+
+
+def _bound_in_words(policy: OrderPolicy) -> str:
+    bound_ns = policy.max_passed_over_ns
+    return "none in time" if bound_ns is None else f"{bound_ns / NS_PER_S:g} s"
+
+
+def _order_needs_in_words(policy: OrderPolicy) -> str:
+    return "the prefix cache" if policy.reads_cache else "none"
+
+
+def _makes_way_in_words(policy: EvictPolicy) -> str:
+    return "yes" if policy.makes_way else "no"
+
+
+@dataclass(frozen=True, slots=True)
+class UserEviction:
+    """The evict policy of a user's file: a function, or an object that can be called.
+
+    Attributes:
+        choose: (view) -> the sequence to evict.
+        makes_way: attribute of that name of the object; a function has none.
+    """
+
+    choose: Callable[[EvictView], Victim]
+    makes_way: bool
+
+    def __call__(self, view: EvictView) -> Victim:
+        """The sequence to evict."""
+        return self.choose(view)
+
+
+def _adapt_eviction(found: Any, _text: str) -> EvictPolicy:
+    return UserEviction(found, makes_way=bool(getattr(found, "makes_way", False)))
+
+
+def _try_eviction(policy: EvictPolicy) -> None:
+    """Choose between a best-effort and a latency-sensitive sequence.
+
+    Raises:
+        ConfigError: the answer is no victim among the two. What the policy itself raises goes on.
+    """
+    answer = policy(EvictView(np.array([1, 0]), np.array([64, 32], np.int32), np.array([BE, LS], np.uint8), 128))
+    if not isinstance(answer, Victim) or answer.row not in (0, 1):
+        raise ConfigError(f"it answered {answer!r} for two rows: a Victim of row 0 or 1 is wanted")
+
+
+ORDER_POLICIES: PolicyKind[OrderPolicy] = PolicyKind(
+    "scheduling_policy",
+    "--scheduling-policy",
+    _PACKAGE,
+    facts={"needs": _order_needs_in_words, "passed over for at most": _bound_in_words},
+)
+BATCH_POLICIES: PolicyKind[BatchPolicy] = PolicyKind("batch_policy", "--batch-policy", _PACKAGE)
+EVICT_POLICIES: PolicyKind[EvictPolicy] = PolicyKind(
+    "evict_policy",
+    "--evict-policy",
+    _PACKAGE,
+    try_once=_try_eviction,
+    facts={"also makes way for waiting requests": _makes_way_in_words},
+    adapt=_adapt_eviction,
+)

@@ -1,0 +1,113 @@
+"""Registers routing policies, and makes one from what an operator wrote."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from moestro.core.policy_registry import PolicyKind
+from moestro.core.request import Request, SamplingParams
+from moestro.core.rng import Draws
+from moestro.core.views import FIGURES, EngineTable
+from moestro.errors import ConfigError
+from moestro.routing.policy_contract import Needs, RouteEvent, RoutePolicy, RouteView
+from moestro.routing.score_expression import expression_policy
+from moestro.routing.scoring import Scored
+
+logger = logging.getLogger(__name__)
+
+_ANYTHING = Needs(hits=True, figures=FIGURES, otherwise="what the file does")
+
+
+def policy_from(text: str, score: str | None = None) -> RoutePolicy:
+    """The policy that an operator named.
+
+    Args:
+        text: a name in ROUTE_POLICIES, with settings if any (`bailian:hit_weight=0.55`), or `FILE.py:NAME`.
+        score: an expression over indicators, in place of `text`.
+
+    Raises:
+        ConfigError: there is no such policy, or it does not take these settings.
+    """
+    return ROUTE_POLICIES.make(text) if score is None else expression_policy(score)
+
+
+def _try_once(policy: RoutePolicy) -> None:
+    """Decide over two engines that have reported nothing.
+
+    Raises:
+        ConfigError: the policy chose an engine that does not exist. What the policy itself raises goes on.
+    """
+    request = Request(request_id="trial", num_prompt_tokens=1, sampling=SamplingParams(), arrival_ns=0)
+    view = RouteView(request, EngineTable.blank(2), np.zeros(2, np.int64), 16, 0, 0)
+    engine = policy.decide(view, Draws(0, 0)).engine
+    if engine not in (0, 1):
+        raise ConfigError(f"it chose engine {engine!r} of two")
+    assert policy.needs is not None
+    assert callable(policy.observe)
+
+
+def _needs_in_words(policy: RoutePolicy) -> str:
+    """Cache hits and figures, and what the policy does without a figure."""
+    needs = policy.needs
+    figures = ", ".join(f"`{figure}`" for figure in needs.figures)
+    if figures and needs.otherwise:
+        figures += f" (otherwise {needs.otherwise})"
+    return "; ".join(filter(None, ["cache hits" if needs.hits else "", figures])) or "own counts"
+
+
+def _adapt(found: Any, text: str) -> RoutePolicy:
+    """A function is a score: it takes a `RouteView` and returns float64[n], lower is better. An object with `decide` is
+    a `RoutePolicy`. What its `observe` raises later is logged; what `decide` raises reaches the caller.
+    """
+    if hasattr(found, "decide"):
+        return _Guarded(found, f"{ROUTE_POLICIES.flag} {text}")
+    return Scored(_checked(found), text.partition(":")[2], _ANYTHING)
+
+
+class _Guarded:
+    """A policy of a user's file. Its `observe` hears of events that have happened already, to requests and engines that
+    the router serves in any case, so an error in it goes no further than the log.
+    """
+
+    def __init__(self, policy: RoutePolicy, text: str) -> None:
+        self._policy = policy
+        self._text = text
+        self.decide = policy.decide
+
+    @property
+    def needs(self) -> Needs:
+        """What the user's policy looks at."""
+        return self._policy.needs
+
+    def observe(self, event: RouteEvent) -> None:
+        """Pass the event on."""
+        try:
+            self._policy.observe(event)
+        except Exception:
+            logger.exception("%s: observe failed on %s", self._text, type(event).__name__)
+
+
+def _checked(score: Callable[[RouteView], Any]) -> Callable[[RouteView], Any]:
+    """`score`, which must return one number for each engine."""
+
+    def checked(view: RouteView) -> Any:
+        scores = np.asarray(score(view), np.float64)
+        if scores.shape != (len(view.engines),):
+            raise ConfigError(f"it returned shape {scores.shape} for {len(view.engines)} engines")
+        return scores
+
+    return checked
+
+
+ROUTE_POLICIES: PolicyKind[RoutePolicy] = PolicyKind(
+    "route policy",
+    "--route-policy",
+    "moestro.routing.policies",
+    try_once=_try_once,
+    facts={"needs": _needs_in_words},
+    adapt=_adapt,
+)

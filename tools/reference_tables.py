@@ -1,0 +1,56 @@
+"""Write the reference tables of docs/, which are made from the code.
+
+    python tools/reference_tables.py            # write them
+    python tools/reference_tables.py --check    # exit status 1 if one is out of date
+
+A table stands in a Markdown file between `<!-- generated: NAME -->` and `<!-- end -->`. To add one, add a function that
+returns its Markdown to TABLES, and put the two markers where the table belongs.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
+from moestro.flow.registry import STEP_POLICIES
+from moestro.routing.registry import ROUTE_POLICIES
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+TABLES: dict[str, Callable[[], str]] = {
+    "route policies": ROUTE_POLICIES.table,
+    "order policies": ORDER_POLICIES.table,
+    "batch policies": BATCH_POLICIES.table,
+    "evict policies": EVICT_POLICIES.table,
+    "step policies": STEP_POLICIES.table,
+}
+
+_MARKED = re.compile(r"(<!-- generated: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def with_tables(text: str) -> str:
+    """`text` with each marked table as the code has it now."""
+    return _MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
+
+
+def main() -> int:
+    """Write or check every Markdown file of docs/; returns the exit status."""
+    pages = {page: page.read_text() for page in sorted(DOCS.glob("*.md"))}
+    missing = TABLES.keys() - {found[2] for text in pages.values() for found in _MARKED.finditer(text)}
+    if missing:
+        print(f"no page has a marker for: {', '.join(sorted(missing))}")
+        return 1
+    outdated = {page: new for page, text in pages.items() if (new := with_tables(text)) != text}
+    for page, text in outdated.items():
+        if "--check" in sys.argv[1:]:
+            print(f"docs/{page.name} is out of date; run: python tools/reference_tables.py")
+        else:
+            page.write_text(text)
+    return int("--check" in sys.argv[1:] and bool(outdated))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
