@@ -22,7 +22,7 @@ from moestro.cost.gpus import A100, H200, Gpu, gpu_named
 from moestro.cost.hf_config import network_from_config, network_named
 from moestro.cost.kernels import Kernels
 from moestro.cost.model import Batch
-from moestro.cost.networks import Network
+from moestro.cost.networks import NetworkShape
 from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
 
 BENCH = Path(__file__).parent
@@ -35,13 +35,13 @@ Row = dict[str, Any]
 # --- published steps -------------------------------------------------------------------------------------------------
 
 
-def published() -> tuple[dict[str, Network], list[Row]]:
+def published() -> tuple[dict[str, NetworkShape], list[Row]]:
     """Networks that have no name in `cost`, and the rows."""
     data = json.loads((BENCH / "published_steps.json").read_text())
     return {name: network_from_config(name, config) for name, config in data["networks"].items()}, data["rows"]
 
 
-def roofline(network: Network, gpu: str, ranks: int, host: HostCost, zipf: float) -> Roofline:
+def roofline(network: NetworkShape, gpu: str, ranks: int, host: HostCost, zipf: float) -> Roofline:
     gating = None
     if network.experts is not None:
         popularity = zipf_popularity(network.experts.num_experts, zipf)
@@ -50,7 +50,7 @@ def roofline(network: Network, gpu: str, ranks: int, host: HostCost, zipf: float
     return Roofline(settings)
 
 
-def priced_ms(row: Row, host: HostCost, more: dict[str, Network], zipf: float | None = None) -> float:
+def priced_ms(row: Row, host: HostCost, more: dict[str, NetworkShape], zipf: float | None = None) -> float:
     """What the model says of a published row."""
     network = more.get(row["network"]) or network_named(row["network"])
     exponent = ZIPF.get(row["network"], 0.6) if zipf is None else zipf
@@ -71,7 +71,7 @@ def num_sequences(row: Row) -> int:
     return int(row.get("decodes", 0)) + len(row.get("chunks", []))
 
 
-def fit_host(rows: list[Row], more: dict[str, Network], zipf: float | None = None) -> dict[str, float]:
+def fit_host(rows: list[Row], more: dict[str, NetworkShape], zipf: float | None = None) -> dict[str, float]:
     """Least squares of relative errors over the two host constants; what the kernels take is left as it is."""
     measured = np.array([row["measured_ms"] for row in rows])
     kernels = np.array([priced_ms(row, NO_HOST, more, zipf) for row in rows])
@@ -91,7 +91,7 @@ def with_context(rows: list[Row], more_tokens: int) -> list[Row]:
     return [row | {"context": row["context"] + more_tokens} if "ML.ENERGY" in row["source"] else row for row in rows]
 
 
-def fits(rows: list[Row], more: dict[str, Network]) -> dict[str, dict[str, float]]:
+def fits(rows: list[Row], more: dict[str, NetworkShape]) -> dict[str, dict[str, float]]:
     """The fit that is used, and how it moves with what could be said against it."""
     chosen = [row for row in rows if row["use"] == "fit"]
     gpqa = [row for row in rows if row["name"].startswith("GPQA") and row["network"] == "qwen3-30b-a3b"]
@@ -105,7 +105,7 @@ def fits(rows: list[Row], more: dict[str, Network]) -> dict[str, dict[str, float
     }
 
 
-def compare(rows: list[Row], more: dict[str, Network]) -> list[Row]:
+def compare(rows: list[Row], more: dict[str, NetworkShape]) -> list[Row]:
     """Every row, priced with the host constants of the code."""
     compared = []
     for row in rows:
@@ -137,7 +137,7 @@ def summary(pairs: list[tuple[float, float]]) -> dict[str, float]:
     }
 
 
-def experts_pairs(gpu: Gpu, rows: list[Row], network: Network) -> list[tuple[float, float]]:
+def experts_pairs(gpu: Gpu, rows: list[Row], network: NetworkShape) -> list[tuple[float, float]]:
     """The grid's experts of this network's shape on one GPU, 1 to 4,096 tokens, popularity a power law of 1.01."""
     experts = network.experts
     assert experts is not None
@@ -154,7 +154,7 @@ def experts_pairs(gpu: Gpu, rows: list[Row], network: Network) -> list[tuple[flo
     return pairs
 
 
-def gemm_pairs(gpu: Gpu, rows: list[Row], network: Network) -> list[tuple[float, float]]:
+def gemm_pairs(gpu: Gpu, rows: list[Row], network: NetworkShape) -> list[tuple[float, float]]:
     """Products of at least 2 M weights, in bfloat16; smaller ones are launches."""
     kernels = Kernels(network, gpu, 1)
     return [
@@ -164,7 +164,7 @@ def gemm_pairs(gpu: Gpu, rows: list[Row], network: Network) -> list[tuple[float,
     ]
 
 
-def attention_rows(rows: list[Row], network: Network) -> list[Row]:
+def attention_rows(rows: list[Row], network: NetworkShape) -> list[Row]:
     num_kv_heads = network.attention.kv_bytes_per_token // 512
     return [
         row
@@ -175,7 +175,7 @@ def attention_rows(rows: list[Row], network: Network) -> list[Row]:
     ]
 
 
-def decode_pairs(gpu: Gpu, rows: list[Row], network: Network) -> list[tuple[float, float]]:
+def decode_pairs(gpu: Gpu, rows: list[Row], network: NetworkShape) -> list[tuple[float, float]]:
     kernels, pairs = Kernels(network, gpu, 1), []
     for row in attention_rows(rows, network):
         context = row["isl"] + row["step"]
@@ -185,7 +185,7 @@ def decode_pairs(gpu: Gpu, rows: list[Row], network: Network) -> list[tuple[floa
     return pairs
 
 
-def prefill_pairs(gpu: Gpu, rows: list[Row], network: Network) -> list[tuple[float, float]]:
+def prefill_pairs(gpu: Gpu, rows: list[Row], network: NetworkShape) -> list[tuple[float, float]]:
     kernels = Kernels(network, gpu, 1)
     return [
         (row["latency"], kernels.prefill_ns([(0, row["isl"])] * row["batch_size"], None) / 1e6)
@@ -194,7 +194,7 @@ def prefill_pairs(gpu: Gpu, rows: list[Row], network: Network) -> list[tuple[flo
     ]
 
 
-Pairs = Callable[[Gpu, list[Row], Network], list[tuple[float, float]]]
+Pairs = Callable[[Gpu, list[Row], NetworkShape], list[tuple[float, float]]]
 
 
 def compare_grids() -> dict[str, dict[str, float]]:

@@ -93,10 +93,10 @@ def main() -> None:
         "step, 64 decodes": median_us(lambda: one.step_ns(decodes)),
         "step, 64 decodes and 2 chunks": median_us(lambda: one.step_ns(mixed)),
         "step, 64 decodes, windowed attention": median_us(lambda: windowed.step_ns(decodes)),
-        "100 rounds of 64 decodes at once": median_us(lambda: one.decode_rounds_ns(start, ROUNDS)),
-        "100 rounds of 64 decodes, windowed": median_us(lambda: windowed.decode_rounds_ns(start, ROUNDS)),
+        "100 rounds of 64 decodes at once": median_us(lambda: one.decode_steps_ns(start, ROUNDS)),
+        "100 rounds of 64 decodes, windowed": median_us(lambda: windowed.decode_steps_ns(start, ROUNDS)),
         "group step, 8 ranks": median_us(lambda: group.group_step_ns([decodes] * RANKS)),
-        "100 rounds of 8 ranks at once": median_us(lambda: group.group_decode_rounds_ns([start] * RANKS, ROUNDS)),
+        "100 rounds of 8 ranks at once": median_us(lambda: group.group_decode_steps_ns([start] * RANKS, ROUNDS)),
         "device item of 64 decodes, launch and poll": median_us(device_item()),
     }
     started = time.perf_counter_ns()

@@ -11,6 +11,11 @@ from support.running import FAKE, REAL, Running
 
 import moestro
 
+# Several test processes run at once: with a thread for each core in every one, they would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# pytest-xdist sets a width of 80, which a console that is made then keeps.
+os.environ.pop("COLUMNS", None)
+
 # The embedded demo model; the variable names another while that one is being trained.
 DEMO = os.environ.get("MOESTRO_TEST_DEMO")
 NAME = "moestro-demo"

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from moestro.core.hashing import HASH_BYTES, split_hashes
-from moestro.core.prefix_tree import PrefixTree, Run
+from moestro.core.prefix_tree import BlockRun, PrefixTree
 
 
 def packed(*numbers: int) -> bytes:
@@ -24,7 +24,7 @@ def prompt(rng: random.Random) -> bytes:
 @pytest.mark.parametrize("seed", range(5))
 def test_law_random_histories_equal_lists_of_prompts(seed):
     rng = random.Random(seed)
-    tree, prompts = PrefixTree(), [list[tuple[bytes, Run | None]]() for _ in range(5)]
+    tree, prompts = PrefixTree(), [list[tuple[bytes, BlockRun | None]]() for _ in range(5)]
     for _ in range(2000):
         holder = rng.randrange(5)
         mine = prompts[holder]
@@ -43,7 +43,7 @@ def test_law_random_histories_equal_lists_of_prompts(seed):
     assert len(tree) == 0
 
 
-def check(tree: PrefixTree, prompts: list[list[tuple[bytes, Run | None]]], asked: bytes) -> None:
+def check(tree: PrefixTree, prompts: list[list[tuple[bytes, BlockRun | None]]], asked: bytes) -> None:
     counts = [Counter(block for hashes, _ in mine for block in split_hashes(hashes)) for mine in prompts]
     run, num_blocks = tree.find(asked)
     blocks = split_hashes(asked)

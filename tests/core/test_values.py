@@ -2,7 +2,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from moestro.core.clock import ManualClock
 from moestro.core.request import Request, SamplingParams, ServiceClass, TokenLogprobs
 from moestro.core.work import StepResult
 
@@ -51,14 +50,6 @@ def test_an_impossible_request_is_refused_at_birth(wrong, message):
 def test_impossible_sampling_is_refused_at_birth(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SamplingParams(**wrong)
-
-
-def test_a_clock_never_goes_back():
-    clock = ManualClock(3)
-    clock.advance_ns(4)
-    assert clock.now_ns() == 7
-    with pytest.raises(ValueError, match="never goes back"):
-        clock.advance_ns(-1)
 
 
 def test_selecting_rows_of_a_result_takes_what_belongs_to_them():

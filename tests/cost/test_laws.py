@@ -1,4 +1,4 @@
-"""Laws of the roofline: many rounds at once are exactly the single ones, and more work is never cheaper."""
+"""Laws of the roofline: many steps at once are exactly the single ones, and more work is never cheaper."""
 
 import numpy as np
 import pytest
@@ -52,26 +52,26 @@ def draw_batch(rng: np.random.Generator) -> Batch:
 
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_many_rounds_at_once_are_the_single_steps(seed):
+def test_many_steps_at_once_are_the_single_steps(seed):
     rng = np.random.default_rng(seed)
     model, start = draw_model(rng), draw_batch(rng).start.astype(np.int32)
-    num_rounds = int(rng.integers(1, 200))
-    single = [model.step_ns(Batch(start + i, np.ones_like(start))) for i in range(num_rounds)]
-    assert model.decode_rounds_ns(start, num_rounds).tolist() == single
+    num_steps = int(rng.integers(1, 200))
+    single = [model.step_ns(Batch(start + i, np.ones_like(start))) for i in range(num_steps)]
+    assert model.decode_steps_ns(start, num_steps).tolist() == single
     starts = [start[:: r + 1] if rng.random() < 0.8 else start[:0] for r in range(model.num_ep_ranks)]
     if any(map(len, starts)):
         grouped = [
             model.group_step_ns([Batch(s + i, np.ones_like(s)) if len(s) else None for s in starts])
-            for i in range(num_rounds)
+            for i in range(num_steps)
         ]
-        assert model.group_decode_rounds_ns(starts, num_rounds).tolist() == grouped
+        assert model.group_decode_steps_ns(starts, num_steps).tolist() == grouped
 
 
 @pytest.mark.parametrize("engine", [qllm(), amoe()])
-def test_many_rounds_of_a_staged_engine_are_the_single_steps(engine):
+def test_many_steps_of_a_staged_engine_are_the_single_steps(engine):
     start = np.arange(7, dtype=np.int32)
     single = [engine.step_ns(Batch(start + i, np.ones_like(start))) for i in range(5)]
-    assert engine.decode_rounds_ns(start, 5).tolist() == single
+    assert engine.decode_steps_ns(start, 5).tolist() == single
 
 
 def more_of(batch: Batch, rng: np.random.Generator) -> Batch:

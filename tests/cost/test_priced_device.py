@@ -20,8 +20,8 @@ class TokenCost:
     def step_ns(self, batch) -> int:
         return 100 + int(batch.num_tokens.sum())
 
-    def decode_rounds_ns(self, start, num_rounds: int):
-        return np.full(num_rounds, 100 + len(start), np.int64)
+    def decode_steps_ns(self, start, num_steps: int):
+        return np.full(num_steps, 100 + len(start), np.int64)
 
 
 def hashes(*names: int) -> bytes:
@@ -94,7 +94,7 @@ def test_a_sequence_ends_with_the_last_token_of_its_script():
     assert run(device, (0, 0, 8, 1, True)).finished.tolist() == [True]
 
 
-def test_hashes_come_with_the_round_that_fills_the_block():
+def test_hashes_come_with_the_step_that_fills_the_block():
     device = device_with(Script(9, hashes(1, 2)))
     assert run(device, (0, 0, 0, 6, True)).block_hashes == {}
     assert run(device, (0, 0, 6, 1, True)).block_hashes == {}
@@ -120,23 +120,23 @@ def test_a_preempted_sequence_goes_on_where_it_was_in_another_slot_and_back():
     assert result.block_hashes == {}
 
 
-def test_rounds_until_finish_and_their_hashes():
+def test_steps_until_finish_and_their_hashes():
     device = device_with(Script(8, hashes(1, 2)), Script(5))
     run(device, (3, 0, 0, 6, True), (40, 1, 0, 2, True))
     slots, computed = np.array([3, 40], np.int32), np.array([6, 2], np.int32)
-    assert device.rounds_until_finish(slots, computed) == 4, "the last of which ends sequence 1"
-    assert device.rounds_ns(computed, 3).tolist() == [102, 102, 102]
-    assert device.complete_rounds(slots, computed, 3) == ({3: hashes(1)}, [])
-    assert device.rounds_until_finish(slots, computed + 3) == 1
-    assert device.complete_rounds(slots, computed + 3, 1) == ({}, [40])
+    assert device.steps_until_finish(slots, computed) == 4, "the last of which ends sequence 1"
+    assert device.decode_steps_ns(computed, 3).tolist() == [102, 102, 102]
+    assert device.complete_steps(slots, computed, 3) == ({3: hashes(1)}, [])
+    assert device.steps_until_finish(slots, computed + 3) == 1
+    assert device.complete_steps(slots, computed + 3, 1) == ({}, [40])
 
 
 def test_a_prompt_that_is_not_over_has_to_be_launched():
     device = device_with(Script(8))
     run(device, (0, 0, 0, 6, False))
-    assert device.rounds_until_finish(np.array([0], np.int32), np.array([6], np.int32)) == 0
-    assert device.rounds_until_finish(np.array([99], np.int32), np.array([6], np.int32)) == 0
-    assert device.rounds_until_finish(np.array([], np.int32), np.array([], np.int32)) == 0
+    assert device.steps_until_finish(np.array([0], np.int32), np.array([6], np.int32)) == 0
+    assert device.steps_until_finish(np.array([99], np.int32), np.array([6], np.int32)) == 0
+    assert device.steps_until_finish(np.array([], np.int32), np.array([], np.int32)) == 0
 
 
 def test_a_sequence_without_a_script_is_a_bug_of_the_driver():

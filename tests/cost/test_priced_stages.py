@@ -8,7 +8,7 @@ import pytest
 from moestro.core.script import Script
 from moestro.core.stages import Attention, Experts, ExpertsDone, Passage, Sample, Stopped
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, BlockMoves, Units
-from moestro.cost.gate import Gate, token_keys
+from moestro.cost.gate import PopularityGate, token_keys
 from moestro.cost.gating import zipf_popularity
 from moestro.cost.gpus import H20
 from moestro.cost.hf_config import network_named
@@ -161,7 +161,7 @@ def test_attention_and_sampler_are_not_withdrawn():
 
 
 def test_a_token_visits_the_same_experts_in_any_batch():
-    gate, some = Gate(zipf_popularity(8, 0.3), 2), units([5, 9], [4, 1])
+    gate, some = PopularityGate(zipf_popularity(8, 0.3), 2), units([5, 9], [4, 1])
     keys = token_keys(some)
     for layer in (0, 7):
         together = gate.choose(keys, layer)
@@ -174,6 +174,6 @@ def test_a_token_visits_the_same_experts_in_any_batch():
 def test_experts_are_visited_as_often_as_they_are_popular():
     popularity = zipf_popularity(8, 0.6)
     keys = token_keys(units([0], [20_000]))
-    shares = Gate(popularity, 1).count(keys, range(4)) / 20_000
+    shares = PopularityGate(popularity, 1).count(keys, range(4)) / 20_000
     assert np.allclose(shares, popularity, atol=0.01)
     assert not np.array_equal(shares[0], shares[1]), "layers choose on their own"

@@ -106,11 +106,11 @@ def test_it_says_how_far_beyond_that_it_was_asked():
     cost = MeasuredCost(table())
     cost.step_ns(batch((0, 1024)))
     cost.step_ns(batch(*((1999, 1),) * 64))
-    cost.decode_rounds_ns(np.array([1000, 1000]), 1000)
+    cost.decode_steps_ns(np.array([1000, 1000]), 1000)
     assert cost.beyond() == {}
     cost.step_ns(batch((0, 1500), (0, 600), (4000, 1)))
     assert cost.beyond() == {"chunk": (1500, 1024), "tokens": (2101, 1024), "context": (4001, 2000)}
-    cost.decode_rounds_ns(np.full(65, 5000), 10)
+    cost.decode_steps_ns(np.full(65, 5000), 10)
     assert cost.beyond()["sequences"] == (65, 64)
     assert cost.beyond()["context"] == (5010, 2000)
 
@@ -125,12 +125,12 @@ def noisy_table(rng: np.random.Generator) -> Table:
 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_many_rounds_at_once_are_the_single_steps_and_more_work_is_never_cheaper(seed):
+def test_many_steps_at_once_are_the_single_steps_and_more_work_is_never_cheaper(seed):
     rng = np.random.default_rng(seed)
     cost = MeasuredCost(noisy_table(rng))
     start = rng.integers(0, 4000, rng.integers(1, 90)).astype(np.int32)
     single = [cost.step_ns(Batch(start + i, np.ones_like(start))) for i in range(40)]
-    assert cost.decode_rounds_ns(start, 40).tolist() == single
+    assert cost.decode_steps_ns(start, 40).tolist() == single
     assert single == sorted(single), "contexts grow"
     chunks = [(int(rng.integers(0, 3000)), int(rng.integers(2, 3000))) for _ in range(3)]
     steps = [cost.step_ns(batch(*chunks[:n])) for n in (1, 2, 3)]

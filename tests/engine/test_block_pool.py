@@ -110,7 +110,7 @@ def test_impossible_moves_are_bugs_and_say_so():
     with pytest.raises(InvariantError, match="pool of 0"):
         pool.allocate()
     pool.release([block])
-    with pytest.raises(InvariantError, match="nobody holds"):
+    with pytest.raises(InvariantError, match="has no holder"):
         pool.release([block])
     with pytest.raises(InvariantError, match="reference counts"):
         pool.check([[block]])

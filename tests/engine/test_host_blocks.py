@@ -93,10 +93,10 @@ def evicted(rank: Rank, requests: list) -> None:
 def test_who_leaves_while_it_waits_leaves_nothing():
     requests, rank = two_that_need_all_blocks(), make_rank(NUM_BLOCKS)
     evicted(rank, requests)
-    assert rank.scheduler._host.num_free_tokens < NUM_BLOCKS * BLOCK_SIZE
+    assert rank.scheduler.state.host.num_free_tokens < NUM_BLOCKS * BLOCK_SIZE
     rank.abort("r1", 50)
     rank.scheduler.check()
-    assert rank.scheduler._host.num_free_tokens == NUM_BLOCKS * BLOCK_SIZE
+    assert rank.scheduler.state.host.num_free_tokens == NUM_BLOCKS * BLOCK_SIZE
 
 
 def test_a_prefix_that_is_still_cached_is_shared_and_the_rest_copied():
@@ -107,7 +107,7 @@ def test_a_prefix_that_is_still_cached_is_shared_and_the_rest_copied():
     first = [output.token_ids for now_ns in range(3) for output in rank.step(now_ns)]
     rank.scheduler.update(rank.executor.poll(3), 3)
     slot = rank.scheduler.by_id["r"].slot
-    rank.scheduler._preempt(slot, keeps=True)  # 11 tokens with KV: two full blocks, and one that is not
+    rank.scheduler.state.preempt(slot, keeps=True)  # 11 tokens with KV: two full blocks, and one that is not
     kept = rank.stats().num_kept_tokens
     plan = rank.scheduler.schedule(4)
     assert len(first) == 2
@@ -157,8 +157,7 @@ def test_two_victims_are_not_promised_the_same_room():
         seen.append(view.num_free_host_tokens)
         return LeastComputedBeFirst()(view)
 
-    eviction = rank.scheduler._eviction
-    eviction._policy = watched
+    rank.scheduler.preemption._policy = watched
     for name, length, service_class in (("a", 21, "be"), ("b", 22, "be"), ("ls", 40, "ls")):
         request = make_request(name, range(length), max_tokens=3)
         rank.add(msgspec.structs.replace(request, service_class=ServiceClass(service_class)), 0)

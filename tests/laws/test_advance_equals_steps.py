@@ -1,6 +1,6 @@
-"""Law: advance(k) has the effect of k rounds of schedule and update, for every k up to the horizon, however split.
+"""Law: advance(k) has the effect of k steps of schedule and update, for every k up to the horizon, however split.
 
-Rounds take time, and with some policies time alone changes what is decided: the horizon says until when.
+Steps take time, and with some policies time alone changes what is decided: the horizon says until when.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from moestro.core.clock import FOREVER_NS
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.request import Request, SamplingParams, ServiceClass
 from moestro.core.work import StepResult
+from moestro.engine.decode_horizon import DecodeJumps
 from moestro.engine.registry import BATCH_POLICIES, ORDER_POLICIES
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
-from moestro.engine.step_output import Emitted
+from moestro.engine.step_output import StepOutput
 
 
 def block_name(*parts) -> bytes:
@@ -74,17 +75,17 @@ class Scripts:
         first = max(start // self.block_size, request.num_prompt_tokens // self.block_size)
         return b"".join(block_name(request.request_id, b) for b in range(first, end // self.block_size))
 
-    def rounds_until_one_ends(self, scheduler: Scheduler) -> int:
+    def steps_until_one_ends(self, scheduler: Scheduler) -> int:
         running = scheduler.table.running.tolist()
         left = [
             self.length[scheduler.table.at(s).request.request_id] - self.num_generated(scheduler, s) for s in running
         ]
         return min(left)
 
-    def one_round(self, scheduler: Scheduler, now_ns: int = 0) -> Emitted:
+    def one_step(self, scheduler: Scheduler, now_ns: int = 0) -> StepOutput:
         plan = scheduler.schedule(now_ns)
         if plan is None:
-            return Emitted()
+            return StepOutput()
         units, table = plan.units, scheduler.table
         finished = np.zeros(len(units), np.bool_)
         block_hashes = {}
@@ -98,14 +99,14 @@ class Scripts:
                 block_hashes[i] = packed
         return scheduler.update(StepResult(units.slot, finished=finished, block_hashes=block_hashes), now_ns)
 
-    def advance(self, scheduler: Scheduler, num_rounds: int) -> Emitted:
+    def advance(self, scheduler: Scheduler, num_steps: int) -> StepOutput:
         table, packed, finished = scheduler.table, {}, []
         for slot in table.running.tolist():
             request, start = table.at(slot).request, int(table.num_computed[slot])
-            packed[slot] = self.hashes(request, start, start + num_rounds)
-            if self.num_generated(scheduler, slot) + num_rounds >= self.length[request.request_id]:
+            packed[slot] = self.hashes(request, start, start + num_steps)
+            if self.num_generated(scheduler, slot) + num_steps >= self.length[request.request_id]:
                 finished.append(slot)
-        return scheduler.advance(num_rounds, packed, finished)
+        return DecodeJumps(scheduler).advance(num_steps, packed, finished)
 
 
 def snapshot(scheduler: Scheduler, now_ns: int) -> dict:
@@ -127,12 +128,12 @@ def snapshot(scheduler: Scheduler, now_ns: int) -> dict:
     }
 
 
-def ends(emitted: Emitted) -> list:
-    told = zip(emitted.sequences, emitted.finish_reasons, strict=True)
+def ends(output: StepOutput) -> list:
+    told = zip(output.sequences, output.finish_reasons, strict=True)
     return [(sequence.serial, reason) for sequence, reason in told if reason is not None]
 
 
-# Policies that go together, with ages of a few rounds.
+# Policies that go together, with ages of a few steps.
 AGED = {"theta_age_s": 300e-9}
 COMBINATIONS = [
     *[
@@ -159,8 +160,9 @@ def bounds(combination, **more) -> SchedulerSettings:
 
 
 def run_twins(rng, limits: SchedulerSettings) -> int:
-    """The same random history step by step and in jumps. Returns the rounds that were jumped over."""
+    """The same random history step by step and in jumps. Returns the steps that were jumped over."""
     stepwise, jumping = Scheduler(limits), Scheduler(limits)
+    jumps = DecodeJumps(jumping)
     scripts = Scripts(rng, limits.block_size)
     arrivals = sorted((int(rng.integers(0, 1200)), i) for i in range(14))
     durations_ns = rng.integers(1, 60, 5000)
@@ -171,20 +173,20 @@ def run_twins(rng, limits: SchedulerSettings) -> int:
             stepwise.add(request)
             jumping.add(request)
         begins_ns = now_ns + np.concatenate([[0], np.cumsum(durations_ns[done : done + 99])])
-        limit, until_ns = jumping.horizon(now_ns)
+        limit, until_ns = jumps.horizon(now_ns)
         if limit:
             until_ns = min(until_ns, arrivals[0][0]) if arrivals else until_ns
-            limit = min(limit, scripts.rounds_until_one_ends(jumping), np.count_nonzero(begins_ns[:99] < until_ns))
-        num_rounds = int(rng.choice([limit, rng.integers(1, limit + 1)])) if limit > 0 else 1
+            limit = min(limit, scripts.steps_until_one_ends(jumping), np.count_nonzero(begins_ns[:99] < until_ns))
+        num_steps = int(rng.choice([limit, rng.integers(1, limit + 1)])) if limit > 0 else 1
         if limit > 0:
-            ended = ends(scripts.advance(jumping, num_rounds))
-            jumped += num_rounds
+            ended = ends(scripts.advance(jumping, num_steps))
+            jumped += num_steps
         else:
-            ended = ends(scripts.one_round(jumping, now_ns))
-        begins = begins_ns[:num_rounds].tolist()
-        assert ended == [end for begin_ns in begins for end in ends(scripts.one_round(stepwise, begin_ns))]
-        done += num_rounds
-        now_ns = int(begins_ns[num_rounds])
+            ended = ends(scripts.one_step(jumping, now_ns))
+        begins = begins_ns[:num_steps].tolist()
+        assert ended == [end for begin_ns in begins for end in ends(scripts.one_step(stepwise, begin_ns))]
+        done += num_steps
+        now_ns = int(begins_ns[num_steps])
         assert snapshot(jumping, now_ns) == snapshot(stepwise, now_ns)
         jumping.check()
     assert jumping.pool.num_free == limits.num_blocks
@@ -200,7 +202,7 @@ def run_twins(rng, limits: SchedulerSettings) -> int:
     combination=st.sampled_from(COMBINATIONS),
     caching=st.booleans(),
 )
-def test_advance_equals_rounds(seed, block_size, num_spare_blocks, max_num_seqs, combination, caching):
+def test_advance_equals_steps(seed, block_size, num_spare_blocks, max_num_seqs, combination, caching):
     more = {
         "block_size": block_size,
         "num_blocks": 56 // block_size + num_spare_blocks,
@@ -238,24 +240,24 @@ def test_the_horizon_ends_when_a_request_ages_that_fits():
         ("qllm", AGED, "decode_first", "last_in_order"), num_blocks=10, max_model_len=40, max_num_seqs=4
     )
     add(scheduler, scripts, 16, 20)
-    scripts.one_round(scheduler, 0)
+    scripts.one_step(scheduler, 0)
     small, large = add(scheduler, scripts, 6, 4, 2, service_class="be"), add(scheduler, scripts, 24, 4, 3)
-    scripts.one_round(scheduler, 4)  # 5 blocks are taken and one is kept back: 2 would fit, and 6 do not
+    scripts.one_step(scheduler, 4)  # 5 blocks are taken and one is kept back: 2 would fit, and 6 do not
     assert in_order(scheduler, 4) == [large, small]
-    assert scheduler.horizon(4) == (3, 302)
+    assert DecodeJumps(scheduler).horizon(4) == (3, 302)
     scripts.advance(scheduler, 1)
-    assert scheduler.horizon(301) == (2, 302)
-    assert scheduler.horizon(302).num_rounds == 0, "best effort has aged, is first, and could enter"
-    scripts.one_round(scheduler, 302)
+    assert DecodeJumps(scheduler).horizon(301) == (2, 302)
+    assert DecodeJumps(scheduler).horizon(302).num_steps == 0, "best effort has aged, is first, and could enter"
+    scripts.one_step(scheduler, 302)
     assert in_order(scheduler, 302) == [large]
 
 
 def test_the_horizon_ends_when_a_running_request_is_promoted():
     scheduler, scripts = start(("qllm", AGED, "decode_first", "last_in_order"), num_blocks=14, max_num_seqs=4)
     add(scheduler, scripts, 4, 9, 7, service_class="be")
-    scripts.one_round(scheduler, 7)
-    assert scheduler.horizon(8).until_ns == 307, "a batch policy may treat it differently from then on"
-    assert scheduler.horizon(307).until_ns == FOREVER_NS
+    scripts.one_step(scheduler, 7)
+    assert DecodeJumps(scheduler).horizon(8).until_ns == 307, "a batch policy may treat it differently from then on"
+    assert DecodeJumps(scheduler).horizon(307).until_ns == FOREVER_NS
 
 
 def test_the_horizon_ends_where_a_taken_block_was_somebodys_prefix():
@@ -263,17 +265,17 @@ def test_the_horizon_ends_where_a_taken_block_was_somebodys_prefix():
     scheduler, scripts = start(aware, num_blocks=5, max_model_len=20, max_num_seqs=4)
     prefix = b"".join(block_name("stem", 0, b) for b in range(3))
     add(scheduler, scripts, 12, 4, 0, prefix)
-    scripts.one_round(scheduler)
+    scripts.one_step(scheduler)
     scheduler.abort("r0", 0)  # it leaves three blocks behind, cached
     add(scheduler, scripts, 8, 12)
-    scripts.one_round(scheduler)  # this one runs in the other two, and fills them
+    scripts.one_step(scheduler)  # this one runs in the other two, and fills them
     cached, short = add(scheduler, scripts, 15, 4, 1, prefix), add(scheduler, scripts, 4, 4, 1)
     assert in_order(scheduler, 1) == [cached, short], "3 tokens of it are left, and 4 of the other"
-    assert scheduler.horizon(1).num_rounds == 1, "that round takes a block of its prefix"
-    scripts.one_round(scheduler, 1)
+    assert DecodeJumps(scheduler).horizon(1).num_steps == 1, "that step takes a block of its prefix"
+    scripts.one_step(scheduler, 1)
     assert in_order(scheduler, 1) == [short, cached]
-    assert scheduler.horizon(1).num_rounds == 0, "the other needs one block, and there is one"
-    scripts.one_round(scheduler, 1)
+    assert DecodeJumps(scheduler).horizon(1).num_steps == 0, "the other needs one block, and there is one"
+    scripts.one_step(scheduler, 1)
     assert in_order(scheduler, 1) == [cached]
 
 
@@ -282,9 +284,9 @@ def test_a_long_decode_is_jumped_over_in_few_pieces():
     scheduler.add(Request(request_id="r", num_prompt_tokens=8, sampling=SamplingParams(max_tokens=300), arrival_ns=0))
     scripts = Scripts(np.random.default_rng(0))
     scripts.length["r"] = 300
-    assert scheduler.horizon(0).num_rounds == 0, "the prompt has to be scheduled"
-    scripts.one_round(scheduler)
-    assert scheduler.horizon(0) == (299, FOREVER_NS), "so many tokens are left, and the last one ends it"
+    assert DecodeJumps(scheduler).horizon(0).num_steps == 0, "the prompt has to be scheduled"
+    scripts.one_step(scheduler)
+    assert DecodeJumps(scheduler).horizon(0) == (299, FOREVER_NS), "so many tokens are left, and the last one ends it"
 
 
 def test_the_horizon_ends_where_blocks_run_out():
@@ -295,11 +297,11 @@ def test_the_horizon_ends_where_blocks_run_out():
             Request(request_id=f"r{i}", num_prompt_tokens=8, sampling=SamplingParams(max_tokens=24), arrival_ns=i)
         )
         scripts.length[f"r{i}"] = 24
-    scripts.one_round(scheduler)
-    assert scheduler.horizon(0).num_rounds == 8, "four blocks are left, for 8 more tokens of two sequences"
+    scripts.one_step(scheduler)
+    assert DecodeJumps(scheduler).horizon(0).num_steps == 8, "four blocks are left, for 8 more tokens of two sequences"
     scripts.advance(scheduler, 8)
-    assert scheduler.horizon(0).num_rounds == 0
-    scripts.one_round(scheduler)
+    assert DecodeJumps(scheduler).horizon(0).num_steps == 0
+    scripts.one_step(scheduler)
     assert scheduler.counts.num_preemptions == 1
 
 
@@ -309,13 +311,13 @@ def test_the_horizon_ends_where_a_filled_block_lets_the_next_request_in():
     first = scripts._request(0, 8, 16, b"".join(block_name("stem", 0, b) for b in range(2)))
     scripts.length["r0"] = 16
     scheduler.add(first)
-    scripts.one_round(scheduler)
-    scripts.one_round(scheduler)  # 9 tokens have KV, in 3 of 6 blocks
+    scripts.one_step(scheduler)
+    scripts.one_step(scheduler)  # 9 tokens have KV, in 3 of 6 blocks
     # The next turn needs 5 blocks. It shares 2, but of the other 3 one is kept back: it fits once it shares 3.
     scripts.length["r1"] = 4
     scheduler.add(scripts._request(1, 20, 4, first.block_hashes + scripts.hashes(first, 8, 20)))
-    assert scheduler.horizon(0).num_rounds == 3
+    assert DecodeJumps(scheduler).horizon(0).num_steps == 3
     scripts.advance(scheduler, 3)
-    assert scheduler.horizon(0).num_rounds == 0
-    scripts.one_round(scheduler)
+    assert DecodeJumps(scheduler).horizon(0).num_steps == 0
+    scripts.one_step(scheduler)
     assert len(scheduler.waiting) == 0

@@ -1,4 +1,4 @@
-"""Law: a rank that jumps over decode rounds on a priced device ends every request at the same nanosecond as one that
+"""Law: a rank that jumps over decode steps on a priced device ends every request at the same nanosecond as one that
 takes them one by one, with the same blocks remembered, however often sequences are preempted and aborted on the way.
 """
 
@@ -18,10 +18,11 @@ from moestro.cost.gpus import H20
 from moestro.cost.hf_config import network_named
 from moestro.cost.priced_device import PricedDevice
 from moestro.cost.roofline import Roofline, RooflineSettings
+from moestro.engine.decode_horizon import DecodeJumps
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
-from moestro.engine.step_output import Emitted
+from moestro.engine.step_output import StepOutput
 
 BLOCK_SIZE = 4
 COST = Roofline(RooflineSettings(network=network_named("gpt-oss-20b"), gpu=H20))
@@ -123,8 +124,8 @@ class World:
     def take(self) -> None:
         self.note(self.scheduler.update(self.executor.poll(self.now_ns), self.now_ns))
 
-    def note(self, emitted: Emitted) -> None:
-        for sequence, reason in zip(emitted.sequences, emitted.finish_reasons, strict=True):
+    def note(self, output: StepOutput) -> None:
+        for sequence, reason in zip(output.sequences, output.finish_reasons, strict=True):
             if reason is not None:
                 self.device.forget(sequence.serial)
                 num_tokens = len(sequence.generated) if sequence.request.sampling.max_tokens else 0
@@ -132,21 +133,23 @@ class World:
         self.check()
 
     def jump(self, end_ns: int | None) -> bool:
-        """Take whole rounds that end before the next event and decide nothing. Returns whether there were any."""
+        """Take whole steps that end before the next event and decide nothing. Returns whether there were any."""
         table = self.scheduler.table
         slots, computed = table.running, table.num_computed[table.running]
-        limit = min(self.scheduler.horizon(self.now_ns).num_rounds, self.device.rounds_until_finish(slots, computed))
+        limit = min(
+            DecodeJumps(self.scheduler).horizon(self.now_ns).num_steps, self.device.steps_until_finish(slots, computed)
+        )
         if limit == 0:
             return False
         limit = int(self.rng.integers(1, limit + 1))
-        ends_ns = self.now_ns + np.cumsum(self.device.rounds_ns(computed, limit))
-        num_rounds = limit if end_ns is None else int(np.searchsorted(ends_ns, end_ns))
-        if num_rounds:
-            told, finished = self.device.complete_rounds(slots, computed, num_rounds)
-            self.now_ns = int(ends_ns[num_rounds - 1])
-            self.num_jumped += num_rounds
-            self.note(self.scheduler.advance(num_rounds, told, finished))
-        return num_rounds > 0
+        ends_ns = self.now_ns + np.cumsum(self.device.decode_steps_ns(computed, limit))
+        num_steps = limit if end_ns is None else int(np.searchsorted(ends_ns, end_ns))
+        if num_steps:
+            told, finished = self.device.complete_steps(slots, computed, num_steps)
+            self.now_ns = int(ends_ns[num_steps - 1])
+            self.num_jumped += num_steps
+            self.note(DecodeJumps(self.scheduler).advance(num_steps, told, finished))
+        return num_steps > 0
 
     def check(self) -> None:
         for slot in self.scheduler.table.running.tolist():
@@ -175,7 +178,7 @@ def outcome(world: World) -> dict:
     max_num_seqs=st.integers(1, 20),
     order=st.sampled_from(["fcfs", "priority"]),
 )
-def test_priced_jumps_equal_rounds(seed, num_blocks, max_num_seqs, order):
+def test_priced_jumps_equal_steps(seed, num_blocks, max_num_seqs, order):
     rng = np.random.default_rng(seed)
     jobs = draw_jobs(rng, 14)
     bounds = SchedulerSettings(
@@ -220,4 +223,4 @@ def test_a_long_answer_is_jumped_over_in_one_piece():
     world = World(jobs, bounds, Longest())
     world.run()
     assert world.record[0][1:3] == (FinishReason.STOP, 700)
-    assert world.num_jumped == 699, "of 700 rounds only the prompt's is launched"
+    assert world.num_jumped == 699, "of 700 steps only the prompt's is launched"

@@ -123,7 +123,7 @@ def pools(cluster: Cluster) -> list:
     num_ep_ranks=st.sampled_from([1, 1, 2]),
     max_num_queued_reqs=st.sampled_from([3, 1000]),
 )
-def test_a_jump_leaves_the_record_that_single_rounds_leave(
+def test_a_jump_leaves_the_record_that_single_steps_leave(
     seed, num_blocks, max_num_seqs, combination, caching, num_ep_ranks, max_num_queued_reqs
 ):
     rng = np.random.default_rng(seed)

@@ -26,8 +26,8 @@ class TenMilliseconds:
     def step_ns(self, batch) -> int:
         return 10 * MS
 
-    def decode_rounds_ns(self, start, num_rounds):
-        return np.full(num_rounds, 10 * MS)
+    def decode_steps_ns(self, start, num_steps):
+        return np.full(num_steps, 10 * MS)
 
 
 class Watcher:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moestro.errors import ConfigError
-from moestro.workload.arrivals import at_load, at_rate, constant, faster, gamma, poisson, replay, spread, weibull
+from moestro.workload.arrivals import at_rate, constant, faster, gamma, poisson, replay, spread, weibull
 
 S = 1_000_000_000
 
@@ -61,14 +61,6 @@ def test_a_replay_can_be_faster_or_brought_to_a_rate():
     offsets = np.array([0, 2, 8], np.int64) * S
     assert faster(offsets, 4).tolist() == [0, S // 2, 2 * S]
     assert at_rate(offsets, 3).tolist() == [0, S // 4, S]
-
-
-def test_a_load_is_a_share_of_what_was_measured():
-    offsets = np.array([0, 2, 8], np.int64) * S
-    assert at_load(offsets, 6, 0.5).tolist() == at_rate(offsets, 3).tolist()
-    for rate, share in ((0, 0.5), (6, 0), (float("nan"), 1)):
-        with pytest.raises(ConfigError, match="a share above 0 of a measured rate above 0"):
-            at_load(offsets, rate, share)
 
 
 def test_a_trace_of_one_stamp_has_no_rate():

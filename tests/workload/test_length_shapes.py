@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from moestro.errors import ConfigError
-from moestro.workload.length_shapes import SHAPES, arrange_shape, draw_shape
+from moestro.workload.length_shapes import SHAPES, draw_shape
 from moestro.workload.rows import Rows
 
 
@@ -37,25 +37,6 @@ def test_a_drawn_shape_has_the_mix_that_its_name_says(shape):
     assert thirds(drawn) == pytest.approx(expected, abs=0.03)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_an_order_moves_requests_and_loses_none(shape):
-    rows = mix(999)
-    arranged = arrange_shape(rows, shape, rng())
-    assert sorted(arranged.num_prompt_tokens) == sorted(rows.num_prompt_tokens)
-    parts = [part.mean() for part in np.array_split(arranged.num_prompt_tokens, 3)]
-    mean = rows.num_prompt_tokens.mean()
-    if shape == "descending":
-        assert (np.diff(arranged.num_prompt_tokens) <= 0).all()
-    elif shape == "central":
-        assert parts[1] > 2 * max(parts[0], parts[2])
-    elif shape == "two-end":
-        assert min(parts[0], parts[2]) > 2 * parts[1]
-    elif shape == "average":
-        assert parts == pytest.approx([mean] * 3, rel=0.03)
-    else:
-        assert parts == pytest.approx([mean] * 3, rel=0.3)
-
-
 def test_requests_of_one_length_are_drawn_all_alike():
     rows = Rows(np.full(10, 7), np.arange(10) + 1)
     drawn = draw_shape(rows, "average", 5000, rng(), longest=10)
@@ -71,7 +52,5 @@ def test_the_mix_itself_is_drawn_without_repeating_anybody_while_there_are_enoug
 def test_unknown_shapes_and_texts_are_refused():
     with pytest.raises(ConfigError, match="length shape 'bell' is unknown: give one of random, central"):
         draw_shape(mix(), "bell", 1, rng())
-    with pytest.raises(ConfigError, match="give one of random, central"):
-        arrange_shape(mix(), "bell", rng())
     with pytest.raises(ConfigError, match="prompts as text"):
         draw_shape(Rows(np.zeros(1, np.int64), np.ones(1, np.int64), texts=("a",)), "average", 1, rng())

@@ -9,7 +9,7 @@ from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import labelled
 from moestro.workload.session_generator import generate, steady_rows, steady_sessions
 from moestro.workload.session_shapes import SHAPES, App, LogNormal, SessionShape
-from moestro.workload.sessions import Pace, grown
+from moestro.workload.sessions import Pace
 from moestro.workload.statistics import measure
 
 S = 1_000_000_000
@@ -163,14 +163,6 @@ def test_a_window_of_sessions_begins_amid_them_at_its_full_rate():
     assert rows.timestamp_ns[0] == 0
     thirds = np.histogram(rows.timestamp_ns, 3, (0, rows.timestamp_ns[-1]))[0]
     assert thirds.min() > 0.85 * 4000 / 3
-
-
-def test_conversations_without_times_can_be_given_any():
-    told = grown(np.array([0, 2, 3]), np.array([10, 5, 7]), np.array([3, 4, 2]), S)
-    assert told.rows.num_prompt_tokens.tolist() == [10, 18, 7]
-    rows = told.starting(np.array([5 * S, 6 * S])).open_loop(Pace(ttft_s=2, tpot_s=0))
-    assert rows.timestamp_ns.tolist() == [5 * S, 6 * S, 8 * S]
-    assert rows.session.tolist() == [0, 1, 0]
 
 
 def test_labels_have_the_share_asked_for_and_leave_the_rest_alone():

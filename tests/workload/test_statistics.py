@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moestro.core.hashing import split_hashes
-from moestro.errors import ConfigError
-from moestro.workload.chains import with_chains
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows, equal_rows
 from moestro.workload.session_generator import steady_rows
 from moestro.workload.session_shapes import CHAT
-from moestro.workload.statistics import lru_hit_share, measure
+from moestro.workload.statistics import measure
 from moestro.workload.traces import read_trace
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"
@@ -44,7 +42,6 @@ def test_reuse_is_what_a_slow_reading_of_the_prompts_finds(count, seed, block_si
     if num_found:
         assert reuse.own_session_share == pytest.approx(num_own / num_found)
         assert reuse.again_s.p50 == pytest.approx(np.median(again))
-    assert lru_hit_share(rows, block_size, 10**9) == pytest.approx(reuse.hit_share)
 
 
 def test_turns_and_times_are_counted():
@@ -68,23 +65,6 @@ def test_what_is_not_known_is_none():
     assert (found.rate, found.gap_cv, found.peak_over_mean, found.reuse, found.turns) == (None,) * 5
 
 
-def test_a_small_cache_forgets_who_was_not_asked_for_longest():
-    ids = [[0, 1], [2, 3], [0, 1], [4, 5], [0, 1], [2, 3]]
-    rows = Rows(np.full(6, 8), np.ones(6, np.int64), hash_ids=tuple(np.array(each) for each in ids), block_size=4)
-    assert lru_hit_share(rows, 4, 4) == pytest.approx(4 / 12)
-    assert lru_hit_share(rows, 4, 100) == pytest.approx(6 / 12)
-
-
-def test_requests_that_go_on_from_each_others_blocks_make_a_session():
-    ids = [[0, 1], [0, 2], [0, 1, 3], [0], [0, 2, 4], [0, 1, 3, 5]]
-    sizes = np.array([4 * len(each) for each in ids])
-    rows = Rows(sizes, np.ones(6, np.int64), hash_ids=tuple(np.array(each) for each in ids), block_size=4)
-    assert with_chains(rows).session.tolist() == [0, 1, 0, 2, 1, 0]
-    assert with_chains(rows, 0).session.tolist() == [0] * 6
-    with pytest.raises(ConfigError, match="only from hash ids"):
-        with_chains(equal_rows(1, 1, 1))
-
-
 def published(name):
     path = SHARED / name
     if not path.exists():
@@ -104,14 +84,6 @@ def test_mooncakes_traces_have_their_published_figures(name, mean_output, durati
     assert rows.num_output_tokens.mean() == pytest.approx(mean_output, abs=0.5)
     assert (rows.timestamp_ns[-1] - rows.timestamp_ns[0]) / 1e9 == pytest.approx(duration_s, abs=1)
     assert measure(rows, 512).reuse.hit_share == pytest.approx(hit_share, abs=0.001)
-
-
-@pytest.mark.parametrize(("num_blocks", "share"), [(1_000, 0.0459), (5_000, 0.1209), (20_000, 0.2995), (10**9, 0.3734)])
-def test_the_size_of_a_cache_decides_what_mooncakes_conversations_find(num_blocks, share):
-    # Where a prompt's last, partial block takes room too, it is 4.5, 11.4, 29.4 and 37.4 %.
-    assert lru_hit_share(published("mooncake_conversation.jsonl.zst"), 512, num_blocks) == pytest.approx(
-        share, abs=0.0001
-    )
 
 
 def test_azures_code_trace_is_as_bursty_as_is_told():

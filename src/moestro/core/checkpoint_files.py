@@ -1,4 +1,4 @@
-"""What may be read of a checkpoint directory: its own files, and JSON of bounded size and depth. No torch here."""
+"""Safe reading of a checkpoint directory: only its own files, and JSON of bounded size and depth. No torch here."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from moestro.errors import UnsupportedModelError
 
-# Files that Moestro and transformers read. Weights are safetensors only: the other formats are pickles.
+# Files that Moestro and transformers read. Weights are safetensors only, because the other formats are pickles.
 READ_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 _TEMPLATES = "additional_chat_templates"
-MAX_CONFIG_BYTES = 4 << 20  # published ones have some KiB
-MAX_INDEX_BYTES = 64 << 20  # that of a checkpoint with 100,000 tensors has 10 MiB
-_MAX_DEPTH = 32  # published configs have 6; what transformers does with one is recursive
+MAX_CONFIG_BYTES = 4 << 20  # published files have some KiB
+MAX_INDEX_BYTES = 64 << 20  # the index of a checkpoint with 100,000 tensors has 10 MiB
+_MAX_DEPTH = 32  # published configs have 6; transformers reads a config recursively
 
 
 def read_json_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The fields of a JSON file.
+    """Read the fields of a JSON file.
 
     Raises:
-        UnsupportedModelError: it is no file, too large, nested too deeply, or no JSON object.
+        UnsupportedModelError: the path is no regular file, or the file is too large, too deep or no JSON object.
     """
     if not path.is_file():
         raise UnsupportedModelError(f"{path} is not a regular file.")
@@ -40,12 +40,12 @@ def read_json_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str,
 
 
 def refuse_links_out(directory: Path) -> None:
-    """Nothing, if every file that is read of `directory` lies in it, whatever links lead there.
+    """Refuse a checkpoint directory with links to files outside of it.
 
-    In the Hugging Face hub's cache a checkpoint's files are links to `blobs` of the same repository: these are its own.
+    In the Hugging Face hub's cache a checkpoint's files are links to `blobs` of the same repository, which are allowed.
 
     Raises:
-        UnsupportedModelError: a link leads elsewhere.
+        UnsupportedModelError: a file that would be read lies elsewhere.
     """
     roots = [directory.resolve()]
     if roots[0].parent.name == "snapshots":

@@ -1,8 +1,6 @@
-"""Where time comes from. Inside Moestro time is an integer number of nanoseconds, and somebody hands it in."""
+"""Units of time. Inside Moestro time is an integer number of nanoseconds, given by the caller."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import msgspec
 
@@ -11,16 +9,16 @@ FOREVER_NS = 1 << 62  # a time that never comes; a time or a duration may still 
 
 
 def to_ns(seconds: float) -> int:
-    """A duration from a setting, which is never negative nor NaN; infinite: FOREVER_NS."""
+    """Convert a duration from a setting, neither negative nor NaN, to nanoseconds. Infinity gives FOREVER_NS."""
     return min(round(min(seconds, FOREVER_NS) * NS_PER_S), FOREVER_NS)
 
 
 class ClockPair(msgspec.Struct, frozen=True):
-    """One moment on two clocks: it turns times of a record into times that compare with those of another process.
+    """One moment on two clocks, which makes times of a record comparable with those of another process.
 
     Attributes:
         wall_ns: nanoseconds since 1970, UTC.
-        monotonic_ns: the clock of the record's other times.
+        monotonic_ns: the same moment on the clock of the record's other times.
     """
 
     wall_ns: int
@@ -28,34 +26,5 @@ class ClockPair(msgspec.Struct, frozen=True):
 
     @property
     def offset_ns(self) -> int:
-        """What to add to a monotonic time to get wall-clock time."""
+        """Offset to add to a monotonic time to get wall-clock time."""
         return self.wall_ns - self.monotonic_ns
-
-
-class Clock(Protocol):
-    """Answers what time it is; `serve` reads the machine's clock, `sim` and the tests a virtual one."""
-
-    def now_ns(self) -> int:
-        """Nanoseconds since an arbitrary origin; never goes back."""
-        ...
-
-
-class ManualClock:
-    """A clock that stands still until it is told to move.
-
-    Args:
-        start_ns: the first answer.
-    """
-
-    def __init__(self, start_ns: int = 0) -> None:
-        self._now_ns = start_ns
-
-    def now_ns(self) -> int:
-        """The time last set."""
-        return self._now_ns
-
-    def advance_ns(self, delta_ns: int) -> None:
-        """Move forward by `delta_ns` >= 0."""
-        if delta_ns < 0:
-            raise ValueError(f"a clock never goes back: delta_ns={delta_ns}")
-        self._now_ns += delta_ns

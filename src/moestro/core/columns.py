@@ -1,4 +1,4 @@
-"""What is done with columns everywhere."""
+"""Operations on columns that several rooms share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from numpy.typing import NDArray
 
 
 def true_rows(column: NDArray[np.bool_]) -> list[int]:
-    """Where `column`, bool[n], is true, ascending; cheap where it is nowhere, as it is in most steps."""
+    """Rows of `column`, bool[n], that are true, ascending. Columns without a true row, the usual case, cost little."""
     rows: list[int] = column.nonzero()[0].tolist() if np.count_nonzero(column) else []
     return rows

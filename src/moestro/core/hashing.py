@@ -1,7 +1,7 @@
-"""Names of KV blocks: one keyed hash chain, the same in engine, router index and traces.
+"""Hashes of KV blocks: one keyed hash chain for engine, router index and traces.
 
-A block's hash covers its tokens and, through its parent, everything before it; the key separates models, adapters and
-salts, so that a tenant with a salt of its own can neither hit nor probe another's blocks.
+A block's hash covers its tokens and, through its parent's hash, all tokens before it. The key separates models,
+adapters and salts, so that a tenant with its own salt can neither hit nor probe another tenant's blocks.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 HASH_BYTES = 16
-ROOT = bytes(HASH_BYTES)  # the parent of a first block
+ROOT = bytes(HASH_BYTES)  # parent of a prompt's first block
 
 
 def hash_key(model: str, adapter: str | None = None, salt: str | None = None) -> bytes:
-    """The key under which a request's blocks are hashed.
+    """Make the key under which a request's blocks are hashed.
 
     Args:
-        model: the served model's name; two models never share blocks.
-        adapter: a LoRA adapter's name, if any.
+        model: name of the served model; two models never share blocks.
+        adapter: name of a LoRA adapter, if any.
         salt: the request's `cache_salt`, if any.
 
     Returns:
@@ -29,30 +29,30 @@ def hash_key(model: str, adapter: str | None = None, salt: str | None = None) ->
     """
     digest = blake2b(digest_size=HASH_BYTES)
     for part in (model, adapter, salt):
-        # Length first, and None unlike "": no two triples are spelt alike.
+        # The length comes first, and None differs from "", so that no two triples have the same encoding.
         encoded = b"" if part is None else part.encode()
         digest.update(f"{-1 if part is None else len(encoded)}:".encode() + encoded)
     return digest.digest()
 
 
 def name_key(name: str | None) -> int:
-    """A number to tell names apart by, the same in every process; 0 for None."""
+    """A number that identifies `name`, the same in every process; 0 for None."""
     return 0 if name is None else int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def block_hash(key: bytes, parent: bytes, token_ids: NDArray[np.int32]) -> bytes:
-    """The hash of one full block: HASH_BYTES bytes.
+    """Hash one full block to HASH_BYTES bytes.
 
     Args:
         key: from `hash_key`.
-        parent: the hash of the block before it, or `ROOT`.
+        parent: hash of the block before it, or `ROOT`.
         token_ids: int32[block_size].
     """
     return blake2b(parent + token_ids.astype("<i4", copy=False).tobytes(), digest_size=HASH_BYTES, key=key).digest()
 
 
 def hash_blocks(key: bytes, token_ids: NDArray[np.int32], block_size: int) -> bytes:
-    """Hashes of the *full* blocks of `token_ids`, packed, HASH_BYTES each; a partial last block has none."""
+    """Hash the full blocks of `token_ids`, packed, HASH_BYTES each. A partial last block has no hash."""
     hashes, parent = [], ROOT
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         parent = block_hash(key, parent, token_ids[start : start + block_size])
@@ -61,22 +61,22 @@ def hash_blocks(key: bytes, token_ids: NDArray[np.int32], block_size: int) -> by
 
 
 def split_hashes(packed: bytes) -> list[bytes]:
-    """The packed form, one `bytes` per block."""
-    # Four times as quick as slicing, and a routing decision feels it.
+    """Split packed hashes into one `bytes` object per block."""
+    # Four times as fast as slicing, which counts in a routing decision.
     return list(struct.unpack(f"{HASH_BYTES}s" * (len(packed) // HASH_BYTES), packed))
 
 
 def hash_text(key: bytes, text: bytes, block_bytes: int) -> bytes:
-    """Names for the full blocks of a prompt whose tokens are not known, packed, HASH_BYTES each.
+    """Hash the full blocks of a prompt whose tokens are not known, packed, HASH_BYTES each.
 
-    As with token blocks a name covers everything before its block, under `key`: one hash runs over the whole text and
-    is read off at each border, which costs a third of hashing each block with its parent. Names of token blocks and of
-    text blocks are never the same, nor meant to be.
+    As with token blocks, a hash covers everything before its block, under `key`. One hash runs over the whole text and
+    is read at each block border, which costs a third of hashing each block with its parent. Hashes of token blocks and
+    of text blocks never match.
 
     Args:
         key: from `hash_key`.
         text: the prompt, in UTF-8.
-        block_bytes: of one block.
+        block_bytes: bytes of one block.
     """
     running = blake2b(key=key, digest_size=HASH_BYTES)
     add, name, names = running.update, running.digest, []

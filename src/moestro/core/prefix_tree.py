@@ -1,9 +1,8 @@
-"""Which prompts share which beginnings: a tree of runs of blocks, and who holds how many prompts through each.
+"""Prefix tree of prompts: runs of blocks that prompts share, and the number of prompts of each holder in each run.
 
-A prompt is its blocks' names. A block's name covers all that is before it (`core.hashing`), so a run of blocks is found
-by the name of its first one, whatever prompt it is in. Runs are cut only where prompts part: a prompt of a thousand
-blocks is a handful of runs, and adding, dropping or looking for it costs a handful of dictionary look-ups and
-comparisons of memory, not a thousand.
+A prompt is the list of its blocks' names. A name covers all blocks before its own (`core.hashing`), so the name of its
+first block finds a run, in any prompt. Runs are cut only where prompts differ: a prompt of a thousand blocks is a few
+runs. To add, drop or find it costs a few dictionary look-ups and memory comparisons, not a thousand.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ from collections import defaultdict
 from moestro.core.hashing import HASH_BYTES
 
 
-class Run:
-    """Blocks that whoever has one of them has all of, in the order of the prompt.
+class BlockRun:
+    """Consecutive blocks of prompts: a prompt with one of them has all of them.
 
     Attributes:
-        parent: the run before it; None: prompts begin here.
-        blocks: packed.
-        depth: blocks of a prompt up to this run's end.
-        counts: prompts that go through it, or end with it, by holder.
-        holders: the same holders, a bit each.
+        parent: the run before this one. None means that prompts begin with this run.
+        blocks: packed names of the blocks.
+        depth: number of blocks of a prompt up to the end of this run.
+        counts: prompts that contain this run, by holder.
+        holders: bit mask of the same holders.
     """
 
     __slots__ = ("blocks", "counts", "depth", "holders", "parent")
 
-    def __init__(self, parent: Run | None, blocks: bytes, counts: dict[int, int], holders: int) -> None:
+    def __init__(self, parent: BlockRun | None, blocks: bytes, counts: dict[int, int], holders: int) -> None:
         self.parent = parent
         self.blocks = blocks
         self.depth: int = (parent.depth if parent else 0) + len(blocks) // HASH_BYTES
@@ -35,7 +34,7 @@ class Run:
         self.holders = holders
 
     def hashes(self) -> bytes:
-        """The blocks of a prompt that ends with this run, packed."""
+        """Packed names of all blocks of a prompt that ends with this run."""
         runs, run = [], self.parent
         while run is not None:
             runs.append(run.blocks)
@@ -44,33 +43,34 @@ class Run:
 
 
 class PrefixTree:
-    """Prompts by holder, a small number each.
+    """Prompts of several holders, which are small integers.
 
-    A prompt that was added is known by its last run. That stays so however runs are cut.
+    The last run identifies an added prompt, and continues to do so when runs are cut.
 
     Attributes:
-        num_blocks, num_runs: different ones of each holder's prompts.
+        num_blocks, num_runs: distinct blocks and runs in the prompts of each holder.
     """
 
     def __init__(self) -> None:
         self.num_blocks: defaultdict[int, int] = defaultdict(int)
         self.num_runs: defaultdict[int, int] = defaultdict(int)
-        self._runs: dict[bytes, Run] = {}
+        self._runs: dict[bytes, BlockRun] = {}
 
     def __len__(self) -> int:
         """Runs."""
         return len(self._runs)
 
-    def find(self, hashes: bytes) -> tuple[Run | None, int]:
-        """The longest beginning of a prompt that any prompt here has.
+    def find(self, hashes: bytes) -> tuple[BlockRun | None, int]:
+        """Find the longest prefix that a prompt shares with any prompt of the tree.
 
         Returns:
-            Its last run, and how many blocks it has, which may end within that run. None, 0: there is none.
+            The last run of the prefix, and the number of its blocks, which may end within that run. (None, 0) means
+            that no prefix is shared.
         """
         get, last, at, end = self._runs.get, None, 0, len(hashes)
         while at < end:
             run = get(hashes[at : at + HASH_BYTES])
-            # A name that follows another block than it did before is no name of `core.hashing`: nothing is known of it.
+            # A name with another parent than before is no hash of `core.hashing`, and is treated as unknown.
             if run is None or run.parent is not last:
                 break
             last = run
@@ -79,14 +79,14 @@ class PrefixTree:
             at += len(run.blocks)
         return last, at // HASH_BYTES
 
-    def add(self, holder: int, hashes: bytes) -> Run | None:
-        """`holder` has one prompt more. Returns its last run; None: it has no block."""
+    def add(self, holder: int, hashes: bytes) -> BlockRun | None:
+        """Add a prompt of `holder`. Returns the last run; None means that the prompt has no block."""
         last, num_blocks = self.find(hashes)
         if last is not None and num_blocks < last.depth:
             last = self._cut(last, num_blocks)
         rest = hashes[num_blocks * HASH_BYTES :]
         if rest and rest[:HASH_BYTES] not in self._runs:
-            last = self._runs[rest[:HASH_BYTES]] = Run(last, rest, {}, 0)
+            last = self._runs[rest[:HASH_BYTES]] = BlockRun(last, rest, {}, 0)
         run, bit = last, 1 << holder
         while run is not None:
             counts = run.counts
@@ -100,9 +100,9 @@ class PrefixTree:
             run = run.parent
         return last
 
-    def drop(self, holder: int, last: Run) -> None:
-        """`holder` has a prompt less, whose last run is `last`."""
-        run: Run | None = last
+    def drop(self, holder: int, last: BlockRun) -> None:
+        """Remove one prompt of `holder`, whose last run is `last`."""
+        run: BlockRun | None = last
         while run is not None:
             counts = run.counts
             if counts[holder] > 1:
@@ -117,13 +117,13 @@ class PrefixTree:
                     del self._runs[run.blocks[:HASH_BYTES]]
             run = run.parent
 
-    def _cut(self, run: Run, depth: int) -> Run:
-        """Make two runs of one, the first of which ends at `depth`. Returns that one, which is new.
+    def _cut(self, run: BlockRun, depth: int) -> BlockRun:
+        """Cut a run in two at `depth`, and return the first part, which is a new object.
 
-        The end stays the same object: prompts, and runs behind it, go on knowing it.
+        The second part stays the same object, so that prompts and later runs keep their references.
         """
         at = len(run.blocks) - (run.depth - depth) * HASH_BYTES
-        head = Run(run.parent, run.blocks[:at], run.counts.copy(), run.holders)
+        head = BlockRun(run.parent, run.blocks[:at], run.counts.copy(), run.holders)
         run.parent, run.blocks = head, run.blocks[at:]
         self._runs[head.blocks[:HASH_BYTES]] = head
         self._runs[run.blocks[:HASH_BYTES]] = run
@@ -133,7 +133,7 @@ class PrefixTree:
 
 
 def _num_common(blocks: bytes, hashes: bytes, at: int) -> int:
-    """How many blocks of `blocks`, from the first, stand at byte `at` of `hashes`; not all of them do."""
+    """Number of leading blocks of `blocks` that `hashes` has at byte `at`; not all of them match."""
     most = min(len(blocks), len(hashes) - at) // HASH_BYTES
     sizes = range(HASH_BYTES, (most + 1) * HASH_BYTES, HASH_BYTES)
     return bisect_left(sizes, 1, key=lambda size: not hashes.startswith(blocks[:size], at))

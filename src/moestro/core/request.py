@@ -1,4 +1,4 @@
-"""What a client asked for and what it gets: frozen values that travel between processes."""
+"""Requests of clients and the outputs they get: frozen values that travel between processes."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from moestro.core.hashing import HASH_BYTES
 class FinishReason(StrEnum):
     """Why a sequence ended."""
 
-    STOP = "stop"  # a stop token, or (in the front door) a stop string
+    STOP = "stop"  # a stop token, or (in the API server) a stop string
     LENGTH = "length"  # max_tokens reached
-    ABORT = "abort"  # the client left
+    ABORT = "abort"  # the client disconnected
     ERROR = "error"  # the rank failed
-    NON_FINITE = "non_finite_logits"  # the network answered NaN or infinity: there is no next token
+    NON_FINITE = "non_finite_logits"  # the logits hold NaN or infinity, so there is no next token
 
 
 class ServiceClass(StrEnum):
-    """How much a request minds waiting."""
+    """Class of a request for scheduling."""
 
     LS = "ls"  # latency-sensitive
     BE = "be"  # best-effort
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is chosen. Names and meanings are vLLM's."""
+    """Parameters for choosing the next token. Names and meanings are vLLM's."""
 
-    max_tokens: int = 16  # 0: the prompt is computed, for its logprobs say, and nothing is sampled
-    min_tokens: int = 0  # of `stop_token_ids`, none is sampled before so many others
-    temperature: float = 1.0  # 0: greedy
-    top_k: int = 0  # 0: all
+    max_tokens: int = 16  # with 0 the prompt is computed, for example for its logprobs, and no token is sampled
+    min_tokens: int = 0  # `stop_token_ids` are not sampled before this many tokens
+    temperature: float = 1.0  # 0 means greedy
+    top_k: int = 0  # 0 means all tokens
     top_p: float = 1.0
-    min_p: float = 0.0  # tokens less likely than this fraction of the likeliest are left out
-    presence_penalty: float = 0.0  # off the logit of each generated token
-    frequency_penalty: float = 0.0  # the same, for each time that it was generated
-    repetition_penalty: float = 1.0  # the logit of each prompt or generated token over it, or times it if negative
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit), each id once
-    seed: int = 0  # 0 .. 2**64 - 1; the front door draws one when the client gave none
-    stop_token_ids: tuple[int, ...] = ()  # the model's end tokens among them, unless the client ignores these
-    logprobs: int | None = None  # alternatives reported beside each sampled token; None: no logprobs
-    prompt_logprobs: int | None = None  # the same for each prompt token but the first
+    min_p: float = 0.0  # tokens less likely than this fraction of the most likely one are excluded
+    presence_penalty: float = 0.0  # subtracted from the logit of each generated token
+    frequency_penalty: float = 0.0  # the same, for each time that the token was generated
+    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of prompt and generated tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit), each id once
+    seed: int = 0  # 0 .. 2**64 - 1; the API server draws one when the client gives none
+    stop_token_ids: tuple[int, ...] = ()  # includes the model's end tokens, unless the client ignores them
+    logprobs: int | None = None  # alternatives reported for each sampled token; None means no logprobs
+    prompt_logprobs: int | None = None  # the same for each prompt token except the first
 
     def __post_init__(self) -> None:
         if self.max_tokens < 0:
@@ -58,7 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether what was said before changes the logits."""
+        """Whether earlier tokens change the logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     @property
@@ -68,7 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds where a client says nothing: neutral, or what the checkpoint's authors recommend."""
+    """Values for parameters that a client omits: neutral ones, or those that the checkpoint recommends."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -78,14 +78,20 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation job. Its progress lives in an engine's `Sequence`, never here.
+    """One generation job. Its progress is kept in a rank's `Sequence`, never here.
 
-    `token_ids` is packed int32, or None when a hashed trace is replayed; `block_hashes` holds HASH_BYTES for each
-    *full* block of the prompt, made once where the request enters, under `hash_key` (model, adapter, salt).
-    `user` and `session_id` say who asks and in which conversation, where that is known: policies that keep a user or a
-    conversation on one engine read them; they are names to compare, nothing more.
-    `resumed_token_ids` is packed int32: tokens of the answer that another engine generated before it ended. They follow
-    the prompt and never count as part of it: the engine that is given them goes on as if it had sampled them itself.
+    Attributes:
+        num_prompt_tokens: length of the prompt, at least 1.
+        arrival_ns: time of arrival.
+        token_ids: packed int32, the prompt. None means that a hashed trace is replayed.
+        resumed_token_ids: packed int32, tokens of the answer that another engine generated before it failed. They
+            follow the prompt and are not part of it; the new engine continues as if it had sampled them.
+        block_hashes: HASH_BYTES for each full block of the prompt, made once where the request enters.
+        hash_key: key of these hashes, made of model, adapter and salt.
+        cache_salt: the salt in `hash_key`, for processes that hash the same blocks.
+        priority: lower is earlier.
+        user: name of the user, as given by the client; for affinity and fair shares, never for access.
+        session_id: name of the conversation that the request continues, where known.
     """
 
     request_id: str
@@ -96,11 +102,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     resumed_token_ids: bytes = b""
     block_hashes: bytes = b""
     hash_key: bytes = b""
-    cache_salt: str | None = None  # of `hash_key`; said again where others must make the same names
-    priority: int = 0  # lower is earlier
+    cache_salt: str | None = None
+    priority: int = 0
     service_class: ServiceClass = ServiceClass.LS
-    user: str | None = None  # whose it is, as the client says; for affinity and fair shares, never for access
-    session_id: str | None = None  # the conversation that it continues
+    user: str | None = None
+    session_id: str | None = None
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 1:
@@ -122,26 +128,26 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_resumed_tokens(self) -> int:
-        """Tokens of the answer that were generated elsewhere."""
+        """Tokens of the answer that another engine generated."""
         return len(self.resumed_token_ids) // 4
 
     @property
     def num_known_tokens(self) -> int:
-        """Tokens that an engine computes before it samples one: the prompt and what is resumed."""
+        """Tokens that an engine computes before it samples one: the prompt and the resumed tokens."""
         return self.num_prompt_tokens + self.num_resumed_tokens
 
     @property
     def num_total_tokens(self) -> int:
-        """Prompt and the most that may be generated."""
+        """Tokens of the prompt, and the most that may be generated."""
         return self.num_prompt_tokens + self.sampling.max_tokens
 
     def token_array(self) -> NDArray[np.int32]:
-        """int32[num_prompt_tokens]; only for a request that carries its token ids."""
+        """int32[num_prompt_tokens], the prompt of a request that carries token ids."""
         assert self.token_ids is not None, f"request {self.request_id!r} carries no token ids"
         return np.frombuffer(self.token_ids, np.int32)
 
     def resumed_array(self) -> NDArray[np.int32]:
-        """int32[num_resumed_tokens]."""
+        """int32[num_resumed_tokens], the resumed tokens."""
         return np.frombuffer(self.resumed_token_ids, np.int32)
 
 
@@ -150,17 +156,17 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
     token_id: int
     logprob: float
-    rank: int  # 1: the most likely token
+    rank: int  # 1 for the most likely token
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request gained in one step; the last one carries `finish_reason`."""
+    """Output of one request in one step; the last one carries `finish_reason`."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # once, with the first token, or with the end without one
-    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache when it was first admitted
-    admitted_ns: int = 0  # when that was, by the rank's clock
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # once, with the first token or the end
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    admitted_ns: int = 0  # time of first admission, by the rank's clock

@@ -1,4 +1,4 @@
-"""Randomness as a function of its key, never of history.
+"""Random draws as a function of a key, independent of history.
 
 The same key gives the same draw in any batch, in any order, after any restart.
 """
@@ -14,7 +14,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser, elementwise: neighbouring inputs give unrelated outputs (Steele et al. 2014)."""
+    """Apply SplitMix64's finaliser elementwise: neighbouring inputs give unrelated outputs (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         x = (x ^ (x >> np.uint64(30))) * _MIX_1
         x = (x ^ (x >> np.uint64(27))) * _MIX_2
@@ -22,7 +22,7 @@ def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def uniform(seed: NDArray[np.uint64], counter: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """One draw from [0, 1) for each pair (seed, counter).
+    """Draw a number from [0, 1) for each pair (seed, counter).
 
     Args:
         seed, counter: uint64, shapes that broadcast. For sampling noise the counter is the position of the new token.
@@ -37,11 +37,11 @@ _GAMMA_INT = 0x9E3779B97F4A7C15
 
 
 class Draws:
-    """A short run of draws from one key, for a single decision: plain integers, because there are one or two.
+    """Draws for a single decision, in plain integers because there are only one or two.
 
     Args:
-        seed: of the run.
-        key: of the decision; the same (seed, key) draws the same again.
+        seed: seed of the run.
+        key: key of the decision. The same (seed, key) gives the same draws.
     """
 
     __slots__ = ("_state",)
@@ -50,7 +50,7 @@ class Draws:
         self._state = (_mix(seed + _GAMMA_INT) + key * _GAMMA_INT) & _MASK
 
     def below(self, n: int) -> int:
-        """The next draw, from 0 .. n - 1."""
+        """Draw the next integer from 0 .. n - 1."""
         self._state = (self._state + _GAMMA_INT) & _MASK
         return _mix(self._state) * n >> 64
 

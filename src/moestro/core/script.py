@@ -1,4 +1,4 @@
-"""The hidden future of a replayed request. Priced and paced devices hold it; no scheduler and no policy sees it."""
+"""Future of a replayed request. Priced and paced devices hold it; schedulers and policies never see it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from moestro.core.hashing import HASH_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What a request of a trace will turn out to be.
+    """Answer of a traced request: its length, and the hashes of the blocks that it completes.
 
     Attributes:
-        num_output_tokens: tokens after which it ends, at least 1 (its `max_tokens` may end it earlier).
-        block_hashes: HASH_BYTES for each block that its answer completes, packed, in order, beginning with the one that
-            holds the prompt's last tokens if that one is not full; may end early, where the trace knows no more.
+        num_output_tokens: tokens after which the request ends, at least 1; `max_tokens` may end it earlier.
+        block_hashes: packed, HASH_BYTES for each block that the answer completes, in order. The first is the block of
+            the prompt's last tokens, if it is partial. The list ends early where the trace knows no more.
     """
 
     num_output_tokens: int

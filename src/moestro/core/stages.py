@@ -1,8 +1,8 @@
-"""Work in pieces smaller than a forward pass: the items, their results, and the device that does them.
+"""Work items smaller than a forward pass, their results, and the device that computes them.
 
-A token in flight has a *row* of the device's for as long as it is in the network: its residual stream. Between the
-attention and the end of the experts of one layer it has a *place* besides: what its experts read and have answered.
-The executor gives out both; a place is its again when the layer is complete, a row when the unit's result is there.
+A token in flight occupies a *row* of the device while it is in the network: its residual stream. Between the attention
+and the end of the experts of a layer it also occupies a *place*: the input and the outputs of its experts. The executor
+allocates both. A place is free again when the layer is complete, and a row when the unit's result is there.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from numpy.typing import NDArray
 
 from moestro.core.work import BlockMoves, Int32s, StepResult, Units
 
-NUM_PLANS = 2  # that a rank has inside at once: one that is parked, and one that passes it
+NUM_PLANS = 2  # plans that a rank has in flight at once: a parked one, and one that passes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageShape:
-    """What a device that works in stages offers.
+    """Sizes of a device that works in stages.
 
     Attributes:
-        is_sparse: of each layer, whether it has routed experts.
-        num_experts: physical experts of the layer that has most; 0: a dense network.
-        num_chosen: experts that a token visits in a layer; 0: a dense network.
-        num_rows, num_places: tokens in the network, and tokens between attention and the end of experts, at once.
+        is_sparse: whether each layer has routed experts.
+        num_experts: largest number of physical experts in a layer; 0 for a dense network.
+        num_chosen: experts that a token visits in a layer; 0 for a dense network.
+        num_rows: tokens that may be in the network at once.
+        num_places: tokens that may be between the attention and the end of the experts at once.
     """
 
     is_sparse: tuple[bool, ...]
@@ -38,17 +39,20 @@ class StageShape:
 
     @property
     def num_layers(self) -> int:
-        """Transformer blocks."""
+        """Number of transformer blocks."""
         return len(self.is_sparse)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attention:
-    """A layer up to and with its gate, for whole units; in layer 0 the embedding comes first. A dense layer: all of it.
+    """Item: a layer up to and including its gate, for whole units.
+
+    In layer 0 the embedding comes first. A dense layer is computed completely.
 
     Attributes:
-        units: n units. The same object as of an earlier item says that they are the same units.
-        rows, places: int32[tokens], of the units' tokens end to end; a dense layer gets no places.
+        layer: the layer.
+        units: n units. The same object as in an earlier item means the same units.
+        rows, places: int32[tokens], of the units' concatenated tokens; a dense layer gets no places.
     """
 
     layer: int
@@ -59,16 +63,16 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
-    """Expert batches of one layer, one after another; then the layer is completed for tokens that have all of theirs.
+    """Item: expert batches of one layer, one after another, and the layer's end for tokens without missing experts.
 
     Attributes:
         layer: the layer.
-        experts: int32[m], physical experts, distinct, in the order in which they run.
-        counts: int32[m], tokens of each, at least 1.
-        places: int32[sum of counts], of these tokens, those of the first expert first.
-        choices: int32[sum of counts], which of the token's experts this is, in ascending expert id.
-        complete_rows, complete_places: int32[c], tokens that lack no other expert once all batches are done: their
-            contributions are added in ascending expert id and the layer's output goes to the row.
+        experts: int32[m], distinct physical experts in the order in which they run.
+        counts: int32[m], tokens of each expert, at least 1.
+        places: int32[sum of counts], of these tokens, ordered by expert.
+        choices: int32[sum of counts], index of the expert among the token's experts, in ascending expert id.
+        complete_rows, complete_places: int32[c], tokens that lack no other expert after these batches. Their experts'
+            contributions are added in ascending expert id, and the layer's output goes to the row.
     """
 
     layer: int
@@ -82,13 +86,14 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Passage:
-    """All stages of several layers for the same units: what a forward pass does, and as fast, but it can be withdrawn.
+    """Item: all stages of several layers for the same units, as fast as a forward pass, but it can be withdrawn.
 
     Attributes:
-        layer: the first; the units wait for its attention.
-        until: the units stop before the attention of this layer; `num_layers`: before the sampler; more: nowhere.
-        units: n units, as of `Attention`.
-        rows, places: int32[tokens]; a dense network gets no places.
+        layer: the first layer, for whose attention the units wait.
+        until: the layer before whose attention the units stop. `num_layers` means before the sampler, and a larger
+            number means no stop.
+        units: n units, as in `Attention`.
+        rows, places: int32[tokens], as in `Attention`; a dense network gets no places.
     """
 
     layer: int
@@ -100,11 +105,11 @@ class Passage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """What follows the last layer: logits, next tokens, log probabilities.
+    """Item: the stage after the last layer, with logits, next tokens and log probabilities.
 
     Attributes:
         units: n units.
-        rows: int32[tokens].
+        rows: int32[tokens], of the units' concatenated tokens.
     """
 
     units: Units
@@ -116,27 +121,36 @@ StageItem = Attention | Experts | Passage | Sample
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionDone:
-    """Of an `Attention`: int32[tokens, chosen], each token's experts in ascending id; None from a dense layer."""
+    """Result of an `Attention`.
+
+    Attributes:
+        topk_ids: int32[tokens, chosen], each token's experts in ascending id. None for a dense layer.
+    """
 
     topk_ids: Int32s | None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsDone:
-    """Of an `Experts`: how many of its batches were done. Only if all were, its tokens are complete."""
+    """Result of an `Experts`.
+
+    Attributes:
+        num_batches: batches that were done. The tokens are complete only if all batches were done.
+    """
 
     num_batches: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stopped:
-    """Of a `Passage`: where its units stand, because they were to stop there or it was withdrawn.
+    """Result of a `Passage` that stopped where it should, or was withdrawn.
 
     Attributes:
-        layer: the layer in which they stand.
-        topk_ids: None: before its attention; else as `AttentionDone`, and the units are among its experts.
-        first_open: the contributions of experts with lower ids are there, those of the others are not.
-        expert_counts: int64[layers, experts], tokens that each expert computed; None: a dense network.
+        layer: the layer in which the units are now.
+        topk_ids: as in `AttentionDone`; the units are among the layer's experts. None means that the units are before
+            the layer's attention.
+        first_open: experts with lower ids have contributed, the others have not.
+        expert_counts: int64[layers, experts], tokens that each expert computed. None for a dense network.
     """
 
     layer: int
@@ -145,43 +159,43 @@ class Stopped:
     expert_counts: NDArray[np.int64] | None
 
 
-# Who ends with the sampler answers a StepResult, whose `expert_counts` are those of the item (of a `Sample`: None).
+# An item that reaches the sampler returns a `StepResult`. Its `expert_counts` are those of the item, None for `Sample`.
 StageResult = AttentionDone | ExpertsDone | Stopped | StepResult
 
 
 class StagedDevice(Protocol):
-    """Does stage items in the order in which they are launched."""
+    """Computes stage items in the order in which they are launched."""
 
     @property
     def shape(self) -> StageShape:
-        """What it offers."""
+        """The device's sizes."""
         ...
 
     @property
     def works_when_polled(self) -> bool:
-        """Whether launched items stand still between polls: then nothing is won by launching early."""
+        """Whether launched items make progress only during polls, so that launching early gains nothing."""
         ...
 
     def launch(self, item: StageItem, now_ns: int) -> None:
-        """Start `item`; may return before it is done."""
+        """Start `item`; the call may return before it is done."""
         ...
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
-        """As `Device.move_blocks`. Items under way touch no block that is copied."""
+        """Copy KV, as `Device.move_blocks`. Items in flight touch no copied block."""
         ...
 
     def poll(self, now_ns: int) -> Sequence[StageResult]:
-        """Results that are ready, each exactly once, in launch order.
+        """Take the ready results, each exactly once, in launch order.
 
-        Where `ready_at_ns` is never known it works on, or waits for, one piece: an item, or one batch of an `Experts`;
-        for a withdrawn item it does nothing more. Elsewhere it never blocks.
+        A device whose `ready_at_ns` is never known computes or awaits one piece in this call: an item, or one batch of
+        an `Experts`. It does nothing more for a withdrawn item. Other devices never block.
         """
         ...
 
     def withdraw(self, now_ns: int) -> None:
-        """Give up what has not begun of all launched `Experts` and `Passage`; their results say how far they came."""
+        """Drop the parts of launched `Experts` and `Passage` items that have not begun; results say what was done."""
         ...
 
     def ready_at_ns(self) -> int | None:
-        """When the oldest unfinished item will be ready; None: nothing is running, or only the hardware knows."""
+        """Time at which the oldest unfinished item is ready. None means nothing runs, or only the hardware knows."""
         ...

@@ -1,4 +1,4 @@
-"""What the latency words mean, said once for load generator, simulator and reports. Times are integer nanoseconds."""
+"""Definitions of latencies, shared by load generator, simulator and reports. Times are integer nanoseconds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timelines:
-    """Answered requests, one row each: when they came, and when their tokens left.
+    """Arrival and token times of answered requests, one row each.
 
-    ITL, each gap between deliveries, is kept flat by whoever records it: a delivery may hold several tokens.
+    Inter-token latencies are not kept here: the recorder stores each gap between deliveries in a flat list, since one
+    delivery may hold several tokens.
 
     Attributes:
         arrival_ns: int64[n].
-        first_token_ns, last_token_ns: int64[n], when the first and the last token were delivered.
+        first_token_ns, last_token_ns: int64[n], delivery of the first and the last token.
         num_tokens: int64[n], tokens generated, at least 1.
     """
 
@@ -32,17 +33,17 @@ class Timelines:
 
     @property
     def ttft_ns(self) -> Int64s:
-        """int64[n], arrival to first token."""
+        """int64[n], time from arrival to the first token."""
         return self.first_token_ns - self.arrival_ns
 
     @property
     def e2e_ns(self) -> Int64s:
-        """int64[n], arrival to last token."""
+        """int64[n], time from arrival to the last token."""
         return self.last_token_ns - self.arrival_ns
 
     @property
     def tpot_ns(self) -> NDArray[np.float64]:
-        """float64[n], mean gap between the tokens of one request; NaN where there is one token and so no gap."""
+        """float64[n], mean gap between the tokens of a request; NaN for a single token."""
         gaps = self.num_tokens - 1
         mean = np.full(len(self), np.nan)
         np.divide(self.last_token_ns - self.first_token_ns, gaps, out=mean, where=gaps > 0)

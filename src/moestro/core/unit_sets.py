@@ -1,4 +1,4 @@
-"""Parts and unions of `Units`: units of several plans travel together, and those of one plan apart."""
+"""Selecting and joining `Units`: units of several plans may be computed together, and those of one plan apart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COLUMNS = ("slot", "serial", "service_class", "start", "num_tokens", "write_sta
 
 
 def select_units(units: Units, index: Int64s) -> Units:
-    """The units at `index`, distinct, in that order."""
+    """Select the units at `index`, which are distinct, in that order."""
     spans = _spans(units.num_tokens, index)
     following = units.next_token_ids
     if following is not None:
@@ -31,7 +31,7 @@ def select_units(units: Units, index: Int64s) -> Units:
 
 
 def join_units(parts: Sequence[Units]) -> Units:
-    """All units of `parts`, at least one, in order. Either all parts carry token ids or none does."""
+    """Join the units of `parts`, at least one part, in order. Either all parts carry token ids or none does."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -49,7 +49,7 @@ def join_units(parts: Sequence[Units]) -> Units:
 
 
 def token_spans(first: NDArray[np.integer], num_tokens: NDArray[np.integer]) -> Int64s:
-    """first[0], first[0] + 1, ... (num_tokens[0] of them), then those of the next: int64[sum of num_tokens]."""
+    """int64[sum of num_tokens], for each i the num_tokens[i] integers from first[i] on."""
     ends = num_tokens.cumsum()
     total = int(ends[-1]) if len(ends) else 0
     spans: Int64s = np.arange(total) + np.repeat(first - (ends - num_tokens), num_tokens)
@@ -57,12 +57,12 @@ def token_spans(first: NDArray[np.integer], num_tokens: NDArray[np.integer]) -> 
 
 
 def _spans(num_tokens: Int32s, index: Int64s) -> Int64s:
-    """Places of the tokens of the units at `index` among the tokens of all."""
+    """Positions of the tokens of the units at `index` among the tokens of all units."""
     return token_spans((num_tokens.cumsum() - num_tokens)[index], num_tokens[index])
 
 
 def _widen(tables: Int32s, width: int) -> Int32s:
-    """Columns past a sequence's last block are arbitrary valid ids: 0 is one."""
+    """Pad block tables to `width` columns. Columns past a sequence's last block hold any valid id, such as 0."""
     return np.pad(tables, ((0, 0), (0, width - tables.shape[1])))
 
 
@@ -71,7 +71,7 @@ def _select_edits(edits: LogitEdits, index: Int64s, num_units: int) -> LogitEdit
     new[index] = np.arange(len(index))
 
     def keep(pairs: Int32s) -> tuple[Int32s, Int64s]:
-        """Pairs under their new index, by unit, and where they were."""
+        """Keep pairs of selected units, with their new index and sorted by unit. Returns also their old positions."""
         kept = np.flatnonzero(new[pairs[0]] >= 0)
         kept = kept[np.argsort(new[pairs[0, kept]], kind="stable")]
         return np.stack([new[pairs[0, kept]], pairs[1, kept]]), kept

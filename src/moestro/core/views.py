@@ -1,4 +1,4 @@
-"""What policies look at: frozen tables, one NumPy column per figure. A view never changes while a policy holds it."""
+"""Inputs and answers of policies. Views are frozen tables, one NumPy column per figure, and never change in use."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-NEVER_NS = -(1 << 62)  # the age of what was never said: far in the past, and differences with it do not overflow
+NEVER_NS = -(1 << 62)  # time of a figure that was never reported: far in the past, so that differences do not overflow
 LS, BE = 0, 1  # `ServiceClass` as the views' columns have it
 NUM_CLASSES = 2
-UNKNOWN_KV_TOKENS = 1 << 50  # more than any cache holds, and differences with it are exact in float64
+UNKNOWN_KV_TOKENS = 1 << 50  # more than any cache holds; differences with it are exact in float64
 
 
 class Channel(StrEnum):
@@ -51,18 +51,18 @@ FIGURES = tuple(name for name in EngineFigures.__struct_fields__ if name != "cha
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Figure:
-    """One reported figure of every engine, and how old it is.
+    """One reported figure of every engine, and its time.
 
     Attributes:
-        values: float64[n]; without meaning where nothing was ever said.
-        as_of_ns: int64[n], when it was true, on the router's clock; NEVER_NS: nothing was ever said.
+        values: float64[n], undefined where the figure was never reported.
+        as_of_ns: int64[n], time of the figure on the router's clock. NEVER_NS means never reported.
     """
 
     values: NDArray[np.float64]
     as_of_ns: NDArray[np.int64]
 
     def known(self, now_ns: int, max_age_ns: int) -> NDArray[np.bool_]:
-        """bool[n], said, and no longer than `max_age_ns` ago."""
+        """bool[n], whether the figure is at most `max_age_ns` old."""
         return self.as_of_ns >= now_ns - max_age_ns
 
 
@@ -70,19 +70,19 @@ class Figure:
 class EngineTable:
     """Engines as a router knows them, one row each. Read-only; it shows the router's columns as they are now.
 
-    The first columns are the router's own books: exact, age zero, and of its own requests only.
+    The first columns are the router's own state: exact, of age zero, and about its own requests only.
 
     Attributes:
         routable: bool[n], ready, not draining, and with room in the queue: the rows that may be chosen.
         num_in_flight: int64[n], requests sent and not ended.
-        num_prefilling: int64[n], of these, without a first token.
-        prefill_tokens: int64[n], prompt tokens of those, less what their engine's cache was thought to hold.
-        context_tokens: int64[n], prompt tokens of all in flight.
-        num_unseen: int64[n], requests in flight that were sent after `num_waiting` was true.
-        said_prefill_tokens: float64[n], `queued_prefill_tokens` and what was sent since; infinite: never said.
-        num_foreign: int64[n], requests that are not this router's, when `num_waiting` and `num_running` were true.
-        num_kv_tokens: int64[n], tokens that the KV cache holds; UNKNOWN_KV_TOKENS: not known.
-        speed: float64[n], relative to the others', as the operator says; 1: as they are.
+        num_prefilling: int64[n], those of them without a first token.
+        prefill_tokens: int64[n], prompt tokens of those, without tokens that the engine's cache is expected to hold.
+        context_tokens: int64[n], prompt tokens of all requests in flight.
+        num_unseen: int64[n], requests in flight that were sent after the time of `num_waiting`.
+        said_prefill_tokens: float64[n], `queued_prefill_tokens` and the prompt tokens sent since; infinite if unknown.
+        num_foreign: int64[n], other routers' requests at the time of `num_waiting` and `num_running`.
+        num_kv_tokens: int64[n], capacity of the KV cache in tokens. UNKNOWN_KV_TOKENS means unknown.
+        speed: float64[n], speed relative to the other engines, as configured by the operator; 1 by default.
         num_waiting, num_running, kv_usage, queued_prefill_tokens, num_tokens, expert_pressure: as in `EngineFigures`.
     """
 
@@ -114,7 +114,7 @@ class EngineTable:
 
     @staticmethod
     def blank(num_engines: int) -> EngineTable:
-        """Routable engines without requests, of which nothing is known."""
+        """Make a table of routable engines without requests and without reported figures."""
         columns: dict[str, Any] = {name: np.zeros(num_engines, np.int64) for name in OWN_COUNTS}
         for name in FIGURES:
             columns[name] = Figure(np.zeros(num_engines), np.full(num_engines, NEVER_NS))
@@ -127,25 +127,25 @@ class EngineTable:
         )
 
 
-# The columns that a router counts itself.
+# Columns that the router counts itself.
 OWN_COUNTS = tuple(
     each.name for each in fields(EngineTable) if each.name not in {"routable", "said_prefill_tokens", "speed", *FIGURES}
 )
 
 
 class WaitingView(msgspec.Struct, frozen=True, eq=False, gc=False, kw_only=True):
-    """Requests of one engine to be ordered, one row each: those that wait, or (for eviction) those that run.
+    """Requests of one rank to be ordered, one row each: waiting ones, or running ones for eviction.
 
     Attributes:
-        arrival_ns: int64[n].
-        num_prompt_tokens: int32[n].
+        arrival_ns: int64[n], time of arrival.
+        num_prompt_tokens: int32[n], length of the prompt.
         priority: int32[n], lower is earlier.
-        serial: int64[n], unique, in order of `Rank.add`: the last key of a total order.
-        service_class: uint8[n], LS or BE, as the client said it.
+        serial: int64[n], unique, in order of `Rank.add`; the last key of a total order.
+        service_class: uint8[n], LS or BE, as given by the client.
         user: int64[n], `core.hashing.name_key` of the user.
-        num_uncached: int32[n], tokens that would have to be computed if it entered now, after the cached prefix; all
-            known tokens where nobody looked, which is beyond the oldest `MAX_LOOKED_UP` rows. None: the policy does not
-            ask (`OrderPolicy.reads_cache`).
+        num_uncached: int32[n], tokens to compute if the request were admitted now, after the cached prefix. Only the
+            oldest `MAX_LOOKED_UP` rows are looked up; the others have all their known tokens. None means that the
+            policy does not ask (`OrderPolicy.reads_cache`).
     """
 
     arrival_ns: NDArray[np.int64]
@@ -158,15 +158,15 @@ class WaitingView(msgspec.Struct, frozen=True, eq=False, gc=False, kw_only=True)
 
 
 class BatchView(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Sequences that may enter the next plan: the running ones in order of admission, then the next to be admitted.
+    """Sequences that may be in the next plan: running ones in order of admission, then candidates for admission.
 
     Attributes:
-        num_left: int32[n], tokens to compute before the next token is sampled (decode: 1).
-        is_decode: bool[n], one token is left (a prompt's last token on its own counts too: it costs the same), and it
-            is admitted.
-        is_waiting: bool[n], not admitted yet.
-        service_class: uint8[n], LS or BE; LS too if the order policy has promoted it (`OrderPolicy.promotes_after_ns`).
-        num_in_flight: running sequences that are not here, for they have a unit in flight.
+        num_left: int32[n], tokens to compute before the next token is sampled; 1 for a decode.
+        is_decode: bool[n], whether the sequence runs with one token left. A single last prompt token counts too: it
+            costs the same.
+        is_waiting: bool[n], whether the sequence is not admitted yet.
+        service_class: uint8[n], LS or BE. A promoted sequence counts as LS (`OrderPolicy.promotes_after_ns`).
+        num_in_flight: running sequences without a row, because they have a unit in flight.
     """
 
     num_left: NDArray[np.int32]
@@ -178,18 +178,23 @@ class BatchView(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """Bounds of one plan: tokens in all, and tokens of one prefill chunk."""
+    """Bounds of one plan.
+
+    Attributes:
+        token_budget: tokens of the plan.
+        max_chunk: tokens of one prefill chunk.
+    """
 
     token_budget: int
     max_chunk: int
 
 
 class Victim(NamedTuple):
-    """An evict policy's answer.
+    """Answer of an evict policy.
 
     Attributes:
-        row: of the view: who frees its KV.
-        keeps: whether that is kept in host memory, if there is any and it has room, to be copied back; else it is
+        row: row of the view whose sequence frees its KV.
+        keeps: whether the KV is kept in host memory, if there is room, and copied back later. Otherwise the tokens are
             computed again.
     """
 
@@ -198,13 +203,15 @@ class Victim(NamedTuple):
 
 
 class EvictView(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Running sequences whose KV could be freed now (with no unit in flight, or one to be recalled), one row each.
+    """Running sequences that could free their KV now, one row each.
+
+    They have no unit in flight, or one that could be recalled.
 
     Attributes:
         order_rank: int64[n], place in the order policy's order; 0 would be admitted first.
-        num_computed_tokens: int32[n], what recomputing would cost.
+        num_computed_tokens: int32[n], tokens that would be computed again.
         service_class: uint8[n], as in `BatchView`.
-        num_free_host_tokens: tokens whose KV host memory has room for; 0 where there is none.
+        num_free_host_tokens: tokens whose KV has room in host memory; 0 without host memory.
     """
 
     order_rank: NDArray[np.int64]
@@ -213,28 +220,28 @@ class EvictView(msgspec.Struct, frozen=True, eq=False, gc=False):
     num_free_host_tokens: int
 
 
-ATTENTION = 0  # the group of a layer's attention; of layer `num_layers`, the sampler
-EVERY_EXPERT = -1  # in a `Run`: all expert queues of the layer, one batch after another
+ATTENTION = 0  # group of a layer's attention; in layer `num_layers` the sampler
+EVERY_EXPERT = -1  # group of a `Run`: all expert queues of the layer, one batch after another
 NOBODY_WAITS_NS = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueueTable:
-    """The micro-queues of one device: tokens that wait, by class, layer and group.
+    """Micro-queues of one device: waiting tokens by class, layer and group.
 
-    A group is the attention (`ATTENTION`) or a physical expert (1 more than its id). Layer `num_layers` has the sampler
-    as its attention and no experts. Classes are `LS` and `BE`.
+    A group is the attention (`ATTENTION`) or a physical expert (its id plus 1). Layer `num_layers` has the sampler as
+    its attention and no experts. Classes are `LS` and `BE`.
 
     Attributes:
-        n: int32[classes, num_layers + 1, 1 + num_experts], tokens.
-        oldest_ns: int64, as `n`: when the token that has waited longest came into this queue; `NOBODY_WAITS_NS`: the
-            queue is empty. The age of a queue; a token that goes on to another queue starts anew there.
-        passed_ns: int64, as `n`: the longest time for which a unit with tokens in this queue was passed over; 0 in an
-            empty queue. A unit is passed over while it could run and the device runs units of a higher class that
-            entered the network later; the time is summed over all queues from its entering to its result. Bounds on
-            starvation are about this time.
-        runnable: bool, as `n`. Tokens of the class wait, and some can run now: an attention also wants places for its
-            tokens, which come free when other tokens complete a layer.
+        n: int32[classes, num_layers + 1, 1 + num_experts], number of tokens.
+        oldest_ns: int64, shape of `n`, time at which the oldest token entered this queue. `NOBODY_WAITS_NS` means that
+            the queue is empty. A token that moves on to another queue starts anew there.
+        passed_ns: int64, shape of `n`, the longest time for which a unit with tokens in this queue was passed over; 0
+            in an empty queue. A unit is passed over while it could run and the device runs units of a higher class that
+            entered the network later. The time is summed over all queues, from the unit's entry to its result. Bounds
+            on starvation refer to this time.
+        runnable: bool, shape of `n`, whether tokens of the class wait and some can run now. An attention also needs
+            free places for its tokens, which other tokens release when they complete a layer.
         num_expert_tokens: int32[classes, num_layers + 1], sum of `n` over a layer's experts.
         num_free_places: tokens that could start on a layer's experts now.
     """
@@ -249,20 +256,20 @@ class QueueTable:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A step policy's answer: run this micro-queue next.
+    """Answer of a step policy: run this micro-queue next.
 
     Attributes:
-        layer, group: a queue with runnable tokens of one of `classes`; group `EVERY_EXPERT`: all expert queues of the
-            layer, ascending.
-            These run without asking again, expert by expert, unless new work comes to the device in between.
-        max_rows: tokens at most. Attention takes whole units: those that fit, and the first of the first class always.
-        until: of an attention: its units go on, stage by stage as in a forward pass, until they stand before the
-            attention of this layer (`num_layers`: the sampler; more: until they are done) or new work comes to the
-            device. 0: no further than their experts' queues.
-        classes: who may run, the first ones first: with (LS, BE), best-effort tokens fill what latency-sensitive ones
-            leave of `max_rows`.
-        ask_again_ns: when the policy wants to choose again although these tokens are still under way: the device gives
-            back what it has not begun by then. None means no such time.
+        layer, group: a queue with runnable tokens of one of `classes`. Group `EVERY_EXPERT` means all expert queues of
+            the layer in ascending order. They run expert by expert without asking again, unless new work arrives.
+        max_rows: largest number of tokens. Attention takes whole units: those that fit, and always the first unit of
+            the first class.
+        until: for an attention, the layer before whose attention its units stop. Until then they continue stage by
+            stage, as in a forward pass, unless new work arrives. `num_layers` means the sampler, a larger number means
+            the end, and 0 means no further than the experts' queues.
+        classes: classes that may run, in order of precedence. With (LS, BE), best-effort tokens fill the part of
+            `max_rows` that latency-sensitive ones leave.
+        ask_again_ns: time at which the policy chooses again even if these tokens are still in flight; the device then
+            returns the parts that it has not begun. None means no such time.
     """
 
     layer: int
@@ -275,10 +282,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A step policy's answer: nothing now; ask again at `until_ns`, or when work or a result comes."""
+    """Answer of a step policy: run nothing now. It is asked again at `until_ns`, or when work or a result arrives."""
 
     until_ns: int
 
 
-# (view, now_ns) -> what runs next. Asked only while something waits and the device has room.
+# (view, now_ns) -> what runs next. Called only while tokens wait and the device has room.
 StepPolicy = Callable[[QueueTable, int], Run | Wait]

@@ -1,4 +1,4 @@
-"""What a scheduler hands to an executor, an executor to a device, and what comes back: struct-of-arrays, no torch.
+"""Work that a scheduler gives to an executor and an executor to a device, and its results. Struct-of-arrays, no torch.
 
 A *unit* is the atom of work: consecutive tokens of one sequence in one pass (decode: one token; prefill: a chunk).
 A *device* does work; an *executor* decides in which pieces.
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from moestro.core.request import TokenLogprobs
 
 Int32s = NDArray[np.int32]
-Slots = NDArray[np.int64]  # NumPy's own width of an index: a narrower one is converted at every look-up
+Slots = NDArray[np.int64]  # NumPy's index width; a narrower type would be converted at every look-up
 
-# Which logits of a unit are wanted, a sum of flags. LAST: those of the last token, to sample the next one.
-# PROMPT: those of every token, to report the log probability of the prompt token after it.
+# Wanted logits of a unit, a sum of flags. LAST means those of the last token, to sample the next one.
+# PROMPT means those of every token, to report the log probability of the prompt token after it.
 LOGITS_NONE, LOGITS_LAST, LOGITS_PROMPT = 0, 1, 2
 
-# One sequence's sampling parameters as a row; -1 in a logprobs column: none wanted.
+# Sampling parameters of one sequence as a row; -1 in a logprobs column means that none are wanted.
 SAMPLING_ROW = np.dtype(
     [
         ("temperature", np.float32),
@@ -40,18 +40,18 @@ SAMPLING_ROW = np.dtype(
 
 
 class LogitEdits(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What changes the last logits of some units before a token is chosen. Ragged, so laid end to end as pairs.
+    """Changes to the last logits of some units before a token is chosen.
 
-    A pair is a column (index into the units, token id); only units with LOGITS_LAST are named. How strong the penalties
-    are, their rows of `Units.sampling` say.
+    Stored as flat (unit, token) pairs, because counts differ per unit. A pair is a column (index into the units, token
+    id), and only units with LOGITS_LAST occur. `Units.sampling` holds the strength of the penalties.
 
     Attributes:
-        said: int32[2, n], tokens known so far of the units that have penalties, one pair for each occurrence, by unit:
-            those generated, and with a repetition penalty also the prompt's.
+        said: int32[2, n], known tokens of the units with penalties, one pair for each occurrence, by unit. They are the
+            generated tokens, and with a repetition penalty also the prompt's.
         generated: bool[n], which of `said` were generated.
-        biased: int32[2, n], each at most once.
-        bias: float32[n], what is added to the logits of `biased`.
-        banned: int32[2, n], tokens that cannot come yet.
+        biased: int32[2, n], each pair at most once.
+        bias: float32[n], added to the logits of `biased`.
+        banned: int32[2, n], tokens that must not be sampled yet.
     """
 
     said: Int32s
@@ -62,23 +62,23 @@ class LogitEdits(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class Units(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """n units, in the order in which a device lays them end to end.
+    """Columns of n units, in the order in which a device concatenates their tokens.
 
     Attributes:
-        slot: int64[n], the sequence's row in its scheduler; names the unit until its result is taken.
-        serial: int64[n], the sequence's own number, from `Rank.add`; never given twice, where a slot is.
+        slot: int64[n], the sequence's row in its scheduler, which identifies the unit until its result is taken.
+        serial: int64[n], the sequence's number from `Rank.add`; unlike a slot it is never reused.
         service_class: uint8[n], LS or BE.
         start: int32[n], position of the first token.
         num_tokens: int32[n], at least 1.
-        write_start: int32[n], the first position whose K and V are written. Larger than `start` only where a full
-            prefix hit computes its last token again: its block is shared, and a shared block is never written.
+        write_start: int32[n], the first position whose K and V are written. It exceeds `start` only where a full prefix
+            hit computes its last token again, because that token's block is shared and never written.
         logits: uint8[n], a sum of LOGITS_LAST and LOGITS_PROMPT, or LOGITS_NONE.
         block_tables: int32[n, width], block ids; columns past a sequence's last block are arbitrary valid ids.
         sampling: SAMPLING_ROW[n].
-        token_ids: int32[sum of num_tokens], or None when a hashed trace is replayed.
-        next_token_ids: int32, the token after each token of the LOGITS_PROMPT units, end to end (0 after the last known
-            one, whose entry the scheduler drops); None where no unit asks.
-        edits: changes to the logits; None in the usual step, in which no unit asks for any.
+        token_ids: int32[sum of num_tokens]. None means that a hashed trace is replayed.
+        next_token_ids: int32, the token after each token of the LOGITS_PROMPT units, concatenated. The value is 0 after
+            the last known token, whose entry the scheduler drops. None means that no unit has LOGITS_PROMPT.
+        edits: changes to the logits. None means that no unit asks for any, as in the usual step.
     """
 
     slot: Slots
@@ -99,7 +99,7 @@ class Units(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class BlockMoves(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """KV blocks to be copied between a device and its host's memory: all of `kept`, then all of `restored`.
+    """Copies of KV blocks between a device and its host's memory: all of `kept`, then all of `restored`.
 
     Attributes:
         kept: int64[2, n], from the device blocks of the first row to the host blocks of the second.
@@ -111,17 +111,17 @@ class BlockMoves(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def num_blocks(self) -> int:
-        """Copied in all."""
+        """Number of copied blocks."""
         return len(self.kept[0]) + len(self.restored[0])
 
 
 class Plan(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What one step computes.
+    """Work of one step.
 
     Attributes:
-        step: counts the plans of one scheduler.
-        units: what is computed.
-        moves: what is copied before; None: nothing.
+        step: number of the plan within its scheduler.
+        units: units to compute.
+        moves: KV copies to do first. None means no copy.
     """
 
     step: int
@@ -135,18 +135,18 @@ class Plan(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What became of some units (those of one plan, or fewer when others were preempted on the way).
+    """Results of some units: those of one plan, or fewer when others were preempted meanwhile.
 
     Attributes:
-        slot: int64[n], which units.
-        token_ids: int32[n], the sampled token (-1 without LOGITS_LAST), or None from a priced device.
-        finished: bool[n], sequences whose script ends here, or None from a device that cannot know.
-        non_finite: int64[m], indices into `slot` of units whose wanted logits hold NaN or have no finite maximum: no
-            token can be chosen, and their other fields mean nothing. None: there is no such unit.
-        logprobs: by index into `slot`, the sampled token's.
-        prompt_logprobs: by index into `slot`, one entry per token of a LOGITS_PROMPT unit: that of the token after it.
-        block_hashes: by index into `slot`, HASH_BYTES for each block of *generated* tokens completed (hashed traces).
-        expert_counts: int64[num_layers, num_experts] tokens each logical expert computed, or None (dense models).
+        slot: int64[n], the units' slots.
+        token_ids: int32[n], the sampled token, -1 without LOGITS_LAST. None means a priced device.
+        finished: bool[n], sequences whose script ends here. None means that the device has no scripts.
+        non_finite: int64[m], indices into `slot` of units whose wanted logits hold NaN or have no finite maximum. They
+            have no token, and their other fields are undefined. None means that there is no such unit.
+        logprobs: log probabilities of the sampled token, by index into `slot`.
+        prompt_logprobs: one entry per token of a LOGITS_PROMPT unit, for the token after it, by index into `slot`.
+        block_hashes: HASH_BYTES for each completed block of generated tokens (hashed traces), by index into `slot`.
+        expert_counts: int64[num_layers, num_experts], tokens that each logical expert computed. None for dense models.
     """
 
     slot: Slots
@@ -159,7 +159,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
     expert_counts: NDArray[np.int64] | None = None
 
     def select(self, rows: NDArray[np.int64]) -> StepResult:
-        """The result of these rows alone; `expert_counts`, which belong to the step, stay whole."""
+        """Select rows of the result. `expert_counts` belong to the whole step and stay unchanged."""
         row_of = {old: new for new, old in enumerate(rows.tolist())}
         return StepResult(
             slot=self.slot[rows],
@@ -174,28 +174,28 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class Forward(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A work item: the whole network over these units, and the sampler."""
+    """Work item: the whole network over these units, and the sampler."""
 
     units: Units
 
 
 class Device(Protocol):
-    """Does work items in the order in which they are launched."""
+    """Computes work items in the order in which they are launched."""
 
     def launch(self, item: Forward, now_ns: int) -> None:
-        """Start `item`; may return before it is done."""
+        """Start `item`; the call may return before it is done."""
         ...
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
-        """Copy KV, after all that was launched before and before all that is launched later. Nothing is answered."""
+        """Copy KV after all items launched before and before all items launched later. There is no result."""
         ...
 
     def poll(self, now_ns: int) -> list[StepResult]:
-        """Results that are ready, each exactly once, in launch order; never blocks when `ready_at_ns` is known."""
+        """Take the ready results, each exactly once, in launch order. Never blocks where `ready_at_ns` is known."""
         ...
 
     def ready_at_ns(self) -> int | None:
-        """When the oldest unfinished item will be ready; None: nothing is running, or only the hardware knows."""
+        """Time at which the oldest unfinished item is ready. None means nothing runs, or only the hardware knows."""
         ...
 
 
@@ -218,43 +218,44 @@ class PassCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Executor(Protocol):
-    """Turns plans into work items and their results into step results."""
+    """Divides plans into work items for a device, and joins their results into step results."""
 
     def submit(self, plan: Plan, now_ns: int) -> None:
         """Start a plan."""
         ...
 
     def start(self, now_ns: int) -> None:
-        """Let the device have what it has room for: called when all that is known now was submitted."""
+        """Launch as much as the device has room for; called after all plans known now were submitted."""
         ...
 
     def poll(self, now_ns: int, is_wanted: Callable[[], bool] = ...) -> StepResult | None:
-        """Units that are done, or None; every submitted unit that is not recalled comes back exactly once.
+        """Take the units that are done, or None. Every submitted unit that is not recalled returns exactly once.
 
         Args:
-            is_wanted: asked now and then by an executor that works while it is polled: whether to leave off.
+            is_wanted: whether the caller wants control back. An executor that computes while it is polled asks it
+                regularly and then returns.
         """
         ...
 
     def recall(self, slots: Slots, now_ns: int) -> Slots:
-        """Give up units in flight as if they had never been submitted; answers the slots of those that could be."""
+        """Withdraw units in flight as if they had never been submitted. Returns the slots of the withdrawn units."""
         ...
 
     @property
     def overlaps_plans(self) -> bool:
-        """Whether a later plan may pass an earlier one."""
+        """Whether a later plan may be computed before an earlier one."""
         ...
 
     @property
     def pass_counts(self) -> PassCounts:
-        """Totals; all zero where no plan passes another."""
+        """Totals of passed plans; all zero where no plan passes another."""
         ...
 
     @property
     def num_pieces(self) -> int:
-        """Pieces of work begun since the start; stands still when nothing can be computed."""
+        """Number of pieces of work begun since the start; it does not grow when nothing can be computed."""
         ...
 
     def ready_at_ns(self) -> int | None:
-        """As `Device.ready_at_ns`."""
+        """Time of the next result, as `Device.ready_at_ns`."""
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moestro.cost.gpus import Gpu
-from moestro.cost.networks import Network
+from moestro.cost.networks import NetworkShape
 from moestro.errors import ConfigError
 
 # Activations of the largest step, CUDA graphs, communication buffers.
@@ -11,7 +11,7 @@ WORKSPACE_BYTES = 6_000_000_000
 
 
 def kv_blocks(
-    network: Network, gpu: Gpu, block_size: int, *, gpu_memory_utilization: float = 0.9, num_ep_ranks: int = 1
+    network: NetworkShape, gpu: Gpu, block_size: int, *, gpu_memory_utilization: float = 0.9, num_ep_ranks: int = 1
 ) -> int:
     """Compute the KV blocks that one GPU holds beside its weights.
 

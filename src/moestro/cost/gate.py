@@ -15,7 +15,7 @@ Keys = NDArray[np.uint64]
 _MOST_DRAWS = 1 << 18  # draws at once; more of them, as a long prompt needs for all layers, would not fit the CPU cache
 
 
-class Gate:
+class PopularityGate:
     """Chooses experts. A token's choice in a layer depends only on its sequence and its position.
 
     The choice is therefore the same in any batch, with or without preemption.

@@ -10,7 +10,7 @@ from moestro.cost.networks import (
     ExpertShape,
     LatentDims,
     LayerGroup,
-    Network,
+    NetworkShape,
     grouped_query,
     latent,
 )
@@ -64,7 +64,7 @@ CONFIGS: dict[str, Config] = {
 }  # fmt: skip
 
 
-def network_named(name: str) -> Network:
+def network_named(name: str) -> NetworkShape:
     """Look up a network by name, in any case.
 
     Raises:
@@ -78,7 +78,7 @@ def network_named(name: str) -> Network:
     return network_from_config(name.lower(), config)
 
 
-def network_from_config(name: str, config: Config) -> Network:
+def network_from_config(name: str, config: Config) -> NetworkShape:
     """Read the sizes from `config`, a parsed config.json.
 
     Args:
@@ -99,7 +99,7 @@ def network_from_config(name: str, config: Config) -> Network:
             intermediate_size=config.get("moe_intermediate_size") or _size(name, config, "intermediate_size"),
             bytes_per_weight=expert_weight,
         )
-    return Network(
+    return NetworkShape(
         name=name,
         hidden_size=_size(name, config, "hidden_size"),
         vocab_size=_size(name, config, "vocab_size"),

@@ -7,7 +7,7 @@ utilisations). `docs/costs.md` states the model and compares it with published e
 from __future__ import annotations
 
 from moestro.cost.gpus import Gpu
-from moestro.cost.networks import LayerGroup, Network
+from moestro.cost.networks import LayerGroup, NetworkShape
 
 Chunks = list[tuple[int, int]]  # (cached tokens, tokens to compute) of each prefill chunk; a step has few chunks
 
@@ -28,7 +28,7 @@ class Kernels:
         num_ep_ranks: ranks among which the experts are spread.
     """
 
-    def __init__(self, network: Network, gpu: Gpu, num_ep_ranks: int) -> None:
+    def __init__(self, network: NetworkShape, gpu: Gpu, num_ep_ranks: int) -> None:
         self._network, self._gpu, self._num_ep_ranks = network, gpu, num_ep_ranks
         fp8 = network.is_fp8 and gpu.fp8_flops_per_s > 0
         self._flops_per_s = gpu.fp8_flops_per_s if fp8 else gpu.bf16_flops_per_s

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.cost.networks import Network
+from moestro.cost.networks import NetworkShape
 
 Ints = NDArray[np.int32] | NDArray[np.int64]
 Int64s = NDArray[np.int64]
@@ -39,14 +39,14 @@ class CostModel(Protocol):
         """Time of one step, from its plan to its sampled tokens; `batch` has at least one row."""
         ...
 
-    def decode_rounds_ns(self, start: Ints, num_rounds: int) -> Int64s:
-        """Time of each of the next `num_rounds` decode rounds, in which every sequence decodes one token.
+    def decode_steps_ns(self, start: Ints, num_steps: int) -> Int64s:
+        """Time of each of the next `num_steps` decode steps, in which every sequence decodes one token.
 
         Args:
-            start: int[n], tokens of each sequence in the KV cache before the first round.
+            start: int[n], tokens of each sequence in the KV cache before the first step.
 
         Returns:
-            int64[num_rounds]; entry i equals `step_ns` of a batch that starts at `start + i`.
+            int64[num_steps]; entry i equals `step_ns` of a batch that starts at `start + i`.
         """
         ...
 
@@ -72,8 +72,8 @@ class GroupCostModel(CostModel, Protocol):
         """
         ...
 
-    def group_decode_rounds_ns(self, starts: Sequence[Ints], num_rounds: int) -> Int64s:
-        """Time of each of the next decode rounds of a group: entry i equals `group_step_ns` of that round.
+    def group_decode_steps_ns(self, starts: Sequence[Ints], num_steps: int) -> Int64s:
+        """Time of each of the next decode steps of a group: entry i equals `group_step_ns` of that step.
 
         Args:
             starts: int[n] for each rank; empty means an idle rank.
@@ -85,7 +85,7 @@ class StageCostModel(Protocol):
     """Prices what a flow device runs at once: one stage of one layer."""
 
     @property
-    def network(self) -> Network:
+    def network(self) -> NetworkShape:
         """Network whose stages are priced."""
         ...
 

@@ -61,7 +61,7 @@ class LayerGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
+class NetworkShape:
     """One network.
 
     Attributes:

@@ -196,10 +196,10 @@ class ScriptedDevice(Scripts):
         """See `Device.ready_at_ns`; None also while a launched item has no end yet."""
         return self._pending[0][0] if self._pending else None
 
-    # --- many rounds at once ----------------------------------------------------------------------------------------
+    # --- many steps at once ----------------------------------------------------------------------------------------
 
-    def rounds_until_finish(self, slots: Slots, num_computed: Int32s) -> int:
-        """Decode rounds up to and including the first that ends a script; 0 if only the next round can tell.
+    def steps_until_finish(self, slots: Slots, num_computed: Int32s) -> int:
+        """Decode steps up to and including the first that ends a script; 0 if only the next step can tell.
 
         Args:
             slots: int64[n], slots of the scheduler's running sequences, with nothing in flight.
@@ -213,16 +213,14 @@ class ScriptedDevice(Scripts):
             return 0  # a slot without any launch so far
         return max(int((ends_at - num_computed).min()), 0)
 
-    def complete_rounds(
-        self, slots: Slots, num_computed: Int32s, num_rounds: int
-    ) -> tuple[dict[int, bytes], list[int]]:
-        """Apply the effect of `num_rounds` decode rounds, at most `rounds_until_finish`.
+    def complete_steps(self, slots: Slots, num_computed: Int32s, num_steps: int) -> tuple[dict[int, bytes], list[int]]:
+        """Apply the effect of `num_steps` decode steps, at most `steps_until_finish`.
 
         Returns:
-            The arguments of `Scheduler.advance`: by slot, the packed hashes of the generated blocks that fill up; and
-            the slots whose scripts end in the last round.
+            The arguments of `DecodeJumps.advance`: by slot, the packed hashes of the generated blocks that fill up; and
+            the slots whose scripts end in the last step.
         """
-        end = num_computed + num_rounds
+        end = num_computed + num_steps
         told = {}
         for row in true_rows(end >= self._fills_at.take(slots)):
             packed = self._fill(int(slots[row]), int(end[row]))
@@ -255,6 +253,6 @@ class PricedDevice(ScriptedDevice):
         self._free_at_ns = max(now_ns, self._free_at_ns) + price_ns
         self.finish_at(self._free_at_ns)
 
-    def rounds_ns(self, num_computed: Ints, num_rounds: int) -> Int64s:
-        """int64[num_rounds], time of each of the next decode rounds, as in `CostModel.decode_rounds_ns`."""
-        return self.cost.decode_rounds_ns(num_computed, num_rounds)
+    def decode_steps_ns(self, num_computed: Ints, num_steps: int) -> Int64s:
+        """int64[num_steps], time of each of the next decode steps, as in `CostModel.decode_steps_ns`."""
+        return self.cost.decode_steps_ns(num_computed, num_steps)

@@ -28,9 +28,9 @@ from moestro.core.stages import (
 )
 from moestro.core.views import ATTENTION
 from moestro.core.work import BlockMoves, StepResult, Units
-from moestro.cost.gate import Gate, token_keys
+from moestro.cost.gate import PopularityGate, token_keys
 from moestro.cost.model import Batch, Int64s, StageCostModel
-from moestro.cost.networks import Network
+from moestro.cost.networks import NetworkShape
 
 # (units, now_ns) -> their result; called once for every unit that reaches its end.
 Answer = Callable[[Units, int], StepResult]
@@ -39,7 +39,7 @@ _NOWHERE = np.empty(0, np.int64)
 
 
 @dataclass(slots=True, eq=False)
-class _Launched:
+class _PricedItem:
     """An item in progress.
 
     Attributes:
@@ -95,8 +95,8 @@ class PricedStages:
         self._cost = cost
         self._answer = answer
         popularity = cost.popularity
-        self._gate = None if popularity is None else Gate(popularity, self.shape.num_chosen)
-        self._launched: deque[_Launched] = deque()
+        self._gate = None if popularity is None else PopularityGate(popularity, self.shape.num_chosen)
+        self._launched: deque[_PricedItem] = deque()
         self._block_size = block_size
         self._moved_at_ns = 0
 
@@ -118,7 +118,7 @@ class PricedStages:
         may_start_ns = max(now_ns, self._moved_at_ns)
         start_ns = max(may_start_ns, self._launched[-1].ready_ns) if self._launched else may_start_ns
         ends_ns = durations.cumsum()
-        self._launched.append(_Launched(item, may_start_ns, start_ns, ends_ns, len(ends_ns), stands, counts))
+        self._launched.append(_PricedItem(item, may_start_ns, start_ns, ends_ns, len(ends_ns), stands, counts))
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
         """Copy blocks beside the work in progress, which uses other blocks."""
@@ -185,7 +185,7 @@ class PricedStages:
 
     # --- results ----------------------------------------------------------------------------------------------------
 
-    def _result(self, launched: _Launched, now_ns: int) -> StageResult:
+    def _result(self, launched: _PricedItem, now_ns: int) -> StageResult:
         match launched.item:
             case Attention(layer, units):
                 return AttentionDone(self._chosen(units, layer))
@@ -200,7 +200,7 @@ class PricedStages:
                     return msgspec.structs.replace(self._answer(item.units, now_ns), expert_counts=launched.counts)
                 return Stopped(item.until, None, 0, launched.counts)
 
-    def _stopped(self, launched: _Launched, units: Units) -> Stopped:
+    def _stopped(self, launched: _PricedItem, units: Units) -> Stopped:
         """Describe a withdrawn passage: it stopped before the first piece that did not run."""
         layer, group = divmod(int(launched.stands[launched.num_pieces]), self._num_groups)
         first_open, counts = max(group - 1, 0), launched.counts
@@ -220,7 +220,7 @@ def _batch(units: Units) -> Batch:
     return Batch(units.start, units.num_tokens)
 
 
-def _shape_of(network: Network, num_tokens: int) -> StageShape:
+def _shape_of(network: NetworkShape, num_tokens: int) -> StageShape:
     """Shape with as many rows and places as tokens may be inside."""
     is_sparse = [False] * network.num_layers
     for group in network.groups:

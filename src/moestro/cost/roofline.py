@@ -5,7 +5,7 @@ A step of an expert-parallel group costs (`docs/costs.md` has the whole model, i
     host + head + sum over layers of max over ranks of [dense + attention + small + 2 all-to-all + experts]
 
 Prices inside are integer picoseconds. Sums and maxima of integers do not depend on the order of summation, so k decode
-rounds priced at once equal k steps exactly.
+steps priced at once equal k steps exactly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moestro.cost.gating import Gating, even_gating, zipf_popularity
 from moestro.cost.gpus import Gpu
 from moestro.cost.kernels import Chunks, Kernels
 from moestro.cost.model import Batch, Int64s, Ints
-from moestro.cost.networks import LayerGroup, Network
+from moestro.cost.networks import LayerGroup, NetworkShape
 
 PS_PER_NS = 1000
 
@@ -48,7 +48,7 @@ class RooflineSettings:
         gating: how tokens fall on experts and ranks; None means Zipf popularity with exponent 0.6, spread evenly.
     """
 
-    network: Network
+    network: NetworkShape
     gpu: Gpu
     host: HostCost = VLLM_HOST
     num_ep_ranks: int = 1
@@ -62,7 +62,7 @@ class _Attention:
     num_tokens: int
     num_sequences: int
     constant_ps: list[int]
-    contexts: Sequence[int | Int64s]  # for each group: context tokens, in one step or in each of several rounds
+    contexts: Sequence[int | Int64s]  # for each group: context tokens, in one step or in each of several steps
 
 
 class Roofline:
@@ -114,11 +114,11 @@ class Roofline:
         )
         return _ns(self._sequence_part(num) + self._expert_total(total + batch.num_other_tokens) + layers)
 
-    def decode_rounds_ns(self, start: Ints, num_rounds: int) -> Int64s:
-        """See `CostModel.decode_rounds_ns`."""
+    def decode_steps_ns(self, start: Ints, num_steps: int) -> Int64s:
+        """See `CostModel.decode_steps_ns`."""
         total: Int64s | int = self._decode_total_ps(len(start), 0)
         for group in self._groups:
-            reading = _rounded(self._decode_token_ps * contexts_of_rounds(start, num_rounds, group.window))
+            reading = _rounded(self._decode_token_ps * contexts_of_steps(start, num_steps, group.window))
             reading *= group.num_layers
             total = reading + total
         assert not isinstance(total, int), "a network has layers"
@@ -135,18 +135,18 @@ class Roofline:
         ranks = [self._idle() if batch is None else self._attention(batch) for batch in batches]
         return int(self._group_ns(ranks, 1)[0])
 
-    def group_decode_rounds_ns(self, starts: Sequence[Ints], num_rounds: int) -> Int64s:
-        """See `GroupCostModel.group_decode_rounds_ns`."""
-        ranks = [self._decoding(start, num_rounds) if len(start) else self._idle() for start in starts]
-        return self._group_ns(ranks, num_rounds)
+    def group_decode_steps_ns(self, starts: Sequence[Ints], num_steps: int) -> Int64s:
+        """See `GroupCostModel.group_decode_steps_ns`."""
+        ranks = [self._decoding(start, num_steps) if len(start) else self._idle() for start in starts]
+        return self._group_ns(ranks, num_steps)
 
-    def _group_ns(self, ranks: Sequence[_Attention], num_rounds: int) -> Int64s:
-        """int64[num_rounds], times of a group: in every layer, host and head, all ranks wait for the slowest."""
+    def _group_ns(self, ranks: Sequence[_Attention], num_steps: int) -> Int64s:
+        """int64[num_steps], times of a group: in every layer, host and head, all ranks wait for the slowest."""
         assert len(ranks) == self.num_ep_ranks, f"{len(ranks)} batches for a group of {self.num_ep_ranks} ranks"
         experts = self._expert_part(sum(rank.num_tokens for rank in ranks))
-        total = np.full(num_rounds, max(self._sequence_part(rank.num_sequences) for rank in ranks), np.int64)
+        total = np.full(num_steps, max(self._sequence_part(rank.num_sequences) for rank in ranks), np.int64)
         for g, (group, patterns) in enumerate(zip(self._groups, self._patterns, strict=True)):
-            own = np.empty((len(ranks), num_rounds), np.int64)
+            own = np.empty((len(ranks), num_steps), np.int64)
             for r, rank in enumerate(ranks):
                 constant = self._token_part(rank.num_tokens)[g] + rank.constant_ps[g]
                 own[r] = constant + _rounded(self._decode_token_ps * np.asarray(rank.contexts[g], np.int64))
@@ -267,13 +267,13 @@ class Roofline:
             contexts.append(contexts_of(decoding, group.window))
         return _Attention(num_decodes + sum(new for _, new in chunks), len(is_chunk), constant_ps, contexts)
 
-    def _decoding(self, start: Ints, num_rounds: int) -> _Attention:
+    def _decoding(self, start: Ints, num_steps: int) -> _Attention:
         constant = round(self._kernels.decode_ns(len(start)) * PS_PER_NS)
         return _Attention(
             num_tokens=len(start),
             num_sequences=len(start),
             constant_ps=[constant] * len(self._groups),
-            contexts=[contexts_of_rounds(start, num_rounds, group.window) for group in self._groups],
+            contexts=[contexts_of_steps(start, num_steps, group.window) for group in self._groups],
         )
 
     def _idle(self) -> _Attention:
@@ -288,17 +288,17 @@ def contexts_of(start: Ints, window: int | None) -> int:
     return int(np.minimum(start + 1, window).sum())
 
 
-def contexts_of_rounds(start: Ints, num_rounds: int, window: int | None) -> Int64s:
-    """int64[num_rounds], `contexts_of(start + i, window)` for round i, without a loop over rounds."""
-    contexts = np.arange(num_rounds, dtype=np.int64)
+def contexts_of_steps(start: Ints, num_steps: int, window: int | None) -> Int64s:
+    """int64[num_steps], `contexts_of(start + i, window)` for step i, without a loop over steps."""
+    contexts = np.arange(num_steps, dtype=np.int64)
     contexts *= len(start)
     contexts += int(start.sum()) + len(start)
     if window is not None:
-        # A sequence at its window stops growing. Counting the rounds of these stops tells how many still grow in each.
-        room = np.clip(window - 1 - start, 0, num_rounds)
-        growing = len(start) - np.cumsum(np.bincount(room, minlength=num_rounds + 1)[:num_rounds])
+        # A sequence at its window stops growing. Counting the steps of these stops tells how many still grow in each.
+        room = np.clip(window - 1 - start, 0, num_steps)
+        growing = len(start) - np.cumsum(np.bincount(room, minlength=num_steps + 1)[:num_steps])
         contexts[0] = contexts_of(start, window)
-        contexts[1:] = contexts[0] + np.cumsum(growing[: num_rounds - 1])
+        contexts[1:] = contexts[0] + np.cumsum(growing[: num_steps - 1])
     return contexts
 
 

@@ -15,7 +15,7 @@ from moestro.cost.gpus import A100
 from moestro.cost.hf_config import network_named
 from moestro.cost.kernels import Kernels
 from moestro.cost.model import Batch, Int64s, Ints
-from moestro.cost.networks import Network
+from moestro.cost.networks import NetworkShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class StagedEngine:
         network, popularity: as in `StageCostModel`.
     """
 
-    def __init__(self, times: StageTimes, network: Network) -> None:
+    def __init__(self, times: StageTimes, network: NetworkShape) -> None:
         assert network.experts is not None, "the staged engines run Mixture-of-Experts networks"
         self.network = network
         self.popularity = zipf_popularity(network.experts.num_experts, times.zipf)
@@ -92,9 +92,9 @@ class StagedEngine:
             step = self._step_of[key] = round(self._num_layers * layer_ns) + self.sample_ns(num_sequences)
         return step
 
-    def decode_rounds_ns(self, start: Ints, num_rounds: int) -> Int64s:
-        """See `CostModel.decode_rounds_ns`."""
-        return np.full(num_rounds, self.step_ns(Batch(start, np.ones_like(start))), np.int64)
+    def decode_steps_ns(self, start: Ints, num_steps: int) -> Int64s:
+        """See `CostModel.decode_steps_ns`."""
+        return np.full(num_steps, self.step_ns(Batch(start, np.ones_like(start))), np.int64)
 
     def move_ns(self, num_tokens: int) -> int:
         """Price a copy at the peak of the A100's link to the host."""
@@ -123,7 +123,7 @@ class StagedEngine:
         return float(self._gating.activated(num_tokens)[0, 0]) * times.expert_ns + times.expert_row_ns * num_copies
 
 
-def in_4_bits(network: Network) -> Network:
+def in_4_bits(network: NetworkShape) -> NetworkShape:
     """Return the network with half a byte for each weight except embedding and head, as QLLM loads it."""
     experts = replace(network.experts, bytes_per_weight=0.5) if network.experts else None
     return replace(network, bytes_per_weight=0.5, experts=experts)

@@ -141,10 +141,10 @@ class MeasuredCost:
             price += max(self._decode_step_ps(decoding) - self._token_part(len(decoding)), 0)
         return _ns(price)
 
-    def decode_rounds_ns(self, start: Ints, num_rounds: int) -> Int64s:
-        """See `CostModel.decode_rounds_ns`."""
+    def decode_steps_ns(self, start: Ints, num_steps: int) -> Int64s:
+        """See `CostModel.decode_steps_ns`."""
         num = len(start)
-        contexts = int(start.sum()) + num + num * np.arange(num_rounds, dtype=np.int64)
+        contexts = int(start.sum()) + num + num * np.arange(num_steps, dtype=np.int64)
         self._longest_context = max(self._longest_context, float(contexts[-1]) / num)
         device = np.rint(self._line(num).along(contexts / num) * PS_PER_NS).astype(np.int64)
         result: Int64s = (device + self._host_ps(num) + PS_PER_NS // 2) // PS_PER_NS

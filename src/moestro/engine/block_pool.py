@@ -1,12 +1,12 @@
-"""KV block bookkeeping: which block is whose, and which still holds a prefix worth keeping. Integers only.
+"""Pool of KV blocks: free blocks, blocks held by sequences, and the prefix cache. Integers only.
 
 A block is in one of three states:
 
-    blank      free, holds nothing of use
-    cached     free, but holds a full block of KV under its hash: given out last, oldest first
-    held       referenced by `ref_count` >= 1 sequences; may carry a hash too, and is then shared, never written
+    blank      free, without KV of use
+    cached     free, with a full block of KV under its hash; allocated last, least recently used first
+    held       referenced by `ref_count` >= 1 sequences; a held block with a hash is shared, and never written
 
-Invariant (`check`): blank + cached + held == num_blocks, and the hash map names exactly the blocks that carry one.
+Invariant (`check`): blank + cached + held == num_blocks, and the hash map names exactly the blocks that have one.
 """
 
 from __future__ import annotations
@@ -19,49 +19,48 @@ from moestro.errors import InvariantError
 
 
 class CacheEvent(NamedTuple):
-    """A full block that can be found from now on, or no more.
+    """A full block that enters the prefix cache or leaves it.
 
     Attributes:
-        round: in which of the rounds that were taken at once; 0 where there is only one.
-        is_stored: it can be found.
-        block_hash: its name.
+        step: index of the step among those that were taken at once; 0 for a single step.
+        is_stored: whether the block enters.
+        block_hash: the block's hash.
     """
 
-    round: int
+    step: int
     is_stored: bool
     block_hash: bytes
 
 
 class BlockPool:
-    """Hands out blocks, counts their holders, remembers full ones by hash.
+    """Allocates blocks, counts their holders, and finds full blocks by hash.
 
     Args:
         num_blocks: blocks in the pool.
-        enable_prefix_caching: False: no hash is ever remembered.
+        enable_prefix_caching: False keeps every block out of the prefix cache.
 
     Attributes:
-        version: goes up whenever a hash is remembered or forgotten.
-        journal: where each of these is written down, in order, for whoever tells others of it and empties it; None:
-            nobody wants to know.
-        round: set by whoever takes many rounds at once, for the journal.
+        version: a counter that grows whenever a block enters or leaves the prefix cache.
+        journal: log of these events in order, for a publisher that empties it. None means no publisher.
+        step: index of the current step for the journal, set by a caller that takes many steps at once.
     """
 
     def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self._enabled = enable_prefix_caching
-        self._blank = list(range(num_blocks - 1, -1, -1))  # pop() gives the lowest id first
-        # An OrderedDict as the LRU list, since a hit takes a block out of its middle: O(1) for all three operations.
+        self._blank = list(range(num_blocks - 1, -1, -1))  # pop() returns the lowest id first
+        # An OrderedDict is the LRU list: a hit removes a block from its middle in O(1).
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._ref_count = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self.version = 0
         self.journal: list[CacheEvent] | None = None
-        self.round = 0
+        self.step = 0
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be given out: blank and cached."""
+        """Blocks that can be allocated: blank and cached ones."""
         return len(self._blank) + len(self._cached)
 
     def find_prefix(self, hashes: list[bytes]) -> list[int]:
@@ -75,22 +74,22 @@ class BlockPool:
         return found
 
     def estimate_prefix(self, hashes: list[bytes], at_most: int) -> int:
-        """How many of the first `at_most` of `hashes` are cached, by bisection: some log2(at_most) look-ups.
+        """Estimate how many of the first `at_most` of `hashes` are cached, with about log2(at_most) look-ups.
 
-        It takes for granted that before a cached block all others are cached too. That fails only where two sequences
-        computed one prefix at the same time and the one whose blocks carry its hashes left first: then it may be wrong.
+        The bisection assumes that all blocks before a cached block are cached too. The estimate may be wrong where two
+        sequences computed one prefix at the same time, and the sequence whose blocks have the hashes left first.
         """
         known = self._block_of
         if not hashes or hashes[0] not in known:
-            return 0  # the usual case, at once
+            return 0  # the usual case
         return bisect_left(hashes, 1, hi=min(at_most, len(hashes)), key=lambda name: name not in known)
 
     def num_free_among(self, blocks: list[int]) -> int:
-        """How many of `blocks` (from `find_prefix`) are free: sharing them takes these from the pool."""
+        """How many of `blocks` (from `find_prefix`) are free now; sharing them takes these from the pool."""
         return sum(1 for block in blocks if self._ref_count[block] == 0)
 
     def freed_by(self, held: list[list[int]]) -> set[int]:
-        """The blocks that would be free if the holders of the lists `held` let go of them; changes nothing."""
+        """The blocks that would be free if the holders of the lists `held` released them; changes nothing."""
         holders = Counter(block for blocks in held for block in blocks)
         return {block for block, count in holders.items() if count == self._ref_count[block]}
 
@@ -103,14 +102,14 @@ class BlockPool:
             ref_count[block] += 1
 
     def allocate(self) -> int:
-        """A block of one's own: a blank one, else the cached one unused the longest, whose prefix is forgotten.
+        """Allocate a block: a blank one, or else the least recently used cached one, which leaves the prefix cache.
 
-        The caller looks at `num_free` first: an empty pool is a bug here.
+        The caller checks `num_free` before; an empty pool is a bug of the caller.
         """
         return self.allocate_many(1)[0]
 
     def allocate_many(self, num_blocks: int) -> list[int]:
-        """The blocks that `num_blocks` calls of `allocate` would give, in their order."""
+        """Allocate the blocks that `num_blocks` calls of `allocate` would return, in their order."""
         if num_blocks > self.num_free:
             raise InvariantError(f"allocation of {num_blocks} blocks from a pool of {self.num_free}")
         blank, ref_count = self._blank, self._ref_count
@@ -126,15 +125,15 @@ class BlockPool:
             del self._block_of[forgotten]
             blocks.append(block)
             if self.journal is not None:
-                self.journal.append(CacheEvent(self.round, is_stored=False, block_hash=forgotten))
+                self.journal.append(CacheEvent(self.step, is_stored=False, block_hash=forgotten))
         for block in blocks:
             ref_count[block] = 1
         return blocks
 
     def release(self, blocks: list[int]) -> None:
-        """Take one holder from each of a sequence's `blocks`, given in the order of its tokens.
+        """Remove one holder from each of a sequence's `blocks`, given in the order of its tokens.
 
-        The last ones become free first, so that a long prefix is forgotten from its end.
+        The last block becomes free first, so that the cache loses a long prefix from its end.
         """
         ref_count, hash_of, cached, blank = self._ref_count, self._hash_of, self._cached, self._blank
         for block in reversed(blocks):
@@ -143,7 +142,7 @@ class BlockPool:
                 ref_count[block] = count
                 continue
             if count < 0:
-                raise InvariantError(f"release of block {block}, which nobody holds")
+                raise InvariantError(f"release of block {block}, which has no holder")
             ref_count[block] = 0
             if block in hash_of:
                 cached[block] = None
@@ -151,7 +150,7 @@ class BlockPool:
                 blank.append(block)
 
     def remember(self, blocks: list[int], hashes: list[bytes]) -> None:
-        """Each of `blocks`, held and now full, holds the KV that its hash names. The first block of a hash keeps it."""
+        """Enter `blocks`, which are held and full, into the prefix cache. The first block with a hash keeps it."""
         if not self._enabled:
             return
         block_of, hash_of = self._block_of, self._hash_of
@@ -161,10 +160,10 @@ class BlockPool:
                 hash_of[block] = block_hash
                 self.version += 1
                 if self.journal is not None:
-                    self.journal.append(CacheEvent(self.round, is_stored=True, block_hash=block_hash))
+                    self.journal.append(CacheEvent(self.step, is_stored=True, block_hash=block_hash))
 
     def forget(self, hashes: list[bytes]) -> None:
-        """Make the blocks of `hashes` impossible to find; sequences that hold them keep them."""
+        """Remove the blocks of `hashes` from the prefix cache; sequences that hold them keep them."""
         for block_hash in hashes:
             block = self._block_of.pop(block_hash, None)
             if block is None:
@@ -175,13 +174,13 @@ class BlockPool:
                 self._blank.append(block)
             self.version += 1
             if self.journal is not None:
-                self.journal.append(CacheEvent(self.round, is_stored=False, block_hash=block_hash))
+                self.journal.append(CacheEvent(self.step, is_stored=False, block_hash=block_hash))
 
     def check(self, held: list[list[int]]) -> None:
         """Recount everything against the block lists that sequences hold.
 
         Raises:
-            InvariantError: a block is lost, held twice, or remembered wrongly.
+            InvariantError: a block is lost, held twice, or cached under a wrong hash.
         """
         counts = [0] * self.num_blocks
         for blocks in held:

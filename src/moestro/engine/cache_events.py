@@ -1,4 +1,4 @@
-"""What a rank's prefix cache stores and removes, with the tokens of each block: for whoever publishes it."""
+"""Events of a rank's prefix cache, with the tokens of each stored block, for a publisher."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from moestro.engine.sequences import BlockContent
 
 
 class StoredBlocks(NamedTuple):
-    """Blocks that can be found from now on, one after the other.
+    """Consecutive blocks of a prompt that entered the prefix cache.
 
     Attributes:
-        parent: name of the block before them; None: a prompt begins with them.
-        names: of each.
-        token_ids: int32 of all, packed.
-        cache_salt: under which they were named, if a prompt begins with them.
+        parent: name of the block before the first one. None means that the first one begins a prompt.
+        names: hashes of the blocks.
+        token_ids: packed int32, the tokens of all blocks.
+        cache_salt: salt of the names, where the first block begins a prompt.
     """
 
     parent: bytes | None
@@ -26,21 +26,21 @@ class StoredBlocks(NamedTuple):
 
 
 class RemovedBlocks(NamedTuple):
-    """Blocks that can be found no more."""
+    """Blocks that left the prefix cache."""
 
     names: tuple[bytes, ...]
 
 
 class CacheEvents:
-    """Writes down what `scheduler`'s prefix cache does, from its beginning on."""
+    """Collects the events of `scheduler`'s prefix cache, from an empty cache on."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._journal: list[CacheEvent] = []
         self._contents: dict[bytes, BlockContent] = {}
-        scheduler.pool.journal, scheduler.contents = self._journal, self._contents
+        scheduler.pool.journal, scheduler.state.block_contents = self._journal, self._contents
 
     def take(self) -> list[StoredBlocks | RemovedBlocks]:
-        """What happened since the last call, in order; neighbours that belong together as one."""
+        """The events since the last call, in order; consecutive blocks are merged into one event."""
         events: list[StoredBlocks | RemovedBlocks] = []
         for each in self._journal:
             last = events[-1] if events else None

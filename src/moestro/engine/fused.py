@@ -1,4 +1,4 @@
-"""The fused executor: one whole forward pass a plan. The fastest plain path, and the oracle of the others."""
+"""Fused executor: one whole forward pass for each plan. Tests compare the other executors with it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from moestro.core.work import Device, Forward, PassCounts, Plan, Slots, StepResu
 
 
 class FusedExecutor:
-    """Hands each plan to the device in one piece.
+    """Launches each plan on the device as one item.
 
     Args:
-        device: where the work is done.
+        device: computes the items.
 
     Attributes:
-        overlaps_plans: False: plans end in the order in which they came.
-        pass_counts: all zero.
+        overlaps_plans: False, because plans end in the order of their submission.
+        pass_counts: zeros, because no plan passes another.
         num_pieces: plans submitted.
     """
 
@@ -31,24 +31,24 @@ class FusedExecutor:
         self.num_pieces = 0
 
     def submit(self, plan: Plan, now_ns: int) -> None:
-        """Start `plan`."""
+        """Launch `plan`, after its KV copies."""
         self.num_pieces += 1
         if plan.moves is not None:
             self._device.move_blocks(plan.moves, now_ns)
         self._device.launch(Forward(plan.units), now_ns)
 
     def start(self, now_ns: int) -> None:
-        """Nothing: a plan starts when it is submitted."""
+        """Do nothing; a plan starts when it is submitted."""
 
     def recall(self, slots: Slots, now_ns: int) -> Slots:
-        """No unit: a forward pass that has begun ends."""
+        """Recall no unit; a forward pass that has begun runs to its end."""
         return np.empty(0, np.int64)
 
     def poll(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> StepResult | None:
-        """The oldest result that was not taken yet, if any is ready."""
+        """Take the oldest result that is ready, or None."""
         self._results.extend(self._device.poll(now_ns))
         return self._results.popleft() if self._results else None
 
     def ready_at_ns(self) -> int | None:
-        """When the device will have the next result; None: nothing runs, or only the hardware knows."""
+        """Time of the device's next result. None means that nothing runs, or that only the hardware knows."""
         return self._device.ready_at_ns()

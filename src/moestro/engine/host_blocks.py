@@ -1,7 +1,7 @@
-"""Host memory for the KV of preempted sequences: which of its blocks are whose, what is to be copied. Integers only.
+"""Host memory for the KV of preempted sequences: its free blocks, and the copies to be done. Integers only.
 
-A preempted sequence whose KV is kept goes on where it was; one whose KV is not computes it again. Copies are collected
-until a plan is made and go with it: those out of the device before those into it, and all of them before its units.
+A preempted sequence whose KV is kept continues where it was; without kept KV it computes its tokens again. Copies are
+collected until the next plan and go with it: first those out of the device, then those into it, then the plan's units.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from moestro.errors import InvariantError
 
 
 class HostBlocks:
-    """Keeps and restores.
+    """Allocates blocks of host memory, and collects the copies to and from the device.
 
     Args:
-        num_blocks: blocks of host memory; 0: there is none, and nothing is ever kept.
-        block_size: tokens of one.
+        num_blocks: blocks of host memory. With 0 no KV is ever kept.
+        block_size: tokens of a block.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self._block_size = block_size
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._kept: list[tuple[int, int]] = []  # (device block, host block), not in a plan yet
+        self._kept: list[tuple[int, int]] = []  # (device block, host block), not yet in a plan
         self._restored: list[tuple[int, int]] = []  # (host block, device block)
 
     @property
     def num_free_tokens(self) -> int:
-        """Tokens whose KV would still find room."""
+        """Tokens whose KV still has room."""
         return len(self._free) * self._block_size
 
     def room_for(self, num_tokens: int) -> int:
-        """What keeping the KV of so many tokens takes, in tokens: whole blocks."""
+        """Tokens of the whole blocks that keeping the KV of `num_tokens` takes."""
         return -(-num_tokens // self._block_size) * self._block_size
 
     def keep(self, sequence: Sequence, num_computed: int) -> bool:
-        """Copy the KV of a sequence that is about to give its blocks up.
+        """Copy the KV of a sequence that is about to release its blocks.
 
         Args:
-            num_computed: its tokens with KV.
+            num_computed: tokens of the sequence that have KV.
 
         Returns:
-            False: it has none, or there is no room for all of it; nothing has changed.
+            Whether the KV is kept. False means that there is none, or no room for all of it; nothing has changed.
         """
         num_blocks = self.room_for(num_computed) // self._block_size
         if not 0 < num_blocks <= len(self._free):
@@ -58,10 +58,10 @@ class HostBlocks:
         return True
 
     def restore(self, sequence: Sequence, num_shared: int) -> int:
-        """Copy what was kept into the blocks that the sequence has just been given; its host blocks are free again.
+        """Copy kept KV into the blocks that the sequence has just been given, and free its host blocks.
 
         Args:
-            num_shared: its first blocks, which it found in the prefix cache: these need no copy.
+            num_shared: its first blocks, which come from the prefix cache and need no copy.
 
         Returns:
             Tokens whose KV is copied.
@@ -73,10 +73,10 @@ class HostBlocks:
         return num_tokens
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept of a sequence that leaves."""
+        """Drop the kept KV of a sequence that leaves."""
         if sequence.host_blocks:
             gone = set(sequence.host_blocks)
-            self._kept = [move for move in self._kept if move[1] not in gone]  # nobody is to read them
+            self._kept = [move for move in self._kept if move[1] not in gone]  # they would never be read
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
@@ -84,7 +84,7 @@ class HostBlocks:
         sequence.host_blocks, sequence.num_kept = [], 0
 
     def take_moves(self) -> BlockMoves | None:
-        """The copies since the last call, for the next plan; None: there are none."""
+        """Take the copies since the last call, for the next plan. None means that there are none."""
         if not self._kept and not self._restored:
             return None
         moves = BlockMoves(_columns(self._kept), _columns(self._restored))
@@ -92,7 +92,7 @@ class HostBlocks:
         return moves
 
     def check(self, waiting: Iterable[Sequence]) -> None:
-        """Recount everything against what waiting sequences have here.
+        """Recount all host blocks against those of the waiting sequences.
 
         Raises:
             InvariantError: a block is lost or held twice.

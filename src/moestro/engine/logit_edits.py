@@ -1,7 +1,7 @@
-"""What a sequence's next token depends on besides its logits: what was said before, biases, tokens not allowed yet.
+"""Changes to a sequence's logits before sampling: penalties, biases, and stop tokens that are not allowed yet.
 
-All of it is a function of the request and its tokens, gathered anew at each step: there is no state that a preemption
-could lose or a batch could mix up.
+The changes are a function of the request and its tokens, gathered anew at each step. There is no state that a
+preemption could lose or a batch could mix up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NONE = np.empty(0, np.int32)
 
 
 class SequenceEdits:
-    """One sequence's wishes.
+    """Changes that one request asks for.
 
     Attributes:
         bias_ids, bias: int32[n] and float32[n], the request's `logit_bias`.
@@ -37,11 +37,11 @@ class SequenceEdits:
         self.bias = np.array([bias for _, bias in sampling.logit_bias], np.float32)
 
     def said(self, tokens: Int32s) -> Int32s:
-        """Those of `tokens`, the sequence's own so far, to which penalties apply."""
+        """Those of `tokens`, all known tokens of the sequence, to which penalties apply."""
         return tokens[self._first :] if self._has_penalties else _NONE
 
     def generated(self, tokens: Int32s) -> NDArray[np.bool_]:
-        """Which of `said` were generated."""
+        """bool[n], which of `said` were generated."""
         return np.arange(self._first, self._first + len(self.said(tokens))) >= self._num_prompt
 
     def banned(self, tokens: Int32s) -> Int32s:
@@ -50,12 +50,12 @@ class SequenceEdits:
 
 
 def join_edits(rows: Sequence[int], sequences: Sequence[SequenceEdits], tokens: Sequence[Int32s]) -> LogitEdits | None:
-    """The edits of several units of a plan; None where they come to nothing.
+    """Join the edits of several units of a plan. None means that no logit changes.
 
     Args:
-        rows: the units' indices in the plan.
-        sequences: theirs.
-        tokens: int32, all tokens known of each.
+        rows: indices of the units in the plan.
+        sequences: edits of the units' sequences.
+        tokens: int32, all known tokens of each sequence.
     """
     pairs = list(zip(sequences, tokens, strict=True))
     said, banned = [own.said(known) for own, known in pairs], [own.banned(known) for own, known in pairs]
@@ -72,6 +72,6 @@ def join_edits(rows: Sequence[int], sequences: Sequence[SequenceEdits], tokens: 
 
 
 def _pairs(rows: Sequence[int], token_ids: Sequence[Int32s]) -> Int32s:
-    """int32[2, n]: the row of each id above it."""
+    """int32[2, n], (row, token id) pairs."""
     counts = [len(ids) for ids in token_ids]
     return np.stack([np.repeat(np.array(rows, np.int32), counts), np.concatenate(token_ids)])

@@ -1,4 +1,4 @@
-"""What the batch and the evict policy see of one scheduler's sequences, and when it changes with time alone."""
+"""Views of one scheduler's sequences for the batch and the evict policy."""
 
 from __future__ import annotations
 
@@ -9,50 +9,51 @@ from moestro.core.clock import FOREVER_NS
 from moestro.core.views import BE, LS, BatchView
 from moestro.core.work import Slots
 from moestro.engine.sequences import Sequence, SequenceTable
-from moestro.engine.waiting_admission import Candidate
+from moestro.engine.waiting_admission import AdmissionCandidate
 
 
 class PolicyViews:
-    """Makes views of `table`, which it never changes.
+    """Makes views of `table`, and never changes it.
 
     Args:
-        promotes_after_ns: the order policy's.
+        promotes_after_ns: waiting time after which a best-effort sequence counts as latency-sensitive
+            (`OrderPolicy.promotes_after_ns`).
     """
 
     def __init__(self, table: SequenceTable, promotes_after_ns: int) -> None:
         self._table = table
         self._promotes_after_ns = promotes_after_ns
-        # Columns of the usual step, cut to length.
+        # Constant columns of the usual step, cut to length.
         self._nobody_waits = np.zeros(len(table.sequences), np.bool_)
         self._all_ls = np.full(len(table.sequences), LS, np.uint8)
 
     def running(self, slots: Slots, now_ns: int) -> BatchView:
-        """Of the sequences in `slots`, which are all without a unit in flight."""
+        """View of the running sequences in `slots`, none of which has a unit in flight."""
         table = self._table
-        # `take` costs half of what indexing does on columns of this length.
+        # On columns of this length `take` costs half of indexing.
         num_left = table.num_tokens.take(slots) - table.num_computed.take(slots)
         classes, nobody_waits = self.classes(slots, now_ns), self._nobody_waits[: len(slots)]
         return BatchView(num_left, num_left == 1, nobody_waits, classes, table.num_units_in_flight)
 
-    def with_candidates(self, view: BatchView, candidates: list[Candidate], now_ns: int) -> BatchView:
-        """`view` with a row for each candidate behind the others."""
+    def with_candidates(self, view: BatchView, candidates: list[AdmissionCandidate], now_ns: int) -> BatchView:
+        """Append a row for each candidate to `view`."""
         old, num = len(view.num_left), len(view.num_left) + len(candidates)
         num_left, classes = np.empty(num, np.int32), np.empty(num, np.uint8)
         is_decode, is_waiting = np.zeros(num, np.bool_), np.ones(num, np.bool_)
         num_left[:old], classes[:old], is_decode[:old], is_waiting[:old] = (
             view.num_left, view.service_class, view.is_decode, view.is_waiting
         )  # fmt: skip
-        num_left[old:] = [candidate.fit.num_left for candidate in candidates]
+        num_left[old:] = [candidate.needs.num_left for candidate in candidates]
         classes[old:] = [self.class_of(candidate.sequence, now_ns) for candidate in candidates]
         return BatchView(num_left, is_decode, is_waiting, classes, view.num_in_flight)
 
     def class_of(self, sequence: Sequence, now_ns: int) -> int:
-        """LS or BE; LS too once the order policy has promoted it."""
+        """LS or BE. A best-effort sequence counts as LS once the order policy has promoted it."""
         is_promoted = now_ns - sequence.request.arrival_ns >= self._promotes_after_ns
         return LS if is_promoted else sequence.service_class
 
     def classes(self, slots: Slots, now_ns: int) -> NDArray[np.uint8]:
-        """uint8[n]: `class_of` of the sequences in `slots`."""
+        """uint8[n], `class_of` of the sequences in `slots`."""
         table = self._table
         if table.num_be == 0:
             return self._all_ls[: len(slots)]
@@ -60,7 +61,7 @@ class PolicyViews:
         return np.where(promoted, np.uint8(LS), table.service_class.take(slots))
 
     def holds_until_ns(self, slots: Slots, now_ns: int) -> int:
-        """When the next of the sequences in `slots` is promoted; FOREVER_NS: none will be."""
+        """Time at which the next sequence in `slots` is promoted. FOREVER_NS means never."""
         if self._table.num_be == 0:
             return FOREVER_NS
         promoted_ns = self._table.arrival_ns[slots] + self._promotes_after_ns

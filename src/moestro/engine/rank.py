@@ -15,7 +15,7 @@ from moestro.core.work import Device, Executor, PassCounts, Plan, Slots
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
-from moestro.engine.step_output import Emitted
+from moestro.engine.step_output import StepOutput
 from moestro.flow.executor import FlowExecutor
 
 
@@ -91,12 +91,12 @@ class Rank:
         """Take what is ready, the first half of `step`, as messages."""
         return outputs_of(self.collect(now_ns, is_wanted))
 
-    def collect(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> Emitted:
+    def collect(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> StepOutput:
         """Take what is ready; messages are made of it for a server alone."""
         self._pass_by(now_ns)  # before anything else runs: what came meanwhile may be more urgent
         result = self.executor.poll(now_ns, is_wanted)
         if result is None:
-            return Emitted()
+            return StepOutput()
         self._has_news = True
         if len(self._passing):
             self._passing = np.setdiff1d(self._passing, result.slot)
@@ -197,19 +197,19 @@ def build_preemptive_rank(
     return Rank(Scheduler(settings, executor.recall), executor, passes_decodes=passes_decodes)
 
 
-def outputs_of(emitted: Emitted) -> list[Output]:
+def outputs_of(output: StepOutput) -> list[Output]:
     """One message per sequence that gained a token, whose prompt is over and that wanted none, or that had to end."""
     outputs = []
-    for row, (sequence, reason) in enumerate(zip(emitted.sequences, emitted.finish_reasons, strict=True)):
+    for row, (sequence, reason) in enumerate(zip(output.sequences, output.finish_reasons, strict=True)):
         has_token = sequence.request.sampling.max_tokens > 0 and reason is not FinishReason.NON_FINITE
-        logprobs: tuple[TokenLogprobs, ...] = (emitted.logprobs[row],) if row in emitted.logprobs else ()
+        logprobs: tuple[TokenLogprobs, ...] = (output.logprobs[row],) if row in output.logprobs else ()
         outputs.append(
             Output(
                 request_id=sequence.request.request_id,
-                token_ids=(emitted.token_ids[row],) if has_token else (),
+                token_ids=(output.token_ids[row],) if has_token else (),
                 finish_reason=reason,
                 logprobs=logprobs,
-                prompt_logprobs=emitted.prompt_logprobs.get(row),
+                prompt_logprobs=output.prompt_logprobs.get(row),
                 num_cached_tokens=sequence.num_cached_tokens or 0,
                 admitted_ns=sequence.admitted_ns,
             )

@@ -1,5 +1,7 @@
-"""Who gives up KV: for a running sequence that finds no free block, or for a waiting one. Chooses; changes nothing but
-that units in flight are recalled.
+"""Preemption of sequences: which running sequence frees its KV, for another running one or for a waiting one.
+
+Preempting a sequence frees KV blocks; preempting a batch (`flow`) frees the device and no block. The choice has one
+effect on the state: a chosen sequence's unit in flight is recalled.
 """
 
 from __future__ import annotations
@@ -14,128 +16,130 @@ from moestro.core.work import Slots
 from moestro.engine.host_blocks import HostBlocks
 from moestro.engine.policy_contract import EvictPolicy
 from moestro.engine.policy_views import PolicyViews
-from moestro.engine.waiting_admission import Entrance
+from moestro.engine.waiting_admission import WaitingAdmission
 
-# (slots, now_ns) -> those whose unit in flight was given up.
+# (slots, now_ns) -> those slots whose unit in flight was withdrawn.
 Recall = Callable[[Slots, int], Slots]
 
 
-class Yielding(NamedTuple):
-    """A slot to give up, and whether its KV is to be kept in host memory."""
+class PreemptionVictim(NamedTuple):
+    """A slot to be preempted, and whether its KV is to be kept in host memory."""
 
     slot: int
     keeps: bool
 
 
-class Eviction:
-    """Chooses victims among one scheduler's running sequences.
+class SequencePreemption:
+    """Chooses victims among the running sequences of one scheduler.
 
     Args:
-        policy: who of those that can go.
-        entrance: the scheduler's state, and what a waiting sequence would take of it.
-        views: of that state.
-        host: memory in which KV may be kept.
-        recall: gives up units in flight (see `core.work.Executor.recall`), so that best-effort sequences of which the
-            device has nothing can go too; None: a unit in flight protects its sequence.
+        policy: chooses one victim of several sequences.
+        admission: the scheduler's state, and the needs of waiting sequences.
+        views: makes the policies' views of that state.
+        host: memory for the KV of preempted sequences.
+        recall: withdraws units in flight (`core.work.Executor.recall`), so that a best-effort sequence with a unit that
+            the device has not begun can be a victim. None means that a unit in flight protects its sequence.
 
     Attributes:
-        makes_way: whether waiting latency-sensitive sequences take what running best-effort ones hold.
+        makes_way: whether a waiting latency-sensitive sequence may preempt running best-effort ones.
     """
 
     def __init__(
         self,
         policy: EvictPolicy,
-        entrance: Entrance,
+        admission: WaitingAdmission,
         views: PolicyViews,
         host: HostBlocks,
         recall: Recall | None = None,
     ) -> None:
         self.makes_way = policy.makes_way
         self._policy = policy
-        self._entrance, self._table, self._waiting = entrance, entrance.table, entrance.waiting
+        self._admission, self._table, self._waiting = admission, admission.table, admission.waiting
         self._views = views
         self._host = host
         self._recall = recall
 
-    def victim(self, now_ns: int) -> Yielding:
-        """Whom to give up for a block, of those that can go; there is one without a unit in flight."""
-        slots, room = self._evictable(), self._host.num_free_tokens
-        while not self.take_back((victim := self._choose(slots, room, now_ns)).slot, now_ns):
+    def victim(self, now_ns: int) -> PreemptionVictim:
+        """The sequence to preempt for a free block. At least one running sequence has no unit in flight."""
+        slots, room = self._preemptible(), self._host.num_free_tokens
+        while not self.recall_unit((victim := self._choose(slots, room, now_ns)).slot, now_ns):
             slots = slots[slots != victim.slot]
         return victim
 
-    def victims_for_first(self, now_ns: int, service_class: int | None = None) -> list[Yielding]:
-        """Best-effort sequences to give up, so that the first in order, if it is latency-sensitive, has a place.
+    def victims_for_first(self, now_ns: int, service_class: int | None = None) -> list[PreemptionVictim]:
+        """Best-effort sequences to preempt for the first waiting sequence, if that one is latency-sensitive.
 
         Args:
-            service_class: only if it is of this class (then age does not count); None: of any.
+            service_class: considers the first sequence only if the client gave it this class. Promotion by age then
+                does not count. None means any class.
 
         Returns:
-            As many as it takes; none if it has a place, or if it would have none though all of them went: nobody is
-            preempted for nothing. Units may have been recalled even then, of which the device had done a part.
+            Victims until the first sequence has a place. The list is empty if it has a place already, or if preempting
+            all of them would not suffice. Even then units may have been recalled that the device had begun in part.
         """
         first = next(self._waiting.in_order(now_ns))
         if service_class is not None and first.service_class != service_class:
             return []
-        if self._entrance.has_place(first) or not self.would_make_way(now_ns):
+        if self._admission.has_place(first) or not self.could_make_way(now_ns):
             return []
-        slots, victims, room = self._yielding(now_ns), list[Yielding](), self._host.num_free_tokens
-        while not self._entrance.has_place(first, [victim.slot for victim in victims]):
+        slots, victims, room = self._best_effort(now_ns), list[PreemptionVictim](), self._host.num_free_tokens
+        while not self._admission.has_place(first, [victim.slot for victim in victims]):
             if len(slots) == 0:
-                return []  # the device has something of one that it takes
+                return []  # a needed victim's unit has begun on the device
             victim = self._choose(slots, room, now_ns)
             slots = slots[slots != victim.slot]
-            if self.take_back(victim.slot, now_ns):
+            if self.recall_unit(victim.slot, now_ns):
                 victims.append(victim)
                 wanted = self._host.room_for(int(self._table.num_computed[victim.slot])) if victim.keeps else 0
                 room -= wanted if wanted <= room else 0
         return victims
 
-    def would_make_way(self, now_ns: int) -> bool:
-        """Whether the first in order is latency-sensitive and would have a place if all best-effort sequences went that
-        might.
+    def could_make_way(self, now_ns: int) -> bool:
+        """Whether preempting all best-effort sequences would give the first waiting sequence a place.
+
+        The answer is False where that sequence is best effort itself.
         """
         if not self.makes_way:
             return False
         first = next(self._waiting.in_order(now_ns))
         if self._views.class_of(first, now_ns) == BE:
             return False
-        slots = self._yielding(now_ns)
-        return len(slots) > 0 and self._entrance.has_place(first, slots.tolist())
+        slots = self._best_effort(now_ns)
+        return len(slots) > 0 and self._admission.has_place(first, slots.tolist())
 
-    def _yielding(self, now_ns: int) -> Slots:
-        """Slots of best-effort sequences that might go."""
-        slots = self._evictable()
+    def _best_effort(self, now_ns: int) -> Slots:
+        """Slots of best-effort sequences that might be preempted."""
+        slots = self._preemptible()
         return slots[np.flatnonzero(self._views.classes(slots, now_ns) == BE)]
 
-    def _evictable(self) -> Slots:
-        """Slots without a unit in flight, and those of best-effort sequences whose unit might be recalled."""
+    def _preemptible(self) -> Slots:
+        """Slots without a unit in flight, and slots of best-effort sequences whose unit might be recalled."""
         table = self._table
         if self._recall is None or not table.num_units_in_flight:
             return table.idle()
         return np.concatenate((table.idle(), table.in_flight(BE)))
 
-    def take_back(self, slot: int, now_ns: int) -> bool:
-        """Recall the unit in flight of the sequence in `slot`, if it has one. Returns whether it has none now."""
+    def recall_unit(self, slot: int, now_ns: int) -> bool:
+        """Withdraw the unit in flight of the sequence in `slot`, if any. Returns whether none is in flight now."""
         table = self._table
         if not table.num_in_flight[slot]:
             return True
         if self._recall is None or table.at(slot).is_aborted:
             return False
         if len(self._recall(np.array([slot], np.int64), now_ns)) == 0:
-            return False  # the device has something of it
+            return False  # the device has begun it
         table.num_in_flight[slot] = 0
         table.num_units_in_flight -= 1
         return True
 
-    def _choose(self, slots: Slots, room: int, now_ns: int) -> Yielding:
-        """The one of `slots` that the policy gives up.
+    def _choose(self, slots: Slots, room: int, now_ns: int) -> PreemptionVictim:
+        """Ask the policy for a victim among `slots`.
 
         Args:
-            room: tokens for which host memory has room, once the victims before it are there.
+            room: tokens for which host memory has room after the victims chosen before.
         """
         ranks = self._waiting.rank([self._table.at(slot) for slot in slots.tolist()], now_ns)
         classes = self._views.classes(slots, now_ns)
         view = EvictView(ranks, self._table.num_computed[slots], classes, room)
         row, keeps = self._policy(view)
-        return Yielding(int(slots[row]), keeps)
+        return PreemptionVictim(int(slots[row]), keeps)

@@ -1,8 +1,8 @@
-"""The progress of requests in one engine: a small object each, and one table row for each that is running.
+"""Progress of requests in one rank: an object for each request, and a table row for each running one.
 
-What the scheduler touches at every step lies in the table's columns (struct-of-arrays); what it touches when a sequence
-comes, goes or fills a block lies in the object. A sequence's tokens are in the table while it runs, in the object while
-it waits after a preemption.
+Data of every step lies in the table's columns (struct-of-arrays). Data of rarer events lies in the object: admission,
+preemption, a full block. A sequence's tokens are in the table while it runs, and in the object while it waits after a
+preemption.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ NEVER = np.iinfo(np.int32).max
 
 
 class BlockContent(NamedTuple):
-    """What is in a full block, and which one is before it; None: a prompt begins with it, under this salt if any."""
+    """Content of a full block.
+
+    Attributes:
+        parent: name of the block before it. None means that the block begins a prompt.
+        token_ids: packed int32.
+        cache_salt: salt of the name, where the block begins a prompt.
+    """
 
     parent: bytes | None
     token_ids: bytes
@@ -33,25 +39,25 @@ class BlockContent(NamedTuple):
 
 
 class Sequence:
-    """One request's progress; survives preemption.
+    """Progress of one request, across preemptions.
 
     Attributes:
-        request: what was asked.
-        serial: order of arrival at this engine, unique.
-        slot: the row in the table while running, else None.
-        blocks: block ids held, in the order of the tokens.
-        host_blocks, num_kept: blocks of host memory that keep its KV while it waits after a preemption, in the order
-            of the tokens, and for how many tokens; none while it runs.
+        request: the client's request.
+        serial: order of arrival at this rank, unique.
+        slot: row in the table while running, else None.
+        blocks: ids of the held blocks, in the order of the tokens.
+        host_blocks: blocks of host memory that keep its KV after a preemption, in the order of the tokens.
+        num_kept: tokens whose KV is in host memory; 0 while it runs.
         hashes: hashes of its full blocks known so far, by position.
-        generated: int32, tokens sampled before it was last preempted, or before another engine resumed it here (zeros
-            when a hashed trace is replayed).
-        edits: what it wants changed in its logits; None: nothing.
-        num_cached_tokens: prompt tokens taken from the prefix cache at first admission; None before it.
-        admitted_ns: when that was.
-        prompt_logprobs: collected so far; None once delivered, or when none are wanted.
-        num_preemptions: times that it gave its blocks up.
-        is_aborted: to be dropped when its unit in flight returns.
-        service_class: LS or BE, as the client said it.
+        generated: int32, tokens sampled before its last preemption, or by the engine from which it was resumed. They
+            are zeros in a hashed trace.
+        edits: changes to its logits. None means no change.
+        num_cached_tokens: prompt tokens found in the prefix cache at its first admission; None before.
+        admitted_ns: time of its first admission.
+        prompt_logprobs: entries collected so far. None means delivered or not wanted.
+        num_preemptions: number of its preemptions.
+        is_aborted: whether the sequence is dropped when its unit in flight returns.
+        service_class: LS or BE, as given by the client.
         user: `name_key` of the user.
     """
 
@@ -80,22 +86,22 @@ class Sequence:
         wanted = request.sampling.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wanted else None
         self.sampling_row = sampling_row(request.sampling)
-        edits_logits = request.sampling.edits_logits and request.token_ids is not None  # a trace has no logits
+        edits_logits = request.sampling.edits_logits and request.token_ids is not None  # a hashed trace has no logits
         self.edits = SequenceEdits(request) if edits_logits else None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known while it waits: the prompt and `generated`."""
+        """Known tokens of a waiting sequence: the prompt and `generated`."""
         return self.request.num_prompt_tokens + len(self.generated)
 
     def readable_hashes(self) -> list[bytes]:
-        """Hashes under which it may read cached blocks: none while prompt logprobs are to be computed."""
+        """Hashes by which cached blocks may be shared; none while prompt logprobs are still to be computed."""
         return [] if self.prompt_logprobs is not None else self.hashes
 
     def contents(
         self, first: int, end: int, token_row: NDArray[np.int32], block_size: int
     ) -> dict[bytes, BlockContent]:
-        """What is in its blocks `first` .. `end` - 1, by name.
+        """Contents of blocks `first` .. `end` - 1, by name.
 
         Args:
             token_row: int32, the sequence's tokens by position.
@@ -110,10 +116,10 @@ class Sequence:
         }
 
     def extend_hashes(self, num_blocks: int, block_size: int, token_row: NDArray[np.int32] | None) -> None:
-        """Make the hashes of the first `num_blocks` full blocks known, as far as the tokens are.
+        """Compute the missing hashes of the first `num_blocks` full blocks.
 
         Args:
-            token_row: int32, the sequence's tokens by position; None: only given hashes are known.
+            token_row: int32, the sequence's tokens by position. None means that tokens are unknown: nothing changes.
         """
         while token_row is not None and len(self.hashes) < num_blocks:
             start = len(self.hashes) * block_size
@@ -129,7 +135,7 @@ class Sequence:
 
 
 def sampling_row(sampling: SamplingParams) -> NDArray[np.void]:
-    """SAMPLING_ROW of a request, shape (); not to be written to, for requests that sample alike share it."""
+    """SAMPLING_ROW of a request, shape (). Requests with equal parameters share it, so callers must not write to it."""
     counts = (
         -1 if sampling.logprobs is None else sampling.logprobs,
         -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs,
@@ -140,7 +146,7 @@ def sampling_row(sampling: SamplingParams) -> NDArray[np.void]:
 _sampled = attrgetter(*(SAMPLING_ROW.names or ())[:-3])
 
 
-@lru_cache(maxsize=256)  # those of a trace are all alike, and a row costs as much as the rest of a sequence
+@lru_cache(maxsize=256)  # requests of a trace are alike, and a row costs as much as the rest of a sequence
 def _row_of(*values: float) -> NDArray[np.void]:
     return np.array(values, SAMPLING_ROW)
 
@@ -152,22 +158,27 @@ class SequenceTable:
         running: int64, slots in order of admission.
         serial: int64[slots], `Sequence.serial`.
         num_tokens: int32[slots], tokens known.
-        num_computed: int32[slots], tokens whose KV is in the pool (or on its way, while in flight).
+        num_computed: int32[slots], tokens whose KV is in the pool.
         num_prompt: int32[slots].
-        service_class: uint8[slots], LS or BE, as the client said it.
+        service_class: uint8[slots], LS or BE, as given by the client.
         arrival_ns: int64[slots].
-        last_num_tokens: int32[slots], `num_tokens` at which max_tokens ends it.
-        capacity: int32[slots], tokens for which it holds blocks.
+        last_num_tokens: int32[slots], `num_tokens` at which max_tokens ends the sequence.
+        capacity: int32[slots], tokens that fit into the held blocks.
         write_start: int32[slots], positions below it lie in shared blocks and are never written.
-        next_full_at: int32[slots], tokens with KV at which its next block is full and the pool is told, if its hash can
-            be known; else NEVER.
-        num_in_flight: int32[slots], tokens of its unit in flight; 0: idle.
+        next_full_at: int32[slots], tokens with KV at which the next block is full and enters the prefix cache. NEVER
+            where the hash of that block cannot be known.
+        num_in_flight: int32[slots], tokens of the unit in flight; 0 means idle.
         wants_prompt_logprobs, edits_logits: bool[slots].
         block_table: int32[slots, max blocks].
         token_ids: int32[slots, max_model_len].
         sampling: SAMPLING_ROW[slots].
-        num_units_in_flight, num_hashed, num_wanting_prompt_logprobs, num_editing, num_scoring, num_be: rows for which
-            that is so (scoring: max_tokens is 0). Counted, so that the usual step, in which nobody does, does not look.
+        num_units_in_flight: rows with a unit in flight.
+        num_hashed: rows of hashed traces, without token ids.
+        num_wanting_prompt_logprobs, num_editing: rows that ask for prompt logprobs, or for changes to their logits.
+        num_scoring: rows with max_tokens 0.
+        num_be: best-effort rows.
+
+    The counts spare the usual step a look at columns that are all zero.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
@@ -203,7 +214,7 @@ class SequenceTable:
 
     @property
     def num_free_slots(self) -> int:
-        """Sequences that could still be admitted."""
+        """Slots without a sequence."""
         return len(self._free)
 
     def at(self, slot: int) -> Sequence:
@@ -217,11 +228,11 @@ class SequenceTable:
         return list(map(self.sequences.__getitem__, slots.tolist()))  # type: ignore[arg-type]
 
     def insert(self, sequence: Sequence, num_computed: int, num_shared: int) -> int:
-        """Give `sequence`, whose blocks are set, a slot at the end of `running`.
+        """Put `sequence`, whose blocks are set, into a slot at the end of `running`.
 
         Args:
-            num_computed: tokens whose KV is there already.
-            num_shared: its first blocks that come from the prefix cache.
+            num_computed: tokens that have KV already.
+            num_shared: number of its first blocks that come from the prefix cache.
 
         Returns:
             The slot.
@@ -254,12 +265,12 @@ class SequenceTable:
         if request.token_ids is not None:
             self.token_ids[slot, : request.num_prompt_tokens] = request.token_array()
             self.token_ids[slot, request.num_prompt_tokens : num_tokens] = sequence.generated
-            self.token_ids[slot, num_tokens] = 0  # not what an earlier sequence left: it is looked up, for nothing
+            self.token_ids[slot, num_tokens] = 0  # read as a placeholder, which must not be an earlier sequence's token
         self.running = np.concatenate((self.running, np.array((slot,), np.int64)))
         return slot
 
     def remove(self, slot: int) -> Sequence:
-        """Take the sequence and its tokens out of its slot; its blocks are the caller's to release."""
+        """Take the sequence and its tokens out of its slot. The caller releases its blocks."""
         sequence = self.at(slot)
         start, end = sequence.request.num_prompt_tokens, int(self.num_tokens[slot])
         is_hashed = sequence.request.token_ids is None
@@ -283,7 +294,7 @@ class SequenceTable:
         self.capacity[slot] += self.block_size
 
     def add_blocks(self, slots: list[int], blocks: list[int]) -> None:
-        """As `add_block`, for each pair of them; a slot may come more than once."""
+        """Append each block to the sequence in its slot; a slot may occur more than once."""
         positions = []
         for slot, block in zip(slots, blocks, strict=True):
             held = self.at(slot).blocks
@@ -293,20 +304,29 @@ class SequenceTable:
         np.add.at(self.capacity, slots, self.block_size)
 
     def learn_hashes(self, slot: int, packed: bytes) -> None:
-        """The sequence completes blocks, or will before they are looked for, whose hashes its script knows."""
+        """Append hashes, known from its script, of blocks that the sequence completes before they are looked up."""
         sequence = self.at(slot)
         if packed and self.next_full_at[slot] == NEVER:
             self.next_full_at[slot] = (len(sequence.hashes) + 1) * self.block_size
         sequence.learn_hashes(packed)
 
     def remembered(self, slot: int, num_blocks: int) -> None:
-        """The pool was told of the first `num_blocks` blocks of the sequence."""
+        """Note that the first `num_blocks` blocks of the sequence are in the prefix cache."""
         sequence = self.at(slot)
         has_names = sequence.request.token_ids is not None or len(sequence.hashes) > num_blocks
         self.next_full_at[slot] = (num_blocks + 1) * self.block_size if has_names else NEVER
 
+    def add_prompt_logprobs(self, slot: int, entries: tuple[TokenLogprobs, ...]) -> None:
+        """Append entries to the prompt logprobs collected so far."""
+        collected = self.at(slot).prompt_logprobs
+        assert collected is not None, f"slot {slot} wants no prompt logprobs"
+        collected.extend(entries)
+
     def take_prompt_logprobs(self, slot: int) -> tuple[TokenLogprobs, ...]:
-        """All of the prompt's, once; the entry after its last token is the answer's and is dropped."""
+        """Take the prompt logprobs, once.
+
+        The entry after the prompt's last token belongs to the answer and is dropped.
+        """
         sequence = self.at(slot)
         assert sequence.prompt_logprobs is not None, f"slot {slot} wants no prompt logprobs"
         entries = tuple(sequence.prompt_logprobs[: sequence.request.num_prompt_tokens - 1])
@@ -316,7 +336,7 @@ class SequenceTable:
         return entries
 
     def logit_edits(self, slots: Slots, logits: NDArray[np.uint8]) -> LogitEdits | None:
-        """What units at `slots` that want `logits` ask to be changed in them; None: nothing."""
+        """Changes to the wanted `logits` of units at `slots`. None means no change."""
         rows = np.flatnonzero(self.edits_logits[slots] & (logits & LOGITS_LAST != 0)).tolist()
         sequences, tokens = [], []
         for slot in slots[rows].tolist():
@@ -327,7 +347,7 @@ class SequenceTable:
         return join_edits(rows, sequences, tokens) if rows else None
 
     def idle(self, service_class: int | None = None) -> Slots:
-        """Slots (those of `service_class`; None: all) without a unit in flight, in order of admission."""
+        """Slots without a unit in flight, in order of admission. With `service_class`, only slots of that class."""
         slots = self.running if service_class is None else self._of_class(service_class)
         return slots[self.num_in_flight.take(slots) == 0] if self.num_units_in_flight else slots
 
@@ -337,7 +357,7 @@ class SequenceTable:
         return slots[self.num_in_flight.take(slots) > 0]
 
     def has_no_token(self, slots: Slots) -> NDArray[np.bool_]:
-        """Which of `slots` have generated nothing."""
+        """bool[n], which of `slots` have generated no token."""
         has_none: NDArray[np.bool_] = self.num_tokens.take(slots) == self.num_prompt.take(slots)
         return has_none
 

@@ -1,25 +1,29 @@
-"""What one step gained: a scheduler says it, its driver makes messages of it."""
+"""Output of one scheduler step: the sampled tokens, and the sequences that ended."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
+from moestro.core.columns import true_rows
 from moestro.core.request import FinishReason, TokenLogprobs
-from moestro.engine.sequences import Sequence
+from moestro.core.work import StepResult
+from moestro.engine.sequences import Sequence, SequenceTable
 
 
-class Emitted(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Tokens sampled in one step, one row per sequence that gained one or had to end without.
+class StepOutput(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """Tokens sampled in one step: one row for each sequence that gained a token or had to end without one.
 
     Attributes:
-        sequences: who.
-        token_ids: what (-1 when a hashed trace is replayed, max_tokens is 0 and the prompt is over, or the reason to
-            finish is NON_FINITE).
-        finish_reasons: None while it goes on.
-        logprobs: by row.
-        prompt_logprobs: by row, all of the prompt's, with the first token.
+        sequences: the sequence of each row.
+        token_ids: the sampled token of each row. The value is -1 where there is no token: in a hashed trace, after a
+            prompt with max_tokens 0, and with the finish reason NON_FINITE.
+        finish_reasons: why the sequence of each row ended. None means that it continues.
+        logprobs: by row, of the sampled token.
+        prompt_logprobs: by row, of the whole prompt, once.
     """
 
     sequences: list[Sequence] = msgspec.field(default_factory=list)
@@ -35,12 +39,60 @@ class Emitted(msgspec.Struct, frozen=True, eq=False, gc=False):
         self.finish_reasons.extend([FinishReason.NON_FINITE] * len(sequences))
 
 
+def append_sampled_tokens(table: SequenceTable, result: StepResult, sampled: NDArray[np.bool_]) -> StepOutput:
+    """Append the sampled tokens of `result` to their sequences, and give a finish reason to those that ended.
+
+    A sequence with max_tokens 0 takes a placeholder of -1 that is never sent, and ends with it.
+
+    Args:
+        sampled: bool[n], rows of the result that have sampled a token.
+    """
+    slots, tokens, finished = result.slot, result.token_ids, result.finished
+    rows = None
+    if np.count_nonzero(sampled) < len(sampled):
+        (rows,) = sampled.nonzero()
+        slots = slots.take(rows)
+        tokens = None if tokens is None else tokens.take(rows)
+        finished = None if finished is None else finished.take(rows)
+    num_tokens = table.num_tokens.take(slots)
+    if tokens is not None:
+        table.token_ids[slots, num_tokens] = tokens
+    num_tokens += 1
+    table.num_tokens[slots] = num_tokens
+    output = StepOutput(table.at_all(slots), [-1] * len(slots) if tokens is None else tokens.tolist())
+    output.finish_reasons.extend([None] * len(slots))
+    reasons = output.finish_reasons
+    for row in true_rows(num_tokens >= table.last_num_tokens.take(slots)):
+        reasons[row] = FinishReason.LENGTH
+    stopped = [] if finished is None else true_rows(finished)
+    if tokens is not None:
+        pairs = zip(output.sequences, output.token_ids, strict=True)
+        stopped += [row for row, (sequence, token) in enumerate(pairs) if token in sequence.stop_token_ids]
+    for row in stopped:
+        reasons[row] = FinishReason.STOP
+    if result.logprobs:
+        row_of = {index: row for row, index in enumerate(range(len(slots)) if rows is None else rows.tolist())}
+        output.logprobs.update({row_of[index]: entry for index, entry in result.logprobs.items()})
+    if table.num_wanting_prompt_logprobs:
+        for row in true_rows(table.wants_prompt_logprobs.take(slots)):
+            output.prompt_logprobs[row] = table.take_prompt_logprobs(int(slots[row]))
+    return output
+
+
 @dataclass(slots=True)
 class SchedulerCounts:
-    """A scheduler's totals since the start."""
+    """Totals of one scheduler since its start.
+
+    Attributes:
+        num_preemptions: preemptions of sequences.
+        num_queried_tokens: prompt tokens of admitted sequences.
+        num_hit_tokens: those of them that the prefix cache held.
+        num_kept_tokens: tokens of preempted sequences whose KV was copied to host memory.
+        num_restored_tokens: tokens whose KV was copied back.
+    """
 
     num_preemptions: int = 0
-    num_queried_tokens: int = 0  # prompt tokens of admitted sequences
-    num_hit_tokens: int = 0  # of these, taken from the prefix cache
-    num_kept_tokens: int = 0  # whose KV preempted sequences left in host memory
-    num_restored_tokens: int = 0  # whose KV was copied back
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_kept_tokens: int = 0
+    num_restored_tokens: int = 0

@@ -1,4 +1,4 @@
-"""A plan's columns, gathered from the running sequences'."""
+"""Columns of a plan, gathered from the table of running sequences."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from moestro.engine.sequences import SequenceTable
 
 
 def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
-    """The units of a plan, whose tokens are in flight from now on."""
+    """Make the units of a plan, and mark their tokens as in flight."""
     start = table.num_computed.take(slots)
-    # LOGITS_LAST is 1: a comparison is the column.
+    # LOGITS_LAST is 1, so the comparison itself is the column.
     logits = (start + num_tokens == table.num_tokens.take(slots)).view(np.uint8)
     if table.num_scoring:
         logits[table.last_num_tokens[slots] == table.num_prompt[slots]] = LOGITS_NONE
@@ -32,8 +32,8 @@ def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
         num_tokens=num_tokens,
         write_start=np.maximum(start, table.write_start.take(slots)),
         logits=logits,
-        block_tables=table.block_table[slots, :width],  # `take` would copy the whole table, its columns being cut
-        sampling=table.sampling.take(slots),  # a fifth of what [slots] costs on rows of this kind
+        block_tables=table.block_table[slots, :width],  # `take` would copy the whole table first
+        sampling=table.sampling.take(slots),  # costs a fifth of [slots] on structured rows
         token_ids=_token_ids(table, slots, start, num_tokens),
         next_token_ids=following,
         edits=edits,
@@ -41,7 +41,7 @@ def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
 
 
 def _token_ids(table: SequenceTable, slots: Slots, start: Int32s, num_tokens: Int32s) -> Int32s | None:
-    """The units' tokens end to end; None where hashed traces are replayed."""
+    """The units' tokens end to end. None means that hashed traces are replayed."""
     if table.num_hashed:
         return None
     total = int(num_tokens.sum())

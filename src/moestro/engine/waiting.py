@@ -1,4 +1,4 @@
-"""The waiting queue of one engine: columns for the order policy, objects for the scheduler."""
+"""Waiting queue of one rank: columns for the order policy, objects for the scheduler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moestro.engine.block_pool import BlockPool
 from moestro.engine.policy_contract import OrderEvent, OrderPolicy
 from moestro.engine.sequences import Sequence
 
-MAX_LOOKED_UP = 64  # rows for which the prefix cache is asked, the oldest; log2(blocks) look-ups each
+MAX_LOOKED_UP = 64  # the oldest rows, which are looked up in the prefix cache; log2(blocks) look-ups each
 
 _COLUMNS = np.dtype(
     [
@@ -31,18 +31,20 @@ _COLUMNS = np.dtype(
 
 
 class WaitingQueue:
-    """Sequences that hold no KV, in the order of the policy, which is asked again only when the order may have changed.
+    """Sequences without KV blocks, in the order policy's order.
 
-    Rows are appended and marked dead, and compacted when half are dead, so that a long queue costs no Python per row.
+    The policy is asked again only when the order may have changed. Rows are appended and marked dead, and compacted
+    when half of them are dead, so that a long queue costs no Python per row.
 
     Args:
-        policy: orders the rows; its state changes through `observe` here and nowhere else.
-        pool: whose prefix cache is looked into for a policy that asks for it.
+        policy: orders the rows; its state changes only through `observe` here.
+        pool: prefix cache, for a policy that reads it.
         block_size: tokens of one block.
 
     Attributes:
-        num_tokens, num_kept: of all that wait, and those of them whose KV is in host memory.
-        num_ls: latency-sensitive sequences among them.
+        num_tokens: known tokens of all waiting sequences.
+        num_kept: those of them whose KV is in host memory.
+        num_ls: latency-sensitive waiting sequences.
     """
 
     def __init__(self, policy: OrderPolicy, pool: BlockPool, block_size: int) -> None:
@@ -56,7 +58,7 @@ class WaitingQueue:
         self.num_tokens = self.num_kept = 0
         self.num_ls = 0
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
-        # The order holds from the first of these times until before the second, while the pool's hashes stay.
+        # The order holds in [_from_ns, _until_ns), as long as the prefix cache stays the same.
         self._from_ns = self._until_ns = 0
         self._pool_version = 0
 
@@ -90,12 +92,12 @@ class WaitingQueue:
         self._until_ns = self._from_ns
 
     def observe(self, event: OrderEvent) -> None:
-        """Tell the policy."""
+        """Pass an event to the policy; the order may change."""
         self.policy.observe(event)
         self._until_ns = self._from_ns
 
     def in_order(self, now_ns: int) -> Iterator[Sequence]:
-        """The sequences, the first to be admitted first; the queue must not change while they are drawn."""
+        """Iterate over the sequences in order of admission; the queue must not change meanwhile."""
         self._sort(now_ns)
         for row in self._order:
             sequence = self._sequences[row]
@@ -103,12 +105,12 @@ class WaitingQueue:
             yield sequence
 
     def order_holds_until_ns(self, now_ns: int) -> int:
-        """The first time after `now_ns` at which the order may differ though nothing happened but time."""
+        """The first time after `now_ns` at which the order may change with time alone."""
         self._sort(now_ns)
         return self._until_ns
 
     def rank(self, sequences: list[Sequence], now_ns: int) -> NDArray[np.int64]:
-        """int64[n]: the place of each of `sequences`, which need not be here, in the policy's order of them."""
+        """int64[n], the place of each of `sequences` in the policy's order of them; they need not be in the queue."""
         rows = np.array([_row(sequence) for sequence in sequences], _COLUMNS)
         order = self.policy.order(self._view(rows, sequences.__getitem__), now_ns)
         ranks = np.empty(len(sequences), np.int64)
@@ -124,14 +126,14 @@ class WaitingQueue:
             self._order, self._from_ns, self._until_ns = rows, now_ns, FOREVER_NS
             self._pool_version = self._pool.version
             return
-        # `take` costs a tenth of what indexing does on rows of this kind.
+        # On structured rows `take` costs a tenth of indexing.
         view = self._view(self._rows.take(rows), lambda i: self._sequences[rows[i]])
         self._order = rows[self.policy.order(view, now_ns)]
         self._from_ns, self._until_ns = now_ns, self.policy.next_change_ns(view, now_ns)
         self._pool_version = self._pool.version
 
     def _view(self, rows: NDArray[np.void], sequence_at: Callable[[int], Sequence | None]) -> WaitingView:
-        """What the policy sees of `rows`, the i-th of which is that of `sequence_at(i)`."""
+        """The policy's view of `rows`; row i belongs to `sequence_at(i)`."""
         return WaitingView(
             arrival_ns=rows["arrival_ns"],
             num_prompt_tokens=rows["num_prompt_tokens"],
@@ -153,7 +155,7 @@ class WaitingQueue:
         return num_uncached
 
     def _compact(self) -> None:
-        """Drop dead rows; double the space when more than half are alive."""
+        """Drop dead rows, and double the space when more than half of the rows are alive."""
         rows = np.flatnonzero(self._live)
         size = len(self._rows) * (2 if 2 * len(rows) > len(self._rows) else 1)
         kept = np.empty(size, _COLUMNS)

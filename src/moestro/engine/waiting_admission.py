@@ -1,4 +1,7 @@
-"""Who could enter: whether a waiting sequence finds a slot and blocks beside the running ones. Decides nothing."""
+"""Admission of waiting sequences: which of them would find a slot and KV blocks beside the running ones.
+
+Everything here only reads the scheduler's state.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from moestro.engine.sequences import Sequence, SequenceTable
 from moestro.engine.waiting import WaitingQueue
 
 
-class Fit(NamedTuple):
-    """What admitting a waiting sequence would take.
+class AdmissionNeeds(NamedTuple):
+    """Blocks and computation that the admission of a waiting sequence would take.
 
     Attributes:
-        shared: cached blocks that it would share.
-        num_own: blocks that it would be given besides.
-        num_taken: free blocks that would be fewer: its own, and the shared ones that nobody holds now.
-        num_cached: tokens that it need not compute: found in the prefix cache, or kept in host memory.
-        num_left: those that it must.
+        shared: cached blocks that the sequence would share.
+        num_own: further blocks that it would be given.
+        num_taken: free blocks that the pool would lose: the own ones, and shared ones without a holder now.
+        num_cached: tokens that need no computation, from the prefix cache or from host memory.
+        num_left: tokens that the sequence would compute.
     """
 
     shared: list[int]
@@ -32,16 +35,16 @@ class Fit(NamedTuple):
     num_left: int
 
 
-class Candidate(NamedTuple):
-    """A waiting sequence that could enter, and what it would take if nothing changed before."""
+class AdmissionCandidate(NamedTuple):
+    """A waiting sequence that could be admitted, and its needs as long as the pool does not change."""
 
     sequence: Sequence
-    fit: Fit
+    needs: AdmissionNeeds
 
 
 @dataclass(frozen=True, slots=True)
-class Entrance:
-    """Looks at one scheduler's state, which it never changes.
+class WaitingAdmission:
+    """Finds the waiting sequences of one scheduler that could be admitted.
 
     Attributes:
         max_num_be: best-effort sequences that may run at once.
@@ -50,44 +53,44 @@ class Entrance:
     pool: BlockPool
     table: SequenceTable
     waiting: WaitingQueue
-    block_size: int
     max_num_be: int
 
-    def fit(self, sequence: Sequence) -> Fit:
-        """What admitting a waiting sequence now would take."""
-        block_size, num_tokens = self.block_size, sequence.num_tokens
+    def needs(self, sequence: Sequence) -> AdmissionNeeds:
+        """Blocks and computation that a waiting sequence would take now."""
+        block_size, num_tokens = self.table.block_size, sequence.num_tokens
         shared = self.pool.find_prefix(sequence.readable_hashes()[: num_tokens // block_size])
         num_own = -(-num_tokens // block_size) - len(shared)
-        # The last token is computed even on a full hit: its logits are wanted.
+        # The last token is computed even when the cache holds the whole prompt, because its logits are wanted.
         num_cached = min(max(len(shared) * block_size, sequence.num_kept), num_tokens - 1)
-        return Fit(shared, num_own, num_own + self.pool.num_free_among(shared), num_cached, num_tokens - num_cached)
+        num_taken = num_own + self.pool.num_free_among(shared)
+        return AdmissionNeeds(shared, num_own, num_taken, num_cached, num_tokens - num_cached)
 
-    def has_place(self, sequence: Sequence, gone: Collection[int] = ()) -> bool:
-        """Whether a waiting sequence would find a slot and its blocks, had those in the slots `gone` left."""
-        table, slots = self.table, list(gone)
+    def has_place(self, sequence: Sequence, preempted: Collection[int] = ()) -> bool:
+        """Whether a waiting sequence would find a slot and blocks if the sequences in slots `preempted` were gone."""
+        table, slots = self.table, list(preempted)
         num_be = table.num_be - int(np.count_nonzero(table.service_class[slots] == BE))
         if table.num_free_slots + len(slots) == 0 or num_be + (sequence.service_class == BE) > self.max_num_be:
             return False
-        fit, num_blocks = self.fit(sequence), self._num_blocks() + len(slots)
-        if not slots or fit.num_taken > num_blocks + int(table.capacity[slots].sum()) // self.block_size:
-            return fit.num_taken <= num_blocks
-        # Blocks that others hold too stay held; of the prefix that it would share, those set free are taken again.
+        needs, num_blocks = self.needs(sequence), self._num_blocks() + len(slots)
+        if not slots or needs.num_taken > num_blocks + int(table.capacity[slots].sum()) // table.block_size:
+            return needs.num_taken <= num_blocks
+        # A block with another holder stays held. A freed block of the sequence's own prefix would be taken again.
         freed = self.pool.freed_by([table.at(slot).blocks for slot in slots])
-        return fit.num_taken + len(freed.intersection(fit.shared)) <= num_blocks + len(freed)
+        return needs.num_taken + len(freed.intersection(needs.shared)) <= num_blocks + len(freed)
 
     def candidates(
         self, room: int, limits: BatchLimits, now_ns: int, service_class: int | None = None
-    ) -> list[Candidate]:
-        """Waiting sequences that could enter beside the running ones, in order.
+    ) -> list[AdmissionCandidate]:
+        """Waiting sequences that could be admitted beside the running ones, in the order policy's order.
 
-        The first that does not fit stops the search: nobody overtakes it for being smaller. But where best effort's
-        places are taken, those who need none of them go on.
+        The first sequence that does not fit ends the search, so that a smaller one behind it cannot overtake it. Where
+        all places for best effort are taken, latency-sensitive sequences may overtake best-effort ones.
 
         Args:
-            room: tokens that newcomers might be given; 0 or less: nobody is looked at.
-            service_class: only sequences of this class; None: all.
+            room: tokens that admitted sequences may be given. With 0 or less there are no candidates.
+            service_class: considers only sequences of this class. None means all classes.
         """
-        found: list[Candidate] = []
+        found: list[AdmissionCandidate] = []
         if room <= 0 or self.table.num_free_slots == 0:
             return found
         num_free, num_be, num_ls_left = self._num_blocks(), self.table.num_be, self.waiting.num_ls
@@ -100,17 +103,20 @@ class Entrance:
                 continue
             if service_class is not None and sequence.service_class != service_class:
                 continue
-            fit = self.fit(sequence)
-            num_free -= fit.num_taken
+            needs = self.needs(sequence)
+            num_free -= needs.num_taken
             if num_free < 0:
                 break
             num_be += is_be
-            found.append(Candidate(sequence, fit))
-            room -= min(fit.num_left, limits.max_chunk)
+            found.append(AdmissionCandidate(sequence, needs))
+            room -= min(needs.num_left, limits.max_chunk)
             if room <= 0 or len(found) == self.table.num_free_slots:
                 break
         return found
 
     def _num_blocks(self) -> int:
-        """Free blocks for newcomers: one is kept back for each that runs, or a newcomer would soon be evicted again."""
+        """Free blocks for admission.
+
+        One block is reserved for each running sequence, or an admitted sequence would soon be preempted again.
+        """
         return self.pool.num_free - len(self.table.running)

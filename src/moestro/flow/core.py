@@ -1,6 +1,6 @@
 """The flow core: events in, commands out. Which tokens wait where, what runs next, who is done. No clock, no device.
 
-    Submitted   a plan's units go to the attention of layer 0, or wait at the door until there are rows for them
+    PlanSubmitted   a plan's units go to the attention of layer 0, or wait at the door until there are rows for them
     attention   answers each token's experts: its units wait for all of these
     experts     answer contributions: a unit that lacks none goes to the attention of the next layer
     sampler     behind the last layer: the units' result leaves the core
@@ -46,7 +46,7 @@ _NONE = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Submitted:
+class PlanSubmitted:
     """Event: a plan is to be computed."""
 
     plan: Plan
@@ -64,7 +64,7 @@ class Tick:
     """Event: the device may have room for more."""
 
 
-Event = Submitted | Done | Tick
+Event = PlanSubmitted | Done | Tick
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,7 +167,7 @@ class FlowCore:
         match event:
             case Done(result):
                 self._take(now_ns, result, commands)
-            case Submitted(plan):
+            case PlanSubmitted(plan):
                 self._submit(plan, now_ns, commands)
             case Tick():
                 self._choose(now_ns, commands)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from moestro.core.stages import StagedDevice
 from moestro.core.views import StepPolicy
 from moestro.core.work import PassCounts, Plan, Slots, StepResult
-from moestro.flow.core import Done, Emit, Event, FlowCore, Launch, Submitted, Tick, Withdraw
+from moestro.flow.core import Done, Emit, Event, FlowCore, Launch, PlanSubmitted, Tick, Withdraw
 
 
 class FlowExecutor:
@@ -41,7 +41,7 @@ class FlowExecutor:
         """Let a plan in. What has not begun of other plans goes back to its queues."""
         if plan.moves is not None:
             self._device.move_blocks(plan.moves, now_ns)
-        self._tell(Submitted(plan), now_ns)
+        self._tell(PlanSubmitted(plan), now_ns)
 
     def start(self, now_ns: int) -> None:
         """Give the device what it has room for, unless it works only when it is polled."""

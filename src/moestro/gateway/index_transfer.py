@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import StreamReader, web
 
 from moestro.core.hashing import HASH_BYTES
-from moestro.core.prefix_tree import Run
+from moestro.core.prefix_tree import BlockRun
 from moestro.errors import RequestError
 from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.web.errors import HttpError
@@ -82,7 +82,7 @@ class IndexTransfer:
         answer = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         await answer.prepare(http)
         await answer.write(_message(TransferHead(self._reading, list(prompts))))
-        numbers: dict[Run, int] = {}
+        numbers: dict[BlockRun, int] = {}
         for engine, last_runs in enumerate(prompts.values()):
             for part in _parts(engine, last_runs, numbers):
                 await answer.write(_message(part))
@@ -130,7 +130,7 @@ class IndexTransfer:
         return next((engine for engine in self._fleet if engine.url == url), None)
 
 
-def _parts(engine: int, last_runs: Iterable[Run], numbers: dict[Run, int]) -> Iterator[TransferPart]:
+def _parts(engine: int, last_runs: Iterable[BlockRun], numbers: dict[BlockRun, int]) -> Iterator[TransferPart]:
     """What a router has of an engine, while it goes on changing: of a run that has been told, the blocks up to its end
     stay the same, be it cut or dropped.
     """
@@ -146,7 +146,7 @@ def _parts(engine: int, last_runs: Iterable[Run], numbers: dict[Run, int]) -> It
         yield part
 
 
-def _number(last: Run, numbers: dict[Run, int], runs: list[tuple[int, bytes]]) -> int:
+def _number(last: BlockRun, numbers: dict[BlockRun, int], runs: list[tuple[int, bytes]]) -> int:
     """The number of a run; if it is new, it and what is new before it are told in `runs`."""
     new, run = [], last
     number = _NO_PARENT

@@ -95,7 +95,7 @@ class _RouterServer:
         warn_if_open(listener, settings.front.api_key)
         summary = RouteSummary(
             engines=app.engine_admin.views(),
-            policy=settings.routing.route_policy,
+            policy=settings.policy.route_policy,
             prompts=self._prompt_reader.words,
             url=url_of(listener),
             admin_url=url_of(admin_listener),

@@ -24,7 +24,7 @@ _MAX_MEASURED_ROWS = 256  # log probabilities of a long prompt come in pieces, b
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Measured:
+class LogprobRows:
     """Log probabilities of some rows.
 
     Attributes:
@@ -66,8 +66,8 @@ class PendingResult:
     units: Units
     sampled_units: Int64s
     tokens: Tensor
-    sampled: Measured | None
-    prompt: Measured | None
+    sampled: LogprobRows | None
+    prompt: LogprobRows | None
     expert_counts: Tensor | None
     done: Any = None  # torch.cuda.Event, whose methods torch leaves untyped
 
@@ -127,17 +127,17 @@ def compute_result(step: PagedStep, logits: Tensor, expert_counts: Tensor | None
     return PendingResult(units, sampled_units, tokens, sampled, prompt, expert_counts, done)
 
 
-def _measure_sampled(step: PagedStep, sampled_units: Int64s, last: Tensor, tokens: Tensor) -> Measured | None:
+def _measure_sampled(step: PagedStep, sampled_units: Int64s, last: Tensor, tokens: Tensor) -> LogprobRows | None:
     num_top: NDArray[np.int32] = step.units.sampling["num_logprobs"][sampled_units]
     rows = np.flatnonzero(num_top >= 0)
     if not len(rows):
         return None
     at = step.upload(rows)
     tensors = measure_logprobs(last[at], tokens[at], int(num_top.max()))
-    return Measured(sampled_units[rows], num_top[rows], tensors)
+    return LogprobRows(sampled_units[rows], num_top[rows], tensors)
 
 
-def _measure_prompts(step: PagedStep, logits: Tensor) -> Measured | None:
+def _measure_prompts(step: PagedStep, logits: Tensor) -> LogprobRows | None:
     units = step.units
     asks = units.logits & LOGITS_PROMPT != 0
     if not asks.any():
@@ -153,11 +153,11 @@ def _measure_prompts(step: PagedStep, logits: Tensor) -> Measured | None:
         measure_logprobs(logits[step.upload(rows[piece])], step.upload(next_ids[piece]), most)
         for piece in (slice(i, i + _MAX_MEASURED_ROWS) for i in range(0, len(rows), _MAX_MEASURED_ROWS))
     ]
-    return Measured(of_unit, num_top, LogprobTensors.join(parts))
+    return LogprobRows(of_unit, num_top, LogprobTensors.join(parts))
 
 
-def _measured_to_host(measured: Measured | None) -> Measured | None:
-    return measured and Measured(measured.units, measured.num_top, measured.tensors.map(to_host))
+def _measured_to_host(measured: LogprobRows | None) -> LogprobRows | None:
+    return measured and LogprobRows(measured.units, measured.num_top, measured.tensors.map(to_host))
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ _OVER = object()
 
 
 @dataclass(slots=True, eq=False)
-class _Launched:
+class _LaunchedItem:
     """An item in progress.
 
     Attributes:
@@ -70,7 +70,7 @@ class StagedTorchDevice:
         self._device = staged.network.device
         self._is_cpu = self._device.type == "cpu"
         self._runner = StageRunner(staged, pools, shape, piece_bytes)
-        self._running: deque[_Launched] = deque()
+        self._running: deque[_LaunchedItem] = deque()
 
     @property
     def works_when_polled(self) -> bool:
@@ -80,7 +80,7 @@ class StagedTorchDevice:
     def launch(self, item: StageItem, now_ns: int) -> None:
         """Start `item`. Items that touch the same blocks, rows or places run in launch order."""
         progress = Progress(item)
-        self._running.append(_Launched(progress, self._runner.pieces(progress)))
+        self._running.append(_LaunchedItem(progress, self._runner.pieces(progress)))
         if not self._is_cpu:
             self._work_ahead()
 
@@ -113,7 +113,7 @@ class StagedTorchDevice:
         """Return None, because only the hardware knows."""
         return None
 
-    def _do_piece(self, launched: _Launched) -> None:
+    def _do_piece(self, launched: _LaunchedItem) -> None:
         with torch.inference_mode():
             launched.is_over = next(launched.pieces, _OVER) is _OVER
 

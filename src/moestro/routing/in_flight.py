@@ -6,7 +6,7 @@ import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from moestro.core.prefix_tree import Run
+from moestro.core.prefix_tree import BlockRun
 from moestro.errors import InvariantError
 from moestro.routing.columns import EngineColumns
 
@@ -28,7 +28,7 @@ class Flight:
     submit_ns: int
     num_known_tokens: int
     num_prefill_tokens: int
-    pending: Run | None = None
+    pending: BlockRun | None = None
     is_prefilling: bool = True
     serial: int = 0
 

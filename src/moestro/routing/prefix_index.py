@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.hashing import HASH_BYTES, split_hashes
-from moestro.core.prefix_tree import PrefixTree, Run
+from moestro.core.prefix_tree import BlockRun, PrefixTree
 
 # Memory, each with the part of dictionaries that is empty, where these have just grown.
 SAID_BYTES = 300  # of one block that one engine said
@@ -47,7 +47,7 @@ class _Engine:
     """
 
     said: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    prompts: deque[tuple[int, Run, bool]] = field(default_factory=deque)
+    prompts: deque[tuple[int, BlockRun, bool]] = field(default_factory=deque)
     capacity: int = _UNLIMITED
 
 
@@ -113,7 +113,7 @@ class PrefixIndex:
 
     # --- told of requests
 
-    def sent(self, engine: int, hashes: bytes, now_ns: int, *, is_ours: bool = True) -> Run | None:
+    def sent(self, engine: int, hashes: bytes, now_ns: int, *, is_ours: bool = True) -> BlockRun | None:
         """A prompt was sent to `engine`, which will hold its blocks.
 
         Args:
@@ -135,7 +135,7 @@ class PrefixIndex:
             self._expire(each, now_ns)
         return self._pending.add(engine, hashes) if is_ours and self._exact >> engine & 1 else None
 
-    def ended(self, engine: int, pending: Run) -> None:
+    def ended(self, engine: int, pending: BlockRun) -> None:
         """The request of which `sent` returned `pending` is over: what is left of it was said."""
         self._pending.drop(engine, pending)
 
@@ -187,7 +187,7 @@ class PrefixIndex:
 
     # --- handed over
 
-    def prompts(self, engine: int) -> list[Run]:
+    def prompts(self, engine: int) -> list[BlockRun]:
         """The history of `engine`: the last run of each prompt, the oldest first."""
         return [last for _, last, _ in self._engines[engine].prompts]
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import msgspec
 import numpy as np
 
-from moestro.core.prefix_tree import Run
+from moestro.core.prefix_tree import BlockRun
 from moestro.core.request import Request
 from moestro.core.rng import Draws
 from moestro.core.views import UNKNOWN_KV_TOKENS, EngineFigures, EngineTable
@@ -174,7 +174,7 @@ class Router:
         """What was told by `sent_elsewhere` of `engine` is told anew."""
         self._index.forget_elsewhere(engine)
 
-    def prompts_sent(self, engine: int) -> list[Run]:
+    def prompts_sent(self, engine: int) -> list[BlockRun]:
         """The prompts by which the cache of `engine` is known, each by its last run, the oldest first."""
         return self._index.prompts(engine)
 

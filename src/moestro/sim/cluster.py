@@ -10,7 +10,7 @@ import numpy as np
 from moestro.core.request import Request, ServiceClass
 from moestro.core.script import Script
 from moestro.engine.sequences import Sequence as EngineSequence
-from moestro.engine.step_output import Emitted
+from moestro.engine.step_output import StepOutput
 from moestro.errors import RequestError
 from moestro.routing.router import Router
 from moestro.sim.arrivals import Arrivals, AtTimes
@@ -154,23 +154,23 @@ class Cluster:
         first = self._first_engine[number]
         for engine in self.engines[first : first + len(group.seats)]:
             _count_prefill(engine, group.began_ns, now_ns, results)
-        emitted = group.turn(now_ns)
-        for engine, gained in zip(self.engines[first:], emitted, strict=False):
+        output = group.turn(now_ns)
+        for engine, gained in zip(self.engines[first:], output, strict=False):
             self._take(engine, gained, results)
             self.signals.turned(engine.number, now_ns)
         if group.next_ns is not None:
             self.world.at(group.next_ns, Kind.STEP, number)
 
-    def _take(self, engine: Engine, emitted: Emitted, results: Results) -> None:
+    def _take(self, engine: Engine, output: StepOutput, results: Results) -> None:
         """Note who gained a first token, and who ended."""
         now_ns, without_token = self.world.now_ns, engine.without_token
         if without_token:
-            for sequence in emitted.sequences:
+            for sequence in output.sequences:
                 if sequence.serial in without_token:
                     without_token.remove(sequence.serial)
                     results.first_token_ns[engine.row_of[sequence.serial]] = now_ns
                     self.signals.first_token(sequence.request.request_id, now_ns)
-        for sequence, reason in zip(emitted.sequences, emitted.finish_reasons, strict=True):
+        for sequence, reason in zip(output.sequences, output.finish_reasons, strict=True):
             if reason is not None:
                 row = engine.row_of.pop(sequence.serial)
                 _note_end(results, row, sequence, now_ns)

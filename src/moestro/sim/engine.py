@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from moestro.core.request import Request
 from moestro.core.script import Script
-from moestro.engine.step_output import Emitted
+from moestro.engine.step_output import StepOutput
 from moestro.sim.group import Seat
 
 
@@ -20,7 +20,7 @@ class Ranks(Protocol):
     Attributes:
         next_ns: when there is something to do; None: only when a request arrives.
         began_ns: when what is under way began.
-        ends: int64[k], when each round of the jump under way ends; None: no jump is under way.
+        ends: int64[k], when each step of the jump under way ends; None: no jump is under way.
         tells_prefill: the `plan` of a seat is what runs from `began_ns` on, so that its time can be told apart.
     """
 
@@ -47,9 +47,9 @@ class Ranks(Protocol):
         ...
 
     def catch_up(self, before_ns: int) -> None:
-        """Take the rounds of the jump under way that ended before then, so that what they publish can be heard."""
+        """Take the steps of the jump under way that ended before then, so that what they publish can be heard."""
         ...
 
-    def turn(self, now_ns: int) -> list[Emitted]:
+    def turn(self, now_ns: int) -> list[StepOutput]:
         """What was under way is over, or a request has come: go on. Returns what each rank's requests gained."""
         ...

@@ -25,8 +25,8 @@ class Prices(Protocol):
         """See `CostModel.move_ns`."""
         ...
 
-    def rounds_ns(self, starts: Sequence[Ints], num_rounds: int) -> Int64s:
-        """int64[num_rounds], what each of the coming decode rounds takes; an empty start: the rank idles."""
+    def decode_steps_ns(self, starts: Sequence[Ints], num_steps: int) -> Int64s:
+        """int64[num_steps], what each of the coming decode steps takes; an empty start: the rank idles."""
         ...
 
     def notes(self) -> list[str]:
@@ -52,9 +52,9 @@ class OneRank:
         """See `Prices.move_ns`."""
         return self._cost.move_ns(num_tokens)
 
-    def rounds_ns(self, starts: Sequence[Ints], num_rounds: int) -> Int64s:
-        """See `Prices.rounds_ns`."""
-        return self._cost.decode_rounds_ns(starts[0], num_rounds)
+    def decode_steps_ns(self, starts: Sequence[Ints], num_steps: int) -> Int64s:
+        """See `Prices.decode_steps_ns`."""
+        return self._cost.decode_steps_ns(starts[0], num_steps)
 
     def notes(self) -> list[str]:
         """See `Prices.notes`: that steps were larger than those of a table."""
@@ -81,9 +81,9 @@ class Barrier:
         """See `Prices.move_ns`."""
         return self._cost.move_ns(num_tokens)
 
-    def rounds_ns(self, starts: Sequence[Ints], num_rounds: int) -> Int64s:
-        """See `Prices.rounds_ns`."""
-        return self._cost.group_decode_rounds_ns(starts, num_rounds)
+    def decode_steps_ns(self, starts: Sequence[Ints], num_steps: int) -> Int64s:
+        """See `Prices.decode_steps_ns`."""
+        return self._cost.group_decode_steps_ns(starts, num_steps)
 
     def notes(self) -> list[str]:
         """None."""

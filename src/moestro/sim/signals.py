@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
 
-from moestro.core.setting_checks import check_floats
+from moestro.core.setting_checks import above, at_least, check_settings
 from moestro.core.views import FIGURES, Channel, EngineFigures
 from moestro.core.work import Int32s
 from moestro.errors import ConfigError
@@ -37,19 +37,19 @@ class ChannelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         period_ms: of polls and broadcasts.
     """
 
+    PLACE: ClassVar[str] = "[signals] "
+
     figures: tuple[str, ...]
     channel: Channel = Channel.PIGGYBACKED
-    delay_ms: float = 0.0
-    period_ms: float = 100.0
+    delay_ms: Annotated[float, at_least(0)] = 0.0
+    period_ms: Annotated[float, above(0)] = 100.0
 
     def __post_init__(self) -> None:
-        check_floats(self, "signals: {}".format)
+        check_settings(self)
         known = [name for name in FIGURES if name != "expert_pressure"]
         for name in self.figures:
             if name not in known:
                 raise ConfigError(f"signals: no engine of a simulation says {name!r}; known: {', '.join(known)}")
-        if self.delay_ms < 0 or self.period_ms <= 0:
-            raise ConfigError("signals: delay_ms must be 0 or more, and period_ms above 0")
 
 
 class SignalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,16 +64,14 @@ class SignalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             engines say nothing of that, and the router predicts it from where it sent which prompt.
     """
 
-    response_delay_ms: float = 0.0
+    PLACE: ClassVar[str] = "[signals] "
+
+    response_delay_ms: Annotated[float, at_least(0)] = 0.0
     channels: tuple[ChannelSettings, ...] = ()
-    kv_events_delay_ms: float | None = None
+    kv_events_delay_ms: Annotated[float | None, at_least(0)] = None
 
     def __post_init__(self) -> None:
-        check_floats(self, "signals: {}".format)
-        if self.response_delay_ms < 0:
-            raise ConfigError(f"signals: response_delay_ms must be 0 or more, got {self.response_delay_ms}")
-        if self.kv_events_delay_ms is not None and self.kv_events_delay_ms < 0:
-            raise ConfigError(f"signals: kv_events_delay_ms must be 0 or more, got {self.kv_events_delay_ms}")
+        check_settings(self)
 
 
 AT_ONCE = SignalSettings()  # and no figures: for policies that live on the router's own counts
@@ -143,30 +141,30 @@ class _Voice:
             self._moments[-1].ends = self._group.ends
 
     def at(self, time_ns: int) -> tuple[_Moment, int, int]:
-        """The last boundary not after `time_ns`: in which moment, after how many rounds of its jump, and when."""
+        """The last boundary not after `time_ns`: in which moment, after how many steps of its jump, and when."""
         moment = next(m for m in reversed(self._moments) if m.at_ns <= time_ns)
         if moment.ends is None:
             return moment, 0, moment.at_ns
         # The boundary at the end of a jump is the next moment's.
-        num_rounds = min(int(moment.ends.searchsorted(time_ns, side="right")), len(moment.ends) - 1)
-        return moment, num_rounds, int(moment.ends[num_rounds - 1]) if num_rounds else moment.at_ns
+        num_steps = min(int(moment.ends.searchsorted(time_ns, side="right")), len(moment.ends) - 1)
+        return moment, num_steps, int(moment.ends[num_steps - 1]) if num_steps else moment.at_ns
 
-    def figures(self, moment: _Moment, num_rounds: int, names: Sequence[str]) -> dict[str, Any]:
-        """The figures `names` after `num_rounds` rounds of the moment's jump."""
+    def figures(self, moment: _Moment, num_steps: int, names: Sequence[str]) -> dict[str, Any]:
+        """The figures `names` after `num_steps` steps of the moment's jump."""
         found: dict[str, Any] = {}
         for name in names:
             if name == "kv_usage":
-                found[name] = self._num_held(moment, num_rounds) / self._num_blocks
+                found[name] = self._num_held(moment, num_steps) / self._num_blocks
             elif name == "num_tokens" and moment.computed is not None:
-                found[name] = moment.num_tokens + num_rounds * len(moment.computed)
+                found[name] = moment.num_tokens + num_steps * len(moment.computed)
             else:
                 found[name] = getattr(moment, name)
         return found
 
-    def _num_held(self, moment: _Moment, num_rounds: int) -> int:
+    def _num_held(self, moment: _Moment, num_steps: int) -> int:
         if moment.computed is None or moment.capacity is None:
             return moment.num_held
-        missing = np.maximum(moment.computed + num_rounds + 1 - moment.capacity, 0)
+        missing = np.maximum(moment.computed + num_steps + 1 - moment.capacity, 0)
         return moment.num_held + int((-(-missing // self._block_size)).sum())
 
 
@@ -266,10 +264,10 @@ class Signals:
     def _report(self, number: int, channel: ChannelSettings, true_at_ns: int, now_ns: int) -> None:
         told_ns = self._told_ns[number]
         for engine, voice in enumerate(self._voices):
-            moment, num_rounds, as_of_ns = voice.at(true_at_ns)
+            moment, num_steps, as_of_ns = voice.at(true_at_ns)
             if moment.is_idle and channel.channel is not Channel.PIGGYBACKED:
                 as_of_ns = true_at_ns  # it looks into its inbox all the time
             if as_of_ns != told_ns[engine]:
                 told_ns[engine] = as_of_ns
-                figures = voice.figures(moment, num_rounds, channel.figures)
+                figures = voice.figures(moment, num_steps, channel.figures)
                 self._router.report(engine, EngineFigures(channel=channel.channel, **figures), as_of_ns, now_ns)

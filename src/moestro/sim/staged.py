@@ -1,6 +1,6 @@
 """A rank in `preemptive` mode on virtual time: the production scheduler, flow and step policy over priced stages.
 
-Every item is an event of its own: rounds are not taken at once, as `Group` does. Whoever arrives is seen at once, as by
+Every item is an event of its own: steps are not taken at once, as `Group` does. Whoever arrives is seen at once, as by
 a rank's loop that looks into its inbox after every piece; the piece under way then ends first.
 """
 
@@ -17,7 +17,7 @@ from moestro.cost.priced_device import Scripts
 from moestro.cost.priced_stages import PricedStages
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
-from moestro.engine.step_output import Emitted
+from moestro.engine.step_output import StepOutput
 from moestro.sim.group import Seat
 
 
@@ -66,12 +66,12 @@ class StagedRank:
     def catch_up(self, before_ns: int) -> None:
         """Nothing: there are no jumps."""
 
-    def turn(self, now_ns: int) -> list[Emitted]:
+    def turn(self, now_ns: int) -> list[StepOutput]:
         """Take what is ready, and begin what comes next."""
         self.began_ns = now_ns
-        emitted = self._rank.collect(now_ns)
-        self.seats[0].forget_ended(emitted)
+        output = self._rank.collect(now_ns)
+        self.seats[0].forget_ended(output)
         self._rank.begin(now_ns)
         self.next_ns = self._rank.ready_at_ns()
-        self.seats[0].publish_rounds((now_ns,))
-        return [emitted]
+        self.seats[0].publish_step_ends((now_ns,))
+        return [output]

@@ -95,7 +95,7 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class EventBatch:
     """One payload.
 
     Attributes:
@@ -145,7 +145,7 @@ def decode_frames(frames: list[bytes]) -> Message:
     return Message(int.from_bytes(frames[-2], "big"), frames[-1])
 
 
-def decode_batch(payload: bytes) -> Batch:
+def decode_batch(payload: bytes) -> EventBatch:
     """Decode one payload's events, in order.
 
     Raises:
@@ -178,7 +178,7 @@ def decode_batch(payload: bytes) -> Batch:
             events.append(AllBlocksCleared())
         else:
             num_unknown += 1
-    return Batch(float(raw[0]), events, dp_rank, num_unknown, num_illegible)
+    return EventBatch(float(raw[0]), events, dp_rank, num_unknown, num_illegible)
 
 
 def _named_fields(raw: Any) -> tuple[str | None, dict[str, Any]]:

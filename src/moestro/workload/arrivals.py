@@ -63,25 +63,6 @@ def at_rate(offsets_ns: Int64s, rate: float) -> Int64s:
     return _scaled(offsets_ns.astype(np.float64), rate)
 
 
-def at_load(offsets_ns: Int64s, saturation_rate: float, share: float) -> Int64s:
-    """Stretch or squeeze a pattern to a share of the highest rate that a system was measured to sustain.
-
-    Papers state loads this way, because their absolute rates belong to their machines (LMetric, section 4.1: half).
-
-    Args:
-        saturation_rate: requests a second.
-        share: 1 is saturation itself; more overloads.
-
-    Raises:
-        ConfigError: one of them is not above 0, or all requests arrive at once.
-    """
-    if not saturation_rate > 0 or not share > 0:
-        raise ConfigError(
-            f"a load is a share above 0 of a measured rate above 0, got {share:g} of {saturation_rate:g} requests/s"
-        )
-    return at_rate(offsets_ns, saturation_rate * share)
-
-
 def faster(offsets_ns: Int64s, factor: float) -> Int64s:
     """Speed up a pattern by `factor`."""
     scaled: Int64s = np.rint(offsets_ns / factor).astype(np.int64)

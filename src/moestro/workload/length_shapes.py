@@ -1,9 +1,9 @@
 """Gimbal's five shapes of a length mix: random, central, descending, two-end, average (v1, section V-A4, figure 5).
 
-The paper names the shapes and shows pictures, and defines none of them in words. Two readings fit. `draw_shape` takes
-"modifying the distributional shape of the BurstGPT traces" and "we sample 1,000 requests according to each
-distribution" literally: a shape is the frequency of each prompt length. `arrange_shape` reads a shape as the order in
-which requests of one length mix arrive. Each result names its reading.
+The paper names the shapes and shows pictures, and defines none of them in words. `draw_shape` takes "modifying
+the distributional shape of the BurstGPT traces" and "we sample 1,000 requests according to each distribution"
+literally: a shape is the frequency of each prompt length. Another reading, a shape as the order in which requests of
+one length mix arrive, is not implemented.
 """
 
 from __future__ import annotations
@@ -55,33 +55,6 @@ def draw_shape(rows: Rows, shape: Shape, num_requests: int, rng: np.random.Gener
         return _lengths(rows, rng.choice(len(rows), num_requests, replace=num_requests > len(rows)))
     wanted = _QUANTILES[shape](rng.random(num_requests)) * longest
     return _lengths(rows, order[_nearest(rows.num_prompt_tokens[order], wanted, rng)])
-
-
-def arrange_shape(rows: Rows, shape: Shape, rng: np.random.Generator) -> Rows:
-    """Reorder requests so that long prompts arrive at the times that the shape names.
-
-    Long prompts arrive anywhere ("random"), in the middle ("central"), first ("descending"), or first and last
-    ("two-end"). With "average", each stretch of the order has the mix of the whole.
-
-    Raises:
-        ConfigError: the shape is unknown.
-    """
-    _check(shape)
-    count = len(rows)
-    shuffled = rng.permutation(count)
-    falling = shuffled[np.argsort(-rows.num_prompt_tokens[shuffled], kind="stable")]
-    place = np.arange(count)
-    distance = np.abs(place - (count - 1) / 2)  # from the middle
-    places = {
-        "random": rng.permutation(count),
-        "descending": place,
-        "central": np.argsort(distance, kind="stable"),
-        "two-end": np.argsort(-distance, kind="stable"),
-        "average": np.argsort(np.argsort((place * (5**0.5 - 1) / 2) % 1, kind="stable"), kind="stable"),
-    }[shape]
-    order = np.empty(count, np.int64)
-    order[places] = falling
-    return _lengths(rows, order)
 
 
 def _nearest(lengths: Int64s, wanted: _Floats, rng: np.random.Generator) -> Int64s:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moestro.core.clock import NS_PER_S
-from moestro.workload.rows import Int64s, Rows, Streams
+from moestro.workload.rows import Int64s, Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +50,6 @@ class Sessions:
         """int64[s], the row of each session's first turn."""
         assert self.rows.session is not None, "turns belong to sessions"
         return np.searchsorted(self.rows.session, np.arange(len(self)))
-
-    def starting(self, start_ns: Int64s) -> Sessions:
-        """Return the same sessions with the start times int64[s], not decreasing."""
-        return replace(self, start_ns=start_ns)
 
     def next_turn(self, row: int, ended_ns: int) -> tuple[int, int] | None:
         """Row and arrival of the turn after `row`, which ended at `ended_ns`; None after the last turn."""
@@ -122,27 +118,3 @@ def prompt_lengths(
     said = np.cumsum(num_new_tokens + num_output_tokens)
     before = (said - num_new_tokens - num_output_tokens)[first]
     return num_head_tokens[session] + said - num_output_tokens - before[session]
-
-
-def grown(first_row: Int64s, num_new_tokens: Int64s, num_output_tokens: Int64s, think_ns: int) -> Sessions:
-    """Sessions that share nothing, one user each, all starting at 0.
-
-    Args:
-        first_row: int64[s + 1]; session k has the turns first_row[k] .. first_row[k + 1] - 1.
-        num_new_tokens, num_output_tokens: int64[n], lengths of each turn.
-        think_ns: think time before every turn except the first.
-    """
-    num_sessions = len(first_row) - 1
-    session = np.repeat(np.arange(num_sessions), np.diff(first_row))
-    none = np.zeros(num_sessions, np.int64)
-    rows = Rows(
-        num_prompt_tokens=prompt_lengths(session, none, num_new_tokens, num_output_tokens),
-        num_output_tokens=num_output_tokens,
-        streams=Streams(none - 1, none),
-        stream=session,
-        user=session,
-        session=session,
-    )
-    think = np.full(len(session), think_ns, np.int64)
-    think[first_row[:-1]] = 0
-    return Sessions(rows, none, think)

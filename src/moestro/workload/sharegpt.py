@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from moestro.errors import ConfigError
-from moestro.workload.files import open_lines
 from moestro.workload.rows import Rows
-from moestro.workload.sessions import Sessions, grown
 
 _USERS = {"human", "user"}
 _ANSWERS = {"gpt", "chatgpt", "bing", "bard", "assistant"}
@@ -60,53 +58,6 @@ def first_turns(path: Path, document: str, limit: int | None = None) -> Rows:
         texts=tuple(prompts),
         num_left_out=num_left_out,
     )
-
-
-def read_conversations(
-    path: Path, think_ns: int, count_tokens: Callable[[str], int] = estimated_tokens, limit: int | None = None
-) -> Sessions:
-    """Conversations turn by turn, one user each, all starting at 0. `Sessions.starting` gives them start times.
-
-    Everything said before the first answer, or between two answers, is the input of the turn that follows. Messages
-    after the last answer are left out.
-
-    Args:
-        think_ns: time from the end of an answer to the next question, because the file has no times.
-        count_tokens: function from a text to its tokens; the default estimates.
-        limit: number of conversations to read, counting those with an answer; None means all.
-
-    Raises:
-        ConfigError: the file has another form, or holds no answer.
-    """
-    inputs: list[int] = []
-    outputs: list[int] = []
-    first = [0]
-    with open_lines(path) as lines:
-        document = lines.read()
-    for messages in _conversations(path, document):
-        for num_input, num_output in _turns(messages, count_tokens):
-            inputs.append(num_input)
-            outputs.append(num_output)
-        if len(inputs) > first[-1]:
-            first.append(len(inputs))
-        if len(first) - 1 == limit:
-            break
-    if not inputs:
-        raise ConfigError(f"{path} holds no answered question")
-    return grown(np.array(first, np.int64), np.array(inputs, np.int64), np.array(outputs, np.int64), think_ns)
-
-
-def _turns(messages: list[_Message], count_tokens: Callable[[str], int]) -> Iterator[tuple[int, int]]:
-    pending = 0
-    has_question = False
-    for message in messages:
-        num_tokens = count_tokens(message.text) if message.text else 0
-        if message.who in _ANSWERS and has_question and pending and num_tokens:
-            yield pending, num_tokens
-            pending, has_question = 0, False
-        else:
-            pending += num_tokens
-            has_question |= message.who in _USERS
 
 
 def _conversations(path: Path, document: str) -> Iterator[list[_Message]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import msgspec
@@ -99,26 +98,6 @@ def measure(rows: Rows, block_size: int = 16) -> Statistics:
         reuse=_reuse(rows, block_size) if shares else None,
         turns=None if rows.session is None else _turns(rows.session, rows.timestamp_ns),
     )
-
-
-def lru_hit_share(rows: Rows, block_size: int, num_blocks: int) -> float:
-    """Share of prompt tokens that one cache of `num_blocks` blocks hits, with least-recently-used eviction.
-
-    Prompts come one after the other, each whole, regardless of time.
-    """
-    check_block_size(rows, block_size)
-    cache: OrderedDict[int, None] = OrderedDict()
-    num_found = 0
-    for index in range(len(rows)):
-        numbers = block_numbers(rows, index, int(rows.num_prompt_tokens[index]), block_size).tolist()
-        found = next((i for i, number in enumerate(numbers) if number not in cache), len(numbers))
-        num_found += found
-        for number in reversed(numbers):  # evict the end of a prompt first: it is less useful than the beginning
-            cache[number] = None
-            cache.move_to_end(number)
-            if len(cache) > num_blocks:
-                cache.popitem(last=False)
-    return num_found * block_size / int(rows.num_prompt_tokens.sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moestro.core.views import BE, LS, BatchLimits, BatchView
-from moestro.engine.policies.batching import DecodeFirst, PrefillFirst, Qllm, QllmMixed, RunToCompletion
+from moestro.engine.policies.batching import DecodeFirst, PrefillFirst, QllmBatches, QllmMixed, RunToCompletion
 from moestro.engine.registry import BATCH_POLICIES
 from moestro.errors import ConfigError
 
@@ -74,7 +74,7 @@ def algorithm_1(rows, max_batch):
 def test_qllm_is_algorithm_1_line_by_line(rows, limits, max_batch):
     chosen = algorithm_1(rows, max_batch)
     assert len({rows[i][1] for i in chosen}) == 1, "prefill and decode are never mixed"
-    given_tokens = Qllm(max_batch=max_batch).plan(view_of(rows), limits)
+    given_tokens = QllmBatches(max_batch=max_batch).plan(view_of(rows), limits)
     assert given_tokens.tolist() == plain_fill(rows, limits, chosen)
 
 
@@ -98,7 +98,7 @@ def test_qllm_is_algorithm_1_line_by_line(rows, limits, max_batch):
 )
 def test_qllm_on_small_tables_unmixed_and_mixed(rows, unmixed, mixed):
     view = view_of(rows)
-    assert Qllm(max_batch=3).plan(view, PLENTY).tolist() == unmixed
+    assert QllmBatches(max_batch=3).plan(view, PLENTY).tolist() == unmixed
     assert QllmMixed(max_batch=3).plan(view, PLENTY).tolist() == mixed
 
 

@@ -12,7 +12,7 @@ from moestro.core.clock import FOREVER_NS, NS_PER_S
 from moestro.core.hashing import name_key
 from moestro.core.policy_registry import parse_policy
 from moestro.core.views import BE, LS, WaitingView
-from moestro.engine.policies.ordering.ageing import PrefillAware, Qllm, Sjf
+from moestro.engine.policies.ordering.ageing import PrefillAware, QllmOrder, Sjf
 from moestro.engine.policies.ordering.basic import EarliestDeadline
 from moestro.engine.policies.ordering.weighted_fair import WeightedFair
 from moestro.engine.policy_contract import Admitted, Left
@@ -93,9 +93,9 @@ def test_the_earliest_deadline_is_arrival_and_the_objective_of_the_class():
 
 def test_qllm_takes_latency_sensitive_first_and_each_class_as_it_came():
     view = simple((0, 1, BE), (1, 1, LS), (2, 1, BE), (3, 1, LS))
-    assert Qllm().order(view, 100 * NS_PER_S).tolist() == [1, 3, 0, 2]
-    assert Qllm().max_passed_over_ns is None
-    assert Qllm(theta_age_s=2).order(view, 3 * NS_PER_S).tolist() == [0, 1, 3, 2]
+    assert QllmOrder().order(view, 100 * NS_PER_S).tolist() == [1, 3, 0, 2]
+    assert QllmOrder().max_passed_over_ns is None
+    assert QllmOrder(theta_age_s=2).order(view, 3 * NS_PER_S).tolist() == [0, 1, 3, 2]
 
 
 # --- laws of every order ----------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_an_order_holds_until_it_says(name, rows, now_ns):
         assert policy.order(view, later_ns).tolist() == first
 
 
-@pytest.mark.parametrize("policy", [Sjf(theta_age_s=5), PrefillAware(theta_age_s=5), Qllm(theta_age_s=5)])
+@pytest.mark.parametrize("policy", [Sjf(theta_age_s=5), PrefillAware(theta_age_s=5), QllmOrder(theta_age_s=5)])
 def test_an_ageing_order_changes_when_it_says(policy):
     view = simple((1, 900, BE), (2, 50, LS))
     changes_ns = policy.next_change_ns(view, 2 * NS_PER_S)

@@ -98,15 +98,15 @@ class PrefillFirst:
     "Latency-sensitive requests first, in batches of prompts or of decodes.",
     source="QLLM, Algorithm 1, as its authors' code has it",
 )
-class Qllm:
+class QllmBatches:
     """Batches from QLLM's four first-come-first-served queues: LS and BE, prefill and decode.
 
     With B = `max_batch`: B sequences at the decode stage are LS: a batch of them. Else, any LS at the prefill stage:
     a prefill batch, LS first, filled up with BE. Else, any LS at the decode stage: a decode batch, LS first, filled up
     with BE. Else BE alone, decode before prefill. A batch is all prefill or all decode.
 
-    BE starves while LS fills the batches; the paper says so, and `ordering.ageing.Qllm` has the remedy. LS decodes wait
-    while LS prompts come, until B of them decode.
+    BE starves while LS fills the batches; the paper says so, and `ordering.ageing.QllmOrder` has the remedy. LS decodes
+    wait while LS prompts come, until B of them decode.
 
     Args:
         max_batch: sequences of one batch, 32 in the paper. More may hold KV: those wait in the decode queues.
@@ -148,7 +148,7 @@ class Qllm:
     "Latency-sensitive requests first, with prompts and decodes in one step.",
     source="QLLM, Algorithm 1, read as filling one batch from several queues",
 )
-class QllmMixed(Qllm):
+class QllmMixed(QllmBatches):
     """QLLM's Algorithm 1 read as filling one batch from several queues, so that prefill and decode share a step.
 
     Its text allows it: "filling the batch first with LS jobs at the decode stage", then "LS jobs in the prefill stage",

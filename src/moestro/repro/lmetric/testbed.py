@@ -13,7 +13,7 @@ from moestro.core.clock import NS_PER_S
 from moestro.core.views import Channel
 from moestro.cost.capacity import kv_blocks
 from moestro.cost.gpus import Gpu
-from moestro.cost.networks import Network
+from moestro.cost.networks import NetworkShape
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerSettings
 from moestro.routing.policy_contract import RoutePolicy
@@ -44,7 +44,7 @@ class Testbed:
         max_num_seqs, max_num_batched_tokens: of each engine; vLLM's own defaults for a GPU of this memory.
     """
 
-    network: Network
+    network: NetworkShape
     gpu: Gpu
     num_engines: int = 16
     block_size: int = 16

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moestro.core.hashing import HASH_BYTES
-from moestro.core.prefix_tree import PrefixTree, Run
+from moestro.core.prefix_tree import BlockRun, PrefixTree
 from moestro.errors import ConfigError
 from moestro.routing.policy_contract import Routed, RouteView
 from moestro.routing.scoring import Counts, Mask, Scores
@@ -87,7 +87,7 @@ class _Tracked:
 
     __slots__ = ("run", "streak")
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: BlockRun) -> None:
         self.run = run
         self.streak = 0
 
@@ -103,7 +103,7 @@ class HotspotDetector:
         self._settings = settings
         self._window_ns = int(settings.window_s * 1e9)
         self._tree = PrefixTree()  # of the window's prompts
-        self._window: deque[tuple[int, Run | None]] = deque()
+        self._window: deque[tuple[int, BlockRun | None]] = deque()
         self._tracked: dict[bytes, _Tracked] = {}  # by their blocks
 
     def look(self, view: RouteView, scores: Scores | Counts) -> Alarm:
@@ -146,7 +146,7 @@ class HotspotDetector:
         num_blocks = min(run.depth, num_blocks)
         return PrefixClass(_block(hashes, num_blocks), num_blocks, run.counts[_ALL])
 
-    def _shared(self, run: Run | None) -> Run | None:
+    def _shared(self, run: BlockRun | None) -> BlockRun | None:
         """The last run, up to and with `run`, that enough of the window's requests have; None if nearly all do."""
         num_requests = len(self._window)
         least = max(2, self._settings.min_share * num_requests)
@@ -161,7 +161,7 @@ class HotspotDetector:
         """Classes tracked now."""
         return len(self._tracked)
 
-    def _track(self, last: Run, hashes: bytes) -> None:
+    def _track(self, last: BlockRun, hashes: bytes) -> None:
         """Track the class of a prompt of the window, if there is room, or it saves more than the least tracked."""
         run = self._shared(last)
         if run is None:

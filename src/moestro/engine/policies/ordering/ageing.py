@@ -79,10 +79,10 @@ class PrefillAware(_Ageing):
     "Latency-sensitive first; best effort that has waited `theta_age_s` seconds counts as latency-sensitive.",
     source="QLLM, section 3.2; the ageing is ours",
 )
-class Qllm(OrderPolicy):
+class QllmOrder(OrderPolicy):
     """Latency-sensitive requests first, each class as it came: two of QLLM's four queues, those of the prefill stage.
 
-    The other two, and which queue a batch is made from, are `batching.Qllm`.
+    The other two, and which queue a batch is made from, are `batching.QllmBatches`.
 
     Bound: none for best effort without ageing, as the paper admits (section 6). With it, a best-effort request counts
     as latency-sensitive from its age on, in every decision: then the bound is that age.

@@ -1,0 +1,164 @@
+"""State of one rank's scheduler: its sequences, waiting and running, and the KV blocks that they hold.
+
+A sequence waits, runs and leaves; a preempted sequence waits again:
+
+    waiting --admit--> running --finish--> gone
+       ^                  |
+       +-----preempt------+
+
+Methods carry out these transitions. The scheduler decides when.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moestro.core.work import Int32s, Slots
+from moestro.engine.block_pool import BlockPool
+from moestro.engine.host_blocks import HostBlocks
+from moestro.engine.policy_contract import Admitted, Left, OrderPolicy
+from moestro.engine.sequences import BlockContent, Sequence, SequenceTable
+from moestro.engine.settings import SchedulerSettings
+from moestro.engine.step_output import SchedulerCounts, StepOutput
+from moestro.engine.waiting import WaitingQueue
+from moestro.engine.waiting_admission import AdmissionNeeds
+from moestro.errors import InvariantError
+
+
+class SchedulerState:
+    """Sequences, KV blocks and counters, which the steps of one scheduler change.
+
+    Args:
+        settings: sizes of the pool, the table and the host memory.
+        order: the order policy of the waiting queue.
+
+    Attributes:
+        by_id: every sequence by request id, until it finishes or is aborted.
+        block_contents: contents of filled blocks by hash, for a publisher that empties it. None means no publisher.
+    """
+
+    def __init__(self, settings: SchedulerSettings, order: OrderPolicy) -> None:
+        self.block_size = settings.block_size
+        self.pool = BlockPool(settings.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
+        self.table = SequenceTable(settings.num_slots, settings.max_model_len, settings.block_size)
+        self.waiting = WaitingQueue(order, self.pool, settings.block_size)
+        self.host = HostBlocks(settings.num_host_blocks, settings.block_size)
+        self.by_id: dict[str, Sequence] = {}
+        self.counts = SchedulerCounts()
+        self.block_contents: dict[bytes, BlockContent] | None = None
+        self._order = order
+
+    # --- waiting -> running -----------------------------------------------------------------------------------------
+
+    def admit(self, sequence: Sequence, needs: AdmissionNeeds, now_ns: int) -> int:
+        """Move a waiting sequence into a slot, with blocks for all its known tokens.
+
+        Args:
+            needs: blocks that the sequence shares and is given, as the pool is now.
+
+        Returns:
+            The slot.
+        """
+        num_shared = len(needs.shared)
+        self.waiting.remove(sequence)
+        self.pool.share(needs.shared)
+        sequence.blocks = needs.shared + self.pool.allocate_many(needs.num_own)
+        if sequence.num_kept:
+            self.counts.num_restored_tokens += self.host.restore(sequence, num_shared)
+        if sequence.num_cached_tokens is None:
+            self._note_first_admission(sequence, needs.num_cached, now_ns)
+        return self.table.insert(sequence, needs.num_cached, num_shared)
+
+    def _note_first_admission(self, sequence: Sequence, num_cached: int, now_ns: int) -> None:
+        """Count the prefix cache's hits, and tell the order policy."""
+        num_prompt_tokens = sequence.request.num_prompt_tokens
+        sequence.num_cached_tokens, sequence.admitted_ns = num_cached, now_ns
+        self.counts.num_queried_tokens += num_prompt_tokens
+        self.counts.num_hit_tokens += num_cached
+        if self._order.observes:
+            self.waiting.observe(Admitted(sequence.user, num_prompt_tokens))
+
+    # --- running -> waiting -----------------------------------------------------------------------------------------
+
+    def preempt(self, slot: int, *, keeps: bool) -> None:
+        """Free the KV of a running sequence, which waits again with its tokens, arrival time and hashes.
+
+        Args:
+            keeps: whether its KV is copied to host memory, if there is room.
+        """
+        num_computed = int(self.table.num_computed[slot])
+        is_kept = keeps and self.host.keep(self.table.at(slot), num_computed)
+        self.counts.num_kept_tokens += num_computed if is_kept else 0
+        sequence = self._release_slot(slot)
+        self.counts.num_preemptions += 1
+        sequence.num_preemptions += 1
+        if sequence.prompt_logprobs is not None and not is_kept:
+            sequence.prompt_logprobs = []  # the prompt is computed again, from its first token
+        self.waiting.add(sequence)
+
+    # --- running or waiting -> gone ---------------------------------------------------------------------------------
+
+    def finish(self, sequence: Sequence) -> None:
+        """Remove a running sequence that has ended."""
+        del self.by_id[sequence.request.request_id]
+        self.leave(sequence)
+
+    def finish_all(self, output: StepOutput) -> None:
+        """Remove the sequences of `output` that have a finish reason."""
+        for sequence, reason in zip(output.sequences, output.finish_reasons, strict=True):
+            if reason is not None:
+                self.finish(sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Release what a sequence holds whose request id is no longer known, and tell the order policy."""
+        if sequence.slot is not None:
+            self._release_slot(sequence.slot)
+        self.host.forget(sequence)
+        if self._order.observes:
+            num_generated = min(len(sequence.generated), sequence.request.sampling.max_tokens)
+            self.waiting.observe(Left(sequence.user, num_generated))
+
+    def _release_slot(self, slot: int) -> Sequence:
+        """Free the slot and the blocks of a running sequence. Returns the sequence."""
+        sequence = self.table.remove(slot)
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        return sequence
+
+    # --- full blocks ------------------------------------------------------------------------------------------------
+
+    def cache_full_blocks(self, slots: Slots, computed: Int32s) -> None:
+        """Enter newly filled blocks into the prefix cache.
+
+        Args:
+            computed: int32[n], tokens of each slot that have KV now.
+        """
+        filled = computed >= self.table.next_full_at.take(slots)
+        if np.count_nonzero(filled):
+            num_full = computed[filled] // self.block_size
+            for slot, num_blocks in zip(slots[filled].tolist(), num_full.tolist(), strict=True):
+                self.cache_blocks(slot, num_blocks)
+
+    def cache_blocks(self, slot: int, num_full: int) -> None:
+        """Enter the first `num_full` blocks of the sequence in `slot` into the prefix cache, as far as it has names."""
+        table, block_size = self.table, self.block_size
+        sequence = table.at(slot)
+        if sequence.request.token_ids is not None:
+            sequence.extend_hashes(num_full, block_size, table.token_ids[slot])
+        first, end = int(table.next_full_at[slot]) // block_size - 1, min(num_full, len(sequence.hashes))
+        if self.block_contents is not None:
+            self.block_contents.update(sequence.contents(first, end, table.token_ids[slot], block_size))
+        self.pool.remember(sequence.blocks[first:end], sequence.hashes[first:end])
+        table.remembered(slot, end)
+
+    def check(self) -> None:
+        """Recount blocks and slots from scratch.
+
+        Raises:
+            InvariantError: a block or a slot is lost or counted twice.
+        """
+        running = [s for s in self.table.sequences if s is not None]
+        if sorted(s.slot for s in running if s.slot is not None) != sorted(self.table.running.tolist()):
+            raise InvariantError("slots in use and running sequences differ")
+        self.pool.check([sequence.blocks for sequence in running])
+        self.host.check(sequence for sequence in self.by_id.values() if sequence.slot is None)
