@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from gateway.rig import FakeEngine, Received, Rig, Wire, looped, rig, say_ok
 
+from moestro.config.user_code import accept_user_code
 from moestro.gateway.health_checks import Watch
 from moestro.gateway.upstream import _LATE_S
+
+accept_user_code()
 
 MOODY = """
 from moestro.routing.policy_contract import Choice, EngineLost, Needs
@@ -127,7 +130,7 @@ async def test_a_watcher_that_fails_begins_anew(monkeypatch, caplog):
         watch.begin(it.engine("a"))
         await it.until(lambda: num_begun == 3)
         await watch.end(it.engine("a"))
-    assert "looking after engine a failed" in caplog.text
+    assert "the health checks of engine a failed" in caplog.text
 
 
 @looped

@@ -2,11 +2,14 @@ import msgspec
 import pytest
 from support.routers import BLOCK_SIZE, request
 
-from moestro.core.views import EngineFigures
+from moestro.config.user_code import accept_user_code
+from moestro.core.load_figures import LoadFigures
 from moestro.errors import ConfigError, NoEngineError
 from moestro.routing.decision_record import Decision, PolicyText, RecordedRouter, Submitted, decode_entry, encode_entry
 from moestro.routing.replay import replay
 from moestro.routing.settings import RouterSettings
+
+accept_user_code()
 
 MS = 1_000_000
 PROMPT = list(range(100))
@@ -30,7 +33,7 @@ def test_a_decision_says_what_was_seen_and_what_else_there_was():
     made, lines = recorded()
     asked = request("a", prompt=PROMPT)
     made.kv_stored(1, asked.block_hashes, 0)
-    made.report(1, EngineFigures(queued_prefill_tokens=7), 2 * MS, 3 * MS)
+    made.report(1, LoadFigures(queued_prefill_tokens=7), 2 * MS, 3 * MS)
     made.submit(asked, 5 * MS)
     (decision,) = decisions(lines)
     assert (decision.engine, decision.score, decision.hit_tokens, decision.regret) == (1, 4, 96, 4 - 100)
@@ -104,7 +107,7 @@ def test_a_record_that_is_damaged_in_the_middle_is_refused_from_there():
     made.submit(request("a"), 0)
     made.submit(request("b"), 0)
     lines[-2] = b'{"type": "Unheard"}'
-    with pytest.raises(ConfigError, match=f"from line {len(lines)}: line {len(lines) - 1} is none of its"):
+    with pytest.raises(ConfigError, match=f"from line {len(lines)}: line {len(lines) - 1} is not an entry of a record"):
         list(replay(lines))
 
 

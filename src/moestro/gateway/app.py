@@ -126,7 +126,7 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader) -> RouterApp:
 
 def _record(path: Path) -> RecordFile[Entry]:
     """Open the record; after a gap it has only traces of requests, because a replay would be wrong."""
-    return RecordFile(path, (RequestTrace,), "it replays up to here, and has stories alone from now on")
+    return RecordFile(path, (RequestTrace,), "it can be replayed up to here; from now on it has only request traces")
 
 
 def _router(settings: RouteSettings, prompt_reader: PromptReader, record: RecordFile[Entry] | None) -> Router:

@@ -228,7 +228,7 @@ async def sweep_forever(shared: ExchangeContext, clients: ClientConnections, int
                 _forgive(shared, clients, pause_ns)
             _sweep(shared, clients)
         except Exception:
-            logger.exception("the sweep failed; it goes on")
+            logger.exception("the check of time limits failed; it continues")
 
 
 def _forgive(shared: ExchangeContext, clients: ClientConnections, pause_ns: int) -> None:

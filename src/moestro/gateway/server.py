@@ -39,13 +39,13 @@ def route(settings: RouteSettings, prompt_reader: PromptReader) -> None:
         ConfigError: The settings cannot be honoured; the text says what to do.
     """
     run_server(
-        lambda lifecycle: _RouterServer(settings, prompt_reader, lifecycle).run(),
+        lambda lifecycle: _RouteServer(settings, prompt_reader, lifecycle).run(),
         log_level=settings.front.log_level,
         shutdown_timeout_s=settings.front.shutdown_timeout,
     )
 
 
-class _RouterServer:
+class _RouteServer:
     """One run of the router."""
 
     def __init__(self, settings: RouteSettings, prompt_reader: PromptReader, lifecycle: Lifecycle) -> None:

@@ -101,7 +101,7 @@ class Needs:
 
     Attributes:
         hits: `hit_tokens`; a router keeps no prefix index for a policy that does not.
-        figures: names of `EngineFigures`, each believed while it is no older than FRESH_NS.
+        figures: names of `LoadFigures`, each believed while it is no older than FRESH_NS.
         otherwise: what it does without a figure that is missing or old.
     """
 

@@ -48,14 +48,14 @@ def replay(lines: Iterable[bytes]) -> Iterator[tuple[Submitted, Submitted]]:
     """
     remade: list[Entry] = []
     router: RecordedRouter | None = None
-    damage = "it does not begin with its head"
+    damage = "it does not begin with a header"
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             entry = decode_entry(line)
         except msgspec.MsgspecError as error:
-            router, damage = None, f"line {number} is none of its: {error}"
+            router, damage = None, f"line {number} is not an entry of a record: {error}"
             continue
         if isinstance(entry, RequestTrace):
             continue
@@ -112,4 +112,4 @@ def _apply_said(router: RecordedRouter, entry: Entry) -> None:
         case KvLost():
             router.kv_lost(entry.engine, entry.now_ns)
         case _:
-            raise AssertionError(f"{entry} is no call")
+            raise AssertionError(f"{entry} is not a call")

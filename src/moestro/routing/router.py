@@ -7,10 +7,11 @@ from collections.abc import Collection
 import msgspec
 import numpy as np
 
+from moestro.core.load_figures import LoadFigures
 from moestro.core.prefix_tree import BlockRun
 from moestro.core.request import Request
 from moestro.core.rng import Draws
-from moestro.core.views import UNKNOWN_KV_TOKENS, EngineFigures, EngineTable
+from moestro.core.views import UNKNOWN_KV_TOKENS, EngineTable
 from moestro.errors import InvariantError, NoEngineError, QueueFullError
 from moestro.routing.candidates import Candidates, candidates_of
 from moestro.routing.columns import EngineColumns
@@ -180,7 +181,7 @@ class Router:
 
     # --- what the engines say; of one that was removed the last words may still come, and mean nothing
 
-    def report(self, engine: int, figures: EngineFigures, as_of_ns: int, now_ns: int) -> None:
+    def report(self, engine: int, figures: LoadFigures, as_of_ns: int, now_ns: int) -> None:
         """`engine` said these figures of itself; each that is older than what is known is ignored.
 
         Args:
@@ -253,7 +254,7 @@ class Router:
 
     @property
     def index_bytes(self) -> int:
-        """Memory of the prefix indices, about."""
+        """Approximate memory of the prefix index."""
         return self._index.num_bytes
 
     # --- inside
