@@ -21,7 +21,7 @@ from moestro.routing.candidates import Candidates, finite
 from moestro.routing.indicators import batch_size, queued_prefill_tokens
 from moestro.routing.policy_contract import Choice, RouteView
 from moestro.routing.registry import policy_from
-from moestro.routing.request_trace import Story
+from moestro.routing.request_trace import RequestTrace
 from moestro.routing.router import RouteDecision, Router
 from moestro.routing.settings import ANY_ENGINE, EngineSpec, RouterSettings
 
@@ -182,7 +182,8 @@ class KvLost(msgspec.Struct, frozen=True, tag=True):
 
 Entry = (
     Head | EngineAdded | SpecSet | EngineRemoved | RoutableSet | EngineWasLost | Submitted | FirstTokenCame
-    | RequestEnded | SentElsewhere | ElsewhereForgotten | Reported | KvStored | KvRemoved | KvCleared | KvLost | Story
+    | RequestEnded | SentElsewhere | ElsewhereForgotten | Reported | KvStored | KvRemoved | KvCleared | KvLost
+    | RequestTrace
 )  # fmt: skip
 
 encode_entry = msgspec.json.Encoder().encode
