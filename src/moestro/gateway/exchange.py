@@ -34,7 +34,8 @@ _LAST_EVENT = b"data: [DONE]"  # Many clients close the connection when they hav
 
 # Stages of an exchange: no engine has the request; a connection is being made; the request is sent, and no byte of a
 # body has come; bytes are on their way to the client; it is over. Plain numbers, because they are compared a dozen
-# times in each request. A table of stages and events in their place takes 127 more lines, and 6 % more time a stream.
+# times in each request. A table of stages and events takes 127 more lines, and 6 % more of an exchange's own CPU time
+# in a stream of 64 pieces.
 _CHOOSING, _CONNECTING, _WAITING, _ANSWERING, _OVER = range(5)
 
 
