@@ -104,7 +104,7 @@ def test_a_record_that_is_damaged_in_the_middle_is_refused_from_there():
     made.submit(request("a"), 0)
     made.submit(request("b"), 0)
     lines[-2] = b'{"type": "Unheard"}'
-    with pytest.raises(ConfigError, match=f"from line {len(lines)}: line {len(lines) - 1} is none of its"):
+    with pytest.raises(ConfigError, match=f"from line {len(lines)}: line {len(lines) - 1} is not an entry of a record"):
         list(replay(lines))
 
 

@@ -50,7 +50,7 @@ def test_an_engine_whose_score_is_no_number_is_chosen_last():
     ("text", "problem"),
     [
         ("p_tokens *", "no expression"),
-        ("batch", "'batch' is no indicator; there are: p_tokens"),
+        ("batch", "'batch' is not an indicator; indicators: p_tokens"),
         ("__import__('os').system('true')", "at \"__import__('os').system('true')\": allowed are numbers"),
         ("batch_size.__class__", "allowed are numbers"),
         ("[x for x in batch_size]", "allowed are numbers"),
@@ -75,5 +75,5 @@ def test_anything_else_is_refused_with_its_place(text, problem):
 
 @pytest.mark.parametrize("text", [f"p_tokens * 1{'0' * 400}", "-" * 990 + "p_tokens"])
 def test_a_number_or_a_nesting_beyond_all_measure_is_refused_in_words(text):
-    with pytest.raises(ConfigError, match="is no expression"):
+    with pytest.raises(ConfigError, match="is not a valid expression"):
         expression_policy(text)

@@ -1,4 +1,4 @@
-"""What a router is told: once, and of each engine."""
+"""Settings of a router and specifications of its engines."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from moestro.errors import ConfigError
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router is told once.
+    """Settings of a router.
 
     Attributes:
-        block_size: tokens of one KV block, the engines' own.
-        max_num_queued: requests that may wait in one engine; None: no bound here. The engines keep the same bound, but
-            answer between two steps, which is late for a refusal.
-        seed: of the draws.
-        index_bytes: memory for what the engines' caches hold.
-        predicted_expiry_s: age at which a prediction of what a cache holds is dropped.
+        block_size: tokens per KV block, equal to the engines' block size.
+        max_num_queued: limit of waiting requests per engine; None means no limit. The engines enforce the same limit,
+            but only answer between two steps, which delays a refusal.
+        seed: seed of the random draws.
+        index_bytes: memory limit of the prefix index, bytes.
+        predicted_expiry_s: age at which a predicted cache entry is dropped, seconds.
     """
 
     block_size: int = 16
@@ -33,11 +33,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an engine before it says anything.
+    """Properties of an engine that are known before its first report.
 
     Attributes:
-        num_blocks: that its KV cache holds; None: not known.
-        speed: relative to the others'.
+        num_blocks: size of the engine's KV cache in blocks; None means unknown.
+        speed: speed relative to the other engines.
     """
 
     num_blocks: int | None = None
