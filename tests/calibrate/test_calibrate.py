@@ -28,6 +28,7 @@ from moestro.calibrate.timing import InstantDevice, times_ns
 from moestro.cost.model import Batch
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.errors import ConfigError
+from moestro.model.settings import DEMO_MODEL
 from moestro.server.checkpoint import locate_model
 
 
@@ -124,7 +125,7 @@ def test_what_is_measured_of_any_device_is_a_cost_model(tmp_path):
 def test_the_demo_model_is_calibrated_and_its_file_says_how(tmp_path):
     out, shown = tmp_path / "demo.json", io.StringIO()
     settings = CalibrateSettings(
-        checkpoint=str(locate_model(None)),
+        checkpoint=str(locate_model(DEMO_MODEL)),
         name="demo",
         model=MeasuredModel(device="cpu", kv_cache_memory_bytes=1 << 24),
         range=Range(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32),
@@ -143,7 +144,7 @@ def test_the_demo_model_is_calibrated_and_its_file_says_how(tmp_path):
 def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(tmp_path):
     with pytest.raises(ConfigError, match=r"--out .*: there is no directory"):
         Measuring(out=tmp_path / "missing" / "table.json")
-    with pytest.raises(ConfigError, match=r"--max-num-seqs 1 is too small: give at least 2\."):
+    with pytest.raises(ConfigError, match=r"--max-num-seqs must be at least 2, got 1"):
         Range(max_num_seqs=1)
-    with pytest.raises(ConfigError, match="--rounds 1"):
+    with pytest.raises(ConfigError, match="--rounds must be at least 2, got 1"):
         Measuring(rounds=1)

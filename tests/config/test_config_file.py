@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -12,11 +13,8 @@ import pytest
 
 from moestro.cli import main
 from moestro.config.config_file import read_config_file
-from moestro.config.serve_settings import (
-    SchedulerLimits,
-)
 from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
-from moestro.engine.settings import SchedulerSettings
+from moestro.engine.settings import SchedulerOptions, SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.flow.registry import STEP_POLICIES
 from moestro.routing.registry import ROUTE_POLICIES
@@ -217,7 +215,7 @@ def test_a_setting_that_a_policy_cannot_have_ends_the_start(capsys, arguments, w
 
 
 def test_a_policys_settings_come_to_the_scheduler():
-    limits = SchedulerLimits(scheduling_policy="sjf:theta_age_s=0.5", batch_policy="qllm:max_batch=8")
-    limits = msgspec.json.decode(msgspec.json.encode(limits), type=SchedulerLimits)  # as a rank process gets it
-    settings = SchedulerSettings(num_blocks=8, block_size=4, max_model_len=32, **limits.for_scheduler())
+    options = SchedulerOptions(scheduling_policy="sjf:theta_age_s=0.5", batch_policy="qllm:max_batch=8")
+    options = msgspec.json.decode(msgspec.json.encode(options), type=SchedulerOptions)  # as a rank process gets it
+    settings = SchedulerSettings(num_blocks=8, block_size=4, max_model_len=32, **asdict(options))
     assert settings.make_policies().order.max_passed_over_ns == 500_000_000

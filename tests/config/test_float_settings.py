@@ -6,22 +6,25 @@ import io
 import math
 import typing
 from dataclasses import is_dataclass
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from moestro.cli import main
 from moestro.config.launch_spec import LaunchSpec, read_launch_spec, write_launch_spec
-from moestro.config.serve_flags import ServeFlags
-from moestro.config.serve_settings import ModelSettings, SchedulerLimits, SteppingSettings
+from moestro.config.serve_settings import ServeSettings
+from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
+from moestro.flow.settings import SteppingSettings
 from moestro.gateway.settings import RouteSettings
 from moestro.loadgen.settings import BenchSettings
+from moestro.model.settings import ModelSettings
 from moestro.sim.settings import SimSettings, read_settings
 
 MAY_BE_INFINITE = {"--max-be-wait", "--request-rate"}
 COMMANDS = {
-    "serve": (ServeFlags, ()),
+    "serve": (ServeSettings, ()),
     "route": (RouteSettings, ("--engine", "http://127.0.0.1:1")),
     "bench": (BenchSettings, ()),
 }
@@ -69,7 +72,7 @@ PLACES = [
     *(("workload", name) for name in ("rate", "burstiness", "ls_share")),
     *(("engines", name) for name in ("host_step_us", "host_sequence_us", "gpu_memory_utilization")),
     ("engines", "kv_offloading_size"),
-    ("policies", "max_be_wait_s"),
+    ("policies", "max_be_wait"),
     *(("slos", name) for name in ("ttft_ms", "tpot_ms", "e2e_ms")),
     *(("signals", name) for name in ("response_delay_ms", "kv_events_delay_ms")),
     *(("signals.channels", name) for name in ("delay_ms", "period_ms")),
@@ -79,7 +82,7 @@ PLACES = [
 @pytest.mark.parametrize(("table", "name"), PLACES)
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_a_scenario_with_such_a_value_is_refused_with_its_place(tmp_path, table, name, value):
-    if (name, value) == ("max_be_wait_s", "inf"):
+    if (name, value) == ("max_be_wait", "inf"):
         pytest.skip("allowed")
     file = tmp_path / "scenario.toml"
     lines = ["[workload]\nprompt_tokens = 8\noutput_tokens = 8\nnum_requests = 1"]
@@ -93,7 +96,7 @@ def test_a_scenario_with_such_a_value_is_refused_with_its_place(tmp_path, table,
 
 def test_every_float_of_a_scenario_is_in_the_list_above():
     def names(kind: object) -> set[str]:
-        if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        if not (isinstance(kind, type) and (issubclass(kind, msgspec.Struct) or is_dataclass(kind))):
             return set().union(*map(names, typing.get_args(kind)))
         hints = typing.get_type_hints(kind)
         own = {name for name, hint in hints.items() if hint is float or float in typing.get_args(hint)}
@@ -110,8 +113,8 @@ def test_a_launch_spec_arrives_as_it_was_sent(max_be_wait):
         address="ipc:///tmp/moestro-\n/ranks",
         launched_ns=2**62,
         log_level="info",
-        model=ModelSettings(model="m", kv_offloading_size=0.1),
-        limits=SchedulerLimits(),
+        model=ModelSettings(model="m", tokenizer=Path("/t"), kv_offloading_size=0.1),
+        scheduler=SchedulerOptions(),
         stepping=SteppingSettings(mode="preemptive", max_be_wait=max_be_wait),
     )
     stream = io.BytesIO(write_launch_spec(spec) + b"what follows")

@@ -10,7 +10,7 @@ GOOD = {"num_blocks": 8, "block_size": 4, "max_model_len": 32}
     ("wrong", "message"),
     [
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
-        ({"max_num_queued_reqs": -1}, "must not be negative"),
+        ({"max_num_queued_reqs": -1}, "max_num_queued_reqs must be at least 1, got -1"),
         ({"max_chunk": 0}, "max_chunk must be at least 1"),
         ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "at least max_num_seqs"),
         ({"max_model_len": 33}, r"max_model_len 33 does not fit.*--kv-cache-memory-bytes"),

@@ -28,12 +28,14 @@ from moestro.gateway.settings import (
     RoutingSettings,
 )
 from moestro.gateway.tokenized_blocks import exact_reading
+from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access_settings import AccessSettings
 from moestro.web.connections import accept, bound_socket
 
 CHAT = "/v1/chat/completions"
 GROUPS = {
     "engines": EngineSettings,
+    "policy": RoutePolicySettings,
     "routing": RoutingSettings,
     "reliability": ReliabilitySettings,
     "front": FrontSettings,

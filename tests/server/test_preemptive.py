@@ -10,14 +10,10 @@ from pathlib import Path
 import pytest
 from support.running import Reply, Running, complete, load, metrics, open_stream, wait_until
 
-from moestro.config.serve_settings import (
-    ModelSettings,
-    SchedulerLimits,
-    ServerSettings,
-    ServeSettings,
-    SteppingSettings,
-)
+from moestro.config.serve_settings import ServeSettings
+from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
+from moestro.flow.settings import SteppingSettings
 
 PROMPTS = ["def fibonacci(n):\n", "import os\n" * 60, "class Stack:\n    def push(self, item):\n", "x = 1\n" * 90]
 
@@ -138,7 +134,6 @@ def test_best_effort_that_was_passed_for_the_bound_goes_on(long_steps):
         ({"mode": "asynchronous"}, "--mode 'asynchronous' is unknown: give one of fused, preemptive"),
         ({"step_policy": "lifo"}, "unknown step policy 'lifo'; known: in_order, qllm, or FILE.py:NAME"),
         ({"max_be_wait": -1}, "--max-be-wait must be at least 0, got -1"),
-        ({"max_parked_bytes": -1}, "--max-parked-bytes must be at least 1, got -1"),
     ],
 )
 def test_a_stepping_that_cannot_be_is_refused(wrong, message):
@@ -147,8 +142,7 @@ def test_a_stepping_that_cannot_be_is_refused(wrong, message):
 
 
 def test_a_budget_that_does_not_let_both_classes_decode_is_refused_in_preemptive_mode_alone():
-    limits = SchedulerLimits(max_num_seqs=100, max_num_batched_tokens=150)
-    given = {"model": ModelSettings(model="m"), "limits": limits, "server": ServerSettings(served_model_name=("m",))}
-    ServeSettings(**given)
+    scheduler = SchedulerOptions(max_num_seqs=100, max_num_batched_tokens=150)
+    ServeSettings(scheduler=scheduler)
     with pytest.raises(ConfigError, match=r"sequences of each class.*at least twice as many"):
-        ServeSettings(**given, stepping=SteppingSettings(mode="preemptive"))
+        ServeSettings(scheduler=scheduler, stepping=SteppingSettings(mode="preemptive"))

@@ -10,7 +10,8 @@ from rich.console import Console
 from support.fake_rank import INFO
 
 import moestro.server.checkpoint
-from moestro.config.serve_settings import SchedulerLimits, ServerSettings
+from moestro.config.server_settings import ServerSettings
+from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
 from moestro.server.banner import serve_banner
 from moestro.server.checkpoint import locate_model
@@ -61,9 +62,9 @@ def test_a_hub_id_that_cannot_be_fetched_is_the_operators_to_put_right(model, mo
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        (SchedulerLimits, {"max_num_seqs": 100, "max_num_batched_tokens": 50}),
-        (SchedulerLimits, {"max_num_queued_reqs": -1}),
-        (ServerSettings, {"served_model_name": ()}),
+        (SchedulerOptions, {"max_num_seqs": 100, "max_num_batched_tokens": 50}),
+        (SchedulerOptions, {"max_num_queued_reqs": -1}),
+        (ServerSettings, {"served_model_name": ("",)}),
         (ServerSettings, {"served_model_name": ("m",), "port": 70_000}),
         (ServerSettings, {"served_model_name": ("m",), "api_key": ("",)}),
     ],

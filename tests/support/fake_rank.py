@@ -13,9 +13,9 @@ import time
 import msgspec
 
 from moestro.config.launch_spec import STACK_DUMP, read_launch_spec
-from moestro.config.serve_settings import SchedulerLimits
 from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
 from moestro.core.work import PassCounts
+from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError, QueueFullError
 from moestro.wire.messages import Failed, ModelInfo, Phase, Ready, identity_of
 from moestro.worker.channel import Channel
@@ -59,7 +59,7 @@ class Stats(msgspec.Struct):
 class FakeRank:
     """Runs the first `max_num_seqs` requests that came, and refuses those that make too many wait."""
 
-    def __init__(self, limits: SchedulerLimits = SchedulerLimits()) -> None:  # noqa: B008
+    def __init__(self, limits: SchedulerOptions = SchedulerOptions()) -> None:  # noqa: B008
         self.limits = limits
         self.requests: dict[str, tuple[Request, int]] = {}
         self.num_queried = 0
@@ -167,7 +167,7 @@ def main() -> int:
             time.sleep(60)
         is_exact = spec.model.dtype == "float32"  # as far as the server can tell
         channel.send(Ready(msgspec.structs.replace(INFO, is_exact=is_exact)))
-        rank = FakeRank(spec.limits)
+        rank = FakeRank(spec.scheduler)
         rank.babble = lambda: channel.send("babble")
         run_rank(rank, channel, time.monotonic_ns)
     except Exception as error:

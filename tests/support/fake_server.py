@@ -12,7 +12,7 @@ from moestro.cli import main
 if __name__ == "__main__":
     real = moestro.server.server.serve
     command = (sys.executable, str(Path(__file__).with_name("fake_rank.py")))
-    moestro.server.server.serve = lambda settings, access: real(settings, access, command)
+    moestro.server.server.serve = lambda settings: real(settings, command)
     moestro.server.restarts.FIRST_DELAY_S = 0.02
     moestro.server.restarts.STEADY_S = 0.0
     main(["serve", *sys.argv[1:]])

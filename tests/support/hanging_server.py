@@ -67,7 +67,7 @@ if __name__ == "__main__":
         module._Server._announce = announce
     real = moestro.server.server.serve
     command = (sys.executable, str(Path(__file__).with_name("fake_rank.py")))
-    moestro.server.server.serve = lambda settings, access: real(settings, access, command)
+    moestro.server.server.serve = lambda settings: real(settings, command)
     if what == "tokenizer":
         moestro.server.server.Tokenizer = spin
     main(arguments)

@@ -15,7 +15,7 @@ import zmq
 from support.fake_publisher import Sink
 from support.running import Running, complete, wait_until
 
-from moestro.config.serve_settings import KvEventsSettings, kv_events_from
+from moestro.config.kv_events_settings import KvEventsSettings, kv_events_from
 from moestro.core.hashing import hash_blocks, hash_key, split_hashes
 from moestro.errors import ConfigError
 from moestro.gateway.kv_sources import KvSource

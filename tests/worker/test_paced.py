@@ -15,13 +15,7 @@ from support.fake_device import KvDevice, make_request
 from support.running import REAL, Running, call, complete, is_idle, load, wait_until
 
 from moestro.cli import main
-from moestro.config.serve_settings import (
-    PacedSettings,
-    SchedulerLimits,
-    ServerSettings,
-    ServeSettings,
-    SteppingSettings,
-)
+from moestro.config.serve_settings import ServeSettings
 from moestro.core.request import ServiceClass
 from moestro.core.work import Forward
 from moestro.cost.capacity import kv_blocks
@@ -30,11 +24,13 @@ from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
 from moestro.cost.priced_stages import PricedStages
 from moestro.cost.roofline import Roofline, RooflineSettings
+from moestro.cost.settings import PacedSettings
 from moestro.cost.staged_engines import in_4_bits
 from moestro.engine.rank import build_preemptive_rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.flow.policies.qllm import ExpertLevelPreemption
+from moestro.flow.settings import SteppingSettings
 from moestro.model.settings import ModelSettings
 from moestro.worker.paced import (
     WORDS,
@@ -173,7 +169,7 @@ def test_a_network_s_tokens_are_passed_on():
         ({"device": "paced:abacus"}, "no constants for GPU 'abacus'"),
         ({"device": "paced:qllm", "network": "qwen2-7b"}, "networks with experts, which qwen2-7b has not"),
         ({"device": "paced:h20", "network": "gpt-5"}, "no sizes for network 'gpt-5'"),
-        ({"device": "paced:table.json", "arithmetic": "none"}, "a GPU and a network by name"),
+        ({"device": "paced:table.json", "paced_arithmetic": "none"}, "a GPU and a network by name"),
     ],
 )
 def test_a_device_that_nobody_knows_is_refused(given, words):
@@ -215,7 +211,8 @@ def test_the_kv_cache_is_what_the_gpu_has_beside_the_weights_unless_told_otherwi
     network, model = network_named("qwen3-30b-a3b"), ModelSettings(model="demo")
     assert num_blocks_of(PacedSettings(device="paced:h20"), model) == kv_blocks(network, H20, 16)
     bytes_of_100 = 100 * 16 * network.kv_bytes_per_token
-    assert num_blocks_of(PacedSettings(device="paced:h20", kv_cache_memory_bytes=bytes_of_100 + 1), model) == 100
+    holds_100 = ModelSettings(model="demo", kv_cache_memory_bytes=bytes_of_100 + 1)
+    assert num_blocks_of(PacedSettings(device="paced:h20"), holds_100) == 100
     qllm = PacedSettings(device="paced:qllm", network="mixtral-8x7b")
     weights = in_4_bits(network_named("mixtral-8x7b")).weight_bytes()
     assert weights == pytest.approx(22.93e9, rel=0.05), "as its paper has it"
@@ -232,14 +229,13 @@ def test_a_context_that_was_asked_for_is_never_clipped():
 
 
 def test_a_table_of_whole_steps_has_no_prices_for_the_preemptive_mode():
-    given = {"model": ModelSettings(model="demo"), "server": ServerSettings(served_model_name=("m",))}
     preemptive = SteppingSettings(mode="preemptive")
     for device in ("paced:h20", "paced:qllm"):
         paced = PacedSettings(device=device, network="mixtral-8x7b")
-        ServeSettings(**given, limits=SchedulerLimits(), stepping=preemptive, paced=paced)
+        ServeSettings(stepping=preemptive, pacing=paced)
     paced = PacedSettings(device="paced:table.json")
     with pytest.raises(ConfigError, match=r"wants the prices of stages, and table\.json has those of whole steps"):
-        ServeSettings(**given, limits=SchedulerLimits(), stepping=preemptive, paced=paced)
+        ServeSettings(stepping=preemptive, pacing=paced)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("qwen3-30b-a3b", 30.5), ("mixtral-8x7b", 46.7), ("deepseek-v3", 671)])

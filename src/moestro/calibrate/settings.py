@@ -1,4 +1,4 @@
-"""What `moestro calibrate` is told: frozen values, checked when made, with the words of its help."""
+"""The settings of `moestro calibrate`. A docstring under a field is its text in `--help`."""
 
 from __future__ import annotations
 
@@ -8,73 +8,63 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
+from moestro.core.setting_checks import CheckedSettings, at_least
 from moestro.errors import ConfigError
 from moestro.model.settings import DeviceKind, Dtype, LoadFormat
 
-MODEL_GROUP = Group.create_ordered("Model", help="What is measured; as for moestro serve.")
+MODEL_GROUP = Group.create_ordered("Model", help="The measured model, loaded as by moestro serve.")
 _RANGE = Group.create_ordered(
-    "Range", help="How far. Between measured points prices are interpolated, beyond them they go on in a straight line."
+    "Range",
+    help="The measured shapes. Prices are interpolated between them, and extrapolated linearly beyond.",
 )
-_MEASURING = Group.create_ordered("Measuring", help="How carefully, and where the table goes.")
+_MEASURING = Group.create_ordered("Measuring", help="The measurement, and the file of the table.")
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class MeasuredModel:
+class MeasuredModel(CheckedSettings):
     """The network, loaded as a server loads it."""
 
     dtype: Annotated[Dtype, Parameter(group=MODEL_GROUP)] = "auto"
-    "Of weights, activations and KV cache; auto: what the checkpoint was saved in."
+    "Data type of weights, activations and KV cache; auto: what the checkpoint was saved in."
     device: Annotated[DeviceKind, Parameter(group=MODEL_GROUP)] = "auto"
-    "Where it runs; auto: an accelerator if there is one."
+    "Device of the network; auto: an accelerator if there is one."
     load_format: Annotated[LoadFormat, Parameter(group=MODEL_GROUP)] = "auto"
     "dummy: random weights of the right shapes, to measure without a download."
-    block_size: Annotated[int, Parameter(group=MODEL_GROUP)] = 16
+    block_size: Annotated[int, at_least(1), Parameter(group=MODEL_GROUP)] = 16
     "Tokens of one KV block."
-    kv_cache_memory_bytes: Annotated[int, Parameter(group=MODEL_GROUP)] = 1 << 30
-    "Bytes of KV cache: what it cannot hold is not measured."
+    kv_cache_memory_bytes: Annotated[int, at_least(1), Parameter(group=MODEL_GROUP)] = 1 << 30
+    "Bytes of KV cache. Shapes that do not fit are not measured."
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Range:
-    """Which shapes."""
+class Range(CheckedSettings):
+    """The shapes that are measured."""
 
-    max_model_len: Annotated[int | None, Parameter(group=_RANGE)] = None
+    max_model_len: Annotated[int | None, at_least(64), Parameter(group=_RANGE)] = None
     "Tokens of the longest sequence; unset: what the model was made for, if it fits."
-    max_num_seqs: Annotated[int, Parameter(group=_RANGE)] = 64
+    max_num_seqs: Annotated[int, at_least(2), Parameter(group=_RANGE)] = 64
     "Most decodes in one step."
-    max_num_batched_tokens: Annotated[int, Parameter(group=_RANGE)] = 2048
+    max_num_batched_tokens: Annotated[int, at_least(32), Parameter(group=_RANGE)] = 2048
     "Tokens of the largest prefill chunk."
 
-    def __post_init__(self) -> None:
-        _check_at_least("--max-num-seqs", self.max_num_seqs, 2)
-        _check_at_least("--max-num-batched-tokens", self.max_num_batched_tokens, 32)
-        if self.max_model_len is not None:
-            _check_at_least("--max-model-len", self.max_model_len, 64)
-
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Measuring:
-    """How."""
+class Measuring(CheckedSettings):
+    """The measurement."""
 
-    rounds: Annotated[int, Parameter(group=_MEASURING)] = 5
-    "Times that every shape is visited: a machine that drifts drifts under all of them alike."
-    num_checks: Annotated[int, Parameter(group=_MEASURING)] = 16
-    "Other shapes, measured to see how well the table prices what it does not hold."
+    rounds: Annotated[int, at_least(2), Parameter(group=_MEASURING)] = 5
+    "Visits to every shape, so that a drift of the machine affects all shapes alike."
+    num_checks: Annotated[int, at_least(1), Parameter(group=_MEASURING)] = 16
+    "Other shapes that are measured to check how well the table prices them."
     seed: Annotated[int, Parameter(group=_MEASURING)] = 0
-    "Of the tokens, and of the shapes that are checked."
+    "Random seed of the tokens, and of the shapes that are checked."
     out: Annotated[Path, Parameter(group=_MEASURING)] = Path("table.json")
-    "The file to write."
+    "File of the table."
 
     def __post_init__(self) -> None:
-        _check_at_least("--rounds", self.rounds, 2)
-        _check_at_least("--num-checks", self.num_checks, 1)
-        if not self.out.absolute().parent.is_dir():  # said before minutes are spent on measuring
+        super().__post_init__()
+        if not self.out.absolute().parent.is_dir():  # checked before the measurement, which takes minutes
             raise ConfigError(f"--out {self.out}: there is no directory {self.out.absolute().parent}")
-
-
-def _check_at_least(flag: str, given: int, least: int) -> None:
-    if given < least:
-        raise ConfigError(f"{flag} {given} is too small: give at least {least}.")

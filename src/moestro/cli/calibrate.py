@@ -9,11 +9,12 @@ from cyclopts import Parameter
 from moestro.calibrate.settings import MODEL_GROUP, MeasuredModel, Measuring, Range
 from moestro.cli.app import app
 from moestro.cli.extras import require_extra
+from moestro.model.settings import DEMO_MODEL
 
 
 @app.command
 def calibrate(
-    model: Annotated[str | None, Parameter(group=MODEL_GROUP)] = None,
+    model: Annotated[str, Parameter(group=MODEL_GROUP)] = DEMO_MODEL,
     *,
     network: MeasuredModel = MeasuredModel(),
     reach: Range = Range(),
@@ -33,18 +34,19 @@ def calibrate(
     Parameters
     ----------
     model
-        A checkpoint directory, or a name on the Hugging Face hub. Unset: the small demo model that comes with Moestro.
+        A checkpoint directory, or a name on the Hugging Face hub. moestro-demo is the small model that comes with
+        Moestro.
     """
     require_extra("serve", "moestro calibrate")
     from rich.console import Console
 
     from moestro.calibrate.runner import CalibrateSettings
     from moestro.calibrate.runner import calibrate as run
-    from moestro.server.checkpoint import DEMO_NAME, locate_model
+    from moestro.server.checkpoint import locate_model
 
     settings = CalibrateSettings(
         checkpoint=str(locate_model(model)),
-        name=model or DEMO_NAME,
+        name=model,
         model=network,
         range=reach,
         measuring=measuring,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ from cyclopts import Parameter
 from moestro.cli.app import ORIGINS, app
 from moestro.cli.extras import require_extra
 from moestro.config.config_sources import config_lines
-from moestro.config.serve_flags import CONFIG_GROUP
+from moestro.config.serve_settings import CONFIG_GROUP
 from moestro.gateway.settings import RouteSettings
 
 
@@ -36,7 +35,7 @@ def route(
         Show every setting and where it came from, in a form that --config reads, and exit.
     """
     if print_config:
-        print("\n".join(config_lines(asdict(flags), ORIGINS)))
+        print("\n".join(config_lines(flags, ORIGINS)))
         return
     from moestro.gateway.server import route as run
 

@@ -1,1 +1,1 @@
-"""Settings trees, where each value came from, and what is read of the machine and of the user's files."""
+"""Settings trees, the origin of each value, and facts about the machine."""

@@ -1,4 +1,4 @@
-"""A file of settings: YAML or TOML, flat, one key for each flag; each entry knows its line."""
+"""Reads a flat YAML or TOML file of settings, one key for each flag; each entry knows its line."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Entry:
 
 
 def read_config_file(path: Path) -> list[Entry]:
-    """The settings in `path`; the name's end says which format it has. Entries without a value are left out.
+    """Read the settings in `path`, in the format of its suffix. Entries without a value are left out.
 
     Raises:
-        ConfigError: it cannot be read, is not what its name says, has sections, or says something twice.
+        ConfigError: the file cannot be read, is not in the format of its suffix, has sections, or sets a key twice.
     """
     readers = {".toml": _read_toml, ".yaml": _read_yaml, ".yml": _read_yaml}
     reader = readers.get(path.suffix)
@@ -61,7 +61,7 @@ def _read_toml(text: str, path: Path) -> Iterator[Entry]:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     for key, value in data.items():
-        # The parser does not say where it was; a key that is spelt in an unusual way has no line.
+        # The parser reports no position. A key in an unusual spelling has no line.
         spelt = re.search(rf"^\s*\[*\s*[\"']?{re.escape(key)}[\"']?\s*[=\].]", text, re.MULTILINE)
         place = f"{path}:{text.count(chr(10), 0, spelt.end()) + 1}" if spelt else str(path)
         yield Entry(key, _flat(key, value, place), place)
@@ -78,7 +78,7 @@ def _read_yaml(text: str, path: Path) -> Iterator[Entry]:
         for key_node, value_node in root.value:
             place = f"{path}:{key_node.start_mark.line + 1}"
             key = str(loader.construct_object(key_node, deep=True))
-            # Before it is made: a few aliases of aliases can stand for billions of values.
+            # Refused before the value is built, because a few nested aliases can stand for billions of values.
             _refuse_nested(key, isinstance(value_node, yaml.MappingNode), place)
             for item in value_node.value if isinstance(value_node, yaml.SequenceNode) else ():
                 _refuse_nested(key, not isinstance(item, yaml.ScalarNode), place)

@@ -1,9 +1,10 @@
-"""Where settings come from besides the command line, and where each came from in the end."""
+"""Sources of settings besides the command line, and the origin of each value."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ _NOT_IN_FILES = frozenset({"config", "print-config"})
 
 
 class ConfigFile:
-    """A source for cyclopts: the file that the verb's `--config` names. Flags and environment variables win over it."""
+    """Reads the file that the verb's `--config` names, for cyclopts. Flags and environment variables win over it."""
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Add what the file says to `arguments`; a key or value that does not fit is named with its line."""
+        """Add the file's settings to `arguments`; an error names the key or value and its line."""
         option = next((argument for argument in arguments if "--config" in argument.names), None)
         if option is None or not option.tokens:
             return
@@ -32,7 +33,7 @@ class ConfigFile:
 
 
 class Origins:
-    """A source for cyclopts that adds nothing, and remembers where each value came from. It must be the last."""
+    """Remembers the origin of each value, for cyclopts. It adds no settings and must be the last source."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
@@ -47,19 +48,27 @@ class Origins:
                 self._of[argument.field_info.name] = named.get(token.source, token.source)
 
     def of(self, name: str) -> str:
-        """Where the value of the setting `name` came from."""
+        """The origin of the setting `name`, in words."""
         return self._of.get(name, "default")
 
 
-def config_lines(settings: dict[str, Any], origins: Origins) -> Iterator[str]:
-    """`settings`, groups of them among them, in YAML that `--config` reads; each line says where it came from.
+def config_lines(settings: object, origins: Origins) -> Iterator[str]:
+    """The dataclass `settings` in YAML that `--config` reads; each line names the origin of its value.
 
     Secrets are not shown.
     """
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from config_lines(value, origins)
-        elif name in SECRETS and value:
+    for name, value in settings_in(settings):
+        if name in SECRETS and value:
             yield f"# {name}: not shown  # {origins.of(name)}"
         else:
             yield f"{name}: {json.dumps(value, default=str)}  # {origins.of(name)}"
+
+
+def settings_in(settings: Any) -> Iterator[tuple[str, Any]]:
+    """Name and value of every setting in a dataclass and in the groups that it is composed of."""
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if is_dataclass(value):
+            yield from settings_in(value)
+        else:
+            yield each.name, value

@@ -1,4 +1,4 @@
-"""Which machine this is, for results that hold on it alone."""
+"""The name of this machine, for results that depend on it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def machine_name() -> str:
-    """The platform and the processor."""
+    """Name the platform and the processor."""
     return f"{platform.platform()}, {_cpu_model()}"
 
 

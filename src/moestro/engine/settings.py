@@ -1,10 +1,13 @@
-"""The settings of one rank's scheduler: frozen, checked when made."""
+"""The settings of one rank's scheduler. A docstring under a field is its text in `--help`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
+from cyclopts import Parameter
+
+from moestro.core.setting_checks import CheckedSettings, at_least, name_of
 from moestro.engine.policy_contract import BatchPolicy, EvictPolicy, OrderPolicy
 from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
 from moestro.errors import ConfigError
@@ -34,69 +37,96 @@ def make_policies(order: str, batch: str, evict: str) -> Policies:
     return made
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSettings:
-    """What one rank may hold and do at once. Names are vLLM's where the meaning is.
+_ORDER = f"Which waiting request is next (sjf:theta_age_s=2).\n\n{ORDER_POLICIES.help_text()}"
+_BATCH = f"Which sequences enter the next step (qllm:max_batch=16).\n\n{BATCH_POLICIES.help_text()}"
+_EVICT = f"Which sequence frees its KV where blocks run out; or FILE.py:NAME.\n\n{EVICT_POLICIES.help_text()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerLimits(CheckedSettings):
+    """How much one rank takes on. Names are vLLM's where the meaning is."""
+
+    max_num_seqs: Annotated[int, at_least(1)] = 64
+    "Sequences that run at once. More of them: more tokens per second in all, fewer for each."
+    max_num_batched_tokens: Annotated[int, at_least(1)] = 2048
+    "Tokens of one step. Lower: long prompts disturb running answers less, and take longer themselves."
+    max_num_queued_reqs: Annotated[int, at_least(1)] = 1024  # each request waits, be it for a step
+    "Requests that may wait; one more is refused with 503 and Retry-After."
+    enable_prefix_caching: bool = True
+    "Compute the common beginning of prompts once."
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"{name_of(self, 'max_num_batched_tokens')} {self.max_num_batched_tokens} must be at least"
+                f" {name_of(self, 'max_num_seqs')} {self.max_num_seqs}, or not every running sequence could decode in"
+                " one step"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerPolicies(CheckedSettings):
+    """The policies of one rank's scheduler, by name."""
+
+    scheduling_policy: Annotated[str, Parameter(help=_ORDER)] = "fcfs"
+    batch_policy: Annotated[str, Parameter(help=_BATCH)] = "decode_first"
+    evict_policy: Annotated[str, Parameter(help=_EVICT)] = "last_in_order"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.make_policies()
+
+    def make_policies(self) -> Policies:
+        """New policies, without any history.
+
+        Raises:
+            ConfigError: they are unknown, or do not go together.
+        """
+        return make_policies(self.scheduling_policy, self.batch_policy, self.evict_policy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOptions(SchedulerPolicies, SchedulerLimits):
+    """All that an operator chooses of one rank's scheduler."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings(SchedulerOptions):
+    """The operator's choices, and what is known once the model is loaded.
 
     Attributes:
         num_blocks, block_size: the KV pool: blocks, and tokens a block.
         num_host_blocks: blocks of host memory for the KV of preempted sequences; 0: it is always computed again.
         max_model_len: tokens of one sequence, prompt and output; at most `num_blocks * block_size`.
-        max_num_seqs: sequences that hold KV at once.
-        max_num_urgent_seqs: more of them, for latency-sensitive sequences alone: these need not wait until a
-            best-effort one ends. 0: classes are alike in this.
-        max_num_batched_tokens: the token budget of one step.
+        max_num_urgent_seqs: running sequences beside `max_num_seqs`, for latency-sensitive sequences alone: these need
+            not wait until a best-effort one ends. 0: classes are alike in this.
         max_chunk: tokens of one prefill chunk; None: the whole budget.
-        max_num_queued_reqs: requests waiting; one more is refused.
-        enable_prefix_caching: keep the KV of full blocks for prompts that begin alike.
-        scheduling_policy, batch_policy, evict_policy: policies by name, the first two with settings if any,
-            `sjf:theta_age_s=5` (the first orders the waiting queue); the last also as FILE.py:NAME.
     """
 
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    num_host_blocks: int = 0
-    max_num_seqs: int = 64
-    max_num_urgent_seqs: int = 0
-    max_num_batched_tokens: int = 2048
-    max_chunk: int | None = None
-    max_num_queued_reqs: int = 1024
-    enable_prefix_caching: bool = True
-    scheduling_policy: str = "fcfs"
-    batch_policy: str = "decode_first"
-    evict_policy: str = "last_in_order"
+    PLACE: ClassVar[str | None] = ""
+
+    num_blocks: Annotated[int, at_least(1)]
+    block_size: Annotated[int, at_least(1)]
+    max_model_len: Annotated[int, at_least(1)]
+    num_host_blocks: Annotated[int, at_least(0)] = 0
+    max_num_urgent_seqs: Annotated[int, at_least(0)] = 0
+    max_chunk: Annotated[int | None, at_least(1)] = None
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_host_blocks", "max_num_queued_reqs", "max_num_urgent_seqs"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
-        if self.max_chunk is not None and self.max_chunk < 1:
-            raise ConfigError(f"max_chunk must be at least 1, got {self.max_chunk}")
+        super().__post_init__()
         if self.max_num_batched_tokens < self.num_slots:
             raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"
-                f" and max_num_urgent_seqs ({self.num_slots}), or not every running sequence could decode in one step"
+                f"max_num_batched_tokens {self.max_num_batched_tokens} must be at least max_num_seqs and"
+                f" max_num_urgent_seqs, {self.num_slots}, or not every running sequence could decode in one step"
             )
         if self.max_model_len > self.num_blocks * self.block_size:
             raise ConfigError(
                 f"max_model_len {self.max_model_len} does not fit in the KV cache of {self.num_blocks} blocks of"
                 f" {self.block_size} tokens: lower --max-model-len or raise --kv-cache-memory-bytes"
             )
-        self.make_policies()
 
     @property
     def num_slots(self) -> int:
         """Sequences of all classes that hold KV at once."""
         return self.max_num_seqs + self.max_num_urgent_seqs
-
-    def make_policies(self) -> Policies:
-        """New ones, without any history.
-
-        Raises:
-            ConfigError: they are unknown, or do not go together.
-        """
-        return make_policies(self.scheduling_policy, self.batch_policy, self.evict_policy)

@@ -24,7 +24,7 @@ from moestro.gateway.paths import Routes
 from moestro.gateway.prometheus import RouteCollector
 from moestro.gateway.prompt_blocks import Reading
 from moestro.gateway.proxy import Proxy
-from moestro.gateway.settings import FrontSettings, ReliabilitySettings, RouteSettings, RoutingSettings
+from moestro.gateway.settings import FrontSettings, ReliabilitySettings, RouteSettings
 from moestro.routing.breaker import BreakerRules
 from moestro.routing.decision_record import Entry, PolicyText, RecordedRouter
 from moestro.routing.health import HealthRules
@@ -74,14 +74,14 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
     Raises:
         ConfigError: the settings cannot be honoured.
     """
-    routing, front = settings.routing, settings.front
+    front = settings.front
     record = _record(settings.record.record) if settings.record.record else None
-    router = _router(routing, reading, record)
+    router = _router(settings, reading, record)
     router.keeps_candidates = record is not None or settings.record.remember > 0
     fleet = Fleet(router, reading.block_tokens, _health_rules(settings.reliability), time.monotonic_ns)
     counts = Counts()
     journal = Journal(
-        routing.route_score or routing.route_policy,
+        settings.policy.route_score or settings.policy.route_policy,
         settings.record.remember,
         lambda: fleet.names,
         record.write if record else None,
@@ -106,7 +106,7 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
     watchers: list[Watcher] = [HealthWatch(fleet, rules), MetricsWatch(fleet, rules)]
     kv_events = None
     if engines.kv_sources:
-        kv_events = KvEventsWatch(fleet, engines.kv_sources, routing.block_size, engines.kv_tiers)
+        kv_events = KvEventsWatch(fleet, engines.kv_sources, settings.routing.block_size, engines.kv_tiers)
         collectors.append(KvFigures(kv_events))
         watchers.append(kv_events)
     watch, exposition = Watch(watchers), Exposition(*collectors)
@@ -129,13 +129,14 @@ def _record(path: Path) -> RecordFile[Entry]:
     return RecordFile(path, (Story,), "it replays up to here, and has stories alone from now on")
 
 
-def _router(routing: RoutingSettings, reading: Reading, record: RecordFile[Entry] | None) -> Router:
-    settings = RouterSettings(
-        block_size=reading.block_tokens, seed=routing.seed, index_bytes=routing.index_memory_bytes
+def _router(settings: RouteSettings, reading: Reading, record: RecordFile[Entry] | None) -> Router:
+    policy = settings.policy
+    bounds = RouterSettings(
+        block_size=reading.block_tokens, seed=settings.routing.seed, index_bytes=settings.routing.index_memory_bytes
     )
     if record is None:
-        return Router(policy_from(routing.route_policy, routing.route_score), settings)
-    return RecordedRouter(PolicyText(routing.route_policy, routing.route_score), settings, record.write, read_clocks())
+        return Router(policy_from(policy.route_policy, policy.route_score), bounds)
+    return RecordedRouter(PolicyText(policy.route_policy, policy.route_score), bounds, record.write, read_clocks())
 
 
 def _health_rules(reliability: ReliabilitySettings) -> HealthRules:

@@ -95,7 +95,7 @@ class _Server:
         warn_if_open(listener, settings.front.api_key)
         summary = RouteSummary(
             engines=parts.operator.views(),
-            policy=settings.routing.route_policy,
+            policy=settings.policy.route_policy,
             prompts=self._reading.words,
             url=url_of(listener),
             admin_url=url_of(admin_listener),

@@ -1,4 +1,4 @@
-"""What `moestro route` is told: frozen values, checked when made, with the words of its help."""
+"""The settings of `moestro route`. A docstring under a field is its text in `--help`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from urllib.parse import urlsplit
 
 from cyclopts import Group, Parameter
 
-from moestro.core.setting_checks import check_floats
+from moestro.core.setting_checks import PORT, CheckedSettings, above, at_least, between
 from moestro.errors import ConfigError
 from moestro.gateway.kv_sources import KvSources
 from moestro.gateway.paths import can_be_opened
-from moestro.routing.registry import ROUTE_POLICIES
+from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access_settings import AccessSettings
 
-_MAX_BREAKER_FAILURES = 1000  # their outcomes are remembered, of each engine
 _NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,64}")
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -27,8 +26,8 @@ _ENGINES = Group.create_ordered("Engines", help="The servers that do the work: v
 _ROUTING = Group.create_ordered(
     "Routing",
     help=(
-        "Which engine gets a request. Without --tokenizer prompts are compared as text, which needs nothing and costs"
-        " microseconds; with it block by block as the engines do, which takes the tokenizer's time."
+        "Which engine gets a request. Without --tokenizer prompts are compared as text, which takes microseconds."
+        " With it, they are compared by blocks of tokens as in the engines, which takes the tokenizer's time."
     ),
 )
 _RELIABILITY = Group.create_ordered(
@@ -42,11 +41,11 @@ _RECORD = Group.create_ordered("Record", help="What was decided, and why.")
 
 @dataclass(frozen=True, slots=True)
 class EngineUrl:
-    """An engine as the operator writes it.
+    """An engine's address, as the operator writes it.
 
     Attributes:
-        name: how it is called in headers, logs and metrics.
-        url: scheme, host and port, and perhaps the path under which its API lies.
+        name: the engine's name in headers, logs and metrics.
+        url: scheme, host and port, and the path of the API if it has one.
         netloc: host and port, as in a Host header.
     """
 
@@ -60,7 +59,7 @@ class EngineUrl:
 
     @classmethod
     def parse(cls, text: str) -> EngineUrl:
-        """`URL` or `NAME=URL`.
+        """Parse `URL` or `NAME=URL`.
 
         Raises:
             ConfigError: it is neither.
@@ -87,49 +86,45 @@ class EngineUrl:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings:
+class EngineSettings(CheckedSettings):
     """The engines."""
 
     engine: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True, show_default=False)] = ()
-    "Where one is: http://HOST:PORT, or NAME=http://HOST:PORT to call it by name. Repeat it for each."
+    "Address of an engine: http://HOST:PORT, or NAME=http://HOST:PORT with a name. Repeat the flag for each engine."
     engine_api_key: Annotated[str | None, Parameter(group=_ENGINES, show_default=False)] = field(
         default=None, repr=False
     )
-    "Sent to engines in place of the client's key. Better set as MOESTRO_ENGINE_API_KEY than shown in the process list."
-    connect_timeout: Annotated[float, Parameter(group=_ENGINES)] = 3.0
+    "Key that engines get in place of the client's. MOESTRO_ENGINE_API_KEY keeps it out of the process list."
+    connect_timeout: Annotated[float, above(0), Parameter(group=_ENGINES)] = 3.0
     "Seconds in which a connection to an engine must be made."
     health_path: Annotated[str, Parameter(group=_ENGINES)] = "/health"
-    "What an engine is asked to see whether it is well; any answer below 300 says so."
-    health_interval: Annotated[float, Parameter(group=_ENGINES)] = 5.0
-    "Seconds between looks at an engine's health; one that is not well is looked at twice a second."
-    metrics_interval: Annotated[float, Parameter(group=_ENGINES)] = 1.0
-    "Seconds between looks at an engine's /metrics (its queue, its KV cache); 0: never."
-    probe_timeout: Annotated[float, Parameter(group=_ENGINES)] = 3.0
-    "Seconds in which it must answer these."
+    "Path of an engine's health check; any status below 300 means healthy."
+    health_interval: Annotated[float, above(0), Parameter(group=_ENGINES)] = 5.0
+    "Seconds between health checks of an engine; an unhealthy engine is checked twice a second."
+    metrics_interval: Annotated[float, at_least(0), Parameter(group=_ENGINES)] = 1.0
+    "Seconds between reads of an engine's /metrics (its queue, its KV cache); 0: never."
+    probe_timeout: Annotated[float, above(0), Parameter(group=_ENGINES)] = 3.0
+    "Seconds in which an engine must answer a health check or a read of /metrics."
     kv_events: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True, show_default=False)] = ()
-    "Where engines publish KV events: tcp://*:PORT, as vLLM is told it, for all; or NAME=tcp://HOST:PORT for one."
+    "Where engines publish KV events: tcp://*:PORT, as in vLLM's settings, for all; or NAME=tcp://HOST:PORT for one."
     kv_replay: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True, show_default=False)] = ()
-    "Their replay_endpoint, likewise: without it a lost message costs all that was known of an engine's cache."
+    "The replay_endpoint of engines, likewise. Without it, one lost message discards the known contents of that cache."
     kv_tiers: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True)] = (
         "GPU",
         "CPU",
         "CPU_PINNED",
     )
-    "Media, as the events name them, whose blocks count as hits."
+    "Storage media, by their names in KV events, whose blocks count as hits."
 
     def __post_init__(self) -> None:
-        check_floats(self)
-        _above("--connect-timeout", self.connect_timeout)
-        _above("--health-interval", self.health_interval)
-        _above("--probe-timeout", self.probe_timeout)
-        _at_least("--metrics-interval", self.metrics_interval, 0)
+        super().__post_init__()
         if self.engine_api_key == "":
             raise ConfigError("--engine-api-key is empty: give a key, or leave the flag out")
         self.kv_sources.check_names([url.name for url in map(EngineUrl.parse, self.engine)])
 
     @property
     def kv_sources(self) -> KvSources:
-        """Who publishes KV events.
+        """The publishers of KV events.
 
         Raises:
             ConfigError: what is given is no endpoint.
@@ -148,111 +143,78 @@ class EngineSettings:
         return tuple(EngineUrl.parse(text) for text in self.engine)
 
 
-_ROUTE_POLICY = f"""How an engine is chosen, settings after a colon (bailian:hit_weight=0.5); or FILE.py:NAME.
-
-{ROUTE_POLICIES.help_text()}"""
-
-
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class RoutingSettings:
-    """The choice."""
+class RoutingSettings(CheckedSettings):
+    """How prompts are compared, and with how much memory."""
 
-    route_policy: Annotated[str, Parameter(group=_ROUTING, help=_ROUTE_POLICY)] = "moestro"
-    route_score: Annotated[str | None, Parameter(group=_ROUTING)] = None
-    "In place of a policy: an expression over indicators, the lowest wins: 'p_tokens * (batch_size + 1)'."
     tokenizer: Annotated[Path | None, Parameter(group=_ROUTING)] = None
     "Directory with the model's tokenizer.json and chat template: blocks of tokens instead of blocks of text."
-    block_size: Annotated[int, Parameter(group=_ROUTING)] = 16
-    "With --tokenizer: tokens of one block, as the engines have it (vLLM's --block-size)."
-    text_block_bytes: Annotated[int, Parameter(group=_ROUTING)] = 512
-    "Without: bytes of one block of text. Smaller: finer, and more work for each request."
-    index_memory_bytes: Annotated[int, Parameter(group=_ROUTING)] = 1 << 30
-    "Most memory for what the engines' caches hold."
+    block_size: Annotated[int, at_least(1), Parameter(group=_ROUTING)] = 16
+    "With --tokenizer: tokens of one block, equal to the engines' (vLLM's --block-size)."
+    text_block_bytes: Annotated[int, at_least(16), Parameter(group=_ROUTING)] = 512
+    "Without --tokenizer: bytes of one block of text. Smaller blocks match more finely, and take longer."
+    index_memory_bytes: Annotated[int, at_least(1 << 20), Parameter(group=_ROUTING)] = 1 << 30
+    "Bytes of memory for the index of the engines' caches."
     seed: Annotated[int, Parameter(group=_ROUTING)] = 0
-    "Of draws between equals."
-
-    def __post_init__(self) -> None:
-        _at_least("--block-size", self.block_size, 1)
-        _at_least("--text-block-bytes", self.text_block_bytes, 16)
-        _at_least("--index-memory-bytes", self.index_memory_bytes, 1 << 20)
+    "Random seed of draws between equal engines."
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class ReliabilitySettings:
+class ReliabilitySettings(CheckedSettings):
     """When engines fail."""
 
-    max_retries: Annotated[int, Parameter(group=_RELIABILITY)] = 3
-    "Other engines that a request is given to when one answers 429, 500, 502, 503 or 504."
-    retry_share: Annotated[float, Parameter(group=_RELIABILITY)] = 0.2
-    "Such retries for each request, in the long run: they must not multiply an overload."
-    breaker_failures: Annotated[int, Parameter(group=_RELIABILITY)] = 5
+    max_retries: Annotated[int, at_least(0), Parameter(group=_RELIABILITY)] = 3
+    "Other engines that get a request when one answers 429, 500, 502, 503 or 504."
+    retry_share: Annotated[float, at_least(0), Parameter(group=_RELIABILITY)] = 0.2
+    "Average number of such retries for each request, so that retries do not multiply an overload."
+    # At most 1000, because the outcomes of each engine are remembered.
+    breaker_failures: Annotated[int, between(1, 1000), Parameter(group=_RELIABILITY)] = 5
     "Failures in a row (5xx, time limits; never a 4xx) that take an engine out; one that hangs up is out at once."
-    first_byte_timeout: Annotated[float, Parameter(group=_RELIABILITY)] = 600.0
+    first_byte_timeout: Annotated[float, above(0), Parameter(group=_RELIABILITY)] = 600.0
     "Seconds in which an answer must begin, queueing included."
-    idle_timeout: Annotated[float, Parameter(group=_RELIABILITY)] = 300.0
+    idle_timeout: Annotated[float, above(0), Parameter(group=_RELIABILITY)] = 300.0
     "Seconds that may pass between two bytes of an answer."
-    stall_timeout: Annotated[float, Parameter(group=_RELIABILITY)] = 30.0
+    stall_timeout: Annotated[float, above(0), Parameter(group=_RELIABILITY)] = 30.0
     "Seconds without a token, while its queue grows, after which an engine gets no more requests."
-    slow_start: Annotated[float, Parameter(group=_RELIABILITY)] = 30.0
-    "Seconds in which an engine that comes back is brought up to its share; its cache is cold."
-
-    def __post_init__(self) -> None:
-        check_floats(self)
-        _at_least("--max-retries", self.max_retries, 0)
-        _at_least("--retry-share", self.retry_share, 0)
-        _at_least("--breaker-failures", self.breaker_failures, 1)
-        if self.breaker_failures > _MAX_BREAKER_FAILURES:
-            raise ConfigError(f"--breaker-failures may be {_MAX_BREAKER_FAILURES} at most, got {self.breaker_failures}")
-        for flag, value in (
-            ("--first-byte-timeout", self.first_byte_timeout),
-            ("--idle-timeout", self.idle_timeout),
-            ("--stall-timeout", self.stall_timeout),
-        ):
-            _above(flag, value)
-        _at_least("--slow-start", self.slow_start, 0)
+    slow_start: Annotated[float, at_least(0), Parameter(group=_RELIABILITY)] = 30.0
+    "Seconds in which a returning engine, whose cache is cold, is brought up to its share of requests."
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class FrontSettings:
+class FrontSettings(CheckedSettings):
     """The clients' side."""
 
     host: Annotated[str, Parameter(group=_SERVER)] = "127.0.0.1"
     "Address to listen on; 0.0.0.0 opens it to the network, which wants --api-key."
-    port: Annotated[int, Parameter(group=_SERVER)] = 8080
+    port: Annotated[int, PORT, Parameter(group=_SERVER)] = 8080
     "Port to listen on; 0: any free one, shown at the start."
     api_key: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True, show_default=False)] = ()
     (
-        "Keys of which clients must send one, as a bearer token or in x-api-key. Unset: the router asks for none and"
-        " passes on what it gets."
+        "Keys of which clients must send one, as a bearer token or in x-api-key. Unset: the router asks for no key and"
+        " passes on the client's."
     )
     open_path: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True, show_default=False)] = ()
-    "Other paths that are sent on to an engine, such as /my_api, or /my_api/* for all below it."
+    "Other paths that the router forwards to an engine, such as /my_api, or /my_api/* for all paths below it."
     route_headers: Annotated[bool, Parameter(group=_SERVER)] = True
-    "Tell clients, in x-moestro-engine and x-moestro-reason, which engine answered and why."
-    max_body_bytes: Annotated[int, Parameter(group=_SERVER)] = 32 << 20
-    "The largest request."
-    max_connections: Annotated[int, Parameter(group=_SERVER)] = 4096
+    "Show clients the answering engine and the reason for its choice, in x-moestro-engine and x-moestro-reason."
+    max_body_bytes: Annotated[int, at_least(1024), Parameter(group=_SERVER)] = 32 << 20
+    "Bytes of the largest request body."
+    max_connections: Annotated[int, at_least(1), Parameter(group=_SERVER)] = 4096
     "Clients connected at a time; one more is refused with 503 and Retry-After."
-    body_timeout: Annotated[float, Parameter(group=_SERVER)] = 60.0
+    body_timeout: Annotated[float, above(0), Parameter(group=_SERVER)] = 60.0
     "Seconds in which a request's body must arrive."
-    write_timeout: Annotated[float, Parameter(group=_SERVER)] = 60.0
+    write_timeout: Annotated[float, above(0), Parameter(group=_SERVER)] = 60.0
     "Seconds that a client may leave its answer unread before it is cut off."
-    shutdown_timeout: Annotated[float, Parameter(group=_SERVER)] = 30.0
+    shutdown_timeout: Annotated[float, at_least(0), Parameter(group=_SERVER)] = 30.0
     "Seconds that running requests have to finish after SIGTERM or Ctrl-C."
     log_level: Annotated[LogLevel, Parameter(group=_SERVER)] = "info"
     "How much is logged. Prompts and answers are never logged."
 
     def __post_init__(self) -> None:
-        check_floats(self)
-        _port("--port", self.port)
-        _at_least("--max-body-bytes", self.max_body_bytes, 1024)
-        _at_least("--max-connections", self.max_connections, 1)
-        _above("--body-timeout", self.body_timeout)
-        _above("--write-timeout", self.write_timeout)
-        _at_least("--shutdown-timeout", self.shutdown_timeout, 0)
+        super().__post_init__()
         if not all(self.api_key):
             raise ConfigError("--api-key is empty: give a key, or leave the flag out to ask for none")
         for path in self.open_path:
@@ -265,18 +227,18 @@ class FrontSettings:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class AdminSettings:
+class AdminSettings(CheckedSettings):
     """The operator's side."""
 
     admin_host: Annotated[str, Parameter(group=_ADMIN)] = "127.0.0.1"
     "Address of the admin plane; any but a loopback address wants --admin-api-key."
-    admin_port: Annotated[int, Parameter(group=_ADMIN)] = 8081
-    "Its port; 0: any free one, shown at the start."
+    admin_port: Annotated[int, PORT, Parameter(group=_ADMIN)] = 8081
+    "Port of the admin plane; 0: any free one, shown at the start."
     admin_api_key: Annotated[str | None, Parameter(group=_ADMIN, show_default=False)] = field(default=None, repr=False)
-    "Its bearer token; --api-key does not open it."
+    "Bearer token of the admin plane, which --api-key does not open."
 
     def __post_init__(self) -> None:
-        _port("--admin-port", self.admin_port)
+        super().__post_init__()
         if self.admin_api_key == "":
             raise ConfigError("--admin-api-key is empty: give a key, or leave the flag out")
         if self.admin_api_key is None and not is_loopback(self.admin_host):
@@ -287,16 +249,13 @@ class AdminSettings:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class RecordSettings:
+class RecordSettings(CheckedSettings):
     """The record."""
 
     record: Annotated[Path | None, Parameter(group=_RECORD)] = None
-    "Append what is decided to this file, for moestro explain and moestro replay. Prompts are not in it."
-    remember: Annotated[int, Parameter(group=_RECORD)] = 10_000
-    "Requests that are over and kept in memory, for moestro explain."
-
-    def __post_init__(self) -> None:
-        _at_least("--remember", self.remember, 0)
+    "Append the decisions to this file, for moestro explain and moestro replay. The file holds no prompts."
+    remember: Annotated[int, at_least(0), Parameter(group=_RECORD)] = 10_000
+    "Ended requests that stay in memory for moestro explain."
 
 
 @Parameter(name="*")
@@ -305,6 +264,9 @@ class RouteSettings:
     """All of `moestro route`."""
 
     engines: EngineSettings = field(default_factory=EngineSettings)
+    policy: Annotated[RoutePolicySettings, Parameter(name="*", group=_ROUTING)] = field(
+        default_factory=RoutePolicySettings
+    )
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     reliability: ReliabilitySettings = field(default_factory=ReliabilitySettings)
     front: FrontSettings = field(default_factory=FrontSettings)
@@ -318,23 +280,8 @@ class RouteSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine can reach `host`."""
+    """Whether `host` can be reached from this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _above(flag: str, value: float) -> None:
-    if not value > 0:
-        raise ConfigError(f"{flag} must be above 0, got {value:g}")
-
-
-def _at_least(flag: str, value: float, low: float) -> None:
-    if not value >= low:
-        raise ConfigError(f"{flag} must be at least {low:g}, got {value:g}")
-
-
-def _port(flag: str, value: int) -> None:
-    if not 0 <= value <= 65535:
-        raise ConfigError(f"{flag} must be between 0 and 65535, got {value}")

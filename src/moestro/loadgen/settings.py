@@ -1,4 +1,4 @@
-"""What `moestro bench` is told: frozen values, checked when made, with the words of its help.
+"""The settings of `moestro bench`. A docstring under a field is its text in `--help`.
 
 Names are those of `vllm bench serve` where the meaning is the same.
 """
@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from moestro.core.setting_checks import check_floats
+from moestro.core.setting_checks import CheckedSettings, above, at_least
 from moestro.errors import ConfigError
 from moestro.workload.length_shapes import Shape
 
@@ -21,37 +21,36 @@ DatasetName = Literal["random", "trace", "servegen", "chat", "api_agent", "coder
 ArrivalKind = Literal["auto", "poisson", "gamma", "weibull", "constant", "trace"]
 
 _ENDPOINT = Group.create_ordered("Endpoint", help="Which server is measured.")
-_REQUESTS = Group.create_ordered("Requests", help="What is asked.")
+_REQUESTS = Group.create_ordered("Requests", help="The requests.")
 _ARRIVALS = Group.create_ordered(
     "Arrivals",
     help=(
-        "When it is asked. With --request-rate the load is open: requests come at that rate whatever the server does,"
-        " as users do. With --max-concurrency alone it is closed: a request is sent when an earlier one has ended."
+        "When requests are sent. With --request-rate the load is open: requests come at that rate whatever the server"
+        " does. With --max-concurrency alone the load is closed: a request is sent when an earlier one has ended."
     ),
 )
-_GOALS = Group.create_ordered("Goals", help="What counts as good, and how much load stays good.")
+_GOALS = Group.create_ordered("Goals", help="When a request counts as good, and which load stays good.")
 _RESULTS = Group.create_ordered("Results", help="Where figures go, besides the table.")
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class EndpointSettings:
-    """The server."""
+class EndpointSettings(CheckedSettings):
+    """The server that is measured."""
 
     base_url: Annotated[str, Parameter(group=_ENDPOINT)] = "http://127.0.0.1:8000"
-    "Where it is, with or without /v1."
+    "Address of the server, with or without /v1."
     model: Annotated[str | None, Parameter(group=_ENDPOINT)] = None
-    "The model's name there; unset: the first that /v1/models lists."
+    "Name of the model on the server; unset: the first that /v1/models lists."
     endpoint_type: Annotated[EndpointType, Parameter(group=_ENDPOINT)] = "completions"
     "completions sends token ids, of exact number; chat sends words, one a token or nearly so."
     api_key: Annotated[str | None, Parameter(group=_ENDPOINT, show_default=False)] = field(default=None, repr=False)
-    "Sent as a bearer token; better set as MOESTRO_API_KEY than shown in the process list."
-    timeout: Annotated[float, Parameter(group=_ENDPOINT)] = 600.0
+    "Bearer token of all requests. MOESTRO_API_KEY keeps it out of the process list."
+    timeout: Annotated[float, above(0), Parameter(group=_ENDPOINT)] = 600.0
     "Seconds after which a request without a whole answer has failed."
 
     def __post_init__(self) -> None:
-        check_floats(self)
-        _check("--timeout", self.timeout, self.timeout > 0, "above 0")
+        super().__post_init__()
         if not self.base_url.startswith(("http://", "https://")):
             raise ConfigError(f"--base-url must begin with http:// or https://, got {self.base_url}")
 
@@ -63,8 +62,8 @@ class EndpointSettings:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class RequestSettings:
-    """The requests."""
+class RequestSettings(CheckedSettings):
+    """The requests of a run."""
 
     dataset_name: Annotated[DatasetName, Parameter(group=_REQUESTS)] = "random"
     (
@@ -73,36 +72,27 @@ class RequestSettings:
     )
     dataset_path: Annotated[Path | None, Parameter(group=_REQUESTS)] = None
     "A trace (.jsonl, .csv, ShareGPT's .json; also .zst), its form told by its fields, or ServeGen's clients."
-    num_prompts: Annotated[int | None, Parameter(group=_REQUESTS)] = None
-    "How many requests: by default 200, or the whole trace."
+    num_prompts: Annotated[int | None, at_least(1), Parameter(group=_REQUESTS)] = None
+    "Number of requests; unset: 200, or the whole trace."
     length_shape: Annotated[Shape | None, Parameter(group=_REQUESTS)] = None
     "Draw --num-prompts of the trace's lengths so that their prompts have one of Gimbal's five shapes."
-    random_input_len: Annotated[int, Parameter(group=_REQUESTS)] = 256
+    random_input_len: Annotated[int, at_least(1), Parameter(group=_REQUESTS)] = 256
     "Tokens of a random prompt, beyond the prefix."
-    random_output_len: Annotated[int, Parameter(group=_REQUESTS)] = 64
+    random_output_len: Annotated[int, at_least(1), Parameter(group=_REQUESTS)] = 64
     "Tokens of a random prompt's answer, and of a trace's that names none."
-    random_prefix_len: Annotated[int, Parameter(group=_REQUESTS)] = 0
+    random_prefix_len: Annotated[int, at_least(0), Parameter(group=_REQUESTS)] = 0
     "Tokens with which all random prompts begin, for the prefix cache to find."
-    vocab_size: Annotated[int, Parameter(group=_REQUESTS)] = 4096
+    vocab_size: Annotated[int, at_least(1), Parameter(group=_REQUESTS)] = 4096
     "Token ids are drawn from 0 to this, exclusive. Give your model's, so that its gate sees all its tokens."
     ignore_eos: Annotated[bool, Parameter(group=_REQUESTS)] = True
     "Ask for answers of exact length; servers that refuse the field want --no-ignore-eos."
     skip_too_long: Annotated[bool, Parameter(group=_REQUESTS, negative=())] = False
-    "Leave out a trace's requests that the model's context cannot hold, rather than refuse to start."
-    seed: Annotated[int, Parameter(group=_REQUESTS)] = 0
-    "Of prompts and arrivals. A second run with the same seed finds the first one's prompts in the server's cache."
+    "Leave out a trace's requests that the model's context cannot hold. Unset: the run is refused if there are any."
+    seed: Annotated[int, at_least(0), Parameter(group=_REQUESTS)] = 0
+    "Random seed of prompts and arrivals. A second run with the same seed finds its prompts in the server's cache."
 
     def __post_init__(self) -> None:
-        for flag, value, low in (
-            ("--num-prompts", self.num_prompts, 1),
-            ("--random-input-len", self.random_input_len, 1),
-            ("--random-output-len", self.random_output_len, 1),
-            ("--random-prefix-len", self.random_prefix_len, 0),
-            ("--vocab-size", self.vocab_size, 1),
-            ("--seed", self.seed, 0),
-        ):
-            if value is not None:
-                _check(flag, value, value >= low, f"at least {low}")
+        super().__post_init__()
         if (self.dataset_name in {"trace", "servegen"}) != (self.dataset_path is not None):
             raise ConfigError(
                 "--dataset-name trace (or servegen) and --dataset-path FILE go together: give both or neither"
@@ -113,31 +103,24 @@ class RequestSettings:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class ArrivalSettings:
+class ArrivalSettings(CheckedSettings):
     """Their times."""
 
-    request_rate: Annotated[float | None, Parameter(group=_ARRIVALS)] = None
+    request_rate: Annotated[float | None, above(0, may_be_infinite=True), Parameter(group=_ARRIVALS)] = None
     "Requests a second; inf: no schedule, all at once. Unset: a trace's own times, otherwise inf."
     arrivals: Annotated[ArrivalKind, Parameter(group=_ARRIVALS)] = "auto"
     "The pattern at that rate; auto: the trace's if it has times, otherwise poisson, or gamma with --burstiness."
-    burstiness: Annotated[float, Parameter(group=_ARRIVALS)] = 1.0
+    burstiness: Annotated[float, above(0), Parameter(group=_ARRIVALS)] = 1.0
     "Shape of gamma or weibull arrivals: 1 is poisson, less comes in bursts, more is steadier."
-    rate_factor: Annotated[float, Parameter(group=_ARRIVALS)] = 1.0
+    rate_factor: Annotated[float, above(0), Parameter(group=_ARRIVALS)] = 1.0
     "Replay a trace this many times as fast as it was recorded."
-    max_concurrency: Annotated[int | None, Parameter(group=_ARRIVALS)] = None
+    max_concurrency: Annotated[int | None, at_least(1), Parameter(group=_ARRIVALS)] = None
     "Most requests at the server at once; the others wait here, and with a rate their wait counts as latency."
-    num_warmups: Annotated[int, Parameter(group=_ARRIVALS)] = 4
+    num_warmups: Annotated[int, at_least(0), Parameter(group=_ARRIVALS)] = 4
     "Requests sent before the run and not counted. If all of them fail, there is no run."
 
     def __post_init__(self) -> None:
-        check_floats(self, may_be_infinite={"request_rate"})
-        if self.request_rate is not None:
-            _check("--request-rate", self.request_rate, self.request_rate > 0, "above 0")
-        if self.max_concurrency is not None:
-            _check("--max-concurrency", self.max_concurrency, self.max_concurrency >= 1, "at least 1")
-        _check("--burstiness", self.burstiness, self.burstiness > 0, "above 0")
-        _check("--rate-factor", self.rate_factor, self.rate_factor > 0, "above 0")
-        _check("--num-warmups", self.num_warmups, self.num_warmups >= 0, "at least 0")
+        super().__post_init__()
         if self.rate_factor != 1 and self.request_rate is not None:
             raise ConfigError("--rate-factor and --request-rate both set a trace's speed: give one of them")
         if self.burstiness != 1 and self.arrivals not in {"auto", "gamma", "weibull"}:
@@ -148,25 +131,22 @@ class ArrivalSettings:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class GoalSettings:
+class GoalSettings(CheckedSettings):
     """Objectives."""
 
     goodput: Annotated[tuple[str, ...], Parameter(group=_GOALS, consume_multiple=True)] = ()
-    "What a good request meets, in milliseconds: ttft:500 tpot:50 e2e:10000, any of them."
+    "Upper bounds of a good request, in milliseconds: ttft:500 tpot:50 e2e:10000, any of them."
     find_rate: Annotated[bool, Parameter(group=_GOALS, negative=())] = False
     "Search the highest rate at which --slo-share of the requests are good, starting at --request-rate or a guess."
-    slo_share: Annotated[float, Parameter(group=_GOALS)] = 0.9
-    "The share, 0 to 1. A failed request is not good."
-    rate_tolerance: Annotated[float, Parameter(group=_GOALS)] = 0.05
+    slo_share: Annotated[float, above(0, at_most=1), Parameter(group=_GOALS)] = 0.9
+    "Share of requests that must be good, 0 to 1. A failed request is not good."
+    rate_tolerance: Annotated[float, above(0), Parameter(group=_GOALS)] = 0.05
     "Stop the search when the rate is known to this fraction."
-    max_probes: Annotated[int, Parameter(group=_GOALS)] = 12
+    max_probes: Annotated[int, at_least(1), Parameter(group=_GOALS)] = 12
     "Most rates that the search tries. Each is a run of --num-prompts: give enough for it to last half a minute."
 
     def __post_init__(self) -> None:
-        check_floats(self)
-        _check("--slo-share", self.slo_share, 0 < self.slo_share <= 1, "above 0 and at most 1")
-        _check("--rate-tolerance", self.rate_tolerance, self.rate_tolerance > 0, "above 0")
-        _check("--max-probes", self.max_probes, self.max_probes >= 1, "at least 1")
+        super().__post_init__()
         if self.find_rate and not self.goodput:
             raise ConfigError("--find-rate needs to know what is good: give --goodput, for instance ttft:500 tpot:50")
 
@@ -174,18 +154,18 @@ class GoalSettings:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ResultSettings:
-    """Files."""
+    """The files of results."""
 
     json: Annotated[Path | None, Parameter(group=_RESULTS)] = None
-    "Write figures and conditions here."
+    "Write figures and conditions to this file."
     save_detailed: Annotated[bool, Parameter(group=_RESULTS, negative=())] = False
-    "Put each request's times into --json too."
+    "Write the times of each request to --json, too."
     plot: Annotated[Path | None, Parameter(group=_RESULTS)] = None
-    "Draw the latencies here (.png, .svg or .pdf); needs matplotlib: pip install 'moestro[plots]'."
+    "Draw the latencies into this file (.png, .svg or .pdf); needs matplotlib: pip install 'moestro[plots]'."
 
     def __post_init__(self) -> None:
         for flag, path in (("--json", self.json), ("--plot", self.plot)):
-            # Before anything runs: a result that cannot be written is not worth waiting for.
+            # Checked before the run, because a result that cannot be written is not worth waiting for.
             if path is not None and not path.resolve().parent.is_dir():
                 raise ConfigError(f"{flag} {path}: there is no directory {path.parent}")
         if self.plot is not None and self.plot.suffix not in {".png", ".svg", ".pdf"}:
@@ -211,8 +191,3 @@ class BenchSettings:
             )
         if self.arrivals.arrivals == "trace" and self.requests.dataset_name == "random":
             raise ConfigError("--arrivals trace needs times to replay: give --dataset-name trace --dataset-path FILE")
-
-
-def _check(flag: str, value: float, is_allowed: bool, allowed: str) -> None:  # noqa: FBT001 read beside its words
-    if not is_allowed:
-        raise ConfigError(f"{flag} must be {allowed}, got {value:g}")

@@ -159,7 +159,7 @@ def choose_num_host_blocks(settings: ModelSettings, bytes_per_block: int) -> int
 
 def choose_num_blocks(settings: ModelSettings, bytes_per_block: int) -> int:
     """Number of blocks that the settings' memory holds, or the operator's override."""
-    return settings.num_gpu_blocks_override or settings.kv_cache_memory_bytes // bytes_per_block
+    return settings.num_gpu_blocks_override or settings.kv_cache_bytes // bytes_per_block
 
 
 def choose_max_model_len(settings: ModelSettings, config_len: int | None) -> int:

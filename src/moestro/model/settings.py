@@ -1,81 +1,85 @@
-"""What the operator chooses about the network and its KV cache, checked where it enters. No torch here."""
+"""The settings of one rank's network and its KV cache. A docstring under a field is its text in `--help`. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal, get_args
 
-from moestro.core.setting_checks import check_floats
+from cyclopts import Group, Parameter
+
+from moestro.core.setting_checks import CheckedSettings, at_least, between
 from moestro.errors import ConfigError
 from moestro.model.gate_override import check_spec
 
 Dtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
-GenerationConfig = Literal["auto", "vllm"]
+
+DEMO_MODEL = "moestro-demo"  # the small model that comes with Moestro
+
+_DEFAULT_KV_CACHE_BYTES = 1 << 30
+_MEMORY = Parameter(
+    group=Group("Memory", help="How long sequences may be, and how many fit.", sort_key=2),
+)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSettings:
-    """One rank's network.
+@dataclass(frozen=True, kw_only=True)
+class NetworkSettings(CheckedSettings):
+    """Which network one rank loads, and how."""
 
-    Attributes:
-        model: a local checkpoint directory; a hub id is resolved before it comes here.
-        dtype: of weights, activations and KV; `auto` is the checkpoint's own.
-        device: `auto` takes an accelerator where there is one.
-        load_format: `dummy` draws random weights of the config's shapes, keyed by `seed`.
-        generation_config: `auto`: sampling defaults are those of the checkpoint's generation_config.json; `vllm`:
-            neutral ones. End tokens are read from it in any case.
-        max_model_len: tokens of the longest sequence; None: the config's, lowered to what the KV cache holds.
-        gate_override: `uniform`, `exponential:LAMBDA` or `trace:FILE` (see `gate_override`); None: the network's gate.
-        seed: of dummy weights and of the gate override.
-        block_size: tokens of one KV block.
-        kv_cache_memory_bytes: of all layers' K and V.
-        num_gpu_blocks_override: blocks to allocate, whatever `kv_cache_memory_bytes` says.
-        kv_offloading_size: GiB of host memory for the KV of preempted sequences; 0: it is computed again.
-
-    Raises:
-        ConfigError: a value is impossible; the text says what is allowed.
-    """
-
-    model: str
+    model: str = field(default=DEMO_MODEL, kw_only=False)
+    "A checkpoint directory, or a name on the Hugging Face hub; moestro-demo is the small one that comes with Moestro."
+    tokenizer: Path | None = None
+    "Directory with tokenizer.json and the chat template, if it is not the model's own."
     dtype: Dtype = "auto"
-    device: DeviceKind = "auto"
+    "Data type of weights, activations and KV cache; auto: what the checkpoint was saved in."
+    device: str = "auto"
+    "Where it runs: cpu, cuda, auto (an accelerator if there is one), or paced:h20, modelled durations of MODEL there."
     load_format: LoadFormat = "auto"
-    generation_config: GenerationConfig = "auto"
-    max_model_len: int | None = None
+    "dummy: random weights of the right shapes, to measure speed without a download."
     gate_override: str | None = None
-    seed: int = 0
-    block_size: int = 16
-    kv_cache_memory_bytes: int = 1 << 30
-    num_gpu_blocks_override: int | None = None
-    kv_offloading_size: float = 0
+    "Replace the gate's choice of experts to study load: uniform, exponential:LAMBDA or trace:FILE."
+    generation_config: Literal["auto", "vllm"] = "auto"
+    "Sampling defaults where a request names none; auto: the checkpoint's generation_config.json; vllm: neutral ones."
+    seed: Annotated[int, between(0, 2**63 - 1)] = 0
+    "Random seed of dummy weights and of the gate override. Requests bring their own seeds."
 
     def __post_init__(self) -> None:
-        check_floats(self)
+        super().__post_init__()
         if not self.model:
-            raise ConfigError("--model is empty: give a checkpoint directory.")
-        _check_choice("--dtype", self.dtype, get_args(Dtype))
-        _check_choice("--device", self.device, get_args(DeviceKind))
-        _check_choice("--load-format", self.load_format, get_args(LoadFormat))
-        _check_choice("--generation-config", self.generation_config, get_args(GenerationConfig))
-        _check_at_least("--max-model-len", self.max_model_len, 1)
-        _check_at_least("--block-size", self.block_size, 1)
-        _check_at_least("--kv-cache-memory-bytes", self.kv_cache_memory_bytes, 1)
-        _check_at_least("--num-gpu-blocks-override", self.num_gpu_blocks_override, 1)
-        if self.kv_offloading_size < 0:
-            raise ConfigError(f"--kv-offloading-size {self.kv_offloading_size:g} is no size: give GiB, 0 or more.")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"--seed {self.seed} is out of range: give 0 .. 2**63 - 1.")
+            raise ConfigError("--model is empty: give a checkpoint directory")
+        if self.device not in get_args(DeviceKind) and not self.device.startswith("paced:"):
+            known = ", ".join(get_args(DeviceKind))
+            raise ConfigError(f"--device {self.device!r} is unknown: give one of {known}, or paced:GPU")
         if self.gate_override is not None:
             check_spec(self.gate_override)
 
 
-def _check_choice(flag: str, given: str, allowed: tuple[str, ...]) -> None:
-    if given not in allowed:
-        raise ConfigError(f"{flag} {given!r} is unknown: give one of {', '.join(allowed)}.")
+@dataclass(frozen=True, kw_only=True)
+class CacheSettings(CheckedSettings):
+    """The KV cache of one rank, real or simulated."""
+
+    max_model_len: Annotated[int | None, at_least(1), _MEMORY] = None
+    "Tokens of the longest sequence, prompt and answer; unset: what the model was made for, if it fits."
+    block_size: Annotated[int, at_least(1), _MEMORY] = 16
+    "Tokens of one KV block: the grain of memory and of prefix caching."
+    kv_offloading_size: Annotated[float, at_least(0), _MEMORY] = 0.0
+    "GiB of host memory, for each engine, that keep the KV of preempted requests. 0: it is computed again."
 
 
-def _check_at_least(flag: str, given: int | None, least: int) -> None:
-    if given is not None and given < least:
-        raise ConfigError(f"{flag} {given} is too small: give at least {least}.")
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(CacheSettings, NetworkSettings):
+    """One rank's network, its KV cache, and the memory that this may take."""
+
+    kv_cache_memory_bytes: Annotated[int | None, at_least(1), _MEMORY] = None
+    "Bytes of KV cache of each engine; more of it: more sequences at once. Unset: 1 GiB, or what a paced GPU has left."
+    num_gpu_blocks_override: Annotated[int | None, at_least(1), _MEMORY] = None
+    "KV blocks of each engine, whatever the bytes above say; for experiments with scarce memory."
+    max_parked_bytes: Annotated[int | None, at_least(1), _MEMORY] = None
+    "In preemptive mode, bytes of the KV cache's memory for what is inside the network; unset: two full steps."
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of all layers' K and V on a device that is not paced."""
+        return self.kv_cache_memory_bytes or _DEFAULT_KV_CACHE_BYTES

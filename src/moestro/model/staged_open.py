@@ -18,16 +18,15 @@ from moestro.model.staged_network import StagedNetwork
 def open_staged_device(
     settings: ModelSettings,
     max_tokens: int,
-    max_parked_bytes: int | None = None,
     on_phase: Callable[[str], None] = lambda _: None,
     rank: int = 0,
 ) -> tuple[StagedTorchDevice, LoadedInfo]:
     """Open a device that works in stages; otherwise as `open_device`.
 
     Args:
+        settings: `max_parked_bytes` is the memory for the tokens inside the network, taken from the KV cache's. With
+            less than two plans take, a plan that passes another may have to wait until the other's layer is complete.
         max_tokens: tokens of one plan.
-        max_parked_bytes: memory for the tokens inside the network, taken from the KV cache's; None means the size of
-            two plans. With less, a plan that passes another may have to wait until the other's layer is complete.
 
     Raises:
         ConfigError: as `open_device`; or the bytes do not hold one plan; or nothing remains for the KV cache.
@@ -35,13 +34,13 @@ def open_staged_device(
     """
     checked = open_network(settings, on_phase, rank)
     staged = StagedNetwork(checked.network)
-    shape, parked_bytes = _choose_shape(checked, staged, max_tokens, max_parked_bytes)
+    shape, parked_bytes = _choose_shape(checked, staged, max_tokens, settings.max_parked_bytes)
     on_phase("allocate KV cache")
-    left = settings.kv_cache_memory_bytes - parked_bytes
+    left = settings.kv_cache_bytes - parked_bytes
     if left < 1 and settings.num_gpu_blocks_override is None:
         raise ConfigError(
             f"Tokens inside the network take {parked_bytes} bytes, as much as --kv-cache-memory-bytes"
-            f" {settings.kv_cache_memory_bytes} has: raise it, or lower --max-num-batched-tokens."
+            f" {settings.kv_cache_bytes} has: raise it, or lower --max-num-batched-tokens."
         )
     pools, info = checked.allocate(replace(settings, kv_cache_memory_bytes=max(left, 1)))
     device = StagedTorchDevice(staged, pools, shape)

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
-from moestro.errors import ConfigError
+import msgspec
+from cyclopts import Parameter
+
+from moestro.core.setting_checks import CheckedSettings, above, at_least, check_settings
+from moestro.routing.registry import ROUTE_POLICIES
+
+_HELP = f"Policy that chooses engines (bailian:hit_weight=0.5), or FILE.py:NAME.\n\n{ROUTE_POLICIES.help_text()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutePolicySettings(CheckedSettings):
+    """The routing policy that an operator chooses."""
+
+    route_policy: Annotated[str, Parameter(help=_HELP)] = "moestro"
+    route_score: str | None = None
+    "Expression over indicators that replaces the policy; the lowest value wins: 'p_tokens * (batch_size + 1)'."
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -13,23 +29,22 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         block_size: tokens per KV block, equal to the engines' block size.
         max_num_queued: limit of waiting requests per engine; None means no limit. The engines enforce the same limit,
-            but only answer between two steps, which delays a refusal.
-        seed: seed of the random draws.
+            but refuse only between two steps.
+        seed: random seed of draws between equal engines.
         index_bytes: memory limit of the prefix index, bytes.
         predicted_expiry_s: age at which a predicted cache entry is dropped, seconds.
     """
 
-    block_size: int = 16
+    PLACE: ClassVar[str] = ""
+
+    block_size: Annotated[int, at_least(1)] = 16
     max_num_queued: int | None = None
     seed: int = 0
-    index_bytes: int = 1 << 30
-    predicted_expiry_s: float = 180.0
+    index_bytes: Annotated[int, at_least(1)] = 1 << 30
+    predicted_expiry_s: Annotated[float, above(0)] = 180.0
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ConfigError(f"block_size must be at least 1, got {self.block_size}")
-        if self.index_bytes < 1 or not self.predicted_expiry_s > 0:
-            raise ConfigError("index_bytes and predicted_expiry_s must be above 0")
+        check_settings(self)
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):

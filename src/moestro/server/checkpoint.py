@@ -10,19 +10,18 @@ from huggingface_hub.utils import validate_repo_id
 
 from moestro.core.checkpoint_files import READ_PATTERNS
 from moestro.errors import ConfigError, shown
+from moestro.model.settings import DEMO_MODEL
 
-DEMO_NAME = "moestro-demo"
 
-
-def locate_model(model: str | None) -> Path:
-    """The checkpoint directory for a path or a Hugging Face id; None: the demo model that comes with Moestro.
+def locate_model(model: str) -> Path:
+    """The checkpoint directory for a path, a Hugging Face id, or the demo model that comes with Moestro.
 
     Raises:
         ConfigError: there is no such checkpoint, or it cannot be fetched; the text says what to do.
     """
-    path = _demo() if model is None else Path(model).expanduser()
+    path = _demo() if model == DEMO_MODEL else Path(model).expanduser()
     if not path.is_dir():
-        path = _download(str(model))
+        path = _download(model)
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} holds no config.json: give a checkpoint directory in Hugging Face's layout")
     return path.resolve()

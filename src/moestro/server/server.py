@@ -15,7 +15,8 @@ from typing import Any
 
 from moestro import __version__
 from moestro.config.launch_spec import LaunchSpec
-from moestro.config.serve_settings import ServerSettings, ServeSettings
+from moestro.config.serve_settings import ServeSettings
+from moestro.config.server_settings import ProcessSettings
 from moestro.errors import DrainingError, EngineDiedError
 from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
@@ -34,8 +35,7 @@ from moestro.server.statline import StatLines
 from moestro.server.supervisor import Launching, Supervisor
 from moestro.server.worker_processes import PACED_WORKER, WORKER, now_ns
 from moestro.text.tokenizer import Tokenizer
-from moestro.web.access import NO_LIMITS, Access
-from moestro.web.access_settings import AccessSettings
+from moestro.web.access import Access
 from moestro.web.banner import print_banner
 from moestro.web.bodies import MAX_BODY_BYTES
 from moestro.web.connections import bound_socket, listen, url_of, warn_if_open
@@ -50,11 +50,10 @@ from moestro.workload.request_record import Header, RecordedRequest
 Recorded = Header | RecordedRequest
 
 
-def serve(settings: ServeSettings, access: AccessSettings = NO_LIMITS, command: Sequence[str] | None = None) -> None:
+def serve(settings: ServeSettings, command: Sequence[str] | None = None) -> None:
     """Serve until SIGTERM or SIGINT; a second signal does not wait for running requests.
 
     Args:
-        access: Limits of each client, and the web pages that may send requests.
         command: Command of a rank process; None means the one that the settings need.
 
     Raises:
@@ -62,14 +61,14 @@ def serve(settings: ServeSettings, access: AccessSettings = NO_LIMITS, command: 
         EngineDiedError: An engine failed before it was ready; the text is its cause.
     """
     run_server(
-        lambda lifecycle: _Server(settings, access, command or _command(settings), lifecycle).run(),
+        lambda lifecycle: _Server(settings, command or _command(settings), lifecycle).run(),
         log_level=settings.server.log_level,
         shutdown_timeout_s=settings.server.shutdown_timeout,
     )
 
 
 def _command(settings: ServeSettings) -> Sequence[str]:
-    return PACED_WORKER if settings.paced is not None and settings.paced.arithmetic == "none" else WORKER
+    return PACED_WORKER if settings.paced is not None and settings.paced.paced_arithmetic == "none" else WORKER
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +84,10 @@ class _Cluster:
 class _Server:
     """One run of the server."""
 
-    def __init__(
-        self, settings: ServeSettings, access: AccessSettings, command: Sequence[str], lifecycle: Lifecycle
-    ) -> None:
+    def __init__(self, settings: ServeSettings, command: Sequence[str], lifecycle: Lifecycle) -> None:
         self._settings = settings
-        self._access = Access.of(settings.server.api_key, access)
-        self._max_per_address = access.max_connections_per_address
+        self._access = Access.of(settings.server.api_key, settings.access)
+        self._max_per_address = settings.access.max_connections_per_address
         self._command = command
         self._lifecycle = lifecycle
         self._clock = StartClock()
@@ -109,22 +106,22 @@ class _Server:
     @contextlib.asynccontextmanager
     async def _cluster(self) -> AsyncIterator[_Cluster]:
         """Start the engines' processes; none of them outlives the block."""
-        server, limits = self._settings.server, self._settings.limits
+        processes, scheduler, routing = self._settings.processes, self._settings.scheduler, self._settings.routing
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(private_directory())
             address = f"ipc://{directory / 'ranks'}"
-            wire = stack.enter_context(contextlib.closing(RankSocket(address, server.engines)))
-            metrics = Metrics(server.engines)
+            wire = stack.enter_context(contextlib.closing(RankSocket(address, processes.engines)))
+            metrics = Metrics(processes.engines)
             settings = RouterSettings(
-                block_size=self._settings.model.block_size, max_num_queued=limits.max_num_queued_reqs
+                block_size=self._settings.model.block_size, max_num_queued=scheduler.max_num_queued_reqs
             )
-            router = Router(policy_from(server.route_policy, server.route_score), settings)
-            for _ in range(server.engines):
+            router = Router(policy_from(routing.route_policy, routing.route_score), settings)
+            for _ in range(processes.engines):
                 router.add_engine()
             engines = EngineClient(router, wire.send, metrics)
             launching = Launching(
                 spec=lambda rank, launch: self._spec(rank, launch, address),
-                timeouts=_timeouts(server),
+                timeouts=_timeouts(processes),
                 command=self._command,
             )
             supervisor = Supervisor(engines, wire, metrics, launching)
@@ -141,7 +138,7 @@ class _Server:
             launched_ns=now_ns(),
             log_level=self._settings.server.log_level,
             model=self._settings.model,
-            limits=self._settings.limits,
+            scheduler=self._settings.scheduler,
             paced=self._settings.paced,
             stepping=self._settings.stepping,
             kv_events=self._settings.kv_events,
@@ -149,28 +146,29 @@ class _Server:
 
     async def _load(self, engines: EngineClient) -> tuple[ServedModel, list[ModelInfo]]:
         """Load the tokenizer while the engines load."""
-        server = self._settings.server
-        tokenizer = await asyncio.to_thread(Tokenizer, server.tokenizer or Path(self._settings.model.model))
+        server, model = self._settings.server, self._settings.model
+        startup_timeout = self._settings.processes.startup_timeout
+        tokenizer = await asyncio.to_thread(Tokenizer, model.tokenizer or Path(model.model))
         tokenizer.warm_chats()
         try:
-            async with asyncio.timeout(server.startup_timeout):
+            async with asyncio.timeout(startup_timeout):
                 infos = await engines.all_ready()
         except TimeoutError:
             raise EngineDiedError(
-                f"the engines were not ready within {server.startup_timeout:g} s: raise --startup-timeout"
+                f"the engines were not ready within {startup_timeout:g} s: raise --startup-timeout"
             ) from None
         self._clock.mark_engines(engines.phases)
-        model = ServedModel(
+        served = ServedModel(
             names=server.served_model_name,
-            root=self._settings.model.model,
+            root=model.model,
             created=int(time.time()),
             fingerprint=_fingerprint(self._settings, infos[0]),
             info=infos[0],
             tokenizer=tokenizer,
-            has_priorities=self._settings.limits.scheduling_policy == "priority",
-            resumes_streams=server.resume_streams,
+            has_priorities=self._settings.scheduler.scheduling_policy == "priority",
+            resumes_streams=self._settings.processes.resume_streams,
         )
-        return model, infos
+        return served, infos
 
     async def _serve(
         self,
@@ -223,14 +221,14 @@ class _Server:
         header = Header(
             model=settings.server.served_model_name[0],
             device=info.device,
-            num_engines=settings.server.engines,
+            num_engines=settings.processes.engines,
             block_size=info.block_size,
             num_blocks=info.num_blocks,
             max_model_len=info.max_model_len,
             kv_offloading_size=settings.model.kv_offloading_size,
-            limits=settings.limits.for_scheduler(),
+            limits=asdict(settings.scheduler),
             stepping=asdict(settings.stepping),
-            route_policy=settings.server.route_score or settings.server.route_policy,
+            route_policy=settings.routing.route_score or settings.routing.route_policy,
             clocks=read_clocks(),
         )
         record.write(header)
@@ -260,12 +258,12 @@ class _Server:
         print_banner(serve_banner(infos, self._clock.phases, names, url, needs_key=bool(server.api_key)))
 
 
-def _timeouts(server: ServerSettings) -> LivenessTimeouts:
+def _timeouts(processes: ProcessSettings) -> LivenessTimeouts:
     return LivenessTimeouts(
-        start_ns=int(server.startup_timeout * 1e9),
-        silence_ns=int(server.engine_timeout * 1e9),
-        stall_ns=int(server.watchdog_timeout * 1e9),
-        step_ns=int(server.step_timeout * 1e9),
+        start_ns=int(processes.startup_timeout * 1e9),
+        silence_ns=int(processes.engine_timeout * 1e9),
+        stall_ns=int(processes.watchdog_timeout * 1e9),
+        step_ns=int(processes.step_timeout * 1e9),
     )
 
 

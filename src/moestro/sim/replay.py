@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from moestro.core.request import ServiceClass
+from moestro.core.setting_checks import CheckedSettings
+from moestro.engine.settings import SchedulerLimits, SchedulerPolicies
 from moestro.errors import ConfigError
+from moestro.flow.settings import SteppingSettings
 from moestro.sim.arrivals import AtTimes
 from moestro.sim.outcome import SimReport, outcome_of
 from moestro.sim.results import ANSWERED, NOT_YET_NS, Results
@@ -120,18 +123,13 @@ def recorded_results(record: RequestRecord) -> Results:
 
 def _engines(header: Header, cost: str | None) -> EngineSettings:
     """The server's engines, as far as the record tells, with what steps cost."""
-    limits = {
-        name: value
-        for name, value in header.limits.items()
-        if name in {"max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "enable_prefix_caching"}
-    }
     told = {
         "count": header.num_engines,
         "block_size": header.block_size,
         "num_blocks": header.num_blocks,
         "kv_offloading_size": header.kv_offloading_size,
         "max_model_len": header.max_model_len,
-        **limits,
+        **_recorded(header.limits, SchedulerLimits),
         **_cost(header, cost),
     }
     if header.kv_offloading_size and "table" in told:
@@ -161,10 +159,12 @@ def _cost(header: Header, cost: str | None) -> dict[str, str]:
 
 
 def _policy(header: Header, route: str) -> PolicySettings:
-    names = ("scheduling_policy", "batch_policy", "evict_policy")
-    told = {name: header.limits[name] for name in names if name in header.limits}
-    told |= {name: value for name, value in header.stepping.items() if name in {"mode", "step_policy", "pass_decodes"}}
-    if "max_be_wait" in header.stepping:
-        wait_s = header.stepping["max_be_wait"]
-        told["max_be_wait_s"] = math.inf if wait_s is None else wait_s  # JSON knows no inf
+    told = _recorded(header.limits, SchedulerPolicies) | _recorded(header.stepping, SteppingSettings)
+    if told.get("max_be_wait", 0.0) is None:
+        told["max_be_wait"] = math.inf  # JSON has no inf
     return msgspec.convert({"name": f"{route} (simulated)", "route": route, **told}, PolicySettings)
+
+
+def _recorded(values: Mapping[str, object], kind: type[CheckedSettings]) -> dict[str, object]:
+    """The values that a header has for the fields of `kind`."""
+    return {each.name: values[each.name] for each in fields(kind) if each.name in values}

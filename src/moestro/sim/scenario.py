@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
+from moestro.core.setting_checks import fields_of
 from moestro.cost.capacity import kv_blocks
 from moestro.cost.gpus import GIB, gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
 from moestro.cost.staged_engines import QLLM, StagedEngine
 from moestro.cost.tables import MeasuredCost, load_table
-from moestro.engine.settings import SchedulerSettings
+from moestro.engine.settings import SchedulerLimits, SchedulerPolicies, SchedulerSettings
 from moestro.errors import ConfigError
-from moestro.flow.registry import make_step_policy
 from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
@@ -149,10 +149,7 @@ def make_bounds(engines: EngineSettings) -> SchedulerSettings:
         num_host_blocks=int(engines.kv_offloading_size * GIB) // block_bytes,
         block_size=engines.block_size,
         max_model_len=engines.max_model_len or num_blocks * engines.block_size,
-        max_num_seqs=engines.max_num_seqs,
-        max_num_batched_tokens=engines.max_num_batched_tokens,
-        max_num_queued_reqs=engines.max_num_queued_reqs,
-        enable_prefix_caching=engines.enable_prefix_caching,
+        **fields_of(engines, SchedulerLimits),
     )
 
 
@@ -166,9 +163,7 @@ def run(scenario: Scenario, policy: PolicySettings, on_arrival: OnArrival = None
     bounds = replace(
         scenario.bounds,
         max_num_urgent_seqs=policy.num_urgent_seqs(scenario.bounds.max_num_seqs),
-        scheduling_policy=policy.scheduling_policy,
-        batch_policy=policy.batch_policy,
-        evict_policy=policy.evict_policy,
+        **fields_of(policy, SchedulerPolicies),
     )
     groups = [_make_ranks(bounds, scenario.prices, policy, scenario.engines) for _ in range(scenario.engines.count)]
     router = Router(
@@ -188,6 +183,6 @@ def _make_ranks(bounds: SchedulerSettings, prices: Prices, policy: PolicySetting
     return StagedRank(
         bounds,
         cost,
-        make_step_policy(policy.step_policy, policy.max_be_wait_s),
+        policy.make_step_policy(),
         passes_decodes=policy.pass_decodes,
     )

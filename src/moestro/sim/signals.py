@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
 
-from moestro.core.setting_checks import check_floats
+from moestro.core.setting_checks import above, at_least, check_settings
 from moestro.core.views import FIGURES, Channel, EngineFigures
 from moestro.core.work import Int32s
 from moestro.errors import ConfigError
@@ -37,19 +37,19 @@ class ChannelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         period_ms: of polls and broadcasts.
     """
 
+    PLACE: ClassVar[str] = "[signals] "
+
     figures: tuple[str, ...]
     channel: Channel = Channel.PIGGYBACKED
-    delay_ms: float = 0.0
-    period_ms: float = 100.0
+    delay_ms: Annotated[float, at_least(0)] = 0.0
+    period_ms: Annotated[float, above(0)] = 100.0
 
     def __post_init__(self) -> None:
-        check_floats(self, "signals: {}".format)
+        check_settings(self)
         known = [name for name in FIGURES if name != "expert_pressure"]
         for name in self.figures:
             if name not in known:
                 raise ConfigError(f"signals: no engine of a simulation says {name!r}; known: {', '.join(known)}")
-        if self.delay_ms < 0 or self.period_ms <= 0:
-            raise ConfigError("signals: delay_ms must be 0 or more, and period_ms above 0")
 
 
 class SignalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,16 +64,14 @@ class SignalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             engines say nothing of that, and the router predicts it from where it sent which prompt.
     """
 
-    response_delay_ms: float = 0.0
+    PLACE: ClassVar[str] = "[signals] "
+
+    response_delay_ms: Annotated[float, at_least(0)] = 0.0
     channels: tuple[ChannelSettings, ...] = ()
-    kv_events_delay_ms: float | None = None
+    kv_events_delay_ms: Annotated[float | None, at_least(0)] = None
 
     def __post_init__(self) -> None:
-        check_floats(self, "signals: {}".format)
-        if self.response_delay_ms < 0:
-            raise ConfigError(f"signals: response_delay_ms must be 0 or more, got {self.response_delay_ms}")
-        if self.kv_events_delay_ms is not None and self.kv_events_delay_ms < 0:
-            raise ConfigError(f"signals: kv_events_delay_ms must be 0 or more, got {self.kv_events_delay_ms}")
+        check_settings(self)
 
 
 AT_ONCE = SignalSettings()  # and no figures: for policies that live on the router's own counts

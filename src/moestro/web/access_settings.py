@@ -1,4 +1,4 @@
-"""Flags of both servers: how much one key or one address may ask, and which web pages may ask at all."""
+"""Limits for each key and address, and CORS: settings of both servers."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
+from moestro.core.setting_checks import CheckedSettings, at_least
 from moestro.errors import ConfigError
 
-_ACCESS = Group("Access", help="How much one client may ask, and which web pages may ask.")
+_ACCESS = Group("Access", help="Limits for each client, and the web pages that may send requests.")
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class AccessSettings:
+class AccessSettings(CheckedSettings):
     """Limits for each client, and CORS. None means no limit."""
 
-    max_requests_per_minute_per_key: Annotated[int | None, Parameter(group=_ACCESS)] = None
-    "Requests that may come with one key in a minute; one more is refused with 429 and Retry-After. Needs --api-key."
-    max_requests_per_minute_per_address: Annotated[int | None, Parameter(group=_ACCESS)] = None
-    "The same for one client address. IPv6 addresses count by their /64 network; behind a proxy all have its address."
-    max_concurrent_requests_per_key: Annotated[int | None, Parameter(group=_ACCESS)] = None
-    "Requests with one key that may be answered at a time; one more is refused with 429. Needs --api-key."
-    max_connections_per_address: Annotated[int | None, Parameter(group=_ACCESS)] = None
+    max_requests_per_minute_per_key: Annotated[int | None, at_least(1), Parameter(group=_ACCESS)] = None
+    "Requests with one key in a minute; one more is refused with 429 and Retry-After. Needs --api-key."
+    max_requests_per_minute_per_address: Annotated[int | None, at_least(1), Parameter(group=_ACCESS)] = None
+    "Requests of one client address in a minute. IPv6 addresses count by their /64 network; a proxy counts as one."
+    max_concurrent_requests_per_key: Annotated[int | None, at_least(1), Parameter(group=_ACCESS)] = None
+    "Requests with one key that run at a time; one more is refused with 429. Needs --api-key."
+    max_connections_per_address: Annotated[int | None, at_least(1), Parameter(group=_ACCESS)] = None
     "Connections of one client address at a time; one more is refused with 503."
     allowed_origins: Annotated[tuple[str, ...], Parameter(group=_ACCESS, consume_multiple=True, json_list=True)] = ()
-    "Web pages that may ask, by CORS: origins such as https://chat.example, or *. Unset: no answer has CORS headers."
+    "Web pages that may send requests, by CORS: origins such as https://chat.example, or *. Unset: no CORS headers."
     allowed_methods: Annotated[tuple[str, ...], Parameter(group=_ACCESS, consume_multiple=True, json_list=True)] = (
         "*",
     )
@@ -36,14 +37,9 @@ class AccessSettings:
     )
     "Headers that these pages may send."
     allow_credentials: Annotated[bool, Parameter(group=_ACCESS)] = False
-    "Let these pages send cookies and the like; needs origins by name."
+    "Let these pages send credentials such as cookies; needs origins by name."
 
     def __post_init__(self) -> None:
-        for name in ("requests_per_minute_per_key", "requests_per_minute_per_address", "concurrent_requests_per_key",
-                     "connections_per_address"):  # fmt: skip
-            value = getattr(self, f"max_{name}")
-            if value is not None and value < 1:
-                flag = f"--max-{name.replace('_', '-')}"
-                raise ConfigError(f"{flag} must be at least 1, got {value}; leave it out for no limit")
+        super().__post_init__()
         if self.allow_credentials and ("*" in self.allowed_origins or not self.allowed_origins):
             raise ConfigError("--allow-credentials needs --allowed-origins that names each origin, and not *")

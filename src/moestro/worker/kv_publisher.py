@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from moestro.config.serve_settings import KvEventsSettings
+from moestro.config.kv_events_settings import KvEventsSettings
 from moestro.engine.cache_events import CacheEvents, RemovedBlocks, StoredBlocks
 from moestro.errors import ConfigError
 from moestro.wire.kv_events import END_OF_REPLAY

@@ -17,7 +17,6 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from moestro.config.launch_spec import LaunchSpec
-from moestro.config.serve_settings import PACED_QLLM, ModelSettings, PacedSettings
 from moestro.core.request import TokenLogprobs
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, BlockMoves, Device, Forward, StepResult, Units
 from moestro.cost.capacity import kv_blocks
@@ -27,10 +26,12 @@ from moestro.cost.model import Batch, CostModel
 from moestro.cost.networks import NetworkShape
 from moestro.cost.priced_stages import PricedStages
 from moestro.cost.roofline import Roofline, RooflineSettings
+from moestro.cost.settings import PACED_QLLM, PacedSettings
 from moestro.cost.staged_engines import QLLM, StagedEngine, in_4_bits
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.engine.rank import Rank
 from moestro.errors import ConfigError, InvariantError
+from moestro.model.settings import ModelSettings
 from moestro.wire.messages import ModelInfo
 from moestro.worker.rank_process import make_preemptive_rank, make_rank
 
@@ -41,6 +42,9 @@ WORDS = (
     " This answer is paced: each of its tokens took as long as a model says that it would take on another machine,"
     " and not one of them was computed."
 )
+
+
+_MAX_MODEL_LEN = 32_768  # tokens of the longest sequence, where the operator names none
 
 
 class Answers(Protocol):
@@ -153,7 +157,7 @@ def make_paced_rank(spec: LaunchSpec, paced: PacedSettings, answers: Answers, in
     def answer(units: Units, now_ns: int) -> StepResult:
         return answers.of(Forward(units), now_ns)
 
-    max_tokens = spec.limits.max_num_batched_tokens
+    max_tokens = spec.scheduler.max_num_batched_tokens
     return make_preemptive_rank(spec, PricedStages(cost, max_tokens, info.block_size, answer), info)
 
 
@@ -173,8 +177,8 @@ def num_blocks_of(paced: PacedSettings, model: ModelSettings) -> int | None:
     if model.num_gpu_blocks_override is not None or paced.table is not None:
         return model.num_gpu_blocks_override
     network = network_named(paced.network)
-    if paced.kv_cache_memory_bytes is not None:
-        return paced.kv_cache_memory_bytes // (network.kv_bytes_per_token * model.block_size)
+    if model.kv_cache_memory_bytes is not None:
+        return model.kv_cache_memory_bytes // (network.kv_bytes_per_token * model.block_size)
     if paced.device == PACED_QLLM:
         return kv_blocks(in_4_bits(network), A100, model.block_size)
     return kv_blocks(network, gpu_named(paced.gpu), model.block_size)
@@ -188,7 +192,7 @@ def paced_info(paced: PacedSettings, model: ModelSettings, vocab_size: int) -> M
     """
     network, num_blocks = network_named(paced.network), num_blocks_of(paced, model)
     assert num_blocks is not None, "a table goes with the demo network"
-    fitting = min(paced.max_model_len, num_blocks * model.block_size)
+    fitting = min(_MAX_MODEL_LEN, num_blocks * model.block_size)
     return ModelInfo(
         model_id=paced.network,
         max_model_len=model.max_model_len or fitting,

@@ -14,7 +14,7 @@ from moestro.worker.rank_process import OnPhase, leave, run_process
 def _build(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
     assert spec.paced is not None, "started for a paced device"
     on_phase("price")
-    words, vocab_size = read_words(Path(spec.paced.tokenizer or spec.model.model))
+    words, vocab_size = read_words(spec.model.tokenizer or Path(spec.model.model))
     info = paced_info(spec.paced, spec.model, vocab_size)
     return make_paced_rank(spec, spec.paced, FixedAnswers(words), info), info
 

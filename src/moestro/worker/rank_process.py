@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import NoReturn
 
 from moestro.config.launch_spec import STACK_DUMP, LaunchSpec, read_launch_spec
@@ -24,7 +24,6 @@ from moestro.engine.cache_events import CacheEvents
 from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError, MoestroError
-from moestro.flow.registry import make_step_policy
 from moestro.wire.messages import Failed, ModelInfo, Phase, Ready, identity_of
 from moestro.worker.channel import Channel
 from moestro.worker.kv_publisher import KvPublisher
@@ -101,8 +100,8 @@ def make_rank(spec: LaunchSpec, device: Device, info: ModelInfo) -> Rank:
 
 def make_preemptive_rank(spec: LaunchSpec, device: StagedDevice, info: ModelInfo, launch_ahead: int = 1) -> Rank:
     """Build the rank that `spec` describes in `preemptive` mode, on `device`, with as many places for each class."""
-    settings = replace(scheduler_settings(spec, info), max_num_urgent_seqs=spec.limits.max_num_seqs)
-    policy = make_step_policy(spec.stepping.step_policy, spec.stepping.max_be_wait)
+    settings = replace(scheduler_settings(spec, info), max_num_urgent_seqs=spec.scheduler.max_num_seqs)
+    policy = spec.stepping.make_step_policy()
     return build_preemptive_rank(settings, device, policy, launch_ahead, passes_decodes=spec.stepping.pass_decodes)
 
 
@@ -113,7 +112,7 @@ def scheduler_settings(spec: LaunchSpec, info: ModelInfo) -> SchedulerSettings:
         num_host_blocks=info.num_host_blocks,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
-        **spec.limits.for_scheduler(),
+        **asdict(spec.scheduler),
     )
 
 

@@ -33,9 +33,7 @@ def _build(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
 
 
 def _build_preemptive(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
-    stepping, limits = spec.stepping, spec.limits
-    max_tokens, max_bytes = limits.max_num_batched_tokens, stepping.max_parked_bytes
-    device, loaded = open_staged_device(spec.model, max_tokens, max_bytes, on_phase, spec.rank)
+    device, loaded = open_staged_device(spec.model, spec.scheduler.max_num_batched_tokens, on_phase, spec.rank)
     info = _model_info(spec.model.model, loaded)
     return make_preemptive_rank(spec, device, info, launch_ahead=1 if device.works_when_polled else 2), info
 

@@ -1,0 +1,59 @@
+"""The settings of a paced device, whose steps take as long as a cost model says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from moestro.core.setting_checks import CheckedSettings
+from moestro.cost.gpus import gpu_named
+from moestro.cost.hf_config import network_named
+from moestro.errors import ConfigError
+
+PACED = "paced:"  # begins the name of a device whose durations are modelled
+PACED_NETWORK = "qwen3-30b-a3b"
+PACED_QLLM = "paced:qllm"  # not a GPU, but an engine with a cost of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class PacedOptions(CheckedSettings):
+    """What an operator chooses of a paced device beside its name."""
+
+    paced_arithmetic: Literal["demo", "none"] = "demo"
+    "What a paced device answers: demo: tokens of the demo model; none: a fixed sequence, and torch is not loaded."
+
+
+@dataclass(frozen=True, kw_only=True)
+class PacedSettings(PacedOptions):
+    """One paced device.
+
+    Attributes:
+        device: paced:GPU, paced:FILE with a table of `moestro calibrate`, or paced:qllm: QLLM's engine on an A100, with
+            the network in 4 bits.
+        network: the network whose steps are priced, by the names that `cost` knows.
+    """
+
+    device: str
+    network: str = PACED_NETWORK
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.device == PACED_QLLM:
+            if network_named(self.network).experts is None:
+                raise ConfigError(f"--device {PACED_QLLM} runs networks with experts, which {self.network} has not")
+        elif self.table is None:
+            gpu_named(self.gpu)
+            network_named(self.network)
+        elif self.paced_arithmetic == "none":
+            raise ConfigError("--paced-arithmetic none needs a GPU and a network by name: its KV cache is theirs")
+
+    @property
+    def gpu(self) -> str:
+        """The GPU's name."""
+        return self.device.removeprefix(PACED)
+
+    @property
+    def table(self) -> Path | None:
+        """A file of measured steps; None: the GPU is known by name."""
+        return Path(self.gpu) if self.gpu.endswith(".json") else None
