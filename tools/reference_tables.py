@@ -12,7 +12,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+
+from flag_lists import flags_of
+from metric_tables import kv_event_metrics, own_metrics, route_metrics, shared_metrics
 
 from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
 from moestro.flow.registry import STEP_POLICIES
@@ -21,6 +25,12 @@ from moestro.routing.registry import ROUTE_POLICIES
 DOCS = Path(__file__).parents[1] / "docs"
 
 TABLES: dict[str, Callable[[], str]] = {
+    "flags of moestro serve": partial(flags_of, "serve"),
+    "flags of moestro route": partial(flags_of, "route"),
+    "metrics with vLLM's names": shared_metrics,
+    "other metrics of moestro serve": own_metrics,
+    "metrics of moestro route": route_metrics,
+    "metrics of KV events": kv_event_metrics,
     "route policies": ROUTE_POLICIES.table,
     "order policies": ORDER_POLICIES.table,
     "batch policies": BATCH_POLICIES.table,

@@ -111,7 +111,7 @@ class BusyError(RequestError):
     retry_after_s = 1
 
     def __init__(self, num_preparing: int) -> None:
-        super().__init__(f"Too many requests are being read ({num_preparing}). Retry later.", code="overloaded")
+        super().__init__(f"Too many requests are in preparation ({num_preparing}). Retry later.", code="overloaded")
 
 
 class EngineDiedError(MoestroError):

@@ -178,7 +178,7 @@ def test_a_reader_that_goes_away_early_gets_no_traceback():
 
 def test_a_paced_device_plays_no_host_memory(capsys):
     told = refused(capsys, "--device", "paced:h20", "--kv-offloading-size", "1")
-    assert "--kv-offloading-size does not go with a paced device" in told
+    assert "--kv-offloading-size does not work with a paced device" in told
 
 
 # --- policies of an engine --------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from moestro.flow.settings import SteppingSettings
 from moestro.gateway.settings import RouteSettings
 from moestro.loadgen.settings import BenchSettings
 from moestro.model.settings import CacheSettings, ModelSettings
-from moestro.sim.settings import EngineSettings, PolicySettings
+from moestro.sim.settings import PolicySettings, SimEngineSettings
 
 # The simulated engines have other defaults for these than a server.
 OTHER_DEFAULTS = {"max_num_seqs", "max_num_queued_reqs"}
@@ -65,8 +65,8 @@ def test_every_declared_setting_can_be_set_and_is_printed(capsys, monkeypatch):
     ("mine", "theirs"),
     [
         (SchedulerSettings, SchedulerOptions),
-        (EngineSettings, SchedulerLimits),
-        (EngineSettings, CacheSettings),
+        (SimEngineSettings, SchedulerLimits),
+        (SimEngineSettings, CacheSettings),
         (PolicySettings, SchedulerPolicies),
         (PolicySettings, SteppingSettings),
         (ModelSettings, CacheSettings),
@@ -76,7 +76,7 @@ def test_the_simulator_and_the_scheduler_have_the_server_s_fields_with_its_types
     assert issubclass(mine, theirs)
     own = {each.name: (each.type, each.default) for each in fields(mine)}
     for each in fields(theirs):
-        if mine is not EngineSettings or each.name not in OTHER_DEFAULTS:
+        if mine is not SimEngineSettings or each.name not in OTHER_DEFAULTS:
             assert own[each.name] == (each.type, each.default)
     redeclared = inspect.get_annotations(mine).keys() & {each.name for each in fields(theirs)}
     assert redeclared <= OTHER_DEFAULTS
@@ -84,7 +84,7 @@ def test_the_simulator_and_the_scheduler_have_the_server_s_fields_with_its_types
 
 def test_a_range_holds_where_only_the_default_is_declared_again():
     with pytest.raises(ConfigError, match=r"^\[engines\] max_num_seqs must be at least 1, got 0$"):
-        EngineSettings(max_num_seqs=0)
+        SimEngineSettings(max_num_seqs=0)
 
 
 @pytest.mark.parametrize("kind", [SchedulerLimits, SchedulerOptions])
@@ -93,7 +93,7 @@ def test_a_message_names_the_flag_or_the_key(kind):
     with pytest.raises(ConfigError, match=r"^--max-num-seqs must be at least 1, got 0$"):
         kind(max_num_seqs=0)
     with pytest.raises(ConfigError, match=r"^\[engines\] max_num_batched_tokens 5 must be at least"):
-        EngineSettings(max_num_batched_tokens=5, max_num_seqs=6)
+        SimEngineSettings(max_num_batched_tokens=5, max_num_seqs=6)
 
 
 def test_what_follows_from_the_settings_is_worked_out_once(tmp_path):

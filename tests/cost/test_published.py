@@ -1,4 +1,4 @@
-"""The cost model beside published measurements; bench/cost_checks.py has the rows and makes docs/costs.md of them."""
+"""The cost model beside published measurements, of which bench/simulator/cost_checks.py makes docs/costs.md."""
 
 import importlib.util
 import json
@@ -11,7 +11,7 @@ from moestro.cost.roofline import VLLM_HOST
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "calibration"
 
-spec = importlib.util.spec_from_file_location("cost_checks", ROOT / "bench" / "cost_checks.py")
+spec = importlib.util.spec_from_file_location("cost_checks", ROOT / "bench" / "simulator" / "cost_checks.py")
 cost_checks = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(cost_checks)
 NETWORKS, ROWS = cost_checks.published()
@@ -63,10 +63,10 @@ def test_host_constants_are_those_that_the_a100_and_h100_rows_give():
 
 
 def test_the_stored_result_and_the_page_are_up_to_date():
-    stored = json.loads((ROOT / "bench" / "results" / "cost_checks.json").read_text())
-    assert stored["rows"] == COMPARED, "run bench/cost_checks.py again"
+    stored = json.loads((ROOT / "bench" / "results" / "simulator" / "cost_checks.json").read_text())
+    assert stored["rows"] == COMPARED, "run bench/simulator/cost_checks.py again"
     page = (ROOT / "docs" / "costs.md").read_text()
-    assert cost_checks.markdown(stored) in page, "run bench/cost_checks.py with --docs again"
+    assert cost_checks.markdown(stored) in page, "run bench/simulator/cost_checks.py with --docs again"
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is not there: tables of single operations")

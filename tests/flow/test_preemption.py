@@ -7,9 +7,9 @@ import numpy as np
 from support.fake_device import make_request
 from support.fake_stages import FakeStages, expected_tokens, make_shape
 
+from moestro.core.load_figures import PassCounts
 from moestro.core.request import ServiceClass
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, Run, Wait
-from moestro.core.work import PassCounts
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.policies.basic import in_order

@@ -127,7 +127,7 @@ async def test_a_watcher_that_fails_begins_anew(monkeypatch, caplog):
         watch.begin(it.engine("a"))
         await it.until(lambda: num_begun == 3)
         await watch.end(it.engine("a"))
-    assert "looking after engine a failed" in caplog.text
+    assert "the health checks of engine a failed" in caplog.text
 
 
 @looped

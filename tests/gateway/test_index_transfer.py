@@ -13,7 +13,7 @@ from gateway.test_listeners import admin_of
 
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.prefix_tree import PrefixTree
-from moestro.gateway.index_transfer import Head, Part, _parts, _whole
+from moestro.gateway.index_transfer import PromptsPart, TransferHead, _parts, _whole
 
 TEXT = "one router has seen this, the other has not; " * 60
 BODY = json.dumps({"messages": [{"role": "user", "content": TEXT}]}).encode()
@@ -24,7 +24,7 @@ def message(content: object) -> bytes:
     return len(encoded).to_bytes(4) + encoded
 
 
-def index(head: Head, *parts: Part) -> bytes:
+def index(head: TransferHead, *parts: PromptsPart) -> bytes:
     return b"".join(message(each) for each in (head, *parts, None))
 
 
@@ -55,10 +55,10 @@ async def test_what_is_handed_over_again_takes_the_place_of_the_first_and_not_of
     async with rig(FakeEngine("a"), route_policy="lmetric") as it, admin_of(it) as admin:
         await it.call(body=BODY)
         own = prompts_of(it, "a")
-        head = Head(it.parts.operator.reading, [it.engine("a").url])
+        head = TransferHead(it.parts.operator.reading, [it.engine("a").url])
         for i in range(3):
             runs = [(-1, bytes([i + 1]) * 32), (0, bytes([i + 11]) * 16)]
-            taken = await admin.put("/admin/index", data=index(head, Part(0, runs, [1, 0])))
+            taken = await admin.put("/admin/index", data=index(head, PromptsPart(0, runs, [1, 0])))
             assert await taken.json() == {"prompts": 2}
             assert prompts_of(it, "a") == [*own, bytes([i + 1]) * 32 + bytes([i + 11]) * 16, bytes([i + 1]) * 32]
 
@@ -66,8 +66,8 @@ async def test_what_is_handed_over_again_takes_the_place_of_the_first_and_not_of
 @looped
 async def test_engines_that_are_not_here_are_passed_over():
     async with rig(FakeEngine("a")) as it, admin_of(it) as admin:
-        head = Head(it.parts.operator.reading, ["http://elsewhere:1", it.engine("a").url])
-        parts = [Part(0, [(-1, bytes(16))], [0]), Part(1, [], [0])]
+        head = TransferHead(it.parts.operator.reading, ["http://elsewhere:1", it.engine("a").url])
+        parts = [PromptsPart(0, [(-1, bytes(16))], [0]), PromptsPart(1, [], [0])]
         taken = await admin.put("/admin/index", data=index(head, *parts))
         assert await taken.json() == {"prompts": 1}
         assert prompts_of(it, "a") == [bytes(16)]
@@ -77,19 +77,19 @@ async def test_engines_that_are_not_here_are_passed_over():
 async def test_what_is_no_index_or_one_in_other_blocks_is_refused():
     async with rig(FakeEngine("a")) as it, admin_of(it) as admin:
         url = it.engine("a").url
-        head = Head(it.parts.operator.reading, [url])
-        whole = index(head, Part(0, [(-1, bytes(16))], [0]))
+        head = TransferHead(it.parts.operator.reading, [url])
+        whole = index(head, PromptsPart(0, [(-1, bytes(16))], [0]))
         for data, status, words in (
-            (b"", 400, "no whole index of another router"),
-            (b"hello", 413, "bytes at most"),
-            (b"\0\0\0\5hello", 400, "no whole index of another router"),
-            (whole[:-4], 400, "no whole index of another router"),
-            (whole[:-9], 400, "no whole index of another router"),
-            (index(head, Part(0, [(-1, b"short")], [0])), 400, "no whole number of blocks"),
-            (index(head, Part(0, [(0, bytes(16))], [0])), 400, "before its beginning"),
-            (index(head, Part(0, [(-1, bytes(16))], [1])), 400, "not told"),
-            (index(head, Part(1, [(-1, bytes(16))], [0])), 400, "not told"),
-            (index(Head("as text, in blocks of 7 bytes", [url])), 409, "in blocks of 7 bytes"),
+            (b"", 400, "not a complete index of another router"),
+            (b"hello", 413, "at most"),
+            (b"\0\0\0\5hello", 400, "not a complete index of another router"),
+            (whole[:-4], 400, "not a complete index of another router"),
+            (whole[:-9], 400, "not a complete index of another router"),
+            (index(head, PromptsPart(0, [(-1, b"short")], [0])), 400, "not a whole number of blocks"),
+            (index(head, PromptsPart(0, [(0, bytes(16))], [0])), 400, "precedes its parent"),
+            (index(head, PromptsPart(0, [(-1, bytes(16))], [1])), 400, "an unknown run"),
+            (index(head, PromptsPart(1, [(-1, bytes(16))], [0])), 400, "an unknown run"),
+            (index(TransferHead("as text, in blocks of 7 bytes", [url])), 409, "in blocks of 7 bytes"),
         ):
             refused = await admin.put("/admin/index", data=data)
             assert refused.status == status

@@ -164,7 +164,7 @@ async def test_what_comes_while_a_write_fails_is_behind_the_gap_too(tmp_path, mo
     monkeypatch.setattr(record, "_append", append)
     router.ended("r0", 4)
     await record.close()
-    assert "replays up to here" in caplog.text
+    assert "replayed up to here" in caplog.text
     assert len(list(replay(path.read_bytes().splitlines()))) == 1
 
 
@@ -206,7 +206,7 @@ async def test_a_record_with_a_gap_has_stories_alone_from_there(tmp_path, monkey
     for entry in entries:
         record.write(entry)
     await record._flush()
-    assert "replays up to here" in caplog.text
+    assert "replayed up to here" in caplog.text
     for entry in entries:
         record.write(entry)
     await record.close()

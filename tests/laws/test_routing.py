@@ -8,8 +8,8 @@ import pytest
 from support.routers import BLOCK_SIZE, request
 
 from moestro.core.hashing import HASH_BYTES
+from moestro.core.load_figures import LoadFigures
 from moestro.core.rng import Draws
-from moestro.core.views import EngineFigures
 from moestro.errors import NoEngineError, QueueFullError, RequestError
 from moestro.routing.decision_record import PolicyText, RecordedRouter, encode_entry
 from moestro.routing.registry import ROUTE_POLICIES
@@ -36,7 +36,7 @@ def prompt(rng: random.Random, name: str):
     )
 
 
-def figures(rng: random.Random) -> EngineFigures:
+def figures(rng: random.Random) -> LoadFigures:
     """Any part of what an engine may say."""
     said = {
         "num_waiting": rng.randrange(5),
@@ -46,7 +46,7 @@ def figures(rng: random.Random) -> EngineFigures:
         "num_tokens": rng.randrange(9000),
         "expert_pressure": 1 + rng.random(),
     }
-    return EngineFigures(**{name: value for name, value in said.items() if rng.random() < 0.7})
+    return LoadFigures(**{name: value for name, value in said.items() if rng.random() < 0.7})
 
 
 class History:

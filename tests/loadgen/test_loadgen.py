@@ -29,7 +29,7 @@ import moestro.workload.report
 from moestro.cli import main
 from moestro.errors import ConfigError, MoestroError
 from moestro.loadgen.drawing import save_plot
-from moestro.loadgen.runner import Measured, bench
+from moestro.loadgen.runner import BenchOutcome, bench
 from moestro.loadgen.settings import (
     ArrivalSettings,
     BenchSettings,
@@ -48,7 +48,7 @@ def settings(endpoint: Endpoint, /, **parts) -> BenchSettings:
     return BenchSettings(**{"arrivals": ArrivalSettings(num_warmups=1)} | given)
 
 
-def run(endpoint: Endpoint, /, **parts) -> tuple[Measured, str]:
+def run(endpoint: Endpoint, /, **parts) -> tuple[BenchOutcome, str]:
     console = Console(file=io.StringIO(), width=200)
     measured = bench(settings(endpoint, **parts), console)
     return measured, console.file.getvalue()

@@ -9,17 +9,18 @@ import msgspec
 import pytest
 
 from moestro.repro.lmetric.claims import claims_of
-from moestro.repro.lmetric.experiment import NETWORK, RANGES, WEIGHTS, Cell, Classes, Errors, Findings, Hotspots, Pair
-from moestro.repro.lmetric.reporting import Reproduced
-from moestro.repro.lmetric.testbed import Latency, Measured
+from moestro.repro.lmetric.experiment import RANGES, WEIGHTS
+from moestro.repro.lmetric.findings import NETWORK, Classes, Errors, Hotspots, LmetricCell, LmetricFindings, Pair
+from moestro.repro.results import Reproduced
+from moestro.repro.testbed import Latency, ServingFigures
 
 STORED = Path(__file__).parents[2] / "bench" / "results" / "repro" / "lmetric.json"
 NEARLY_BELOW, BELOW, NEARLY_ABOVE, ABOVE = 0.985, 0.975, 1.015, 1.025
 
 
-def figures(ttft=1.0, tpot=1.0, *, p50=None, imbalance=1.0, unlike=(2.0, 1.0)) -> Measured:
+def figures(ttft=1.0, tpot=1.0, *, p50=None, imbalance=1.0, unlike=(2.0, 1.0)) -> ServingFigures:
     """A run of which all but these are alike."""
-    return Measured(
+    return ServingFigures(
         num_requests=100,
         ttft_ms=Latency(100 * ttft, 100 * (p50 or ttft), 100 * ttft),
         tpot_ms=Latency(10 * tpot, 10 * tpot, 10 * tpot),
@@ -31,11 +32,11 @@ def figures(ttft=1.0, tpot=1.0, *, p50=None, imbalance=1.0, unlike=(2.0, 1.0)) -
     )
 
 
-def cells(load, **measured) -> Findings:
-    return Findings(
+def cells(load, **measured) -> LmetricFindings:
+    return LmetricFindings(
         cells=[
-            Cell(
-                load=load, is_generated=True, network=NETWORK, share=0.5, rate=1.0, policy=name.replace("_", "-"),
+            LmetricCell(
+                load=load, is_generated=True, network=NETWORK, share=0.5, rate=1.0, system=name.replace("_", "-"),
                 seed=0, measured=each,
             )
             for name, each in measured.items()
@@ -43,8 +44,8 @@ def cells(load, **measured) -> Findings:
     )  # fmt: skip
 
 
-def sweep(*pairs) -> Findings:
-    return Findings(weights={"chat": list(pairs)})
+def sweep(*pairs) -> LmetricFindings:
+    return LmetricFindings(weights={"chat": list(pairs)})
 
 
 def judged(findings, source):
@@ -96,7 +97,7 @@ def test_engines_differ_more_under_too_heavy_a_weight(idle, holds):
     ("load", "p50", "holds"), [("coder", BELOW, True), ("coder", NEARLY_BELOW, False), ("chat", BELOW, None)]
 )
 def test_ranges_are_judged_on_the_paper_s_load(load, p50, holds):
-    found = Findings(ranges={load: [(most, figures(p50=p50 if most == 4 else 1.0)) for most in RANGES]})
+    found = LmetricFindings(ranges={load: [(most, figures(p50=p50 if most == 4 else 1.0)) for most in RANGES]})
     assert judged(found, "Fig. 13").holds is holds
 
 
@@ -112,7 +113,7 @@ def test_ranges_are_judged_on_the_paper_s_load(load, p50, holds):
 )
 def test_indicators_are_better_by_more_than_nothing(ours, source, holds):
     scores = {"P-token * batch": ours, "(1 - hit) * batch": figures(), "P-token * tokens": figures()}
-    assert judged(Findings(indicators={"chat": scores}), source).holds is holds
+    assert judged(LmetricFindings(indicators={"chat": scores}), source).holds is holds
 
 
 @pytest.mark.parametrize(("ttft", "tpot", "holds"), [(ABOVE, ABOVE, True), (ABOVE, 1.0, False), (1.0, ABOVE, False)])
@@ -121,7 +122,7 @@ def test_a_predictor_of_another_network_is_worse_in_both(ttft, tpot, holds):
         Errors(is_tuned=is_tuned, p50=0.1, p90=0.2, share_above_20_percent=0.1, curve=(), measured=measured)
         for is_tuned, measured in ((True, figures()), (False, figures(ttft, tpot)))
     ]
-    assert judged(Findings(errors=errors), "Fig. 15").holds is holds
+    assert judged(LmetricFindings(errors=errors), "Fig. 15").holds is holds
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_a_predictor_of_another_network_is_worse_in_both(ttft, tpot, holds):
 )
 def test_of_few_requests_of_hot_classes_nothing_is_said(num_requests, class_share, holds):
     classes = Classes(class_share=(class_share,) * num_requests, holder_share=(0.2,) * num_requests)
-    claim = judged(Findings(classes={"chat": classes}), "Fig. 20")
+    claim = judged(LmetricFindings(classes={"chat": classes}), "Fig. 20")
     assert claim.holds is holds
     assert ("too few to say" in claim.ours) is (holds is None)
 
@@ -140,7 +141,7 @@ def test_the_detector_spreads_requests_by_more_than_nothing(imbalance, holds):
         Hotspots(load="chat", mitigation=name, num_first_alarms=1, num_second_alarms=0, measured=measured)
         for name, measured in (("off", figures(imbalance=2.0)), ("filter", figures(imbalance=imbalance)))
     ]
-    assert judged(Findings(hotspots=hotspots), "section 5.2").holds is holds
+    assert judged(LmetricFindings(hotspots=hotspots), "section 5.2").holds is holds
 
 
 def test_not_significantly_worse_is_not_called_as_good():
@@ -149,17 +150,17 @@ def test_not_significantly_worse_is_not_called_as_good():
         Pair(load="chat", share=0.5, figure="TTFT mean", other="llm-d", mean=(low + high) / 2, low=low, high=high)
         for low, high in intervals
     ]
-    claim = judged(Findings(pairs=pairs), "our own goal")
+    claim = judged(LmetricFindings(pairs=pairs), "our own goal")
     assert claim.holds is False
     assert claim.ours == "not significantly worse in 3 of 4 cells: 1 better, 2 undecided, 1 worse"
-    assert judged(Findings(pairs=pairs[:3]), "our own goal").holds
+    assert judged(LmetricFindings(pairs=pairs[:3]), "our own goal").holds
 
 
 def test_the_stored_claims_are_what_today_s_rules_say_of_the_stored_findings():
-    stored = msgspec.json.decode(STORED.read_bytes(), type=Reproduced[Findings])
+    stored = msgspec.json.decode(STORED.read_bytes(), type=Reproduced[LmetricFindings])
     assert stored.claims == claims_of(stored.findings)
     assert stored.parts.keys() == stored.findings.saturation.keys()
-    assert all(each.commit and each.version for each in (stored.conditions, *stored.parts.values()))
+    assert all(each.commit and each.moestro for each in (stored.conditions, *stored.parts.values()))
     assert len(stored.findings.weights["chat"]) == len(WEIGHTS)
 
 

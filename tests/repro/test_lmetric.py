@@ -12,17 +12,19 @@ import pytest
 from rich.console import Console
 
 from moestro import __version__
+from moestro.config.run_record import run_record
 from moestro.errors import ConfigError
-from moestro.repro.conditions import this_run
+from moestro.repro.lmetric import LmetricSettings
 from moestro.repro.lmetric.adversary import HOT_TOKENS, OWN_TOKENS, with_hot_prefix
 from moestro.repro.lmetric.claims import claims_of
-from moestro.repro.lmetric.experiment import QUICK, UNSEEN_SEEDS, Reproduction, merged
-from moestro.repro.lmetric.loads import generated_sources, trace_sources
+from moestro.repro.lmetric.experiment import QUICK, UNSEEN_SEEDS, LmetricExperiment, make_experiment
 from moestro.repro.lmetric.prefix_classes import WatchedClasses
-from moestro.repro.lmetric.reporting import Reproduced
-from moestro.repro.lmetric.runner import Part, reproduce_lmetric, save
-from moestro.repro.lmetric.show import print_findings
-from moestro.repro.lmetric.testbed import measured, paired_interval, run, signals_of
+from moestro.repro.lmetric.tables import tables_of
+from moestro.repro.results import LoadPart, Reproduced, merged, write_result
+from moestro.repro.runner import reproduce, save_pictures
+from moestro.repro.sources import generated_sources, trace_sources
+from moestro.repro.tables import claims_table
+from moestro.repro.testbed import measured, paired_interval, run, signals_of
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.workload.requests import RequestForm, RequestMaker
 
@@ -40,19 +42,19 @@ TINY = replace(
 @pytest.fixture(scope="module")
 def found():
     steps = []
-    reproduction = Reproduction(TINY, None, steps.append)
-    parts = [reproduction.run(source) for source in reproduction.sources]
-    return reproduction, merged(parts), steps
+    experiment = LmetricExperiment(TINY, None)
+    parts = [experiment.run(load, steps.append) for load in experiment.loads]
+    return experiment, merged(parts), steps
 
 
 def test_as_many_runs_as_the_progress_bar_was_told(found):
-    reproduction, _, steps = found
-    assert len(steps) == sum(reproduction.num_runs(source) for source in reproduction.sources)
+    experiment, _, steps = found
+    assert len(steps) == sum(experiment.num_runs(load) for load in experiment.loads)
 
 
 def test_every_policy_is_measured_at_every_rate_and_the_claims_follow(found):
     _, findings, _ = found
-    assert {(cell.share, cell.policy) for cell in findings.cells if cell.seed == 0} == {
+    assert {(cell.share, cell.system) for cell in findings.cells if cell.seed == 0} == {
         (share, name) for share in TINY.shares for name in TINY.policies
     }
     assert {cell.network for cell in findings.cells} == {"qwen3-30b-a3b", "qwen2-7b"}
@@ -68,31 +70,32 @@ def test_every_policy_is_measured_at_every_rate_and_the_claims_follow(found):
 def test_findings_are_shown_and_kept(found, tmp_path):
     _, findings, _ = found
     console, claims = Console(file=io.StringIO(), width=200), claims_of(findings)
-    print_findings(console, findings, claims)
+    console.print(*tables_of(findings), claims_table(claims))
     shown = console.file.getvalue()
     assert "generated sessions" in shown
     assert "What the paper says" in shown
-    result = Reproduced(conditions=this_run(), findings=findings, claims=claims)
-    kept = json.loads(save(result, tmp_path / "new", "lmetric").read_text())
+    result = Reproduced(conditions=run_record("simulated"), findings=findings, claims=claims)
+    write_result(result, tmp_path / "new" / "lmetric.json")
+    kept = json.loads((tmp_path / "new" / "lmetric.json").read_text())
     assert kept["findings"]["kind"] == kept["conditions"]["kind"] == "simulated"
     assert len(kept["claims"]) == len(claims)
 
 
 def test_pictures_are_drawn(found, tmp_path):
-    draw = pytest.importorskip("moestro.repro.lmetric.draw")
-    paths = draw.save_pictures(found[1], tmp_path)
+    pytest.importorskip("matplotlib")
+    paths = save_pictures("lmetric", found[0], found[1], tmp_path)
     assert {path.name for path in paths} >= {"lmetric_rates_chat.png", "lmetric_tuning.png", "lmetric_prediction.png"}
     assert all(path.stat().st_size > 10_000 for path in paths)
 
 
 def test_equal_seeds_give_equal_figures():
-    reproduction = Reproduction(TINY, None, lambda _: None)
-    [chat, _] = reproduction.sources
+    experiment = LmetricExperiment(TINY, None)
+    [chat, _] = experiment.sources.values()
     runs = []
     for _ in range(2):
         policy = ROUTE_POLICIES.make("lmetric")
         load = chat.load(20.0, 3)
-        runs.append(measured(run(reproduction.bed(chat), load, policy, signals_of("lmetric", policy))))
+        runs.append(measured(run(experiment.bed(chat), load, policy, signals_of("lmetric", policy))))
     assert runs[0] == runs[1]
 
 
@@ -133,7 +136,11 @@ def test_an_interval_holds_the_mean_and_is_wider_than_nothing():
 
 def test_a_load_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match="no load mooncake_conversation: Mooncake's traces are read from --traces"):
-        reproduce_lmetric(Console(file=io.StringIO()), replace(TINY, sources=("mooncake_conversation",)), None, None)
+        make_experiment(LmetricSettings(quick=True, loads=("mooncake_conversation",)))
+
+
+def reproduce_lmetric(console, plan, out):
+    return reproduce(console, "lmetric", LmetricExperiment(plan, None), out)
 
 
 LEAST = replace(TINY, num_requests=12, shares=(0.5,), paired_shares=(), policies=("round_robin",))
@@ -141,46 +148,46 @@ LEAST = replace(TINY, num_requests=12, shares=(0.5,), paired_shares=(), policies
 
 def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
     console, of = Console(file=io.StringIO()), lambda *names: replace(LEAST, sources=names)
-    reproduce_lmetric(console, of("chat"), None, tmp_path)
-    reproduce_lmetric(console, of("coder"), None, tmp_path)
+    reproduce_lmetric(console, of("chat"), tmp_path)
+    reproduce_lmetric(console, of("coder"), tmp_path)
     first = (tmp_path / "lmetric.chat.json").stat().st_mtime_ns
-    both = reproduce_lmetric(console, of("chat", "coder"), None, tmp_path)
+    both = reproduce_lmetric(console, of("chat", "coder"), tmp_path)
     assert (tmp_path / "lmetric.chat.json").stat().st_mtime_ns == first
     assert both.findings.saturation.keys() == {"chat", "coder"}
-    assert both.findings == reproduce_lmetric(console, of("chat", "coder"), None, None).findings
-    reproduce_lmetric(console, replace(of("chat"), num_requests=13), None, tmp_path)
+    assert both.findings == reproduce_lmetric(console, of("chat", "coder"), None).findings
+    reproduce_lmetric(console, replace(of("chat"), num_requests=13), tmp_path)
     assert (tmp_path / "lmetric.chat.json").stat().st_mtime_ns != first
 
 
 def test_a_part_of_another_commit_is_named_and_one_of_another_version_is_made_again(tmp_path):
     plan, path = replace(LEAST, sources=("chat",)), tmp_path / "lmetric.chat.json"
-    first = reproduce_lmetric(Console(file=io.StringIO()), plan, None, tmp_path)
+    first = reproduce_lmetric(Console(file=io.StringIO()), plan, tmp_path)
     assert first.parts == {"chat": first.conditions}
-    assert first.conditions.version == __version__
+    assert first.conditions.moestro == __version__
 
     def again(**then):
-        part = msgspec.json.decode(path.read_bytes(), type=Part)
+        part = msgspec.json.decode(path.read_bytes(), type=LoadPart)
         older = msgspec.structs.replace(part.conditions, **then)
         path.write_bytes(msgspec.json.encode(msgspec.structs.replace(part, conditions=older)))
         console = Console(file=io.StringIO(), width=200)
-        result = reproduce_lmetric(console, plan, None, tmp_path)
+        result = reproduce_lmetric(console, plan, tmp_path)
         return older, result, "is of commit" in console.file.getvalue()
 
     for commit in ("0123456789ab", ""):
         older, result, is_named = again(commit=commit)
         assert result.parts == {"chat": older}
         assert is_named
-    _, result, is_named = again(version="0.0.1")
+    _, result, is_named = again(moestro="0.0.1")
     assert result.parts == {"chat": result.conditions}
     assert not is_named
     assert result.findings == first.findings
 
 
 def test_requests_of_hot_classes_are_watched():
-    reproduction = Reproduction(TINY, None, lambda _: None)
-    chat = reproduction.sources[0]
+    experiment = LmetricExperiment(TINY, None)
+    chat = experiment.sources["chat"]
     policy = WatchedClasses(ROUTE_POLICIES.make("lmetric"))
-    run(reproduction.bed(chat), with_hot_prefix(chat.load(20.0, 3), 0), policy, signals_of("lmetric", policy))
+    run(experiment.bed(chat), with_hot_prefix(chat.load(20.0, 3), 0), policy, signals_of("lmetric", policy))
     class_shares, holder_shares = policy.sample(7)
     assert len(class_shares) == len(holder_shares) == 7
     assert all(0 < x < 1 for x in class_shares)

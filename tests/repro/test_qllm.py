@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from moestro.config.run_record import run_record
 from moestro.errors import ConfigError
-from moestro.repro.conditions import this_run
-from moestro.repro.lmetric.reporting import Reproduced, write_result
-from moestro.repro.lmetric.testbed import Latency
-from moestro.repro.qllm.claims import claims_of, ls_ttft
+from moestro.repro.grid import GridPlan
+from moestro.repro.qllm.claims import claims_of
 from moestro.repro.qllm.engines import (
     ENGINES,
     EXPERT,
@@ -26,25 +25,32 @@ from moestro.repro.qllm.engines import (
     RUN_TO_COMPLETION,
     make_engine,
 )
-from moestro.repro.qllm.experiment import LONG, QUICK, SHORT, Findings, Plan, chosen, num_runs, reproduce
-from moestro.repro.qllm.loads import LS_SHARE, make_rows, offsets_ns
-from moestro.repro.qllm.show import print_findings
+from moestro.repro.qllm.experiment import QUICK, QllmExperiment
+from moestro.repro.qllm.findings import QllmFindings, ls_ttft
+from moestro.repro.qllm.loads import LONG, LS_SHARE, SHORT, make_rows, offsets_ns
+from moestro.repro.results import Reproduced, merged, write_result
+from moestro.repro.runner import save_pictures
+from moestro.repro.tables import claims_table
+from moestro.repro.testbed import Latency
 
-TINY = Plan(
-    loads=(replace(SHORT, num_requests=40, rates=(2, 6)), replace(LONG, num_requests=12, rates=(0.5,))), seeds=(1, 2)
+TINY = GridPlan(
+    loads=(replace(SHORT, num_requests=40, rates=(2, 6)), replace(LONG, num_requests=12, rates=(0.5,))),
+    systems=tuple(ENGINES),
+    seeds=(1, 2),
 )
 
 
 @pytest.fixture(scope="module")
 def found():
-    steps = []
-    return reproduce(TINY, None, steps.append), steps
+    steps, experiment = [], QllmExperiment(TINY, None)
+    return merged([experiment.run(load, steps.append) for load in experiment.loads]), steps
 
 
 def test_every_engine_is_run_at_every_rate_under_every_seed(found):
     findings, steps = found
-    assert len(findings.cells) == len(steps) == num_runs(TINY) == 9 * 2 * 3
-    assert len({(cell.load, cell.rate, cell.engine, cell.seed) for cell in findings.cells}) == len(steps)
+    experiment = QllmExperiment(TINY, None)
+    assert len(findings.cells) == len(steps) == sum(map(experiment.num_runs, experiment.loads)) == 9 * 2 * 3
+    assert len({(cell.load, cell.rate, cell.system, cell.seed) for cell in findings.cells}) == len(steps)
     assert all(cell.ls.num_requests and cell.be.num_requests for cell in findings.cells)
 
 
@@ -67,21 +73,21 @@ def test_the_claims_follow_from_the_findings(found):
     late = Latency(9e6, 9e6, 9e6)
     slower = [
         msgspec.structs.replace(cell, ls=msgspec.structs.replace(cell.ls, ttft_ms=late))
-        if cell.engine == EXPERT
+        if cell.system == EXPERT
         else cell
         for cell in findings.cells
     ]
-    worse = claims_of(Findings(cells=slower))
+    worse = claims_of(QllmFindings(cells=slower))
     assert not next(claim for claim in worse if claim.source == "Fig. 2, ten_tokens").holds
 
 
 def test_findings_are_shown_and_kept(found, tmp_path):
     findings, _ = found
     console, claims = Console(file=io.StringIO(), width=200), claims_of(findings)
-    print_findings(console, findings, claims)
+    console.print(*QllmExperiment(TINY, None).tables(findings), claims_table(claims))
     assert "ShareGPT's published means" in console.file.getvalue()
     assert "What the paper says" in console.file.getvalue()
-    result = Reproduced(conditions=this_run(), findings=findings, claims=claims)
+    result = Reproduced(conditions=run_record("simulated"), findings=findings, claims=claims)
     write_result(result, tmp_path / "new" / "qllm.json")
     kept = json.loads((tmp_path / "new" / "qllm.json").read_text())
     assert kept["findings"]["kind"] == kept["conditions"]["kind"] == "simulated"
@@ -89,15 +95,15 @@ def test_findings_are_shown_and_kept(found, tmp_path):
 
 
 def test_pictures_are_drawn(found, tmp_path):
-    draw = pytest.importorskip("moestro.repro.qllm.draw")
-    paths = draw.save_pictures(found[0], tmp_path)
+    pytest.importorskip("matplotlib")
+    paths = save_pictures("qllm", QllmExperiment(TINY, None), found[0], tmp_path)
     assert [path.name for path in paths] == ["qllm_ten_tokens.png", "qllm_sharegpt_answers.png"]
     assert all(path.stat().st_size > 10_000 for path in paths)
 
 
 def test_equal_seeds_give_equal_figures():
-    plan = replace(TINY, loads=TINY.loads[:1], engines=(EXPERT,), seeds=(3,))
-    first, second = (reproduce(plan, None, lambda _: None) for _ in range(2))
+    plan = replace(TINY, loads=TINY.loads[:1], systems=(EXPERT,), seeds=(3,))
+    first, second = (QllmExperiment(plan, None).run("ten_tokens", lambda _: None) for _ in range(2))
     assert first.cells == second.cells
 
 
@@ -130,10 +136,10 @@ def test_engines_differ_in_policies_alone_and_in_places_where_it_is_said():
 
 
 def test_loads_are_chosen_by_name():
-    assert [load.name for load in chosen(QUICK, ("ten_tokens",)).loads] == ["ten_tokens"]
-    assert chosen(QUICK, None) is QUICK
+    assert [load.name for load in QUICK.chosen(("ten_tokens",)).loads] == ["ten_tokens"]
+    assert QUICK.chosen(None) is QUICK
     with pytest.raises(ConfigError, match="no load poems; known: ten_tokens, sharegpt_answers"):
-        chosen(QUICK, ("poems",))
+        QUICK.chosen(("poems",))
 
 
 def test_spread_is_over_seeds(found):

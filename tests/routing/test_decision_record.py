@@ -2,7 +2,7 @@ import msgspec
 import pytest
 from support.routers import BLOCK_SIZE, request
 
-from moestro.core.views import EngineFigures
+from moestro.core.load_figures import LoadFigures
 from moestro.errors import ConfigError, NoEngineError
 from moestro.routing.decision_record import Decision, PolicyText, RecordedRouter, Submitted, decode_entry, encode_entry
 from moestro.routing.replay import replay
@@ -30,7 +30,7 @@ def test_a_decision_says_what_was_seen_and_what_else_there_was():
     made, lines = recorded()
     asked = request("a", prompt=PROMPT)
     made.kv_stored(1, asked.block_hashes, 0)
-    made.report(1, EngineFigures(queued_prefill_tokens=7), 2 * MS, 3 * MS)
+    made.report(1, LoadFigures(queued_prefill_tokens=7), 2 * MS, 3 * MS)
     made.submit(asked, 5 * MS)
     (decision,) = decisions(lines)
     assert (decision.engine, decision.score, decision.hit_tokens, decision.regret) == (1, 4, 96, 4 - 100)

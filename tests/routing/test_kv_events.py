@@ -96,7 +96,7 @@ def test_a_message_of_somebody_else_changes_nothing(setting):
     setting.publish(stored([1], None, TOKENS[:4]))
     setting.feed.live([b"hello"], 0)
     assert setting.held == {NAMES[0]}
-    assert "none of a KV event publisher's" in setting.warnings[0][1]
+    assert "not from a KV event publisher" in setting.warnings[0][1]
 
 
 def test_hashes_that_do_not_chain_are_told_and_not_believed(setting):
@@ -125,5 +125,5 @@ def test_odd_batches_are_one_log_line_whatever_their_numbers_say_of_restarts(set
     assert feed.counts.stream.restarts == 20  # each of which used to permit one more line
     assert [message.split("(")[0] for message in caplog.messages] == [
         "e5: a batch of KV events cannot be decoded ",
-        "e5: a message does not come from a KV event publisher ",
+        "e5: a message is not from a KV event publisher ",
     ]

@@ -1,7 +1,8 @@
 import pytest
 from support.routers import request, router
 
-from moestro.core.views import NEVER_NS, EngineFigures
+from moestro.core.load_figures import LoadFigures
+from moestro.core.views import NEVER_NS
 from moestro.errors import ConfigError, InvariantError, NoEngineError, QueueFullError
 from moestro.routing.registry import ROUTE_POLICIES
 
@@ -36,7 +37,7 @@ def test_a_full_queue_takes_nothing_and_the_refusal_says_when_to_retry():
     with pytest.raises(QueueFullError, match="4 waiting") as refused:
         submit(two, "e")
     assert (refused.value.http_status, refused.value.retry_after_s) == (503, 1)
-    two.report(1, EngineFigures(num_running=1), 0, 0)  # one of its two waits no more
+    two.report(1, LoadFigures(num_running=1), 0, 0)  # one of its two waits no more
     assert submit(two, "e") == [1]
     two.ended("abcd"[engines.index(0)], 0)
     assert submit(two, "f") == [0]
@@ -79,9 +80,9 @@ def test_the_tokens_of_an_answer_that_is_resumed_are_tokens_to_compute():
 
 def test_each_figure_keeps_its_own_age_and_an_older_one_changes_nothing():
     one = router(1, "round_robin")
-    one.report(0, EngineFigures(kv_usage=0.5, num_running=3), 50, 60)
-    one.report(0, EngineFigures(kv_usage=0.1), 40, 70)
-    one.report(0, EngineFigures(num_running=2), 65, 70)
+    one.report(0, LoadFigures(kv_usage=0.5, num_running=3), 50, 60)
+    one.report(0, LoadFigures(kv_usage=0.1), 40, 70)
+    one.report(0, LoadFigures(num_running=2), 65, 70)
     assert (one.table.kv_usage.values[0], one.table.kv_usage.as_of_ns[0]) == (0.5, 50)
     assert (one.table.num_running.values[0], one.table.num_running.as_of_ns[0]) == (2, 65)
     assert one.table.kv_usage.known(70, 20).tolist() == [True]
@@ -95,13 +96,13 @@ def test_requests_that_are_not_this_routers_are_those_that_it_cannot_account_for
     submit(one, "c", now_ns=20)
     one.ended("a", 25)
     # At 15 the engine had a and b, and 5 of somebody else's; c it could not have seen.
-    one.report(0, EngineFigures(num_waiting=4, num_running=3, queued_prefill_tokens=7), 15, 30)
+    one.report(0, LoadFigures(num_waiting=4, num_running=3, queued_prefill_tokens=7), 15, 30)
     assert (one.table.num_foreign[0], one.table.num_unseen[0], one.table.said_prefill_tokens[0]) == (5, 1, 8)
     submit(one, "d", now_ns=30)
     assert one.table.num_unseen[0] == 2
     one.ended("c", 31)
     assert (one.table.num_unseen[0], one.table.said_prefill_tokens[0]) == (1, 8)
-    one.report(0, EngineFigures(num_waiting=0, num_running=2), 32, 33)
+    one.report(0, LoadFigures(num_waiting=0, num_running=2), 32, 33)
     assert (one.table.num_foreign[0], one.table.num_unseen[0]) == (0, 0)
 
 
@@ -110,16 +111,16 @@ def test_requests_that_ended_after_an_engine_counted_them_are_not_taken_for_some
     submit(one, "a", "b", "c", "d", now_ns=10)
     for at, name in enumerate(("a", "b", "c")):
         one.ended(name, 21 + at)
-    one.report(0, EngineFigures(num_waiting=1, num_running=3), 20, 30)
+    one.report(0, LoadFigures(num_waiting=1, num_running=3), 20, 30)
     assert one.table.num_foreign[0] == 0
-    one.report(0, EngineFigures(num_waiting=1, num_running=3), 24, 31)
+    one.report(0, LoadFigures(num_waiting=1, num_running=3), 24, 31)
     assert one.table.num_foreign[0] == 3
 
 
 def test_an_engine_that_was_started_again_has_said_nothing_and_holds_nothing():
     one = router(1, "round_robin")
     submit(one, "a", now_ns=5)
-    one.report(0, EngineFigures(kv_usage=0.5, num_running=9, num_waiting=0), 5, 5)
+    one.report(0, LoadFigures(kv_usage=0.5, num_running=9, num_waiting=0), 5, 5)
     one.engine_lost(0, 6)
     assert not one.table.kv_usage.known(6, 1 << 60).any()
     assert one.table.num_foreign[0] == 0
@@ -149,7 +150,7 @@ def test_the_last_words_of_an_engine_that_was_removed_are_not_its_successors():
     one.remove_engine(1, 0)
     one.kv_cleared(1, 1)
     one.kv_stored(1, bytes(16), 1)
-    one.report(1, EngineFigures(kv_usage=0.5, num_running=3, num_waiting=4), 1, 1)
+    one.report(1, LoadFigures(kv_usage=0.5, num_running=3, num_waiting=4), 1, 1)
     assert one.add_engine() == 1
     one.set_routable(1, routable=True)
     assert one.table.kv_usage.as_of_ns[1] == NEVER_NS

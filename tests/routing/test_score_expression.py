@@ -49,8 +49,8 @@ def test_an_engine_whose_score_is_no_number_is_chosen_last():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("p_tokens *", "not a valid expression"),
-        ("batch", "'batch' is not an indicator; indicators: p_tokens"),
+        ("p_tokens *", "not an expression"),
+        ("batch", "'batch' is not an indicator; known: p_tokens"),
         ("__import__('os').system('true')", "at \"__import__('os').system('true')\": allowed are numbers"),
         ("batch_size.__class__", "allowed are numbers"),
         ("[x for x in batch_size]", "allowed are numbers"),
@@ -62,7 +62,7 @@ def test_an_engine_whose_score_is_no_number_is_chosen_last():
         ("'a' * batch_size", "allowed are numbers"),
         ("1 + 2", "the same for all engines"),
         ("batch_size+" * 200 + "1", "at most 1000"),
-        ("(" * 400 + "batch_size" + ")" * 400, "not a valid expression"),
+        ("(" * 400 + "batch_size" + ")" * 400, "not an expression"),
         ("1 < batch_size < 3", "allowed are numbers"),
         ("max(batch_size, p_tokens, key=1)", "allowed are numbers"),
     ],
@@ -75,5 +75,5 @@ def test_anything_else_is_refused_with_its_place(text, problem):
 
 @pytest.mark.parametrize("text", [f"p_tokens * 1{'0' * 400}", "-" * 990 + "p_tokens"])
 def test_a_number_or_a_nesting_beyond_all_measure_is_refused_in_words(text):
-    with pytest.raises(ConfigError, match="is not a valid expression"):
+    with pytest.raises(ConfigError, match="is not an expression"):
         expression_policy(text)

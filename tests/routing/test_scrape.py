@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from moestro.core.load_figures import LoadFigures
 from moestro.routing.scrape import MAX_BYTES, ScrapedLoad, scrape
 
 VLLM = b"""\
@@ -34,9 +35,7 @@ sglang:generation_tokens_total{model_name="a{b} c"} 5"""
 
 def test_vllm_with_two_ranks_behind_one_address_is_summed_and_usage_is_their_mean():
     assert scrape(VLLM) == ScrapedLoad(
-        num_running=7,
-        num_waiting=1,
-        kv_usage=0.375,
+        figures=LoadFigures(num_running=7, num_waiting=1, kv_usage=0.375),
         num_tokens_computed=1024.0,
         block_size=32,
         num_kv_tokens=48_000,
@@ -45,7 +44,7 @@ def test_vllm_with_two_ranks_behind_one_address_is_summed_and_usage_is_their_mea
 
 def test_sglang_with_timestamps_strange_labels_and_no_last_newline():
     assert scrape(SGLANG) == ScrapedLoad(
-        num_running=7, num_waiting=2, kv_usage=0.75, num_tokens_computed=5.0, num_kv_tokens=30_000
+        figures=LoadFigures(num_running=7, num_waiting=2, kv_usage=0.75), num_tokens_computed=5.0, num_kv_tokens=30_000
     )
 
 
@@ -54,16 +53,16 @@ def test_a_server_that_has_two_names_for_one_figure_is_counted_once():
 
 
 def test_the_older_name_of_the_kv_usage_is_known():
-    assert scrape(b"vllm:gpu_cache_usage_perc 0.5\n").kv_usage == 0.5
+    assert scrape(b"vllm:gpu_cache_usage_perc 0.5\n").figures.kv_usage == 0.5
 
 
 @pytest.mark.parametrize("value", [b"NaN", b"-1", b"+Inf", b"1e300", b"x", b"", b"}"])
 def test_what_is_no_possible_value_is_not_there(value):
-    assert scrape(VLLM + b"vllm:num_requests_running " + value + b"\n").num_running is None
+    assert scrape(VLLM + b"vllm:num_requests_running " + value + b"\n").figures.num_running is None
 
 
 def test_a_usage_above_one_is_one():
-    assert scrape(b"sglang:token_usage 1.25\n").kv_usage == 1.0
+    assert scrape(b"sglang:token_usage 1.25\n").figures.kv_usage == 1.0
 
 
 def test_an_endless_text_is_looked_at_up_to_a_bound():
@@ -78,5 +77,5 @@ def test_law_any_bytes_are_read_without_failing():
             text[rng.randrange(len(text))] = rng.randrange(256)
         start = rng.randrange(len(text))
         found = scrape(bytes(text[start:]))
-        assert found.kv_usage is None or 0 <= found.kv_usage <= 1
-        assert found.num_running is None or found.num_running >= 0
+        assert found.figures.kv_usage is None or 0 <= found.figures.kv_usage <= 1
+        assert found.figures.num_running is None or found.figures.num_running >= 0

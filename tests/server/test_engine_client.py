@@ -9,6 +9,7 @@ import pytest
 from support.fake_rank import INFO
 from support.routers import router
 
+from moestro.core.load_figures import LoadFigures
 from moestro.core.request import FinishReason, Output, Request, SamplingParams, ServiceClass
 from moestro.errors import ConfigError, DrainingError, EngineDiedError, NoEngineError, QueueFullError
 from moestro.server.engine_client import UNASSIGNED_S, EngineClient
@@ -18,7 +19,7 @@ from moestro.server.request_state import MAX_MOVES, Interrupted
 from moestro.server.supervisor import Launching, Supervisor
 from moestro.web.errors import GenerationError, InternalError
 from moestro.web.prometheus import merge
-from moestro.wire.messages import Abort, Add, Failed, Outputs, Phase, RankLoad, Ready, Refused
+from moestro.wire.messages import Abort, Add, Failed, Outputs, Phase, Ready, Refused
 
 
 def request(name: str, num_resumed_tokens: int = 0) -> Request:
@@ -28,7 +29,7 @@ def request(name: str, num_resumed_tokens: int = 0) -> Request:
 
 
 def outputs(*items: Output) -> Outputs:
-    return Outputs(items, RankLoad(num_running=3, num_waiting=2, kv_usage=0.5))
+    return Outputs(items, LoadFigures(num_running=3, num_waiting=2, kv_usage=0.5))
 
 
 class World:
@@ -584,4 +585,4 @@ def test_a_message_that_cannot_be_taken_in_is_logged_and_counted_and_says_nothin
         assert not supervisor.over.done()
 
     run(test)
-    assert "cannot take in a Phase of engine 0" in caplog.text
+    assert "cannot process a Phase of engine 0" in caplog.text

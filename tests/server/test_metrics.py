@@ -9,12 +9,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.running import call, complete, metrics, open_stream, wait_until
 
+from moestro.core.load_figures import LoadFigures, PassCounts
 from moestro.core.request import FinishReason, ServiceClass
-from moestro.core.work import PassCounts
 from moestro.server.metrics import Metrics
 from moestro.server.statline import StatLines
 from moestro.web.prometheus import Histogram
-from moestro.wire.messages import RankLoad
 
 # Of the dashboards that are in use (production-stack's, AIBrix', the Gateway API's picker).
 VLLM_NAMES = {
@@ -108,7 +107,7 @@ def test_law_a_histogram_counts_each_value_in_the_first_bucket_that_holds_it():
 
 
 class FakeEngines:
-    loads = (RankLoad(), RankLoad())
+    loads = (LoadFigures(), LoadFigures())
 
 
 def test_the_stats_line_tells_what_happened_since_the_last_one_and_is_silent_without_traffic():
@@ -116,7 +115,10 @@ def test_the_stats_line_tells_what_happened_since_the_last_one_and_is_silent_wit
     lines = StatLines(engines, counted)
     assert lines.lines(10.0) == []
     counted.engines[1].num_prompt_tokens, counted.engines[1].num_generated_tokens = 1000, 50
-    engines.loads = (RankLoad(), RankLoad(num_running=3, kv_usage=0.25, num_queried_tokens=200, num_hit_tokens=150))
+    engines.loads = (
+        LoadFigures(),
+        LoadFigures(num_running=3, kv_usage=0.25, num_queried_tokens=200, num_hit_tokens=150),
+    )
     assert lines.lines(10.0) == [
         "engine 1: running 3, waiting 0, KV 25.0%, prefix hits 75%, tokens/s in 100.0, out 5.0"
     ]
@@ -126,10 +128,10 @@ def test_the_stats_line_tells_what_happened_since_the_last_one_and_is_silent_wit
         figures.mean_gap_s[ServiceClass.LS].observe(seconds / 10)
         figures.queue_s[ServiceClass.BE].observe(1000 * seconds)
     passes = PassCounts(num_passes=7, passed_over_ns=2_500_000_000)
-    engines.loads = (RankLoad(), RankLoad(num_queried_tokens=200, num_hit_tokens=150, pass_counts=passes))
+    engines.loads = (LoadFigures(), LoadFigures(num_queried_tokens=200, num_hit_tokens=150, pass_counts=passes))
     [line] = lines.lines(10.0)
     assert line.endswith("; ls TTFT 20 ms, TPOT 2 ms; be queue 20.0 s; 7 passes in 2.5 s")
-    engines.loads = (RankLoad(), RankLoad())  # it was started again
+    engines.loads = (LoadFigures(), LoadFigures())  # it was started again
     counted.engines[1].ended[FinishReason.ERROR] += 1
     assert lines.lines(10.0) == ["engine 1: running 0, waiting 0, KV 0.0%, tokens/s in 0.0, out 0.0"]
     assert lines.lines(10.0) == []

@@ -129,7 +129,7 @@ def test_min_tokens_must_have_room_and_leave_a_token_to_come(model):
     with pytest.raises(RequestError, match=r"min_tokens must not exceed the 40.. tokens that there is room for"):
         chat_jobs(parse_chat(body), model, ARRIVAL)
     small = dataclasses.replace(model, info=msgspec.structs.replace(INFO, vocab_size=60))
-    with pytest.raises(RequestError, match="names every token there is"):
+    with pytest.raises(RequestError, match="lists every token of the vocabulary"):
         requests(small, stop_token_ids=list(range(60)), min_tokens=1)
     assert requests(small, stop_token_ids=list(range(59)), min_tokens=1)
 

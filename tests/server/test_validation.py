@@ -241,15 +241,15 @@ def test_a_prompt_is_a_text_or_ids_or_several_of_either():
 def test_defaults_are_the_apis():
     options = completion().options
     assert (options.max_tokens, options.min_tokens, options.n, options.logit_bias) == (16, 0, 1, ())
-    left_open = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "prompt_logprobs")
-    assert [getattr(options, name) for name in left_open] == [None] * 7, "the checkpoint's own, if it has some"
-    assert (options.presence_penalty, options.frequency_penalty, options.service_class) == (0, 0, "ls")
+    given = {"presence_penalty": 0, "frequency_penalty": 0}
+    assert options.sampling == given, "the others are the checkpoint's own, if it has some"
+    assert (options.logprobs, options.prompt_logprobs, options.service_class) == (None, None, "ls")
     assert (options.seed, options.stop, options.stream, options.priority) == (None, (), False, 0)
     assert chat().options.max_tokens is None
 
 
 def test_values_mean_what_they_mean_elsewhere():
-    assert completion(top_k=-1).options.top_k == 0
+    assert completion(top_k=-1).options.sampling["top_k"] == 0
     assert completion(seed=-1).options.seed == 2**64 - 1
     assert completion(stop="a").options.stop == ("a",)
     assert chat(max_tokens=5).options.max_tokens == 5

@@ -1,4 +1,4 @@
-"""The simulator against a real run of vLLM: bench/vllm_fidelity.py says which, and stores what docs/simulator.md has.
+"""The simulator against a real run of vLLM, which bench/simulator/vllm_fidelity.py names and docs/simulator.md shows.
 
 LLMServingSim, which recorded the run, is itself within -14 % of the mean TTFT and -1.7 % of the mean TPOT.
 """
@@ -13,11 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-spec = importlib.util.spec_from_file_location("vllm_fidelity", ROOT / "bench" / "vllm_fidelity.py")
+spec = importlib.util.spec_from_file_location("vllm_fidelity", ROOT / "bench" / "simulator" / "vllm_fidelity.py")
 vllm_fidelity = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(vllm_fidelity)
 RUN = vllm_fidelity.TRACES / vllm_fidelity.RUN
-STORED = json.loads((ROOT / "bench" / "results" / "vllm_fidelity.json").read_text())["figures_ms"]
+STORED = json.loads((ROOT / "bench" / "results" / "simulator" / "vllm_fidelity.json").read_text())["figures_ms"]
 
 
 @pytest.mark.skipif(not RUN.exists(), reason=f"{RUN} is not there: the recorded run")

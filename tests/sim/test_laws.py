@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from support.routers import router
 
 from moestro.core.hashing import split_hashes
-from moestro.core.views import Channel
 from moestro.cost.gpus import H20
 from moestro.cost.hf_config import network_named
 from moestro.cost.roofline import Roofline, RooflineSettings
@@ -21,7 +20,7 @@ from moestro.sim.cluster import Cluster
 from moestro.sim.group import Group
 from moestro.sim.prices import Barrier, OneRank
 from moestro.sim.results import ANSWERED, PENDING, REFUSED
-from moestro.sim.signals import ChannelSettings, SignalSettings
+from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows, Streams
 
@@ -81,7 +80,7 @@ def draw_signals(rng: np.random.Generator) -> SignalSettings:
     channels = tuple(
         ChannelSettings(
             figures=(name,),
-            channel=rng.choice(list(Channel)),
+            channel=rng.choice(list(ReportChannel)),
             delay_ms=float(rng.choice([0, 1, 40])),
             period_ms=float(rng.choice([1, 7, 100])),
         )

@@ -145,7 +145,7 @@ def test_a_preemptive_server_is_replayed_in_its_mode(path):
 def test_the_host_memory_of_a_server_is_replayed_and_no_table_prices_it(path):
     record = read_request_record(rewritten(path, num_blocks=100, max_model_len=1600, kv_offloading_size=1.0))
     assert what_if(record, (), None).runs[1][1].is_answered.all()
-    with pytest.raises(ConfigError, match="a table does not say what these copies take: give --cost GPU/NETWORK"):
+    with pytest.raises(ConfigError, match="a table has no prices of these copies: give --cost GPU/NETWORK"):
         what_if(record, (), "table.json")
 
 

@@ -2,14 +2,14 @@ import numpy as np
 import pytest
 from support.routers import router
 
-from moestro.core.views import NEVER_NS, Channel
+from moestro.core.views import NEVER_NS
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.sim.arrivals import AtTimes
 from moestro.sim.cluster import Cluster
 from moestro.sim.group import Group
 from moestro.sim.prices import OneRank
-from moestro.sim.signals import ChannelSettings, SignalSettings
+from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows, equal_rows
 
@@ -81,8 +81,8 @@ def test_each_column_has_an_age_of_its_own():
     signals = SignalSettings(
         channels=(
             channel("num_running", delay_ms=1.0),
-            channel("kv_usage", channel=Channel.BROADCAST, period_ms=100, delay_ms=2.0),
-            channel("num_waiting", channel=Channel.POLLED, period_ms=50, delay_ms=30.0),
+            channel("kv_usage", channel=ReportChannel.BROADCAST, period_ms=100, delay_ms=2.0),
+            channel("num_waiting", channel=ReportChannel.POLLED, period_ms=50, delay_ms=30.0),
         )
     )
     *_, seen = seen_at([0, 375], signals)
@@ -105,7 +105,7 @@ def test_a_piggybacked_figure_is_as_old_as_its_delay_and_a_step_at_most(delay_ms
 
 
 def test_an_idle_engine_that_is_polled_speaks_of_now_and_one_that_piggybacks_of_its_last_step():
-    polled, said = channel("num_running", channel=Channel.POLLED, period_ms=100), channel("num_tokens")
+    polled, said = channel("num_running", channel=ReportChannel.POLLED, period_ms=100), channel("num_tokens")
     *_, seen = seen_at([0, 950], SignalSettings(channels=(polled, said)), num_output_tokens=3)
     assert seen["num_running"] == (0, 900 * MS)
     assert seen["num_tokens"] == (0, 30 * MS)

@@ -259,11 +259,11 @@ def test_where_kv_is_scarce_host_memory_saves_what_would_be_computed_again(tmp_p
     ("old", "new", "words"),
     [
         ("num_blocks = 500\n", "", "engine 'qllm' prices ranks on their own, and needs num_blocks beside it"),
-        ('engine = "qllm"', 'table = "x.json"', "mode = 'preemptive' wants prices of stages"),
-        ('engine = "qllm"', "ep_ranks = 2", "mode = 'preemptive' wants prices of stages"),
+        ('engine = "qllm"', 'table = "x.json"', "mode = 'preemptive' needs prices of stages"),
+        ('engine = "qllm"', "ep_ranks = 2", "mode = 'preemptive' needs prices of stages"),
         ('engine = "qllm"', 'engine = "qllm"\ntable = "x.json"', "a table prices whole steps"),
         ("num_blocks = 500", "kv_offloading_size = -1.0", "kv_offloading_size must be at least 0, got -1"),
-        ('engine = "qllm"', 'table = "x.json"\nkv_offloading_size = 1.0', "a table does not say what copies"),
+        ('engine = "qllm"', 'table = "x.json"\nkv_offloading_size = 1.0', "a table has no prices of copies"),
         ('mode = "preemptive"', 'mode = "asynchronous"', "asynchronous"),
     ],
 )
@@ -277,5 +277,5 @@ def test_a_mode_that_cannot_be_priced_is_refused(tmp_path, old, new, words):
 def test_qllms_engine_wants_a_network_with_experts(tmp_path):
     path = tmp_path / "modes.toml"
     path.write_text(SCENARIO.replace("mixtral-8x7b", "qwen2-7b"))
-    with pytest.raises(ConfigError, match="runs networks with experts, which qwen2-7b has not"):
+    with pytest.raises(ConfigError, match="runs networks with experts, and qwen2-7b has none"):
         simulate(read_settings(path), tmp_path)

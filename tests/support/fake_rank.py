@@ -13,11 +13,12 @@ import time
 import msgspec
 
 from moestro.config.launch_spec import STACK_DUMP, read_launch_spec
+from moestro.core.load_figures import IDLE, LoadFigures
+from moestro.core.model_info import ModelInfo
 from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
-from moestro.core.work import PassCounts
 from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError, QueueFullError
-from moestro.wire.messages import Failed, ModelInfo, Phase, Ready, identity_of
+from moestro.wire.messages import Failed, Phase, Ready, identity_of
 from moestro.worker.channel import Channel
 from moestro.worker.rank_loop import run_rank
 
@@ -40,20 +41,6 @@ INFO = ModelInfo(
     num_experts=0,
     num_experts_per_token=0,
 )
-
-
-class Stats(msgspec.Struct):
-    num_running: int
-    num_waiting: int
-    kv_usage: float
-    queued_prefill_tokens: int = 0
-    num_tokens: int = 0
-    num_preemptions: int = 0
-    num_queried_tokens: int = 0
-    num_hit_tokens: int = 0
-    num_kept_tokens: int = 0
-    num_restored_tokens: int = 0
-    pass_counts: PassCounts = PassCounts()
 
 
 class FakeRank:
@@ -91,11 +78,16 @@ class FakeRank:
     def has_work(self) -> bool:
         return bool(self.requests)
 
-    def stats(self) -> Stats:
+    def stats(self) -> LoadFigures:
         running = self.num_running
         waiting = len(self.requests) - running
-        return Stats(
-            running, waiting, running / 64, num_queried_tokens=self.num_queried, num_hit_tokens=self.num_queried // 2
+        return msgspec.structs.replace(
+            IDLE,
+            num_running=running,
+            num_waiting=waiting,
+            kv_usage=running / 64,
+            num_queried_tokens=self.num_queried,
+            num_hit_tokens=self.num_queried // 2,
         )
 
     def begin(self, now_ns: int) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from moestro.core.hashing import hash_blocks, hash_key
+from moestro.core.load_figures import ROUTED_FIGURES
 from moestro.core.request import Request, SamplingParams
 from moestro.core.rng import Draws
-from moestro.core.views import FIGURES, NEVER_NS, EngineTable, Figure
+from moestro.core.views import NEVER_NS, EngineTable, Figure
 from moestro.routing.policy_contract import Choice, RoutePolicy, RouteView
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.router import Router
@@ -40,7 +41,7 @@ def table(num_engines: int | None = None, as_of_ns: int = 0, **columns) -> Engin
     blank = EngineTable.blank(num_engines or len(next(iter(columns.values()))))
     fields = {name: getattr(blank, name) for name in EngineTable.__dataclass_fields__}
     for name, values in columns.items():
-        if name in FIGURES:
+        if name in ROUTED_FIGURES:
             known = [value is not None for value in values]
             as_of = np.where(known, as_of_ns, NEVER_NS)
             fields[name] = Figure(np.array([value or 0 for value in values], np.float64), as_of)

@@ -221,8 +221,8 @@ def test_strangers_are_dropped_and_counted_and_told_of_once(address, caplog):
         context.destroy(linger=0)
 
     assert on_loop(address, test).num_dropped == len(GARBAGE) + 1
-    assert [message for message in caplog.messages if "stranger" in message] == [
-        "dropped a stranger's message (1 dropped so far)"
+    assert [message for message in caplog.messages if "unknown process" in message] == [
+        "dropped a message of an unknown process (1 dropped so far)"
     ]
 
 
@@ -255,7 +255,7 @@ def test_a_rank_that_cannot_read_a_message_ends(address, frame):
         socket.send_multipart([identity, frame])
         assert rank.wait(20) == 4
         assert rank.stderr is not None
-        assert b"the channel to the front door has failed" in rank.stderr.read()
+        assert b"the channel to the API server failed" in rank.stderr.read()
     context.destroy(linger=0)
 
 

@@ -167,9 +167,9 @@ def test_a_network_s_tokens_are_passed_on():
     ("given", "words"),
     [
         ({"device": "paced:abacus"}, "no constants for GPU 'abacus'"),
-        ({"device": "paced:qllm", "network": "qwen2-7b"}, "networks with experts, which qwen2-7b has not"),
+        ({"device": "paced:qllm", "network": "qwen2-7b"}, "networks with experts, and qwen2-7b has none"),
         ({"device": "paced:h20", "network": "gpt-5"}, "no sizes for network 'gpt-5'"),
-        ({"device": "paced:table.json", "paced_arithmetic": "none"}, "a GPU and a network by name"),
+        ({"device": "paced:table.json", "paced_arithmetic": "none"}, "a named GPU and network"),
     ],
 )
 def test_a_device_that_nobody_knows_is_refused(given, words):
@@ -234,7 +234,7 @@ def test_a_table_of_whole_steps_has_no_prices_for_the_preemptive_mode():
         paced = PacedSettings(device=device, network="mixtral-8x7b")
         ServeSettings(stepping=preemptive, pacing=paced)
     paced = PacedSettings(device="paced:table.json")
-    with pytest.raises(ConfigError, match=r"wants the prices of stages, and table\.json has those of whole steps"):
+    with pytest.raises(ConfigError, match=r"needs the prices of stages, and table\.json has those of whole steps"):
         ServeSettings(stepping=preemptive, pacing=paced)
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 
@@ -14,7 +12,6 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from moestro import __version__
 from moestro.calibrate.settings import MeasuredModel, Measuring, Range
 from moestro.calibrate.shapes import (
     SHORT_CHUNK,
@@ -32,17 +29,16 @@ from moestro.calibrate.shapes import (
 )
 from moestro.calibrate.show import print_table
 from moestro.calibrate.timing import host_times, median_and_spread, times_ns
-from moestro.config.machine import machine_name
+from moestro.config.run_record import RunRecord, run_record
+from moestro.core.model_info import ModelInfo
 from moestro.core.work import Device, Forward
 from moestro.cost.model import Batch
 from moestro.cost.tables import FORMAT, DecodePoint, HostTimes, MeasuredCost, PrefillPoint, ShortChunksPoint, Table
 from moestro.errors import ConfigError
 from moestro.model.device import open_device
-from moestro.model.info import LoadedInfo
 from moestro.model.settings import ModelSettings
 from moestro.workload.progress import progress
 
-_LIBRARIES = ("torch", "transformers", "numpy")
 _NO_HOST = HostTimes(step_ns=0.0, sequence_ns=0.0)
 
 
@@ -98,9 +94,10 @@ def calibrate(settings: CalibrateSettings, console: Console) -> Table:
         block_size=info.block_size,
         vocab_size=info.vocab_size,
     )
+    conditions = run_record("measured")  # before the measurement, which raises the load average
     table, checked = measure(device, limits, settings.measuring)
     table = msgspec.structs.replace(
-        table, model=settings.name, device=info.device, about=_about(settings, info, checked)
+        table, model=settings.name, device=info.device, about=_about(settings, conditions, info, checked)
     )
     write_table(settings.measuring.out, table)
     print_table(console, table, [batch.error for batch in checked])
@@ -165,16 +162,13 @@ def _check(cost: MeasuredCost, batches: list[Batch], measured: list[float]) -> l
     ]
 
 
-def _about(settings: CalibrateSettings, info: LoadedInfo, checked: list[CheckedBatch]) -> dict[str, object]:
+def _about(
+    settings: CalibrateSettings, conditions: RunRecord, info: ModelInfo, checked: list[CheckedBatch]
+) -> dict[str, object]:
     errors = [abs(batch.error) for batch in checked]
     return {
-        "kind": "measured",
-        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine_name(),
-        "num_cpus": os.cpu_count(),
+        **msgspec.to_builtins(conditions),
         "num_threads": os.environ.get("OMP_NUM_THREADS", "unset"),
-        "load_average": round(os.getloadavg()[0], 2),
-        "libraries": {"moestro": __version__} | {name: version(name) for name in _LIBRARIES},
         "network": {"model_type": info.model_type, "dtype": info.dtype, "num_parameters": info.num_parameters},
         "settings": msgspec.to_builtins([settings.model, settings.range, settings.measuring], enc_hook=str),
         "mean_error": float(np.mean(errors)),

@@ -43,9 +43,9 @@ class Range(CheckedSettings):
     """The shapes that are measured."""
 
     max_model_len: Annotated[int | None, at_least(64), Parameter(group=_RANGE)] = None
-    "Tokens of the longest sequence; unset: what the model was made for, if it fits."
+    "Tokens of the longest sequence. Unset: the limit of the model, if it fits."
     max_num_seqs: Annotated[int, at_least(2), Parameter(group=_RANGE)] = 64
-    "Most decodes in one step."
+    "Maximum number of decodes in one step."
     max_num_batched_tokens: Annotated[int, at_least(32), Parameter(group=_RANGE)] = 2048
     "Tokens of the largest prefill chunk."
 

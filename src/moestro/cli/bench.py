@@ -25,7 +25,7 @@ def bench(
 ) -> None:
     """Measure any OpenAI-compatible server under load: latency, throughput, and goodput under objectives.
 
-    * moestro bench --request-rate 4 is open load: four requests a second, whatever comes back.
+    * moestro bench --request-rate 4 is open load: four requests per second, whatever the server does.
     * moestro bench --max-concurrency 8 is closed load: eight users, each waiting for an answer.
     * moestro bench --dataset-name trace --dataset-path trace.jsonl.zst replays a trace in its own time.
     * moestro bench --goodput ttft:500 tpot:50 --find-rate finds the highest rate that keeps 90 % of requests good.

@@ -20,7 +20,7 @@ def calibrate(
     reach: Range = Range(),
     measuring: Measuring = Measuring(),
 ) -> None:
-    """Measure what steps of a model cost on this machine, and write a table that the simulator prices by.
+    """Measure the duration of a model's steps on this machine, and write a cost table for the simulator.
 
     The network is loaded as a server loads it, in this process. Prefill chunks of many sizes, behind prefixes of many
     lengths, and decodes of many numbers of sequences and contexts are timed, every one several times; then batches of

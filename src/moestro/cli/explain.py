@@ -18,18 +18,18 @@ def explain(
     admin_api_key: Annotated[str | None, Parameter(show_default=False)] = None,
     record: Path | None = None,
 ) -> None:
-    """Tell which engine a request was routed to, with which scores, why, and how it came out.
+    """Show the engine of a request, the scores and the reason of the choice, and the outcome.
 
     Parameters
     ----------
     request_id
-        As the answer's x-request-id header has it.
+        Id of the request, from the answer's x-request-id header.
     admin_url
-        The admin plane of the running router.
+        Address of the running router's admin plane.
     admin_api_key
-        Its key, if it has one; better set as MOESTRO_ADMIN_API_KEY than shown in the process list.
+        Key of the admin plane. MOESTRO_ADMIN_API_KEY keeps it out of the process list.
     record
-        Look in this file of moestro route --record instead.
+        Read this file of moestro route --record instead.
     """
     from rich.console import Console
 

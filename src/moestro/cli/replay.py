@@ -10,9 +10,9 @@ from moestro.cli.app import app
 
 @app.command(name="replay")
 def replay_decisions(record: Path) -> None:
-    """Make every decision of a record again: exit status 0 if all come out as they were, 1 if not.
+    """Repeat every decision of a record; the exit status is 0 if all are equal, 1 if not.
 
-    The record holds all that the router knew, so they do, unless Moestro or a policy's file has changed since.
+    The record holds all that the router knew, so decisions differ only if Moestro or a policy's file has changed.
 
     Parameters
     ----------

@@ -25,9 +25,9 @@ def serve(
     Parameters
     ----------
     config
-        A YAML or TOML file of settings, named as the flags are. Flags win over the environment, and both over the file.
+        A YAML or TOML file of settings with the names of flags. Flags beat the environment, and both beat the file.
     print_config
-        Show every setting and where it came from, in a form that --config reads, and exit.
+        Show every setting and its source, in a form that --config reads, and exit.
     """
     if print_config:
         print("\n".join(config_lines(settings, ORIGINS)))

@@ -22,7 +22,7 @@ def sim(
     json: Path | None = None,
     plot: Path | None = None,
 ) -> None:
-    """Rehearse on virtual time: the production router, schedulers and policies, with modelled step durations.
+    """Simulate on virtual time: the production router, schedulers and policies, with modelled step durations.
 
     * moestro sim examples/three_routers.toml runs a file; `examples/` explains what one may hold.
     * moestro sim --replay record.jsonl --policy lmetric says what would have changed for a server's requests.

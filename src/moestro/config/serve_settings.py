@@ -27,9 +27,9 @@ def _panel(name: str, text: str, sort_key: int) -> Parameter:
     return Parameter(name="*", group=Group(name, help=text, sort_key=sort_key))
 
 
-_MODEL = _panel("Model", "What is loaded, and how.", 1)
-_SCHEDULING = _panel("Scheduling", "What one engine does in one step.", 3)
-_SERVER = _panel("Server", "Where clients reach it, and who may.", 4)
+_MODEL = _panel("Model", "The model, and how it is loaded.", 1)
+_SCHEDULING = _panel("Scheduling", "The contents of one step of one engine.", 3)
+_SERVER = _panel("Server", "The address of the server, and the access to it.", 4)
 _PROCESSES = _panel("Engines", "The processes behind the API server.", 5)
 
 
@@ -57,7 +57,7 @@ class ServeSettings:
             return
         if self.paced is not None and self.paced.table is not None:
             raise ConfigError(
-                f"--mode preemptive wants the prices of stages, and {self.paced.table} has those of whole steps: give"
+                f"--mode preemptive needs the prices of stages, and {self.paced.table} has those of whole steps: give"
                 " --device paced:GPU, or leave --mode out"
             )
         if scheduler.max_num_batched_tokens < 2 * scheduler.max_num_seqs:
@@ -91,12 +91,12 @@ def with_derived(settings: ServeSettings, locate: Callable[[str], Path]) -> Serv
     name = model.model
     if model.device.startswith(PACED):
         if model.kv_offloading_size:
-            raise ConfigError("--kv-offloading-size does not go with a paced device, which plays no host memory")
+            raise ConfigError("--kv-offloading-size does not work with a paced device, which models no host memory")
         name = PACED_NETWORK if name == DEMO_MODEL else name
         pacing = PacedSettings(device=model.device, network=name, **asdict(pacing))
         model = replace(model, model=DEMO_MODEL, device="cpu")  # the demo network computes the answers
     elif pacing.paced_arithmetic == "none":
-        raise ConfigError("--paced-arithmetic none goes with --device paced:GPU alone: no other answers without torch")
+        raise ConfigError("--paced-arithmetic none needs --device paced:GPU: only paced devices answer without torch")
     served = settings.server.served_model_name or (name,)
     return replace(
         settings,

@@ -19,23 +19,23 @@ class ServerSettings(CheckedSettings):
     """The API server."""
 
     host: str = "127.0.0.1"
-    "Address to listen on; 0.0.0.0 opens it to the network, which wants --api-key."
+    "Address to listen on; 0.0.0.0 opens the server to the network: set --api-key too."
     port: Annotated[int, PORT] = 8000
-    "Port to listen on; 0: any free one, shown at the start."
+    "Port to listen on; 0: a free port, shown at the start."
     served_model_name: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ()
-    "What clients call the model, one or more names; unset: what you called it."
+    "One or more names of the model for clients. Unset: the name on the command line."
     api_key: Annotated[tuple[str, ...], Parameter(consume_multiple=True, show_default=False)] = ()
-    "Keys of which clients must send one, as a bearer token or in x-api-key. Unset: no key is asked for."
+    "Accepted keys: clients send one as a bearer token or in x-api-key. Unset: no key is required."
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    "How much is logged. Prompts and answers are never logged."
+    "The least severe level that is logged. Prompts and answers are never logged."
     record: Path | None = None
-    "Append a line for each answered request to this file, without its text, for moestro sim --replay."
+    "Append a line without text for each answered request to this file, for moestro sim --replay."
     shutdown_timeout: Annotated[float, at_least(0)] = 10.0
     "Seconds that running requests have to finish after SIGTERM or Ctrl-C."
     write_timeout: Annotated[float, at_least(1)] = 60.0
-    "Seconds that a client may leave its stream unread before it is cut off."
+    "Seconds that a client may leave its stream unread before it is disconnected."
     max_connections: Annotated[int, at_least(1)] = 4096
-    "Clients connected at a time; one more is refused with 503 and Retry-After."
+    "Clients connected at a time; a further one is refused with 503 and Retry-After."
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,21 +50,21 @@ class ProcessSettings(CheckedSettings):
     """The engine processes: how many there are, and when one counts as dead."""
 
     engines: Annotated[int, between(1, 1024)] = 1
-    "Processes, each with the whole model; requests are spread over them."
+    "Number of engines, each a process with the whole model; a router spreads requests over them."
     kv_events_config: str | None = None
     (
-        "What each engine tells routers of its prefix cache, as vLLM is told it:"
+        "KV events that each engine publishes for routers, in the form of vLLM:"
         """ '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557"}'."""
         " Engine r listens on port + r; there is no password."
     )
     startup_timeout: Annotated[float, at_least(1)] = 600.0
-    "Seconds that engines have to be ready."
+    "Seconds in which engines must become ready."
     engine_timeout: Annotated[float, at_least(2)] = 10.0  # a rank speaks twice a second
-    "Seconds without a sign of life, while the server runs, after which an engine is killed and started again."
+    "Seconds without a message, while the server runs, after which an engine is killed and restarted."
     watchdog_timeout: Annotated[float, at_least(1)] = 30.0
-    "Seconds without a step, although it has requests, after which an engine's stacks are dumped and it gets no more."
+    "Seconds without a step, despite requests, after which an engine's stacks are dumped and it gets no new ones."
     step_timeout: float = 300.0
-    "Seconds without a step after which it is killed and started again: longer than any step may take."
+    "Seconds without a step after which an engine is killed and restarted; set it above the longest step."
     resume_streams: bool = False
     (
         "When an engine ends, its streams continue on another one in bfloat16 and float16 too, where the continuation"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 import numpy as np
@@ -28,18 +31,47 @@ class ServiceClass(StrEnum):
     BE = "be"  # best-effort
 
 
+@dataclass(frozen=True, slots=True)
+class AllowedRange:
+    """Values of a sampling parameter that a client, or a checkpoint's authors, may choose.
+
+    Attributes:
+        low, high: bounds, both allowed.
+        is_above_low: whether `low` itself is not allowed.
+    """
+
+    low: float
+    high: float
+    is_above_low: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high and not (self.is_above_low and value == self.low)
+
+    def __str__(self) -> str:
+        if self.is_above_low:
+            return f"above {self.low} and at most {self.high}"
+        return f"between {self.low} and {self.high}"
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters for choosing the next token. Names and meanings are vLLM's."""
+    """Parameters for choosing the next token. Names and meanings are vLLM's.
+
+    A field with an `AllowedRange` is a column of `SAMPLING_ROW`, and requests are checked against that range.
+    """
 
     max_tokens: int = 16  # with 0 the prompt is computed, for example for its logprobs, and no token is sampled
     min_tokens: int = 0  # `stop_token_ids` are not sampled before this many tokens
-    temperature: float = 1.0  # 0 means greedy
-    top_k: int = 0  # 0 means all tokens
-    top_p: float = 1.0
-    min_p: float = 0.0  # tokens less likely than this fraction of the most likely one are excluded
-    presence_penalty: float = 0.0  # subtracted from the logit of each generated token
-    frequency_penalty: float = 0.0  # the same, for each time that the token was generated
-    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of prompt and generated tokens
+    temperature: Annotated[float, AllowedRange(0, 2)] = 1.0  # 0 means greedy
+    top_p: Annotated[float, AllowedRange(0, 1, is_above_low=True)] = 1.0
+    top_k: Annotated[int, AllowedRange(-1, 2**31 - 1)] = 0  # 0 means all tokens; a client may also write -1
+    # Tokens less likely than this fraction of the most likely one are excluded.
+    min_p: Annotated[float, AllowedRange(0, 1)] = 0.0
+    # Subtracted from the logit of each generated token.
+    presence_penalty: Annotated[float, AllowedRange(-2, 2)] = 0.0
+    # Subtracted from the logit of each generated token, once for each time that the token was generated.
+    frequency_penalty: Annotated[float, AllowedRange(-2, 2)] = 0.0
+    # Divides positive and multiplies negative logits of prompt and generated tokens.
+    repetition_penalty: Annotated[float, AllowedRange(0.01, 100)] = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit), each id once
     seed: int = 0  # 0 .. 2**64 - 1; the API server draws one when the client gives none
     stop_token_ids: tuple[int, ...] = ()  # includes the model's end tokens, unless the client ignores them
@@ -65,6 +97,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def edits_logits(self) -> bool:
         """Whether the logits are changed before a token is chosen, beyond temperature and filters."""
         return self.has_penalties or bool(self.logit_bias or (self.min_tokens and self.stop_token_ids))
+
+
+def _allowed_ranges() -> dict[str, AllowedRange]:
+    hints: dict[str, Any] = get_type_hints(SamplingParams, include_extras=True)
+    return {
+        name: each
+        for name, hint in hints.items()
+        for each in getattr(hint, "__metadata__", ())
+        if isinstance(each, AllowedRange)
+    }
+
+
+# Sampling parameters that are plain numbers, by name.
+SAMPLING_RANGES: Mapping[str, AllowedRange] = _allowed_ranges()
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,49 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.load_figures import ROUTED_FIGURES
+
 NEVER_NS = -(1 << 62)  # time of a figure that was never reported: far in the past, so that differences do not overflow
 LS, BE = 0, 1  # `ServiceClass` as the views' columns have it
 NUM_CLASSES = 2
 UNKNOWN_KV_TOKENS = 1 << 50  # more than any cache holds; differences with it are exact in float64
-
-
-class Channel(StrEnum):
-    """By which way figures come to a router."""
-
-    PIGGYBACKED = "piggybacked"  # with an engine's outputs, whenever they change
-    POLLED = "polled"  # read from the engine now and then, as from `/metrics`
-    BROADCAST = "broadcast"  # said by somebody on behalf of many engines
-
-
-class EngineFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine says of itself, any part of it; None: not said this time.
-
-    Attributes:
-        num_waiting, num_running: requests without, with KV blocks.
-        kv_usage: fraction of KV blocks held by sequences, 0 .. 1.
-        queued_prefill_tokens: prompt tokens that it has yet to compute, of waiting and of running requests.
-        num_tokens: context tokens of waiting and running requests (Gimbal's RunningLoad).
-        expert_pressure: load of the busiest of the expert devices that its tokens go to over the mean, at least 1.
-        channel: how this came.
-    """
-
-    num_waiting: int | None = None
-    num_running: int | None = None
-    kv_usage: float | None = None
-    queued_prefill_tokens: int | None = None
-    num_tokens: int | None = None
-    expert_pressure: float | None = None
-    channel: Channel = Channel.PIGGYBACKED
-
-
-FIGURES = tuple(name for name in EngineFigures.__struct_fields__ if name != "channel")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +52,7 @@ class EngineTable:
         num_foreign: int64[n], other routers' requests at the time of `num_waiting` and `num_running`.
         num_kv_tokens: int64[n], capacity of the KV cache in tokens. UNKNOWN_KV_TOKENS means unknown.
         speed: float64[n], speed relative to the other engines, as configured by the operator; 1 by default.
-        num_waiting, num_running, kv_usage, queued_prefill_tokens, num_tokens, expert_pressure: as in `EngineFigures`.
+        num_waiting, num_running, kv_usage, queued_prefill_tokens, num_tokens, expert_pressure: as in `LoadFigures`.
     """
 
     routable: NDArray[np.bool_]
@@ -116,7 +85,7 @@ class EngineTable:
     def blank(num_engines: int) -> EngineTable:
         """Make a table of routable engines without requests and without reported figures."""
         columns: dict[str, Any] = {name: np.zeros(num_engines, np.int64) for name in OWN_COUNTS}
-        for name in FIGURES:
+        for name in ROUTED_FIGURES:
             columns[name] = Figure(np.zeros(num_engines), np.full(num_engines, NEVER_NS))
         columns["num_kv_tokens"][:] = UNKNOWN_KV_TOKENS
         return EngineTable(
@@ -129,7 +98,9 @@ class EngineTable:
 
 # Columns that the router counts itself.
 OWN_COUNTS = tuple(
-    each.name for each in fields(EngineTable) if each.name not in {"routable", "said_prefill_tokens", "speed", *FIGURES}
+    each.name
+    for each in fields(EngineTable)
+    if each.name not in {"routable", "said_prefill_tokens", "speed", *ROUTED_FIGURES}
 )
 
 

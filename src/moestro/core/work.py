@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.request import TokenLogprobs
+from moestro.core.load_figures import PassCounts
+from moestro.core.request import SAMPLING_RANGES, SamplingParams, TokenLogprobs
 
 Int32s = NDArray[np.int32]
 Slots = NDArray[np.int64]  # NumPy's index width; a narrower type would be converted at every look-up
@@ -22,16 +23,11 @@ Slots = NDArray[np.int64]  # NumPy's index width; a narrower type would be conve
 # PROMPT means those of every token, to report the log probability of the prompt token after it.
 LOGITS_NONE, LOGITS_LAST, LOGITS_PROMPT = 0, 1, 2
 
+_DEFAULTS = SamplingParams()
 # Sampling parameters of one sequence as a row; -1 in a logprobs column means that none are wanted.
 SAMPLING_ROW = np.dtype(
     [
-        ("temperature", np.float32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("presence_penalty", np.float32),
-        ("frequency_penalty", np.float32),
-        ("repetition_penalty", np.float32),
-        ("top_k", np.int32),
+        *((name, np.int32 if type(getattr(_DEFAULTS, name)) is int else np.float32) for name in SAMPLING_RANGES),
         ("num_logprobs", np.int32),
         ("num_prompt_logprobs", np.int32),
         ("seed", np.uint64),
@@ -197,24 +193,6 @@ class Device(Protocol):
     def ready_at_ns(self) -> int | None:
         """Time at which the oldest unfinished item is ready. None means nothing runs, or only the hardware knows."""
         ...
-
-
-class PassCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """How often and for how long best-effort units were passed over, since an executor's start.
-
-    Attributes:
-        num_passes: plans that ran ahead of best-effort units which had entered earlier and could have run.
-        num_withdrawals: times that the device was told to give back what it had not begun.
-        num_parked_tokens: tokens of the units that are passed over now.
-        max_parked_tokens: the most that there were.
-        passed_over_ns: time in which any unit was passed over; a stretch is added when it is over.
-    """
-
-    num_passes: int = 0
-    num_withdrawals: int = 0
-    num_parked_tokens: int = 0
-    max_parked_tokens: int = 0
-    passed_over_ns: int = 0
 
 
 class Executor(Protocol):

@@ -21,7 +21,7 @@ class PacedOptions(CheckedSettings):
     """What an operator chooses of a paced device beside its name."""
 
     paced_arithmetic: Literal["demo", "none"] = "demo"
-    "What a paced device answers: demo: tokens of the demo model; none: a fixed sequence, and torch is not loaded."
+    "Answers of a paced device. demo: tokens of the demo model; none: a fixed text, without loading torch."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,12 @@ class PacedSettings(PacedOptions):
         super().__post_init__()
         if self.device == PACED_QLLM:
             if network_named(self.network).experts is None:
-                raise ConfigError(f"--device {PACED_QLLM} runs networks with experts, which {self.network} has not")
+                raise ConfigError(f"--device {PACED_QLLM} runs networks with experts, and {self.network} has none")
         elif self.table is None:
             gpu_named(self.gpu)
             network_named(self.network)
         elif self.paced_arithmetic == "none":
-            raise ConfigError("--paced-arithmetic none needs a GPU and a network by name: its KV cache is theirs")
+            raise ConfigError("--paced-arithmetic none needs a named GPU and network: they determine its KV cache")
 
     @property
     def gpu(self) -> str:

@@ -122,7 +122,7 @@ class MeasuredCost:
         """Describe `beyond` for people; None if nothing exceeds the measurements."""
         words = (f"{name} of up to {asked:,}, measured up to {most:,}" for name, (asked, most) in self.beyond().items())
         said = "; ".join(words)
-        return f"steps were priced beyond the table, in a straight line: {said}" if said else None
+        return f"steps beyond the table were priced by extrapolation: {said}" if said else None
 
     def step_ns(self, batch: Batch) -> int:
         """See `CostModel.step_ns`."""

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moestro.core.work import Device, Forward, PassCounts, Plan, Slots, StepResult
+from moestro.core.load_figures import PassCounts
+from moestro.core.work import Device, Forward, Plan, Slots, StepResult
 
 
 class FusedExecutor:

@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
+from moestro.core.load_figures import LoadFigures
 from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
 from moestro.core.stages import StagedDevice
 from moestro.core.views import BE, LS, StepPolicy
-from moestro.core.work import Device, Executor, PassCounts, Plan, Slots
+from moestro.core.work import Device, Executor, Plan, Slots
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import StepOutput
 from moestro.flow.executor import FlowExecutor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankStats:
-    """How full a rank is, and its totals since the start."""
-
-    num_running: int
-    num_waiting: int
-    kv_usage: float  # fraction of blocks held by sequences, 0 .. 1
-    queued_prefill_tokens: int  # to compute before those that wait or prefill have a token, but for what is cached
-    num_tokens: int  # of sequences that run or wait
-    num_preemptions: int
-    num_queried_tokens: int
-    num_hit_tokens: int
-    num_kept_tokens: int
-    num_restored_tokens: int
-    pass_counts: PassCounts
 
 
 class Rank:
@@ -153,12 +136,12 @@ class Rank:
         """Pieces of work since the start; stands still when there is work and nothing can be computed."""
         return self.executor.num_pieces
 
-    def stats(self) -> RankStats:
+    def stats(self) -> LoadFigures:
         """Figures for routers, metrics and log lines."""
         scheduler, counts, table = self.scheduler, self.scheduler.counts, self.scheduler.table
         waiting, known = scheduler.waiting, table.num_tokens.take(table.running)
         left = known - table.num_computed.take(table.running)
-        return RankStats(
+        return LoadFigures(
             num_running=len(table.running),
             num_waiting=len(waiting),
             kv_usage=1 - scheduler.pool.num_free / scheduler.pool.num_blocks,

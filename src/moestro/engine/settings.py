@@ -38,8 +38,8 @@ def make_policies(order: str, batch: str, evict: str) -> Policies:
 
 
 _ORDER = f"Which waiting request is next (sjf:theta_age_s=2).\n\n{ORDER_POLICIES.help_text()}"
-_BATCH = f"Which sequences enter the next step (qllm:max_batch=16).\n\n{BATCH_POLICIES.help_text()}"
-_EVICT = f"Which sequence frees its KV where blocks run out; or FILE.py:NAME.\n\n{EVICT_POLICIES.help_text()}"
+_BATCH = f"The sequences of the next step (qllm:max_batch=16).\n\n{BATCH_POLICIES.help_text()}"
+_EVICT = f"The sequence that frees its KV when blocks run out; or FILE.py:NAME.\n\n{EVICT_POLICIES.help_text()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +47,13 @@ class SchedulerLimits(CheckedSettings):
     """How much one rank takes on. Names are vLLM's where the meaning is."""
 
     max_num_seqs: Annotated[int, at_least(1)] = 64
-    "Sequences that run at once. More of them: more tokens per second in all, fewer for each."
+    "Sequences that run at once. More sequences mean more tokens per second in all, and fewer for each."
     max_num_batched_tokens: Annotated[int, at_least(1)] = 2048
-    "Tokens of one step. Lower: long prompts disturb running answers less, and take longer themselves."
+    "Tokens of one step. With fewer tokens, long prompts delay running answers less, and take longer themselves."
     max_num_queued_reqs: Annotated[int, at_least(1)] = 1024  # each request waits, be it for a step
-    "Requests that may wait; one more is refused with 503 and Retry-After."
+    "Requests that may wait; a further one is refused with 503 and Retry-After."
     enable_prefix_caching: bool = True
-    "Compute the common beginning of prompts once."
+    "Compute the common prefix of prompts once."
 
     def __post_init__(self) -> None:
         super().__post_init__()

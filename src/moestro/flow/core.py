@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.load_figures import PassCounts
 from moestro.core.stages import (
     Attention,
     AttentionDone,
@@ -34,7 +35,7 @@ from moestro.core.stages import (
 )
 from moestro.core.unit_sets import select_units
 from moestro.core.views import ATTENTION, EVERY_EXPERT, LS, Run, StepPolicy, Wait
-from moestro.core.work import PassCounts, Plan, Slots, StepResult
+from moestro.core.work import Plan, Slots, StepResult
 from moestro.errors import InvariantError
 from moestro.flow.micro_queues import Batches, MicroQueues, merge_batches
 from moestro.flow.passed_over import PassedOver

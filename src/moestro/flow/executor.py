@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from moestro.core.load_figures import PassCounts
 from moestro.core.stages import StagedDevice
 from moestro.core.views import StepPolicy
-from moestro.core.work import PassCounts, Plan, Slots, StepResult
+from moestro.core.work import Plan, Slots, StepResult
 from moestro.flow.core import Done, Emit, Event, FlowCore, Launch, PlanSubmitted, Tick, Withdraw
 
 

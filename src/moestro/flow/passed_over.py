@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.load_figures import PassCounts
 from moestro.core.views import BE, LS
-from moestro.core.work import PassCounts
 from moestro.flow.micro_queues import MicroQueues
 from moestro.flow.token_pool import TokenPool
 

@@ -23,14 +23,14 @@ class SteppingSettings(CheckedSettings):
     mode: Mode = "fused"
     (
         "fused: one forward pass a step. preemptive: a step stops between any two expert batches when a request with"
-        ' "service_class": "ls" comes, and goes on from there later; requests that do not say are "ls". With'
+        ' "service_class": "ls" arrives, and later continues from there; requests that do not say are "ls". With'
         " --scheduling-policy qllm --evict-policy least_computed_be_first they also come first where KV is scarce."
     )
     step_policy: Annotated[str, Parameter(help=_STEP)] = "qllm"
     pass_decodes: bool = False
     (
         'In preemptive mode, "ls" requests pass a step of "be" requests for each of their tokens, not for the first'
-        " alone: their answers come sooner, in small batches, and all others and the throughput pay for it."
+        " alone: their answers end sooner, in small batches, at the cost of all others and of the throughput."
     )
     max_be_wait: Annotated[float, at_least(0, may_be_infinite=True)] = 1.0
     (

@@ -108,7 +108,7 @@ class Admin:
         request_id = http.match_info["request_id"]
         story = self._journal.story(request_id)
         if story is None:
-            text = f"Nothing is known of request {shown(request_id)}: it never came, or --remember has been used up."
+            text = f"Request {shown(request_id)} is not known: it never came, or it is older than --remember requests."
             raise HttpError(404, text, "not_found")
         return _json(story)
 
@@ -127,7 +127,7 @@ def _only_programs(admin_host: str) -> Middleware:
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         host = urlsplit(f"//{request.headers.get('Host', '')}").hostname or ""
         if "Origin" in request.headers or not (host == admin_host or is_loopback(host) or _is_address(host)):
-            raise HttpError(403, "The admin plane is for programs, by address.", "permission_denied")
+            raise HttpError(403, "The admin plane does not answer requests from web pages.", "permission_denied")
         return await handler(request)
 
     return middleware

@@ -126,7 +126,7 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
 
 def _record(path: Path) -> RecordFile[Entry]:
     """Behind a gap a replay is impossible, and stories can still be told."""
-    return RecordFile(path, (Story,), "it replays up to here, and has stories alone from now on")
+    return RecordFile(path, (Story,), "it can be replayed up to here; from now on it has only request traces")
 
 
 def _router(settings: RouteSettings, reading: Reading, record: RecordFile[Entry] | None) -> Router:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from moestro.core.request import Request
 from moestro.routing.candidates import finite
-from moestro.routing.request_trace import Attempt, Scored, Story
+from moestro.routing.request_trace import Attempt, ScoredEngine, Story
 from moestro.routing.router import RouteDecision
 
 
@@ -108,7 +108,7 @@ def _told(attempt: _Attempt) -> Attempt:
         because=because,
         hit_tokens=decision.hit_tokens,
         candidates=[
-            Scored(names[candidates.rows[at]], candidates.score(at), int(candidates.hit_tokens[at]))
+            ScoredEngine(names[candidates.rows[at]], candidates.score(at), int(candidates.hit_tokens[at]))
             for at in candidates.ranked()
         ],
         num_candidates=candidates.num,

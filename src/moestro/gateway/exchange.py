@@ -268,13 +268,13 @@ class Exchange:
             connection = await engine.pool.connect()
         except OSError as error:
             self._task = None
-            self._lose(engine, f"cannot connect: {error or 'it takes too long'}", time.monotonic_ns(), was_sent=False)
+            self._lose(engine, f"cannot connect: {error or 'timed out'}", time.monotonic_ns(), was_sent=False)
             return
         self._task = None
         if connection.is_open:
             self._send_on(connection)
         else:
-            self._lose(engine, "it hung up at once", time.monotonic_ns(), was_sent=False)
+            self._lose(engine, "it closed the connection at once", time.monotonic_ns(), was_sent=False)
 
     def _send_on(self, connection: EngineConnection) -> None:
         assert self._engine is not None
@@ -298,7 +298,7 @@ class Exchange:
         if self._num_lost <= _MAX_LOST and self._try_elsewhere("lost" if was_sent else "unreachable"):
             self._shared.budget.charge(now_ns)
             return
-        text = f"The engine ended before it answered ({cause}), and no other can take the request."
+        text = f"The engine failed before it answered ({cause}), and no other engine can take the request."
         error = GenerationError(text, code="upstream_unavailable")
         error.http_status = 502
         self.refuse(error)
@@ -407,7 +407,7 @@ class Exchange:
         try:
             self._close_books(status)
         except Exception:
-            logger.exception("%s: its books could not be closed", self._incoming.request_id)
+            logger.exception("%s: its state could not be released", self._incoming.request_id)
 
     def _close_books(self, status: int) -> None:
         usage = usage_in(self._tail) if self._status == 200 else {}

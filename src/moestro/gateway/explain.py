@@ -26,7 +26,7 @@ class _Error(msgspec.Struct):
     message: str
 
 
-class _ErrorBody(msgspec.Struct):
+class _AdminErrorBody(msgspec.Struct):
     error: _Error
 
 
@@ -79,14 +79,14 @@ async def _from_router(request_id: str, admin_url: str, key: str | None) -> Stor
             status, body = answer.status, await answer.read()
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise MoestroError(
-            f"no router answers at {admin_url} ({error or 'it takes too long'}): give its --admin-url, or --record FILE"
+            f"no router answers at {admin_url} ({error or 'timed out'}): give its --admin-url, or --record FILE"
         ) from None
     try:
         if status == 200:
             return msgspec.json.decode(body, type=Story)
-        raise ConfigError(msgspec.json.decode(body, type=_ErrorBody).error.message)
+        raise ConfigError(msgspec.json.decode(body, type=_AdminErrorBody).error.message)
     except msgspec.MsgspecError:
-        raise MoestroError(f"what answers at {admin_url} is no router of ours (status {status})") from None
+        raise MoestroError(f"what answers at {admin_url} is not a Moestro router (status {status})") from None
 
 
 def _told(story: Story) -> Iterator[str | Table]:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from moestro.core.views import Channel, EngineFigures
 from moestro.gateway.fleet import Engine, Fleet
 from moestro.gateway.probe_client import NoAnswerError, ask
 from moestro.routing.health import Condition
@@ -144,13 +143,7 @@ class MetricsWatch:
     def _report(self, engine: Engine, load: ScrapedLoad, asked_ns: int) -> None:
         """What came while the answer was on its way is not in it: the figures are as of the question."""
         now_ns = time.monotonic_ns()
-        figures = EngineFigures(
-            num_waiting=load.num_waiting,
-            num_running=load.num_running,
-            kv_usage=load.kv_usage,
-            channel=Channel.POLLED,
-        )
-        self._fleet.router.report(engine.row, figures, asked_ns, now_ns)
+        self._fleet.router.report(engine.row, load.figures, asked_ns, now_ns)
         if load.num_tokens_computed is not None:
             num_in_flight = self._fleet.router.num_in_flight_on(engine.row)
             engine.health.counted(load.num_tokens_computed, num_in_flight, now_ns)
@@ -171,5 +164,5 @@ async def _run(watcher: Watcher, engine: Engine) -> None:
             await watcher(engine)
             return
         except Exception:
-            logger.exception("looking after engine %s failed; it begins anew", engine.name)
+            logger.exception("the health checks of engine %s failed with an error and start again", engine.name)
         await asyncio.sleep(_AGAIN_S)

@@ -164,14 +164,14 @@ def fault_of(head: RequestHead, version: str) -> HttpError | None:
         return _bad_head("The version must be HTTP/1.1 or HTTP/1.0.")
     if not head.path:
         text = (
-            "The path can be read in more than one way. Send the path alone, as the documentation spells it: without"
+            "The path is ambiguous. Send the path alone, as it is documented: without"
             " escapes, empty or dotted segments, a slash at the end, backslashes, semicolons, a fragment or a host."
         )
         return HttpError(400, text, "ambiguous_path")
     if len(head.named) < len(head.headers):
         names = [lower for lower, _, _ in head.headers]
         if twice := next((name for name in _SINGLE if names.count(name) > 1), None):
-            return _bad_head(f"{twice.decode().title()} may be there once, and is there more often.")
+            return _bad_head(f"{twice.decode().title()} may be given once, but is given several times.")
     return _host_fault(head) or _coding_fault(head)
 
 
@@ -212,7 +212,7 @@ def _coding_fault(head: RequestHead) -> HttpError | None:
     if coding is not None and coding.lower() != b"chunked":
         return HttpError(501, "Transfer-Encoding must be chunked.", "unsupported_transfer_encoding")
     if expected is not None and expected.lower() != b"100-continue" and not head.is_old:
-        return HttpError(417, "Expect may be 100-continue alone.", "expectation_failed")
+        return HttpError(417, "Expect must be 100-continue.", "expectation_failed")
     return None
 
 

@@ -2,9 +2,9 @@
 
 What engines say of their caches (KV events) is not in it: they tell a standby themselves.
 
-It is a sequence of msgpack messages, each behind its length (4 bytes, big-endian): a `Head`, `Part`s, and an empty one
-at the end. Blocks that prompts share are in it once, so it is no larger than the index, and neither router ever stops
-for the whole of it.
+It is a sequence of msgpack messages, each behind its length (4 bytes, big-endian): a `TransferHead`, then
+`PromptsPart`s, then an empty message. Blocks that prompts share occur once, so the sequence is no larger than the
+index, and neither router ever stops for the whole of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LENGTH_BYTES = 4
 _NO_PARENT = -1
 
 
-class Head(msgspec.Struct, frozen=True):
+class TransferHead(msgspec.Struct, frozen=True):
     """What comes first.
 
     Attributes:
@@ -41,11 +41,11 @@ class Head(msgspec.Struct, frozen=True):
     engines: list[str]
 
 
-class Part(msgspec.Struct, frozen=True):
+class PromptsPart(msgspec.Struct, frozen=True):
     """Some prompts of one engine, the oldest first.
 
     Attributes:
-        engine: its place in `Head.engines`.
+        engine: its place in `TransferHead.engines`.
         runs: (number of the run before it or -1, blocks, packed) of each run that is new; runs are numbered from 0 as
             they come, in all parts.
         prompts: the number of each prompt's last run.
@@ -56,15 +56,15 @@ class Part(msgspec.Struct, frozen=True):
     prompts: list[int]
 
 
-_decode_head = msgspec.msgpack.Decoder(Head).decode
-_decode_part = msgspec.msgpack.Decoder(Part).decode
+_decode_head = msgspec.msgpack.Decoder(TransferHead).decode
+_decode_part = msgspec.msgpack.Decoder(PromptsPart).decode
 
 
 class Handover:
     """Gives the history of this router's engines, and takes another's.
 
     Args:
-        reading: see `Head`.
+        reading: see `TransferHead`.
     """
 
     def __init__(self, fleet: Fleet, reading: str) -> None:
@@ -81,7 +81,7 @@ class Handover:
         prompts = {engine.url: self._fleet.router.prompts_sent(engine.row) for engine in self._fleet}
         answer = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         await answer.prepare(http)
-        await answer.write(_message(Head(self._reading, list(prompts))))
+        await answer.write(_message(TransferHead(self._reading, list(prompts))))
         numbers: dict[BlockRun, int] = {}
         for engine, last_runs in enumerate(prompts.values()):
             for part in _parts(engine, last_runs, numbers):
@@ -99,7 +99,9 @@ class Handover:
             async with self._taking:
                 num_prompts = await self._take(_messages(http.content))
         except (msgspec.MsgspecError, ValueError, asyncio.IncompleteReadError) as error:
-            raise RequestError(f"This is no whole index of another router: {error}", code="invalid_value") from None
+            raise RequestError(
+                f"The body is not a complete index of another router: {error}", code="invalid_value"
+            ) from None
         return web.json_response({"prompts": num_prompts})
 
     async def _take(self, messages: AsyncIterator[bytes]) -> int:
@@ -130,18 +132,18 @@ class Handover:
         return next((engine for engine in self._fleet if engine.url == url), None)
 
 
-def _parts(engine: int, last_runs: Iterable[BlockRun], numbers: dict[BlockRun, int]) -> Iterator[Part]:
+def _parts(engine: int, last_runs: Iterable[BlockRun], numbers: dict[BlockRun, int]) -> Iterator[PromptsPart]:
     """What a router has of an engine, while it goes on changing: of a run that has been told, the blocks up to its end
     stay the same, be it cut or dropped.
     """
-    part, num_bytes = Part(engine, [], []), 0
+    part, num_bytes = PromptsPart(engine, [], []), 0
     for last in last_runs:
         num_before = len(part.runs)
         part.prompts.append(_number(last, numbers, part.runs))
         num_bytes += sum(len(blocks) for _, blocks in part.runs[num_before:])
         if len(part.prompts) == _PART_PROMPTS or num_bytes >= _PART_BYTES:
             yield part
-            part, num_bytes = Part(engine, [], []), 0
+            part, num_bytes = PromptsPart(engine, [], []), 0
     if part.prompts:
         yield part
 
@@ -163,13 +165,13 @@ def _number(last: BlockRun, numbers: dict[BlockRun, int], runs: list[tuple[int, 
     return number
 
 
-def _check(part: Part, num_engines: int, runs: list[tuple[int, bytes]]) -> None:
+def _check(part: PromptsPart, num_engines: int, runs: list[tuple[int, bytes]]) -> None:
     num_before = len(runs) - len(part.runs)
     for number, (parent, blocks) in enumerate(part.runs, num_before):
         if not blocks or len(blocks) % HASH_BYTES or not _NO_PARENT <= parent < number:
-            raise ValueError("a run is no whole number of blocks, or comes before its beginning")
+            raise ValueError("a run is not a whole number of blocks, or precedes its parent")
     if not 0 <= part.engine < num_engines or any(not 0 <= last < len(runs) for last in part.prompts):
-        raise ValueError("it speaks of what it has not told")
+        raise ValueError("it refers to an unknown run")
 
 
 def _whole(last: int, runs: list[tuple[int, bytes]]) -> bytes:
@@ -181,7 +183,7 @@ def _whole(last: int, runs: list[tuple[int, bytes]]) -> bytes:
     return b"".join(reversed(pieces))
 
 
-def _message(content: Head | Part | None) -> bytes:
+def _message(content: TransferHead | PromptsPart | None) -> bytes:
     encoded = b"" if content is None else msgspec.msgpack.encode(content)
     return len(encoded).to_bytes(_LENGTH_BYTES) + encoded
 
@@ -192,5 +194,5 @@ async def _messages(content: StreamReader) -> AsyncIterator[bytes]:
     while length := int.from_bytes(await content.readexactly(_LENGTH_BYTES)):
         num_bytes += length
         if num_bytes > MAX_INDEX_BYTES:
-            raise HttpError(413, f"An index has {MAX_INDEX_BYTES} bytes at most.", "invalid_value")
+            raise HttpError(413, f"An index may have at most {MAX_INDEX_BYTES} bytes.", "invalid_value")
         yield await content.readexactly(length)

@@ -11,14 +11,14 @@ from moestro.gateway.kv_watch import KvEventsWatch
 from moestro.routing.kv_events import KvFeed
 
 _COUNTERS: tuple[tuple[str, str, Callable[[KvFeed], float]], ...] = (
-    ("batches", "Batches of KV events taken in.", lambda f: f.counts.stream.batches),
-    ("replayed", "Of these, that came by replay.", lambda f: f.counts.stream.replayed),
-    ("gaps", "Times that batches were missing.", lambda f: f.counts.stream.gaps),
-    ("losses", "Times that they could not be had again, and the index was dropped.", lambda f: f.counts.stream.lost),
+    ("batches", "Applied batches of KV events.", lambda f: f.counts.stream.batches),
+    ("replayed", "Batches of KV events that a replay brought.", lambda f: f.counts.stream.replayed),
+    ("gaps", "Gaps in the sequence of batches.", lambda f: f.counts.stream.gaps),
+    ("losses", "Gaps that no replay filled, after which the index was dropped.", lambda f: f.counts.stream.lost),
     ("unanswered_replays", "Replays that were not answered in time.", lambda f: f.counts.stream.unanswered),
-    ("restarts", "Times that another process published.", lambda f: f.counts.stream.restarts),
-    ("stored_blocks", "Blocks said to be stored, and named.", lambda f: f.counts.blocks.stored),
-    ("removed_blocks", "Blocks said to be gone from all tiers.", lambda f: f.counts.blocks.removed),
+    ("restarts", "Restarts of the publishing process.", lambda f: f.counts.stream.restarts),
+    ("stored_blocks", "Blocks that were stored and indexed.", lambda f: f.counts.blocks.stored),
+    ("removed_blocks", "Blocks that were removed from all tiers.", lambda f: f.counts.blocks.removed),
     ("unknown_events", "Events of unknown types.", lambda f: f.counts.unknown),
     ("illegible_events", "Events or messages that could not be read.", lambda f: f.counts.illegible),
 )
@@ -39,11 +39,13 @@ class KvFigures(Collector):
                 family.add_metric((engine.name,), of_feed(subscription.feed))
             yield family
         left_out = CounterMetricFamily(
-            "moestro:route_kv_left_out_blocks", "Blocks said to be stored, and not counted.", labels=("engine", "cause")
+            "moestro:route_kv_left_out_blocks",
+            "Blocks that were stored but not indexed, by cause.",
+            labels=("engine", "cause"),
         )
-        blocks = _gauge("blocks", "Blocks that the engine is known to hold.")
-        is_complete = _gauge("complete", "1 while nothing is missing of what it said since its start.")
-        lag = _gauge("lag_seconds", "From the time stamp of the newest batch to its arrival.")
+        blocks = _gauge("blocks", "Blocks that the engine holds.")
+        is_complete = _gauge("complete", "1 while no event since the engine's start is missing.")
+        lag = _gauge("lag_seconds", "Delay of the newest batch from its time stamp to its arrival.")
         for engine, subscription in running:
             feed, named = subscription.feed, subscription.feed.counts.blocks
             for cause in ("orphaned", "unnamed", "other_size", "other_tier", "other_group", "over_bound"):

@@ -70,9 +70,9 @@ def _by_engine(flag: str, given: Collection[str]) -> dict[str, str]:
         if not _ENDPOINT.fullmatch(endpoint) or (endpoint.startswith("tcp:") and not _port_is_real(endpoint)):
             raise ConfigError(f"{flag} {text}: give tcp://*:PORT for all engines, or NAME=tcp://HOST:PORT for one")
         if name == _ALL and "*" not in endpoint:
-            raise ConfigError(f"{flag} {text}: say whose it is, NAME={endpoint}; tcp://*:PORT stands for all engines")
+            raise ConfigError(f"{flag} {text}: name the engine, NAME={endpoint}; tcp://*:PORT stands for all engines")
         if name in endpoints:
-            raise ConfigError(f"{flag} {text}: {endpoints[name]} is given already")
+            raise ConfigError(f"{flag} {text}: {endpoints[name]} is given twice")
         endpoints[name] = endpoint
     return endpoints
 

@@ -1,4 +1,4 @@
-"""What the proxy counts: plain numbers on the hot path; `exposition.py` gives them names."""
+"""Counters of the router: plain numbers on the hot path, which `prometheus.py` names."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ async def ask(engine: Engine, path: str, timeout_s: float, max_bytes: int) -> tu
 async def _ask_on(connection: EngineConnection, engine: Engine, path: str, max_bytes: int) -> tuple[int, bytes]:
     incoming = Incoming(RequestHead(b"GET", path.encode(), [], {}), b"", "127.0.0.1", "moestro-route")
     if not connection.is_open:
-        raise NoAnswerError("it hung up at once")
+        raise NoAnswerError("it closed the connection at once")
     sink = _Whole(max_bytes)
     try:
         connection.send(engine.head.of(incoming), b"", sink, is_bodiless=False)

@@ -15,19 +15,19 @@ from moestro.web.prometheus import buckets
 
 _BREAKER_NUMBERS = {BreakerState.CLOSED: 0, BreakerState.PROBING: 1, BreakerState.OPEN: 2}
 _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineCounts], float]], ...] = (
-    ("decisions", "Requests given to the engine, retries among them.", lambda c: c.num_decisions),
-    ("retried_away", "Requests that went on to another engine.", lambda c: c.num_retried_away),
+    ("decisions", "Requests given to the engine, including retries.", lambda c: c.num_decisions),
+    ("retried_away", "Requests that were retried on another engine.", lambda c: c.num_retried_away),
     (
         "unreachable",
-        "Times that a connection could not be made, or broke before an answer.",
+        "Connections that failed, or broke before an answer.",
         lambda c: c.num_unreachable,
     ),
-    ("broken_answers", "Answers that had begun and could not be completed.", lambda c: c.num_broken),
-    ("clients_left", "Requests whose client did not wait.", lambda c: c.num_left),
-    ("condition_changes", "Times that the engine went into rotation or out of it.", lambda c: c.num_transitions),
-    ("prompt_tokens", "Prompt tokens of answers that told of them.", lambda c: c.num_prompt_tokens),
-    ("predicted_hit_tokens", "Of these, thought to be in the engine's cache.", lambda c: c.num_predicted_tokens),
-    ("hit_tokens", "Of these, found there, as the engine says.", lambda c: c.num_hit_tokens),
+    ("broken_answers", "Answers that began and were not completed.", lambda c: c.num_broken),
+    ("clients_left", "Requests whose client disconnected.", lambda c: c.num_left),
+    ("condition_changes", "Changes of the engine's condition.", lambda c: c.num_transitions),
+    ("prompt_tokens", "Prompt tokens of answers that report usage.", lambda c: c.num_prompt_tokens),
+    ("predicted_hit_tokens", "Prompt tokens predicted to be in the engine's cache.", lambda c: c.num_predicted_tokens),
+    ("hit_tokens", "Prompt tokens that the engine reports as cached.", lambda c: c.num_hit_tokens),
 )
 
 
@@ -52,11 +52,13 @@ class RouteCollector(Collector):
                 family.add_metric((engine.name,), of_counts(engine.counts))
             yield family
         yield _gauge("in_flight", "Requests on the engine.", ((e, router.num_in_flight_on(e.row)) for e in engines))
-        yield _gauge("engine_ready", "1 while it gets requests.", ((e, router.is_routable(e.row)) for e in engines))
-        text = "0: closed, 1: one request at a time is let through, 2: open."
+        yield _gauge(
+            "engine_ready", "1 while the engine gets requests.", ((e, router.is_routable(e.row)) for e in engines)
+        )
+        text = "State of the breaker: 0 closed, 1 probing (one request at a time), 2 open."
         yield _gauge("breaker_state", text, ((e, _BREAKER_NUMBERS[self._fleet.breaker_state(e)]) for e in engines))
         condition = GaugeMetricFamily(
-            "moestro:route_engine_condition", "1 for the one it is in.", labels=("engine", "condition")
+            "moestro:route_engine_condition", "1 for the engine's current condition.", labels=("engine", "condition")
         )
         answers = CounterMetricFamily("moestro:route_answers", "Answers of the engine.", labels=("engine", "status"))
         first = HistogramMetricFamily(
@@ -74,7 +76,7 @@ class RouteCollector(Collector):
         counts, router = self._counts, self._fleet.router
         yield CounterMetricFamily("moestro:route_requests", "Requests for engines.", value=counts.num_requests)
         for name, text, by_reason in (
-            ("retries", "Requests sent on, by cause.", counts.retries),
+            ("retries", "Retries, by cause.", counts.retries),
             ("refused", "Requests refused or cut off by the router, by the error's code.", counts.refusals),
         ):
             family = CounterMetricFamily(f"moestro:route_{name}", text, labels=("reason",))
@@ -83,11 +85,11 @@ class RouteCollector(Collector):
             yield family
         text = "Retries that the budget did not allow."
         yield CounterMetricFamily("moestro:route_retries_denied", text, value=counts.num_retries_denied)
-        text = "Most requests in flight on an engine in rotation, over their mean; at least 1."
+        text = "Maximum over mean of the requests in flight on engines in rotation; at least 1."
         yield GaugeMetricFamily("moestro:route_imbalance", text, value=imbalance(self._fleet, engines))
-        text = "Memory of the prefix indices, about."
+        text = "Approximate memory of the prefix index."
         yield GaugeMetricFamily("moestro:route_index_bytes", text, value=router.index_bytes)
-        decision = HistogramMetricFamily("moestro:route_decision_seconds", "Time that a decision took.")
+        decision = HistogramMetricFamily("moestro:route_decision_seconds", "Duration of a routing decision.")
         decision.add_metric((), buckets(counts.decision_s), counts.decision_s.total)
         yield decision
 

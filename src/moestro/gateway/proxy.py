@@ -223,7 +223,7 @@ async def sweep_forever(shared: Shared, clients: ClientConnections, interval_s: 
                 _forgive(shared, clients, pause_ns)
             _sweep(shared, clients)
         except Exception:
-            logger.exception("the sweep failed; it goes on")
+            logger.exception("the check of time limits failed; it continues")
 
 
 def _forgive(shared: Shared, clients: ClientConnections, pause_ns: int) -> None:

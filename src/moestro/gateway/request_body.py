@@ -19,7 +19,7 @@ _MAX_AFFINITY_CHARS = 256  # of names that clients make up
 ABSENT = msgspec.Raw()  # a Raw cannot be in a union: null is one as well
 
 
-class Part(msgspec.Struct):
+class MessagePart(msgspec.Struct):
     """One part of a message's content."""
 
     text: str | None = None
@@ -30,7 +30,7 @@ class Said(msgspec.Struct):
     """One message of a chat."""
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[MessagePart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: msgspec.Raw = ABSENT

@@ -194,7 +194,7 @@ class RequestReader:
         if fault := fault_of(head, version):
             return fault
         if parser.should_upgrade():
-            return HttpError(501, "Connections are not upgraded here: leave out Upgrade.", "upgrade_not_supported")
+            return HttpError(501, "Upgrade is not supported: leave the header out.", "upgrade_not_supported")
         if refusal := self._host.refuses(head):
             return refusal
         if int(named.get(b"content-length", b"0")) > limits.max_body_bytes:

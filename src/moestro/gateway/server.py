@@ -39,13 +39,13 @@ def route(settings: RouteSettings, reading: Reading) -> None:
         ConfigError: the settings cannot be honoured; the text says what to do.
     """
     run_server(
-        lambda lifecycle: _Server(settings, reading, lifecycle).run(),
+        lambda lifecycle: _RouteServer(settings, reading, lifecycle).run(),
         log_level=settings.front.log_level,
         shutdown_timeout_s=settings.front.shutdown_timeout,
     )
 
 
-class _Server:
+class _RouteServer:
     """One run of the router."""
 
     def __init__(self, settings: RouteSettings, reading: Reading, lifecycle: Lifecycle) -> None:

@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,64}")
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-_ENGINES = Group.create_ordered("Engines", help="The servers that do the work: vLLM, SGLang, Moestro, or alike.")
+_ENGINES = Group.create_ordered("Engines", help="The servers behind the router: vLLM, SGLang, Moestro, or similar.")
 _ROUTING = Group.create_ordered(
     "Routing",
     help=(
@@ -34,9 +34,11 @@ _RELIABILITY = Group.create_ordered(
     "Reliability",
     help="A request may go to another engine until the first byte of its answer, and never after.",
 )
-_SERVER = Group.create_ordered("Server", help="Where clients reach it, who may, and how much of them it bears.")
-_ADMIN = Group.create_ordered("Administration", help="Engines come and go, decisions are explained: on its own port.")
-_RECORD = Group.create_ordered("Record", help="What was decided, and why.")
+_SERVER = Group.create_ordered("Server", help="The address of the router, the access to it, and its limits.")
+_ADMIN = Group.create_ordered(
+    "Administration", help="A port of its own to add and remove engines and to explain decisions."
+)
+_RECORD = Group.create_ordered("Record", help="Decisions and their reasons.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ class RoutingSettings(CheckedSettings):
     """How prompts are compared, and with how much memory."""
 
     tokenizer: Annotated[Path | None, Parameter(group=_ROUTING)] = None
-    "Directory with the model's tokenizer.json and chat template: blocks of tokens instead of blocks of text."
+    "Directory with the model's tokenizer.json and chat template; prompts are then compared by tokens, not text."
     block_size: Annotated[int, at_least(1), Parameter(group=_ROUTING)] = 16
     "With --tokenizer: tokens of one block, equal to the engines' (vLLM's --block-size)."
     text_block_bytes: Annotated[int, at_least(16), Parameter(group=_ROUTING)] = 512
@@ -171,11 +173,11 @@ class ReliabilitySettings(CheckedSettings):
     "Average number of such retries for each request, so that retries do not multiply an overload."
     # At most 1000, because the outcomes of each engine are remembered.
     breaker_failures: Annotated[int, between(1, 1000), Parameter(group=_RELIABILITY)] = 5
-    "Failures in a row (5xx, time limits; never a 4xx) that take an engine out; one that hangs up is out at once."
+    "Failures in a row (5xx, time limits; never a 4xx) that open the breaker; a closed connection opens it at once."
     first_byte_timeout: Annotated[float, above(0), Parameter(group=_RELIABILITY)] = 600.0
-    "Seconds in which an answer must begin, queueing included."
+    "Seconds until the first byte of an answer, queueing included."
     idle_timeout: Annotated[float, above(0), Parameter(group=_RELIABILITY)] = 300.0
-    "Seconds that may pass between two bytes of an answer."
+    "Maximum seconds between two bytes of an answer."
     stall_timeout: Annotated[float, above(0), Parameter(group=_RELIABILITY)] = 30.0
     "Seconds without a token, while its queue grows, after which an engine gets no more requests."
     slow_start: Annotated[float, at_least(0), Parameter(group=_RELIABILITY)] = 30.0
@@ -188,9 +190,9 @@ class FrontSettings(CheckedSettings):
     """The clients' side."""
 
     host: Annotated[str, Parameter(group=_SERVER)] = "127.0.0.1"
-    "Address to listen on; 0.0.0.0 opens it to the network, which wants --api-key."
+    "Address to listen on; 0.0.0.0 opens the server to the network: set --api-key too."
     port: Annotated[int, PORT, Parameter(group=_SERVER)] = 8080
-    "Port to listen on; 0: any free one, shown at the start."
+    "Port to listen on; 0: a free port, shown at the start."
     api_key: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True, show_default=False)] = ()
     (
         "Keys of which clients must send one, as a bearer token or in x-api-key. Unset: the router asks for no key and"
@@ -203,15 +205,15 @@ class FrontSettings(CheckedSettings):
     max_body_bytes: Annotated[int, at_least(1024), Parameter(group=_SERVER)] = 32 << 20
     "Bytes of the largest request body."
     max_connections: Annotated[int, at_least(1), Parameter(group=_SERVER)] = 4096
-    "Clients connected at a time; one more is refused with 503 and Retry-After."
+    "Clients connected at a time; a further one is refused with 503 and Retry-After."
     body_timeout: Annotated[float, above(0), Parameter(group=_SERVER)] = 60.0
     "Seconds in which a request's body must arrive."
     write_timeout: Annotated[float, above(0), Parameter(group=_SERVER)] = 60.0
-    "Seconds that a client may leave its answer unread before it is cut off."
+    "Seconds that a client may leave its answer unread before it is disconnected."
     shutdown_timeout: Annotated[float, at_least(0), Parameter(group=_SERVER)] = 30.0
     "Seconds that running requests have to finish after SIGTERM or Ctrl-C."
     log_level: Annotated[LogLevel, Parameter(group=_SERVER)] = "info"
-    "How much is logged. Prompts and answers are never logged."
+    "The least severe level that is logged. Prompts and answers are never logged."
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -231,7 +233,7 @@ class AdminSettings(CheckedSettings):
     """The operator's side."""
 
     admin_host: Annotated[str, Parameter(group=_ADMIN)] = "127.0.0.1"
-    "Address of the admin plane; any but a loopback address wants --admin-api-key."
+    "Address of the admin plane; any but a loopback address requires --admin-api-key."
     admin_port: Annotated[int, PORT, Parameter(group=_ADMIN)] = 8081
     "Port of the admin plane; 0: any free one, shown at the start."
     admin_api_key: Annotated[str | None, Parameter(group=_ADMIN, show_default=False)] = field(default=None, repr=False)
@@ -276,7 +278,7 @@ class RouteSettings:
 
     def __post_init__(self) -> None:
         if self.engines.kv_sources and self.routing.tokenizer is None:
-            raise ConfigError("--kv-events tells of blocks of tokens: give --tokenizer, and the engines' --block-size")
+            raise ConfigError("--kv-events describes blocks of tokens: give --tokenizer, and the engines' --block-size")
 
 
 def is_loopback(host: str) -> bool:

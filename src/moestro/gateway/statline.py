@@ -12,7 +12,7 @@ _MAX_LINES = 16  # of engines; of more, /metrics tells
 
 
 @dataclass(frozen=True, slots=True)
-class _Totals:
+class _RouteTotals:
     """One engine's, at one moment."""
 
     num_decisions: int
@@ -27,7 +27,7 @@ class RouteLines:
     def __init__(self, fleet: Fleet, counts: Counts) -> None:
         self._fleet = fleet
         self._counts = counts
-        self._before: dict[Engine, _Totals] = {}
+        self._before: dict[Engine, _RouteTotals] = {}
         self._refusals_before = self._retries_before = 0
 
     def lines(self, seconds: float) -> list[str]:
@@ -53,12 +53,12 @@ class RouteLines:
         )
         return [*found[:_MAX_LINES], whole]
 
-    def _gained(self, engine: Engine) -> _Totals:
+    def _gained(self, engine: Engine) -> _RouteTotals:
         c = engine.counts
-        now = _Totals(c.num_decisions, c.num_prompt_tokens, c.num_predicted_tokens, c.num_hit_tokens)
-        old = self._before.get(engine, _Totals(0, 0, 0.0, 0))
+        now = _RouteTotals(c.num_decisions, c.num_prompt_tokens, c.num_predicted_tokens, c.num_hit_tokens)
+        old = self._before.get(engine, _RouteTotals(0, 0, 0.0, 0))
         self._before[engine] = now
-        return _Totals(
+        return _RouteTotals(
             now.num_decisions - old.num_decisions,
             now.num_prompt - old.num_prompt,
             now.num_predicted - old.num_predicted,
@@ -66,7 +66,7 @@ class RouteLines:
         )
 
 
-def _line(engine: Engine, gained: _Totals, num_in_flight: int, seconds: float) -> str:
+def _line(engine: Engine, gained: _RouteTotals, num_in_flight: int, seconds: float) -> str:
     hits = ""
     if gained.num_prompt:
         predicted, actual = gained.num_predicted / gained.num_prompt, gained.num_hit / gained.num_prompt

@@ -85,7 +85,7 @@ def _message(said: Said) -> dict[str, Any]:
     if not isinstance(content, str):
         parts = content or ()
         if any(part.text is None for part in parts):
-            raise RequestError("A part of a message is no text: its tokens are not known here.")
+            raise RequestError("A part of a message is not text, so its tokens are not known.")
         content = "".join([part.text or "" for part in parts])
     message: dict[str, Any] = {"role": said.role, "content": content}
     if said.name is not None:

@@ -350,7 +350,7 @@ class EngineConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade) as error:
-            self._reject(f"its answer is no HTTP: {error}")
+            self._reject(f"its answer is not HTTP: {error}")
         if self._num_between_bytes > MAX_HEAD_BYTES:
             self._reject(_TOO_LONG)
         if self._fault:

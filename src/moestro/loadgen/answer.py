@@ -28,7 +28,7 @@ class _Delta(msgspec.Struct):
         return bool(self.content or self.reasoning or self.reasoning_content or self.tool_calls) or self.role is None
 
 
-class _Choice(msgspec.Struct):
+class _AnswerChoice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
     finish_reason: str | None = None
@@ -45,7 +45,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] | None = None
+    choices: list[_AnswerChoice] | None = None
     usage: _Usage | None = None
     error: str | dict[str, msgspec.Raw] | None = None
     object: str | None = None
@@ -109,7 +109,7 @@ class AnswerReader:
         if chunk.choices:
             self._take_choice(chunk.choices[0], now_ns)
 
-    def _take_choice(self, choice: _Choice, now_ns: int) -> None:
+    def _take_choice(self, choice: _AnswerChoice, now_ns: int) -> None:
         if choice.finish_reason is not None:
             self._finish_reason = choice.finish_reason
         if choice.delta is None:
@@ -122,7 +122,7 @@ class AnswerReader:
 
     def _missing(self) -> tuple[str, str] | None:
         if not self._num_events:
-            return "no_stream", "the answer is no stream of events"
+            return "no_stream", "the answer is not an event stream"
         if self._finish_reason is None:
             return "no_finish_reason", "the stream ended without a finish reason"
         if self._finish_reason in _GIVEN_UP:

@@ -47,7 +47,7 @@ class Endpoint:
     is_paced: bool = False
 
 
-class Client:
+class BenchClient:
     """Connections to one server, open during an `async with`."""
 
     def __init__(self, settings: EndpointSettings) -> None:
@@ -56,7 +56,7 @@ class Client:
         if settings.api_key:
             self._headers["Authorization"] = f"Bearer {settings.api_key}"
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> BenchClient:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from moestro.errors import ConfigError
 from moestro.loadgen.client import Endpoint
-from moestro.loadgen.load import Load
+from moestro.loadgen.load import BenchLoad
 from moestro.loadgen.settings import ArrivalSettings, BenchSettings, EndpointType, RequestSettings
 from moestro.workload.arrivals import at_rate, constant, faster, gamma, poisson, replay, weibull
 from moestro.workload.length_shapes import draw_shape
@@ -90,22 +90,22 @@ class Loads:
     endpoint: Endpoint
     rows: Rows
 
-    def warm_up(self) -> Load:
+    def warm_up(self) -> BenchLoad:
         """Make --num-warmups simultaneous requests with the first rows' lengths."""
         which = np.arange(self.settings.arrivals.num_warmups) % len(self.rows)
         return self._load(self.rows.select(which), _WARM_UP_RUN, None)
 
-    def run(self, number: int, rate: float | None = None) -> Load:
+    def run(self, number: int, rate: float | None = None) -> BenchLoad:
         """Make the load of run `number`, from 1; `rate` replaces --request-rate."""
         arrivals = self.settings.arrivals
         rng = np.random.default_rng([self.settings.requests.seed, number])
         offsets_ns = make_offsets(self.rows, arrivals, rate or arrivals.request_rate, rng)
         return self._load(self.rows, number, offsets_ns)
 
-    def _load(self, rows: Rows, run: int, offsets_ns: NDArray[np.int64] | None) -> Load:
+    def _load(self, rows: Rows, run: int, offsets_ns: NDArray[np.int64] | None) -> BenchLoad:
         requests = self.settings.requests
         key = PromptKey(requests.seed, run)
-        return Load(
+        return BenchLoad(
             bodies=[self._body(rows, i, key) for i in range(len(rows))],
             num_asked_tokens=rows.num_output_tokens,
             offsets_ns=offsets_ns,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from moestro.errors import ConfigError
-from moestro.loadgen.runner import Measured
+from moestro.loadgen.runner import BenchOutcome
 from moestro.workload.plots import run_figure, search_figure
 
 
-def save_plot(path: Path, measured: Measured) -> None:
+def save_plot(path: Path, measured: BenchOutcome) -> None:
     """Draw a run's latencies, or a search's shares and latencies by rate.
 
     Raises:

@@ -11,14 +11,14 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
-from moestro.loadgen.client import Client, Endpoint
+from moestro.loadgen.client import BenchClient, Endpoint
 from moestro.loadgen.pacing import heartbeat, send_bounded, send_open
 from moestro.loadgen.settings import EndpointSettings
 from moestro.workload.records import RecordBook, Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Load:
+class BenchLoad:
     """The requests of a run, their times, and their limit.
 
     Attributes:
@@ -37,7 +37,7 @@ class Load:
 
 
 def run_load(
-    settings: EndpointSettings, endpoint: Endpoint, load: Load, on_end: Callable[[], None] = lambda: None
+    settings: EndpointSettings, endpoint: Endpoint, load: BenchLoad, on_end: Callable[[], None] = lambda: None
 ) -> Records:
     """Send all of `load` and return the records; `on_end` is called once a request."""
     # Freeze existing objects: repeated collections of them would stall the loop.
@@ -49,9 +49,9 @@ def run_load(
         gc.unfreeze()
 
 
-async def _run(settings: EndpointSettings, endpoint: Endpoint, load: Load, on_end: Callable[[], None]) -> Records:
+async def _run(settings: EndpointSettings, endpoint: Endpoint, load: BenchLoad, on_end: Callable[[], None]) -> Records:
     book, count = RecordBook(load.num_asked_tokens), len(load.bodies)
-    async with Client(settings) as client, heartbeat() as stall_ns:
+    async with BenchClient(settings) as client, heartbeat() as stall_ns:
 
         async def send(row: int, arrival_ns: int, turn_ns: int) -> None:
             book.sent(row, arrival_ns, time.monotonic_ns() - turn_ns)

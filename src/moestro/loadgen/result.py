@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
-from moestro import __version__
-from moestro.config.machine import machine_name
+from moestro.config.run_record import RunRecord, run_record
 from moestro.errors import ConfigError
 from moestro.loadgen.client import Endpoint
 from moestro.loadgen.settings import BenchSettings
@@ -21,22 +15,12 @@ from moestro.workload.records import Records
 from moestro.workload.report import Report
 from moestro.workload.search import Verdict
 
-_LIBRARIES = ("aiohttp", "uvloop", "numpy", "msgspec")
 _HIDDEN = "***"
 
 
-class Conditions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and how it was measured. `kind` is the kind of evidence: measured, or paced where the server says so."""
+class BenchConditions(RunRecord, frozen=True, kw_only=True):
+    """Conditions of a bench: those of the client's process, and the server that it measured."""
 
-    kind: str
-    command: str
-    started_at: str  # UTC, ISO 8601
-    moestro: str
-    python: str
-    libraries: dict[str, str]
-    machine: str
-    num_cpus: int
-    load_average: float  # of the client's machine over the minute before the start
     url: str
     model: str
 
@@ -61,7 +45,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The whole result. A search has `found` and `probes`, and the report of its best rate, if any."""
 
-    conditions: Conditions
+    conditions: BenchConditions
     settings: dict[str, object]
     num_skipped: int  # a trace's requests left out by --skip-too-long
     is_generated: bool = False  # whether a generator made the requests, rather than a trace
@@ -71,21 +55,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     requests: dict[str, list[object]] | None = None
 
 
-def make_conditions(endpoint: Endpoint) -> Conditions:
-    """Those of this process, now."""
-    return Conditions(
-        kind="paced" if endpoint.is_paced else "measured",
-        command=" ".join(_without_keys(["moestro", *sys.argv[1:]])),
-        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        moestro=__version__,
-        python=platform.python_version(),
-        libraries={name: version(name) for name in _LIBRARIES},
-        machine=machine_name(),
-        num_cpus=os.cpu_count() or 0,
-        load_average=round(os.getloadavg()[0], 2),
-        url=endpoint.url,
-        model=endpoint.model,
-    )
+def make_conditions(endpoint: Endpoint) -> BenchConditions:
+    """The conditions of this process, before the run."""
+    record = run_record("paced" if endpoint.is_paced else "measured")
+    return BenchConditions(**msgspec.structs.asdict(record), url=endpoint.url, model=endpoint.model)
 
 
 def settings_as_told(settings: BenchSettings) -> dict[str, object]:
@@ -125,15 +98,3 @@ def write_json(path: Path, result: Result) -> None:
         path.write_bytes(text + b"\n")
     except OSError as error:
         raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
-
-
-def _without_keys(arguments: Sequence[str]) -> list[str]:
-    """The command line without keys, fit to be shown."""
-    shown: list[str] = []
-    for argument in arguments:
-        if shown and shown[-1] == "--api-key":
-            shown.append(_HIDDEN)
-        else:
-            flag, has_value, _ = argument.partition("=")
-            shown.append(f"{flag}={_HIDDEN}" if flag == "--api-key" and has_value else argument)
-    return shown

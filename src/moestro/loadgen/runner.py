@@ -10,9 +10,9 @@ import uvloop
 from rich.console import Console
 
 from moestro.errors import MoestroError
-from moestro.loadgen.client import Client, Endpoint
+from moestro.loadgen.client import BenchClient, Endpoint
 from moestro.loadgen.dataset import Loads, fit, make_rows
-from moestro.loadgen.load import Load, run_load
+from moestro.loadgen.load import BenchLoad, run_load
 from moestro.loadgen.result import (
     Found,
     Probe,
@@ -32,7 +32,7 @@ from moestro.workload.slos import Slos, parse_slos
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class BenchOutcome:
     """Result of a bench; `records` are those of its one run, or of a search's best rate."""
 
     result: Result
@@ -40,7 +40,7 @@ class Measured:
     records: Records | None
 
 
-def bench(settings: BenchSettings, console: Console) -> Measured:
+def bench(settings: BenchSettings, console: Console) -> BenchOutcome:
     """Measure, print to `console`, write --json.
 
     Raises:
@@ -68,7 +68,7 @@ def bench(settings: BenchSettings, console: Console) -> Measured:
         requests=detailed(records) if settings.results.save_detailed and records is not None else None,
     )
     _tell(console, settings, result)
-    return Measured(result, slos, records)
+    return BenchOutcome(result, slos, records)
 
 
 class _Measurement:
@@ -140,13 +140,13 @@ class _Measurement:
             return Verdict.INVALID
         return Verdict.HOLDS if report.goodput.share >= self._settings.goals.slo_share else Verdict.FAILS
 
-    def _send(self, title: str, load: Load) -> Records:
+    def _send(self, title: str, load: BenchLoad) -> Records:
         with progress(title, len(load.bodies)) as on_end:
             return run_load(self._settings.endpoint, self._endpoint, load, on_end)
 
 
 async def _find(settings: EndpointSettings) -> Endpoint:
-    async with Client(settings) as client:
+    async with BenchClient(settings) as client:
         return await client.find_endpoint()
 
 

@@ -30,7 +30,7 @@ _ARRIVALS = Group.create_ordered(
     ),
 )
 _GOALS = Group.create_ordered("Goals", help="When a request counts as good, and which load stays good.")
-_RESULTS = Group.create_ordered("Results", help="Where figures go, besides the table.")
+_RESULTS = Group.create_ordered("Results", help="Files for the figures, besides the table.")
 
 
 @Parameter(name="*")
@@ -43,11 +43,11 @@ class EndpointSettings(CheckedSettings):
     model: Annotated[str | None, Parameter(group=_ENDPOINT)] = None
     "Name of the model on the server; unset: the first that /v1/models lists."
     endpoint_type: Annotated[EndpointType, Parameter(group=_ENDPOINT)] = "completions"
-    "completions sends token ids, of exact number; chat sends words, one a token or nearly so."
+    "completions: an exact number of token ids; chat: words of about one token each."
     api_key: Annotated[str | None, Parameter(group=_ENDPOINT, show_default=False)] = field(default=None, repr=False)
     "Bearer token of all requests. MOESTRO_API_KEY keeps it out of the process list."
     timeout: Annotated[float, above(0), Parameter(group=_ENDPOINT)] = 600.0
-    "Seconds after which a request without a whole answer has failed."
+    "Seconds after which a request without a complete answer counts as failed."
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,7 +71,7 @@ class RequestSettings(CheckedSettings):
         " clients in --dataset-path. chat, api_agent, coder, tool_agent: generated sessions (docs/workloads.md)."
     )
     dataset_path: Annotated[Path | None, Parameter(group=_REQUESTS)] = None
-    "A trace (.jsonl, .csv, ShareGPT's .json; also .zst), its form told by its fields, or ServeGen's clients."
+    "A trace (.jsonl, .csv, ShareGPT's .json; also .zst), its form recognised by its fields, or ServeGen's clients."
     num_prompts: Annotated[int | None, at_least(1), Parameter(group=_REQUESTS)] = None
     "Number of requests; unset: 200, or the whole trace."
     length_shape: Annotated[Shape | None, Parameter(group=_REQUESTS)] = None
@@ -79,13 +79,13 @@ class RequestSettings(CheckedSettings):
     random_input_len: Annotated[int, at_least(1), Parameter(group=_REQUESTS)] = 256
     "Tokens of a random prompt, beyond the prefix."
     random_output_len: Annotated[int, at_least(1), Parameter(group=_REQUESTS)] = 64
-    "Tokens of a random prompt's answer, and of a trace's that names none."
+    "Tokens of the answer to a random prompt, and to a trace's request without a length."
     random_prefix_len: Annotated[int, at_least(0), Parameter(group=_REQUESTS)] = 0
-    "Tokens with which all random prompts begin, for the prefix cache to find."
+    "Tokens of the common prefix of all random prompts, for the prefix cache."
     vocab_size: Annotated[int, at_least(1), Parameter(group=_REQUESTS)] = 4096
-    "Token ids are drawn from 0 to this, exclusive. Give your model's, so that its gate sees all its tokens."
+    "Token ids are drawn from 0 to this number, exclusive. Set it to the model's, so that the gate sees all tokens."
     ignore_eos: Annotated[bool, Parameter(group=_REQUESTS)] = True
-    "Ask for answers of exact length; servers that refuse the field want --no-ignore-eos."
+    "Request answers of exact length; set --no-ignore-eos for servers that refuse the field."
     skip_too_long: Annotated[bool, Parameter(group=_REQUESTS, negative=())] = False
     "Leave out a trace's requests that the model's context cannot hold. Unset: the run is refused if there are any."
     seed: Annotated[int, at_least(0), Parameter(group=_REQUESTS)] = 0
@@ -109,15 +109,15 @@ class ArrivalSettings(CheckedSettings):
     request_rate: Annotated[float | None, above(0, may_be_infinite=True), Parameter(group=_ARRIVALS)] = None
     "Requests a second; inf: no schedule, all at once. Unset: a trace's own times, otherwise inf."
     arrivals: Annotated[ArrivalKind, Parameter(group=_ARRIVALS)] = "auto"
-    "The pattern at that rate; auto: the trace's if it has times, otherwise poisson, or gamma with --burstiness."
+    "Pattern of arrivals; auto: that of the trace if it has times, otherwise poisson, or gamma with --burstiness."
     burstiness: Annotated[float, above(0), Parameter(group=_ARRIVALS)] = 1.0
     "Shape of gamma or weibull arrivals: 1 is poisson, less comes in bursts, more is steadier."
     rate_factor: Annotated[float, above(0), Parameter(group=_ARRIVALS)] = 1.0
     "Replay a trace this many times as fast as it was recorded."
     max_concurrency: Annotated[int | None, at_least(1), Parameter(group=_ARRIVALS)] = None
-    "Most requests at the server at once; the others wait here, and with a rate their wait counts as latency."
+    "Maximum requests at the server at once; further ones wait in the client. With a rate, the wait counts as latency."
     num_warmups: Annotated[int, at_least(0), Parameter(group=_ARRIVALS)] = 4
-    "Requests sent before the run and not counted. If all of them fail, there is no run."
+    "Requests before the run that are not counted. If all of them fail, the run is cancelled."
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,13 +137,13 @@ class GoalSettings(CheckedSettings):
     goodput: Annotated[tuple[str, ...], Parameter(group=_GOALS, consume_multiple=True)] = ()
     "Upper bounds of a good request, in milliseconds: ttft:500 tpot:50 e2e:10000, any of them."
     find_rate: Annotated[bool, Parameter(group=_GOALS, negative=())] = False
-    "Search the highest rate at which --slo-share of the requests are good, starting at --request-rate or a guess."
+    "Search for the highest rate at which --slo-share of the requests are good, from --request-rate or a guess."
     slo_share: Annotated[float, above(0, at_most=1), Parameter(group=_GOALS)] = 0.9
     "Share of requests that must be good, 0 to 1. A failed request is not good."
     rate_tolerance: Annotated[float, above(0), Parameter(group=_GOALS)] = 0.05
     "Stop the search when the rate is known to this fraction."
     max_probes: Annotated[int, at_least(1), Parameter(group=_GOALS)] = 12
-    "Most rates that the search tries. Each is a run of --num-prompts: give enough for it to last half a minute."
+    "Maximum number of rates to try. Each is a run of --num-prompts, which should last half a minute."
 
     def __post_init__(self) -> None:
         super().__post_init__()

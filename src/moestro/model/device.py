@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from moestro.core.model_info import ModelInfo
 from moestro.core.request import SamplingDefaults
 from moestro.core.work import BlockMoves, Forward, StepResult
 from moestro.model.check import check_network
 from moestro.model.gate_override import make_override
 from moestro.model.generation_config import eos_token_ids, read_generation_config, sampling_defaults
-from moestro.model.info import LoadedInfo
 from moestro.model.load import load_network, read_config
 from moestro.model.network import Network
 from moestro.model.pools import (
@@ -82,6 +82,11 @@ class TorchDevice:
         return None
 
 
+# Rounding depends on the shape of a batch. In these types it changes a token only where two candidates are within about
+# 1e-5 of each other, and an undisturbed answer could have either; in half precision it changes many tokens.
+_EXACT_DTYPES = ("float32", "float64")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckedNetwork:
     """A loaded, checked and packed network, before the memory left for its KV cache is known.
@@ -92,7 +97,7 @@ class CheckedNetwork:
         probe: pools of one block, in the shapes of its K and V.
         num_chosen: experts that a token visits; 0 for a dense network.
         max_model_len: desired limit, before the KV cache is known.
-        eos_token_ids, sampling_defaults: as in `LoadedInfo`.
+        eos_token_ids, sampling_defaults: as in `ModelInfo`.
         notes: sentences for the operator.
     """
 
@@ -105,7 +110,7 @@ class CheckedNetwork:
     sampling_defaults: SamplingDefaults
     notes: tuple[str, ...]
 
-    def allocate(self, settings: ModelSettings) -> tuple[KVPools, LoadedInfo]:
+    def allocate(self, settings: ModelSettings) -> tuple[KVPools, ModelInfo]:
         """Allocate the KV cache that `settings` allow, and host memory if they name any.
 
         Raises:
@@ -124,9 +129,11 @@ class CheckedNetwork:
         pools = probe.allocate(num_blocks)
         if num_host_blocks:
             pools.allocate_host(num_host_blocks)
-        return pools, LoadedInfo(
+        dtype = str(network.dtype).removeprefix("torch.")
+        return pools, ModelInfo(
+            model_id=settings.model,
             model_type=self.config.model_type,
-            dtype=str(network.dtype).removeprefix("torch."),
+            dtype=dtype,
             device=network.device.type,
             max_model_len=max_model_len,
             vocab_size=network.config.vocab_size,
@@ -140,6 +147,7 @@ class CheckedNetwork:
             num_experts_per_token=self.num_chosen,
             num_parameters=network.num_parameters,
             notes=notes,
+            is_exact=dtype in _EXACT_DTYPES,
         )
 
 
@@ -174,7 +182,7 @@ def open_network(
 
 def open_device(
     settings: ModelSettings, on_phase: Callable[[str], None] = lambda _: None, rank: int = 0
-) -> tuple[TorchDevice, LoadedInfo]:
+) -> tuple[TorchDevice, ModelInfo]:
     """Load a network and allocate its whole KV cache.
 
     Args:

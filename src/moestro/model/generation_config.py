@@ -6,17 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from moestro.core.checkpoint_files import read_json_object
-from moestro.core.request import SamplingDefaults
+from moestro.core.request import SAMPLING_RANGES, SamplingDefaults
 from moestro.errors import UnsupportedModelError
-
-# Allowed values of a default: the bounds of the API.
-_BOUNDS = {
-    "temperature": (0.0, 2.0),
-    "top_k": (-1, 2**31 - 1),
-    "top_p": (1e-9, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 100.0),
-}
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
@@ -49,13 +40,12 @@ def sampling_defaults(fields: dict[str, Any]) -> SamplingDefaults:
     Raises:
         UnsupportedModelError: a value lies outside of the API's bounds.
     """
-    given = {name: fields[name] for name in _BOUNDS if fields.get(name) is not None}
+    given = {name: fields[name] for name in SamplingDefaults.__struct_fields__ if fields.get(name) is not None}
     for name, value in given.items():
-        low, high = _BOUNDS[name]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high or (name == "top_k" and value != int(value)):
+        if not is_number or value not in SAMPLING_RANGES[name] or (name == "top_k" and value != int(value)):
             raise UnsupportedModelError(
-                f"generation_config.json: {name} must be between {low:g} and {high:g}, got {value!r}:"
+                f"generation_config.json: {name} must be {SAMPLING_RANGES[name]}, got {value!r}:"
                 " correct it, or give --generation-config vllm to ignore the file's sampling values."
             )
     if "top_k" in given:

@@ -1,7 +1,7 @@
 """Weights in the layout of a CPU's matrix kernels, converted once at load instead of in every product.
 
-This shortens a decode step of a 640M network in bfloat16 by about a third (`bench/packing.py`) and changes no bit of a
-product. The unpacked weights are dropped, so memory use stays the same.
+This shortens a decode step of a 640M network in bfloat16 by about a third (`bench/micro/packing.py`) and changes no bit
+of a product. The unpacked weights are dropped, so memory use stays the same.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ DEMO_MODEL = "moestro-demo"  # the small model that comes with Moestro
 
 _DEFAULT_KV_CACHE_BYTES = 1 << 30
 _MEMORY = Parameter(
-    group=Group("Memory", help="How long sequences may be, and how many fit.", sort_key=2),
+    group=Group("Memory", help="The length and the number of sequences.", sort_key=2),
 )
 
 
@@ -35,7 +35,7 @@ class NetworkSettings(CheckedSettings):
     dtype: Dtype = "auto"
     "Data type of weights, activations and KV cache; auto: what the checkpoint was saved in."
     device: str = "auto"
-    "Where it runs: cpu, cuda, auto (an accelerator if there is one), or paced:h20, modelled durations of MODEL there."
+    "cpu, cuda, auto (an accelerator if there is one), or paced:h20 (modelled durations of MODEL on that GPU)."
     load_format: LoadFormat = "auto"
     "dummy: random weights of the right shapes, to measure speed without a download."
     gate_override: str | None = None
@@ -61,9 +61,9 @@ class CacheSettings(CheckedSettings):
     """The KV cache of one rank, real or simulated."""
 
     max_model_len: Annotated[int | None, at_least(1), _MEMORY] = None
-    "Tokens of the longest sequence, prompt and answer; unset: what the model was made for, if it fits."
+    "Tokens of the longest sequence, prompt and answer. Unset: the limit of the model, if it fits."
     block_size: Annotated[int, at_least(1), _MEMORY] = 16
-    "Tokens of one KV block: the grain of memory and of prefix caching."
+    "Tokens of one KV block, the unit of memory and of prefix caching."
     kv_offloading_size: Annotated[float, at_least(0), _MEMORY] = 0.0
     "GiB of host memory, for each engine, that keep the KV of preempted requests. 0: it is computed again."
 
@@ -73,9 +73,9 @@ class ModelSettings(CacheSettings, NetworkSettings):
     """One rank's network, its KV cache, and the memory that this may take."""
 
     kv_cache_memory_bytes: Annotated[int | None, at_least(1), _MEMORY] = None
-    "Bytes of KV cache of each engine; more of it: more sequences at once. Unset: 1 GiB, or what a paced GPU has left."
+    "Bytes of KV cache of each engine; more bytes hold more sequences. Unset: 1 GiB, or the rest of a paced GPU."
     num_gpu_blocks_override: Annotated[int | None, at_least(1), _MEMORY] = None
-    "KV blocks of each engine, whatever the bytes above say; for experiments with scarce memory."
+    "KV blocks of each engine, in place of the bytes above; for experiments with scarce memory."
     max_parked_bytes: Annotated[int | None, at_least(1), _MEMORY] = None
     "In preemptive mode, bytes of the KV cache's memory for what is inside the network; unset: two full steps."
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from moestro.core.model_info import ModelInfo
 from moestro.core.stages import NUM_PLANS, StageShape
 from moestro.errors import ConfigError
 from moestro.model.arena import bytes_per_token
 from moestro.model.device import CheckedNetwork, open_network
-from moestro.model.info import LoadedInfo
 from moestro.model.settings import ModelSettings
 from moestro.model.staged_device import StagedTorchDevice
 from moestro.model.staged_network import StagedNetwork
@@ -20,7 +20,7 @@ def open_staged_device(
     max_tokens: int,
     on_phase: Callable[[str], None] = lambda _: None,
     rank: int = 0,
-) -> tuple[StagedTorchDevice, LoadedInfo]:
+) -> tuple[StagedTorchDevice, ModelInfo]:
     """Open a device that works in stages; otherwise as `open_device`.
 
     Args:

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.views import FIGURES, NEVER_NS, OWN_COUNTS, UNKNOWN_KV_TOKENS, EngineFigures, EngineTable, Figure
+from moestro.core.load_figures import ROUTED_FIGURES, LoadFigures
+from moestro.core.views import NEVER_NS, OWN_COUNTS, UNKNOWN_KV_TOKENS, EngineTable, Figure
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -45,10 +46,10 @@ class EngineColumns:
         assert not self.num_in_flight[row]
         self._free.append(row)
 
-    def report(self, row: int, figures: EngineFigures, as_of_ns: int) -> set[str]:
+    def report(self, row: int, figures: LoadFigures, as_of_ns: int) -> set[str]:
         """Take in what was said, but for what is older than what is known. Returns the names taken."""
         taken = set()
-        for at, name in enumerate(FIGURES):
+        for at, name in enumerate(ROUTED_FIGURES):
             value = getattr(figures, name)
             if value is not None and as_of_ns >= self._as_of_ns[at, row]:
                 self._values[at, row] = value
@@ -74,8 +75,8 @@ class EngineColumns:
         self.num_foreign = np.zeros(capacity, np.int64)
         self.num_kv_tokens = np.full(capacity, UNKNOWN_KV_TOKENS)
         self.speed = np.ones(capacity, np.float64)
-        self._values = np.zeros((len(FIGURES), capacity), np.float64)
-        self._as_of_ns = np.full((len(FIGURES), capacity), NEVER_NS, np.int64)
+        self._values = np.zeros((len(ROUTED_FIGURES), capacity), np.float64)
+        self._as_of_ns = np.full((len(ROUTED_FIGURES), capacity), NEVER_NS, np.int64)
         self._show()
 
     def _grow(self) -> None:
@@ -90,7 +91,7 @@ class EngineColumns:
         n = self.num_rows
         columns: dict[str, Any] = {
             name: Figure(_read_only(values, n), _read_only(as_of_ns, n))
-            for name, values, as_of_ns in zip(FIGURES, self._values, self._as_of_ns, strict=True)
+            for name, values, as_of_ns in zip(ROUTED_FIGURES, self._values, self._as_of_ns, strict=True)
         }
         columns |= {
             name: _read_only(getattr(self, name), n)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import msgspec
 
 from moestro.core.clock import ClockPair
+from moestro.core.load_figures import LoadFigures
 from moestro.core.request import Request
-from moestro.core.views import NEVER_NS, EngineFigures
+from moestro.core.views import NEVER_NS
 from moestro.errors import RequestError
 from moestro.routing.candidates import Candidates, finite
 from moestro.routing.indicators import batch_size, queued_prefill_tokens
@@ -144,7 +145,7 @@ class Reported(msgspec.Struct, frozen=True, tag=True):
     """`report`."""
 
     engine: int
-    figures: EngineFigures
+    figures: LoadFigures
     as_of_ns: int
     now_ns: int
 
@@ -279,7 +280,7 @@ class RecordedRouter(Router):
         super().forget_elsewhere(engine)
         self._write(ElsewhereForgotten(engine))
 
-    def report(self, engine: int, figures: EngineFigures, as_of_ns: int, now_ns: int) -> None:
+    def report(self, engine: int, figures: LoadFigures, as_of_ns: int, now_ns: int) -> None:
         """See `Router`."""
         super().report(engine, figures, as_of_ns, now_ns)
         self._write(Reported(engine, figures, as_of_ns, now_ns))

@@ -20,7 +20,7 @@ from moestro.wire.kv_events import (
     BlockStored,
     Event,
     KvEventError,
-    Message,
+    KvMessage,
     decode_batch,
     decode_frames,
 )
@@ -226,12 +226,12 @@ class KvFeed:
             self.counts.illegible += 1
             self.lost(now_ns)
 
-    def _decoded(self, frames: list[bytes]) -> Message | None:
+    def _decoded(self, frames: list[bytes]) -> KvMessage | None:
         try:
             return decode_frames(frames)
         except KvEventError as error:
             self.counts.illegible += 1
-            self._warn("stranger", f"a message does not come from a KV event publisher ({error})")
+            self._warn("stranger", f"a message is not from a KV event publisher ({error})")
             return None
 
     def _warn(self, kind: str, text: str) -> None:

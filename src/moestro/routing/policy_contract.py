@@ -101,7 +101,7 @@ class Needs:
 
     Attributes:
         hits: whether the policy reads `hit_tokens`. If not, the router keeps no prefix index.
-        figures: names of `EngineFigures` fields, each valid until it is older than FRESH_NS.
+        figures: names of `LoadFigures` fields, each valid until it is older than FRESH_NS.
         otherwise: replacement for a missing or old figure, in words.
     """
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from moestro.core.load_figures import ROUTED_FIGURES
 from moestro.core.policy_registry import PolicyKind
 from moestro.core.request import Request, SamplingParams
 from moestro.core.rng import Draws
-from moestro.core.views import FIGURES, EngineTable
+from moestro.core.views import EngineTable
 from moestro.errors import ConfigError
 from moestro.routing.policy_contract import Needs, RouteEvent, RoutePolicy, RouteView
 from moestro.routing.score_expression import expression_policy
@@ -19,7 +20,7 @@ from moestro.routing.scoring import Scored
 
 logger = logging.getLogger(__name__)
 
-_ANYTHING = Needs(hits=True, figures=FIGURES, otherwise="what the file does")
+_ANYTHING = Needs(hits=True, figures=ROUTED_FIGURES, otherwise="what the file does")
 
 
 def policy_from(text: str, score: str | None = None) -> RoutePolicy:

@@ -49,7 +49,7 @@ def replay(lines: Iterable[bytes]) -> Iterator[tuple[Submitted, Submitted]]:
     """
     remade: list[Entry] = []
     router: RecordedRouter | None = None
-    damage = "the record does not begin with a head"
+    damage = "it does not begin with a header"
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -113,4 +113,4 @@ def _apply_said(router: RecordedRouter, entry: Entry) -> None:
         case KvLost():
             router.kv_lost(entry.engine, entry.now_ns)
         case _:
-            raise AssertionError(f"{entry} is no call")
+            raise AssertionError(f"{entry} is not a call")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Scored(msgspec.Struct, frozen=True):
+class ScoredEngine(msgspec.Struct, frozen=True):
     """An engine that could have been chosen; `score`: lower is better, None where the policy gives none."""
 
     engine: str
@@ -29,7 +29,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     because: str
     hit_tokens: int
-    candidates: list[Scored]
+    candidates: list[ScoredEngine]
     num_candidates: int
     regret: float | None
 

@@ -7,10 +7,11 @@ from collections.abc import Collection
 import msgspec
 import numpy as np
 
+from moestro.core.load_figures import LoadFigures
 from moestro.core.prefix_tree import BlockRun
 from moestro.core.request import Request
 from moestro.core.rng import Draws
-from moestro.core.views import UNKNOWN_KV_TOKENS, EngineFigures, EngineTable
+from moestro.core.views import UNKNOWN_KV_TOKENS, EngineTable
 from moestro.errors import InvariantError, NoEngineError, QueueFullError
 from moestro.routing.candidates import Candidates, candidates_of
 from moestro.routing.columns import EngineColumns
@@ -184,7 +185,7 @@ class Router:
 
     # --- engine reports; late reports of removed engines are ignored
 
-    def report(self, engine: int, figures: EngineFigures, as_of_ns: int, now_ns: int) -> None:
+    def report(self, engine: int, figures: LoadFigures, as_of_ns: int, now_ns: int) -> None:
         """Take in figures that `engine` reported; figures older than the known ones are ignored.
 
         Args:

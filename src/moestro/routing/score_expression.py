@@ -84,7 +84,7 @@ def parse_score(text: str) -> tuple[Callable[[RouteView], Scores], set[str]]:
         names: set[str] = set()
         term = _term(ast.parse(text.strip(), mode="eval").body, text, names)
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
-        raise ConfigError(f"--route-score {text!r} is not a valid expression: {error}") from error
+        raise ConfigError(f"--route-score {text!r} is not an expression: {error}") from error
     if not names:
         raise ConfigError(f"--route-score {text!r} is the same for all engines; indicators: {', '.join(INDICATORS)}")
 
@@ -109,7 +109,7 @@ def _term(node: ast.expr, text: str, names: set[str]) -> Term:
             names.add(name)
             return INDICATORS[name]
         case ast.Name(id=name):
-            raise _error(node, text, f"{name!r} is not an indicator; indicators: {', '.join(INDICATORS)}")
+            raise _error(node, text, f"{name!r} is not an indicator; known: {', '.join(INDICATORS)}")
         case _:
             allowed = f"numbers, + - * / // % **, comparisons, {', '.join(_FUNCTIONS)}, indicators"
             raise _error(node, text, f"allowed are {allowed}")

@@ -82,7 +82,7 @@ def choose(view: RouteView, scores: Scores | Counts, draws: Draws, words: str, a
         if np.count_nonzero(left):
             mask = left
         else:
-            words += "; no engine passes the filter, so among all"
+            words += "; the filter leaves no engine, so all are candidates"
     engine = lowest(scores, mask, draws)
     score = float(scores[engine])
     return Choice(engine, score, f"{words} {score:.6g}", scores)

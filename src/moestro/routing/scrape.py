@@ -7,7 +7,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+from moestro.core.load_figures import FIGURES, FigureKind, FigureSpec, FigureUnit, LoadFigures
 
 MAX_BYTES = 4 << 20  # of a text that is looked at; a server that writes more is not one of the known ones
 _LARGEST = 2**53  # a count above it is not a count
@@ -15,32 +18,40 @@ _LARGEST = 2**53  # a count above it is not a count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrapedLoad:
-    """What was found; None: it is not there, or is no possible value.
+    """Figures of all ranks behind one address; None means missing, or not a possible value.
 
     Attributes:
-        num_running, num_waiting: requests with, without KV blocks, of all ranks behind the address.
-        kv_usage: fraction of KV blocks held, 0 .. 1; the mean of the ranks.
+        figures: gauges that a router keeps, summed over the ranks; fractions are the mean of the ranks.
         num_tokens_computed: prompt and generated tokens since its start: a sign of progress.
         block_size: tokens of a KV block.
         num_kv_tokens: tokens that the KV cache holds, of all ranks.
     """
 
-    num_running: int | None = None
-    num_waiting: int | None = None
-    kv_usage: float | None = None
+    figures: LoadFigures = field(default_factory=LoadFigures)
     num_tokens_computed: float | None = None
     block_size: int | None = None
     num_kv_tokens: int | None = None
 
 
-# Of each figure the names under which it goes, the first that is there counts: Moestro, vLLM (with the names it had
-# before), SGLang. A server that has two (Moestro has vLLM's too) is not counted twice.
-_RUNNING = ("moestro:num_requests_running", "vllm:num_requests_running", "sglang:num_running_reqs")
-_WAITING = ("moestro:num_requests_waiting", "vllm:num_requests_waiting", "sglang:num_queue_reqs")
-_KV_USAGE = (
-    *("moestro:kv_cache_usage_perc", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
-    "sglang:token_usage",
-)
+# Names by which servers expose a figure. Only the first name that a text contains counts, because a server may have
+# two: Moestro has vLLM's names too. These are the names that do not follow from a `FigureSpec`.
+_OTHER_NAMES = {
+    "num_running": ("sglang:num_running_reqs",),
+    "num_waiting": ("sglang:num_queue_reqs",),
+    "kv_usage": ("vllm:gpu_cache_usage_perc", "sglang:token_usage"),  # the first is vLLM's older name
+}
+
+
+def _names_of(figure: str, spec: FigureSpec) -> tuple[str, ...]:
+    vllm = (f"vllm:{spec.metric}",) if spec.has_vllm_name else ()
+    return (f"moestro:{spec.metric}", *vllm, *_OTHER_NAMES.get(figure, ()))
+
+
+_NAMES = {
+    figure: _names_of(figure, spec)
+    for figure, spec in FIGURES.items()
+    if spec.is_routed and spec.metric is not None and spec.kind is FigureKind.GAUGE
+}
 _PROMPT = ("moestro:prompt_tokens_total", "vllm:prompt_tokens_total", "sglang:prompt_tokens_total")
 _GENERATED = ("moestro:generation_tokens_total", "vllm:generation_tokens_total", "sglang:generation_tokens_total")
 _CACHE_CONFIG = ("moestro:cache_config_info", "vllm:cache_config_info")
@@ -63,15 +74,19 @@ def scrape(text: bytes) -> ScrapedLoad:
         num_kv_tokens = _figure(text, _KV_TOKENS, sum)
     counters = [_figure(text, names, sum) for names in (_PROMPT, _GENERATED)]
     known = [count for count in counters if count is not None]
-    kv_usage = _figure(text, _KV_USAGE, _mean)
     return ScrapedLoad(
-        num_running=_count(_figure(text, _RUNNING, sum)),
-        num_waiting=_count(_figure(text, _WAITING, sum)),
-        kv_usage=None if kv_usage is None else min(kv_usage, 1.0),
+        figures=LoadFigures(**{figure: _load_figure(text, figure, names) for figure, names in _NAMES.items()}),
         num_tokens_computed=sum(known) if known else None,
         block_size=sizes[0] if sizes else None,
         num_kv_tokens=_count(num_kv_tokens),
     )
+
+
+def _load_figure(text: bytes, figure: str, names: Sequence[str]) -> Any:
+    if FIGURES[figure].unit is FigureUnit.FRACTION:
+        mean = _figure(text, names, _mean)
+        return None if mean is None else min(mean, 1.0)
+    return _count(_figure(text, names, sum))
 
 
 def _figure(text: bytes, names: Sequence[str], combine: Callable[[list[float]], float]) -> float | None:

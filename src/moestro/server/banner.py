@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moestro import __version__
+from moestro.core.model_info import ModelInfo
 from moestro.web.banner import Banner, curl_line
-from moestro.wire.messages import ModelInfo, Phase
+from moestro.wire.messages import Phase
 
 
 def serve_banner(

@@ -8,8 +8,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
+from moestro.core.load_figures import IDLE
+from moestro.core.model_info import ModelInfo
 from moestro.core.request import FinishReason, Output, Request
-from moestro.core.views import EngineFigures
 from moestro.errors import ConfigError, EngineDiedError, MoestroError, NoEngineError, QueueFullError, RequestError
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec
@@ -23,10 +24,8 @@ from moestro.wire.messages import (
     Failed,
     FromRank,
     Heartbeat,
-    ModelInfo,
     Outputs,
     Phase,
-    RankLoad,
     Ready,
     Refused,
     ToRank,
@@ -75,7 +74,7 @@ class EngineClient:
         self._unsent_aborts: dict[int, list[str]] = {}  # By engine: ids whose abort could not be sent.
         self._causes: dict[int, MoestroError] = {}
         self._is_up = [False] * router.num_engines
-        self.loads = [RankLoad()] * router.num_engines
+        self.loads = [IDLE] * router.num_engines
         self.phases: list[list[Phase]] = [[] for _ in range(router.num_engines)]
         self.on_answered: Callable[[RecordedRequest], None] | None = None
         self._ready: list[asyncio.Future[ModelInfo]] = [
@@ -197,7 +196,7 @@ class EngineClient:
                 now_ns = self._now_ns()
                 self.loads[engine] = message.load
                 try:
-                    self._router.report(engine, _figures(message.load), message.as_of_ns, now_ns)
+                    self._router.report(engine, message.load, message.as_of_ns, now_ns)
                 finally:  # Figures that the router cannot take must not cost a request its tokens.
                     for output in message.outputs:
                         with self._ending_on_error(output.request_id):
@@ -233,7 +232,7 @@ class EngineClient:
         self._take_down(engine)
         self._unsent_aborts.pop(engine, None)
         self._router.engine_lost(engine, self._now_ns())
-        self.loads[engine] = RankLoad()
+        self.loads[engine] = IDLE
         self.phases[engine].clear()
         if not self._ready[engine].done():
             self._ready[engine].set_exception(cause)
@@ -280,7 +279,7 @@ class EngineClient:
         except (NoEngineError, QueueFullError):
             return False
         except Exception:  # A user's policy may raise: the other requests must be placed all the same.
-            logger.exception("request %s cannot be given to another engine", request_id)
+            logger.exception("request %s could not move to another engine", request_id)
             self._fail(request_id, InternalError(request_id))
             return True
         state.is_placed = state.is_prefilling = True
@@ -295,7 +294,9 @@ class EngineClient:
             yield
         except Exception:
             self._metrics.num_delivery_errors += 1
-            logger.exception("request %s ends: what its engine said of it cannot be taken in", request_id)
+            logger.exception(
+                "request %s ends with an error, because a message of its engine could not be processed", request_id
+            )
             if state is None:
                 return
             state.inbox.put_nowait(InternalError(request_id))
@@ -343,13 +344,3 @@ class EngineClient:
             if self.on_answered is not None:
                 self.on_answered(state.recorded())
             state.count_answer(metrics, self._now_ns())
-
-
-def _figures(load: RankLoad) -> EngineFigures:
-    return EngineFigures(
-        num_waiting=load.num_waiting,
-        num_running=load.num_running,
-        kv_usage=load.kv_usage,
-        queued_prefill_tokens=load.queued_prefill_tokens,
-        num_tokens=load.num_tokens,
-    )

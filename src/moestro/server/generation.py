@@ -166,7 +166,7 @@ class Generation:
             if event.finish_reason is FinishReason.NON_FINITE:
                 raise GenerationError(
                     "The model's logits are not finite (NaN or infinity) after these tokens, so that there is no next"
-                    " token. Another try will most likely end the same way: change the prompt, or tell the operator.",
+                    " token. A retry will likely fail in the same way: change the prompt, or contact the operator.",
                     code=event.finish_reason,
                 )
             choice = self._running.get(event.request_id)

@@ -83,7 +83,7 @@ class Liveness:
             self._stepped_ns = now_ns  # There is nothing to compute.
         silence_ns, idle_ns = now_ns - self._heard_ns, now_ns - self._stepped_ns
         if silence_ns >= self._timeouts.silence_ns:
-            self.reason = f"nothing was heard of it for {silence_ns / 1e9:.0f} s (--engine-timeout)"
+            self.reason = f"no message for {silence_ns / 1e9:.0f} s (--engine-timeout)"
             return RankStatus.HUNG
         if idle_ns >= self._timeouts.stall_ns:
             self.reason = f"no step for {idle_ns / 1e9:.0f} s with {num_in_flight} requests"

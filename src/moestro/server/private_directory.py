@@ -50,7 +50,7 @@ def _sweep(parent: Path) -> None:
     try:
         found = [path for path in parent.iterdir() if path.name.startswith(_PREFIX)]
     except OSError as error:
-        logger.warning("cannot look for what earlier servers have left in %s: %s", parent, error)
+        logger.warning("cannot look for directories of earlier servers in %s: %s", parent, error)
         return
     for directory in found:
         with contextlib.suppress(OSError):  # no lock in it, not ours, gone meanwhile, or a living server holds the lock
@@ -68,7 +68,7 @@ def _remove_if_dead(directory: Path) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(directory)
-            logger.info("removed %s, which a server that was killed had left", directory)
+            logger.info("removed %s, the directory of a killed server", directory)
         finally:
             os.close(lock)
     finally:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moestro.core.load_figures import FIGURES, FigureKind, figure_values
+from moestro.core.model_info import ModelInfo
 from moestro.core.request import FinishReason
 from moestro.server.engine_client import EngineClient
 from moestro.server.metrics import ByClass, EngineMetrics, Metrics
 from moestro.web.prometheus import Histogram, buckets, merge
-from moestro.wire.messages import ModelInfo, RankLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,53 +34,32 @@ class Sources:
     num_unrecorded: Callable[[], int]
 
 
-_GAUGES: tuple[tuple[str, str, Callable[[RankLoad], float]], ...] = (
-    ("num_requests_running", "Requests that hold KV.", lambda load: load.num_running),
-    ("num_requests_waiting", "Requests that wait for it.", lambda load: load.num_waiting),
-    ("kv_cache_usage_perc", "Fraction of KV blocks held by requests, 0 to 1.", lambda load: load.kv_usage),
-)
-_RANK_COUNTERS: tuple[tuple[str, str, Callable[[RankLoad], float]], ...] = (
-    ("num_preemptions", "Times that a request gave up its KV.", lambda load: load.num_preemptions),
-    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda load: load.num_queried_tokens),
-    ("prefix_cache_hits", "Prompt tokens found there.", lambda load: load.num_hit_tokens),
-)
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
-    ("prompt_tokens", "Prompt tokens of requests that got their first output.", lambda m: m.num_prompt_tokens),
+    ("prompt_tokens", "Prompt tokens of requests with a first output.", lambda m: m.num_prompt_tokens),
     ("generation_tokens", "Tokens generated.", lambda m: m.num_generated_tokens),
 )
 _CLASS_HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], ByClass]], ...] = (
     ("time_to_first_token_seconds", "From a request's arrival to its first token.", lambda m: m.first_token_s),
-    ("request_time_per_output_token_seconds", "Mean gap of each request that finished.", lambda m: m.mean_gap_s),
-    ("request_queue_time_seconds", "From arrival until the request was first admitted.", lambda m: m.queue_s),
+    (
+        "request_time_per_output_token_seconds",
+        "Mean gap between tokens of each finished request.",
+        lambda m: m.mean_gap_s,
+    ),
+    ("request_queue_time_seconds", "From arrival to the first admission of a request.", lambda m: m.queue_s),
 )
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], Histogram]], ...] = (
     ("inter_token_latency_seconds", "Each gap between two tokens of a request.", lambda m: m.gap_s),
-    ("e2e_request_latency_seconds", "From arrival to last token, of each that finished.", lambda m: m.whole_s),
+    ("e2e_request_latency_seconds", "From arrival to the last token of each finished request.", lambda m: m.whole_s),
     ("request_prefill_time_seconds", "From admission to the first token.", lambda m: m.prefill_s),
-    ("request_decode_time_seconds", "From first to last token, of each that finished.", lambda m: m.decode_s),
-    ("request_prompt_tokens", "Prompt tokens of each that finished.", lambda m: m.prompt_tokens),
-    ("request_generation_tokens", "Tokens generated for each that finished.", lambda m: m.generation_tokens),
+    ("request_decode_time_seconds", "From the first to the last token of each finished request.", lambda m: m.decode_s),
+    ("request_prompt_tokens", "Prompt tokens of each finished request.", lambda m: m.prompt_tokens),
+    ("request_generation_tokens", "Generated tokens of each finished request.", lambda m: m.generation_tokens),
 )
 _OWN_COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
-    ("engine_restarts", "Times that the engine's process was started again.", lambda m: m.num_restarts),
-    ("engine_stalls", "Times that it had requests and did not get on.", lambda m: m.num_stalls),
-    ("requests_moved", "Requests that went elsewhere when it ended.", lambda m: m.num_moved),
-    ("streams_resumed", "Of these, streams that had begun and went on.", lambda m: m.num_streams_resumed),
-)
-_OWN_RANK_COUNTERS: tuple[tuple[str, str, Callable[[RankLoad], float]], ...] = (
-    ("kv_kept_tokens", "Tokens whose KV a preempted request left in host memory.", lambda load: load.num_kept_tokens),
-    ("kv_restored_tokens", "Tokens whose KV was copied back from there.", lambda load: load.num_restored_tokens),
-    ("batch_passes", "Plans of ls requests that ran ahead of be requests.", lambda load: load.pass_counts.num_passes),
-    ("withdrawals", "Times that the device was interrupted in a step.", lambda load: load.pass_counts.num_withdrawals),
-    (
-        "passed_over_seconds",
-        "Time in which be requests could run and ls requests ran that came later.",
-        lambda load: load.pass_counts.passed_over_ns / 1e9,
-    ),
-)
-_OWN_GAUGES: tuple[tuple[str, str, Callable[[RankLoad], float]], ...] = (
-    ("parked_tokens", "Tokens of be requests passed over now.", lambda load: load.pass_counts.num_parked_tokens),
-    ("parked_tokens_max", "The most that there were at once.", lambda load: load.pass_counts.max_parked_tokens),
+    ("engine_restarts", "Restarts of the engine's process.", lambda m: m.num_restarts),
+    ("engine_stalls", "Stalls of the engine: requests, and no step.", lambda m: m.num_stalls),
+    ("requests_moved", "Requests that moved when the engine's process ended.", lambda m: m.num_moved),
+    ("streams_resumed", "Moved requests that were streams in progress.", lambda m: m.num_streams_resumed),
 )
 _LABELS = ("model_name", "engine")
 
@@ -99,11 +79,9 @@ class ServerCollector(Collector):
 
     def _shared(self, prefix: str) -> Iterator[Metric]:
         """What vLLM has too, by the same names; under its prefix also by the same labels."""
-        loads, engines = self._sources.engines.loads, self._sources.metrics.engines
-        for name, text, of_load in _GAUGES:
-            yield self._gauge(f"{prefix}:{name}", text, map(of_load, loads))
-        for name, text, of_load in _RANK_COUNTERS:
-            yield self._counter(f"{prefix}:{name}", text, map(of_load, loads))
+        engines = self._sources.metrics.engines
+        yield from self._load_figures(prefix, FigureKind.GAUGE, has_vllm_name=True)
+        yield from self._load_figures(prefix, FigureKind.COUNTER, has_vllm_name=True)
         for name, text, of_engine in _COUNTERS:
             yield self._counter(f"{prefix}:{name}", text, map(of_engine, engines))
         for name, text, by_class_of in _CLASS_HISTOGRAMS:
@@ -121,22 +99,28 @@ class ServerCollector(Collector):
         sources = self._sources
         for name, text, of_engine in _OWN_COUNTERS:
             yield self._counter(f"moestro:{name}", text, map(of_engine, sources.metrics.engines))
-        for name, text, of_load in _OWN_RANK_COUNTERS:
-            yield self._counter(f"moestro:{name}", text, map(of_load, sources.engines.loads))
-        for name, text, of_load in _OWN_GAUGES:
-            yield self._gauge(f"moestro:{name}", text, map(of_load, sources.engines.loads))
+        yield from self._load_figures("moestro", FigureKind.COUNTER, has_vllm_name=False)
+        yield from self._load_figures("moestro", FigureKind.GAUGE, has_vllm_name=False)
         up = [float(sources.engines.is_routable(i)) for i in range(len(self._label_values))]
         yield self._gauge("moestro:engine_ready", "1 while the engine takes requests.", up)
         refused = CounterMetricFamily("moestro:requests_refused", "Requests refused, by reason.", labels=("reason",))
         for reason, count in sorted(sources.metrics.refusals.items()):
             refused.add_metric((reason,), count)
         yield refused
-        text = "Messages that could not be read, or came from strangers."
+        text = "Messages that could not be read, or came from unknown processes."
         yield CounterMetricFamily("moestro:messages_dropped", text, value=sources.num_dropped())
-        text = "Messages of engines that the server failed to take in; the requests at fault end with an error."
+        text = "Messages of engines that the server failed to process; the affected requests end with an error."
         yield CounterMetricFamily("moestro:delivery_errors", text, value=sources.metrics.num_delivery_errors)
         text = "Lines that --record could not write; after the first nothing is recorded."
         yield CounterMetricFamily("moestro:record_lines_lost", text, value=sources.num_unrecorded())
+
+    def _load_figures(self, prefix: str, kind: FigureKind, *, has_vllm_name: bool) -> Iterator[Metric]:
+        """Figures that ranks report, with or without a counterpart of the same name in vLLM."""
+        make = self._gauge if kind is FigureKind.GAUGE else self._counter
+        loads = [figure_values(load) for load in self._sources.engines.loads]
+        for figure, spec in FIGURES.items():
+            if spec.metric is not None and spec.kind is kind and spec.has_vllm_name is has_vllm_name:
+                yield make(f"{prefix}:{spec.metric}", spec.help, [spec.metric_value(load[figure]) for load in loads])
 
     def _gauge(self, name: str, text: str, values: Iterable[float]) -> Metric:
         family = GaugeMetricFamily(name, text, labels=_LABELS)

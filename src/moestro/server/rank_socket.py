@@ -116,7 +116,9 @@ class RankSocket:
             return
         if rank is None:
             self.num_dropped += 1
-            self._log.warning("stranger", f"dropped a stranger's message ({self.num_dropped} dropped so far)")
+            self._log.warning(
+                "stranger", f"dropped a message of an unknown process ({self.num_dropped} dropped so far)"
+            )
             return
         assert self._deliver is not None
         assert self._on_broken is not None

@@ -5,17 +5,18 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from moestro.core.hashing import hash_blocks, hash_key
-from moestro.core.request import Request, SamplingDefaults, SamplingParams
+from moestro.core.model_info import ModelInfo
+from moestro.core.request import Request, SamplingParams
 from moestro.errors import PromptTooLongError, RequestError, shown
 from moestro.server.validation import ChatAsk, CompletionAsk, Options, parse_chat, parse_completion
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.errors import UnknownModelError
-from moestro.wire.messages import ModelInfo
 
 MAX_SCORES = 1_000_000  # log probabilities of prompts in one answer
 
@@ -206,21 +207,16 @@ def _sampling(num_prompt_tokens: int, options: Options, info: ModelInfo) -> Samp
         raise PromptTooLongError(num_prompt_tokens, max_tokens, info.max_model_len)
     stops = tuple(dict.fromkeys((() if options.ignore_eos else info.eos_token_ids) + options.stop_token_ids))
     _check_min_tokens(options.min_tokens, max_tokens, stops, info.vocab_size)
-    given = {name: getattr(options, name) for name in SamplingDefaults.__struct_fields__}
-    defaults = msgspec.structs.replace(
-        info.sampling_defaults, **{name: value for name, value in given.items() if value is not None}
-    )
+    numbers: dict[str, Any] = msgspec.structs.asdict(info.sampling_defaults) | options.sampling
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=options.min_tokens,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
         logit_bias=options.logit_bias,
         seed=_seed(options, 0),
         stop_token_ids=stops,
         logprobs=options.logprobs,
         prompt_logprobs=_scored(options),
-        **msgspec.structs.asdict(defaults),
+        **numbers,
     )
 
 
@@ -247,7 +243,7 @@ def _check_min_tokens(min_tokens: int, max_tokens: int, stops: tuple[int, ...], 
         text = f"min_tokens must not exceed the {max_tokens} tokens that there is room for, got {min_tokens}."
         raise RequestError(text, param="min_tokens", code="invalid_value")
     if min_tokens and len(stops) >= vocab_size:
-        text = "stop_token_ids names every token there is: with min_tokens, none could be the first."
+        text = "stop_token_ids lists every token of the vocabulary: with min_tokens, no token could be the first."
         raise RequestError(text, param="stop_token_ids", code="invalid_value")
 
 

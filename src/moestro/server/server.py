@@ -17,6 +17,7 @@ from moestro import __version__
 from moestro.config.launch_spec import LaunchSpec
 from moestro.config.serve_settings import ServeSettings
 from moestro.config.server_settings import ProcessSettings
+from moestro.core.model_info import ModelInfo
 from moestro.errors import DrainingError, EngineDiedError
 from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
@@ -44,7 +45,6 @@ from moestro.web.middleware import HttpMiddleware
 from moestro.web.prometheus import Exposition
 from moestro.web.record_file import RecordFile, read_clocks
 from moestro.web.statline import log_forever
-from moestro.wire.messages import ModelInfo
 from moestro.workload.request_record import Header, RecordedRequest
 
 Recorded = Header | RecordedRequest
@@ -61,7 +61,7 @@ def serve(settings: ServeSettings, command: Sequence[str] | None = None) -> None
         EngineDiedError: An engine failed before it was ready; the text is its cause.
     """
     run_server(
-        lambda lifecycle: _Server(settings, command or _command(settings), lifecycle).run(),
+        lambda lifecycle: _ServeProcess(settings, command or _command(settings), lifecycle).run(),
         log_level=settings.server.log_level,
         shutdown_timeout_s=settings.server.shutdown_timeout,
     )
@@ -81,7 +81,7 @@ class _Cluster:
     wire: RankSocket
 
 
-class _Server:
+class _ServeProcess:
     """One run of the server."""
 
     def __init__(self, settings: ServeSettings, command: Sequence[str], lifecycle: Lifecycle) -> None:

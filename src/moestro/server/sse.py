@@ -75,7 +75,7 @@ class EventStream:
         try:
             await self.send(b"event: error\ndata: " + error_json(error) + b"\n\n")
         except (ConnectionError, TimeoutError):
-            logger.debug("%s: the client could not be told: %s", self.request_id, error)
+            logger.debug("%s: the error could not be sent to the client: %s", self.request_id, error)
         if self._http.transport is not None:
             self._http.transport.close()
 
@@ -112,12 +112,12 @@ async def stream(
     except ConnectionError:
         logger.debug("%s: the client left", events.request_id)
     except TimeoutError:
-        logger.warning("%s: cut off, for the client does not read its answer", events.request_id)
+        logger.warning("%s: disconnected, because the client does not read its answer", events.request_id)
         events.cut()
     except RequestError as error:
         await events.break_off(error)
     except Exception:
-        logger.exception("%s: failed in mid-stream", events.request_id)
+        logger.exception("%s: failed within a stream", events.request_id)
         await events.break_off(InternalError(events.request_id))
     return response
 

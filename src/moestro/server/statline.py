@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moestro.core.load_figures import FIGURES, FigureKind, LoadFigures, figure_values
 from moestro.core.request import ServiceClass
 from moestro.server.engine_client import EngineClient
 from moestro.server.metrics import EngineMetrics, Metrics
-from moestro.wire.messages import RankLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +23,19 @@ class _Sum:
 
 
 @dataclass(frozen=True, slots=True)
-class _Totals:
-    """One engine's, at one moment."""
+class _EngineTotals:
+    """Totals of one engine at one moment.
+
+    Attributes:
+        num_prompt, num_generated: tokens in and out.
+        counters: of the engine's present process, by name.
+        latencies: by class, and by name in the line.
+    """
 
     num_prompt: int
     num_generated: int
-    num_queried: int
-    num_hit: int
-    num_passes: int
-    passed_over_ns: int
-    latencies: dict[tuple[ServiceClass, str], _Sum]  # by class, and by name in the line
+    counters: dict[str, float]
+    latencies: dict[tuple[ServiceClass, str], _Sum]
 
 
 class StatLines:
@@ -52,47 +55,46 @@ class StatLines:
             if load.num_running or load.num_waiting or old != new
         ]
 
-    def _totals(self) -> list[_Totals]:
+    def _totals(self) -> list[_EngineTotals]:
         return [_totals_of(m, load) for m, load in zip(self._metrics.engines, self._engines.loads, strict=True)]
 
 
-def _totals_of(metrics: EngineMetrics, load: RankLoad) -> _Totals:
-    figures = {"queue": metrics.queue_s, "TTFT": metrics.first_token_s, "TPOT": metrics.mean_gap_s}
-    return _Totals(
+def _totals_of(metrics: EngineMetrics, load: LoadFigures) -> _EngineTotals:
+    histograms = {"queue": metrics.queue_s, "TTFT": metrics.first_token_s, "TPOT": metrics.mean_gap_s}
+    values = figure_values(load)
+    return _EngineTotals(
         num_prompt=metrics.num_prompt_tokens,
         num_generated=metrics.num_generated_tokens,
-        num_queried=load.num_queried_tokens,
-        num_hit=load.num_hit_tokens,
-        num_passes=load.pass_counts.num_passes,
-        passed_over_ns=load.pass_counts.passed_over_ns,
+        counters={name: values[name] for name, spec in FIGURES.items() if spec.kind is FigureKind.COUNTER},
         latencies={
             (service_class, name): _Sum(sum(histogram.counts), histogram.total)
-            for name, by_class in figures.items()
+            for name, by_class in histograms.items()
             for service_class, histogram in by_class.items()
         },
     )
 
 
-def _since(old: _Totals, new: _Totals) -> _Totals:
-    """The difference; a rank that was started again counts from 0."""
-    is_new_rank = new.num_queried < old.num_queried or new.num_passes < old.num_passes
-    return _Totals(
+def _since(old: _EngineTotals, new: _EngineTotals) -> _EngineTotals:
+    """The difference; the counters of a rank that was started again begin at 0."""
+    is_new_rank = any(new.counters[name] < value for name, value in old.counters.items())
+    return _EngineTotals(
         new.num_prompt - old.num_prompt,
         new.num_generated - old.num_generated,
-        new.num_queried - (0 if is_new_rank else old.num_queried),
-        new.num_hit - (0 if is_new_rank else old.num_hit),
-        new.num_passes - (0 if is_new_rank else old.num_passes),
-        new.passed_over_ns - (0 if is_new_rank else old.passed_over_ns),
+        {name: value - (0 if is_new_rank else old.counters[name]) for name, value in new.counters.items()},
         {key: latency.since(old.latencies[key]) for key, latency in new.latencies.items()},
     )
 
 
-def _line(engine: int, load: RankLoad, gained: _Totals, seconds: float) -> str:
+def _line(engine: int, load: LoadFigures, gained: _EngineTotals, seconds: float) -> str:
+    values, counters = figure_values(load), gained.counters
+    shown = [spec.log_format.format(values[name]) for name, spec in FIGURES.items() if spec.log_format is not None]
+    num_queried, num_hit, num_passes = (counters[n] for n in ("num_queried_tokens", "num_hit_tokens", "num_passes"))
+    if num_queried:
+        shown.append(f"prefix hits {num_hit / num_queried:.0%}")
+    passes = f"; {num_passes} passes in {_time(counters['passed_over_ns'] / 1e9)}" if num_passes else ""
     latencies = "".join(_class_part(each, gained.latencies) for each in ServiceClass)
-    passes = f"; {gained.num_passes} passes in {_time(gained.passed_over_ns / 1e9)}" if gained.num_passes else ""
-    hits = f", prefix hits {gained.num_hit / gained.num_queried:.0%}" if gained.num_queried else ""
     return (
-        f"engine {engine}: running {load.num_running}, waiting {load.num_waiting}, KV {load.kv_usage:.1%}{hits},"
+        f"engine {engine}: {', '.join(shown)},"
         f" tokens/s in {gained.num_prompt / seconds:.1f}, out {gained.num_generated / seconds:.1f}"
         f"{latencies}{passes}"
     )

@@ -124,7 +124,7 @@ class Supervisor:
             self._take_in(rank, message)
         except Exception:  # An error of this process says nothing about the engine.
             self._metrics.num_delivery_errors += 1
-            logger.exception("cannot take in a %s of engine %d", type(message).__name__, rank)
+            logger.exception("cannot process a %s of engine %d", type(message).__name__, rank)
 
     def _take_in(self, rank: int, message: FromRank) -> None:
         state, now = self._ranks[rank], now_ns()
@@ -143,10 +143,10 @@ class Supervisor:
     def _on_broken(self, rank: int) -> None:
         if self._ranks[rank].is_running:  # Otherwise its end is handled already.
             self._engines.set_trusted(rank, trusted=False)
-            self._kill(rank, "a message of it could not be read")
+            self._kill(rank, "one of its messages could not be read")
 
     def _kill(self, rank: int, why: str) -> None:
-        self._ranks[rank].hung = f"killed, for {why}"
+        self._ranks[rank].hung = f"killed: {why}"
         self._processes.signal(rank, signal.SIGKILL)
 
     def _on_exit(self, rank: int, how: str) -> None:
@@ -160,7 +160,7 @@ class Supervisor:
         if delay_s is None:
             self._give_up(rank, cause)
             return
-        logger.error("engine %d is gone: %s; it starts again in %g s", rank, cause, delay_s)
+        logger.error("engine %d ended: %s; it restarts in %g s", rank, cause, delay_s)
         self._begin(self._restart(rank, delay_s))
 
     async def _restart(self, rank: int, delay_s: float) -> None:
@@ -173,7 +173,7 @@ class Supervisor:
 
     def _give_up(self, rank: int, cause: MoestroError) -> None:
         logger.error(
-            "engine %d is given up: it ended %d times in a row before it was ready, the last time because: %s",
+            "engine %d is not restarted: it ended %d times in a row before it was ready, the last time because: %s",
             rank, MAX_FAILED_STARTS, cause,
         )  # fmt: skip
         self._ranks[rank].is_given_up = True

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moestro.core.request import ServiceClass
+from moestro.core.request import SAMPLING_RANGES, SamplingDefaults, SamplingParams, ServiceClass
 from moestro.errors import PromptTooLongError, RequestError, shown
 from moestro.server.protocol import ContentPart, GenerationFields, Message
 from moestro.server.request_fields import decode_chat, decode_completion
@@ -32,6 +32,12 @@ _IDS = re.compile(rb"\s*\[[\s\[]*[-0-9\]]")  # how a prompt in token ids begins
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")  # one spelling for each id
 
 
+# A checkpoint recommends no values for these, so the API's default applies.
+_API_DEFAULTS: dict[str, float] = {
+    name: getattr(SamplingParams(), name) for name in SAMPLING_RANGES if name not in SamplingDefaults.__struct_fields__
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How to answer, checked, whatever the kind of prompt. None: the client left it to us."""
@@ -43,13 +49,7 @@ class Options:
     max_tokens: int | None
     has_default_limit: bool  # `max_tokens` is the API's default: less will do near the end of the context
     min_tokens: int
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None  # 0: all
-    min_p: float | None
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float | None
+    sampling: dict[str, float]  # by name of `SamplingParams`; a missing one is left to the checkpoint
     logit_bias: tuple[tuple[int, float], ...]  # (token id, bias)
     seed: int | None  # 0 .. 2**64 - 1
     stop: tuple[str, ...]
@@ -158,13 +158,7 @@ def _options(fields: GenerationFields, shape: _Shape) -> Options:
         max_tokens=shape.max_tokens,
         has_default_limit=shape.has_default_limit,
         min_tokens=_min_tokens(fields.min_tokens or 0, shape.max_tokens),
-        temperature=_bounded("temperature", fields.temperature, 0, 2),
-        top_p=_top_p(fields.top_p),
-        top_k=None if fields.top_k is None else max(0, _range("top_k", fields.top_k, -1, 2**31 - 1)),
-        min_p=_bounded("min_p", fields.min_p, 0, 1),
-        presence_penalty=_bounded("presence_penalty", fields.presence_penalty, -2, 2) or 0.0,
-        frequency_penalty=_bounded("frequency_penalty", fields.frequency_penalty, -2, 2) or 0.0,
-        repetition_penalty=_bounded("repetition_penalty", fields.repetition_penalty, 0.01, 100),
+        sampling=_sampling(fields),
         logit_bias=_logit_bias(fields.logit_bias or {}),
         seed=None if fields.seed is None else _range("seed", fields.seed, -(2**63), 2**63 - 1) % 2**64,
         stop=_stops(fields.stop),
@@ -185,17 +179,15 @@ def _limit(name: str, value: int | None) -> int | None:
     return None if value is None else _range(name, value, 1, 2**31 - 1)
 
 
-def _bounded(param: str, value: float | None, low: float, high: float) -> float | None:
-    """`value` if it is there and within the bounds (which no NaN is)."""
-    if value is not None and not low <= value <= high:
-        raise _invalid(param, f"must be between {low:g} and {high:g}, got {value}")
-    return value
-
-
-def _top_p(value: float | None) -> float | None:
-    if value is not None and not 0 < value <= 1:
-        raise _invalid("top_p", f"must be above 0 and at most 1, got {value}")
-    return value
+def _sampling(fields: GenerationFields) -> dict[str, float]:
+    """The sampling parameters that are plain numbers, each in its range, without those left to the checkpoint."""
+    given = {name: value for name in SAMPLING_RANGES if (value := getattr(fields, name)) is not None}
+    for name, value in given.items():
+        if value not in SAMPLING_RANGES[name]:
+            raise _invalid(name, f"must be {SAMPLING_RANGES[name]}, got {shown(value)}")
+    if given.get("top_k") == -1:  # vLLM's clients write "all" in two ways
+        given["top_k"] = 0
+    return _API_DEFAULTS | given
 
 
 def _min_tokens(value: int, max_tokens: int | None) -> int:
@@ -218,7 +210,7 @@ def _logit_bias(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
 def _copies(n: int | None, best_of: int | None) -> int:
     copies = _range("n", 1 if n is None else n, 1, MAX_COPIES)
     if best_of not in (None, copies):
-        raise _invalid("best_of", f"must equal n ({copies}), for nothing is left out here, got {shown(best_of)}")
+        raise _invalid("best_of", f"must equal n ({copies}), because all choices are returned, got {shown(best_of)}")
     return copies
 
 

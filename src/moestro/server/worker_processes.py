@@ -63,7 +63,7 @@ class WorkerProcesses:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                     await process.wait()
             except TimeoutError:
-                logger.warning("engine %d did not leave within %g s: killed", rank, grace_s)
+                logger.warning("engine %d did not exit within %g s: killed", rank, grace_s)
                 process.kill()
                 await process.wait()
 
@@ -103,7 +103,7 @@ def _environment(num_ranks: int) -> Mapping[str, str]:
 
 def _how(code: int) -> str:
     if code >= 0:
-        return f"its process ended with status {code}; what it printed is above"
+        return f"its process ended with status {code}; its output is above"
     try:
         name = signal.Signals(-code).name
     except ValueError:

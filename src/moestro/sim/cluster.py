@@ -33,7 +33,7 @@ class Workload(Protocol):
         ...
 
 
-class Engine:
+class ClusterEngine:
     """An engine as the cluster sees it: a seat in a group, and who is on it.
 
     Attributes:
@@ -72,7 +72,7 @@ class Cluster:
         self.groups = groups
         self.router = router
         self.engines = [
-            Engine(number, group, index, seat)
+            ClusterEngine(number, group, index, seat)
             for number, (group, index, seat) in enumerate(
                 (g, i, seat) for g, group in enumerate(groups) for i, seat in enumerate(group.seats)
             )
@@ -161,7 +161,7 @@ class Cluster:
         if group.next_ns is not None:
             self.world.at(group.next_ns, Kind.STEP, number)
 
-    def _take(self, engine: Engine, output: StepOutput, results: Results) -> None:
+    def _take(self, engine: ClusterEngine, output: StepOutput, results: Results) -> None:
         """Note who gained a first token, and who ended."""
         now_ns, without_token = self.world.now_ns, engine.without_token
         if without_token:
@@ -187,7 +187,7 @@ def _note_end(results: Results, row: int, sequence: EngineSequence, now_ns: int)
     results.status[row] = ANSWERED
 
 
-def _count_prefill(engine: Engine, began_ns: int, now_ns: int, results: Results) -> None:
+def _count_prefill(engine: ClusterEngine, began_ns: int, now_ns: int, results: Results) -> None:
     """Of a step that is over, the time that went into prompts: its share of the tokens."""
     plan = engine.seat.plan
     if plan is None:

@@ -19,7 +19,7 @@ from moestro.sim.arrivals import AtTimes
 from moestro.sim.outcome import SimReport, outcome_of
 from moestro.sim.results import ANSWERED, NOT_YET_NS, Results
 from moestro.sim.scenario import Scenario, make_bounds, make_prices, run
-from moestro.sim.settings import EngineSettings, PolicySettings
+from moestro.sim.settings import PolicySettings, SimEngineSettings
 from moestro.sim.show import progress
 from moestro.workload.request_record import Header, RequestRecord
 
@@ -121,7 +121,7 @@ def recorded_results(record: RequestRecord) -> Results:
     return results
 
 
-def _engines(header: Header, cost: str | None) -> EngineSettings:
+def _engines(header: Header, cost: str | None) -> SimEngineSettings:
     """The server's engines, as far as the record tells, with what steps cost."""
     told = {
         "count": header.num_engines,
@@ -134,10 +134,10 @@ def _engines(header: Header, cost: str | None) -> EngineSettings:
     }
     if header.kv_offloading_size and "table" in told:
         raise ConfigError(
-            "this server kept KV of preempted requests in host memory, and a table does not say what these copies take:"
+            "this server kept KV of preempted requests in host memory, and a table has no prices of these copies:"
             " give --cost GPU/NETWORK"
         )
-    return msgspec.convert(told, EngineSettings)
+    return msgspec.convert(told, SimEngineSettings)
 
 
 def _cost(header: Header, cost: str | None) -> dict[str, str]:
@@ -146,7 +146,7 @@ def _cost(header: Header, cost: str | None) -> dict[str, str]:
         cost = source if source.endswith(".json") else f"{source}/{header.model}"
     if cost is None:
         raise ConfigError(
-            f"the record is of a server on {header.device}, and nothing says what its steps take: give --cost with the"
+            f"the record is of a server on {header.device}, and lacks durations of its steps: give --cost with the"
             " table that `moestro calibrate` writes on that machine, or --cost GPU/NETWORK, for instance"
             " h20/qwen3-30b-a3b"
         )

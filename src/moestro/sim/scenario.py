@@ -26,7 +26,7 @@ from moestro.sim.engine import Ranks
 from moestro.sim.group import Group
 from moestro.sim.prices import Barrier, OneRank, Prices
 from moestro.sim.results import Results
-from moestro.sim.settings import EngineSettings, PolicySettings, SimSettings
+from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings
 from moestro.sim.signals import AT_ONCE, SignalSettings
 from moestro.sim.staged import StagedRank
 from moestro.sim.workload_builder import describe, make_workload
@@ -52,7 +52,7 @@ class Scenario:
 
     workload: Workload
     arrivals: Arrivals
-    engines: EngineSettings
+    engines: SimEngineSettings
     bounds: SchedulerSettings
     prices: Prices
     source: str
@@ -102,7 +102,7 @@ def _check_fit(workload: RequestMaker, max_model_len: int) -> None:
         )
 
 
-def make_prices(engines: EngineSettings, directory: Path = Path()) -> Prices:
+def make_prices(engines: SimEngineSettings, directory: Path = Path()) -> Prices:
     """What steps of these engines cost."""
     if engines.table is not None:
         return OneRank(MeasuredCost(load_table(directory / engines.table)))
@@ -112,14 +112,14 @@ def make_prices(engines: EngineSettings, directory: Path = Path()) -> Prices:
     return OneRank(roofline) if engines.ep_ranks == 1 else Barrier(roofline)
 
 
-def _staged_engine(engines: EngineSettings) -> StagedEngine:
+def _staged_engine(engines: SimEngineSettings) -> StagedEngine:
     network = network_named(engines.network)
     if network.experts is None:
-        raise ConfigError(f"[engines] engine = 'qllm' runs networks with experts, which {network.name} has not")
+        raise ConfigError(f"[engines] engine = 'qllm' runs networks with experts, and {network.name} has none")
     return StagedEngine(QLLM, network)
 
 
-def _roofline(engines: EngineSettings) -> Roofline:
+def _roofline(engines: SimEngineSettings) -> Roofline:
     host = HostCost(
         step_ns=VLLM_HOST.step_ns if engines.host_step_us is None else engines.host_step_us * 1e3,
         sequence_ns=VLLM_HOST.sequence_ns if engines.host_sequence_us is None else engines.host_sequence_us * 1e3,
@@ -134,7 +134,7 @@ def _roofline(engines: EngineSettings) -> Roofline:
     )
 
 
-def make_bounds(engines: EngineSettings) -> SchedulerSettings:
+def make_bounds(engines: SimEngineSettings) -> SchedulerSettings:
     """What each rank holds and does at once."""
     num_blocks = engines.num_blocks or kv_blocks(
         network_named(engines.network),
@@ -176,7 +176,7 @@ def run(scenario: Scenario, policy: PolicySettings, on_arrival: OnArrival = None
     return cluster.run(scenario.workload, scenario.arrivals)
 
 
-def _make_ranks(bounds: SchedulerSettings, prices: Prices, policy: PolicySettings, engines: EngineSettings) -> Ranks:
+def _make_ranks(bounds: SchedulerSettings, prices: Prices, policy: PolicySettings, engines: SimEngineSettings) -> Ranks:
     if policy.mode == "fused":
         return Group(bounds, prices)
     cost = _roofline(engines) if engines.engine is None else _staged_engine(engines)

@@ -77,7 +77,7 @@ class WorkloadSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings(SchedulerLimits, CacheSettings):
+class SimEngineSettings(SchedulerLimits, CacheSettings):
     """The engines, all alike, and the cost of their steps.
 
     Attributes:
@@ -112,7 +112,7 @@ class EngineSettings(SchedulerLimits, CacheSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.table is not None and self.kv_offloading_size:
-            raise ConfigError("[engines] a table does not say what copies to host memory take: drop kv_offloading_size")
+            raise ConfigError("[engines] a table has no prices of copies to host memory: drop kv_offloading_size")
         if self.table is not None and self.engine is not None:
             raise ConfigError("[engines] a table prices whole steps: give it, or engine")
         if (self.table or self.engine) and (self.num_blocks is None or self.ep_ranks > 1):
@@ -141,11 +141,11 @@ class PolicySettings(SteppingSettings, SchedulerPolicies):
     max_num_urgent_seqs: Annotated[int | None, at_least(0)] = None
     signals: SignalSettings | None = None
 
-    def check_prices(self, engines: EngineSettings) -> None:
+    def check_prices(self, engines: SimEngineSettings) -> None:
         """Raise ConfigError if the mode needs other prices than those of `engines`."""
         if self.mode == "preemptive" and (engines.table is not None or engines.ep_ranks > 1):
             raise ConfigError(
-                "[[policies]] mode = 'preemptive' wants prices of stages, of ranks on their own: no table, ep_ranks 1"
+                "[[policies]] mode = 'preemptive' needs prices of stages and single ranks: no table, ep_ranks 1"
             )
 
     def num_urgent_seqs(self, max_num_seqs: int) -> int:
@@ -185,7 +185,7 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     PLACE: ClassVar[str] = ""
 
     workload: WorkloadSettings
-    engines: EngineSettings = EngineSettings()
+    engines: SimEngineSettings = SimEngineSettings()
     signals: SignalSettings = AT_ONCE
     policies: tuple[PolicySettings, ...] = (PolicySettings(),)
     slos: SloSettings | None = None
@@ -212,7 +212,7 @@ def read_settings(path: Path) -> SimSettings:
         text = path.read_text(encoding="utf-8")
         tables = tomllib.loads(text)
         settings = msgspec.convert(tables, SimSettings)
-        _refuse_unknown(tables.get("engines", {}), EngineSettings, "engines")
+        _refuse_unknown(tables.get("engines", {}), SimEngineSettings, "engines")
         for index, table in enumerate(tables.get("policies", ())):
             _refuse_unknown(table, PolicySettings, f"policies[{index}]")
     except OSError as error:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
 
+from moestro.core.load_figures import FIGURES, IDLE, ROUTED_FIGURES, LoadFigures
 from moestro.core.setting_checks import above, at_least, check_settings
-from moestro.core.views import FIGURES, Channel, EngineFigures
 from moestro.core.work import Int32s
 from moestro.errors import ConfigError
 from moestro.routing.router import Router
@@ -26,11 +27,19 @@ from moestro.sim.group import Int64s
 NS_PER_MS = 1_000_000
 
 
+class ReportChannel(StrEnum):
+    """Ways by which reports of figures reach a router."""
+
+    PIGGYBACKED = "piggybacked"  # with an engine's outputs, at every step
+    POLLED = "polled"  # read from the engine now and then, as from `/metrics`
+    BROADCAST = "broadcast"  # sent by a third party for many engines
+
+
 class ChannelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The way by which some figures come.
 
     Attributes:
-        figures: which, by the names of `core.views.EngineFigures`.
+        figures: which, by the names of `core.load_figures.LoadFigures`.
         channel: piggybacked: said with the outputs of every step. polled, broadcast: every `period_ms`, as they were at
             the end of the last step, or just then if the engine was idle.
         delay_ms: from there to the router.
@@ -40,13 +49,13 @@ class ChannelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     PLACE: ClassVar[str] = "[signals] "
 
     figures: tuple[str, ...]
-    channel: Channel = Channel.PIGGYBACKED
+    channel: ReportChannel = ReportChannel.PIGGYBACKED
     delay_ms: Annotated[float, at_least(0)] = 0.0
     period_ms: Annotated[float, above(0)] = 100.0
 
     def __post_init__(self) -> None:
         check_settings(self)
-        known = [name for name in FIGURES if name != "expert_pressure"]
+        known = [name for name in ROUTED_FIGURES if FIGURES[name].is_from_rank]
         for name in self.figures:
             if name not in known:
                 raise ConfigError(f"signals: no engine of a simulation says {name!r}; known: {', '.join(known)}")
@@ -83,7 +92,7 @@ class _Moment:
 
     Attributes:
         at_ns: when; it has read its inbox until then.
-        num_waiting, num_running, queued_prefill_tokens, num_tokens: as in `EngineFigures`.
+        load: the figures of the engine at that time.
         num_held: KV blocks held by sequences, before those of a jump.
         ends: boundaries of the jump, which may still be cut short; None: a single step, or nothing.
         computed, capacity: int32[n], of the sequences in the jump: tokens with KV, tokens for which there are blocks.
@@ -91,10 +100,7 @@ class _Moment:
     """
 
     at_ns: int
-    num_waiting: int = 0
-    num_running: int = 0
-    queued_prefill_tokens: int = 0
-    num_tokens: int = 0
+    load: LoadFigures = IDLE
     num_held: int = 0
     ends: Int64s | None = None
     computed: Int32s | None = None
@@ -120,13 +126,9 @@ class _Voice:
             return  # others of its group go on; it has nothing new to say
         while len(moments) > 1 and moments[1].at_ns <= forget_before_ns:
             moments.popleft()
-        stats = self._rank.stats()
         moment = _Moment(
             now_ns,
-            stats.num_waiting,
-            stats.num_running,
-            stats.queued_prefill_tokens,
-            stats.num_tokens,
+            self._rank.stats(),
             self._num_blocks - self._rank.scheduler.pool.num_free,
             is_idle=is_idle,
         )
@@ -153,12 +155,11 @@ class _Voice:
         """The figures `names` after `num_steps` steps of the moment's jump."""
         found: dict[str, Any] = {}
         for name in names:
+            found[name] = getattr(moment.load, name)
             if name == "kv_usage":
                 found[name] = self._num_held(moment, num_steps) / self._num_blocks
             elif name == "num_tokens" and moment.computed is not None:
-                found[name] = moment.num_tokens + num_steps * len(moment.computed)
-            else:
-                found[name] = getattr(moment, name)
+                found[name] += num_steps * len(moment.computed)
         return found
 
     def _num_held(self, moment: _Moment, num_steps: int) -> int:
@@ -184,7 +185,7 @@ class Signals:
         self._channels = settings.channels
         self._delays_ns = [round(each.delay_ms * NS_PER_MS) for each in settings.channels]
         self._periods_ns = [
-            0 if each.channel is Channel.PIGGYBACKED else round(each.period_ms * NS_PER_MS)
+            0 if each.channel is ReportChannel.PIGGYBACKED else round(each.period_ms * NS_PER_MS)
             for each in settings.channels
         ]
         self._response_delay_ns = round(settings.response_delay_ms * NS_PER_MS)
@@ -265,9 +266,9 @@ class Signals:
         told_ns = self._told_ns[number]
         for engine, voice in enumerate(self._voices):
             moment, num_steps, as_of_ns = voice.at(true_at_ns)
-            if moment.is_idle and channel.channel is not Channel.PIGGYBACKED:
+            if moment.is_idle and channel.channel is not ReportChannel.PIGGYBACKED:
                 as_of_ns = true_at_ns  # it looks into its inbox all the time
             if as_of_ns != told_ns[engine]:
                 told_ns[engine] = as_of_ns
                 figures = voice.figures(moment, num_steps, channel.figures)
-                self._router.report(engine, EngineFigures(channel=channel.channel, **figures), as_of_ns, now_ns)
+                self._router.report(engine, LoadFigures(**figures), as_of_ns, now_ns)

@@ -18,10 +18,10 @@ from moestro.errors import DrainingError, RequestError, shown
 from moestro.text.template_worker import (
     TIME_LIMIT_S,
     LimitExceeded,
-    Refused,
     RenderAnswer,
     Rendered,
     RenderJob,
+    TemplateRefused,
     read_message,
     write_job,
 )
@@ -131,7 +131,7 @@ class Renderers:
         match answer:
             case Rendered(text):
                 return text
-            case Refused(message):
+            case TemplateRefused(message):
                 text = f"The model's chat template refuses these messages: {shown(message)}"
                 raise RequestError(text, param="messages")
             case LimitExceeded(limit):

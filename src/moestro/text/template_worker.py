@@ -38,7 +38,7 @@ class Rendered(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class TemplateRefused(msgspec.Struct, frozen=True, tag=True):
     """The template raised an error."""
 
     message: str
@@ -50,7 +50,7 @@ class LimitExceeded(msgspec.Struct, frozen=True, tag=True):
     limit: str
 
 
-RenderAnswer = Rendered | Refused | LimitExceeded
+RenderAnswer = Rendered | TemplateRefused | LimitExceeded
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_job = msgspec.msgpack.Decoder(RenderJob).decode
@@ -91,7 +91,7 @@ def _answer(body: bytes) -> bytes:
         return _encode(LimitExceeded(f"{MEMORY_LIMIT_BYTES >> 20} MiB of memory"))
     except Exception as error:  # a template is a foreign program
         text = str(error)[:_ERROR_CHARS]
-        return _encode(Refused(text.encode(errors="replace").decode()))
+        return _encode(TemplateRefused(text.encode(errors="replace").decode()))
     if len(answer) > TEXT_LIMIT_BYTES:
         return _encode(LimitExceeded(f"{TEXT_LIMIT_BYTES >> 20} MiB of text"))
     return answer

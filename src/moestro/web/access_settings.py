@@ -25,7 +25,7 @@ class AccessSettings(CheckedSettings):
     max_concurrent_requests_per_key: Annotated[int | None, at_least(1), Parameter(group=_ACCESS)] = None
     "Requests with one key that run at a time; one more is refused with 429. Needs --api-key."
     max_connections_per_address: Annotated[int | None, at_least(1), Parameter(group=_ACCESS)] = None
-    "Connections of one client address at a time; one more is refused with 503."
+    "Connections of one client address at a time; a further one is refused with 503."
     allowed_origins: Annotated[tuple[str, ...], Parameter(group=_ACCESS, consume_multiple=True, json_list=True)] = ()
     "Web pages that may send requests, by CORS: origins such as https://chat.example, or *. Unset: no CORS headers."
     allowed_methods: Annotated[tuple[str, ...], Parameter(group=_ACCESS, consume_multiple=True, json_list=True)] = (

@@ -95,7 +95,7 @@ class HttpMiddleware:
             raise HttpError(400, "Malformed HTTP: the version must be HTTP/1.1 or HTTP/1.0.", "bad_request")
         for name in _ONCE:
             if len(headers.getall(name, ())) > 1:
-                raise HttpError(400, f"{name} may be there once, and is there more often.", "bad_request")
+                raise HttpError(400, f"{name} may be given once, but is given several times.", "bad_request")
         if len(headers.get("Content-Length", "")) > _MAX_LENGTH_DIGITS:
             raise HttpError(400, "Malformed HTTP: Content-Length has too many digits.", "bad_request")
         coding = headers.get("Transfer-Encoding")

@@ -83,7 +83,7 @@ Known = TypeVar("Known", BlockStored, BlockRemoved)
 Event = BlockStored | BlockRemoved | AllBlocksCleared | UnreadableRemoval
 
 
-class Message(NamedTuple):
+class KvMessage(NamedTuple):
     """One message of a publisher.
 
     Attributes:
@@ -129,7 +129,7 @@ _REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 _METADATA_AT = _STORED_FIELDS.index("lora_name")  # SGLang has a map at this place
 
 
-def decode_frames(frames: list[bytes]) -> Message:
+def decode_frames(frames: list[bytes]) -> KvMessage:
     """Decode a published message (topic, number, payload) or a replayed one.
 
     A replayed message has an empty frame (the topic in newer vLLM), the number and the payload.
@@ -141,8 +141,8 @@ def decode_frames(frames: list[bytes]) -> Message:
         sizes = [len(frame) for frame in frames]
         raise KvEventError(f"expected frames of topic, 8 bytes of sequence number, payload; got {sizes} bytes")
     if frames[-2] == END_OF_REPLAY:
-        return Message(None, b"")
-    return Message(int.from_bytes(frames[-2], "big"), frames[-1])
+        return KvMessage(None, b"")
+    return KvMessage(int.from_bytes(frames[-2], "big"), frames[-1])
 
 
 def decode_batch(payload: bytes) -> EventBatch:

@@ -8,32 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from moestro.core.request import Output, Request, SamplingDefaults
-from moestro.core.work import PassCounts
-
-
-class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front door must know of a loaded model."""
-
-    model_id: str  # under which block hashes are keyed
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    sampling_defaults: SamplingDefaults = SamplingDefaults()
-    block_size: int
-    num_blocks: int
-    num_host_blocks: int = 0  # for the KV of preempted sequences
-    num_parameters: int
-    # For the operator's eyes:
-    model_type: str
-    dtype: str
-    device: str
-    num_layers: int
-    num_experts: int  # of a layer; 0: a dense model
-    num_experts_per_token: int
-    notes: tuple[str, ...] = ()  # what the operator should know, one sentence each
-    is_exact: bool = False  # batch and schedule do not change tokens, so that another engine can continue an answer
-
+from moestro.core.load_figures import LoadFigures
+from moestro.core.model_info import ModelInfo
+from moestro.core.request import Output, Request
 
 # From the front door to a rank.
 
@@ -73,27 +50,11 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     info: ModelInfo
 
 
-class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """How full a rank is, and its totals since it started."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_usage: float = 0.0  # fraction of KV blocks held by sequences, 0 .. 1
-    queued_prefill_tokens: int = 0  # to compute before those that wait or prefill have a token
-    num_tokens: int = 0  # of sequences that run or wait
-    num_preemptions: int = 0
-    num_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache
-    num_hit_tokens: int = 0  # of these, found there
-    num_kept_tokens: int = 0  # whose KV preempted requests left in host memory
-    num_restored_tokens: int = 0  # whose KV was copied back
-    pass_counts: PassCounts = PassCounts()  # of `preemptive` mode
-
-
 class Outputs(msgspec.Struct, frozen=True, tag=True):
     """What the requests of one step gained, and how full the rank is now."""
 
     outputs: tuple[Output, ...]
-    load: RankLoad
+    load: LoadFigures
     as_of_ns: int = 0  # when the rank last read its inbox: no request sent later is in these figures
 
 

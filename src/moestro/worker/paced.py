@@ -17,6 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from moestro.config.launch_spec import LaunchSpec
+from moestro.core.model_info import ModelInfo
 from moestro.core.request import TokenLogprobs
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, BlockMoves, Device, Forward, StepResult, Units
 from moestro.cost.capacity import kv_blocks
@@ -32,7 +33,6 @@ from moestro.cost.tables import MeasuredCost, load_table
 from moestro.engine.rank import Rank
 from moestro.errors import ConfigError, InvariantError
 from moestro.model.settings import ModelSettings
-from moestro.wire.messages import ModelInfo
 from moestro.worker.rank_process import make_preemptive_rank, make_rank
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from moestro.config.launch_spec import LaunchSpec
+from moestro.core.model_info import ModelInfo
 from moestro.engine.rank import Rank
-from moestro.wire.messages import ModelInfo
 from moestro.worker.paced import FixedAnswers, make_paced_rank, paced_info, read_words
 from moestro.worker.rank_process import OnPhase, leave, run_process
 

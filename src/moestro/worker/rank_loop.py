@@ -5,70 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from moestro.core.load_figures import IDLE, LoadFigures
 from moestro.core.request import Output, Request
-from moestro.core.work import PassCounts
 from moestro.errors import RequestError
-from moestro.wire.messages import Abort, Add, Outputs, RankLoad, Refused, Shutdown, ToRank
+from moestro.wire.messages import Abort, Add, Outputs, Refused, Shutdown, ToRank
 from moestro.worker.channel import Channel
-
-
-class Stats(Protocol):
-    """How full a rank is, and its totals since the start."""
-
-    @property
-    def num_running(self) -> int:
-        """Sequences that hold KV."""
-        ...
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that wait for it."""
-        ...
-
-    @property
-    def kv_usage(self) -> float:
-        """Fraction of blocks held, 0 .. 1."""
-        ...
-
-    @property
-    def queued_prefill_tokens(self) -> int:
-        """To compute before those that wait or prefill have a token."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Of sequences that run or wait."""
-        ...
-
-    @property
-    def num_preemptions(self) -> int:
-        """Times that a sequence gave up its KV."""
-        ...
-
-    @property
-    def num_queried_tokens(self) -> int:
-        """Prompt tokens looked up in the prefix cache."""
-        ...
-
-    @property
-    def num_hit_tokens(self) -> int:
-        """Of these, found there."""
-        ...
-
-    @property
-    def num_kept_tokens(self) -> int:
-        """Whose KV preempted sequences left in host memory."""
-        ...
-
-    @property
-    def num_restored_tokens(self) -> int:
-        """Whose KV was copied back."""
-        ...
-
-    @property
-    def pass_counts(self) -> PassCounts:
-        """How often and for how long best effort was passed over."""
-        ...
 
 
 class Steppable(Protocol):
@@ -104,8 +45,8 @@ class Steppable(Protocol):
         """Steps begun since the start; constant while the rank makes no progress."""
         ...
 
-    def stats(self) -> Stats:
-        """How full it is."""
+    def stats(self) -> LoadFigures:
+        """The rank's load now, and its totals since the start."""
         ...
 
 
@@ -126,7 +67,7 @@ def run_rank(
         now_ns: the wall clock; the API server's `arrival_ns` must use the same clock.
         after_step: called after each step, before its outputs are sent.
     """
-    told = RankLoad()
+    told = IDLE
     wait_s: float | None = None
     while True:
         messages = channel.receive(wait_s if rank.has_work else None)
@@ -141,7 +82,7 @@ def run_rank(
             rank.begin(now_ns())
         channel.num_steps = rank.num_steps
         after_step()
-        load = _load(rank.stats())
+        load = rank.stats()
         if outputs or load != told:
             channel.send(Outputs(tuple(outputs), load, as_of_ns))
             told = load
@@ -175,22 +116,6 @@ def _obey(messages: Sequence[ToRank], rank: Steppable, channel: Channel, now_ns:
             case Shutdown():
                 return False
     return True
-
-
-def _load(stats: Stats) -> RankLoad:
-    return RankLoad(
-        num_running=stats.num_running,
-        num_waiting=stats.num_waiting,
-        kv_usage=stats.kv_usage,
-        queued_prefill_tokens=stats.queued_prefill_tokens,
-        num_tokens=stats.num_tokens,
-        num_preemptions=stats.num_preemptions,
-        num_queried_tokens=stats.num_queried_tokens,
-        num_hit_tokens=stats.num_hit_tokens,
-        num_kept_tokens=stats.num_kept_tokens,
-        num_restored_tokens=stats.num_restored_tokens,
-        pass_counts=stats.pass_counts,
-    )
 
 
 def _refused(request_id: str, error: RequestError) -> Refused:

@@ -18,13 +18,14 @@ from typing import NoReturn
 
 from moestro.config.launch_spec import STACK_DUMP, LaunchSpec, read_launch_spec
 from moestro.config.user_code import accept_user_code
+from moestro.core.model_info import ModelInfo
 from moestro.core.stages import StagedDevice
 from moestro.core.work import Device
 from moestro.engine.cache_events import CacheEvents
 from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError, MoestroError
-from moestro.wire.messages import Failed, ModelInfo, Phase, Ready, identity_of
+from moestro.wire.messages import Failed, Phase, Ready, identity_of
 from moestro.worker.channel import Channel
 from moestro.worker.kv_publisher import KvPublisher
 from moestro.worker.rank_loop import run_rank

@@ -20,7 +20,7 @@ Int64s = NDArray[np.int64]
 _PIECE_BYTES = 1 << 20
 
 
-class Generation(msgspec.Struct, frozen=True):
+class TracedAnswer(msgspec.Struct, frozen=True):
     """One answer: the tokens in rows offset .. offset + num_tokens.
 
     Attributes:
@@ -45,9 +45,9 @@ class RoutingTrace:
     """
 
     experts: UInt8s
-    generations: tuple[Generation, ...]
+    generations: tuple[TracedAnswer, ...]
 
-    def tokens_of(self, generation: Generation) -> UInt8s:
+    def tokens_of(self, generation: TracedAnswer) -> UInt8s:
         """uint8[num_tokens, layers, top_k], a view."""
         return self.experts[generation.offset : generation.offset + generation.num_tokens]
 
@@ -74,9 +74,9 @@ def read_routing(experts: Path, index: Path) -> RoutingTrace:
     with open_lines(index) as lines:
         for number, fields in read_jsonl(index, lines):
             try:
-                generations.append(msgspec.convert(fields, Generation))
+                generations.append(msgspec.convert(fields, TracedAnswer))
             except msgspec.ValidationError as error:
-                needed = ", ".join(Generation.__struct_fields__)
+                needed = ", ".join(TracedAnswer.__struct_fields__)
                 raise ConfigError(f"{index}, line {number}: {error}; expected {needed}") from None
     array = _read_npy(experts)
     ends = [each.offset + each.num_tokens for each in generations]

@@ -44,7 +44,7 @@ class Histograms(msgspec.Struct, frozen=True):
     output_tokens: dict[str, float]
 
 
-class Client(msgspec.Struct, frozen=True):
+class ServeGenClient(msgspec.Struct, frozen=True):
     """One client. The keys of `dataset` are the second of the day from which an entry holds."""
 
     client: int
@@ -74,7 +74,7 @@ class Span:
             )
 
 
-def read_clients(path: Path) -> list[Client]:
+def read_clients(path: Path) -> list[ServeGenClient]:
     """Read the clients of a file.
 
     Raises:
@@ -87,7 +87,7 @@ def read_clients(path: Path) -> list[Client]:
     return clients
 
 
-def draw_requests(clients: list[Client], span: Span, seed: int) -> Rows:
+def draw_requests(clients: list[ServeGenClient], span: Span, seed: int) -> Rows:
     """Draw the requests of all clients in a span, in order of time, from 0; `user` is the client's number.
 
     In each window a client sends as many requests as it did, times the factor (a fractional rest by chance). The gaps
@@ -112,9 +112,9 @@ def draw_requests(clients: list[Client], span: Span, seed: int) -> Rows:
     )
 
 
-def _client(path: Path, number: int, fields: dict[str, Any]) -> Client:
+def _client(path: Path, number: int, fields: dict[str, Any]) -> ServeGenClient:
     try:
-        return msgspec.convert(fields, Client)
+        return msgspec.convert(fields, ServeGenClient)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"{path}, line {number}: {error}; expected a client of ServeGen: client, trace ([t, rate, cv, pattern,"
@@ -122,7 +122,7 @@ def _client(path: Path, number: int, fields: dict[str, Any]) -> Client:
         ) from None
 
 
-def _draw_client(client: Client, span: Span, seed: int) -> list[tuple[Int64s, Int64s, Int64s, Int64s]]:
+def _draw_client(client: ServeGenClient, span: Span, seed: int) -> list[tuple[Int64s, Int64s, Int64s, Int64s]]:
     """For each window of the span: times, prompt lengths, answer lengths, the client's number."""
     drawn = []
     for window in client.trace:
@@ -149,7 +149,7 @@ def _times(window: Window, factor: float, rng: np.random.Generator) -> Int64s:
     return times
 
 
-def _histograms(client: Client, at_s: int) -> Histograms | None:
+def _histograms(client: ServeGenClient, at_s: int) -> Histograms | None:
     """Histograms valid at a time of day, or the nearest ones with any lengths; None if the client has none at all."""
     known = {int(start): each for start, each in client.dataset.items() if each.input_tokens and each.output_tokens}
     if not known:

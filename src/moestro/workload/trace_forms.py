@@ -21,7 +21,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 _BLOCK_SIZES = (512, 16, 32, 64, 128, 256, 1024)
 
 
-class Entry(msgspec.Struct, kw_only=True):
+class TraceEntry(msgspec.Struct, kw_only=True):
     """One request in Moestro's field names, as far as its format tells."""
 
     timestamp_ns: int | None = None
@@ -34,14 +34,14 @@ class Entry(msgspec.Struct, kw_only=True):
     parent: int | None = None
 
 
-class Lengths(Entry, kw_only=True):
+class LengthsEntry(TraceEntry, kw_only=True):
     """A request with both lengths."""
 
     num_prompt_tokens: Count
     num_output_tokens: Count
 
 
-class Timed(Lengths, kw_only=True):
+class Timed(LengthsEntry, kw_only=True):
     """A request with lengths and time."""
 
     timestamp_ns: int
@@ -60,7 +60,7 @@ class Turn(Hashed, kw_only=True):
     parent: int
 
 
-class Text(Entry, kw_only=True):
+class Text(TraceEntry, kw_only=True):
     """A request with its prompt as text."""
 
     prompt: Annotated[str, msgspec.Meta(min_length=1)]
@@ -114,7 +114,7 @@ class Form:
     name: str
     needs: frozenset[str]
     expected: str
-    entry: type[Entry]
+    entry: type[TraceEntry]
     names: dict[str, str]
     time_ns: Callable[[Any], int] | None = None
     failed: str | None = None
@@ -123,7 +123,7 @@ class Form:
         """Whether the row is a failed request."""
         return self.failed is not None and str(fields.get(self.failed)) in {"0", "0.0"}
 
-    def read(self, fields: dict[str, Any]) -> Entry:
+    def read(self, fields: dict[str, Any]) -> TraceEntry:
         """Convert one row; a null field counts as missing.
 
         Raises:
@@ -205,13 +205,13 @@ FORMS = (
         "lengths",
         frozenset({"input_length", "output_length"}),
         "input_length, output_length (at least 1)",
-        Lengths,
+        LengthsEntry,
         {"input_length": "num_prompt_tokens", "output_length": "num_output_tokens"},
     ),
 )
 
 
-def rows_of(path: Path, entries: Sequence[Entry], form: Form, default_output_tokens: int) -> Rows:
+def rows_of(path: Path, entries: Sequence[TraceEntry], form: Form, default_output_tokens: int) -> Rows:
     """Convert entries to columns, in order of time where there are times (stable: ties keep the file's order)."""
     is_hashed = issubclass(form.entry, Hashed)
     rows = Rows(
@@ -226,11 +226,11 @@ def rows_of(path: Path, entries: Sequence[Entry], form: Form, default_output_tok
     return rows if rows.timestamp_ns is None else rows.select(np.argsort(rows.timestamp_ns, kind="stable"))
 
 
-def _times(entries: Sequence[Entry]) -> Int64s:
+def _times(entries: Sequence[TraceEntry]) -> Int64s:
     return np.array([entry.timestamp_ns for entry in entries], np.int64)
 
 
-def _sessions(entries: Sequence[Entry]) -> Int64s | None:
+def _sessions(entries: Sequence[TraceEntry]) -> Int64s | None:
     """Number conversations from 0 by their first request; a request that names no conversation is one of its own."""
     if all(entry.session is None and entry.chat is None for entry in entries):
         return None
@@ -269,7 +269,7 @@ def _renumbered(hash_ids: Sequence[list[int]]) -> tuple[Int64s, ...]:
     return tuple(found)
 
 
-def _block_size(path: Path, entries: Sequence[Entry]) -> int:
+def _block_size(path: Path, entries: Sequence[TraceEntry]) -> int:
     """The block size at which each prompt has as many blocks as hash ids, with or without an id for a partial block."""
     lengths = np.array([entry.num_prompt_tokens for entry in entries], np.int64)
     counts = np.array([len(entry.hash_ids or ()) for entry in entries], np.int64)

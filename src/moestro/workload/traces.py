@@ -24,7 +24,7 @@ from moestro.errors import ConfigError
 from moestro.workload.files import open_lines, read_jsonl
 from moestro.workload.rows import Rows
 from moestro.workload.sharegpt import first_turns
-from moestro.workload.trace_forms import FORMS, Entry, Form, rows_of
+from moestro.workload.trace_forms import FORMS, Form, TraceEntry, rows_of
 
 
 def read_trace(path: Path, limit: int | None = None, default_output_tokens: int = 64) -> Rows:
@@ -46,9 +46,9 @@ def read_trace(path: Path, limit: int | None = None, default_output_tokens: int 
 
 def _entries(
     path: Path, numbered: Iterator[tuple[int, dict[str, Any]]], limit: int | None
-) -> tuple[list[Entry], Form, int]:
+) -> tuple[list[TraceEntry], Form, int]:
     form: Form | None = None
-    entries: list[Entry] = []
+    entries: list[TraceEntry] = []
     num_failed = 0
     for number, fields in numbered:
         form = form or _form_of(path, number, fields)

@@ -1,7 +1,7 @@
 import pytest
 from support.routers import decide, request, router, table
 
-from moestro.core.views import EngineFigures
+from moestro.core.load_figures import LoadFigures
 from moestro.routing.policies.gimbal import GimbalV1, GimbalV2
 
 SECOND = 1_000_000_000
@@ -28,7 +28,7 @@ def test_a_user_goes_back_to_the_engine_of_the_last_request_unless_kv_is_saturat
 
     def send(name, at_s, usage=0.2, user="u"):
         for engine in range(3):
-            said = EngineFigures(kv_usage=usage if engine else 0.1, num_tokens=0)
+            said = LoadFigures(kv_usage=usage if engine else 0.1, num_tokens=0)
             three.report(engine, said, int(at_s * SECOND), int(at_s * SECOND))
         return three.submit(request(name, user=user), int(at_s * SECOND)).engine
 

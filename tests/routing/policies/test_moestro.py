@@ -1,7 +1,7 @@
 import pytest
 from support.routers import decide, request, router, table, view
 
-from moestro.core.views import EngineFigures
+from moestro.core.load_figures import LoadFigures
 from moestro.routing.policies.lmetric import LMetric
 from moestro.routing.policies.moestro import Moestro
 from moestro.routing.policy_contract import Ended, EngineLost, Routed
@@ -126,5 +126,5 @@ def test_it_works_from_the_first_request_on():
     engines = []
     for i in range(30):
         engines.append(three.submit(request(str(i), prompt=range(i, i + 100)), i * MS).engine)
-        three.report(engines[-1], EngineFigures(kv_usage=0.1, num_waiting=1, num_running=0), i * MS, i * MS)
+        three.report(engines[-1], LoadFigures(kv_usage=0.1, num_waiting=1, num_running=0), i * MS, i * MS)
     assert [engines.count(e) for e in range(3)] == [10, 10, 10]

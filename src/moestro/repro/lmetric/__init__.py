@@ -1,1 +1,29 @@
-"""LMetric's experiment."""
+"""LMetric: 16 H20 engines with Qwen3-30B-A3B, every routing policy, five rates up to 90 % of saturation.
+
+The loads are chat, api_agent, coder and tool_agent (generated sessions), and with --traces mooncake_conversation and
+mooncake_synthetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cyclopts import Parameter
+
+from moestro.repro.settings import ReproSettings
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class LmetricSettings(ReproSettings):
+    """Settings of LMetric's experiment."""
+
+    num_requests: int | None = None
+    "Requests of each load; more give steadier figures and take longer. Unset: the plan's."
+    traces: Path | None = None
+    """Directory with mooncake_conversation.jsonl and mooncake_synthetic.jsonl (or .jsonl.zst), which Mooncake's authors
+    publish. Unset: generated sessions alone."""
+
+
+SETTINGS = LmetricSettings

@@ -1,4 +1,4 @@
-"""A hot prefix that a product cannot spread (LMetric, section 5.2): for a while, many requests ask nearly the same."""
+"""A hot prefix that a product of indicators cannot spread (LMetric, section 5.2)."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import replace
 import numpy as np
 
 from moestro.core.clock import NS_PER_S
-from moestro.repro.lmetric.testbed import Load
+from moestro.repro.testbed import TimedLoad
 from moestro.workload.rows import Streams
 
-HOT_SHARE = 0.5  # of the middle third's requests
-HOT_TOKENS = 8192  # that they have in common
-OWN_TOKENS = 24  # and not
+HOT_SHARE = 0.5  # share of the middle third's requests
+HOT_TOKENS = 8192  # tokens that hot prompts share
+OWN_TOKENS = 24  # tokens of their own at the end
 LEAD_S = 3
 
 
-def with_hot_prefix(load: Load, seed: int) -> Load:
-    """`load`, in whose middle third a share of the requests ask one long prompt and differ only at its very end.
+def with_hot_prefix(load: TimedLoad, seed: int) -> TimedLoad:
+    """A load with a hot prefix: in its middle third, many requests send one long prompt that differs only at its end.
 
-    One of them comes LEAD_S before the others, so that one engine holds the prompt when the flood begins: were they to
-    come at once, each would find the others' engines busy with it, and the prompt would be everywhere before it is hot.
+    One of them arrives LEAD_S before the others, so that one engine holds the prompt when the others arrive.
+    If all arrived at once, the prompt would be on every engine before it is hot.
 
     Args:
-        load: of generated sessions: streams say what its prompts share.
+        load: load of generated sessions, whose streams name the shared parts of prompts.
     """
     rows, third = load.rows, len(load.rows) // 3
     assert rows.streams is not None, "prompts share what streams say"

@@ -1,29 +1,29 @@
-"""What the paper says, what was found, and whether it holds."""
+"""The claims of LMetric's paper beside our figures, with verdicts."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from moestro.repro.lmetric.experiment import BASELINE, HALF, NETWORK, OUR_POLICY, PAPER_POLICY, RIVALS, Findings
-from moestro.repro.lmetric.reporting import Claim
-from moestro.repro.lmetric.testbed import Measured
+from moestro.repro.lmetric.findings import BASELINE, HALF, NETWORK, OUR_POLICY, PAPER_POLICY, RIVALS, LmetricFindings
+from moestro.repro.results import Claim
+from moestro.repro.testbed import ServingFigures
 
-_EQUAL = 0.02  # figures that differ by less count as equal: no direction holds by them
-_FEWEST_REQUESTS = 100  # of tracked classes; what fewer keep or break says nothing
+_EQUAL = 0.02  # figures that differ by less count as equal
+_FEWEST_REQUESTS = 100  # fewest requests of tracked classes on which a claim is judged
 
 
-def claims_of(findings: Findings) -> list[Claim]:
-    """LMetric's, in the order of the paper."""
+def claims_of(findings: LmetricFindings) -> list[Claim]:
+    """The claims in the order of the paper."""
     return [claim for checks in _CHECKS for claim in checks(findings)]
 
 
-def _cells(findings: Findings, share: float = HALF) -> dict[str, dict[str, Measured]]:
-    """By load, by policy: the first network, seed 0."""
-    found: dict[str, dict[str, Measured]] = {}
+def _cells(findings: LmetricFindings, share: float = HALF) -> dict[str, dict[str, ServingFigures]]:
+    """The figures of the first network and seed 0, by load and policy."""
+    found: dict[str, dict[str, ServingFigures]] = {}
     for cell in findings.cells:
         if cell.share == share and cell.network == NETWORK and cell.seed == 0:
-            found.setdefault(cell.load, {})[cell.policy] = cell.measured
+            found.setdefault(cell.load, {})[cell.system] = cell.measured
     return found
 
 
@@ -40,8 +40,8 @@ def _is_above(ours: float, other: float) -> bool:
     return ours > other * (1 + _EQUAL)
 
 
-def _against(findings: Findings) -> Iterator[Claim]:
-    """Abstract and Fig. 21 to 24."""
+def _against(findings: LmetricFindings) -> Iterator[Claim]:
+    """Judge the abstract and Fig. 21 to 24."""
     for load, by_policy in _cells(findings).items():
         if PAPER_POLICY not in by_policy:
             continue
@@ -61,7 +61,7 @@ def _against(findings: Findings) -> Iterator[Claim]:
             )
 
 
-def _tool_agent(findings: Findings) -> Iterator[Claim]:
+def _tool_agent(findings: LmetricFindings) -> Iterator[Claim]:
     for load, by_policy in _cells(findings).items():
         if load != "tool_agent" or not {PAPER_POLICY, "llm-d"} <= by_policy.keys():
             continue
@@ -77,7 +77,7 @@ def _tool_agent(findings: Findings) -> Iterator[Claim]:
         )
 
 
-def _knee(findings: Findings) -> Iterator[Claim]:
+def _knee(findings: LmetricFindings) -> Iterator[Claim]:
     for load, sweep in findings.weights.items():
         best = min(sweep, key=lambda pair: pair[1].ttft_ms.mean)
         heaviest = sweep[-1]
@@ -99,7 +99,7 @@ def _knee(findings: Findings) -> Iterator[Claim]:
         )
 
 
-def _range(findings: Findings) -> Iterator[Claim]:
+def _range(findings: LmetricFindings) -> Iterator[Claim]:
     for load, sweep in findings.ranges.items():
         by_range = dict(sweep)
         best = min(sweep, key=lambda pair: pair[1].ttft_ms.mean)[0]
@@ -112,7 +112,7 @@ def _range(findings: Findings) -> Iterator[Claim]:
         )
 
 
-def _indicators(findings: Findings) -> Iterator[Claim]:
+def _indicators(findings: LmetricFindings) -> Iterator[Claim]:
     for load, by_score in findings.indicators.items():
         ours = by_score["P-token * batch"]
         miss, tokens = by_score["(1 - hit) * batch"], by_score["P-token * tokens"]
@@ -133,7 +133,7 @@ def _indicators(findings: Findings) -> Iterator[Claim]:
         )
 
 
-def _prediction(findings: Findings) -> Iterator[Claim]:
+def _prediction(findings: LmetricFindings) -> Iterator[Claim]:
     by_kind = {errors.is_tuned: errors for errors in findings.errors}
     if len(by_kind) < 2:
         return
@@ -150,7 +150,7 @@ def _prediction(findings: Findings) -> Iterator[Claim]:
     )
 
 
-def _classes(findings: Findings) -> Iterator[Claim]:
+def _classes(findings: LmetricFindings) -> Iterator[Claim]:
     for load, classes in findings.classes.items():
         num_requests = len(classes.class_share)
         if num_requests:
@@ -165,7 +165,7 @@ def _classes(findings: Findings) -> Iterator[Claim]:
             )
 
 
-def _detector(findings: Findings) -> Iterator[Claim]:
+def _detector(findings: LmetricFindings) -> Iterator[Claim]:
     by_mitigation = {found.mitigation: found for found in findings.hotspots}
     if not {"off", "filter"} <= by_mitigation.keys():
         return
@@ -180,7 +180,7 @@ def _detector(findings: Findings) -> Iterator[Claim]:
     )
 
 
-def _ours(findings: Findings) -> Iterator[Claim]:
+def _ours(findings: LmetricFindings) -> Iterator[Claim]:
     if findings.pairs:
         lost = [pair for pair in findings.pairs if pair.verdict == "worse"]
         num = Counter(pair.verdict for pair in findings.pairs)
@@ -195,6 +195,6 @@ def _ours(findings: Findings) -> Iterator[Claim]:
         )
 
 
-_CHECKS: tuple[Callable[[Findings], Iterator[Claim]], ...] = (
+_CHECKS: tuple[Callable[[LmetricFindings], Iterator[Claim]], ...] = (
     _against, _tool_agent, _knee, _range, _indicators, _prediction, _classes, _detector, _ours,
 )  # fmt: skip

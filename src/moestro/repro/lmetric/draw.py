@@ -1,13 +1,12 @@
-"""Findings as pictures. Needs the extra `plots`; nothing else imports it."""
+"""LmetricFindings as pictures. Needs the extra `plots`; nothing else imports it."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from moestro.repro.lmetric.experiment import FIGURES, HALF, NETWORK, OUR_POLICY, PAPER_POLICY, Findings
+from moestro.repro.experiment import Experiment
+from moestro.repro.lmetric.findings import FIGURES, HALF, NETWORK, OUR_POLICY, PAPER_POLICY, LmetricFindings
 
 _SIZE = (11.0, 7.0)
 _COLOURS = {"better": "C2", "undecided": "0.6", "worse": "C3"}
@@ -16,26 +15,23 @@ _LEAST_SHARE = 0.005  # in the logarithmic picture
 _SHOWN = ("round_robin", "vllm-0.26", "bailian", "dynamo", "llm-d", PAPER_POLICY, OUR_POLICY)
 
 
-def save_pictures(findings: Findings, directory: Path) -> list[Path]:
-    """PNGs of everything that was run; returns their paths."""
-    figures = {f"lmetric_rates_{load}": _rates(findings, load) for load in findings.saturation}
-    figures |= {f"lmetric_half_load_{load}": _bars(findings, load) for load in findings.saturation}
+def pictures(experiment: Experiment[LmetricFindings], findings: LmetricFindings) -> dict[str, Figure]:
+    """Pictures of everything that was run."""
+    del experiment
+    figures = {f"rates_{load}": _rates(findings, load) for load in findings.saturation}
+    figures |= {f"half_load_{load}": _bars(findings, load) for load in findings.saturation}
     if findings.weights:
-        figures["lmetric_tuning"] = _tuning(findings)
+        figures["tuning"] = _tuning(findings)
     if findings.errors:
-        figures["lmetric_prediction"] = _prediction(findings)
+        figures["prediction"] = _prediction(findings)
     if findings.classes:
-        figures["lmetric_classes"] = _classes(findings)
+        figures["classes"] = _classes(findings)
     if findings.pairs:
-        figures["lmetric_ours"] = _ours(findings)
-    paths = []
-    for name, figure in figures.items():
-        paths.append(directory / f"{name}.png")
-        figure.savefig(paths[-1], dpi=120)
-    return paths
+        figures["ours"] = _ours(findings)
+    return figures
 
 
-def _rates(findings: Findings, load: str) -> Figure:
+def _rates(findings: LmetricFindings, load: str) -> Figure:
     """Each figure over the rate, a line a policy."""
     figure = Figure(figsize=_SIZE, layout="constrained")
     for axes, (name, of) in zip(figure.subplots(2, 2).flat, FIGURES.items(), strict=True):
@@ -43,7 +39,7 @@ def _rates(findings: Findings, load: str) -> Figure:
             cells = [
                 cell
                 for cell in findings.cells
-                if (cell.load, cell.policy, cell.network, cell.seed) == (load, policy, NETWORK, 0)
+                if (cell.load, cell.system, cell.network, cell.seed) == (load, policy, NETWORK, 0)
             ]
             if cells:
                 cells.sort(key=lambda cell: cell.rate)
@@ -55,7 +51,7 @@ def _rates(findings: Findings, load: str) -> Figure:
     return figure
 
 
-def _bars(findings: Findings, load: str) -> Figure:
+def _bars(findings: LmetricFindings, load: str) -> Figure:
     """Every policy at half the load: TTFT against TPOT, and where prompts were found in the cache."""
     cells = [
         cell for cell in findings.cells if (cell.load, cell.network, cell.seed, cell.share) == (load, NETWORK, 0, HALF)
@@ -63,7 +59,7 @@ def _bars(findings: Findings, load: str) -> Figure:
     cells.sort(key=lambda cell: cell.measured.ttft_ms.mean)
     figure = Figure(figsize=_SIZE, layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
-    names = [cell.policy for cell in cells]
+    names = [cell.system for cell in cells]
     colours = ["C3" if name == OUR_POLICY else "C1" if name == PAPER_POLICY else "C0" for name in names]
     for axes, (title, values) in zip(
         panels,
@@ -81,7 +77,7 @@ def _bars(findings: Findings, load: str) -> Figure:
     return figure
 
 
-def _tuning(findings: Findings) -> Figure:
+def _tuning(findings: LmetricFindings) -> Figure:
     """What has to be tuned: lambda of the sum, range of the filter; the product has nothing."""
     figure = Figure(figsize=_SIZE, layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -97,7 +93,7 @@ def _tuning(findings: Findings) -> Figure:
     return figure
 
 
-def _classes(findings: Findings) -> Figure:
+def _classes(findings: LmetricFindings) -> Figure:
     """A point a request: how hot its class is, against how many engines hold it (Fig. 20)."""
     figure = Figure(figsize=_SIZE, layout="constrained")
     loads = list(findings.classes)
@@ -115,7 +111,7 @@ def _classes(findings: Findings) -> Figure:
     return figure
 
 
-def _ours(findings: Findings) -> Figure:
+def _ours(findings: LmetricFindings) -> Figure:
     """Ours against the best rival of each cell, under seeds of their own, with 95 % intervals."""
     figure = Figure(figsize=(11.0, 1.5 + 0.28 * len(findings.pairs) / len(FIGURES)), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(FIGURES), sharey=True), FIGURES, strict=True):
@@ -138,7 +134,7 @@ def _ours(findings: Findings) -> Figure:
     return figure
 
 
-def _prediction(findings: Findings) -> Figure:
+def _prediction(findings: LmetricFindings) -> Figure:
     """Relative errors of predicted TTFT, as cumulative shares (Fig. 16)."""
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""How far a policy that predicts TTFT is off (LMetric, section 4.6 and Fig. 16)."""
+"""Errors of a policy that predicts TTFT (LMetric, section 4.6 and Fig. 16)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _SCORE = "predicted_ttft_ns"
 
 
 def predictor(cost: CostModel, max_num_batched_tokens: int) -> PredictTtft:
-    """Predicts TTFT by pricing prefill in full steps of the token budget, each with the batch decoding beside it.
+    """A predictor of TTFT that prices prefill in full steps of the token budget, each beside the decoding batch.
 
     Args:
-        cost: tuned if it is of the network that is served, mistuned if of another.
+        cost: cost model of the served network (tuned) or of another (mistuned).
     """
     table: dict[tuple[int, int], int] = {}
 
     def step_ns(num_tokens: int, batch: int) -> int:
         key = (num_tokens, batch)
         if key not in table:
-            decodes = np.full(batch, 1024, np.int64)  # contexts are not known to a router; the batch is
+            decodes = np.full(batch, 1024, np.int64)  # a router knows the batch, but not its contexts
             start = np.concatenate([decodes, [0]])
             table[key] = cost.step_ns(Batch(start, np.concatenate([np.ones(batch, np.int64), [num_tokens]])))
         return table[key]
@@ -45,13 +45,14 @@ def predictor(cost: CostModel, max_num_batched_tokens: int) -> PredictTtft:
 
 
 class Watched(Watching):
-    """A policy whose score is a predicted TTFT, and what came of each prediction.
+    """Notes the predictions of a policy whose score is a predicted TTFT, and the actual values.
 
     Args:
-        policy: decides.
+        policy: the policy that decides.
 
     Attributes:
-        predicted_ns, actual_ns: of the requests that have a first token, in the order of these.
+        predicted_ns: predictions of the requests that have a first token, in the order of the first tokens.
+        actual_ns: actual TTFT of the same requests.
     """
 
     def __init__(self, policy: RoutePolicy) -> None:
@@ -61,12 +62,12 @@ class Watched(Watching):
         self.actual_ns: list[int] = []
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """As the policy does, the score noted."""
+        """The choice of the policy, with its score in the detail."""
         choice = super().decide(view, draws)
         return Choice(choice.engine, choice.score, choice.reason, choice.scores, {_SCORE: choice.score})
 
     def observe(self, event: RouteEvent) -> None:
-        """Compare what was predicted with what came."""
+        """Note a prediction when a request is routed, and its actual TTFT at the first token."""
         super().observe(event)
         match event:
             case Routed():
@@ -77,6 +78,6 @@ class Watched(Watching):
                 self.actual_ns.append(event.now_ns - routed_ns)
 
     def relative_errors(self) -> Floats:
-        """float64[n], |predicted / actual - 1|."""
+        """The relative errors |predicted / actual - 1|, float64[n]."""
         ratio: Floats = np.asarray(self.predicted_ns) / np.maximum(np.asarray(self.actual_ns), 1)
         return np.abs(ratio - 1)

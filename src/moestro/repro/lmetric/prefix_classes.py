@@ -1,4 +1,4 @@
-"""How hot classes of prompts are, against how many engines hold what they share (LMetric, section 5.2 and Fig. 20)."""
+"""The heat of prompt classes against the number of engines that hold their prefix (LMetric, section 5.2, Fig. 20)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moestro.routing.policy_contract import Routed, RouteEvent, RoutePolicy
 
 
 class WatchedClasses(Watching):
-    """LMetric, and what its detector saw of each request whose class it tracks.
+    """Notes the figures of LMetric's detector for each request whose class it tracks.
 
     Args:
         policy: LMetric with its detector.
@@ -20,13 +20,13 @@ class WatchedClasses(Watching):
         self._shares: list[tuple[float, float]] = []
 
     def observe(self, event: RouteEvent) -> None:
-        """Note the class's share of requests and of engines; nothing where no engine has its blocks."""
+        """Note the class's share of requests and of engines, unless no engine has its blocks."""
         super().observe(event)
         if isinstance(event, Routed) and event.detail.get("holder_share"):
             self._shares.append((event.detail["class_share"], event.detail["holder_share"]))
 
     def sample(self, num_points: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Class shares and holder shares, evenly from the whole run, as many as `num_points` at most."""
+        """Class shares and holder shares, sampled evenly from the whole run, at most `num_points`."""
         at = np.linspace(0, len(self._shares) - 1, min(num_points, len(self._shares))).astype(int)
         chosen = [self._shares[i] for i in at]
         return tuple(x for x, _ in chosen), tuple(m for _, m in chosen)

@@ -1,4 +1,4 @@
-"""A policy, and what somebody beside it notes of what it decides."""
+"""A wrapper of a policy that notes its decisions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from moestro.routing.policy_contract import Choice, Needs, RouteEvent, RoutePoli
 
 
 class Watching:
-    """Decides as `policy` does. Who notes something extends `decide` or `observe`.
+    """Forwards to a policy. A subclass notes decisions in `decide` or events in `observe`.
 
     Args:
-        policy: decides.
+        policy: the policy that decides.
     """
 
     def __init__(self, policy: RoutePolicy) -> None:
@@ -18,13 +18,13 @@ class Watching:
 
     @property
     def needs(self) -> Needs:
-        """The policy's."""
+        """The needs of the policy."""
         return self._policy.needs
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """As the policy does."""
+        """The choice of the policy."""
         return self._policy.decide(view, draws)
 
     def observe(self, event: RouteEvent) -> None:
-        """The policy is told."""
+        """Forward an event to the policy."""
         self._policy.observe(event)

@@ -1,10 +1,9 @@
-"""What QLLM's paper says, what was found, and whether it holds."""
+"""The claims of QLLM's paper beside our figures, with verdicts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from moestro.repro.lmetric.reporting import Claim
 from moestro.repro.qllm.engines import (
     AGE_S,
     EXPERT,
@@ -17,46 +16,30 @@ from moestro.repro.qllm.engines import (
     RUN_TO_COMPLETION,
     SLO_S,
 )
-from moestro.repro.qllm.experiment import Cell, Findings
+from moestro.repro.qllm.findings import (
+    QllmCell,
+    QllmFindings,
+    be_ttft,
+    be_turnaround,
+    ls_ttft,
+    ls_turnaround,
+    throughput,
+)
+from moestro.repro.results import Claim
 
 _SLO_RATE = 7.0  # requests a second, up to which the paper's QLLM holds the objective
 _EQUAL = 0.03  # throughputs that differ by less count as equal
 
-Figure = Callable[[Cell], float]
+Figure = Callable[[QllmCell], float]
 
 
-def ls_ttft(cell: Cell) -> float:
-    """Mean, ms."""
-    return cell.ls.ttft_ms.mean
-
-
-def be_ttft(cell: Cell) -> float:
-    """Mean, ms."""
-    return cell.be.ttft_ms.mean
-
-
-def ls_turnaround(cell: Cell) -> float:
-    """Mean, ms."""
-    return cell.ls.turnaround_ms.mean
-
-
-def be_turnaround(cell: Cell) -> float:
-    """Mean, ms."""
-    return cell.be.turnaround_ms.mean
-
-
-def throughput(cell: Cell) -> float:
-    """Requests a second."""
-    return cell.requests_per_s
-
-
-def claims_of(findings: Findings) -> list[Claim]:
-    """The paper's, in its order, for each load; then what is ours."""
+def claims_of(findings: QllmFindings) -> list[Claim]:
+    """The paper's claims, in its order, for each load; then our own goals."""
     return [claim for load in findings.loads for checks in _CHECKS for claim in checks(findings, load)]
 
 
-def _ratios(findings: Findings, load: str, engines: tuple[str, str], of: Figure) -> dict[float, float]:
-    """By rate: the first engine's figure over the second's, each the mean over seeds."""
+def _ratios(findings: QllmFindings, load: str, engines: tuple[str, str], of: Figure) -> dict[float, float]:
+    """The first engine's figure over the second's by rate, each the mean over seeds."""
     first, second = engines
     return {
         rate: float(findings.values(load, rate, first, of).mean() / findings.values(load, rate, second, of).mean())
@@ -64,8 +47,8 @@ def _ratios(findings: Findings, load: str, engines: tuple[str, str], of: Figure)
     }
 
 
-def _holds_slo(findings: Findings, load: str, engine: str) -> list[float]:
-    """Rates at which the mean TTFT of latency-sensitive requests meets the objective."""
+def _holds_slo(findings: QllmFindings, load: str, engine: str) -> list[float]:
+    """The rates at which the mean TTFT of latency-sensitive requests meets the objective."""
     rates = findings.rates(load)
     return [rate for rate in rates if findings.values(load, rate, engine, ls_ttft).mean() <= SLO_S * 1e3]
 
@@ -78,7 +61,7 @@ def _at(rates: list[float]) -> str:
     return f"at {', '.join(f'{rate:g}' for rate in rates)} requests/s" if rates else "at no rate"
 
 
-def _ttft(findings: Findings, load: str) -> Iterator[Claim]:
+def _ttft(findings: QllmFindings, load: str) -> Iterator[Claim]:
     ratios = _ratios(findings, load, (RUN_TO_COMPLETION, EXPERT), ls_ttft)
     mean = sum(ratios.values()) / len(ratios)
     fcfs, as_many = (_ratios(findings, load, (other, EXPERT), ls_ttft) for other in (FCFS, FCFS_64))
@@ -93,7 +76,7 @@ def _ttft(findings: Findings, load: str) -> Iterator[Claim]:
     )
 
 
-def _slo(findings: Findings, load: str) -> Iterator[Claim]:
+def _slo(findings: QllmFindings, load: str) -> Iterator[Claim]:
     ours, base = (_holds_slo(findings, load, engine) for engine in (EXPERT, RUN_TO_COMPLETION))
     asked = [rate for rate in findings.rates(load) if rate <= _SLO_RATE]
     yield Claim(
@@ -113,7 +96,7 @@ def _slo(findings: Findings, load: str) -> Iterator[Claim]:
     )
 
 
-def _throughput(findings: Findings, load: str) -> Iterator[Claim]:
+def _throughput(findings: QllmFindings, load: str) -> Iterator[Claim]:
     for other, name in (
         (RUN_TO_COMPLETION, "run-to-completion"),
         (FCFS, "continuous batching (not in the paper)"),
@@ -130,7 +113,7 @@ def _throughput(findings: Findings, load: str) -> Iterator[Claim]:
         )
 
 
-def _turnaround(findings: Findings, load: str) -> Iterator[Claim]:
+def _turnaround(findings: QllmFindings, load: str) -> Iterator[Claim]:
     ratios = _ratios(findings, load, (RUN_TO_COMPLETION, EXPERT), ls_turnaround)
     yield Claim(
         source=f"Fig. 4, {load}",
@@ -148,7 +131,7 @@ def _turnaround(findings: Findings, load: str) -> Iterator[Claim]:
     )
 
 
-def _grain(findings: Findings, load: str) -> Iterator[Claim]:
+def _grain(findings: QllmFindings, load: str) -> Iterator[Claim]:
     ratios = _ratios(findings, load, (ITERATION, EXPERT), ls_ttft)
     yield Claim(
         source=f"section 2.4, {load}",
@@ -160,8 +143,8 @@ def _grain(findings: Findings, load: str) -> Iterator[Claim]:
     )
 
 
-def _ageing(findings: Findings, load: str) -> Iterator[Claim]:
-    if not any(cell.engine == EXPERT_AGED for cell in findings.cells):
+def _ageing(findings: QllmFindings, load: str) -> Iterator[Claim]:
+    if not any(cell.system == EXPERT_AGED for cell in findings.cells):
         return
     be, ls = (_ratios(findings, load, (EXPERT_AGED, EXPERT), of) for of in (be_ttft, ls_ttft))
     yield Claim(
@@ -172,7 +155,7 @@ def _ageing(findings: Findings, load: str) -> Iterator[Claim]:
     )
 
 
-def _ours(findings: Findings, load: str) -> Iterator[Claim]:
+def _ours(findings: QllmFindings, load: str) -> Iterator[Claim]:
     lower = f"{EXPERT_MIXED}: LS below continuous batching with"
     for other, goal in (
         (FCFS, f"{lower} 32 places at every rate, throughput within 3 %"),
@@ -197,6 +180,6 @@ def _ours(findings: Findings, load: str) -> Iterator[Claim]:
         )
 
 
-_CHECKS: tuple[Callable[[Findings, str], Iterator[Claim]], ...] = (
+_CHECKS: tuple[Callable[[QllmFindings, str], Iterator[Claim]], ...] = (
     _ttft, _slo, _throughput, _turnaround, _grain, _ageing, _ours,
 )  # fmt: skip

@@ -1,5 +1,7 @@
-"""QLLM's testbed, and the engines that are compared on it. They differ in their policies, and in how many sequences
-hold KV: QLLM keeps that of whom it preempts, so its engines hold more, and a baseline is there with as many.
+"""QLLM's testbed, and the engines that are compared on it.
+
+The engines differ in their policies and in the number of sequences that hold KV. QLLM keeps the KV of the sequences
+that it preempts, so its engines hold more; one baseline holds as many.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ from moestro.sim.prices import OneRank
 from moestro.sim.staged import StagedRank
 
 MAX_BATCH = 32  # section 4, "Baseline System"
-NUM_PLACES = 2 * MAX_BATCH  # sequences that hold KV in QLLM's engines: a batch, and those that it has pushed out
+NUM_PLACES = 2 * MAX_BATCH  # sequences that hold KV in QLLM's engines: a batch, and the preempted ones
 SLO_S = 3.0  # section 4, Q1
 AGE_S = 10.0  # ours: from then on a best-effort request counts as latency-sensitive
-STEP_WAIT_S = 1.0  # ours: for so long a best-effort step may be passed over inside the network
+STEP_WAIT_S = 1.0  # ours: longest time that a best-effort step waits inside the network
 _WEIGHT_BYTES = 22.93e9  # section 4, "Models and Dataset"
 _BLOCK_SIZE = 16
 _MAX_MODEL_LEN = 16_384
-_ALL = 1 << 30  # QLLM runs whatever waits at an expert together, how much it may be
+_ALL = 1 << 30  # QLLM runs all tokens that wait at an expert together
 _QLLM: Mapping[str, object] = {
     "scheduling_policy": "qllm",
     "batch_policy": "qllm",
@@ -36,14 +38,15 @@ _AGED: Mapping[str, object] = {"scheduling_policy": f"qllm:theta_age_s={AGE_S:g}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
-    """One engine.
+class QllmEngine:
+    """One engine of the comparison.
 
     Attributes:
-        about: what it does, in a line.
-        bounds: of its scheduler, beside those of all.
-        step_policy: of the `preemptive` mode; None: `fused`, nothing stops inside a forward pass.
-        passes_decodes: latency-sensitive tokens pass others also after their request's first, as in QLLM's code.
+        about: its behaviour in a line.
+        bounds: settings of its scheduler, besides those of all engines.
+        step_policy: policy of the `preemptive` mode. None means the `fused` mode, in which no forward pass stops.
+        passes_decodes: whether latency-sensitive tokens pass others also after their request's first token, as in
+            QLLM's code.
     """
 
     about: str
@@ -58,22 +61,26 @@ FCFS_64, ITERATION_MIXED = "fcfs_64_places", "iteration_mixed"  # with as many p
 _PREEMPTS = ExpertLevelPreemption(max_wait_ns=None, max_merged=_ALL)
 _PREEMPTS_AGED = ExpertLevelPreemption(max_wait_ns=round(STEP_WAIT_S * 1e9), max_merged=_ALL)
 
-ENGINES: dict[str, Engine] = {
-    RUN_TO_COMPLETION: Engine(
+ENGINES: dict[str, QllmEngine] = {
+    RUN_TO_COMPLETION: QllmEngine(
         about="batches of 32 that run until all have ended: the paper's baseline",
         bounds={"batch_policy": "run_to_completion"},
     ),
-    FCFS: Engine(about="continuous batching, first come, first served, prompts and decodes in one step"),
-    FCFS_64: Engine(about="the same with 64 places, as many as all below have", bounds={"max_num_seqs": NUM_PLACES}),
-    ITERATION: Engine(about="QLLM's Algorithm 1, between forward passes", bounds=_QLLM),
-    EXPERT: Engine(about="QLLM: the same, and it preempts at every expert call", bounds=_QLLM, step_policy=_PREEMPTS),
-    ITERATION_AGED: Engine(about="iteration_priority with ageing", bounds={**_QLLM, **_AGED}),
-    EXPERT_AGED: Engine(about="expert_level with ageing", bounds={**_QLLM, **_AGED}, step_policy=_PREEMPTS_AGED),
-    ITERATION_MIXED: Engine(
+    FCFS: QllmEngine(about="continuous batching, first come, first served, prompts and decodes in one step"),
+    FCFS_64: QllmEngine(
+        about="the same with 64 places, as many as all below have", bounds={"max_num_seqs": NUM_PLACES}
+    ),
+    ITERATION: QllmEngine(about="QLLM's Algorithm 1, between forward passes", bounds=_QLLM),
+    EXPERT: QllmEngine(
+        about="QLLM: the same, and it preempts at every expert call", bounds=_QLLM, step_policy=_PREEMPTS
+    ),
+    ITERATION_AGED: QllmEngine(about="iteration_priority with ageing", bounds={**_QLLM, **_AGED}),
+    EXPERT_AGED: QllmEngine(about="expert_level with ageing", bounds={**_QLLM, **_AGED}, step_policy=_PREEMPTS_AGED),
+    ITERATION_MIXED: QllmEngine(
         about="LS first between forward passes, batches of up to 64 that mix prompts and decodes of both classes",
         bounds={**_QLLM, "batch_policy": "decode_first"},
     ),
-    EXPERT_MIXED: Engine(
+    EXPERT_MIXED: QllmEngine(
         about="ours: iteration_mixed, and it preempts at every expert call until a request's first token",
         bounds={**_QLLM, "batch_policy": "decode_first"},
         step_policy=_PREEMPTS,
@@ -83,7 +90,7 @@ ENGINES: dict[str, Engine] = {
 
 
 def make_engine(name: str) -> Ranks:
-    """A new one, on virtual time, with QLLM's cost."""
+    """Make an engine on virtual time with QLLM's cost."""
     engine, cost = ENGINES[name], qllm()
     num_blocks = int((0.9 * A100.memory_bytes - _WEIGHT_BYTES) // (cost.network.kv_bytes_per_token * _BLOCK_SIZE))
     given: dict[str, object] = {

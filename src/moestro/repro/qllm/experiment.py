@@ -1,20 +1,47 @@
-"""QLLM's figures 2 to 4 again (arXiv 2503.09304): every engine at every rate, under several seeds."""
+"""QLLM's experiment (arXiv 2503.09304, figures 2 to 4): every engine at every rate, under several seeds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import RenderableType
 
 from moestro.core.clock import NS_PER_S
-from moestro.errors import ConfigError
-from moestro.repro.lmetric.testbed import LEAD_IN, Latency, latency_ms
-from moestro.repro.qllm.engines import ENGINES, make_engine
-from moestro.repro.qllm.loads import SHORT_ANSWER, Load, make_rows, offsets_ns
+from moestro.repro.grid import GridExperiment, GridPlan, Line, Panel, PlannedLoad, plan_for
+from moestro.repro.qllm import QllmSettings
+from moestro.repro.qllm.claims import claims_of
+from moestro.repro.qllm.engines import (
+    ENGINES,
+    EXPERT,
+    EXPERT_AGED,
+    EXPERT_MIXED,
+    FCFS,
+    FCFS_64,
+    ITERATION,
+    ITERATION_AGED,
+    ITERATION_MIXED,
+    RUN_TO_COMPLETION,
+    SLO_S,
+    make_engine,
+)
+from moestro.repro.qllm.findings import (
+    ClassFigures,
+    QllmCell,
+    QllmFindings,
+    be_ttft,
+    be_turnaround,
+    ls_ttft,
+    ls_ttft_p99,
+    ls_turnaround,
+    throughput,
+)
+from moestro.repro.qllm.loads import LONG, SHORT, make_rows, offsets_ns
+from moestro.repro.results import Claim
+from moestro.repro.tables import Column
+from moestro.repro.testbed import LEAD_IN, latency_ms
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
@@ -23,116 +50,103 @@ from moestro.sim.cluster import Cluster
 from moestro.sim.results import Results
 from moestro.workload.requests import RequestForm, RequestMaker
 
-# The paper's rates. Its answers' lengths are not published: ten tokens, as its authors' repository tells of the version
-# that the paper measured, or ShareGPT's own, at which the engine's cost bears 0.2 requests a second.
-SHORT = Load(name="ten_tokens", num_requests=400, rates=(1, 3, 5, 7, 10), answer=SHORT_ANSWER)
-LONG = Load(name="sharegpt_answers", num_requests=200, rates=(0.1, 0.2, 1, 7))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How much is run."""
-
-    loads: tuple[Load, ...] = (SHORT, LONG)
-    engines: tuple[str, ...] = tuple(ENGINES)
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-
-
-QUICK = Plan(
+WHOLE = GridPlan(loads=(SHORT, LONG), systems=tuple(ENGINES), seeds=(0, 1, 2, 3, 4))
+QUICK = GridPlan(
     loads=(
-        Load(name=SHORT.name, num_requests=150, rates=(1, 4, 7, 10), answer=SHORT_ANSWER),
-        Load(name=LONG.name, num_requests=20, rates=(0.1, 1)),
+        PlannedLoad(name=SHORT.name, num_requests=150, rates=(1, 4, 7, 10)),
+        PlannedLoad(name=LONG.name, num_requests=20, rates=(0.1, 1)),
     ),
+    systems=tuple(ENGINES),
     seeds=(0,),
 )
+# Dashed lines share the colour of the engine that they differ from by ageing, preemption or number of places.
+_LINES = {
+    RUN_TO_COMPLETION: Line("run to completion (the paper's baseline)", "C7", "-"),
+    FCFS: Line("continuous batching, first come first served", "C0", "-"),
+    FCFS_64: Line("... with 64 places, as all below", "C0", "--"),
+    ITERATION: Line("priority between iterations (Algorithm 1)", "C1", "-"),
+    ITERATION_AGED: Line("... with ageing", "C1", "--"),
+    EXPERT: Line("QLLM: preemption at every expert call", "C3", "-"),
+    EXPERT_AGED: Line("... with ageing", "C3", "--"),
+    ITERATION_MIXED: Line("LS first between iterations, mixed batches", "C2", "--"),
+    EXPERT_MIXED: Line("preemption at every expert call, mixed batches (ours)", "C2", "-"),
+}
 
 
-class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """What the requests of one class met with; turnaround: from arrival to the last token."""
-
-    num_requests: int
-    ttft_ms: Latency
-    turnaround_ms: Latency
-
-
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One run, without the first LEAD_IN of its requests; throughput is that of all, from first arrival to last end."""
-
-    load: str
-    rate: float
-    engine: str
-    seed: int
-    ls: Served
-    be: Served
-    requests_per_s: float
-    tokens_per_s: float
-
-
-class Findings(msgspec.Struct, kw_only=True):
-    """Everything that was run. `kind` is that of the evidence; `lengths` says where those of the requests come from."""
-
-    kind: str = "simulated"
-    lengths: str = ""
-    cells: list[Cell] = []
-
-    def values(self, load: str, rate: float, engine: str, of: Callable[[Cell], float]) -> NDArray[np.float64]:
-        """float64[seeds], a figure of each run; empty: it was not run."""
-        cells = self.cells
-        return np.array([of(c) for c in cells if (c.load, c.rate, c.engine) == (load, rate, engine)])
-
-    def rates(self, load: str) -> list[float]:
-        """Ascending."""
-        return sorted({cell.rate for cell in self.cells if cell.load == load})
-
-    @property
-    def loads(self) -> list[str]:
-        """In the order in which they were run."""
-        return list(dict.fromkeys(cell.load for cell in self.cells))
-
-
-def chosen(plan: Plan, names: tuple[str, ...] | None) -> Plan:
-    """The loads of `plan` that have these names; None: all.
-
-    Raises:
-        ConfigError: there is none of a name.
-    """
-    known = {load.name: load for load in plan.loads}
-    unknown = [name for name in names or () if name not in known]
-    if unknown:
-        raise ConfigError(f"no load {', '.join(unknown)}; known: {', '.join(known)}")
-    return plan if names is None else replace(plan, loads=tuple(known[name] for name in names))
-
-
-def num_runs(plan: Plan) -> int:
-    """Simulations in all."""
-    return len(plan.engines) * len(plan.seeds) * sum(len(load.rates) for load in plan.loads)
-
-
-def reproduce(plan: Plan, trace: Path | None, step: Callable[[str], None]) -> Findings:
-    """All of `plan`, one simulation after the other.
+class QllmExperiment(GridExperiment[QllmFindings]):
+    """Runs a plan.
 
     Args:
-        trace: see `make_rows`.
-        step: called with what begins, for progress bars.
-
-    Raises:
-        ConfigError: the trace cannot be used.
+        plan: loads, rates, engines and seeds.
+        trace: file of request lengths. None means generated lengths.
     """
-    lengths = "generated with ShareGPT's published means" if trace is None else f"drawn from {trace.name}"
-    findings = Findings(lengths=lengths)
-    for load in plan.loads:
-        for seed in plan.seeds:
-            maker = RequestMaker(make_rows(load, seed, trace), RequestForm(block_size=16, names_blocks=False))
-            for rate in load.rates:
-                for engine in plan.engines:
-                    step(f"{load.name} at {rate:g}/s: {engine}")
-                    results = serve(engine, maker, AtTimes(offsets_ns(load, rate, seed)))
-                    findings.cells.append(_cell(results, load=load.name, rate=rate, engine=engine, seed=seed))
-    return findings
+
+    findings_type = QllmFindings
+    columns = (
+        Column("LS TTFT, s", ls_ttft, 1e3),
+        Column("P99", ls_ttft_p99, 1e3),
+        Column("LS turnaround, s", ls_turnaround, 1e3),
+        Column("BE TTFT, s", be_ttft, 1e3),
+        Column("BE turnaround, s", be_turnaround, 1e3),
+        Column("requests/s", throughput),
+    )
+    panels = (
+        Panel("time to first token, latency-sensitive, s", ls_ttft, 1e3, is_log=True, objective=SLO_S),
+        Panel("turnaround, latency-sensitive, s", ls_turnaround, 1e3, is_log=True),
+        Panel("turnaround, best effort, s", be_turnaround, 1e3, is_log=True),
+        Panel("requests answered a second", throughput),
+    )
+    lines = _LINES
+    caption = "QLLM's cost (Mixtral 8x7B, 4 bits, A100), simulated"
+
+    def __init__(self, plan: GridPlan, trace: Path | None) -> None:
+        super().__init__(plan)
+        self._trace = trace
+
+    def plan_of(self, load: str) -> object:
+        """The plan with this load alone, and the trace."""
+        return super().plan_of(load), None if self._trace is None else str(self._trace)
+
+    def empty_findings(self) -> QllmFindings:
+        """Findings that name the origin of the lengths."""
+        return QllmFindings(
+            lengths="generated with ShareGPT's published means"
+            if self._trace is None
+            else f"drawn from {self._trace.name}"
+        )
+
+    def served(self, load: PlannedLoad, seed: int) -> Callable[[float, str], QllmCell]:
+        """Make the requests of a load; the function returned lets one engine serve them."""
+        maker = RequestMaker(make_rows(load, seed, self._trace), RequestForm(block_size=16, names_blocks=False))
+
+        def cell(rate: float, engine: str) -> QllmCell:
+            results = serve(engine, maker, AtTimes(offsets_ns(load, rate, seed)))
+            return _cell(results, load=load.name, rate=rate, system=engine, seed=seed)
+
+        return cell
+
+    def claims(self, findings: QllmFindings) -> list[Claim]:
+        """The paper's claims, in its order, for each load; then ours."""
+        return claims_of(findings)
+
+    def table_title(self, findings: QllmFindings, load: str, rate: float) -> str:
+        """The load, the rate, and the origin of the lengths."""
+        return f"{super().table_title(findings, load, rate)}; lengths {findings.lengths}"
+
+    def tables(self, findings: QllmFindings) -> Iterator[RenderableType]:
+        """A table for each load and rate, then a line about each engine."""
+        yield from super().tables(findings)
+        for name, engine in ENGINES.items():
+            yield f"{name}: {engine.about}"
+
+
+def make_experiment(settings: QllmSettings) -> QllmExperiment:
+    """The experiment under these settings."""
+    return QllmExperiment(plan_for(settings, WHOLE, QUICK), settings.trace)
 
 
 def serve(engine: str, maker: RequestMaker, arrivals: AtTimes) -> Results:
-    """Let the requests come to one engine, and wait until all are answered."""
+    """Serve requests by one engine until all are answered."""
     router = Router(ROUTE_POLICIES.make("round_robin"), RouterSettings(block_size=maker.form.block_size, seed=0))
     ranks = make_engine(engine)
     num_blocks = ranks.seats[0].rank.scheduler.settings.num_blocks
@@ -140,14 +154,14 @@ def serve(engine: str, maker: RequestMaker, arrivals: AtTimes) -> Results:
     return Cluster([ranks], router).run(maker, arrivals)
 
 
-def _cell(results: Results, *, load: str, rate: float, engine: str, seed: int) -> Cell:
+def _cell(results: Results, *, load: str, rate: float, system: str, seed: int) -> QllmCell:
     assert results.is_answered.all(), f"not all were answered: {results.refusals}"
     span_s = (int(results.last_token_ns.max()) - int(results.arrival_ns.min())) / NS_PER_S
     is_counted = np.arange(len(results)) >= int(LEAD_IN * len(results))
-    return Cell(
+    return QllmCell(
         load=load,
         rate=rate,
-        engine=engine,
+        system=system,
         seed=seed,
         ls=_served(results, is_counted & ~results.is_best_effort),
         be=_served(results, is_counted & results.is_best_effort),
@@ -156,9 +170,9 @@ def _cell(results: Results, *, load: str, rate: float, engine: str, seed: int) -
     )
 
 
-def _served(results: Results, rows: NDArray[np.bool_]) -> Served:
+def _served(results: Results, rows: NDArray[np.bool_]) -> ClassFigures:
     arrival_ns = results.arrival_ns[rows]
-    return Served(
+    return ClassFigures(
         num_requests=int(rows.sum()),
         ttft_ms=latency_ms(results.first_token_ns[rows] - arrival_ns),
         turnaround_ms=latency_ms(results.last_token_ns[rows] - arrival_ns),

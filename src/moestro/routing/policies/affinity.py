@@ -136,7 +136,7 @@ class Sticky:
         if engine is None:
             return choose(view, least_loaded_score(view), draws, f"first of its {self.key_of}; in flight")
         if not view.engines.routable[engine]:
-            return choose(view, least_loaded_score(view), draws, f"engine {engine} is not to be had; in flight")
+            return choose(view, least_loaded_score(view), draws, f"engine {engine} is not routable; in flight")
         return Choice(engine, 0.0, f"the engine of its {self.key_of}")
 
     def observe(self, event: RouteEvent) -> None:

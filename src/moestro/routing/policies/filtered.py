@@ -133,7 +133,7 @@ class LlmdAffinity(Stateless):
         if others.any():
             ttft_ns = predicted_ttft_ns(view, self.predict_ttft_ns)
             if ttft_ns[sticky].min() - ttft_ns[others].min() > self.max_penalty_s * 1e9:
-                return choose(view, tokens, draws, "good hits would wait too long; tokens")
+                return choose(view, tokens, draws, "engines with good hits have too long a queue; tokens")
         return choose(view, tokens, draws, "good hit; tokens", sticky)
 
 

@@ -1,0 +1,165 @@
+"""What the flow core costs: its own microseconds an item, and a whole decode step in stages against one forward pass.
+
+    OMP_NUM_THREADS=1 python bench/micro/flow_overhead.py --json bench/results/micro/flow_overhead.json
+
+The first part runs plans of one-token units over a device that computes nothing: the time of an item is all the core's,
+the policy's and the executor's. Budgets (docs/architecture.md): 250 microseconds for an attention and 100 for an
+expert item, at 256 tokens. The second part decodes with the demo model, fused and in stages, in turn, with nobody to
+preempt: the ratio is taken round by round.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from decode_mix import decode
+
+from moestro.config.run_record import run_record
+from moestro.core.stages import Attention, AttentionDone, Experts, ExpertsDone, Sample, StageShape
+from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run
+from moestro.core.work import Plan, StepResult
+from moestro.engine.fused import FusedExecutor
+from moestro.flow.executor import FlowExecutor
+from moestro.flow.policies.qllm import ExpertLevelPreemption
+from moestro.model.device import TorchDevice
+from moestro.model.settings import ModelSettings
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from shared.models import DEMO
+from shared.results import make_parser, save, spread
+
+SHAPE = StageShape(is_sparse=(True,) * 16, num_experts=32, num_chosen=4, num_rows=4096, num_places=4096)
+TOKENS, REPEATS, STEPS, UNITS, ROUNDS, BLOCK_SIZE = (64, 256, 1024), 9, 5, (1, 8, 32), 15, 16
+
+
+class NullDevice:
+    """Answers at once: gates that were drawn before, and nothing else."""
+
+    works_when_polled = True
+    shape = SHAPE
+
+    def __init__(self, num_tokens: int) -> None:
+        rng = np.random.default_rng(0)
+        scores = rng.random((SHAPE.num_layers, num_tokens, SHAPE.num_experts))
+        chosen = np.sort(np.argsort(scores, axis=2)[:, :, : SHAPE.num_chosen], axis=2)
+        self.gates = chosen.astype(np.int32)
+        self.kinds = {Attention: 0, Experts: 0, Sample: 0}
+
+    def launch(self, item, now_ns: int) -> None:
+        """See `StagedDevice`, as the rest."""
+        self.item = item
+        self.kinds[type(item)] += 1
+
+    def poll(self, now_ns: int) -> list:
+        """The answer of the item launched last."""
+        match self.item:
+            case Attention(layer):
+                return [AttentionDone(self.gates[layer])]
+            case Experts(experts=experts):
+                return [ExpertsDone(len(experts))]
+            case Sample(units):
+                return [StepResult(units.slot, np.zeros(len(units), np.int32))]
+
+    def withdraw(self, now_ns: int) -> None:
+        """Everything has begun."""
+
+    def ready_at_ns(self) -> None:
+        """It is ready when it is polled."""
+
+
+def one_by_one(view: QueueTable, now_ns: int) -> Run:
+    """In order, each expert an item of its own: what an expert worker does."""
+    layer = int(np.flatnonzero(view.runnable.any(axis=(0, 2)))[0])
+    groups = np.flatnonzero(view.runnable[:, layer].any(axis=0))
+    return Run(layer, int(groups[-1]), 2**31 - 1, (LS, BE))
+
+
+def whole_layers(view: QueueTable, now_ns: int) -> Run:
+    """In order, all experts of a layer one item."""
+    layer = int(np.flatnonzero(view.runnable.any(axis=(0, 2)))[0])
+    group = ATTENTION if view.n[:, layer, ATTENTION].any() else EVERY_EXPERT
+    return Run(layer, group, 2**31 - 1, (LS, BE))
+
+
+def items_us(num_tokens: int, policy) -> float:
+    """Mean microseconds of an item, over STEPS plans."""
+    device = NullDevice(num_tokens)
+    executor = FlowExecutor(device, policy)
+    units = decode([32] * num_tokens).units
+    for step in range(2 + STEPS):
+        if step == 2:
+            before, started = sum(device.kinds.values()), time.perf_counter_ns()
+        executor.submit(Plan(step, units), 0)
+        assert executor.poll(0) is not None
+    return (time.perf_counter_ns() - started) / 1e3 / (sum(device.kinds.values()) - before)
+
+
+def core_rows() -> list[dict[str, object]]:
+    rows = []
+    for num_tokens in TOKENS:
+        for name, policy in (
+            ("attention and all experts of a layer", whole_layers),
+            ("mostly single experts", one_by_one),
+        ):
+            row = {"tokens": num_tokens, "items": name}
+            row["us_per_item"] = spread([items_us(num_tokens, policy) for _ in range(REPEATS)])
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    return rows
+
+
+def step_ms(executor, item) -> float:
+    started = time.perf_counter()
+    executor.submit(Plan(0, item.units), 0)
+    assert executor.poll(0) is not None
+    return 1e3 * (time.perf_counter() - started)
+
+
+def demo_rows(dtype: str) -> list[dict[str, object]]:
+    from moestro.model.staged_open import open_staged_device  # noqa: PLC0415 - the core needs no network
+
+    settings = ModelSettings(model=str(DEMO), dtype=dtype, device="cpu", num_gpu_blocks_override=512)
+    staged, _ = open_staged_device(settings, max_tokens=2048)
+    fused = FusedExecutor(TorchDevice(staged.staged.network, staged.pools))
+    flow = FlowExecutor(staged, ExpertLevelPreemption())
+    rows = []
+    for num_units in UNITS:
+        item = decode([128] * num_units)
+        pairs = []
+        for number in range(ROUNDS + 3):
+            order = (fused, flow) if number % 2 else (flow, fused)
+            times = {id(executor): min(step_ms(executor, item) for _ in range(3)) for executor in order}
+            pairs.append((times[id(fused)], times[id(flow)]))
+        pairs = pairs[3:]
+        row = {"dtype": dtype, "units": num_units, "fused_ms": spread([a for a, _ in pairs])}
+        row["flow_ms"] = spread([b for _, b in pairs])
+        row["flow_over_fused"] = spread([b / a for a, b in pairs])
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    args = parser.parse_args()
+    conditions = run_record("measured")
+    result = {
+        "num_threads": torch.get_num_threads(),
+        "rounds": {"core": REPEATS, "demo": ROUNDS},
+        "core": core_rows(),
+        "demo_decode": [row for dtype in ("bfloat16", "float32") for row in demo_rows(dtype)],
+    }
+    result["median_ratio"] = round(
+        statistics.median(row["flow_over_fused"]["median"] for row in result["demo_decode"]), 4
+    )
+    save(args.json, conditions, result)
+
+
+if __name__ == "__main__":
+    main()

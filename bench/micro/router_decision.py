@@ -1,0 +1,202 @@
+"""What one routing decision costs: microseconds, with 128-block prompts, before 16, 256 and 4,096 engines.
+
+    python bench/micro/router_decision.py [--engines 16] [--json bench/results/micro/router_decision.json]
+
+Budgets (docs/architecture.md): 50 at 16 engines, 100 at 4,096. A decision is `Router.submit`: the look-up in the
+prefix index, the policy, and all books; what `first_token` and `ended` cost is beside it, and so is `submit` with an
+index that engines fill by KV events, and an event's cost a block. The bound beside the figures: one look-up in a
+dictionary for each block of the prompt, which an index that knows every block by itself cannot do without.
+
+Traffic: conversations. Eight system prompts of 16 blocks; a conversation has 20 to 90 blocks of its own behind one; a
+request brings the rest of its 128 blocks as new. Four requests are in flight on each engine, 8,192 in all at most;
+caches have 8,192 blocks.
+Each figure is the median over the requests of one run, of which there are REPEATS, policies taking turns.
+
+--json merges: sizes that were not run keep their rows.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from moestro.config.run_record import run_record
+from moestro.core.hashing import HASH_BYTES, split_hashes
+from moestro.core.request import Request, SamplingParams
+from moestro.routing.registry import policy_from
+from moestro.routing.router import Router
+from moestro.routing.settings import EngineSpec, RouterSettings
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from shared.results import make_parser, save
+
+POLICIES = (
+    "round_robin", "least_loaded", "vllm-0.27", "gimbal-v1", "dynamo", "preble", "cache_aware", "lmetric", "moestro",
+)  # fmt: skip
+BUDGETS_US = {16: 50, 4096: 100}
+NUM_BLOCKS, BLOCK_SIZE, REPEATS = 128, 16, 5
+NUM_WARM, NUM_TIMED = 3000, 2000
+STEP_NS = 1_000_000
+
+
+def prompts(num_engines: int, seed: int) -> Iterator[bytes]:
+    """Packed hashes of one prompt after the other."""
+    rng = random.Random(seed)
+    systems = [rng.randbytes(16 * HASH_BYTES) for _ in range(8)]
+    sessions = [rng.choice(systems) + rng.randbytes(rng.randint(20, 90) * HASH_BYTES) for _ in range(8 * num_engines)]
+    while True:
+        known = rng.choice(sessions)
+        yield known + rng.randbytes(NUM_BLOCKS * HASH_BYTES - len(known))
+
+
+def request(number: int, hashes: bytes, now_ns: int) -> Request:
+    return Request(
+        request_id=f"r{number}",
+        num_prompt_tokens=NUM_BLOCKS * BLOCK_SIZE + 3,
+        sampling=SamplingParams(max_tokens=10),
+        arrival_ns=now_ns,
+        block_hashes=hashes,
+        user=f"user {number % 1000}",
+    )
+
+
+class Traffic:
+    """A router under load.
+
+    Args:
+        events: engines say what they hold, block for block.
+    """
+
+    def __init__(self, policy: str, num_engines: int, seed: int, *, events: bool = False) -> None:
+        self.router = Router(policy_from(policy), RouterSettings(block_size=BLOCK_SIZE, index_bytes=4 << 30))
+        self.prompts, self.rng = prompts(num_engines, seed), random.Random(seed)
+        self.events, self.num_engines = events, num_engines
+        self.live: list[str] = []
+        self.cached: list[list[bytes]] = [[] for _ in range(num_engines)]  # what was said, in order
+        self.num_sent = 0
+        self.spent: dict[str, list[int]] = {
+            name: [] for name in ("submit", "first_token", "ended", "stored", "removed")
+        }
+        for _ in range(num_engines):
+            engine = self.router.add_engine(EngineSpec(num_blocks=8192))
+            self.router.set_routable(engine, routable=True)
+            if events:
+                self.router.kv_cleared(engine, 0)
+
+    def send(self) -> None:
+        """One request in, and one that is over out."""
+        self.num_sent += 1
+        now_ns = self.num_sent * STEP_NS
+        new = request(self.num_sent, next(self.prompts), now_ns)
+        router, spent = self.router, self.spent
+        begin = time.perf_counter_ns()
+        decision = router.submit(new, now_ns)
+        spent["submit"].append(time.perf_counter_ns() - begin)
+        if self.events:
+            self.say(decision.engine, new.block_hashes, now_ns)
+        begin = time.perf_counter_ns()
+        router.first_token(new.request_id, now_ns)
+        spent["first_token"].append(time.perf_counter_ns() - begin)
+        self.live.append(new.request_id)
+        if len(self.live) > min(4 * self.num_engines, 8192):
+            at = self.rng.randrange(len(self.live))
+            self.live[at], self.live[-1] = self.live[-1], self.live[at]
+            begin = time.perf_counter_ns()
+            router.ended(self.live.pop(), now_ns, 100)
+            spent["ended"].append(time.perf_counter_ns() - begin)
+
+    def say(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """The engine computes the prompt, and lets go of as many blocks, the oldest first."""
+        begin = time.perf_counter_ns()
+        self.router.kv_stored(engine, hashes, now_ns)
+        self.spent["stored"].append((time.perf_counter_ns() - begin) // NUM_BLOCKS)
+        cached = self.cached[engine]
+        cached += reversed(split_hashes(hashes))
+        if len(cached) > 8192:
+            gone, self.cached[engine] = b"".join(cached[:NUM_BLOCKS]), cached[NUM_BLOCKS:]
+            begin = time.perf_counter_ns()
+            self.router.kv_removed(engine, gone, now_ns)
+            self.spent["removed"].append((time.perf_counter_ns() - begin) // NUM_BLOCKS)
+
+    def run(self, num_requests: int) -> dict[str, float]:
+        """Median microseconds of each call."""
+        for spent in self.spent.values():
+            spent.clear()
+        for _ in range(num_requests):
+            self.send()
+        return {name: statistics.median(spent) / 1e3 for name, spent in self.spent.items() if spent}
+
+
+def dictionary_us(num_engines: int, seed: int) -> float:
+    """Median microseconds of one look-up a block of a prompt, in a dictionary of the blocks of as many prompts."""
+    source, holders = prompts(num_engines, seed), dict[bytes, int]()
+    for _ in range(NUM_WARM):
+        holders.update(dict.fromkeys(split_hashes(next(source)), 1))
+    spent = []
+    for _ in range(NUM_TIMED):
+        hashes = next(source)
+        begin = time.perf_counter_ns()
+        for block in split_hashes(hashes):
+            holders.get(block)
+        spent.append(time.perf_counter_ns() - begin)
+    return statistics.median(spent) / 1e3
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
+
+
+def rows_of(num_engines: int) -> list[dict[str, object]]:
+    """One row for each policy, and one with events."""
+    cases = [(policy, False) for policy in POLICIES] + [("lmetric", True)]
+    times: dict[tuple[str, bool], list[dict[str, float]]] = {case: [] for case in cases}
+    index_bytes = dict.fromkeys(cases, 0)
+    bounds = []
+    for repeat in range(REPEATS):
+        bounds.append(dictionary_us(num_engines, repeat))
+        for case in cases:
+            policy, events = case
+            traffic = Traffic(policy, num_engines, repeat, events=events)
+            traffic.run(max(NUM_WARM, min(5 * num_engines, 9000)))
+            times[case].append(traffic.run(NUM_TIMED))
+            index_bytes[case] = traffic.router.index_bytes
+            del traffic
+            gc.collect()
+    rows: list[dict[str, object]] = []
+    for (policy, events), runs in times.items():
+        row: dict[str, object] = {"engines": num_engines, "policy": policy, "kv_events": events}
+        row["index_bytes"] = index_bytes[policy, events]
+        for name in runs[0]:
+            unit = "us_per_block" if name in ("stored", "removed") else "us"
+            row[f"{name}_{unit}"] = spread([run[name] for run in runs])
+        row["submit_over_dictionary"] = spread([run["submit"] / bound for run, bound in zip(runs, bounds, strict=True)])
+        if num_engines in BUDGETS_US:
+            budget = BUDGETS_US[num_engines]
+            row |= {"budget_us": budget, "submit_over_budget": spread([run["submit"] / budget for run in runs])}
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    rows.append({"engines": num_engines, "one_look_up_a_block_us": spread(bounds)})
+    print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--engines", type=int, nargs="*", default=[16, 256, 4096])
+    args = parser.parse_args()
+    conditions = run_record("measured")
+    rows = [row for num_engines in args.engines for row in rows_of(num_engines)]
+    old = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
+    rows += [row for row in old if row["engines"] not in args.engines]
+    rows.sort(key=lambda row: row["engines"])  # type: ignore[arg-type, return-value]
+    save(args.json, conditions, {"repeats": REPEATS, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

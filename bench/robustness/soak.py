@@ -1,0 +1,296 @@
+"""Half an hour of kills, stops and bad input: does anything leak, hang, differ or fail without a reason?
+
+    # And a picture beside it, soak.png
+    python bench/robustness/soak.py [--minutes 30] [--json bench/results/robustness/soak.json]
+
+Starts two `moestro serve` with the demo model in float32 (A: two engines, its record on a full disk; B: preemptive) and
+`moestro route` before them. Honest clients compare each answer with that of a calm server. Bad clients send broken
+bodies, broken HTTP, and leave. Faults come at random moments: SIGKILL and SIGSTOP of engines, SIGSTOP of the API server
+and of the router, SIGTERM and SIGKILL of B. Every end that no fault accounts for is printed and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import psutil
+from soak_clients import KEY, Clients, End, Findings, ask, cases
+from soak_picture import draw_soak
+
+from moestro.config.run_record import run_record
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from shared.results import make_parser, save
+from shared.server import MOESTRO, Server, engines_of
+
+ROUTER, A, B, ADMIN = 8300, 8301, 8302, 8303
+ENGINE_TIMEOUT_S = 4.0
+SAMPLE_S = 10.0
+# For how long after a fault its traces may be seen: a request waits 60 s for an engine, a restart is put off for 60 s.
+AFTERMATH_S = 150.0
+
+
+class Process:
+    """One of the three servers, which can be started again."""
+
+    def __init__(self, name: str, command: list[str], directory: Path) -> None:
+        self.name, self._command, self._directory = name, command, directory
+        self.log = directory / f"{name}.log"
+        self.start()
+
+    def start(self) -> None:
+        environment = {"TMPDIR": str(self._directory), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
+        self.family = psutil.Process(self._process.pid)
+
+    def workers(self) -> list[psutil.Process]:
+        """Return the processes of its engines."""
+        return engines_of(self.family)
+
+    def end(self, number: int) -> int:
+        """Send a signal and wait; every process of it must be gone. Returns the status."""
+        family = [self.family, *self.family.children(recursive=True)]
+        self._process.send_signal(number)
+        status = self._process.wait(60)
+        _, left = psutil.wait_procs(family, timeout=20)
+        assert not left, f"{self.name} left processes behind: {left}"
+        return status
+
+
+@dataclass(slots=True)
+class Faults:
+    """Does harm at random moments, and remembers when, for excuses.
+
+    Attributes:
+        done: (time, kind, name of the server that it hit).
+    """
+
+    servers: dict[str, Process]
+    findings: Findings
+    rng: random.Random
+    done: list[tuple[float, str, str]] = field(default_factory=list)
+
+    async def forever(self, stop: asyncio.Event) -> None:
+        harms: list[Callable[[], None]] = [
+            self._kill_engine, self._kill_engine, self._kill_engine, self._stop_engine, self._pause_server,
+            self._pause_router, self._restart_b, self._kill_b,
+        ]  # fmt: skip
+        while not stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), self.rng.uniform(15, 45))
+                return
+            await asyncio.to_thread(self.rng.choice(harms))
+
+    def explain(self, end: End) -> bool:
+        """Whether a fault since the request began, or shortly before, accounts for its end."""
+        recent = [(kind, name) for at, kind, name in self.done if at > end.began - AFTERMATH_S]
+        hit = [kind for kind, name in recent if end.target in (name, "router")]
+        if end.how == "refused 503" or (end.how in ("error event", "cut off") and not end.resumes):
+            return bool(hit)  # a stream that cannot resume ends with an error event and a cut connection
+        is_server_fault = any(kind in ("SIGTERM of B", "SIGKILL of B") for kind in hit)
+        return is_server_fault and end.how in ("error event", "cut off", "not connected", "refused 502", "closed")
+
+    def _note(self, kind: str, name: str) -> None:
+        self.done.append((time.monotonic(), kind, name))
+        print(time.strftime("%H:%M:%S"), kind, flush=True)
+
+    def _engine(self) -> tuple[str, psutil.Process] | None:
+        name = self.rng.choice(["A", "A", "B"])
+        workers = self.servers[name].workers()
+        return (name, self.rng.choice(workers)) if workers else None
+
+    def _kill_engine(self) -> None:
+        if found := self._engine():
+            self._note(f"SIGKILL of an engine of {found[0]}", found[0])
+            with contextlib.suppress(psutil.Error):
+                found[1].kill()
+
+    def _stop_engine(self) -> None:
+        if found := self._engine():
+            self._note(f"SIGSTOP of an engine of {found[0]}", found[0])
+            with contextlib.suppress(psutil.Error):
+                found[1].suspend()
+                with contextlib.suppress(psutil.TimeoutExpired):
+                    found[1].wait(ENGINE_TIMEOUT_S + 3)
+                    return
+                self.findings.blame(kind="an engine that stands still was not noticed", server=found[0])
+                found[1].resume()
+
+    def _pause_server(self) -> None:
+        server = self.servers["A"]
+        before = {worker.pid for worker in server.workers()}
+        self._note("SIGSTOP of A's API server", "A")
+        server.family.suspend()
+        time.sleep(ENGINE_TIMEOUT_S * 2)
+        server.family.resume()
+        time.sleep(2)
+        after = {worker.pid for worker in server.workers()}
+        if before - after:
+            self.findings.blame(kind="a pause of the API server killed engines", before=len(before), after=len(after))
+
+    def _pause_router(self) -> None:
+        self._note("SIGSTOP of the router", "router")
+        self.servers["router"].family.suspend()
+        time.sleep(12)
+        self.servers["router"].family.resume()
+
+    def _restart_b(self) -> None:
+        self._end_b(signal.SIGTERM)
+
+    def _kill_b(self) -> None:
+        self._end_b(signal.SIGKILL)
+
+    def _end_b(self, number: signal.Signals) -> None:
+        self._note(f"{number.name} of B", "B")
+        status = self.servers["B"].end(number)
+        if status != (0 if number is signal.SIGTERM else -number):
+            self.findings.blame(kind=f"B ended with status {status} after {number.name}")
+        self.servers["B"].start()
+        Server(None, f"http://127.0.0.1:{B}").wait_until_healthy(120)
+
+
+def start_all(directory: Path) -> dict[str, Process]:
+    flags = ["--dtype", "float32", "--kv-cache-memory-bytes", "200000000", "--engine-timeout", str(ENGINE_TIMEOUT_S)]
+    keys = ["--api-key", KEY]
+    serve = [MOESTRO, "serve", *flags, *keys]
+    commands = {
+        "A": [*serve, "--port", str(A), "--engines", "2", "--record", "/dev/full"],
+        "B": [*serve, "--port", str(B), "--mode", "preemptive", "--record", str(directory / "b.jsonl")],
+        "router": [
+            MOESTRO, "route", "--port", str(ROUTER), "--admin-port", str(ADMIN), *keys, "--engine-api-key", KEY,
+            "--engine", f"a=http://127.0.0.1:{A}", "--engine", f"b=http://127.0.0.1:{B}",
+            "--record", str(directory / "route.jsonl"),
+        ],
+    }  # fmt: skip
+    servers = {name: Process(name, command, directory) for name, command in commands.items()}
+    for port in (A, B, ROUTER):
+        Server(None, f"http://127.0.0.1:{port}").wait_until_healthy(120)
+    return servers
+
+
+async def expected_answers() -> dict[int, dict[int, str]]:
+    """Return the answers of A, B and the router without faults; all three must agree."""
+    found = {}
+    async with aiohttp.ClientSession() as session:
+        for number, case in enumerate(cases()):
+            answers = [await ask(session, f"http://127.0.0.1:{port}", case) for port in (A, B, ROUTER)]
+            assert all(answer.end == "answered" for answer in answers), (case, answers)
+            assert answers[0].text == answers[1].text == answers[2].text, (case, answers)
+            found[number] = answers[0].text
+    return found
+
+
+async def sample(servers: dict[str, Process], samples: list[dict[str, object]], stop: asyncio.Event) -> None:
+    """Memory, files and threads of the servers, until `stop`."""
+    began = time.monotonic()
+    while not stop.is_set():
+        now = time.monotonic()
+        row: dict[str, object] = {"at": now, "s": round(now - began)}
+        for name, server in servers.items():
+            with contextlib.suppress(psutil.Error):
+                process = server.family
+                row[name] = [round(process.memory_info().rss / 2**20, 1), process.num_fds(), process.num_threads()]
+        samples.append(row)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), SAMPLE_S)
+
+
+async def soak(servers: dict[str, Process], seconds: float, seed: int) -> tuple[Findings, Faults, list[dict]]:
+    findings, stop, samples = Findings(), asyncio.Event(), []
+    faults = Faults(servers, findings, random.Random(seed))
+    targets = {"router": f"http://127.0.0.1:{ROUTER}", "A": f"http://127.0.0.1:{A}", "B": f"http://127.0.0.1:{B}"}
+    expected = await expected_answers()
+    clients = Clients(targets, expected, faults.explain, findings, stop)
+    async with asyncio.TaskGroup() as tasks:
+        for user in range(6):
+            tasks.create_task(clients.honest(seed + user))
+        for work in (clients.broken_bodies, clients.leavers, clients.garbage):
+            tasks.create_task(work(seed))
+        tasks.create_task(sample(servers, samples, stop))
+        tasks.create_task(faults.forever(stop))
+        await asyncio.sleep(seconds)
+        stop.set()
+    return findings, faults, samples
+
+
+def settle(servers: dict[str, Process], samples: list[dict]) -> dict[str, object]:
+    """Everything idle, then a last look at what the long-lived processes hold, then the end."""
+    for port in (A, B):
+        Server(None, f"http://127.0.0.1:{port}", KEY).wait_until_idle(90)
+    time.sleep(5)
+    last = {name: [servers[name].family.num_fds(), servers[name].family.num_threads()] for name in servers}
+    growth = {}
+    for name in ("A", "router"):  # B was started again and again
+        memory = [row[name][0] for row in samples if name in row]
+        third = len(memory) // 3
+        growth[name] = {"mb_after_a_third": memory[third], "mb_at_the_end": memory[-1], "mb_most": max(memory)}
+        growth[name] |= {"files_and_threads_first": samples[0][name][1:], "files_and_threads_idle": last[name]}
+    status = {name: server.end(signal.SIGTERM) for name, server in servers.items()}
+    return {"memory": growth, "exit_status": status}
+
+
+def log_lines(servers: dict[str, Process]) -> dict[str, int]:
+    """Warnings and errors of all logs, with numbers left out, by how often each came."""
+    found: Counter[str] = Counter()
+    for name, server in servers.items():
+        for line in server.log.read_text(errors="replace").splitlines():
+            if re.search(r"\b(WARNING|ERROR|CRITICAL|Traceback)\b", line):
+                plain = re.sub(r"[0-9a-f]{8,}|\d+(\.\d+)?", "#", line.partition(" ")[2])
+                found[f"{name}: {plain[:160]}"] += 1
+    return dict(found.most_common())
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    conditions = run_record("measured")
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        directory = Path(name)
+        servers = start_all(directory)
+        try:
+            findings, faults, samples = asyncio.run(soak(servers, args.minutes * 60, args.seed))
+            settled = settle(servers, samples)
+            left = sorted(path.name for path in directory.iterdir() if path.name.startswith("moestro-"))
+            lines = log_lines(servers)
+        finally:
+            for server in servers.values():
+                for process in [*server.workers(), server.family] if server.family.is_running() else []:
+                    process.kill()
+    result = {
+        "minutes": args.minutes,
+        "seed": args.seed,
+        "faults": dict(Counter(kind for _, kind, _ in faults.done)),
+        "honest": dict(sorted(findings.ends.items())),
+        "bad": dict(sorted(findings.bad.items())),
+        "unexplained": findings.unexplained,
+        **settled,
+        "socket_directories_left": left,
+        "log": lines,
+    }
+    print(json.dumps(result, indent=1))
+    save(args.json, conditions, result)
+    if args.json:
+        began = samples[0]["at"]
+        draw_soak(samples, [(at - began, kind) for at, kind, _ in faults.done], args.json.with_suffix(".png"))
+    sys.exit(bool(findings.unexplained or left))
+
+
+if __name__ == "__main__":
+    main()

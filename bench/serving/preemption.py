@@ -1,0 +1,370 @@
+"""What preemption gives latency-sensitive requests and costs the others, over the load: real servers, real sockets.
+
+    python bench/serving/preemption.py --work /tmp/bench --model demo --rates 4 7 10 --claim 10 \\
+        [--vllm /path/to/venv/bin/vllm] [--json bench/results/serving/preemption_demo.json] [--png docs/images/...]
+
+A fifth of the requests are latency-sensitive (LS), the others best effort (BE). Lengths are ShareGPT's, divided by
+--shrink, drawn from the trace in --lengths (where it is absent, from a log-normal stand-in of the same means: the
+result says which); prompts are random tokens, so no prefix cache helps; arrivals are Poisson. All systems run at most
+32 sequences, and are told the class as `service_class`, or as `priority` 0 and 1 where they look at that. Expert-level
+preemption holds up to 32 LS sequences besides: "LS first, 64 places" tells what places alone would do.
+
+Each round sends the same requests at the same times to every system in turn, so a drift of the machine falls on all;
+the rates of --claim get --rounds rounds, the others one. The rank has a core of its own; front door and client share
+the other. A round is sent by a process of its own, run by --wrap (such as `chrt -f 1`) if given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import uvloop
+import zstandard
+
+from moestro.config.run_record import RunRecord, run_record
+from moestro.loadgen.client import BenchClient, Endpoint
+from moestro.loadgen.load import BenchLoad, run_load
+from moestro.loadgen.settings import EndpointSettings
+from moestro.workload.arrivals import poisson
+from moestro.workload.records import Records
+from moestro.workload.report import make_report, spread_of
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from shared.models import DEMO, ROOT, make_random_model
+from shared.results import make_parser, package_version, save, spread
+from shared.server import MOESTRO, Server, engines_of, started
+
+LENGTHS = ROOT.parent / "shared" / "traces" / "sharegpt_qwen3_hash16.jsonl.zst"
+STAND_IN = {"input": (862, 0.6), "output": (665, 0.2)}  # mean and sigma of the log, as the trace has them
+NUM_SEQS, BUDGET, MAX_MODEL_LEN, KV_BYTES = 32, 2048, 2048, 512 << 20
+LS_SHARE, VOCAB, PORT = 0.2, 4096, 8220
+LS_FIRST = ["--scheduling-policy", "qllm", "--evict-policy", "least_computed_be_first"]
+MODES = {
+    "run to completion": ["--batch-policy", "run_to_completion"],
+    "continuous, FCFS": [],
+    "iteration-level priority": ["--scheduling-policy", "priority"],
+    "iteration-level LS first": LS_FIRST,
+    "iteration-level LS first, 64 places": [*LS_FIRST, "--max-num-seqs", str(2 * NUM_SEQS)],
+    "iteration-level, Algorithm 1": [*LS_FIRST, "--batch-policy", "qllm"],
+    "expert-level preemption": [*LS_FIRST, "--mode", "preemptive"],
+    "expert-level, every token": [*LS_FIRST, "--mode", "preemptive", "--pass-decodes"],
+}
+VLLM = "vLLM, priority"
+READ_PRIORITY = ("iteration-level priority", VLLM)  # the others refuse one, as they would not look at it
+CLASSES = ("ls", "be")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One load before one server (process `pid`), which is told the class as a priority too if it `reads_priority`."""
+
+    url: str
+    pid: int
+    reads_priority: bool
+    rate: float
+    seconds: float
+    seed: int
+    shrink: float
+    lengths: str
+
+
+@dataclass(frozen=True)
+class Requests:
+    """n requests, drawn from a seed: the same for every system."""
+
+    prompts: list[list[int]]
+    num_output: np.ndarray
+    is_ls: np.ndarray
+    offsets_ns: np.ndarray
+
+
+def trace_lengths(path: Path) -> np.ndarray | None:
+    """int64[n, 2], prompt and answer; None: there is no such file."""
+    if not path.is_file():
+        return None
+    with zstandard.open(path, "rb") as packed:
+        rows = [json.loads(line) for line in io.TextIOWrapper(packed)]
+    return np.array([(row["input_length"], row["output_length"]) for row in rows])
+
+
+def draw(point: Point) -> Requests:
+    """All that a point asks."""
+    rng = np.random.default_rng([point.seed, round(1000 * point.rate)])
+    count = max(round(point.rate * point.seconds), 5)
+    known = trace_lengths(Path(point.lengths))
+    if known is not None:
+        lengths = known[rng.integers(0, len(known), count)]
+    else:
+        drawn = [rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count) for mean, sigma in STAND_IN.values()]
+        lengths = np.stack(drawn, axis=1)
+    sizes = np.maximum(np.rint(lengths / point.shrink), 1).astype(np.int64)
+    is_ls = np.zeros(count, np.bool_)
+    is_ls[rng.permutation(count)[: round(LS_SHARE * count)]] = True  # the share exactly, the order at random
+    prompts = [rng.integers(3, VOCAB, size).tolist() for size in sizes[:, 0].tolist()]
+    return Requests(prompts, sizes[:, 1], is_ls, poisson(count, point.rate, rng))
+
+
+def bodies(point: Point, asked: Requests, model: str) -> list[bytes]:
+    rows = zip(asked.prompts, asked.num_output.tolist(), asked.is_ls.tolist(), strict=True)
+    return [body(model, prompt, num_output, classes(is_ls, point)) for prompt, num_output, is_ls in rows]
+
+
+def classes(is_ls: bool, point: Point) -> dict[str, object]:  # noqa: FBT001 a column of the load
+    told: dict[str, object] = {"service_class": "ls" if is_ls else "be"}
+    return told | {"priority": 0 if is_ls else 1} if point.reads_priority else told
+
+
+def body(model: str, prompt: list[int], num_output: int, more: dict[str, object]) -> bytes:
+    asked = {"model": model, "prompt": prompt, "max_tokens": num_output, "temperature": 0, "ignore_eos": True} | more
+    return msgspec.json.encode(asked | {"stream": True, "stream_options": {"include_usage": True}})
+
+
+async def find(settings: EndpointSettings) -> Endpoint:
+    async with BenchClient(settings) as client:
+        return await client.find_endpoint()
+
+
+def send(point: Point) -> dict[str, object]:
+    """Measure one point: figures of each class, and of the whole."""
+    asked, settings = draw(point), EndpointSettings(base_url=point.url)
+    endpoint = uvloop.run(find(settings))
+    load = BenchLoad(
+        bodies=bodies(point, asked, endpoint.model),
+        num_asked_tokens=asked.num_output,
+        offsets_ns=asked.offsets_ns,
+        limit=None,
+        name=f"preemption-{point.seed}",
+    )
+    before_s = engine_cpu_s(point.pid)
+    records = run_load(settings, endpoint, load)
+    cpu_s = engine_cpu_s(point.pid) - before_s
+    report = make_report(records)
+    assert report.num_ok == report.num_requests, report.failures
+    assert report.num_wrong_length == 0
+    found: dict[str, object] = {name: figures(records, asked.is_ls == (name == "ls")) for name in CLASSES}
+    return found | {
+        "tokens_per_s": round(report.output_tokens_per_s, 2),
+        # What a busy neighbour on this machine does not change.
+        "tokens_per_cpu_s": round(report.num_output_tokens / cpu_s, 2),
+        "requests_per_s": round(report.requests_per_s, 3),
+        "duration_s": round(report.duration_s, 2),
+        "client_late_p99_ms": round(max(report.send_lateness.p99, report.client_stalls.p99), 2),
+    }
+
+
+def engine_cpu_s(pid: int) -> float:
+    """Processor time that the server's engines have taken so far, in seconds."""
+    times = [process.cpu_times() for process in engine_processes(psutil.Process(pid))]
+    return sum(each.user + each.system for each in times)
+
+
+def engine_processes(server: psutil.Process) -> list[psutil.Process]:
+    """The processes that compute: Moestro's engines without its other children, or all children of a peer."""
+    return engines_of(server) or server.children(recursive=True)
+
+
+def figures(records: Records, rows: np.ndarray) -> dict[str, object]:
+    lines = records.timelines
+    found: dict[str, object] = {"num": int(rows.sum())}
+    for name, values_ns in (("ttft_ms", lines.ttft_ns[rows]), ("turnaround_ms", lines.e2e_ns[rows])):
+        spread_ms = spread_of(values_ns)
+        assert spread_ms
+        found[name] = {key: round(getattr(spread_ms, key), 1) for key in ("mean", "p50", "p99")}
+    return found
+
+
+# --- servers ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def systems(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Server]]:
+    """Every system, all serving the model with one compute thread each."""
+    one = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    common = ["--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", str(BUDGET)]
+    places = ["--max-num-seqs", str(NUM_SEQS)]
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for number, (name, flags) in enumerate(MODES.items()):
+            if name in args.modes:
+                port, log = PORT + number, args.work / f"preemption-{number}.log"
+                command = [MOESTRO, "serve", str(directory), "--port", str(port), *common, *flags]
+                command += [] if places[0] in flags else places
+                command += ["--kv-cache-memory-bytes", str(KV_BYTES)]
+                server = stack.enter_context(started(command, port, log, **one))
+                pin(psutil.Process(server.process.pid))
+                found[name] = server
+        if args.vllm:
+            command = [str(args.vllm), "serve", str(directory), "--port", str(PORT - 1), *common, *places]
+            command += ["--scheduling-policy", "priority"]
+            extra = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+            extra["PATH"] = f"{Path(args.vllm).parent}:{os.environ['PATH']}"
+            server = stack.enter_context(started(command, PORT - 1, args.work / "preemption-vllm.log", **one, **extra))
+            pin(psutil.Process(server.process.pid))
+            found[VLLM] = server
+        yield found
+
+
+def pin(front: psutil.Process) -> None:
+    """Give the engines a core of their own, as each has a GPU in life; the API server and the client share the rest."""
+    for process in engine_processes(front):
+        process.cpu_affinity([0])
+    front.cpu_affinity(list(range(1, os.cpu_count() or 1)) or [0])
+
+
+def measure(args: argparse.Namespace, points: list[Point]) -> Iterator[dict[str, object]]:
+    """`send` of each, one after another, in a process of their own."""
+    told = json.dumps([asdict(point) for point in points])
+    command = [*shlex.split(args.wrap), sys.executable, __file__, "--points", told]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return map(json.loads, done.stdout.splitlines())
+
+
+def point_of(args: argparse.Namespace, system: str, server: Server, rate: float, seed: int) -> Point:
+    return Point(
+        url=server.url,
+        pid=server.process.pid,
+        reads_priority=system in READ_PRIORITY,
+        rate=rate,
+        seconds=args.seconds,
+        seed=seed,
+        shrink=args.shrink,
+        lengths=str(args.lengths),
+    )
+
+
+def rounds(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, object]]:
+    """A row for each rate, round and system."""
+    with systems(args, directory) as servers:
+        for name, server in servers.items():
+            send(replace(point_of(args, name, server, 4, 99), seconds=2))
+        for number in range(args.rounds):
+            for rate in args.rates if number == 0 else args.claim:
+                seed = args.seed + number
+                points = [point_of(args, name, server, rate, seed) for name, server in servers.items()]
+                for name, found in zip(servers, measure(args, points), strict=True):
+                    load = {"load_average": round(os.getloadavg()[0], 2)}
+                    yield {"rate": rate, "round": number, "seed": seed, "system": name, **found, **load}
+
+
+# --- what is stored ---------------------------------------------------------------------------------------------------
+
+
+def value(row: dict[str, object], path: tuple[str, ...]) -> float:
+    for key in path:
+        row = row[key]
+    return row
+
+
+def summaries(found: list[dict[str, object]]) -> list[dict[str, object]]:
+    """For each rate and system: figures over its rounds, and their ratios, round by round, to other systems'."""
+    paths = [
+        (c, figure, key) for c in CLASSES for figure in ("ttft_ms", "turnaround_ms") for key in ("mean", "p50", "p99")
+    ]
+    paths += [("tokens_per_s",), ("tokens_per_cpu_s",)]
+    told = []
+    for rate in sorted({row["rate"] for row in found}):
+        here = [row for row in found if row["rate"] == rate]
+        for system in dict.fromkeys(row["system"] for row in here):
+            own = {row["round"]: row for row in here if row["system"] == system}
+            summary: dict[str, object] = {"rate": rate, "system": system, "rounds": len(own)}
+            for path in paths:
+                summary["_".join(path)] = spread([value(row, path) for row in own.values()])
+            for other in ("continuous, FCFS", "iteration-level priority", "iteration-level LS first"):
+                theirs = {row["round"]: row for row in here if row["system"] == other}
+                if other != system and own.keys() & theirs.keys():
+                    summary[f"over {other}"] = {
+                        "_".join(path): spread(
+                            [value(own[n], path) / value(theirs[n], path) for n in own if n in theirs]
+                        )
+                        for path in paths
+                        if path[-1] != "p99"
+                    }
+            told.append(summary)
+    return told
+
+
+def store(args: argparse.Namespace, conditions: RunRecord, found: list[dict[str, object]]) -> None:
+    """Write what was asked for, of the points so far."""
+    told, lengths = summaries(found), "ShareGPT" if args.lengths.is_file() else "a log-normal stand-in for ShareGPT"
+    if args.json:
+        setting = {
+            "model": args.model, "num_threads": 1,
+            "lengths": f"{lengths}, divided by {args.shrink:g}", "arrivals": "poisson", "ls_share": LS_SHARE,
+            "seconds": args.seconds, "max_num_seqs": NUM_SEQS, "max_num_batched_tokens": BUDGET,
+            "vllm": package_version(args.vllm.with_name("python"), "vllm") if args.vllm else None,
+            "flags": {name: " ".join(flags) for name, flags in MODES.items() if name in args.modes},
+        }  # fmt: skip
+        save(args.json, conditions, {**setting, "summary": told, "points": found})
+    if args.png:
+        plot(args.png, told, f"{args.model}, 20 % LS, lengths of {lengths} / {args.shrink:g}, medians, min and max")
+
+
+def plot(path: Path, told: list[dict[str, object]], title: str) -> None:
+    from matplotlib.figure import Figure  # noqa: PLC0415 - only where a picture is asked for
+
+    panels = {
+        "ls_ttft_ms_mean": "LS: TTFT, mean, ms", "ls_ttft_ms_p99": "LS: TTFT, P99, ms",
+        "ls_turnaround_ms_mean": "LS: turnaround, mean, ms", "be_ttft_ms_mean": "BE: TTFT, mean, ms",
+        "be_turnaround_ms_mean": "BE: turnaround, mean, ms", "tokens_per_s": "all: output tokens/s",
+    }  # fmt: skip
+    figure = Figure(figsize=(14, 8.5), layout="constrained")
+    for axes, (figure_name, label) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):
+        for system in dict.fromkeys(each["system"] for each in told):
+            own = [each for each in told if each["system"] == system]
+            x, y = [each["rate"] for each in own], [each[figure_name]["median"] for each in own]
+            lows = [each[figure_name]["median"] - each[figure_name]["min"] for each in own]
+            highs = [each[figure_name]["max"] - each[figure_name]["median"] for each in own]
+            axes.errorbar(x, y, (lows, highs), marker="o", markersize=4, capsize=3, label=system)
+        axes.set(title=label, xlabel="requests/s offered")
+        axes.set_ylim(bottom=0) if figure_name == "tokens_per_s" else axes.set_yscale("log")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--points", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help="folder for the random model and the servers' logs")
+    parser.add_argument("--model", choices=["demo", "random-640m"], default="demo")
+    parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--vllm", type=Path, help="vLLM's command in a virtual environment of its own")
+    parser.add_argument("--rates", type=float, nargs="+", default=[4, 7, 10], help="requests/s")
+    parser.add_argument("--claim", type=float, nargs="*", default=[], help="those of --rates that get --rounds rounds")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=25, help="for which requests come, at each point")
+    parser.add_argument("--shrink", type=float, default=8, help="lengths are divided by it")
+    parser.add_argument("--lengths", type=Path, default=LENGTHS, help="a trace with input_length and output_length")
+    parser.add_argument("--seed", type=int, default=1, help="of the first round; the others follow")
+    parser.add_argument("--wrap", default="", help="a command that runs each point's command")
+    parser.add_argument("--png", type=Path, help="draw the curves here")
+    args = parser.parse_args()
+    if args.points is not None:
+        for point in args.points:
+            print(json.dumps(send(Point(**point))), flush=True)
+        return
+    conditions = run_record("measured")
+    args.work.mkdir(parents=True, exist_ok=True)
+    directory = DEMO if args.model == "demo" else make_random_model(args.work / args.model)
+    found = []
+    for row in rounds(args, directory):
+        print(json.dumps(row), flush=True)
+        found.append(row)
+        store(args, conditions, found)  # so far: a run takes long, and may be cut short
+
+
+if __name__ == "__main__":
+    main()

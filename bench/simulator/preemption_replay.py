@@ -1,0 +1,155 @@
+"""The loads of `bench/serving/preemption.py` on one rank in this process, whose clock is its own processor time.
+
+    OMP_NUM_THREADS=1 python bench/simulator/preemption_replay.py [--seeds 5] \\
+        [--json bench/results/simulator/preemption_replay.json]
+
+The demo model computes for real; what is left out is HTTP, the front door and the wait for other processes, so that
+the schedulers can be told apart on a machine that has something else to do. Idle time is skipped. Arrivals are those
+of the same seed for all; ratios are taken seed by seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from moestro.config.run_record import run_record
+from moestro.core.request import Request, SamplingParams, ServiceClass
+from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
+from moestro.engine.settings import SchedulerSettings
+from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.qllm import ExpertLevelPreemption
+from moestro.model.device import TorchDevice
+from moestro.model.settings import ModelSettings
+from moestro.model.staged_device import StagedTorchDevice
+from moestro.model.staged_open import open_staged_device
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from serving.preemption import BUDGET, LENGTHS, NUM_SEQS, Point, Requests, draw
+from shared.models import DEMO
+from shared.results import make_parser, save, spread
+
+NUM_BLOCKS, BLOCK_SIZE, MAX_LEN = 4000, 16, 2048
+LS_FIRST = {"scheduling_policy": "qllm", "evict_policy": "least_computed_be_first"}
+BASELINE = "continuous, FCFS"
+FIGURES = ("ls_ttft_ms", "ls_turnaround_ms", "be_ttft_ms", "be_turnaround_ms", "tokens_per_s")
+
+
+def ranks(staged: StagedTorchDevice) -> dict[str, Callable[[], Rank]]:
+    """How each system is made, on the same network."""
+    bounds = {
+        "num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "max_model_len": MAX_LEN, "max_num_seqs": NUM_SEQS,
+        "max_num_batched_tokens": BUDGET,
+    }  # fmt: skip
+    urgent = bounds | LS_FIRST | {"max_num_urgent_seqs": NUM_SEQS}
+
+    def fused(**more: str) -> Rank:
+        return build_rank(SchedulerSettings(**bounds | more), TorchDevice(staged.staged.network, staged.pools))
+
+    def stepping(policy, *, passes_decodes: bool = False) -> Rank:
+        return build_preemptive_rank(SchedulerSettings(**urgent), staged, policy, passes_decodes=passes_decodes)
+
+    return {
+        BASELINE: fused,
+        "iteration-level LS first": lambda: fused(**LS_FIRST),
+        "in stages, nobody preempted": lambda: stepping(in_order),
+        "expert-level preemption": lambda: stepping(ExpertLevelPreemption()),
+        "expert-level, every token": lambda: stepping(ExpertLevelPreemption(), passes_decodes=True),
+    }
+
+
+def request(asked: Requests, i: int) -> Request:
+    return Request(
+        request_id=str(i),
+        num_prompt_tokens=len(asked.prompts[i]),
+        sampling=SamplingParams(max_tokens=int(asked.num_output[i]), temperature=0.0),
+        arrival_ns=int(asked.offsets_ns[i]),
+        token_ids=np.array(asked.prompts[i], np.int32).tobytes(),
+        service_class=ServiceClass.LS if asked.is_ls[i] else ServiceClass.BE,
+    )
+
+
+def replay(rank: Rank, asked: Requests) -> dict[str, float]:
+    """Serve all of it; means of each class, and the throughput."""
+    num, came = 0, asked.offsets_ns
+    first, last = np.zeros(len(came), np.int64), np.zeros(len(came), np.int64)
+    begun_ns = time.process_time_ns()
+    while num < len(came) or rank.has_work:
+        if not rank.has_work:  # idle until the next one comes
+            begun_ns = min(begun_ns, time.process_time_ns() - int(came[num]))
+        now_ns = time.process_time_ns() - begun_ns
+        while num < len(came) and came[num] <= now_ns:
+            rank.add(request(asked, num), now_ns)
+            num += 1
+        due_ns = begun_ns + int(came[num]) if num < len(came) else 2**63
+        outputs = rank.step(now_ns, lambda due_ns=due_ns: time.process_time_ns() >= due_ns)
+        for output in outputs:
+            i, now_ns = int(output.request_id), time.process_time_ns() - begun_ns
+            first[i] = first[i] or now_ns
+            last[i] = now_ns
+    found = {}
+    for name, rows in (("ls", asked.is_ls), ("be", ~asked.is_ls)):
+        found[f"{name}_ttft_ms"] = float((first - came)[rows].mean()) / 1e6
+        found[f"{name}_turnaround_ms"] = float((last - came)[rows].mean()) / 1e6
+    found["tokens_per_s"] = float(asked.num_output.sum()) * 1e9 / float(last.max() - came.min())
+    return found
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, object]]:
+    settings = ModelSettings(model=str(DEMO), dtype="bfloat16", device="cpu", num_gpu_blocks_override=NUM_BLOCKS)
+    staged, _ = open_staged_device(settings, max_tokens=BUDGET)
+    made, told = ranks(staged), []
+    for rate in args.rates:
+        runs: dict[str, list[dict[str, float]]] = {name: [] for name in made}
+        for seed in range(1, args.seeds + 1):
+            seconds, lengths = args.requests / rate, str(args.lengths)
+            asked = draw(
+                Point(
+                    url="",
+                    pid=0,
+                    reads_priority=False,
+                    rate=rate,
+                    seconds=seconds,
+                    seed=seed,
+                    shrink=8,
+                    lengths=lengths,
+                )
+            )
+            for name, make in made.items():
+                runs[name].append(replay(make(), asked))
+        for name, own in runs.items():
+            row: dict[str, object] = {"rate": rate, "system": name}
+            for figure in FIGURES:
+                row[figure] = spread([run[figure] for run in own])
+                ratios = [run[figure] / base[figure] for run, base in zip(own, runs[BASELINE], strict=True)]
+                row[f"{figure}_over_fcfs"] = spread(ratios)
+            told.append(row)
+            print(json.dumps(row), flush=True)
+    return told
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--rates", type=float, nargs="+", default=[12, 24], help="requests/s")
+    parser.add_argument("--requests", type=int, default=60, help="of one run")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--lengths", type=Path, default=LENGTHS, help="a trace with input_length and output_length")
+    args = parser.parse_args()
+    conditions = run_record("measured")
+    rows = measure(args)
+    setting = {
+        "clock": "processor time of one process", "num_threads": 1, "requests": args.requests, "seeds": args.seeds,
+        "lengths": "ShareGPT / 8" if args.lengths.is_file() else "log-normal stand-in for ShareGPT / 8",
+        "ls_share": 0.2,
+    }  # fmt: skip
+    save(args.json, conditions, {**setting, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""How fast the simulator is, in CPU-seconds, beside Dynamo's replay if there is one; and what a million requests take.
+
+    python bench/simulator/sim_speed.py --traces TRACES --json bench/results/simulator/sim_speed.json
+    python bench/simulator/sim_speed.py --traces TRACES --dynamo PYTHON --json bench/results/simulator/sim_speed.json
+    python bench/simulator/sim_speed.py --million --json bench/results/simulator/sim_speed.json
+
+The first measures ours, the second Dynamo's as well, the third a million requests. Each part of the file holds the
+command, commit and load of the machine with which it was measured, and the others stay as they are.
+
+TRACES is a folder with mooncake_conversation.jsonl.zst. PYTHON is an interpreter with `ai-dynamo==1.1.1` and
+`ai-dynamo-runtime==1.1.1` (their Rust replay: the same kind of simulation, with its own router and a modelled engine).
+Both sides read the trace, make the requests and simulate; ours prices steps of Qwen3-30B-A3B on an H200, theirs has its
+default timing model. Blocks are as large on both sides, and every request is answered. Not alike is what is counted:
+theirs is the CPU time of a process from its start, ours that of a process that is up and has imported everything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import zstandard
+
+from moestro.config.run_record import run_record
+from moestro.sim.scenario import make_scenario, run
+from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from shared.results import make_parser
+
+REPEATS = 5
+TRACE = "mooncake_conversation.jsonl.zst"
+MOONCAKE = "Mooncake conversation, 16 engines"
+# Ours and theirs that are set side by side: `dynamo` is their formula in our router.
+PAIRS = {
+    "one engine, 1024/256": "one engine, 1024/256",
+    f"{MOONCAKE}, round_robin": f"{MOONCAKE}, round_robin",
+    f"{MOONCAKE}, dynamo": f"{MOONCAKE}, kv_router",
+}
+ONE_ENGINE = {"num_requests": 4000, "prompt_tokens": 1024, "output_tokens": 256, "rate": 4.0, "arrivals": "constant"}
+SIXTEEN = SimEngineSettings(count=16, gpu="h200", block_size=512, max_num_batched_tokens=8192)
+MILLION = {"num_requests": 1_000_000, "prompt_tokens": 512, "output_tokens": 32, "rate": 200.0}
+
+
+def cases(traces: Path) -> dict[str, SimSettings]:
+    """What is simulated, by name."""
+    replayed = WorkloadSettings(trace=str((traces / TRACE).absolute()))
+    one = SimEngineSettings(gpu="h200", block_size=64, max_num_batched_tokens=8192)
+    found = {
+        "one engine, 1024/256": SimSettings(
+            workload=WorkloadSettings(**ONE_ENGINE), engines=one, policies=(PolicySettings(route="round_robin"),)
+        )
+    }
+    for route in ("round_robin", "dynamo", "lmetric"):
+        name = f"{MOONCAKE}, {route}"
+        found[name] = SimSettings(workload=replayed, engines=SIXTEEN, policies=(PolicySettings(route=route),))
+    return found
+
+
+def simulate(settings: SimSettings) -> dict[str, float]:
+    """One run of ours: CPU-seconds from reading the workload to the last answer, and a few figures of the result."""
+    began = time.process_time()
+    scenario = make_scenario(settings, Path())
+    results = run(scenario, settings.policies[0])
+    cpu_s = time.process_time() - began
+    assert results.is_answered.all(), "somebody was not answered"
+    hit_ratio = float(results.num_hit_tokens.sum() / results.num_prompt_tokens.sum())
+    return {"cpu_s": cpu_s, "num_requests": len(results), "hit_ratio": hit_ratio}
+
+
+def ours(settings: SimSettings) -> dict:
+    """Five runs."""
+    runs = [simulate(settings) for _ in range(REPEATS)]
+    return {**spread([each["cpu_s"] for each in runs], runs[0]["num_requests"]), "hit_ratio": runs[0]["hit_ratio"]}
+
+
+def spread(seconds: list[float], num_requests: float) -> dict:
+    """CPU-seconds of repeats, and requests per CPU-second of the median."""
+    middle = statistics.median(seconds)
+    return {
+        "cpu_s": {"min": min(seconds), "median": middle, "max": max(seconds)},
+        "requests_per_cpu_s": num_requests / middle,
+        "num_requests": num_requests,
+    }
+
+
+def dynamo(python: str, arguments: list[str], num_requests: int) -> dict:
+    """Five runs of Dynamo's replay: CPU-seconds of the process, its start included."""
+    seconds, report = [], {}
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "report.json"
+        command = [python, "-m", "dynamo.replay", *arguments, "--report-json", str(out)]
+        for _ in range(REPEATS):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run(command, check=True, capture_output=True, env=os.environ | {"DYN_LOG": "error"})
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        report = json.loads(out.read_text())
+    assert report["completed_requests"] == num_requests, "it left some out"
+    return spread(seconds, num_requests)
+
+
+def peer(python: str, traces: Path) -> dict[str, dict]:
+    """Dynamo on the same workloads."""
+    one = [
+        "--input-tokens",
+        "1024",
+        "--output-tokens",
+        "256",
+        "--request-count",
+        "4000",
+        "--arrival-interval-ms",
+        "250",
+    ]
+    found = {"one engine, 1024/256": dynamo(python, [*one, "--num-workers", "1"], 4000)}
+    with tempfile.TemporaryDirectory() as directory:
+        plain = Path(directory) / "trace.jsonl"
+        with (traces / TRACE).open("rb") as packed, plain.open("wb") as unpacked:
+            zstandard.ZstdDecompressor().copy_stream(packed, unpacked)
+        num_requests = len(plain.read_text().splitlines())
+        for mode in ("round_robin", "kv_router"):
+            asked = [str(plain), "--num-workers", "16", "--trace-block-size", "512", "--router-mode", mode]
+            found[f"{MOONCAKE}, {mode}"] = dynamo(python, asked, num_requests)
+    return found
+
+
+def ratios(own: dict[str, dict], theirs: dict[str, dict]) -> dict[str, float]:
+    """CPU-seconds of the peer over ours, of the medians; above 1: ours is the faster."""
+    return {name: theirs[other]["cpu_s"]["median"] / own[name]["cpu_s"]["median"] for name, other in PAIRS.items()}
+
+
+def million() -> dict[str, object]:
+    """A million requests, in a process of its own: its CPU-seconds, and the most memory that it ever held."""
+    settings = SimSettings(
+        workload=WorkloadSettings(**MILLION), engines=SimEngineSettings(count=16, gpu="h200", block_size=64)
+    )
+    result = simulate(settings)
+    return result | {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--traces", type=Path)
+    parser.add_argument("--dynamo", help="an interpreter that has it")
+    parser.add_argument("--million", action="store_true", help="only that")
+    asked = parser.parse_args()
+    if not asked.million and asked.traces is None:
+        parser.error("--traces names the folder with the trace; or --million")
+    conditions = msgspec.to_builtins(run_record("measured"))
+    if asked.million:
+        found = {"a million requests": million() | {"conditions": conditions}}
+    else:
+        own = {name: ours(settings) for name, settings in cases(asked.traces).items()}
+        found = {"moestro": own | {"conditions": conditions}}
+        if asked.dynamo:
+            conditions = msgspec.to_builtins(run_record("measured"))
+            theirs = peer(asked.dynamo, asked.traces)
+            found["dynamo 1.1.1"] = theirs | {"conditions": conditions}
+            found["dynamo's CPU-seconds over ours"] = ratios(own, theirs)
+    print(json.dumps(found, indent=1))
+    if asked.json:
+        earlier = json.loads(asked.json.read_text()) if asked.json.exists() else {}
+        asked.json.write_text(json.dumps(earlier | {"repeats": REPEATS} | found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""Load figures of an engine, from the rank that counts them to the router that chooses by them.
+
+Each field carries a `FigureSpec`.
+`/metrics`, the log line, the scrape of a Moestro engine, the router's columns and the documentation follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+
+
+class FigureKind(StrEnum):
+    """Metric types of Prometheus that a figure can have."""
+
+    GAUGE = "gauge"  # the present value
+    COUNTER = "counter"  # a total since the process of the rank started
+
+
+class FigureUnit(StrEnum):
+    """Units in which a rank counts."""
+
+    REQUESTS = "requests"
+    TOKENS = "tokens"
+    FRACTION = "fraction"  # 0 .. 1; several ranks behind one address have the mean, of all other units the sum
+    RATIO = "ratio"
+    TIMES = "times"
+    NANOSECONDS = "nanoseconds"  # seconds at `/metrics`
+
+
+@dataclass(frozen=True, slots=True)
+class FigureSpec:
+    """Properties of one figure.
+
+    Attributes:
+        kind: gauge or counter.
+        unit: of the field's value.
+        help: one sentence, the help text of `/metrics`.
+        metric: name at `/metrics`, without prefix and without `_total`; None means not shown there.
+        has_vllm_name: whether vLLM has the same metric, so that `/metrics` shows it with the prefix `vllm:` too.
+        is_routed: whether routers keep it in a column of `EngineTable`, which has the name of the field.
+        is_from_rank: whether ranks report it.
+        log_format: the figure in the engine's log line; None means not shown there.
+    """
+
+    kind: FigureKind
+    unit: FigureUnit
+    help: str
+    metric: str | None = None
+    has_vllm_name: bool = False
+    is_routed: bool = False
+    is_from_rank: bool = True
+    log_format: str | None = None
+
+    def metric_value(self, value: float) -> float:
+        """The value that `/metrics` shows, in a base unit of Prometheus."""
+        return value / 1e9 if self.unit is FigureUnit.NANOSECONDS else value
+
+
+_GAUGE, _COUNTER = FigureKind.GAUGE, FigureKind.COUNTER
+
+
+class PassCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Plans that passed best-effort units, in `preemptive` mode, since the start of the executor.
+
+    Attributes:
+        num_passes: plans that ran ahead of best-effort units which had entered earlier and could have run.
+        num_withdrawals: times that the device was told to return what it had not begun.
+        passed_over_ns: time in which any unit was passed over; a stretch is added when it ends.
+        num_parked_tokens: tokens of the units that are passed over now.
+        max_parked_tokens: the largest `num_parked_tokens` so far.
+    """
+
+    num_passes: Annotated[
+        int,
+        FigureSpec(
+            _COUNTER, FigureUnit.TIMES, "Plans of ls requests that ran ahead of be requests.", metric="batch_passes"
+        ),
+    ] = 0
+    num_withdrawals: Annotated[
+        int,
+        FigureSpec(_COUNTER, FigureUnit.TIMES, "Interruptions of the device within a step.", metric="withdrawals"),
+    ] = 0
+    num_parked_tokens: Annotated[
+        int,
+        FigureSpec(_GAUGE, FigureUnit.TOKENS, "Tokens of be requests passed over now.", metric="parked_tokens"),
+    ] = 0
+    max_parked_tokens: Annotated[
+        int,
+        FigureSpec(_GAUGE, FigureUnit.TOKENS, "Maximum of parked tokens so far.", metric="parked_tokens_max"),
+    ] = 0
+    passed_over_ns: Annotated[
+        int,
+        FigureSpec(
+            _COUNTER,
+            FigureUnit.NANOSECONDS,
+            "Time in which later ls requests ran ahead of runnable be requests.",
+            metric="passed_over_seconds",
+        ),
+    ] = 0
+
+
+class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A report of one engine's load; None means that this report does not contain the figure.
+
+    Attributes:
+        num_running, num_waiting: requests with, without KV blocks.
+        kv_usage: fraction of KV blocks held by sequences, 0 .. 1.
+        queued_prefill_tokens: prompt tokens yet to be computed, of waiting and of running requests, without those that
+            preempted requests keep in host memory.
+        num_tokens: context tokens of waiting and running requests (Gimbal's RunningLoad).
+        expert_pressure: load of the busiest expert device of the engine's tokens over the mean, at least 1.
+        num_preemptions: times that a request gave up its KV.
+        num_queried_tokens, num_hit_tokens: prompt tokens looked up, and found, in the prefix cache.
+        num_kept_tokens: tokens whose KV preempted requests left in host memory.
+        num_restored_tokens: tokens whose KV was copied back.
+        pass_counts: plans that passed others, in `preemptive` mode.
+    """
+
+    num_running: Annotated[
+        int | None,
+        FigureSpec(
+            _GAUGE,
+            FigureUnit.REQUESTS,
+            "Requests that hold KV.",
+            metric="num_requests_running",
+            has_vllm_name=True,
+            is_routed=True,
+            log_format="running {}",
+        ),
+    ] = None
+    num_waiting: Annotated[
+        int | None,
+        FigureSpec(
+            _GAUGE,
+            FigureUnit.REQUESTS,
+            "Requests that wait for KV.",
+            metric="num_requests_waiting",
+            has_vllm_name=True,
+            is_routed=True,
+            log_format="waiting {}",
+        ),
+    ] = None
+    kv_usage: Annotated[
+        float | None,
+        FigureSpec(
+            _GAUGE,
+            FigureUnit.FRACTION,
+            "Fraction of KV blocks held by requests, 0 to 1.",
+            metric="kv_cache_usage_perc",
+            has_vllm_name=True,
+            is_routed=True,
+            log_format="KV {:.1%}",
+        ),
+    ] = None
+    queued_prefill_tokens: Annotated[
+        int | None,
+        FigureSpec(_GAUGE, FigureUnit.TOKENS, "Prompt tokens yet to be computed.", is_routed=True),
+    ] = None
+    num_tokens: Annotated[
+        int | None,
+        FigureSpec(_GAUGE, FigureUnit.TOKENS, "Context tokens of waiting and running requests.", is_routed=True),
+    ] = None
+    expert_pressure: Annotated[
+        float | None,
+        FigureSpec(
+            _GAUGE,
+            FigureUnit.RATIO,
+            "Load of the busiest expert device over the mean.",
+            is_routed=True,
+            is_from_rank=False,
+        ),
+    ] = None
+    num_preemptions: Annotated[
+        int | None,
+        FigureSpec(
+            _COUNTER,
+            FigureUnit.TIMES,
+            "Preemptions of requests.",
+            metric="num_preemptions",
+            has_vllm_name=True,
+        ),
+    ] = None
+    num_queried_tokens: Annotated[
+        int | None,
+        FigureSpec(
+            _COUNTER,
+            FigureUnit.TOKENS,
+            "Prompt tokens looked up in the prefix cache.",
+            metric="prefix_cache_queries",
+            has_vllm_name=True,
+        ),
+    ] = None
+    num_hit_tokens: Annotated[
+        int | None,
+        FigureSpec(
+            _COUNTER,
+            FigureUnit.TOKENS,
+            "Prompt tokens found in the prefix cache.",
+            metric="prefix_cache_hits",
+            has_vllm_name=True,
+        ),
+    ] = None
+    num_kept_tokens: Annotated[
+        int | None,
+        FigureSpec(
+            _COUNTER,
+            FigureUnit.TOKENS,
+            "Tokens whose KV preempted requests kept in host memory.",
+            metric="kv_kept_tokens",
+        ),
+    ] = None
+    num_restored_tokens: Annotated[
+        int | None,
+        FigureSpec(
+            _COUNTER,
+            FigureUnit.TOKENS,
+            "Tokens whose KV was copied back from host memory.",
+            metric="kv_restored_tokens",
+        ),
+    ] = None
+    pass_counts: PassCounts | None = None
+
+
+def _specs_of(struct: type[msgspec.Struct]) -> dict[str, FigureSpec]:
+    hints: dict[str, Any] = get_type_hints(struct, include_extras=True)
+    return {
+        name: spec
+        for name, hint in hints.items()
+        for spec in getattr(hint, "__metadata__", ())
+        if isinstance(spec, FigureSpec)
+    }
+
+
+_OWN_SPECS = _specs_of(LoadFigures)
+_PASS_SPECS = _specs_of(PassCounts)
+
+# Every figure, by the name of its field.
+FIGURES: Mapping[str, FigureSpec] = _OWN_SPECS | _PASS_SPECS
+# Names of the figures that routers keep.
+ROUTED_FIGURES = tuple(name for name, spec in FIGURES.items() if spec.is_routed)
+# The report of a rank that has no requests and has had none.
+IDLE = msgspec.convert(
+    {name: 0 for name, spec in _OWN_SPECS.items() if spec.is_from_rank} | {"pass_counts": {}}, LoadFigures
+)
+
+
+def figure_values(load: LoadFigures) -> dict[str, float]:
+    """All figures of `load` by name, those of its `pass_counts` among them; 0 where the report has none."""
+    passes = load.pass_counts or PassCounts()
+    values: dict[str, float] = {name: getattr(load, name) or 0 for name in _OWN_SPECS}
+    return values | {name: getattr(passes, name) for name in _PASS_SPECS}

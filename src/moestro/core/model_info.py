@@ -1,0 +1,49 @@
+"""Properties of a loaded model, from the rank that loads it to the banner, `/v1/models` and `/metrics`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moestro.core.request import SamplingDefaults
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A loaded network and its KV cache, for the scheduler and the API server.
+
+    Attributes:
+        model_id: key of the block hashes.
+        max_model_len: tokens of the longest sequence that is served.
+        vocab_size: token ids are in 0 .. vocab_size - 1.
+        eos_token_ids: tokens that end a sequence, ascending.
+        sampling_defaults: values for fields that a request does not set.
+        block_size: tokens of a KV block.
+        num_blocks: KV blocks.
+        num_host_blocks: blocks of host memory for the KV of preempted sequences.
+        num_parameters: all parameters of the network.
+        model_type: the family's name in transformers.
+        dtype: of weights and KV, for instance `bfloat16`.
+        device: for instance `cpu` or `cuda`.
+        num_layers: transformer blocks.
+        num_experts: routed experts of a layer; 0 means a dense model.
+        num_experts_per_token: experts that each token visits in a layer; 0 means a dense model.
+        notes: notes for the operator, one sentence each.
+        is_exact: whether batch and schedule never change tokens, so that another engine can continue an answer.
+    """
+
+    model_id: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
+    block_size: int
+    num_blocks: int
+    num_host_blocks: int = 0
+    num_parameters: int
+    model_type: str
+    dtype: str
+    device: str
+    num_layers: int
+    num_experts: int
+    num_experts_per_token: int
+    notes: tuple[str, ...] = ()
+    is_exact: bool = False

@@ -1,0 +1,42 @@
+"""The papers whose experiments can be run: one for each folder beside this file."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import moestro.repro
+from moestro.repro.settings import ReproSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paper:
+    """One paper, as its folder declares it.
+
+    Attributes:
+        name: the folder and the verb.
+        about: the verb's help.
+        settings: the dataclass of the verb's flags.
+    """
+
+    name: str
+    about: str
+    settings: type[ReproSettings]
+
+    def experiment(self, settings: ReproSettings) -> Any:
+        """Import the paper's code and return its `Experiment` under these settings."""
+        return importlib.import_module(f"{moestro.repro.__name__}.{self.name}.experiment").make_experiment(settings)
+
+
+def papers() -> list[Paper]:
+    """All papers by name. Their folders are imported, their experiments are not."""
+    names = sorted(module.name for module in pkgutil.iter_modules(moestro.repro.__path__) if module.ispkg)
+    return [_declared(name, importlib.import_module(f"{moestro.repro.__name__}.{name}")) for name in names]
+
+
+def _declared(name: str, folder: ModuleType) -> Paper:
+    return Paper(name=name, about=inspect.getdoc(folder) or "", settings=getattr(folder, "SETTINGS", ReproSettings))

@@ -1,0 +1,209 @@
+"""A testbed on virtual time: equal engines that serve a load by a routing policy, and the figures of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.clock import NS_PER_S
+from moestro.cost.capacity import kv_blocks
+from moestro.cost.gpus import Gpu
+from moestro.cost.networks import NetworkShape
+from moestro.cost.roofline import Roofline, RooflineSettings
+from moestro.engine.settings import SchedulerSettings
+from moestro.repro.results import Cell
+from moestro.routing.policy_contract import RoutePolicy
+from moestro.routing.router import Router
+from moestro.routing.settings import EngineSpec, RouterSettings
+from moestro.sim.arrivals import AtTimes
+from moestro.sim.cluster import Cluster
+from moestro.sim.group import Group
+from moestro.sim.prices import OneRank
+from moestro.sim.results import WINDOW_NS, Results
+from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
+from moestro.workload.requests import RequestForm, RequestMaker
+from moestro.workload.rows import Rows
+
+Floats = NDArray[np.float64]
+
+LEAD_IN = 0.1  # share of the requests left out of all figures: they find cold caches and empty queues
+# vLLM's coordinator publishes counts every 100 ms; other engines send theirs with each answer through the router.
+_BROADCAST = ("vllm-0.26", "vllm-0.27")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Testbed:
+    """Equal engines, each one GPU with the whole network.
+
+    Attributes:
+        block_size: tokens of a KV block.
+        max_num_seqs: sequences of an engine; vLLM's default for a GPU of this memory.
+        max_num_batched_tokens: tokens of a step of an engine; vLLM's default for a GPU of this memory.
+    """
+
+    network: NetworkShape
+    gpu: Gpu
+    num_engines: int = 16
+    block_size: int = 16
+    max_num_seqs: int = 1024
+    max_num_batched_tokens: int = 8192
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of KV blocks of one engine."""
+        return kv_blocks(self.network, self.gpu, self.block_size)
+
+    def scheduler(self, rows: Rows) -> SchedulerSettings:
+        """The settings of each engine. Every request of `rows` fits."""
+        longest = int(rows.num_prompt_tokens.max() + rows.num_output_tokens.max())
+        return SchedulerSettings(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_model_len=min(self.num_blocks * self.block_size, longest),
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_queued_reqs=1 << 30,  # the papers refuse no request
+        )
+
+    def cost(self) -> Roofline:
+        """The cost model of one engine's steps."""
+        return Roofline(RooflineSettings(network=self.network, gpu=self.gpu))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TimedLoad:
+    """Requests and their arrival times.
+
+    Attributes:
+        name: the load's name in tables.
+        rows: the requests.
+        offsets_ns: arrival times, int64[n], ascending.
+        is_generated: whether it is made of generated sessions rather than of a trace.
+    """
+
+    name: str
+    rows: Rows
+    offsets_ns: NDArray[np.int64]
+    is_generated: bool
+
+    @property
+    def rate(self) -> float:
+        """Requests a second."""
+        return len(self.rows) / (int(self.offsets_ns[-1]) / NS_PER_S)
+
+
+class Latency(msgspec.Struct, frozen=True):
+    """A latency over requests, milliseconds."""
+
+    mean: float
+    p50: float
+    p99: float
+
+
+class ServingFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of one run, without the first LEAD_IN of the requests. An imbalance is max over mean, at least 1."""
+
+    num_requests: int
+    ttft_ms: Latency
+    tpot_ms: Latency
+    hit_ratio: float
+    request_imbalance: float
+    prefill_imbalance: float
+    unlike_prefill_s: tuple[float, float]  # prefill seconds a window of the two most different engines
+    requests_per_s: float  # rate of the middle 80 % of all answers
+
+
+class RoutedCell(Cell, frozen=True, kw_only=True):
+    """One run of the testbed; the system is the routing policy."""
+
+    measured: ServingFigures
+
+
+def run(bed: Testbed, load: TimedLoad, policy: RoutePolicy, signals: SignalSettings, seed: int = 0) -> Results:
+    """Serve a load on a testbed, its requests spread by a policy."""
+    cost, settings = bed.cost(), bed.scheduler(load.rows)
+    router = Router(policy, RouterSettings(block_size=bed.block_size, seed=seed))
+    groups = [Group(settings, OneRank(cost)) for _ in range(bed.num_engines)]
+    for _ in groups:
+        router.set_routable(router.add_engine(EngineSpec(num_blocks=bed.num_blocks)), routable=True)
+    maker = RequestMaker(load.rows, RequestForm(block_size=bed.block_size))
+    return Cluster(groups, router, signals).run(maker, AtTimes(load.offsets_ns))
+
+
+def signals_of(policy_name: str, policy: RoutePolicy) -> SignalSettings:
+    """The figures that a policy gets of the engines, over the channel of its own system."""
+    figures = policy.needs.figures
+    sent = tuple(name for name in figures if name != "expert_pressure")  # engines with the whole network have none
+    if not sent:
+        return SignalSettings()
+    channel = ReportChannel.BROADCAST if policy_name in _BROADCAST else ReportChannel.PIGGYBACKED
+    return SignalSettings(channels=(ChannelSettings(figures=sent, channel=channel),))
+
+
+def measured(results: Results) -> ServingFigures:
+    """The figures of a run.
+
+    Raises:
+        AssertionError: a request was refused or not answered, and the figures would leave it out.
+    """
+    assert results.is_answered.all(), f"not all were answered: {results.refusals}"
+    counted = slice(int(LEAD_IN * len(results)), None)
+    gaps = results.num_tokens[counted].astype(np.int64) - 1
+    spans = (results.last_token_ns - results.first_token_ns)[counted]
+    prefill = _counted_prefill(results, int(LEAD_IN * len(results)))
+    work = prefill.sum(1)
+    requests = np.bincount(results.engine[counted], minlength=results.num_engines)
+    return ServingFigures(
+        num_requests=len(results),
+        ttft_ms=latency_ms((results.first_token_ns - results.arrival_ns)[counted]),
+        tpot_ms=latency_ms(spans[gaps > 0] / gaps[gaps > 0]),
+        hit_ratio=float(results.num_hit_tokens[counted].sum() / results.num_prompt_tokens[counted].sum()),
+        request_imbalance=float(requests.max() / requests.mean()),
+        prefill_imbalance=float(work.max() / work.mean()),
+        unlike_prefill_s=(float(prefill[work.argmax()].mean()), float(prefill[work.argmin()].mean())),
+        requests_per_s=_middle_rate(results.last_token_ns),
+    )
+
+
+def saturation_rate(bed: Testbed, load: TimedLoad, policy: RoutePolicy) -> float:
+    """The most requests a second that the testbed answers: its rate when the whole load arrives at once."""
+    at_once = replace(load, offsets_ns=np.arange(len(load.rows), dtype=np.int64))
+    return measured(run(bed, at_once, policy, SignalSettings())).requests_per_s
+
+
+def paired_interval(
+    ours: list[float], others: list[float], quantile: Callable[[int], float]
+) -> tuple[float, float, float]:
+    """The mean of `ours / others - 1` over runs with equal seeds, and its 95 % interval (Student's t).
+
+    Args:
+        quantile: returns the 97.5 % quantile of t for the degrees of freedom.
+    """
+    ratios = np.asarray(ours) / np.asarray(others) - 1
+    mean = float(ratios.mean())
+    if len(ratios) < 2:
+        return mean, float("-inf"), float("inf")
+    half = quantile(len(ratios) - 1) * float(ratios.std(ddof=1)) / len(ratios) ** 0.5
+    return mean, mean - half, mean + half
+
+
+def _counted_prefill(results: Results, first_row: int) -> Floats:
+    """Prefill seconds while requests arrived, from `first_row` on, float64[engines, windows]."""
+    first, last = results.arrival_ns[first_row] // WINDOW_NS, results.arrival_ns.max() // WINDOW_NS
+    return results.prefill_seconds()[:, first : last + 1]
+
+
+def latency_ms(values_ns: NDArray[np.int64] | Floats) -> Latency:
+    """The latency figures of values in nanoseconds."""
+    values = values_ns / 1e6
+    return Latency(float(values.mean()), float(np.percentile(values, 50)), float(np.percentile(values, 99)))
+
+
+def _middle_rate(end_ns: NDArray[np.int64]) -> float:
+    ends = np.sort(end_ns)
+    first, last = int(0.1 * len(ends)), int(0.9 * len(ends))
+    return (last - first) / (float(ends[last] - ends[first]) / NS_PER_S)

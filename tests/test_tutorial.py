@@ -1,0 +1,62 @@
+"""docs/tutorial.md: its commands run as they are written, in order, in one shell and an empty directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "tutorial.md"
+
+
+def commands() -> str:
+    """All `bash` blocks of the page, end to end."""
+    return "\n".join(re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+
+
+def with_free_ports(script: str) -> str:
+    """The script with a free port in place of each port number (8000 to 8099)."""
+    with contextlib.ExitStack() as held:
+        free = {}
+        for port in sorted(set(re.findall(r"\b80\d\d\b", script))):
+            listener = held.enter_context(socket.socket())
+            listener.bind(("127.0.0.1", 0))
+            free[port] = str(listener.getsockname()[1])
+    return re.sub(r"\b80\d\d\b", lambda found: free[found[0]], script)
+
+
+@pytest.mark.timeout(180)
+def test_every_command_of_the_tutorial_runs(tmp_path):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    script = "set -e\n" + with_free_ports(commands())
+    with (tmp_path / "output").open("wb") as output:
+        shell = subprocess.Popen(
+            ["bash", "-c", script],
+            cwd=tmp_path,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            status = shell.wait(170)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # the servers of a script that failed
+                os.killpg(shell.pid, signal.SIGKILL)
+    shown = (tmp_path / "output").read_text()
+    assert status == 0, shown
+    assert shown.count("20 answered of 20") == 2
+    assert "40 answered of 40" in shown
+    assert re.search(r"^(\d+) of \1 decisions came out as they were", shown, re.MULTILINE)
+    assert "Under round_robin (simulated)" in shown
+    assert "Under my_policy.py:fewest_tokens (simulated)" in shown

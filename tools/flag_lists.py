@@ -1,0 +1,15 @@
+"""Lists of the command line's flags, as Cyclopts writes them from the same declarations as `--help`."""
+
+from __future__ import annotations
+
+from cyclopts.docs.markdown import generate_markdown_docs
+
+import moestro.cli.main  # noqa: F401 registers the verbs
+from moestro.cli.app import app
+
+
+def flags_of(verb: str) -> str:
+    """Every flag of one verb by group, with type, help, choices and default."""
+    return generate_markdown_docs(
+        app, commands_filter=[verb], no_root_title=True, skip_preamble=True, generate_toc=False
+    ).strip()

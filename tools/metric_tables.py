@@ -1,0 +1,80 @@
+"""Tables of the metrics that `moestro serve` and `moestro route` expose, made from the collectors that write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from moestro.core.load_figures import IDLE
+from moestro.gateway.kv_prometheus import KvFigures
+from moestro.gateway.metrics import Counts, EngineCounts
+from moestro.gateway.prometheus import RouteCollector
+from moestro.routing.breaker import BreakerState
+from moestro.routing.health import Condition
+from moestro.server.metrics import Metrics
+from moestro.server.prometheus import ServerCollector, Sources
+
+
+def shared_metrics() -> str:
+    """Metrics of the API server that vLLM has too, without their prefix."""
+    families = {family.name: family for family in _server().collect()}
+    shared = [f for f in families.values() if f.name.startswith("moestro:") and _vllm_name(f) in families]
+    return _table(shared, "moestro:")
+
+
+def own_metrics() -> str:
+    """Metrics of the API server that vLLM does not have."""
+    families = {family.name: family for family in _server().collect()}
+    own = [f for f in families.values() if f.name.startswith("moestro:") and _vllm_name(f) not in families]
+    return _table(own)
+
+
+def route_metrics() -> str:
+    """Metrics of `moestro route`."""
+    return _table(_route().collect(), "moestro:route_")
+
+
+def kv_event_metrics() -> str:
+    """Metrics of `moestro route --kv-events`."""
+    return _table(KvFigures([(SimpleNamespace(name="a"), MagicMock())]).collect(), "moestro:route_")
+
+
+def _server() -> Collector:
+    metrics = Metrics(1)
+    metrics.refusals["a_code"] = 1
+    engines = SimpleNamespace(loads=[IDLE], is_routable=lambda engine: True)
+    return ServerCollector(Sources("a-model", MagicMock(), engines, metrics, lambda: 0, lambda: 0))
+
+
+def _route() -> Collector:
+    counts = Counts()
+    counts.refusals["a_code"] = counts.retries["a_cause"] = 1
+    engine = SimpleNamespace(name="a", row=0, counts=EngineCounts(), condition=Condition.UP)
+    engine.counts.statuses[200] = 1
+    fleet = MagicMock()
+    fleet.__iter__.return_value = [engine]
+    fleet.breaker_state.return_value = BreakerState.CLOSED
+    fleet.router.num_in_flight_on.return_value = 0
+    return RouteCollector(fleet, counts)
+
+
+def _vllm_name(family: Metric) -> str:
+    return family.name.replace("moestro:", "vllm:")
+
+
+def _table(families: Iterable[Metric], without: str = "") -> str:
+    rows = [
+        f"| `{family.name.removeprefix(without)}{'_total' if family.type == 'counter' else ''}` | {family.type} |"
+        f" {_labels(family)} | {family.documentation} |"
+        for family in families
+    ]
+    return "\n".join(("| name | kind | labels | meaning |", "|---|---|---|---|", *rows))
+
+
+def _labels(family: Metric) -> str:
+    names = dict.fromkeys(name for sample in family.samples for name in sample.labels if name != "le")
+    return ", ".join(f"`{name}`" for name in names)
