@@ -142,7 +142,7 @@ def test_a_request_is_explained_from_the_router_and_from_its_record(routed, caps
     with pytest.raises(SystemExit) as ended:
         main(["replay", str(record)])
     assert ended.value.code == 0
-    assert re.search(r"^(\d+) of \1 decisions came out as they were$", capsys.readouterr().out, re.M)
+    assert re.search(r"^(\d+) of \1 decisions are reproduced$", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.parametrize(
