@@ -11,10 +11,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from moestro.errors import ConfigError, RequestError, shown
-from moestro.gateway.decision_log import Journal
-from moestro.gateway.engine_admin import Operator
-from moestro.gateway.fleet import Engine
-from moestro.gateway.index_transfer import MAX_INDEX_BYTES, Handover
+from moestro.gateway.decision_log import DecisionLog
+from moestro.gateway.engine_admin import EngineAdmin
+from moestro.gateway.fleet import RoutedEngine
+from moestro.gateway.index_transfer import MAX_INDEX_BYTES, IndexTransfer
 from moestro.gateway.settings import AdminSettings, EngineUrl, is_loopback
 from moestro.web.access import Access
 from moestro.web.errors import HttpError
@@ -36,9 +36,9 @@ class Admin:
         metrics: the text of `/metrics`.
     """
 
-    def __init__(self, operator: Operator, journal: Journal, metrics: Callable[[], bytes]) -> None:
-        self._operator = operator
-        self._journal = journal
+    def __init__(self, engine_admin: EngineAdmin, decision_log: DecisionLog, metrics: Callable[[], bytes]) -> None:
+        self._engine_admin = engine_admin
+        self._decision_log = decision_log
         self._metrics = metrics
 
     async def runner(self, settings: AdminSettings) -> web.AppRunner:
@@ -60,7 +60,7 @@ class Admin:
                 web.post("/admin/engines/{name}/drain", self.drain),
                 web.post("/admin/engines/{name}/resume", self.resume),
                 web.get("/admin/explain/{request_id}", self.explain),
-                *Handover(self._operator.fleet, self._operator.reading).routes(),
+                *IndexTransfer(self._engine_admin.fleet, self._engine_admin.reading).routes(),
             ]
         )
         return app
@@ -71,50 +71,50 @@ class Admin:
 
     async def engines(self, _http: web.Request) -> web.Response:
         """GET /admin/engines: all of them."""
-        return _json({"engines": self._operator.views()})
+        return _json({"engines": self._engine_admin.views()})
 
     async def engine(self, http: web.Request) -> web.Response:
         """GET /admin/engines/{name}."""
-        return _json(self._operator.view(self._named(http)))
+        return _json(self._engine_admin.view(self._named(http)))
 
     async def add(self, http: web.Request) -> web.Response:
         """POST /admin/engines {"url": "NAME=http://HOST:PORT"}: one more, 201."""
         try:
             url = EngineUrl.parse(msgspec.json.decode(await http.read(), type=_NewEngine).url)
-            engine = self._operator.add(url)
+            engine = self._engine_admin.add(url)
         except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError) as error:
             raise RequestError(shown(error), param="url", code="invalid_value") from None
-        return _json(self._operator.view(engine), status=201)
+        return _json(self._engine_admin.view(engine), status=201)
 
     async def remove(self, http: web.Request) -> web.Response:
         """DELETE /admin/engines/{name}: it gets no more requests; those that it has are still answered."""
-        await self._operator.remove(self._named(http))
+        await self._engine_admin.remove(self._named(http))
         return web.Response(status=204)
 
     async def drain(self, http: web.Request) -> web.Response:
         """POST /admin/engines/{name}/drain: no more requests until it is resumed."""
         engine = self._named(http)
-        self._operator.drain(engine, is_draining=True)
-        return _json(self._operator.view(engine))
+        self._engine_admin.drain(engine, is_draining=True)
+        return _json(self._engine_admin.view(engine))
 
     async def resume(self, http: web.Request) -> web.Response:
         """POST /admin/engines/{name}/resume."""
         engine = self._named(http)
-        self._operator.drain(engine, is_draining=False)
-        return _json(self._operator.view(engine))
+        self._engine_admin.drain(engine, is_draining=False)
+        return _json(self._engine_admin.view(engine))
 
     async def explain(self, http: web.Request) -> web.Response:
         """GET /admin/explain/{request_id}: which engine, with which scores, why, and how it came out."""
         request_id = http.match_info["request_id"]
-        story = self._journal.story(request_id)
+        story = self._decision_log.trace(request_id)
         if story is None:
             text = f"Request {shown(request_id)} is not known: it never came, or it is older than --remember requests."
             raise HttpError(404, text, "not_found")
         return _json(story)
 
-    def _named(self, http: web.Request) -> Engine:
+    def _named(self, http: web.Request) -> RoutedEngine:
         name = http.match_info["name"]
-        engine = self._operator.fleet.named(name)
+        engine = self._engine_admin.fleet.named(name)
         if engine is None:
             raise HttpError(404, f"There is no engine {shown(name)}.", "not_found")
         return engine

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from moestro.core.request import Request
 from moestro.routing.candidates import finite
-from moestro.routing.request_trace import Attempt, ScoredEngine, Story
+from moestro.routing.request_trace import Attempt, RequestTrace, ScoredEngine
 from moestro.routing.router import RouteDecision
 
 
@@ -37,7 +37,7 @@ class _Entry:
         self.usage: dict[bytes, int] = {}
 
 
-class Journal:
+class DecisionLog:
     """Keeps the stories of requests that run and the last that are over, by id, and hands each of these to `write`.
 
     Args:
@@ -47,7 +47,11 @@ class Journal:
     """
 
     def __init__(
-        self, policy: str, remember: int, names: Callable[[], Sequence[str]], write: Callable[[Story], None] | None
+        self,
+        policy: str,
+        remember: int,
+        names: Callable[[], Sequence[str]],
+        write: Callable[[RequestTrace], None] | None,
     ) -> None:
         self._policy = policy
         self._remember = remember
@@ -76,16 +80,16 @@ class Journal:
         if self._write is not None:
             self._write(self._story(entry))
 
-    def story(self, request_id: str) -> Story | None:
+    def trace(self, request_id: str) -> RequestTrace | None:
         """What is known of a request; None: nothing, or no more, or nothing is remembered."""
         entry = self._running.get(request_id) or self._over.get(request_id)
         if entry is None or any(attempt.decision.candidates is None for attempt in entry.attempts):
             return None
         return self._story(entry)
 
-    def _story(self, entry: _Entry) -> Story:
+    def _story(self, entry: _Entry) -> RequestTrace:
         is_over = entry.status is not None
-        return Story(
+        return RequestTrace(
             request_id=entry.request_id,
             time=entry.time_s,
             policy=self._policy,

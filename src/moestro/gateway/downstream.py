@@ -9,7 +9,7 @@ from typing import Protocol, cast
 from moestro.errors import RequestError
 from moestro.gateway.answering import Answering
 from moestro.gateway.client_limits import ClientLimits
-from moestro.gateway.header_cache import KnownHeads
+from moestro.gateway.header_cache import HeaderCache
 from moestro.gateway.http_headers import Incoming, RequestHead, own_head
 from moestro.gateway.request_reader import RequestReader
 from moestro.web.cors import Cors
@@ -20,7 +20,7 @@ _MAX_EARLY_BYTES = 64 << 10  # Of requests sent before the last answer has ended
 _MAX_KNOWN = 1024  # heads of requests, of all connections
 
 
-class Handler(Protocol):
+class ClientHandler(Protocol):
     """Answers requests."""
 
     def refuses(self, head: RequestHead) -> RequestError | None:
@@ -44,12 +44,12 @@ class ClientConnections:
         is_closing: Whether each connection ends after its answer.
     """
 
-    def __init__(self, handler: Handler, limits: ClientLimits, cors: Cors | None = None) -> None:
+    def __init__(self, handler: ClientHandler, limits: ClientLimits, cors: Cors | None = None) -> None:
         self.handler = handler
         self.cors = cors
         self.limits = limits
         self.open: set[ClientConnection] = set()
-        self.known: KnownHeads[RequestHead] = KnownHeads(_MAX_KNOWN)
+        self.known: HeaderCache[RequestHead] = HeaderCache(_MAX_KNOWN)
         self.num_held_bytes = 0
         self.is_closing = False
 

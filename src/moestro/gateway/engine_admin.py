@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from moestro.gateway.fleet import Engine, Fleet
+from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.gateway.health_checks import Watch
 from moestro.gateway.http_headers import EngineHead
 from moestro.gateway.settings import EngineSettings, EngineUrl
@@ -28,7 +28,7 @@ class EngineView(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Operator:
+class EngineAdmin:
     """The operator's hands.
 
     Args:
@@ -42,7 +42,7 @@ class Operator:
     withheld: frozenset[bytes]
     reading: str
 
-    def add(self, url: EngineUrl) -> Engine:
+    def add(self, url: EngineUrl) -> RoutedEngine:
         """A new engine, looked after from now on; it gets requests once a check has passed.
 
         Raises:
@@ -61,13 +61,13 @@ class Operator:
         self.watch.begin(engine)
         return engine
 
-    async def remove(self, engine: Engine) -> None:
+    async def remove(self, engine: RoutedEngine) -> None:
         """It gets no more requests; what runs there is still answered, and then its connections are closed."""
         self.fleet.remove(engine)
         engine.pool.retire()
         await self.watch.end(engine)
 
-    def drain(self, engine: Engine, *, is_draining: bool) -> None:
+    def drain(self, engine: RoutedEngine, *, is_draining: bool) -> None:
         """It gets no more requests, or gets them again."""
         engine.health.is_draining = is_draining
         self.fleet.look_now(engine)
@@ -76,7 +76,7 @@ class Operator:
         """All engines, in the order in which they came."""
         return [self.view(engine) for engine in self.fleet]
 
-    def view(self, engine: Engine) -> EngineView:
+    def view(self, engine: RoutedEngine) -> EngineView:
         """One engine, as it is now."""
         return EngineView(
             name=engine.name,

@@ -17,7 +17,7 @@ _MAX_KEY_BYTES = 4096  # a longer head is not remembered
 Head = TypeVar("Head")
 
 
-class KnownHeads(Generic[Head]):
+class HeaderCache(Generic[Head]):
     """Heads by their bytes, without the digits of their length.
 
     Those with a length and those without are kept apart: nothing else tells an empty length from one that was cut out.

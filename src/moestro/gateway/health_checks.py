@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from moestro.gateway.fleet import Engine, Fleet
+from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.gateway.probe_client import NoAnswerError, ask
 from moestro.routing.health import Condition
 from moestro.routing.scrape import MAX_BYTES, ScrapedLoad, scrape
@@ -22,7 +22,7 @@ _MAX_HEALTH_BYTES = 64 << 10
 _SOON_S = 0.5
 _AGAIN_S = 1.0
 
-Watcher = Callable[[Engine], Awaitable[None]]  # runs until it is cancelled
+Watcher = Callable[[RoutedEngine], Awaitable[None]]  # runs until it is cancelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +56,13 @@ class Watch:
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         self._watchers = watchers
-        self._tasks: dict[Engine, list[asyncio.Task[None]]] = {}
+        self._tasks: dict[RoutedEngine, list[asyncio.Task[None]]] = {}
 
-    def begin(self, engine: Engine) -> None:
+    def begin(self, engine: RoutedEngine) -> None:
         """Look after `engine` from now on."""
         self._tasks[engine] = [asyncio.create_task(_run(watcher, engine)) for watcher in self._watchers]
 
-    async def end(self, engine: Engine) -> None:
+    async def end(self, engine: RoutedEngine) -> None:
         """Look after it no more."""
         tasks = self._tasks.pop(engine, [])
         for task in tasks:
@@ -82,7 +82,7 @@ class HealthWatch:
         self._fleet = fleet
         self._rules = rules
 
-    async def __call__(self, engine: Engine) -> None:
+    async def __call__(self, engine: RoutedEngine) -> None:
         """Until cancelled."""
         models_due_s = 0.0
         while True:
@@ -96,7 +96,7 @@ class HealthWatch:
             self._fleet.look(engine, now_ns)
             await asyncio.sleep(self._rules.health_s if engine.condition is Condition.UP else self._rules.soon_s)
 
-    async def _check(self, engine: Engine) -> bool:
+    async def _check(self, engine: RoutedEngine) -> bool:
         try:
             status, _ = await ask(engine, self._rules.health_path, self._rules.timeout_s, _MAX_HEALTH_BYTES)
         except NoAnswerError as error:
@@ -106,7 +106,7 @@ class HealthWatch:
             engine.unreachable = f"{self._rules.health_path} answered {status}"
         return status < 300
 
-    async def _learn_models(self, engine: Engine) -> bool:
+    async def _learn_models(self, engine: RoutedEngine) -> bool:
         try:
             status, body = await ask(engine, "/v1/models", self._rules.timeout_s, _MAX_MODELS_BYTES)
         except NoAnswerError:
@@ -123,7 +123,7 @@ class MetricsWatch:
         self._fleet = fleet
         self._rules = rules
 
-    async def __call__(self, engine: Engine) -> None:
+    async def __call__(self, engine: RoutedEngine) -> None:
         """Until cancelled; an engine without `/metrics` is asked more and more seldom."""
         pause_s = self._rules.metrics_s
         spec: EngineSpec | None = None
@@ -140,7 +140,7 @@ class MetricsWatch:
             pause_s = min(60.0, 2 * pause_s) if status == 404 else self._rules.metrics_s
             await asyncio.sleep(pause_s)
 
-    def _report(self, engine: Engine, load: ScrapedLoad, asked_ns: int) -> None:
+    def _report(self, engine: RoutedEngine, load: ScrapedLoad, asked_ns: int) -> None:
         """What came while the answer was on its way is not in it: the figures are as of the question."""
         now_ns = time.monotonic_ns()
         self._fleet.router.report(engine.row, load.figures, asked_ns, now_ns)
@@ -148,7 +148,7 @@ class MetricsWatch:
             num_in_flight = self._fleet.router.num_in_flight_on(engine.row)
             engine.health.counted(load.num_tokens_computed, num_in_flight, now_ns)
 
-    def _specify(self, engine: Engine, load: ScrapedLoad, known: EngineSpec | None) -> EngineSpec | None:
+    def _specify(self, engine: RoutedEngine, load: ScrapedLoad, known: EngineSpec | None) -> EngineSpec | None:
         if load.num_kv_tokens is None:
             return known
         spec = EngineSpec(num_blocks=load.num_kv_tokens // self._fleet.block_tokens)
@@ -157,7 +157,7 @@ class MetricsWatch:
         return spec
 
 
-async def _run(watcher: Watcher, engine: Engine) -> None:
+async def _run(watcher: Watcher, engine: RoutedEngine) -> None:
     """An exception that nobody expected ends no watcher: an engine whose health nobody checks would stay as it is."""
     while True:
         try:

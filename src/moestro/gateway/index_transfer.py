@@ -19,7 +19,7 @@ from aiohttp import StreamReader, web
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.prefix_tree import BlockRun
 from moestro.errors import RequestError
-from moestro.gateway.fleet import Engine, Fleet
+from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.web.errors import HttpError
 
 MAX_INDEX_BYTES = 1 << 30
@@ -60,7 +60,7 @@ _decode_head = msgspec.msgpack.Decoder(TransferHead).decode
 _decode_part = msgspec.msgpack.Decoder(PromptsPart).decode
 
 
-class Handover:
+class IndexTransfer:
     """Gives the history of this router's engines, and takes another's.
 
     Args:
@@ -127,7 +127,7 @@ class Handover:
             await asyncio.sleep(0)
         return num_prompts
 
-    def _at(self, url: str) -> Engine | None:
+    def _at(self, url: str) -> RoutedEngine | None:
         """The engine there; it may go while the index comes."""
         return next((engine for engine in self._fleet if engine.url == url), None)
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from moestro.gateway.fleet import Engine, Fleet
+from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.gateway.kv_sources import KvSources
 from moestro.gateway.kv_subscriber import KvSubscription
 from moestro.routing.kv_events import KvFeed, KvFeedSettings
@@ -41,9 +41,9 @@ class KvEventsWatch:
         self._tiers = tiers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-        self._running: dict[Engine, KvSubscription] = {}
+        self._running: dict[RoutedEngine, KvSubscription] = {}
 
-    async def __call__(self, engine: Engine) -> None:
+    async def __call__(self, engine: RoutedEngine) -> None:
         """Until cancelled; not at all for an engine that has no publisher."""
         source = self._sources.of(engine.name, urlsplit(engine.url).hostname or "")
         if source is None:
@@ -64,7 +64,7 @@ class KvEventsWatch:
         finally:
             del self._running[engine]
 
-    def __iter__(self) -> Iterator[tuple[Engine, KvSubscription]]:
+    def __iter__(self) -> Iterator[tuple[RoutedEngine, KvSubscription]]:
         """What runs."""
         return iter(tuple(self._running.items()))
 
@@ -72,7 +72,7 @@ class KvEventsWatch:
         """After all have been cancelled."""
         self._context.destroy(linger=0)
 
-    async def _model_of(self, engine: Engine) -> str:
+    async def _model_of(self, engine: RoutedEngine) -> str:
         """The name that the engine lists first: its base model's. Its adapters are asked for by names of their own."""
         num_looks = 0
         while not (names := self._fleet.models.names_of(engine.row)):

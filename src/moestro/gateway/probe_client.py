@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from moestro.gateway.fleet import Engine
+from moestro.gateway.fleet import RoutedEngine
 from moestro.gateway.http_headers import AnswerHead, Incoming, RequestHead
 from moestro.gateway.upstream import EngineConnection
 
@@ -50,7 +50,7 @@ class _Whole:
             self.answer.set_exception(NoAnswerError(cause))
 
 
-async def ask(engine: Engine, path: str, timeout_s: float, max_bytes: int) -> tuple[int, bytes]:
+async def ask(engine: RoutedEngine, path: str, timeout_s: float, max_bytes: int) -> tuple[int, bytes]:
     """Status and body of `GET path`, on a connection of the engine's pool.
 
     Raises:
@@ -71,7 +71,7 @@ async def ask(engine: Engine, path: str, timeout_s: float, max_bytes: int) -> tu
         raise NoAnswerError(f"cannot connect: {error}") from None
 
 
-async def _ask_on(connection: EngineConnection, engine: Engine, path: str, max_bytes: int) -> tuple[int, bytes]:
+async def _ask_on(connection: EngineConnection, engine: RoutedEngine, path: str, max_bytes: int) -> tuple[int, bytes]:
     incoming = Incoming(RequestHead(b"GET", path.encode(), [], {}), b"", "127.0.0.1", "moestro-route")
     if not connection.is_open:
         raise NoAnswerError("it closed the connection at once")

@@ -8,15 +8,15 @@ from functools import partial
 
 from moestro.core.request import Request
 from moestro.gateway.http_headers import Incoming
-from moestro.gateway.request_body import BYTES_PER_TOKEN, Asked, request_from_text
+from moestro.gateway.request_body import BYTES_PER_TOKEN, RequestBody, request_from_text
 from moestro.text.thread_pool import PrepareThreads
 
 MAX_INLINE_BYTES = 256 << 10  # read and hashed in about a millisecond
-Prepare = Callable[[Asked, Incoming, int], Request]  # what is asked, the whole request, now_ns
+Prepare = Callable[[RequestBody, Incoming, int], Request]  # what is asked, the whole request, now_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class PromptReader:
     """How prompts are read.
 
     Attributes:
@@ -34,9 +34,9 @@ class Reading:
     threads: PrepareThreads = field(default_factory=PrepareThreads)
 
 
-def text_reading(block_bytes: int) -> Reading:
+def text_prompt_reader(block_bytes: int) -> PromptReader:
     """Prompts as text, in blocks of `block_bytes`."""
-    return Reading(
+    return PromptReader(
         prepare=partial(request_from_text, block_bytes=block_bytes),
         block_tokens=max(1, block_bytes // BYTES_PER_TOKEN),
         words=f"as text, in blocks of {block_bytes} bytes",

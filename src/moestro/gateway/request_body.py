@@ -26,7 +26,7 @@ class MessagePart(msgspec.Struct):
     image_url: msgspec.Raw = ABSENT
 
 
-class Said(msgspec.Struct):
+class BodyMessage(msgspec.Struct):
     """One message of a chat."""
 
     role: str
@@ -36,13 +36,13 @@ class Said(msgspec.Struct):
     tool_calls: msgspec.Raw = ABSENT
 
 
-class Asked(msgspec.Struct):
+class RequestBody(msgspec.Struct):
     """The fields that are looked at, of all of the APIs that begin with a prompt: OpenAI's completions, chats and
     responses, Anthropic's messages, SGLang's generate.
     """
 
     model: str | None = None
-    messages: list[Said] | None = None
+    messages: list[BodyMessage] | None = None
     prompt: msgspec.Raw = ABSENT
     input: msgspec.Raw = ABSENT
     text: msgspec.Raw = ABSENT
@@ -59,21 +59,21 @@ class Asked(msgspec.Struct):
     priority: int | None = None
 
 
-NOTHING = Asked()
-_decode = msgspec.json.Decoder(Asked).decode
-_decode_messages = msgspec.json.Decoder(list[Said]).decode
+NOTHING = RequestBody()
+_decode = msgspec.json.Decoder(RequestBody).decode
+_decode_messages = msgspec.json.Decoder(list[BodyMessage]).decode
 _decode_but_messages = msgspec.json.Decoder(
     msgspec.defstruct(
-        "AskedButMessages",
+        "RequestBodyWithoutMessages",
         [
             (field.name, msgspec.Raw, ABSENT) if field.name == "messages" else (field.name, field.type, field.default)
-            for field in msgspec.structs.fields(Asked)
+            for field in msgspec.structs.fields(RequestBody)
         ],
     )
 ).decode
 
 
-def read(body: bytes) -> Asked:
+def read(body: bytes) -> RequestBody:
     """What a body asks for; `NOTHING` where that cannot be read."""
     if not body:
         return NOTHING
@@ -83,7 +83,7 @@ def read(body: bytes) -> Asked:
         return NOTHING
 
 
-def _read_large(body: bytes) -> Asked:
+def _read_large(body: bytes) -> RequestBody:
     """Read a body that may have more elements than can be decoded quickly.
 
     A chat of too many elements counts as a prompt that is its JSON as spelt; decoding it would stop all streams.
@@ -91,10 +91,10 @@ def _read_large(body: bytes) -> Asked:
     fields = msgspec.structs.asdict(_decode_but_messages(body))
     messages = fields.pop("messages")
     if not is_given(messages):
-        return Asked(**fields)
+        return RequestBody(**fields)
     if has_many_elements(messages):
-        return Asked(**fields | {"prompt": messages})
-    return Asked(**fields, messages=_decode_messages(messages))
+        return RequestBody(**fields | {"prompt": messages})
+    return RequestBody(**fields, messages=_decode_messages(messages))
 
 
 def is_given(raw: msgspec.Raw) -> bool:
@@ -102,7 +102,7 @@ def is_given(raw: msgspec.Raw) -> bool:
     return raw is not ABSENT and bytes(raw) != b"null"
 
 
-def plain_text(asked: Asked) -> bytes:
+def plain_text(asked: RequestBody) -> bytes:
     """The prompt as one text: what templates write first (tools, instructions) first, then roles and contents.
 
     Two prompts that begin alike have texts that begin alike; it is not the text that the engine's template writes.
@@ -126,7 +126,7 @@ def plain_text(asked: Asked) -> bytes:
     return b"\n".join([*[bytes(raw) for raw in raws if is_given(raw)], said])
 
 
-def request_from_text(asked: Asked, incoming: Incoming, now_ns: int, block_bytes: int) -> Request:
+def request_from_text(asked: RequestBody, incoming: Incoming, now_ns: int, block_bytes: int) -> Request:
     """What the router decides by, without a tokenizer: blocks of text, and tokens by the length of it."""
     text = plain_text(asked)
     key = prompt_key(asked.model, asked.cache_salt)
@@ -134,7 +134,7 @@ def request_from_text(asked: Asked, incoming: Incoming, now_ns: int, block_bytes
     return make_request(asked, incoming, now_ns, (num_tokens, key, hash_text(key, text, block_bytes)))
 
 
-def make_request(asked: Asked, incoming: Incoming, now_ns: int, prompt: tuple[int, bytes, bytes]) -> Request:
+def make_request(asked: RequestBody, incoming: Incoming, now_ns: int, prompt: tuple[int, bytes, bytes]) -> Request:
     """The request that a policy sees; `prompt`: its tokens, the key of its blocks' names, and these."""
     num_tokens, key, block_hashes = prompt
     named, user = incoming.head.named, asked.user
@@ -160,7 +160,7 @@ def prompt_key(model: str | None, salt: str | None) -> bytes:
     return hash_key(model or "", None, salt)
 
 
-def _said(message: Said) -> str:
+def _said(message: BodyMessage) -> str:
     content = message.content
     if not isinstance(content, str):
         content = "".join([part.text or _spelt(part.image_url) for part in content or ()])

@@ -10,7 +10,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from moestro.errors import BusyError, RequestError
 from moestro.gateway.client_limits import ClientLimits
-from moestro.gateway.header_cache import KnownHeads
+from moestro.gateway.header_cache import HeaderCache
 from moestro.gateway.http_headers import MAX_HEAD_BYTES, Headers, Incoming, RequestHead, fault_of, size_of
 from moestro.web.errors import HttpError, too_large
 
@@ -30,7 +30,7 @@ class ReaderHost(Protocol):
     """
 
     limits: ClientLimits
-    known: KnownHeads[RequestHead]
+    known: HeaderCache[RequestHead]
     num_held_bytes: int
 
     @property

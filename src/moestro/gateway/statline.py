@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moestro.gateway.fleet import Engine, Fleet
+from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.gateway.metrics import Counts
 from moestro.gateway.prometheus import imbalance
 
@@ -27,7 +27,7 @@ class RouteLines:
     def __init__(self, fleet: Fleet, counts: Counts) -> None:
         self._fleet = fleet
         self._counts = counts
-        self._before: dict[Engine, _RouteTotals] = {}
+        self._before: dict[RoutedEngine, _RouteTotals] = {}
         self._refusals_before = self._retries_before = 0
 
     def lines(self, seconds: float) -> list[str]:
@@ -53,7 +53,7 @@ class RouteLines:
         )
         return [*found[:_MAX_LINES], whole]
 
-    def _gained(self, engine: Engine) -> _RouteTotals:
+    def _gained(self, engine: RoutedEngine) -> _RouteTotals:
         c = engine.counts
         now = _RouteTotals(c.num_decisions, c.num_prompt_tokens, c.num_predicted_tokens, c.num_hit_tokens)
         old = self._before.get(engine, _RouteTotals(0, 0, 0.0, 0))
@@ -66,7 +66,7 @@ class RouteLines:
         )
 
 
-def _line(engine: Engine, gained: _RouteTotals, num_in_flight: int, seconds: float) -> str:
+def _line(engine: RoutedEngine, gained: _RouteTotals, num_in_flight: int, seconds: float) -> str:
     hits = ""
     if gained.num_prompt:
         predicted, actual = gained.num_predicted / gained.num_prompt, gained.num_hit / gained.num_prompt

@@ -16,14 +16,14 @@ from moestro.core.hashing import hash_blocks
 from moestro.core.request import Request
 from moestro.errors import RequestError
 from moestro.gateway.http_headers import Incoming
-from moestro.gateway.prompt_blocks import Reading
-from moestro.gateway.request_body import Asked, Said, is_given, make_request, prompt_key, request_from_text
+from moestro.gateway.prompt_blocks import PromptReader
+from moestro.gateway.request_body import BodyMessage, RequestBody, is_given, make_request, prompt_key, request_from_text
 from moestro.text.tokenizer import Tokenizer
 
 MAX_TEXT_BYTES = 4 << 20  # of a prompt that is tokenized here; a longer one would hold a thread for seconds
 
 
-def exact_reading(directory: Path, block_size: int) -> Reading:
+def tokenized_prompt_reader(directory: Path, block_size: int) -> PromptReader:
     """Prompts as tokens, in blocks of `block_size`, by the tokenizer in `directory`.
 
     Raises:
@@ -31,15 +31,15 @@ def exact_reading(directory: Path, block_size: int) -> Reading:
     """
     tokenizer = Tokenizer(directory)
     tokenizer.warm_chats()
-    return Reading(
-        prepare=ExactReader(tokenizer, block_size),
+    return PromptReader(
+        prepare=TokenizedReader(tokenizer, block_size),
         block_tokens=block_size,
         words=f"as tokens of {directory}, in blocks of {block_size}",
         max_inline_bytes=0,
     )
 
 
-class ExactReader:
+class TokenizedReader:
     """Makes the router's request of a body.
 
     A prompt that the template or the tokenizer cannot read is routed by its length alone; the engine will say what is
@@ -53,7 +53,7 @@ class ExactReader:
         self._tokenizer = tokenizer
         self._block_size = block_size
 
-    def __call__(self, asked: Asked, incoming: Incoming, now_ns: int) -> Request:
+    def __call__(self, asked: RequestBody, incoming: Incoming, now_ns: int) -> Request:
         """The request, with its exact number of tokens and the names of its blocks."""
         ids = self._ids(asked) if len(incoming.body) <= MAX_TEXT_BYTES else None
         if ids is None or not len(ids):
@@ -61,13 +61,13 @@ class ExactReader:
         key = prompt_key(asked.model, asked.cache_salt)
         return make_request(asked, incoming, now_ns, (len(ids), key, hash_blocks(key, ids, self._block_size)))
 
-    def _ids(self, asked: Asked) -> NDArray[np.int32] | None:
+    def _ids(self, asked: RequestBody) -> NDArray[np.int32] | None:
         try:
             return np.array(self._id_list(asked), np.int32)
         except (RequestError, msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
             return None
 
-    def _id_list(self, asked: Asked) -> Sequence[int]:
+    def _id_list(self, asked: RequestBody) -> Sequence[int]:
         if asked.messages is not None:
             text = self._tokenizer.render_chat([_message(said) for said in asked.messages], tools=_tools(asked))
             return self._tokenizer.encode(text, add_special_tokens=False)
@@ -80,7 +80,7 @@ class ExactReader:
         return msgspec.convert(prompt, list[int])
 
 
-def _message(said: Said) -> dict[str, Any]:
+def _message(said: BodyMessage) -> dict[str, Any]:
     content = said.content
     if not isinstance(content, str):
         parts = content or ()
@@ -97,5 +97,5 @@ def _message(said: Said) -> dict[str, Any]:
     return message
 
 
-def _tools(asked: Asked) -> list[Any] | None:
+def _tools(asked: RequestBody) -> list[Any] | None:
     return msgspec.json.decode(asked.tools, type=list[Any]) if is_given(asked.tools) else None

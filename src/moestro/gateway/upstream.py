@@ -1,4 +1,4 @@
-"""Connections to one engine, kept alive and used again. Plain callbacks, no tasks."""
+"""Connections to one engine, kept alive and reused. Plain callbacks, no tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from moestro.gateway.header_cache import KnownHeads
+from moestro.gateway.header_cache import HeaderCache
 from moestro.gateway.http_headers import MAX_HEAD_BYTES, AnswerHead, Headers, answer_lines, size_of
 
 _HIGH_WATER_BYTES = 1 << 20  # a request's body is written at once; this only bounds what asyncio thinks of it
@@ -26,24 +26,24 @@ _CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,8})\r\n")
 
 
 class Sink(Protocol):
-    """Gets an engine's answer."""
+    """Receives an engine's answer."""
 
     def head(self, head: AnswerHead, length: int | None) -> None:
-        """It begins; `length`: of its body, if it says so."""
+        """Begin the answer, whose body has `length` bytes; None means that the length is not known."""
 
     def body(self, data: bytes, *, is_last: bool) -> None:
-        """A part of its body, as it came; `is_last`: the end follows at once."""
+        """Take a part of the body as it came; with `is_last`, the end follows at once."""
 
     def done(self) -> None:
-        """It is complete; the connection is in other hands from now on."""
+        """End the complete answer; its connection may serve another request from now on."""
 
     def broken(self, cause: str) -> None:
-        """It will not be completed, or never began; the connection is gone."""
+        """End an answer that will not be completed, or never began; the connection is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where an engine listens."""
+    """Host and port of an engine."""
 
     host: str
     port: int
@@ -54,22 +54,22 @@ class Pool:
     """The connections to one engine.
 
     Args:
-        connect_s: a connection must be made within so many seconds.
+        connect_s: Seconds within which a connection must be made.
 
     Attributes:
-        known: heads of answers that need not be parsed again.
+        known: Heads of answers that need not be parsed again.
     """
 
     def __init__(self, address: Address, connect_s: float) -> None:
         self._address = address
         self._connect_s = connect_s
         self._max_idle = _MAX_IDLE
-        self.known: KnownHeads[AnswerHead] = KnownHeads(_MAX_KNOWN)
+        self.known: HeaderCache[AnswerHead] = HeaderCache(_MAX_KNOWN)
         self._idle: list[EngineConnection] = []
         self._all: set[EngineConnection] = set()
 
     def take(self) -> EngineConnection | None:
-        """A connection that is open and free, the one used last, or None."""
+        """Return the open and free connection that was used last, or None."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
@@ -77,10 +77,10 @@ class Pool:
         return None
 
     async def connect(self) -> EngineConnection:
-        """A new one.
+        """Return a new connection.
 
         Raises:
-            OSError: it cannot be made; TimeoutError is one.
+            OSError: The connection cannot be made; TimeoutError is one.
         """
         while True:
             begun_s = time.monotonic()
@@ -89,7 +89,7 @@ class Pool:
             except TimeoutError:
                 if time.monotonic() - begun_s < self._connect_s + _LATE_S:
                     raise
-                # The limit took effect late, so the router itself stood still: the engine was given no time.
+                # The limit took effect late, so this process was stopped: the engine was given no time.
 
     async def _connect(self) -> EngineConnection:
         address, connection = self._address, EngineConnection(self)
@@ -104,34 +104,34 @@ class Pool:
         return connection
 
     def give_back(self, connection: EngineConnection) -> None:
-        """It is free again."""
+        """Keep a free connection for the next request."""
         if len(self._idle) < self._max_idle:
             self._idle.append(connection)
         else:
             connection.close()
 
     def made(self, connection: EngineConnection) -> None:
-        """It is open."""
+        """Add an open connection."""
         self._all.add(connection)
 
     def lost(self, connection: EngineConnection) -> None:
-        """It is closed."""
+        """Remove a closed connection."""
         self._all.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 
     def sweep(self, now_s: float) -> None:
-        """Close what has been idle for long; to be called now and then. The list is in order of use."""
+        """Close connections that have been idle for long; called periodically."""
         while self._idle and self._idle[0].idle_since_s < now_s - _MAX_IDLE_S:
             self._idle.pop(0).close()
 
     def retire(self) -> None:
-        """Keep none: those in use close after their answers."""
+        """Keep no connection; those in use close after their answers."""
         self._max_idle = 0
         self.sweep(float("inf"))
 
     def close(self) -> None:
-        """Close all, those in use too."""
+        """Close all connections, also those in use."""
         for connection in list(self._all):
             connection.close()
 
@@ -140,9 +140,8 @@ class EngineConnection(asyncio.Protocol):
     """One connection to an engine.
 
     Attributes:
-        is_fresh: it has carried no answer yet. One that has may have been closed by the engine while nothing was asked
-            of it, which is nobody's fault.
-        idle_since_s: on `time.monotonic`.
+        is_fresh: Whether it has carried no answer yet. An engine may close a connection that has, while it is idle.
+        idle_since_s: Time on `time.monotonic` since which it is free.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -173,12 +172,14 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether a request can be sent."""
+        """Return whether a request can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, head: bytes, body: bytes, sink: Sink, *, is_bodiless: bool) -> None:
-        """Send a request; its answer goes to `sink`. `is_bodiless`: the answer to HEAD, which only looks as if it had a
-        body.
+        """Send a request whose answer goes to `sink`.
+
+        Args:
+            is_bodiless: Whether the answer has no body whatever its head says, as with HEAD.
         """
         assert self._transport is not None
         assert self._sink is None, "an answer is under way"
@@ -186,33 +187,33 @@ class EngineConnection(asyncio.Protocol):
         self._transport.writelines((head, body) if body else (head,))
 
     def pause(self) -> None:
-        """Take in no more for now; the engine feels it."""
+        """Stop reading, which makes the engine wait."""
         if self._transport is not None and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Take in more."""
+        """Read again."""
         if self._transport is not None and self._is_paused:
             self._is_paused = False
             self._transport.resume_reading()
 
     def close(self) -> None:
-        """Leave the answer, if one is under way, and the connection; the engine notices at once."""
+        """Abort the connection and drop the answer under way; the engine notices at once."""
         self._sink = None
         if self._transport is not None:
             self._transport.abort()
 
-    # --- the transport's calls
+    # --- called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It is open."""
+        """Register the open connection."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(_HIGH_WATER_BYTES)
         self._pool.made(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is closed."""
+        """End the answer under way, because the connection is closed."""
         self._transport = None
         self._pool.lost(self)
         sink, self._sink = self._sink, None
@@ -224,9 +225,9 @@ class EngineConnection(asyncio.Protocol):
             sink.broken(str(exc) if exc else "the connection was closed")
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
+        """Pass an answer on, parsed only as far as needed."""
         if self._sink is None:
-            self.close()  # nothing was asked
+            self.close()  # No request is under way.
             return
         if self._is_between:
             self._is_between = False
@@ -238,15 +239,15 @@ class EngineConnection(asyncio.Protocol):
         self._parse(data)
         self._first_read = b""
 
-    # --- the parser's calls
+    # --- called by the parser
 
     def on_message_begin(self) -> None:
-        """An answer begins."""
+        """Note a second answer, which was not asked for."""
         if self._is_complete:
             self._says_more = True  # than it was asked
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or (after the body) a trailer, which is dropped."""
+        """Take a header, or drop a trailer, which comes after the body."""
         if self._head is None:
             self._headers.append((name.lower(), name, value))
             return
@@ -255,7 +256,7 @@ class EngineConnection(asyncio.Protocol):
             self._reject(_TOO_LONG)
 
     def on_headers_complete(self) -> None:
-        """The body begins, if there is one."""
+        """Check the head."""
         status = self._parser.get_status_code()
         if self._is_complete:
             return
@@ -278,7 +279,7 @@ class EngineConnection(asyncio.Protocol):
         self._has_end = length is not None or bool(codings) or status in _BODILESS
 
     def on_body(self, piece: bytes) -> None:
-        """A part of the body."""
+        """Keep a part of the body."""
         self._num_between_bytes = 0
         if self._head is None:
             self._reject("its answer has an interim status and a body")
@@ -286,7 +287,7 @@ class EngineConnection(asyncio.Protocol):
             self._pieces.append(piece)
 
     def on_message_complete(self) -> None:
-        """The answer is whole."""
+        """Note the end of the answer, or of an interim one."""
         if self._head is None:
             self._headers = []  # it was an interim one (1xx)
             self._first_read = b""
@@ -342,7 +343,7 @@ class EngineConnection(asyncio.Protocol):
         self._head, self._skipped_head, self._is_head_due = head, b"", False
         return False
 
-    # --- the rest
+    # --- inside
 
     def _parse(self, data: bytes) -> None:
         is_in_head = self._head is None

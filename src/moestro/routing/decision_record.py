@@ -1,7 +1,7 @@
 """Decision record: the calls that change a router and its decisions, to explain and to replay each choice.
 
 A record consists of JSON lines: a head, then every call that changes the router, in order. Prompts are recorded by
-their block hashes and lengths, never by their tokens. The router's owner may add stories, which a replay skips. A new
+their block hashes and lengths, never by their tokens. The router's owner may add request traces, which a replay skips. A new
 head in the same file starts a new record.
 """
 
@@ -21,7 +21,7 @@ from moestro.routing.candidates import Candidates, finite
 from moestro.routing.indicators import batch_size, queued_prefill_tokens
 from moestro.routing.policy_contract import Choice, RouteView
 from moestro.routing.registry import policy_from
-from moestro.routing.request_trace import Story
+from moestro.routing.request_trace import RequestTrace
 from moestro.routing.router import RouteDecision, Router
 from moestro.routing.settings import ANY_ENGINE, EngineSpec, RouterSettings
 
@@ -182,7 +182,8 @@ class KvLost(msgspec.Struct, frozen=True, tag=True):
 
 Entry = (
     Head | EngineAdded | SpecSet | EngineRemoved | RoutableSet | EngineWasLost | Submitted | FirstTokenCame
-    | RequestEnded | SentElsewhere | ElsewhereForgotten | Reported | KvStored | KvRemoved | KvCleared | KvLost | Story
+    | RequestEnded | SentElsewhere | ElsewhereForgotten | Reported | KvStored | KvRemoved | KvCleared | KvLost
+    | RequestTrace
 )  # fmt: skip
 
 encode_entry = msgspec.json.Encoder().encode

@@ -30,7 +30,7 @@ from moestro.routing.decision_record import (
     Submitted,
     decode_entry,
 )
-from moestro.routing.request_trace import Story
+from moestro.routing.request_trace import RequestTrace
 
 
 def replay(lines: Iterable[bytes]) -> Iterator[tuple[Submitted, Submitted]]:
@@ -58,7 +58,7 @@ def replay(lines: Iterable[bytes]) -> Iterator[tuple[Submitted, Submitted]]:
         except msgspec.MsgspecError as error:
             router, damage = None, f"line {number} is not an entry of a record: {error}"
             continue
-        if isinstance(entry, Story):
+        if isinstance(entry, RequestTrace):
             continue
         if isinstance(entry, Head):
             router = RecordedRouter(PolicyText(entry.policy, entry.score), entry.settings, remade.append)

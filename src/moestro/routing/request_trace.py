@@ -34,7 +34,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     regret: float | None
 
 
-class Story(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RequestTrace(msgspec.Struct, frozen=True, kw_only=True, tag="Story"):
     """Everything known about one request.
 
     Attributes:
