@@ -1,8 +1,8 @@
 """Decision record: the calls that change a router and its decisions, to explain and to replay each choice.
 
 A record consists of JSON lines: a head, then every call that changes the router, in order. Prompts are recorded by
-their block hashes and lengths, never by their tokens. The router's owner may add request traces, which a replay skips. A new
-head in the same file starts a new record.
+their block hashes and lengths, never by their tokens. The router's owner may add request traces, which a replay skips.
+A new head in the same file starts a new record.
 """
 
 from __future__ import annotations
