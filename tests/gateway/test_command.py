@@ -163,7 +163,7 @@ def test_what_nobody_knows_is_said_so(routed, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["explain", "none", "--admin-url", admin_url(routed)])
     assert ended.value.code == 2
-    assert "Request none is not known" in capsys.readouterr().err
+    assert "Request none is unknown" in capsys.readouterr().err
 
 
 def test_a_pause_of_the_router_itself_costs_no_request_and_opens_no_breaker(fake, tmp_path):
