@@ -58,7 +58,7 @@ if __name__ == "__main__":
     _, what, *arguments = sys.argv
     moestro.web.lifecycle.EXIT_S, moestro.web.lifecycle._ALARM_S = 2.0, 0.5
     moestro.server.restarts.FIRST_DELAY_S = 0.02
-    for server in (moestro.server.server._Server, moestro.gateway.server._RouteServer):
+    for server in (moestro.server.server._ServeProcess, moestro.gateway.server._RouteServer):
 
         def announce(self, *given, real=server._announce):
             real(self, *given)

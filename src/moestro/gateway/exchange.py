@@ -34,7 +34,8 @@ _LAST_EVENT = b"data: [DONE]"  # Many clients close the connection after this ev
 
 # Stages of an exchange: no engine has the request; a connection is being made; the request is sent and no byte of a
 # body has arrived; bytes are on their way to the client; the exchange is over. Plain numbers, because each request
-# compares them a dozen times. A table of stages and events instead takes 127 more lines, and 6 % more time a stream.
+# compares them a dozen times. A table of stages and events takes 127 more lines, and 6 % more of an exchange's own CPU
+# time in a stream of 64 pieces.
 _CHOOSING, _CONNECTING, _WAITING, _ANSWERING, _OVER = range(5)
 
 
