@@ -71,7 +71,7 @@ def _by_engine(flag: str, given: Collection[str]) -> dict[str, str]:
         if name == _ALL and "*" not in endpoint:
             raise ConfigError(f"{flag} {text}: name the engine, NAME={endpoint}; tcp://*:PORT stands for all engines")
         if name in endpoints:
-            raise ConfigError(f"{flag} {text}: {endpoints[name]} is given for the same engine already")
+            raise ConfigError(f"{flag} {text}: {endpoints[name]} is already given for the same engines")
         endpoints[name] = endpoint
     return endpoints
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class BreakerState(StrEnum):
-    """Which requests a breaker admits."""
+    """States of a breaker, by the requests that it admits."""
 
     CLOSED = "closed"  # all requests
     OPEN = "open"  # no request
