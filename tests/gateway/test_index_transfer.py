@@ -87,8 +87,8 @@ async def test_what_is_no_index_or_one_in_other_blocks_is_refused():
             (whole[:-9], 400, "not a complete index of another router"),
             (index(head, PromptsPart(0, [(-1, b"short")], [0])), 400, "not a whole number of blocks"),
             (index(head, PromptsPart(0, [(0, bytes(16))], [0])), 400, "precedes its parent"),
-            (index(head, PromptsPart(0, [(-1, bytes(16))], [1])), 400, "an unknown run"),
-            (index(head, PromptsPart(1, [(-1, bytes(16))], [0])), 400, "an unknown run"),
+            (index(head, PromptsPart(0, [(-1, bytes(16))], [1])), 400, "an unknown engine or run"),
+            (index(head, PromptsPart(1, [(-1, bytes(16))], [0])), 400, "an unknown engine or run"),
             (index(TransferHead("as text, in blocks of 7 bytes", [url])), 409, "in blocks of 7 bytes"),
         ):
             refused = await admin.put("/admin/index", data=data)

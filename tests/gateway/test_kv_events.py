@@ -232,9 +232,9 @@ def test_endpoints_are_said_as_engines_are_told_them():
         ({"kv_events": ["http://x:1"]}, "give tcp://"),
         ({"kv_events": ["tcp://*:70000"]}, "give tcp://"),
         ({"kv_events": ["tcp://10.0.0.1:5557"]}, "name the engine"),
-        ({"kv_events": ["tcp://*:1", "tcp://*:2"]}, "given twice"),
+        ({"kv_events": ["tcp://*:1", "tcp://*:2"]}, "is already given"),
         ({"kv_events": ["a=tcp://*:1"], "kv_replay": ["b=tcp://*:2"]}, "does not name"),
-        ({"kv_events": ["z=tcp://*:1"]}, "names engine z, and there is none: e"),
+        ({"kv_events": ["z=tcp://*:1"]}, "names unknown engine z; known engines: e"),
         ({"kv_events": ["tcp://*:1"]}, "give --tokenizer"),
     ],
 )

@@ -80,7 +80,7 @@ async def test_a_record_of_a_live_router_replays_to_the_same_decisions(policy, t
     assert num_decisions > 80, "some were sent elsewhere"
     assert sum(isinstance(entry, RequestTrace) for entry in entries) == 80
     is_equal, text = told(record)
-    assert text.startswith(f"{num_decisions} of {num_decisions} decisions came out as they were\n")
+    assert text.startswith(f"{num_decisions} of {num_decisions} decisions are reproduced\n")
     assert is_equal
 
 
@@ -121,9 +121,9 @@ async def test_a_record_that_does_not_come_out_the_same_says_where_it_differs(tm
     record.write_text(text.replace('"policy":"moestro"', '"policy":"round_robin"', 1))
     is_equal, said = told(record)
     assert not is_equal
-    assert "the first that did not: request req-" in said
-    assert "was: engine" in said
-    assert "is:  engine" in said
+    assert "first difference: request req-" in said
+    assert "recorded: engine" in said
+    assert "replayed: engine" in said
 
 
 def test_what_has_no_decision_is_no_record(tmp_path):

@@ -1,4 +1,4 @@
-"""The admin plane: engines come and go, decisions are explained. On a port of its own, with a key of its own."""
+"""The admin plane: adds, drains and removes engines and explains decisions, on its own port with its own key."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class _NewEngine(msgspec.Struct):
 
 
 class Admin:
-    """Answers the operator.
+    """Handles the operator's requests.
 
     Args:
-        metrics: the text of `/metrics`.
+        metrics: returns the text of `/metrics`.
     """
 
     def __init__(self, engine_admin: EngineAdmin, decision_log: DecisionLog, metrics: Callable[[], bytes]) -> None:
@@ -42,7 +42,7 @@ class Admin:
         self._metrics = metrics
 
     async def runner(self, settings: AdminSettings) -> web.AppRunner:
-        """Return what runs it, set up."""
+        """Return an aiohttp runner of the admin plane, set up to serve."""
         access = Access.of([settings.admin_api_key] if settings.admin_api_key else [])
         middleware = HttpMiddleware(access, Counter(), MAX_INDEX_BYTES)
         return await middleware.runner(self._app(settings), shutdown_timeout=RESPONSE_FLUSH_S)
@@ -66,19 +66,19 @@ class Admin:
         return app
 
     async def metrics(self, _http: web.Request) -> web.Response:
-        """GET /metrics."""
+        """Handle GET /metrics."""
         return web.Response(body=self._metrics(), headers={"Content-Type": CONTENT_TYPE})
 
     async def engines(self, _http: web.Request) -> web.Response:
-        """GET /admin/engines: all of them."""
+        """Handle GET /admin/engines: return all engines."""
         return _json({"engines": self._engine_admin.views()})
 
     async def engine(self, http: web.Request) -> web.Response:
-        """GET /admin/engines/{name}."""
+        """Handle GET /admin/engines/{name}: return one engine."""
         return _json(self._engine_admin.view(self._named(http)))
 
     async def add(self, http: web.Request) -> web.Response:
-        """POST /admin/engines {"url": "NAME=http://HOST:PORT"}: one more, 201."""
+        """Handle POST /admin/engines {"url": "NAME=http://HOST:PORT"}: add an engine and answer 201."""
         try:
             url = EngineUrl.parse(msgspec.json.decode(await http.read(), type=_NewEngine).url)
             engine = self._engine_admin.add(url)
@@ -87,28 +87,28 @@ class Admin:
         return _json(self._engine_admin.view(engine), status=201)
 
     async def remove(self, http: web.Request) -> web.Response:
-        """DELETE /admin/engines/{name}: it gets no more requests; those that it has are still answered."""
+        """Handle DELETE /admin/engines/{name}: send the engine no more requests, and let running ones finish."""
         await self._engine_admin.remove(self._named(http))
         return web.Response(status=204)
 
     async def drain(self, http: web.Request) -> web.Response:
-        """POST /admin/engines/{name}/drain: no more requests until it is resumed."""
+        """Handle POST /admin/engines/{name}/drain: send the engine no more requests until it is resumed."""
         engine = self._named(http)
         self._engine_admin.drain(engine, is_draining=True)
         return _json(self._engine_admin.view(engine))
 
     async def resume(self, http: web.Request) -> web.Response:
-        """POST /admin/engines/{name}/resume."""
+        """Handle POST /admin/engines/{name}/resume: send the engine requests again."""
         engine = self._named(http)
         self._engine_admin.drain(engine, is_draining=False)
         return _json(self._engine_admin.view(engine))
 
     async def explain(self, http: web.Request) -> web.Response:
-        """GET /admin/explain/{request_id}: which engine, with which scores, why, and how it came out."""
+        """Handle GET /admin/explain/{request_id}: return the request's engines, scores, reasons and outcome."""
         request_id = http.match_info["request_id"]
         story = self._decision_log.trace(request_id)
         if story is None:
-            text = f"Request {shown(request_id)} is not known: it never came, or it is older than --remember requests."
+            text = f"Request {shown(request_id)} is unknown: it never arrived, or --remember newer requests have ended."
             raise HttpError(404, text, "not_found")
         return _json(story)
 
@@ -121,7 +121,7 @@ class Admin:
 
 
 def _only_programs(admin_host: str) -> Middleware:
-    """No page that an operator's browser shows may reach this, be it by a name that it has pointed to this address."""
+    """Refuse requests of web pages, even under a host name that resolves to this address (DNS rebinding)."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:

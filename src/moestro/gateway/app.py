@@ -46,7 +46,7 @@ class RouterApp:
 
     Attributes:
         record: File for its decisions; None means that they are not recorded.
-        threads: Threads on which large bodies are read.
+        threads: Threads that parse and hash large bodies.
         kv_events: Follows the engines' caches; None means that no engine publishes KV events.
     """
 
@@ -66,13 +66,13 @@ class RouterApp:
 
 
 def assemble(settings: RouteSettings, prompt_reader: PromptReader) -> RouterApp:
-    """Return the parts of a router, of which nothing runs yet.
+    """Make the parts of a router without starting any of them.
 
     Args:
         prompt_reader: Makes the hashes of a prompt's blocks.
 
     Raises:
-        ConfigError: The settings cannot be honoured.
+        ConfigError: The settings contradict each other or name unusable resources.
     """
     front = settings.front
     record = _record(settings.record.record) if settings.record.record else None
@@ -125,7 +125,7 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader) -> RouterApp:
 
 
 def _record(path: Path) -> RecordFile[Entry]:
-    """Open the record; after a gap it has only traces of requests, because a replay would be wrong."""
+    """Open the record. After a gap it continues with request traces only, because a replay would be wrong."""
     return RecordFile(path, (RequestTrace,), "it can be replayed up to here; from now on it has only request traces")
 
 
@@ -159,7 +159,7 @@ def _exchange_rules(reliability: ReliabilitySettings, front: FrontSettings) -> E
 
 
 def _withheld(access: Access) -> frozenset[bytes]:
-    """Return the headers of clients that engines do not get."""
+    """Return the names of client headers that engines do not get."""
     nothing: frozenset[bytes] = frozenset()
     return (KEY_HEADERS if access.keys else nothing) | (CORS_HEADERS if access.cors is not None else nothing)
 

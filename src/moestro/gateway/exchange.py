@@ -1,4 +1,4 @@
-"""Sends one request to an engine, to another one if that fails before it answers, and the answer to the client."""
+"""Exchange: sends one request to an engine, retries on another if it fails before answering, and relays the answer."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ logger = logging.getLogger(__name__)
 _BUSY = frozenset({429, 503, 529})  # 529 comes from Dynamo and Anthropic.
 _FAILED = frozenset({500, 502, 504})
 _STALE_NS = 1_000_000_000  # A kept connection that its engine has closed fails within this time.
-_TAIL_BYTES = 4096  # End of an answer, where its usage is.
-_MAX_TAIL_BYTES = 4 * _TAIL_BYTES  # The tail is not cut at every piece.
+_TAIL_BYTES = 4096  # Kept end of an answer, which contains its usage.
+_MAX_TAIL_BYTES = 4 * _TAIL_BYTES  # The tail is cut only beyond this size, not at every piece.
 _MAX_LOST = 1  # Engines that one request may lose: a request that loses two may be the cause.
 _LEFT_STATUS = 499  # nginx' status for a client that disconnected.
-_LAST_EVENT = b"data: [DONE]"  # Many clients close the connection when they have read it.
+_LAST_EVENT = b"data: [DONE]"  # Many clients close the connection after this event.
 
 
-# Stages of an exchange: no engine has the request; a connection is being made; the request is sent, and no byte of a
-# body has come; bytes are on their way to the client; it is over. Plain numbers, because they are compared a dozen
-# times in each request. A table of stages and events takes 127 more lines, and 6 % more of an exchange's own CPU time
-# in a stream of 64 pieces.
+# Stages of an exchange: no engine has the request; a connection is being made; the request is sent and no byte of a
+# body has arrived; bytes are on their way to the client; the exchange is over. Plain numbers, because each request
+# compares them a dozen times. A table of stages and events takes 127 more lines, and 6 % more of an exchange's own CPU
+# time in a stream of 64 pieces.
 _CHOOSING, _CONNECTING, _WAITING, _ANSWERING, _OVER = range(5)
 
 
@@ -44,9 +44,9 @@ class ExchangeRules:
     """Limits of an exchange.
 
     Attributes:
-        max_retries: Times that a request may go to another engine after a failure status.
-        first_byte_s: Seconds until the answer's body begins.
-        idle_s: Seconds between two bytes of it.
+        max_retries: Number of times that a request may go to another engine after a failure status.
+        first_byte_s: Time until the answer's body begins, seconds.
+        idle_s: Time between two bytes of the body, seconds.
         shows_route: Whether answers name their engine and the reason for the choice.
     """
 
@@ -61,7 +61,7 @@ class ExchangeContext:
     """The parts of the router that all exchanges use.
 
     Attributes:
-        active: Exchanges that are not over, by request id.
+        active: Running exchanges by request id.
     """
 
     fleet: Fleet
@@ -73,10 +73,10 @@ class ExchangeContext:
 
 
 class Exchange:
-    """The way of one client's request to an engine and back. `Router.ended` is called once for each `submit`.
+    """Relays one client's request to an engine and the answer back. `Router.ended` is called once for each `submit`.
 
     Attributes:
-        deadline_s: Time on `time.monotonic` at which the exchange expires unless something happens before.
+        deadline_s: Time on `time.monotonic` at which the exchange expires unless the deadline is moved.
     """
 
     __slots__ = (
@@ -112,7 +112,7 @@ class Exchange:
     def start(self, request: Request, model: str | None) -> None:
         """Send the request to an engine that serves `model`."""
         if self._stage == _OVER:
-            return  # The client left while the request was read.
+            return  # The client disconnected while the request was read.
         self._request, self._model = request, model
         self._shared.budget.request()
         self._shared.counts.num_requests += 1
@@ -125,7 +125,7 @@ class Exchange:
             self.fail()
 
     def refuse(self, error: RequestError) -> None:
-        """End the exchange with an error of the router; a stream that has begun is cut off with the cause in it."""
+        """End the exchange with an error of the router. A stream that has begun is cut off with the cause in it."""
         if self._stage == _OVER:
             return
         has_begun = self._stage == _ANSWERING
@@ -138,14 +138,14 @@ class Exchange:
             self._client.refuse(error, self._own_lines())
 
     def fail(self) -> None:
-        """End the exchange because of the unexpected exception that is being handled, and log it."""
+        """End the exchange because of an unexpected exception, and log it. Called from the exception's handler."""
         logger.exception("%s failed", self._incoming.request_id)
         if self._engine is not None:
             self._engine.health.breaker.abandoned(self._mark)
         self.refuse(InternalError(self._incoming.request_id))
 
     def expire(self) -> None:
-        """End the exchange, because its deadline has passed."""
+        """End the exchange after its deadline."""
         rules = self._shared.rules
         if self._engine is not None:
             self._engine.health.breaker.failed(self._mark, time.monotonic_ns())
@@ -159,7 +159,7 @@ class Exchange:
     # --- called by the client's connection
 
     def client_left(self) -> None:
-        """End the exchange and stop the engine's work, because the client is gone."""
+        """End the exchange and stop the engine's work, because the client disconnected."""
         if self._stage == _OVER:
             return
         # A stream whose last event has been sent lacks only its last chunk.
@@ -171,7 +171,7 @@ class Exchange:
         self._finish(self._status if is_whole else _LEFT_STATUS)
 
     def client_is_slow(self) -> None:
-        """Stop reading from the engine; the client's write timeout applies from now on."""
+        """Stop reading from the engine. From now on, the client's write timeout applies."""
         self.deadline_s = float("inf")
         if self._connection is not None:
             self._connection.pause()
@@ -185,7 +185,7 @@ class Exchange:
     # --- called by the engine's connection
 
     def head(self, head: AnswerHead, length: int | None) -> None:
-        """Keep the head of an answer until its body begins: a server sends "200" before it has computed anything."""
+        """Keep the head of an answer until its body begins: servers send "200" before they compute anything."""
         engine, status = self._engine, head.status
         assert engine is not None
         self._status = status
@@ -210,7 +210,7 @@ class Exchange:
         self._client.piece(data, is_last=is_last)
 
     def done(self) -> None:
-        """End the answer, which is complete."""
+        """End the complete answer."""
         if self._stage == _WAITING:
             assert self._engine is not None
             self._begin(self._engine, time.monotonic_ns())  # The answer had no body.
@@ -234,7 +234,7 @@ class Exchange:
         else:
             self._lose(engine, cause, now_ns, was_sent=True)
 
-    # --- to an engine
+    # --- sending to an engine
 
     def _choose(self) -> None:
         """Choose an engine; raise RequestError if none is left."""
@@ -249,7 +249,7 @@ class Exchange:
         self._tried += (decision.engine,)
         self._mark = engine.health.breaker.sent()
         if engine.condition is not Condition.UP:
-            fleet.look(engine, before_ns)  # One probe is enough.
+            fleet.look(engine, before_ns)  # An engine that is probed gets only one request.
         shared.decision_log.routed(self._request, decision, self._why)
 
     def _send(self) -> None:
@@ -289,10 +289,10 @@ class Exchange:
             self._engine.head.of(incoming), incoming.body, self, is_bodiless=incoming.head.method == b"HEAD"
         )
 
-    # --- elsewhere
+    # --- retries
 
     def _lose(self, engine: RoutedEngine, cause: str, now_ns: int, *, was_sent: bool) -> None:
-        """Retry on another engine, because the engine is gone and no byte of an answer has come."""
+        """Retry on another engine after the engine was lost before any byte of its answer."""
         engine.health.breaker.failed(self._mark, now_ns, at_once=True)
         engine.counts.num_unreachable += 1
         self._shared.fleet.lost(engine, cause, now_ns)
@@ -307,7 +307,7 @@ class Exchange:
         self.refuse(error)
 
     def _take_failure(self, engine: RoutedEngine, status: int, named: Named) -> bool:
-        """Count a failure status, and return whether another engine gets the request, not the client the answer."""
+        """Count a failure status, and return whether the request goes to another engine."""
         now_ns, shared = time.monotonic_ns(), self._shared
         if status in _BUSY:
             engine.health.busy(_retry_after_ns(named), now_ns)
@@ -330,7 +330,7 @@ class Exchange:
         return True
 
     def _try_elsewhere(self, cause: str) -> bool:
-        """Send the request to an engine that has not had it, and return False if none can take it."""
+        """Send the request to an engine that it has not tried, and return False without such an engine."""
         engine, decision = self._engine, self._decision
         assert engine is not None
         self._end_in_router(None)
@@ -352,7 +352,7 @@ class Exchange:
     # --- back to the client
 
     def _begin(self, engine: RoutedEngine, now_ns: int) -> None:
-        """Begin the client's answer with the first byte of the engine's; no retry is possible from here on."""
+        """Begin the client's answer with the engine's first byte, after which no retry is possible."""
         head, length = self._head, self._length
         assert head is not None
         status = head.status
@@ -381,7 +381,7 @@ class Exchange:
         ).encode()
 
     def _cut(self, error: RequestError) -> None:
-        """Write the cause and close the connection: the one ending of a broken stream that every client notices."""
+        """Write the cause and close the connection, because every client notices this end of a broken stream."""
         if self._is_event_stream:
             border = b"" if self._tail.endswith(b"\n\n") else b"\n\n"
             self._client.piece(border + b"event: error\ndata: " + error_json(error) + b"\n\n")
@@ -401,7 +401,7 @@ class Exchange:
             self._engine.num_streaming -= 1
 
     def _finish(self, status: int) -> None:
-        """End the exchange; an error while its state is released does not keep the client from its answer."""
+        """End the exchange. An error while releasing its state does not keep the client from its answer."""
         self._stage = _OVER
         self.deadline_s = float("inf")
         self._shared.active.pop(self._incoming.request_id, None)
@@ -440,6 +440,6 @@ def _broken(cause: str) -> GenerationError:
 
 
 def _retry_after_ns(named: Named) -> int | None:
-    """Return the time that `Retry-After` asks for in seconds; None where it is absent or a date."""
+    """Return the delay in `Retry-After`; None if it is absent or a date."""
     value = named.get(b"retry-after", b"")
     return int(value) * 1_000_000_000 if value.isdigit() and len(value) <= 6 else None

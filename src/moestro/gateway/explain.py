@@ -1,4 +1,4 @@
-"""`moestro explain`: the story of one request, from the running router or from its record."""
+"""`moestro explain`: prints the trace of one request, from the running router or from its record."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class _AdminErrorBody(msgspec.Struct):
 def explain(
     request_id: str, *, admin_url: str, admin_api_key: str | None, record: Path | None, console: Console
 ) -> None:
-    """Print which engine got a request, with which scores, why, and how it came out.
+    """Print the engines, scores, reasons and outcome of one request.
 
     Args:
-        admin_url: of the running router's admin plane.
-        record: a file of `moestro route --record` to look in instead.
+        admin_url: URL of the running router's admin plane.
+        record: file of `moestro route --record` to search instead; None means the running router.
 
     Raises:
-        ConfigError: it is not known there, or there is no such place.
+        ConfigError: the request is unknown, or the file cannot be read.
     """
     if record is not None:
         story = _from_file(request_id, record)
@@ -60,7 +60,7 @@ def _from_file(request_id: str, record: Path) -> RequestTrace:
                     try:
                         entry = decode_entry(line)
                     except msgspec.MsgspecError as error:
-                        raise ConfigError(f"{record}:{number} is no line of a record: {error}") from None
+                        raise ConfigError(f"{record}:{number} is not an entry of a record: {error}") from None
                     if isinstance(entry, RequestTrace) and entry.request_id == request_id:
                         found = entry
     except OSError as error:
@@ -86,7 +86,7 @@ async def _from_router(request_id: str, admin_url: str, key: str | None) -> Requ
             return msgspec.json.decode(body, type=RequestTrace)
         raise ConfigError(msgspec.json.decode(body, type=_AdminErrorBody).error.message)
     except msgspec.MsgspecError:
-        raise MoestroError(f"what answers at {admin_url} is not a Moestro router (status {status})") from None
+        raise MoestroError(f"the server at {admin_url} is not a Moestro router (status {status})") from None
 
 
 def _told(story: RequestTrace) -> Iterator[str | Table]:

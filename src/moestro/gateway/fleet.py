@@ -1,4 +1,4 @@
-"""The engines behind the router: their connections, health and counts, and which of them may be chosen."""
+"""The engines behind the router: their connections, health and counts, and their place in the rotation."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _CONDITIONS_OF_A_NEW_PROCESS = frozenset({Condition.DOWN, Condition.OPEN})
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RoutedEngine:
-    """One engine.
+    """One engine behind the router.
 
     Attributes:
         row: Number of the engine in the router.
-        name: Name that the operator gave it.
-        url: Its base URL.
-        condition: Why it gets requests or does not, as of the last look.
-        last_byte_ns: Time of the last byte of an answer; 0 after it was taken into account.
-        num_streaming: Answers that have begun and not ended.
-        unreachable: Why it could not be reached the last time; empty if it could.
-        num_forgotten: Times that the router forgot the content of its cache.
+        name: Name of the engine in headers, logs and metrics.
+        url: Base URL of the engine.
+        condition: Result of the last health verdict, which decides whether the engine gets requests.
+        last_byte_ns: Time of the last byte of an answer; 0 after the health verdict has used it.
+        num_streaming: Number of answers that have begun and not ended.
+        unreachable: Cause of the last connection failure; empty after a success.
+        num_forgotten: Number of times that the router discarded the known cache contents.
     """
 
     row: int
@@ -52,15 +52,15 @@ class RoutedEngine:
 
 
 class Fleet:
-    """All engines.
+    """All engines behind the router.
 
     Args:
-        router: Chooses among the engines that may be chosen.
-        block_tokens: Tokens of one of its blocks.
+        router: Router that chooses among the engines in rotation.
+        block_tokens: Tokens per block of the router.
 
     Attributes:
         models: Models of each engine.
-        names: Names by row, also of engines that are gone; replaced by another tuple when an engine is added.
+        names: Names by row, including removed engines. Adding an engine replaces the tuple.
     """
 
     def __init__(self, router: Router, block_tokens: int, rules: HealthRules, now_ns: Callable[[], int]) -> None:
@@ -86,11 +86,11 @@ class Fleet:
         """Add an engine, which gets requests once a health check has passed.
 
         Raises:
-            ConfigError: Another engine has that name or address.
+            ConfigError: Another engine has this name or address.
         """
         for engine in self._by_row.values():
             if engine.name == name or engine.url == url:
-                raise ConfigError(f"engine {name}={url}: {engine.name}={engine.url} is there already")
+                raise ConfigError(f"engine {name}={url}: {engine.name}={engine.url} exists already")
         row = self.router.add_engine()
         self.names = (*self.names[:row], name, *self.names[row + 1 :])
         health = Health(self._rules, self._now_ns())
@@ -98,26 +98,26 @@ class Fleet:
         return engine
 
     def remove(self, engine: RoutedEngine) -> None:
-        """Send `engine` no more requests; those that run there are still answered."""
+        """Send `engine` no more requests; its running requests still finish."""
         del self._by_row[engine.row]
         self._returning.discard(engine.row)
         self.router.remove_engine(engine.row, self._now_ns())
         self.models.forget(engine.row)
 
     def named(self, name: str) -> RoutedEngine | None:
-        """Return the engine of that name."""
+        """Return the engine named `name`, or None for an unknown name."""
         return next((engine for engine in self._by_row.values() if engine.name == name), None)
 
     def submit(self, request: Request, model: str | None, tried: Collection[int], now_ns: int) -> RouteDecision:
-        """Let the router choose.
+        """Let the router choose an engine for a request.
 
         Args:
-            model: Model that the engine must serve, if any engine is known to; None allows every engine.
-            tried: Rows that have failed this request.
+            model: Model that the engine must serve. None, or a model that no engine lists, allows every engine.
+            tried: Rows of engines that have failed this request.
 
         Raises:
-            NoEngineError: No engine is left; the error has the time after which to retry.
-            QueueFullError: All engines that are left are full.
+            NoEngineError: No engine is left; the error contains the time after which to retry.
+            QueueFullError: All remaining engines are full.
         """
         is_open = not tried and not self._returning and self.models.are_alike
         exclude = () if is_open else self._excluded(model, tried, now_ns)
@@ -153,12 +153,12 @@ class Fleet:
             self._log_change(engine, before, now_ns)
 
     def lost(self, engine: RoutedEngine, cause: str, now_ns: int) -> None:
-        """Count `engine` as unreachable, and forget the content of its cache."""
+        """Record that `engine` is unreachable, and discard the known contents of its cache."""
         engine.unreachable = cause
         if self._by_row.get(engine.row) is engine:
             num_forgotten = engine.num_forgotten
             self.look(engine, now_ns)
-            if engine.num_forgotten == num_forgotten:  # It was out of rotation already, or stays in it.
+            if engine.num_forgotten == num_forgotten:  # `look` discards them only when the engine leaves rotation.
                 self._forget(engine, now_ns)
 
     def has_other(self, tried: Collection[int]) -> bool:
@@ -171,7 +171,7 @@ class Fleet:
         return self.router.num_routable
 
     def _excluded(self, model: str | None, tried: Collection[int], now_ns: int) -> list[int]:
-        """Rows in rotation that must not be chosen for this request."""
+        """Return the rows in rotation that must not get this request."""
         lacking = self.models.excluded(model)
         in_rotation = [row for row in self._by_row if self.router.is_routable(row)]
         excluded = [row for row in in_rotation if row in tried or row in lacking]
@@ -183,7 +183,7 @@ class Fleet:
         return excluded
 
     def _has_share(self, row: int, most: int, now_ns: int) -> bool:
-        """Return whether an engine in slow start may have one more request; the others have at most `most`."""
+        """Return whether an engine in slow start may get one more request; settled engines have at most `most`."""
         share = self._by_row[row].health.share(now_ns)
         return self.router.num_in_flight_on(row) < max(1, math.ceil(share * most))
 

@@ -1,4 +1,4 @@
-"""What the proxy counted, in Prometheus' text form."""
+"""Prometheus metrics of the router."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineCounts], float]], ...] =
 
 
 class RouteCollector(Collector):
-    """Makes Prometheus' families of our numbers, at every scrape."""
+    """Exposes the router's counters as Prometheus metric families."""
 
     def __init__(self, fleet: Fleet, counts: Counts) -> None:
         self._fleet = fleet
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all figures as they are now."""
+        """Yield all families with their current values."""
         engines = list(self._fleet)
         yield from self._of_engines(engines)
         yield from self._of_all(engines)
@@ -95,7 +95,7 @@ class RouteCollector(Collector):
 
 
 def imbalance(fleet: Fleet, engines: Iterable[RoutedEngine]) -> float:
-    """Most requests in flight on an engine in rotation over their mean; 1 where nothing is in flight."""
+    """Return the maximum over the mean of requests in flight on engines in rotation; 1 without any request."""
     loads = [fleet.router.num_in_flight_on(e.row) for e in engines if fleet.router.is_routable(e.row)]
     return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
 

@@ -1,4 +1,4 @@
-"""Decides what a request's path is: answered here, sent on to an engine, or unknown."""
+"""Proxy: answers a client's request in the router, sends it to an engine, or refuses it, depending on its path."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 
 
 class Proxy:
-    """Answers clients.
+    """Handles clients' requests.
 
     Args:
-        access: Keys, limits and CORS; probes need no key.
-        routes: Paths that exist.
+        access: Keys, limits and CORS. Probes need no key.
+        routes: Paths that clients can reach.
         metrics: Returns the text of `/metrics`.
 
     Attributes:
-        is_draining: Whether new requests for engines are refused; set freely.
+        is_draining: Whether new requests for engines are refused. Callers may set it at any time.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Proxy:
     # --- called by the connections
 
     def refuses(self, head: RequestHead) -> RequestError | None:
-        """Return the error for a request that lacks its key."""
+        """Return an authentication error for a request without a valid key, otherwise None."""
         if head.path in PROBES or (self._access.cors is not None and _is_preflight(head)):
             return None
         try:
@@ -74,13 +74,13 @@ class Proxy:
         return None
 
     def refused(self, error: RequestError, address: str) -> None:
-        """Count a request that is refused before it is read to its end, and log it at a bounded rate."""
+        """Count a request that is refused before it is complete, and log the refusal at a bounded rate."""
         code = error.code or error.error_type
         self._shared.counts.refusals[code] += 1
         self._log.info(code, f"a request from {address} is refused with {error.http_status}: {error.message}")
 
     def handle(self, client: ClientConnection, incoming: Incoming) -> Answering | None:
-        """Answer now, or return the exchange that will."""
+        """Answer the request now and return None, or return the exchange that will answer it."""
         incoming.request_id = self._request_id(incoming)
         path, method = incoming.head.path, incoming.head.method
         try:
@@ -109,10 +109,10 @@ class Proxy:
         return self._access.key_of(named.get(b"authorization", b""), named.get(b"x-api-key", b""))
 
     def _is_preflight_answered(self, client: ClientConnection, incoming: Incoming) -> bool:
-        """Answer a preflight, and count any other request.
+        """Answer a preflight, or count another request against its limit.
 
         Raises:
-            RequestError: The page may not ask so, or the client has sent as many requests as it may.
+            RequestError: The page's origin is not allowed, or the client has exceeded its request limit.
         """
         head, cors, limits = incoming.head, self._access.cors, self._access.limits
         if cors is not None and _is_preflight(head):
@@ -150,7 +150,7 @@ class Proxy:
         return exchange
 
     def _read(self, incoming: Incoming, now_ns: int) -> tuple[Request, str | None]:
-        """Return the request that the router decides by, and the model that the body names."""
+        """Return the request by which the router decides, and the model that the body names."""
         asked = read(incoming.body)
         return self._prompt_reader.prepare(asked, incoming, now_ns), asked.model
 
@@ -163,7 +163,7 @@ class Proxy:
         except Exception:
             exchange.fail()
 
-    # --- answered here
+    # --- answered by the router
 
     def _answer_here(self, client: ClientConnection, incoming: Incoming, path: str) -> None:
         if path in PROBES:
@@ -197,7 +197,7 @@ class Proxy:
         client.refuse(error, _id_line(incoming) + added)
 
     def _request_id(self, incoming: Incoming) -> str:
-        """Return the client's request id, if it is short, plain and not in use, or a new one."""
+        """Return the client's request id if it is short, plain and unused, otherwise a new one."""
         given = incoming.head.named.get(b"x-request-id")
         if given is None or (plain := plain_id(given)) is None:
             return f"{self._prefix}{next(self._serial):x}"
@@ -205,12 +205,12 @@ class Proxy:
 
 
 def _is_preflight(head: RequestHead) -> bool:
-    """Return whether a browser asks for permission to send a request."""
+    """Return whether the request is a CORS preflight."""
     return head.method == b"OPTIONS" and b"origin" in head.named and b"access-control-request-method" in head.named
 
 
 def _not_found(path: str) -> HttpError:
-    text = f"There is no {shown(path)} here. Paths are compared letter by letter; --open-path opens others of engines."
+    text = f"The path {shown(path)} is unknown. Paths are compared exactly; --open-path adds paths of engines."
     return HttpError(404, text, "not_found")
 
 
@@ -219,7 +219,7 @@ def _id_line(incoming: Incoming) -> bytes:
 
 
 async def sweep_forever(shared: ExchangeContext, clients: ClientConnections, interval_s: float) -> None:
-    """Expire everything whose deadline has passed, again at every interval."""
+    """Expire exchanges and connections whose deadline has passed, at every interval."""
     pauses = PauseMeter(time.monotonic_ns(), int(2 * interval_s * 1e9))
     while True:
         await asyncio.sleep(interval_s)
@@ -232,7 +232,7 @@ async def sweep_forever(shared: ExchangeContext, clients: ClientConnections, int
 
 
 def _forgive(shared: ExchangeContext, clients: ClientConnections, pause_ns: int) -> None:
-    """Leave out a time in which this process was stopped, for engines and clients."""
+    """Extend all deadlines by the time for which this process was stopped."""
     now_ns = time.monotonic_ns()
     for exchange in shared.active.values():
         exchange.deadline_s += pause_ns * 1e-9

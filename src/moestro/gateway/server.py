@@ -1,4 +1,4 @@
-"""`moestro route` as a process: start, serve until a signal, drain, stop."""
+"""Server process of `moestro route`: starts the router, serves until a signal, drains and stops."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from moestro.web.statline import log_forever
 
 _SWEEP_S = 0.25
 _MAX_ADMIN_CONNECTIONS = 256
-_FIRST_LOOK_S = 5.0  # The banner waits at most this long for the first health check of every engine.
-_GC_THRESHOLD = 50_000  # Requests leave no cycles, so frequent collections are wasted.
+_FIRST_LOOK_S = 5.0  # Longest wait of the banner for the first health check of every engine.
+_GC_THRESHOLD = 50_000  # Requests leave no cycles, so frequent collections would waste time.
 
 
 def route(settings: RouteSettings, prompt_reader: PromptReader) -> None:
-    """Route until SIGTERM or SIGINT; a second signal does not wait for running requests.
+    """Run the router until SIGTERM or SIGINT. A second signal does not wait for running requests.
 
     Args:
         prompt_reader: Makes the hashes of a prompt's blocks.
 
     Raises:
-        ConfigError: The settings cannot be honoured; the text says what to do.
+        ConfigError: The settings contradict each other or name unusable resources; the message says what to do.
     """
     run_server(
         lambda lifecycle: _RouteServer(settings, prompt_reader, lifecycle).run(),
@@ -46,7 +46,7 @@ def route(settings: RouteSettings, prompt_reader: PromptReader) -> None:
 
 
 class _RouteServer:
-    """One run of the router."""
+    """One run of the router process."""
 
     def __init__(self, settings: RouteSettings, prompt_reader: PromptReader, lifecycle: Lifecycle) -> None:
         self._settings = settings

@@ -1,4 +1,4 @@
-"""The lines that an operator sees every ten seconds while there is traffic."""
+"""Log lines about traffic, written every ten seconds while there is any."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.gateway.metrics import Counts
 from moestro.gateway.prometheus import imbalance
 
-_MAX_LINES = 16  # of engines; of more, /metrics tells
+_MAX_LINES = 16  # limit of engines shown; /metrics has all
 
 
 @dataclass(frozen=True, slots=True)
 class _RouteTotals:
-    """One engine's, at one moment."""
+    """Totals of one engine at one moment."""
 
     num_decisions: int
     num_prompt: int
@@ -22,7 +22,7 @@ class _RouteTotals:
 
 
 class RouteLines:
-    """Says what went to each engine since it was asked last."""
+    """Makes the traffic lines of each interval."""
 
     def __init__(self, fleet: Fleet, counts: Counts) -> None:
         self._fleet = fleet
@@ -31,7 +31,7 @@ class RouteLines:
         self._refusals_before = self._retries_before = 0
 
     def lines(self, seconds: float) -> list[str]:
-        """One line for each engine that has, or had, anything to do in the last `seconds`, and one for all."""
+        """Return a line for each engine with requests in the last `seconds`, and one for all engines."""
         router, found = self._fleet.router, []
         num_decisions = 0
         engines = list(self._fleet)

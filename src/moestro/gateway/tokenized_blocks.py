@@ -1,5 +1,6 @@
-"""Exact mode: a prompt's blocks as the engines have them, by the model's own template and tokenizer. On threads, for it
-takes milliseconds.
+"""Prompt reader with a tokenizer: hashes the same blocks as the engines, from the model's template and tokenizer.
+
+Tokenizing takes milliseconds and therefore runs on threads.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from moestro.gateway.prompt_blocks import PromptReader
 from moestro.gateway.request_body import BodyMessage, RequestBody, is_given, make_request, prompt_key, request_from_text
 from moestro.text.tokenizer import Tokenizer
 
-MAX_TEXT_BYTES = 4 << 20  # of a prompt that is tokenized here; a longer one would hold a thread for seconds
+MAX_TEXT_BYTES = 4 << 20  # limit of tokenized bodies; a longer one would occupy a thread for seconds
 
 
 def tokenized_prompt_reader(directory: Path, block_size: int) -> PromptReader:
-    """Prompts as tokens, in blocks of `block_size`, by the tokenizer in `directory`.
+    """Make a reader that compares prompts as tokens, in blocks of `block_size`, with the tokenizer in `directory`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the directory contains no tokenizer.
     """
     tokenizer = Tokenizer(directory)
     tokenizer.warm_chats()
@@ -40,13 +41,13 @@ def tokenized_prompt_reader(directory: Path, block_size: int) -> PromptReader:
 
 
 class TokenizedReader:
-    """Makes the router's request of a body.
+    """Makes the request by which the router decides from a body.
 
-    A prompt that the template or the tokenizer cannot read is routed by its length alone; the engine will say what is
-    wrong with it. Of several prompts in one body the first is looked at.
+    A prompt that the template or the tokenizer cannot read is routed by its length alone, and the engine reports the
+    error. Only the first of several prompts in one body is read.
 
     Args:
-        block_size: tokens of a block, as the engines have it.
+        block_size: tokens per block, equal to the engines'.
     """
 
     def __init__(self, tokenizer: Tokenizer, block_size: int) -> None:
@@ -54,10 +55,10 @@ class TokenizedReader:
         self._block_size = block_size
 
     def __call__(self, asked: RequestBody, incoming: Incoming, now_ns: int) -> Request:
-        """The request, with its exact number of tokens and the names of its blocks."""
+        """Return the request with its exact token count and block hashes."""
         ids = self._ids(asked) if len(incoming.body) <= MAX_TEXT_BYTES else None
         if ids is None or not len(ids):
-            return request_from_text(asked, incoming, now_ns, len(incoming.body) + 1)  # no block is that long
+            return request_from_text(asked, incoming, now_ns, len(incoming.body) + 1)  # too long a block: no hashes
         key = prompt_key(asked.model, asked.cache_salt)
         return make_request(asked, incoming, now_ns, (len(ids), key, hash_blocks(key, ids, self._block_size)))
 
