@@ -143,7 +143,7 @@ def long_queue_us(order: str, num_waiting: int, *, changes: bool) -> float:
         if step >= 0:
             spent += time.perf_counter_ns() - started
         assert plan is not None
-        assert len(plan.units) == 64, "somebody entered"
+        assert len(plan.units) == 64, "the policy admitted a waiting request"
         scheduler.update(StepResult(plan.units.slot, np.ones(len(plan.units), np.int32)), now_ns)
     return spent / steps / 1e3
 

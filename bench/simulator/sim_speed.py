@@ -71,7 +71,7 @@ def simulate(settings: SimSettings) -> dict[str, float]:
     scenario = make_scenario(settings, Path())
     results = run(scenario, settings.policies[0])
     cpu_s = time.process_time() - began
-    assert results.is_answered.all(), "somebody was not answered"
+    assert results.is_answered.all(), "a request was not answered"
     hit_ratio = float(results.num_hit_tokens.sum() / results.num_prompt_tokens.sum())
     return {"cpu_s": cpu_s, "num_requests": len(results), "hit_ratio": hit_ratio}
 

@@ -77,7 +77,7 @@ def compare(traces: Path) -> dict[str, dict[str, float]]:
         is_generated=False,
     )
     results = run(scenario, BALANCER)
-    assert results.is_answered.all(), "somebody was not answered"
+    assert results.is_answered.all(), "a request was not answered"
     real, simulated = figures(recorded.timelines), figures(results.records().answered)
     return {
         name: {"measured": real[name], "simulated": simulated[name], "error": simulated[name] / real[name] - 1}

@@ -128,7 +128,7 @@ def test_these_tests_can_fail_a_device_that_forgets_copies_is_caught():
 
 
 def test_a_negative_number_of_blocks_is_refused():
-    with pytest.raises(ConfigError, match="num_host_blocks must not be negative"):
+    with pytest.raises(ConfigError, match="num_host_blocks must be at least 0"):
         make_rank(-1)
 
 

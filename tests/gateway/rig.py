@@ -14,8 +14,8 @@ from typing import Any
 import httptools
 import uvloop
 
-from moestro.gateway.app import Parts, assemble
-from moestro.gateway.prompt_blocks import Reading, text_reading
+from moestro.gateway.app import RouterApp, assemble
+from moestro.gateway.prompt_blocks import PromptReader, text_prompt_reader
 from moestro.gateway.proxy import sweep_forever
 from moestro.gateway.settings import (
     AdminSettings,
@@ -27,7 +27,7 @@ from moestro.gateway.settings import (
     RouteSettings,
     RoutingSettings,
 )
-from moestro.gateway.tokenized_blocks import exact_reading
+from moestro.gateway.tokenized_blocks import tokenized_prompt_reader
 from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access_settings import AccessSettings
 from moestro.web.connections import accept, bound_socket
@@ -258,11 +258,11 @@ class Rig:
     """A running router.
 
     Attributes:
-        parts: its inside.
+        app: its inside.
     """
 
-    def __init__(self, parts: Parts, port: int) -> None:
-        self.parts = parts
+    def __init__(self, app: RouterApp, port: int) -> None:
+        self.app = app
         self.port = port
         self.callers: list[Caller] = []
 
@@ -284,17 +284,17 @@ class Rig:
         return answer
 
     def engine(self, name: str):
-        found = self.parts.shared.fleet.named(name)
+        found = self.app.shared.fleet.named(name)
         assert found is not None
         return found
 
     @property
     def num_in_flight(self) -> int:
-        return self.parts.shared.fleet.router.num_in_flight
+        return self.app.shared.fleet.router.num_in_flight
 
     @property
     def counts(self):
-        return self.parts.shared.counts
+        return self.app.shared.counts
 
     async def until(self, condition: Callable[[], bool]) -> None:
         for _ in range(500):
@@ -307,13 +307,13 @@ class Rig:
         await self.until(lambda: all(self.engine(name).condition == "up" for name in names))
 
     async def until_idle(self) -> None:
-        await self.until(lambda: not self.num_in_flight and not self.parts.shared.active)
+        await self.until(lambda: not self.num_in_flight and not self.app.shared.active)
 
 
-def reading_of(routing: RoutingSettings) -> Reading:
+def reading_of(routing: RoutingSettings) -> PromptReader:
     if routing.tokenizer is None:
-        return text_reading(routing.text_block_bytes)
-    return exact_reading(routing.tokenizer, routing.block_size)
+        return text_prompt_reader(routing.text_block_bytes)
+    return tokenized_prompt_reader(routing.tokenizer, routing.block_size)
 
 
 @contextlib.asynccontextmanager
@@ -323,13 +323,13 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
         await engine.start()
     urls = tuple(f"{engine.name}=http://127.0.0.1:{engine.port}" for engine in engines)
     given = settings_of(engine=urls, **settings)
-    parts = assemble(given, reading_of(given.routing))
+    app = assemble(given, reading_of(given.routing))
     listener: socket.socket = bound_socket("127.0.0.1", 0)
-    door = await accept(parts.accept_client, listener, given.access.max_connections_per_address)
+    door = await accept(app.accept_client, listener, given.access.max_connections_per_address)
     for url in urls:
-        parts.operator.add(EngineUrl.parse(url))
-    sweeper = asyncio.create_task(sweep_forever(parts.shared, parts.clients, 0.01))
-    made = Rig(parts, listener.getsockname()[1])
+        app.engine_admin.add(EngineUrl.parse(url))
+    sweeper = asyncio.create_task(sweep_forever(app.shared, app.clients, 0.01))
+    made = Rig(app, listener.getsockname()[1])
     try:
         if is_up:
             await made.until_up(*(engine.name for engine in engines))
@@ -337,18 +337,18 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
         for caller in made.callers:
             caller.hang_up()
         await made.until_idle()  # whatever happened, nothing is left counted
-        assert parts.clients.num_held_bytes == 0
+        assert app.clients.num_held_bytes == 0
     finally:
         sweeper.cancel()
         door.close()
-        parts.clients.close()
+        app.clients.close()
         for caller in made.callers:
             caller.hang_up()
-        await parts.operator.watch.close()
-        if parts.kv_events is not None:
-            parts.kv_events.close()
-        parts.threads.close()
-        for engine in parts.shared.fleet:
+        await app.engine_admin.watch.close()
+        if app.kv_events is not None:
+            app.kv_events.close()
+        app.threads.close()
+        for engine in app.shared.fleet:
             engine.pool.close()
         for engine in engines:
             engine.die()

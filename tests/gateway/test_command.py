@@ -142,7 +142,7 @@ def test_a_request_is_explained_from_the_router_and_from_its_record(routed, caps
     with pytest.raises(SystemExit) as ended:
         main(["replay", str(record)])
     assert ended.value.code == 0
-    assert re.search(r"^(\d+) of \1 decisions came out as they were$", capsys.readouterr().out, re.M)
+    assert re.search(r"^(\d+) of \1 decisions are reproduced$", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_what_nobody_knows_is_said_so(routed, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["explain", "none", "--admin-url", admin_url(routed)])
     assert ended.value.code == 2
-    assert "Request none is not known" in capsys.readouterr().err
+    assert "Request none is unknown" in capsys.readouterr().err
 
 
 def test_a_pause_of_the_router_itself_costs_no_request_and_opens_no_breaker(fake, tmp_path):
@@ -225,7 +225,7 @@ def test_what_has_not_ended_in_time_hears_why(fake, tmp_path):
     [
         ((), "give --engine http://HOST:PORT"),
         (("--engine", "localhost"), "NAME=http://HOST:PORT"),
-        (("--engine", "http://a:1", "--engine", "x=http://a:1"), "is there already"),
+        (("--engine", "http://a:1", "--engine", "x=http://a:1"), "exists already"),
         (("--engine", "http://a:1", "--route-policy", "nearest"), "unknown route policy"),
         (("--engine", "http://a:1", "--tokenizer", "/missing"), "tokenizer.json"),
         (("--engine", "http://a:1", "--record", "/missing/x"), "cannot be written"),

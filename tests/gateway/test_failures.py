@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from gateway.rig import FakeEngine, Received, Rig, Wire, looped, rig, say_ok
 
+from moestro.config.user_code import accept_user_code
 from moestro.gateway.health_checks import Watch
 from moestro.gateway.upstream import _LATE_S
+
+accept_user_code()
 
 MOODY = """
 from moestro.routing.policy_contract import Choice, EngineLost, Needs
@@ -45,7 +48,7 @@ async def assert_nothing_follows(it: Rig, user: str, code: str) -> None:
     refused = await caller.answer()
     assert (refused.status, refused.code) == (500, code)
     assert refused.headers["x-request-id"] in refused.json["error"]["message"]
-    assert not it.parts.shared.active
+    assert not it.app.shared.active
     assert it.num_in_flight == 0
     caller.ask(body=asked_by("good"))
     assert (await caller.answer()).status == 200
@@ -87,8 +90,8 @@ async def test_a_policy_that_raises_when_a_request_goes_elsewhere_refuses_it_onc
 @looped
 async def test_a_failure_after_the_choice_gives_back_what_was_counted(moody, monkeypatch):
     async with rig(FakeEngine("a"), route_policy=moody, first_byte_timeout=0.1) as it:
-        journal = it.parts.shared.journal
-        routed = journal.routed
+        decision_log = it.app.shared.decision_log
+        routed = decision_log.routed
 
         def fails(request, decision, because):
             if request.user == "good":
@@ -96,7 +99,7 @@ async def test_a_failure_after_the_choice_gives_back_what_was_counted(moody, mon
             else:
                 raise ValueError("a bug")
 
-        monkeypatch.setattr(journal, "routed", fails)
+        monkeypatch.setattr(decision_log, "routed", fails)
         await assert_nothing_follows(it, "other", "internal_error")
 
 
@@ -104,7 +107,7 @@ async def test_a_failure_after_the_choice_gives_back_what_was_counted(moody, mon
 async def test_a_policy_that_will_not_hear_costs_no_request_and_no_engine(moody, caplog):
     async with rig(FakeEngine("a"), route_policy=moody) as it:
         assert (await it.call(body=asked_by("deaf"))).status == 200
-        it.parts.shared.fleet.lost(it.engine("a"), "for a test", 10**18)
+        it.app.shared.fleet.lost(it.engine("a"), "for a test", 10**18)
         await it.until_up("a")
         assert (await it.call(body=asked_by("good"))).status == 200
     assert "observe failed on Routed" in caplog.text
@@ -136,7 +139,7 @@ async def test_a_sweep_that_fails_goes_on(monkeypatch):
         await asyncio.sleep(3600)
 
     async with rig(FakeEngine("a", say_nothing), first_byte_timeout=0.1) as it:
-        look, num_looks = it.parts.shared.fleet.look, 0
+        look, num_looks = it.app.shared.fleet.look, 0
 
         def fails_once(engine, now_ns):
             nonlocal num_looks
@@ -145,7 +148,7 @@ async def test_a_sweep_that_fails_goes_on(monkeypatch):
                 raise ValueError("a bug")
             look(engine, now_ns)
 
-        monkeypatch.setattr(it.parts.shared.fleet, "look", fails_once)
+        monkeypatch.setattr(it.app.shared.fleet, "look", fails_once)
         assert (await it.call()).status == 504
 
 
@@ -157,9 +160,9 @@ async def test_of_a_running_request_nothing_is_told_where_nothing_is_remembered(
     async with rig(FakeEngine("a", wait), remember=0, first_byte_timeout=0.3) as it:
         asked = asyncio.ensure_future(it.call(X_Request_Id="runs"))
         await asyncio.sleep(0.1)
-        journal = it.parts.shared.journal
-        assert "runs" in journal._running
-        assert journal.story("runs") is None
+        decision_log = it.app.shared.decision_log
+        assert "runs" in decision_log._running
+        assert decision_log.trace("runs") is None
         assert (await asked).status == 504
 
 
@@ -170,22 +173,22 @@ async def test_books_that_cannot_be_closed_keep_nobody_from_his_answer(monkeypat
         def fails(*_):
             raise ValueError("a bug")
 
-        monkeypatch.setattr(it.parts.shared.journal, "ended", fails)
+        monkeypatch.setattr(it.app.shared.decision_log, "ended", fails)
         assert (await it.call()).status == 200
-        assert not it.parts.shared.active
+        assert not it.app.shared.active
 
 
 @pytest.mark.parametrize("remember", [0, 1, 3])
 @looped
 async def test_no_more_stories_are_kept_than_asked_for(remember):
     async with rig(FakeEngine("a"), remember=remember) as it:
-        journal = it.parts.shared.journal
+        decision_log = it.app.shared.decision_log
         ids = [f"r{i}" for i in range(5)]
         for each in ids:
             assert (await it.call(X_Request_Id=each)).status == 200
-        assert [each for each in ids if journal.story(each)] == ids[len(ids) - remember :]
-        assert len(journal._over) == remember
-        assert not journal._running
+        assert [each for each in ids if decision_log.trace(each)] == ids[len(ids) - remember :]
+        assert len(decision_log._over) == remember
+        assert not decision_log._running
 
 
 @looped
@@ -193,11 +196,11 @@ async def test_an_id_that_comes_again_costs_no_other_story():
     async with rig(FakeEngine("a"), remember=2) as it:
         for each in ("first", "second", "second"):
             await it.call(X_Request_Id=each)
-        assert it.parts.shared.journal.story("first") is not None
+        assert it.app.shared.decision_log.trace("first") is not None
         await it.call(X_Request_Id="first")  # the newest, from now on
         await it.call(X_Request_Id="third")
-        assert it.parts.shared.journal.story("first") is not None
-        assert it.parts.shared.journal.story("second") is None
+        assert it.app.shared.decision_log.trace("first") is not None
+        assert it.app.shared.decision_log.trace("second") is None
 
 
 @looped

@@ -9,13 +9,13 @@ from itertools import pairwise
 import pytest
 from gateway.rig import CHAT, FakeEngine, Received, Wire, looped, rig
 
-from moestro.gateway.header_cache import KnownHeads
+from moestro.gateway.header_cache import HeaderCache
 
 HEAD = b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 12\r\nX-A: 1\r\n\r\n"
 
 
 def test_a_head_is_known_again_by_all_but_the_digits_of_its_length():
-    known: KnownHeads[str] = KnownHeads(4)
+    known: HeaderCache[str] = HeaderCache(4)
     known.learn(HEAD + b"x" * 12, "head", has_length=True)
     longer = HEAD.replace(b"12", b"12345")
     assert known.find(longer + b"body") == ("head", len(longer), 12345)
@@ -24,7 +24,7 @@ def test_a_head_is_known_again_by_all_but_the_digits_of_its_length():
 
 
 def test_no_more_are_remembered_than_may_be():
-    known: KnownHeads[int] = KnownHeads(4)
+    known: HeaderCache[int] = HeaderCache(4)
     heads = [HEAD.replace(b"X-A: 1", b"X-A: %d" % i) for i in range(9)]
     for i, head in enumerate(heads):
         known.learn(head, i, has_length=True)
@@ -33,7 +33,7 @@ def test_no_more_are_remembered_than_may_be():
 
 
 def test_a_head_that_spells_its_length_in_its_own_way_is_not_taken_for_one_without():
-    known: KnownHeads[str] = KnownHeads(4)
+    known: HeaderCache[str] = HeaderCache(4)
     for spelt in (b"CONTENT-LENGTH: 12", b"Content-Length:   12", b"Content-Length: 12 "):
         head = HEAD.replace(b"Content-Length: 12", spelt)
         known.learn(head, "head", has_length=True)
@@ -41,7 +41,7 @@ def test_a_head_that_spells_its_length_in_its_own_way_is_not_taken_for_one_witho
 
 
 def test_a_head_after_blank_lines_is_never_known():
-    known: KnownHeads[str] = KnownHeads(4)
+    known: HeaderCache[str] = HeaderCache(4)
     for blank in (b"\r\n\r\n", b"\r\n", b"\n"):
         known.learn(blank + b"GET /v1/x HTTP/1.1\r\nHost: x\r\n\r\n", "head", has_length=False)
         known.learn(blank + HEAD, "head", has_length=True)

@@ -29,14 +29,14 @@ def index(head: TransferHead, *parts: PromptsPart) -> bytes:
 
 
 def prompts_of(it: Rig, name: str) -> list[bytes]:
-    return [last.hashes() for last in it.parts.shared.fleet.router.prompts_sent(it.engine(name).row)]
+    return [last.hashes() for last in it.app.shared.fleet.router.prompts_sent(it.engine(name).row)]
 
 
 @looped
 async def test_a_router_that_takes_an_index_sends_a_conversation_where_it_was_before():
     engines = [FakeEngine(name) for name in "abcdef"]
     async with rig(*engines, route_policy="lmetric") as it, admin_of(it) as admin:
-        router, fleet = it.parts.shared.fleet.router, it.parts.shared.fleet
+        router, fleet = it.app.shared.fleet.router, it.app.shared.fleet
         chosen = (await it.call(body=BODY)).headers["x-moestro-engine"]
         given = await (await admin.get("/admin/index")).read()
         for engine in fleet:  # as if it had never seen them
@@ -55,7 +55,7 @@ async def test_what_is_handed_over_again_takes_the_place_of_the_first_and_not_of
     async with rig(FakeEngine("a"), route_policy="lmetric") as it, admin_of(it) as admin:
         await it.call(body=BODY)
         own = prompts_of(it, "a")
-        head = TransferHead(it.parts.operator.reading, [it.engine("a").url])
+        head = TransferHead(it.app.engine_admin.reading, [it.engine("a").url])
         for i in range(3):
             runs = [(-1, bytes([i + 1]) * 32), (0, bytes([i + 11]) * 16)]
             taken = await admin.put("/admin/index", data=index(head, PromptsPart(0, runs, [1, 0])))
@@ -66,7 +66,7 @@ async def test_what_is_handed_over_again_takes_the_place_of_the_first_and_not_of
 @looped
 async def test_engines_that_are_not_here_are_passed_over():
     async with rig(FakeEngine("a")) as it, admin_of(it) as admin:
-        head = TransferHead(it.parts.operator.reading, ["http://elsewhere:1", it.engine("a").url])
+        head = TransferHead(it.app.engine_admin.reading, ["http://elsewhere:1", it.engine("a").url])
         parts = [PromptsPart(0, [(-1, bytes(16))], [0]), PromptsPart(1, [], [0])]
         taken = await admin.put("/admin/index", data=index(head, *parts))
         assert await taken.json() == {"prompts": 1}
@@ -77,7 +77,7 @@ async def test_engines_that_are_not_here_are_passed_over():
 async def test_what_is_no_index_or_one_in_other_blocks_is_refused():
     async with rig(FakeEngine("a")) as it, admin_of(it) as admin:
         url = it.engine("a").url
-        head = TransferHead(it.parts.operator.reading, [url])
+        head = TransferHead(it.app.engine_admin.reading, [url])
         whole = index(head, PromptsPart(0, [(-1, bytes(16))], [0]))
         for data, status, words in (
             (b"", 400, "not a complete index of another router"),
@@ -87,8 +87,8 @@ async def test_what_is_no_index_or_one_in_other_blocks_is_refused():
             (whole[:-9], 400, "not a complete index of another router"),
             (index(head, PromptsPart(0, [(-1, b"short")], [0])), 400, "not a whole number of blocks"),
             (index(head, PromptsPart(0, [(0, bytes(16))], [0])), 400, "precedes its parent"),
-            (index(head, PromptsPart(0, [(-1, bytes(16))], [1])), 400, "an unknown run"),
-            (index(head, PromptsPart(1, [(-1, bytes(16))], [0])), 400, "an unknown run"),
+            (index(head, PromptsPart(0, [(-1, bytes(16))], [1])), 400, "an unknown engine or run"),
+            (index(head, PromptsPart(1, [(-1, bytes(16))], [0])), 400, "an unknown engine or run"),
             (index(TransferHead("as text, in blocks of 7 bytes", [url])), 409, "in blocks of 7 bytes"),
         ):
             refused = await admin.put("/admin/index", data=data)
@@ -130,7 +130,7 @@ async def test_blocks_that_prompts_share_are_handed_over_once_and_requests_are_a
     rng = random.Random(0)
     shared = rng.randbytes(2000 * HASH_BYTES)
     async with rig(FakeEngine("a"), FakeEngine("b"), route_policy="lmetric") as it, admin_of(it) as admin:
-        router = it.parts.shared.fleet.router
+        router = it.app.shared.fleet.router
         for name in "ab":
             for _ in range(1500):
                 router.sent_elsewhere(it.engine(name).row, shared + rng.randbytes(HASH_BYTES), 10**18)

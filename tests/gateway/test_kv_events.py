@@ -107,8 +107,8 @@ def published_by(*names: str) -> Iterator[Publishers]:
 
 
 def subscription(it: Rig, name: str) -> KvSubscription | None:
-    assert it.parts.kv_events is not None
-    return {engine.name: subscription for engine, subscription in it.parts.kv_events}.get(name)
+    assert it.app.kv_events is not None
+    return {engine.name: subscription for engine, subscription in it.app.kv_events}.get(name)
 
 
 async def until_known(it: Rig, name: str, num_blocks: int) -> None:
@@ -181,7 +181,7 @@ async def test_what_the_router_forgot_of_a_process_that_lives_is_told_again():
             await until_known(it, "a", 0)
             published["b"].store(tokens())
             await until_known(it, "b", len(tokens()) // BLOCK_SIZE)
-            fleet, router = it.parts.shared.fleet, it.parts.shared.fleet.router
+            fleet, router = it.app.shared.fleet, it.app.shared.fleet.router
             fleet.lost(it.engine("b"), "it hung up once", time.monotonic_ns())
             assert router.index_bytes == 0
             await it.until(lambda: router.index_bytes > 0)
@@ -199,7 +199,7 @@ async def test_figures_tell_of_events_and_of_what_is_missing():
             await until_known(it, "a", num_blocks)
             published["a"].send(1, payload(removed([1, 2]), {"type": "BlockBlessed"}))
             await it.until(lambda: subscription(it, "a").feed.counts.unknown == 1)
-            text = it.parts.exposition.text().decode()
+            text = it.app.exposition.text().decode()
             assert f'moestro:route_kv_blocks{{engine="a"}} {num_blocks}.0' in text
             assert f'moestro:route_kv_stored_blocks_total{{engine="a"}} {num_blocks}.0' in text
             assert 'moestro:route_kv_complete{engine="a"} 1.0' in text
@@ -232,9 +232,9 @@ def test_endpoints_are_said_as_engines_are_told_them():
         ({"kv_events": ["http://x:1"]}, "give tcp://"),
         ({"kv_events": ["tcp://*:70000"]}, "give tcp://"),
         ({"kv_events": ["tcp://10.0.0.1:5557"]}, "name the engine"),
-        ({"kv_events": ["tcp://*:1", "tcp://*:2"]}, "given twice"),
+        ({"kv_events": ["tcp://*:1", "tcp://*:2"]}, "is already given"),
         ({"kv_events": ["a=tcp://*:1"], "kv_replay": ["b=tcp://*:2"]}, "does not name"),
-        ({"kv_events": ["z=tcp://*:1"]}, "names engine z, and there is none: e"),
+        ({"kv_events": ["z=tcp://*:1"]}, "names unknown engine z; known engines: e"),
         ({"kv_events": ["tcp://*:1"]}, "give --tokenizer"),
     ],
 )

@@ -131,17 +131,17 @@ async def test_a_chat_of_half_a_million_messages_does_not_hold_up_the_others():
 @looped
 async def test_all_bodies_together_have_a_bound_too():
     async with rig(FakeEngine("e")) as it:
-        it.parts.clients.limits = type(it.parts.clients.limits)(max_held_bytes=300_000)
+        it.app.clients.limits = type(it.app.clients.limits)(max_held_bytes=300_000)
         holding = await it.caller()
         whole = request_bytes(body=b"x" * 300_000)
         holding.send(whole[:-1])
-        await it.until(lambda: it.parts.clients.num_held_bytes > 200_000)
+        await it.until(lambda: it.app.clients.num_held_bytes > 200_000)
         refused = await it.call(body=b"x" * 300_000)
         assert (refused.status, refused.code, refused.headers["retry-after"]) == (503, "overloaded", "1")
         assert (await it.call(body=b"x" * 1000)).status == 200
         holding.send(whole[-1:])
         assert (await holding.answer()).status == 200
-        assert it.parts.clients.num_held_bytes == 0
+        assert it.app.clients.num_held_bytes == 0
 
 
 @looped
@@ -156,7 +156,7 @@ async def test_a_body_must_arrive_in_time():
 @looped
 async def test_a_connection_without_a_request_is_closed_after_a_while_and_so_is_half_a_head():
     async with rig(FakeEngine("e")) as it:
-        it.parts.clients.limits = type(it.parts.clients.limits)(idle_s=0.1)
+        it.app.clients.limits = type(it.app.clients.limits)(idle_s=0.1)
         idle, slow, used = await it.caller(), await it.caller(), await it.caller()
         slow.send(b"GET /v1/models HT")
         used.ask()
@@ -175,7 +175,7 @@ async def test_one_connection_too_many_hears_so():
         refused = await (await it.caller()).answer()
         assert (refused.status, refused.code, refused.headers["retry-after"]) == (503, "too_many_connections", "1")
         kept[0].hang_up()
-        await it.until(lambda: len(it.parts.clients.open) == 1)
+        await it.until(lambda: len(it.app.clients.open) == 1)
         assert (await it.call()).status == 200
 
 
@@ -245,7 +245,7 @@ async def reply(engine: FakeEngine, wire: Wire, request: Received) -> None:
 async def test_a_client_that_leaves_the_end_of_its_answer_unread_is_cut_off_too(script, connection):
     """What is left of it is too little for its engine to be made to wait, and the answer is over for its engine."""
     async with rig(FakeEngine("e", script), write_timeout=0.2) as it:
-        clients = it.parts.clients
+        clients = it.app.clients
         plain = socket.socket()
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         plain.setblocking(False)
@@ -276,7 +276,7 @@ async def test_requests_sent_ahead_are_left_unread_when_they_are_many():
         for _ in range(20_000):
             caller.send(one)
         await asyncio.sleep(0.2)
-        [client] = it.parts.clients.open
+        [client] = it.app.clients.open
         assert len(client._early) < 1 << 20
         release.set()
         for _ in range(100):
@@ -297,7 +297,7 @@ async def longest_turn(work: asyncio.Future) -> float:
 async def test_thousands_of_requests_in_one_read_are_answered_in_order_and_hold_up_nobody():
     """Each answer is 1 ms here, as that of a router with many engines; all in one turn would be 0.6 s."""
     async with rig(FakeEngine("e")) as it:
-        handler, caller = it.parts.clients.handler, await it.caller()
+        handler, caller = it.app.clients.handler, await it.caller()
         handle = handler.handle
 
         def slowly(client, incoming):
@@ -321,7 +321,7 @@ async def test_thousands_of_requests_in_one_read_are_answered_in_order_and_hold_
 @looped
 async def test_a_client_that_asks_on_and_never_reads_is_cut_off_and_takes_little_memory(num_at_once):
     async with rig(FakeEngine("e"), write_timeout=0.5) as it:
-        clients, most = it.parts.clients, 0
+        clients, most = it.app.clients, 0
         plain = socket.socket()
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         plain.setblocking(False)
@@ -382,13 +382,13 @@ async def test_ordinary_chunks_make_one_body_that_takes_little_more_memory_than_
         body = random.Random(size).randbytes(size * num)
         chunks = [b"%x\r\n%b\r\n" % (size, body[at : at + size]) for at in range(0, len(body), size)]
         caller.send(CHUNKED + b"".join(chunks))
-        await it.until(lambda: any(client._reader._num_body_bytes == len(body) for client in it.parts.clients.open))
-        [client] = it.parts.clients.open
+        await it.until(lambda: any(client._reader._num_body_bytes == len(body) for client in it.app.clients.open))
+        [client] = it.app.clients.open
         assert isinstance(client._reader._body, bytearray)
         caller.send(b"0\r\n\r\n")
         assert (await caller.answer()).status == 200
         assert engine.received[0].body == body
-        assert it.parts.clients.num_held_bytes == 0
+        assert it.app.clients.num_held_bytes == 0
 
 
 BAD_ANSWERS = {
@@ -428,7 +428,7 @@ async def test_law_random_bytes_never_stop_the_router():
     rng = random.Random(2)
     good = request_bytes(body={"messages": [{"role": "user", "content": "hi"}]}, X_A="b", Expect="100-continue")
     async with rig(FakeEngine("e"), body_timeout=0.05) as it:
-        it.parts.clients.limits = type(it.parts.clients.limits)(idle_s=0.05, body_s=0.05, linger_s=0.05)
+        it.app.clients.limits = type(it.app.clients.limits)(idle_s=0.05, body_s=0.05, linger_s=0.05)
         for _ in range(300):
             data = bytearray(good * rng.choice([1, 1, 2]))
             for _ in range(rng.randrange(1, 6)):

@@ -109,7 +109,7 @@ class TestPaths:
         engine = FakeEngine("e")
         await engine.start()
         async with rig() as it:
-            it.parts.operator.add(EngineUrl.parse(f"deep=http://127.0.0.1:{engine.port}/deep/v1"))
+            it.app.engine_admin.add(EngineUrl.parse(f"deep=http://127.0.0.1:{engine.port}/deep/v1"))
             await it.until_up("deep")
             await it.call()
             assert engine.received[-1].target == f"/deep{CHAT}"
@@ -122,7 +122,7 @@ class TestModels:
         a, b = FakeEngine("a"), FakeEngine("b")
         a.models, b.models = ("m", "x/y"), ("m", "z")
         async with rig(a, b) as it:
-            await it.until(lambda: len(it.parts.shared.fleet.models.names_of(1)) == 2)
+            await it.until(lambda: len(it.app.shared.fleet.models.names_of(1)) == 2)
             listed = (await it.call("/v1/models", method="GET")).json
             assert [card["id"] for card in listed["data"]] == ["m", "x/y", "z"]
             assert listed["object"] == "list"
@@ -142,14 +142,14 @@ class TestModels:
             assert len({(await it.call(body={"model": "m"})).headers["x-moestro-engine"] for _ in range(10)}) == 2
             unknown = {(await it.call(body={"model": "none"})).headers["x-moestro-engine"] for _ in range(10)}
             assert len(unknown) == 2, "what nobody lists is for the engines to refuse"
-            it.parts.operator.drain(it.engine("a"), is_draining=True)
+            it.app.engine_admin.drain(it.engine("a"), is_draining=True)
             assert (await it.call(body={"model": "only-a"})).status == 503
 
     @looped
     async def test_a_list_that_is_none_changes_nothing(self):
         engine = FakeEngine("e")
         async with rig(engine) as it:
-            models = it.parts.shared.fleet.models
+            models = it.app.shared.fleet.models
             for body in (b"", b"{", b'{"data": 5}', b'{"data": [{"id": 5}]}', b"[" * 100_000, b"\xff"):
                 models.learn(0, body)
             assert models.names_of(0) == ("m",)
@@ -164,11 +164,11 @@ class TestFigures:
             b'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n'
         )
         async with rig(engine, metrics_interval=0.02) as it:
-            table = it.parts.shared.fleet.router.table
+            table = it.app.shared.fleet.router.table
             await it.until(lambda: table.num_running.values[0] == 3)
             assert (table.num_waiting.values[0], table.kv_usage.values[0]) == (2, 0.5)
             assert table.num_foreign[0] == 5
-            assert table.num_kv_tokens[0] == 1600 - 1600 % it.parts.shared.fleet.block_tokens
+            assert table.num_kv_tokens[0] == 1600 - 1600 % it.app.shared.fleet.block_tokens
             engine.metrics = b"vllm:num_requests_running nan\nvllm:num_requests_waiting 1.0\n"
             await it.until(lambda: table.num_waiting.values[0] == 1)
             assert table.num_running.values[0] == 3, "what is no number changes nothing"
@@ -227,7 +227,7 @@ class TestFigures:
     @looped
     async def test_the_lines_tell_what_happened_since_the_last_ones(self):
         async with rig(FakeEngine("a"), FakeEngine("b")) as it:
-            lines = RouteLines(it.parts.shared.fleet, it.counts)
+            lines = RouteLines(it.app.shared.fleet, it.counts)
             assert lines.lines(10) == []
             for _ in range(4):
                 await it.call()
@@ -242,7 +242,7 @@ class TestFigures:
 @contextlib.asynccontextmanager
 async def admin_of(it: Rig, **settings: object) -> AsyncIterator[aiohttp.ClientSession]:
     listener = bound_socket("127.0.0.1", 0)
-    admin = Admin(it.parts.operator, it.parts.shared.journal, it.parts.exposition.text)
+    admin = Admin(it.app.engine_admin, it.app.shared.decision_log, it.app.exposition.text)
     runner = await admin.runner(AdminSettings(**settings))
     await web.SockSite(runner, listener).start()
     try:
@@ -319,14 +319,14 @@ class TestAdmin:
         async with rig(one) as it:
             assert (await it.call(X_Request_Id="r")).headers["x-moestro-engine"] == "one"
             row = it.engine("one").row
-            await it.parts.operator.remove(it.engine("one"))
+            await it.app.engine_admin.remove(it.engine("one"))
             await two.start()
-            assert it.parts.operator.add(EngineUrl.parse(f"two=http://127.0.0.1:{two.port}")).row == row
+            assert it.app.engine_admin.add(EngineUrl.parse(f"two=http://127.0.0.1:{two.port}")).row == row
             await it.until_up("two")
-            [attempt] = it.parts.shared.journal.story("r").attempts
+            [attempt] = it.app.shared.decision_log.trace("r").attempts
             assert [attempt.engine, *(each.engine for each in attempt.candidates)] == ["one", "one"]
             await it.call(X_Request_Id="s")
-            assert it.parts.shared.journal.story("s").attempts[0].engine == "two"
+            assert it.app.shared.decision_log.trace("s").attempts[0].engine == "two"
             two.die()
 
     @looped

@@ -198,7 +198,7 @@ async def test_a_models_name_may_have_any_characters():
     engine = FakeEngine("e")
     engine.models = ("x/y", "a b;ü")
     async with rig(engine) as it:
-        await it.until(lambda: len(it.parts.shared.fleet.models.names_of(0)) == 2)
+        await it.until(lambda: len(it.app.shared.fleet.models.names_of(0)) == 2)
         for name, found in (("x/y", "x/y"), ("x%2Fy", "x/y"), ("a%20b%3B%C3%BC", "a b;ü")):
             assert (await it.call(f"/v1/models/{name}", method="GET")).json["id"] == found
         assert (await it.call("/v1/models/x%252Fy", method="GET")).code == "model_not_found"

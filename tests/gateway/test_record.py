@@ -20,7 +20,7 @@ from moestro.gateway.explain import explain
 from moestro.gateway.replay import replay_record
 from moestro.routing.decision_record import PolicyText, RecordedRouter, Submitted, decode_entry
 from moestro.routing.replay import replay
-from moestro.routing.request_trace import Story
+from moestro.routing.request_trace import RequestTrace
 from moestro.routing.settings import RouterSettings
 from moestro.web.record_file import RecordFile
 
@@ -57,10 +57,10 @@ async def run(record, policy: str, num_requests: int = 40, **more) -> list[str]:
         answers = []
         for i in range(0, num_requests, 4):
             answers += await asyncio.gather(*(it.call(body=asked(i + j)) for j in range(4)))
-            it.parts.operator.drain(it.engine("c"), is_draining=i % 16 == 8)
+            it.app.engine_admin.drain(it.engine("c"), is_draining=i % 16 == 8)
         assert {each.status for each in answers} == {200}
         await it.until_idle()
-        await it.parts.record.close()
+        await it.app.record.close()
     return [each.headers["x-request-id"] for each in answers]
 
 
@@ -78,9 +78,9 @@ async def test_a_record_of_a_live_router_replays_to_the_same_decisions(policy, t
     entries = [decode_entry(line) for line in record.read_bytes().splitlines() if line]
     num_decisions = sum(isinstance(entry, Submitted) for entry in entries)
     assert num_decisions > 80, "some were sent elsewhere"
-    assert sum(isinstance(entry, Story) for entry in entries) == 80
+    assert sum(isinstance(entry, RequestTrace) for entry in entries) == 80
     is_equal, text = told(record)
-    assert text.startswith(f"{num_decisions} of {num_decisions} decisions came out as they were\n")
+    assert text.startswith(f"{num_decisions} of {num_decisions} decisions are reproduced\n")
     assert is_equal
 
 
@@ -89,7 +89,7 @@ async def test_every_story_is_written_be_none_remembered(tmp_path):
     record = tmp_path / "record.jsonl"
     ids = await run(record, "moestro", remember=0)
     entries = [decode_entry(line) for line in record.read_bytes().splitlines() if line]
-    assert sorted(entry.request_id for entry in entries if isinstance(entry, Story)) == sorted(ids)
+    assert sorted(entry.request_id for entry in entries if isinstance(entry, RequestTrace)) == sorted(ids)
 
 
 @looped
@@ -102,7 +102,7 @@ async def test_each_decision_has_its_regret_and_its_story_tells_the_same(tmp_pat
         if isinstance(entry, Submitted):
             decisions.setdefault(entry.request.request_id, []).append(entry.decision)
     for story in entries:
-        if isinstance(story, Story):
+        if isinstance(story, RequestTrace):
             made = [(each.regret, each.score, each.hit_tokens) for each in decisions[story.request_id]]
             assert [(each.regret, each.score, each.hit_tokens) for each in story.attempts] == made
     assert any(each[0].regret is not None and each[0].regret < 0 for each in decisions.values())
@@ -121,9 +121,9 @@ async def test_a_record_that_does_not_come_out_the_same_says_where_it_differs(tm
     record.write_text(text.replace('"policy":"moestro"', '"policy":"round_robin"', 1))
     is_equal, said = told(record)
     assert not is_equal
-    assert "the first that did not: request req-" in said
-    assert "was: engine" in said
-    assert "is:  engine" in said
+    assert "first difference: request req-" in said
+    assert "recorded: engine" in said
+    assert "replayed: engine" in said
 
 
 def test_what_has_no_decision_is_no_record(tmp_path):
@@ -212,7 +212,7 @@ async def test_a_record_with_a_gap_has_stories_alone_from_there(tmp_path, monkey
     await record.close()
     written = [decode_entry(line) for line in (tmp_path / "other.jsonl").read_bytes().splitlines() if line]
     assert written[:3] == entries[:3]
-    assert all(isinstance(entry, Story) for entry in written[3:])
+    assert all(isinstance(entry, RequestTrace) for entry in written[3:])
     assert len(written) > 3
 
 

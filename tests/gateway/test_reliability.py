@@ -163,8 +163,8 @@ class TestElsewhere:
     async def test_the_budget_keeps_retries_from_multiplying_an_overload(self):
         engines = [FakeEngine(name, answering(500)) for name in "ab"]
         async with rig(*engines, retry_share=0.1, breaker_failures=1_000) as it:
-            it.parts.shared.budget._rules = type(it.parts.shared.budget._rules)(share=0.1, per_s=0.0, burst=5.0)
-            it.parts.shared.budget._saved = 0.0
+            it.app.shared.budget._rules = type(it.app.shared.budget._rules)(share=0.1, per_s=0.0, burst=5.0)
+            it.app.shared.budget._saved = 0.0
             statuses = [(await it.call()).status for _ in range(50)]
             assert statuses.count(500) >= 45
             assert sum(len(engine.received) for engine in engines) <= 55
@@ -241,7 +241,7 @@ class TestOut:
             await both(it)
             assert bad.received
             assert it.engine("bad").num_forgotten == 1
-            it.parts.shared.fleet.lost(it.engine("bad"), "again", 10**18)
+            it.app.shared.fleet.lost(it.engine("bad"), "again", 10**18)
             assert it.engine("bad").num_forgotten == 2
 
     @looped
@@ -249,7 +249,7 @@ class TestOut:
         async with rig(FakeEngine("e"), FakeEngine("f"), health_interval=30) as it:
             for name in ("e", "f"):
                 it.engine(name).health.busy(9_000_000_000, asyncio.get_running_loop().time() * 1e9)
-                it.parts.operator.fleet.look_now(it.engine(name))
+                it.app.engine_admin.fleet.look_now(it.engine(name))
             answer = await it.call()
             assert (answer.status, answer.code) == (503, "no_engine")
             assert 8 <= int(answer.headers["retry-after"]) <= 9
@@ -305,7 +305,7 @@ class TestOut:
             for _ in range(20):
                 (await it.caller()).ask()
             await it.until(lambda: it.num_in_flight == 20)
-            assert it.parts.shared.fleet.router.num_in_flight_on(it.engine("e").row) == 1
+            assert it.app.shared.fleet.router.num_in_flight_on(it.engine("e").row) == 1
 
 
 class TestTime:
@@ -439,10 +439,10 @@ class TestManyAtOnce:
                 await asyncio.gather(*(one(it) for _ in range(30)))
             await it.until_idle()
             assert it.counts.num_requests == 300
-            table = it.parts.shared.fleet.router.table
+            table = it.app.shared.fleet.router.table
             assert not table.num_in_flight.any()
             assert not table.prefill_tokens.any()
-            assert not any(engine.num_streaming for engine in it.parts.shared.fleet)
+            assert not any(engine.num_streaming for engine in it.app.shared.fleet)
 
 
 async def _all_of(caller: Caller) -> bytes:

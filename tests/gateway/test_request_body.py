@@ -11,7 +11,7 @@ import pytest
 from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, hash_text, split_hashes
 from moestro.gateway.http_headers import Incoming, RequestHead
 from moestro.gateway.request_body import NOTHING, plain_text, prompt_key, read, request_from_text
-from moestro.gateway.tokenized_blocks import ExactReader
+from moestro.gateway.tokenized_blocks import TokenizedReader
 from moestro.web.json_elements import MAX_ELEMENTS
 
 LONG = "You are a helpful assistant. " * 40
@@ -164,7 +164,7 @@ class TestExact:
 
     @pytest.fixture
     def reader(self, tokenizer):
-        return ExactReader(tokenizer, 16)
+        return TokenizedReader(tokenizer, 16)
 
     def test_a_prompts_blocks_are_those_of_its_tokens(self, reader, tokenizer):
         arrived = incoming({"model": "m", "prompt": LONG, "cache_salt": "s"})

@@ -61,7 +61,7 @@ async def test_the_requests_and_connections_of_each_address_are_limited():
             assert (await caller.answer()).status == status
         first.hang_up()
         second.hang_up()
-        await it.until(lambda: not it.parts.clients.open)
+        await it.until(lambda: not it.app.clients.open)
         assert (await it.call()).status == 429
 
 

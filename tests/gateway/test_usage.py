@@ -103,7 +103,7 @@ async def test_a_client_that_hangs_up_at_the_last_event_has_had_its_answer():
         await it.until_idle()
         assert figures(it) == (41, 32)
         assert it.engine("e").counts.num_left == 0
-        story = it.parts.shared.journal.story(headers["x-request-id"])
+        story = it.app.shared.decision_log.trace(headers["x-request-id"])
         assert (story.status, story.usage["completion_tokens"]) == (200, 7)
 
 
@@ -122,4 +122,4 @@ async def test_a_client_that_leaves_before_the_last_event_has_left_and_what_was_
         await it.until_idle()
         assert figures(it) == (41, 32)
         assert it.engine("e").counts.num_left == 1
-        assert it.parts.shared.journal.story(headers["x-request-id"]).status == 499
+        assert it.app.shared.decision_log.trace(headers["x-request-id"]).status == 499

@@ -2,11 +2,14 @@ import msgspec
 import pytest
 from support.routers import BLOCK_SIZE, request
 
+from moestro.config.user_code import accept_user_code
 from moestro.core.load_figures import LoadFigures
 from moestro.errors import ConfigError, NoEngineError
 from moestro.routing.decision_record import Decision, PolicyText, RecordedRouter, Submitted, decode_entry, encode_entry
 from moestro.routing.replay import replay
 from moestro.routing.settings import RouterSettings
+
+accept_user_code()
 
 MS = 1_000_000
 PROMPT = list(range(100))

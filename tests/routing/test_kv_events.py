@@ -74,7 +74,7 @@ def test_another_block_size_is_told_in_words(setting):
     assert setting.held == set()
     ((kind, text),) = setting.warnings
     assert kind == "block size"
-    assert text.startswith("e5: its KV blocks have 8 tokens, the router's 4")
+    assert text.startswith("e5: the engine's KV blocks have 8 tokens, the router's 4")
 
 
 @pytest.mark.parametrize("bad", [{"type": "BlockRemoved"}, {"type": "BlockRemoved", "block_hashes": "all"}])
@@ -89,7 +89,7 @@ def test_a_batch_that_cannot_be_read_leaves_nothing_believed(setting):
     setting.feed.live(frames(1, b"\xc1"), 0)
     assert setting.held == set()
     assert setting.feed.counts.illegible == 1
-    assert "cannot be read" in setting.warnings[0][1]
+    assert "cannot be decoded" in setting.warnings[0][1]
 
 
 def test_a_message_of_somebody_else_changes_nothing(setting):
@@ -102,7 +102,7 @@ def test_a_message_of_somebody_else_changes_nothing(setting):
 def test_hashes_that_do_not_chain_are_told_and_not_believed(setting):
     setting.publish(stored([1], None, TOKENS[:4]), stored([2, 1], None, TOKENS[4:] + TOKENS[:4]))
     assert setting.sink.said == ["cleared", "stored", "lost"]
-    assert "one hash is given to different blocks" in setting.warnings[0][1]
+    assert "different blocks have the same hash" in setting.warnings[0][1]
 
 
 def test_a_restarted_engine_holds_nothing_and_may_be_of_another_rank(setting):
@@ -124,6 +124,6 @@ def test_odd_batches_are_one_log_line_whatever_their_numbers_say_of_restarts(set
         feed.live([b"hello"], 0)
     assert feed.counts.stream.restarts == 20  # each of which used to permit one more line
     assert [message.split("(")[0] for message in caplog.messages] == [
-        "e5: a batch of KV events cannot be read ",
+        "e5: a batch of KV events cannot be decoded ",
         "e5: a message is not from a KV event publisher ",
     ]

@@ -58,13 +58,13 @@ if __name__ == "__main__":
     _, what, *arguments = sys.argv
     moestro.web.lifecycle.EXIT_S, moestro.web.lifecycle._ALARM_S = 2.0, 0.5
     moestro.server.restarts.FIRST_DELAY_S = 0.02
-    for module in (moestro.server.server, moestro.gateway.server):
+    for server in (moestro.server.server._ServeProcess, moestro.gateway.server._RouteServer):
 
-        def announce(self, *given, real=module._Server._announce):
+        def announce(self, *given, real=server._announce):
             real(self, *given)
             hang(what)
 
-        module._Server._announce = announce
+        server._announce = announce
     real = moestro.server.server.serve
     command = (sys.executable, str(Path(__file__).with_name("fake_rank.py")))
     moestro.server.server.serve = lambda settings: real(settings, command)

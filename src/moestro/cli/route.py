@@ -41,12 +41,12 @@ def route(
 
     routing = flags.routing
     if routing.tokenizer is None:
-        from moestro.gateway.prompt_blocks import text_reading
+        from moestro.gateway.prompt_blocks import text_prompt_reader
 
-        reading = text_reading(routing.text_block_bytes)
+        reading = text_prompt_reader(routing.text_block_bytes)
     else:  # the tokenizer's libraries take seconds to load
         require_extra("tokenizer", "--tokenizer")
-        from moestro.gateway.tokenized_blocks import exact_reading
+        from moestro.gateway.tokenized_blocks import tokenized_prompt_reader
 
-        reading = exact_reading(routing.tokenizer, routing.block_size)
+        reading = tokenized_prompt_reader(routing.tokenizer, routing.block_size)
     run(flags, reading)

@@ -1,1 +1,1 @@
-"""`moestro route`: a router in front of engines that somebody else runs."""
+"""`moestro route`: an HTTP router in front of engines that run elsewhere."""

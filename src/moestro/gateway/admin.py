@@ -1,4 +1,4 @@
-"""The admin plane: engines come and go, decisions are explained. On a port of its own, with a key of its own."""
+"""The admin plane: adds, drains and removes engines and explains decisions, on its own port with its own key."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from moestro.errors import ConfigError, RequestError, shown
-from moestro.gateway.decision_log import Journal
-from moestro.gateway.engine_admin import Operator
-from moestro.gateway.fleet import Engine
-from moestro.gateway.index_transfer import MAX_INDEX_BYTES, Handover
+from moestro.gateway.decision_log import DecisionLog
+from moestro.gateway.engine_admin import EngineAdmin
+from moestro.gateway.fleet import RoutedEngine
+from moestro.gateway.index_transfer import MAX_INDEX_BYTES, IndexTransfer
 from moestro.gateway.settings import AdminSettings, EngineUrl, is_loopback
 from moestro.web.access import Access
 from moestro.web.errors import HttpError
@@ -30,19 +30,19 @@ class _NewEngine(msgspec.Struct):
 
 
 class Admin:
-    """Answers the operator.
+    """Handles the operator's requests.
 
     Args:
-        metrics: the text of `/metrics`.
+        metrics: returns the text of `/metrics`.
     """
 
-    def __init__(self, operator: Operator, journal: Journal, metrics: Callable[[], bytes]) -> None:
-        self._operator = operator
-        self._journal = journal
+    def __init__(self, engine_admin: EngineAdmin, decision_log: DecisionLog, metrics: Callable[[], bytes]) -> None:
+        self._engine_admin = engine_admin
+        self._decision_log = decision_log
         self._metrics = metrics
 
     async def runner(self, settings: AdminSettings) -> web.AppRunner:
-        """Return what runs it, set up."""
+        """Return an aiohttp runner of the admin plane, set up to serve."""
         access = Access.of([settings.admin_api_key] if settings.admin_api_key else [])
         middleware = HttpMiddleware(access, Counter(), MAX_INDEX_BYTES)
         return await middleware.runner(self._app(settings), shutdown_timeout=RESPONSE_FLUSH_S)
@@ -60,68 +60,68 @@ class Admin:
                 web.post("/admin/engines/{name}/drain", self.drain),
                 web.post("/admin/engines/{name}/resume", self.resume),
                 web.get("/admin/explain/{request_id}", self.explain),
-                *Handover(self._operator.fleet, self._operator.reading).routes(),
+                *IndexTransfer(self._engine_admin.fleet, self._engine_admin.reading).routes(),
             ]
         )
         return app
 
     async def metrics(self, _http: web.Request) -> web.Response:
-        """GET /metrics."""
+        """Handle GET /metrics."""
         return web.Response(body=self._metrics(), headers={"Content-Type": CONTENT_TYPE})
 
     async def engines(self, _http: web.Request) -> web.Response:
-        """GET /admin/engines: all of them."""
-        return _json({"engines": self._operator.views()})
+        """Handle GET /admin/engines: return all engines."""
+        return _json({"engines": self._engine_admin.views()})
 
     async def engine(self, http: web.Request) -> web.Response:
-        """GET /admin/engines/{name}."""
-        return _json(self._operator.view(self._named(http)))
+        """Handle GET /admin/engines/{name}: return one engine."""
+        return _json(self._engine_admin.view(self._named(http)))
 
     async def add(self, http: web.Request) -> web.Response:
-        """POST /admin/engines {"url": "NAME=http://HOST:PORT"}: one more, 201."""
+        """Handle POST /admin/engines {"url": "NAME=http://HOST:PORT"}: add an engine and answer 201."""
         try:
             url = EngineUrl.parse(msgspec.json.decode(await http.read(), type=_NewEngine).url)
-            engine = self._operator.add(url)
+            engine = self._engine_admin.add(url)
         except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError) as error:
             raise RequestError(shown(error), param="url", code="invalid_value") from None
-        return _json(self._operator.view(engine), status=201)
+        return _json(self._engine_admin.view(engine), status=201)
 
     async def remove(self, http: web.Request) -> web.Response:
-        """DELETE /admin/engines/{name}: it gets no more requests; those that it has are still answered."""
-        await self._operator.remove(self._named(http))
+        """Handle DELETE /admin/engines/{name}: send the engine no more requests, and let running ones finish."""
+        await self._engine_admin.remove(self._named(http))
         return web.Response(status=204)
 
     async def drain(self, http: web.Request) -> web.Response:
-        """POST /admin/engines/{name}/drain: no more requests until it is resumed."""
+        """Handle POST /admin/engines/{name}/drain: send the engine no more requests until it is resumed."""
         engine = self._named(http)
-        self._operator.drain(engine, is_draining=True)
-        return _json(self._operator.view(engine))
+        self._engine_admin.drain(engine, is_draining=True)
+        return _json(self._engine_admin.view(engine))
 
     async def resume(self, http: web.Request) -> web.Response:
-        """POST /admin/engines/{name}/resume."""
+        """Handle POST /admin/engines/{name}/resume: send the engine requests again."""
         engine = self._named(http)
-        self._operator.drain(engine, is_draining=False)
-        return _json(self._operator.view(engine))
+        self._engine_admin.drain(engine, is_draining=False)
+        return _json(self._engine_admin.view(engine))
 
     async def explain(self, http: web.Request) -> web.Response:
-        """GET /admin/explain/{request_id}: which engine, with which scores, why, and how it came out."""
+        """Handle GET /admin/explain/{request_id}: return the request's engines, scores, reasons and outcome."""
         request_id = http.match_info["request_id"]
-        story = self._journal.story(request_id)
+        story = self._decision_log.trace(request_id)
         if story is None:
-            text = f"Request {shown(request_id)} is not known: it never came, or it is older than --remember requests."
+            text = f"Request {shown(request_id)} is unknown: it never arrived, or --remember newer requests have ended."
             raise HttpError(404, text, "not_found")
         return _json(story)
 
-    def _named(self, http: web.Request) -> Engine:
+    def _named(self, http: web.Request) -> RoutedEngine:
         name = http.match_info["name"]
-        engine = self._operator.fleet.named(name)
+        engine = self._engine_admin.fleet.named(name)
         if engine is None:
             raise HttpError(404, f"There is no engine {shown(name)}.", "not_found")
         return engine
 
 
 def _only_programs(admin_host: str) -> Middleware:
-    """No page that an operator's browser shows may reach this, be it by a name that it has pointed to this address."""
+    """Refuse requests of web pages, even under a host name that resolves to this address (DNS rebinding)."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""What a connection tells whoever answers its request."""
+"""The interface through which a client's connection notifies the object that answers its request."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Protocol
 
 
 class Answering(Protocol):
-    """What a connection tells whoever answers its request."""
+    """Answers a request; a client's connection calls it."""
 
     def client_left(self) -> None:
-        """There is nobody to answer any more."""
+        """Stop, because the client is gone."""
 
     def client_is_slow(self) -> None:
-        """Write no more for now."""
+        """Pause writing."""
 
     def client_is_ready(self) -> None:
-        """Write again."""
+        """Resume writing."""

@@ -1,4 +1,4 @@
-"""The parts of a router, put together from its settings."""
+"""Assembles the router from its settings."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from prometheus_client.registry import Collector
 
 from moestro.gateway.client_limits import ClientLimits
-from moestro.gateway.decision_log import Journal
+from moestro.gateway.decision_log import DecisionLog
 from moestro.gateway.downstream import ClientConnections
-from moestro.gateway.engine_admin import Operator
-from moestro.gateway.exchange import ExchangeRules, Shared
+from moestro.gateway.engine_admin import EngineAdmin
+from moestro.gateway.exchange import ExchangeContext, ExchangeRules
 from moestro.gateway.fleet import Fleet
 from moestro.gateway.health_checks import HealthWatch, MetricsWatch, Watch, Watcher, WatchRules
 from moestro.gateway.http_headers import CORS_HEADERS, KEY_HEADERS
@@ -22,14 +22,14 @@ from moestro.gateway.kv_watch import KvEventsWatch
 from moestro.gateway.metrics import Counts
 from moestro.gateway.paths import Routes
 from moestro.gateway.prometheus import RouteCollector
-from moestro.gateway.prompt_blocks import Reading
+from moestro.gateway.prompt_blocks import PromptReader
 from moestro.gateway.proxy import Proxy
 from moestro.gateway.settings import FrontSettings, ReliabilitySettings, RouteSettings
 from moestro.routing.breaker import BreakerRules
 from moestro.routing.decision_record import Entry, PolicyText, RecordedRouter
 from moestro.routing.health import HealthRules
 from moestro.routing.registry import policy_from
-from moestro.routing.request_trace import Story
+from moestro.routing.request_trace import RequestTrace
 from moestro.routing.retry_budget import RetryBudget, RetryRules
 from moestro.routing.router import Router
 from moestro.routing.settings import RouterSettings
@@ -41,19 +41,19 @@ from moestro.web.record_file import RecordFile, read_clocks
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """A router, without the sockets that it listens on.
+class RouterApp:
+    """The parts of a router, without its listening sockets.
 
     Attributes:
-        record: what is decided goes there; None: nowhere.
-        threads: that large bodies are read on.
-        kv_events: follows the engines' caches; None: nobody publishes.
+        record: File for its decisions; None means that they are not recorded.
+        threads: Threads that parse and hash large bodies.
+        kv_events: Follows the engines' caches; None means that no engine publishes KV events.
     """
 
-    shared: Shared
+    shared: ExchangeContext
     proxy: Proxy
     clients: ClientConnections
-    operator: Operator
+    engine_admin: EngineAdmin
     exposition: Exposition
     record: RecordFile[Entry] | None
     threads: PrepareThreads
@@ -61,37 +61,37 @@ class Parts:
     max_connections: int
 
     def accept_client(self) -> asyncio.Protocol:
-        """A protocol for a new connection."""
+        """Return a protocol for a new connection, or one that refuses it."""
         return self.clients() if len(self.clients.open) < self.max_connections else TooMany()
 
 
-def assemble(settings: RouteSettings, reading: Reading) -> Parts:
-    """All parts; nothing runs yet.
+def assemble(settings: RouteSettings, prompt_reader: PromptReader) -> RouterApp:
+    """Make the parts of a router without starting any of them.
 
     Args:
-        reading: how prompts become the names of their blocks.
+        prompt_reader: Makes the hashes of a prompt's blocks.
 
     Raises:
-        ConfigError: the settings cannot be honoured.
+        ConfigError: The settings contradict each other or name unusable resources.
     """
     front = settings.front
     record = _record(settings.record.record) if settings.record.record else None
-    router = _router(settings, reading, record)
+    router = _router(settings, prompt_reader, record)
     router.keeps_candidates = record is not None or settings.record.remember > 0
-    fleet = Fleet(router, reading.block_tokens, _health_rules(settings.reliability), time.monotonic_ns)
+    fleet = Fleet(router, prompt_reader.block_tokens, _health_rules(settings.reliability), time.monotonic_ns)
     counts = Counts()
-    journal = Journal(
+    decision_log = DecisionLog(
         settings.policy.route_score or settings.policy.route_policy,
         settings.record.remember,
         lambda: fleet.names,
         record.write if record else None,
     )
-    shared = Shared(
+    shared = ExchangeContext(
         fleet=fleet,
         rules=_exchange_rules(settings.reliability, front),
         budget=RetryBudget(RetryRules(share=settings.reliability.retry_share), time.monotonic_ns()),
         counts=counts,
-        journal=journal,
+        decision_log=decision_log,
         active={},
     )
     access = Access.of(front.api_key, settings.access)
@@ -110,29 +110,31 @@ def assemble(settings: RouteSettings, reading: Reading) -> Parts:
         collectors.append(KvFigures(kv_events))
         watchers.append(kv_events)
     watch, exposition = Watch(watchers), Exposition(*collectors)
-    proxy = Proxy(shared, reading, access, Routes(front.open_path), exposition.text)
-    return Parts(
+    proxy = Proxy(shared, prompt_reader, access, Routes(front.open_path), exposition.text)
+    return RouterApp(
         shared=shared,
         proxy=proxy,
         clients=ClientConnections(proxy, _client_limits(front), access.cors),
-        operator=Operator(fleet, watch, engines, _withheld(access), reading.words),
+        engine_admin=EngineAdmin(fleet, watch, engines, _withheld(access), prompt_reader.words),
         exposition=exposition,
         record=record,
-        threads=reading.threads,
+        threads=prompt_reader.threads,
         kv_events=kv_events,
         max_connections=front.max_connections,
     )
 
 
 def _record(path: Path) -> RecordFile[Entry]:
-    """Behind a gap a replay is impossible, and stories can still be told."""
-    return RecordFile(path, (Story,), "it can be replayed up to here; from now on it has only request traces")
+    """Open the record. After a gap it continues with request traces only, because a replay would be wrong."""
+    return RecordFile(path, (RequestTrace,), "it can be replayed up to here; from now on it has only request traces")
 
 
-def _router(settings: RouteSettings, reading: Reading, record: RecordFile[Entry] | None) -> Router:
+def _router(settings: RouteSettings, prompt_reader: PromptReader, record: RecordFile[Entry] | None) -> Router:
     policy = settings.policy
     bounds = RouterSettings(
-        block_size=reading.block_tokens, seed=settings.routing.seed, index_bytes=settings.routing.index_memory_bytes
+        block_size=prompt_reader.block_tokens,
+        seed=settings.routing.seed,
+        index_bytes=settings.routing.index_memory_bytes,
     )
     if record is None:
         return Router(policy_from(policy.route_policy, policy.route_score), bounds)
@@ -157,7 +159,7 @@ def _exchange_rules(reliability: ReliabilitySettings, front: FrontSettings) -> E
 
 
 def _withheld(access: Access) -> frozenset[bytes]:
-    """Headers that are this router's affair."""
+    """Return the names of client headers that engines do not get."""
     nothing: frozenset[bytes] = frozenset()
     return (KEY_HEADERS if access.keys else nothing) | (CORS_HEADERS if access.cors is not None else nothing)
 

@@ -1,4 +1,4 @@
-"""The banner of `moestro route`: the engines behind it, how it chooses one, and a line to try."""
+"""The banner of `moestro route`: engines, route policy and an example request."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _MAX_SHOWN = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteSummary:
-    """The facts of a router that its banner shows.
+    """Facts about a router for its banner.
 
     Attributes:
-        policy: Name of the route policy.
-        prompts: How prompts are compared, in words.
-        seconds: Time from the start of the process to this moment.
+        policy: name of the route policy.
+        prompts: method of comparing prompts, in words.
+        seconds: time since the start of the process, seconds.
     """
 
     engines: Sequence[EngineView]
@@ -32,7 +32,7 @@ class RouteSummary:
 
 
 def route_banner(summary: RouteSummary) -> Banner:
-    """Return the banner of a router that takes requests; its example works once an engine is up."""
+    """Return the banner of a router that accepts requests. Its example works once an engine is up."""
     models = [model for engine in summary.engines for model in engine.models]
     body = {"model": models[0] if models else "MODEL", "prompt": "Hello", "max_tokens": 16}
     rows = [

@@ -1,4 +1,4 @@
-"""Bounds of a client's connection to `moestro route`."""
+"""Limits of a client's connection to `moestro route`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientLimits:
-    """Bounds of every connection.
+    """Limits that apply to every connection.
 
     Attributes:
-        max_body_bytes: of one request.
-        max_held_bytes: of all requests whose answers have not begun, without the first 64 KiB of each.
-        idle_s: until a connection without a request, or with half a head of one, is closed.
-        body_s: for a body to arrive.
-        write_s: that a client may leave its answer unread.
-        linger_s: for a client that is refused in the middle of its request to notice it.
+        max_body_bytes: largest request body, bytes.
+        max_held_bytes: limit of bytes held for all requests without a response yet, not counting the first 64 KiB of
+            each.
+        idle_s: time after which a connection without a request, or with an incomplete head, is closed, seconds.
+        body_s: time for a request body to arrive, seconds.
+        write_s: time that a client may leave its response unread, seconds.
+        linger_s: time for a client to notice a refusal that arrives while it still sends, seconds.
     """
 
     max_body_bytes: int = 32 << 20

@@ -1,4 +1,4 @@
-"""What was decided, and how it came out: the last stories in memory, and all of them to whoever writes them down."""
+"""Decision log: keeps the traces of recent requests in memory, and passes finished ones to a writer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from moestro.core.request import Request
 from moestro.routing.candidates import finite
-from moestro.routing.request_trace import Attempt, ScoredEngine, Story
+from moestro.routing.request_trace import Attempt, RequestTrace, ScoredEngine
 from moestro.routing.router import RouteDecision
 
 
 class _Attempt(NamedTuple):
-    """One decision; `names`: of all rows at that time, for the row of an engine that goes may become another's."""
+    """One decision, with the engine names of all rows at that time, because rows are reused."""
 
     decision: RouteDecision
     because: str
@@ -22,7 +22,7 @@ class _Attempt(NamedTuple):
 
 
 class _Entry:
-    """A story as it is kept: nothing is spelt out before somebody reads it."""
+    """Compact form of a request's trace, expanded only for a reader."""
 
     __slots__ = ("attempts", "began_ns", "ended_ns", "num_prompt_tokens", "request_id", "status", "time_s", "usage")
 
@@ -37,17 +37,22 @@ class _Entry:
         self.usage: dict[bytes, int] = {}
 
 
-class Journal:
-    """Keeps the stories of requests that run and the last that are over, by id, and hands each of these to `write`.
+class DecisionLog:
+    """Keeps traces of running and recently ended requests by id, and passes those of ended requests to `write`.
 
     Args:
-        remember: how many that are over are kept.
-        names: of the fleet's rows.
-        write: None: there is no file.
+        policy: text form of the route policy.
+        remember: limit of ended requests in memory.
+        names: returns the names of the fleet's rows.
+        write: receiver of the traces of ended requests; None means no record.
     """
 
     def __init__(
-        self, policy: str, remember: int, names: Callable[[], Sequence[str]], write: Callable[[Story], None] | None
+        self,
+        policy: str,
+        remember: int,
+        names: Callable[[], Sequence[str]],
+        write: Callable[[RequestTrace], None] | None,
     ) -> None:
         self._policy = policy
         self._remember = remember
@@ -57,35 +62,35 @@ class Journal:
         self._over: OrderedDict[str, _Entry] = OrderedDict()
 
     def routed(self, request: Request, decision: RouteDecision, because: str) -> None:
-        """A request was given to an engine; `because`: it is not the first one that it was given to."""
+        """Record that a request was sent to an engine. `because` is the reason for a retry; empty for the first."""
         entry = self._running.get(request.request_id)
         if entry is None:
             entry = self._running[request.request_id] = _Entry(request.request_id, request.num_prompt_tokens)
         entry.attempts.append(_Attempt(decision, because, self._names()))
 
     def ended(self, request_id: str, status: int, usage: dict[bytes, int]) -> None:
-        """It is over."""
+        """Record the end of a request."""
         entry = self._running.pop(request_id, None)
         if entry is None:
             return
         entry.status, entry.usage, entry.ended_ns = status, usage, time.monotonic_ns()
         self._over[request_id] = entry
-        self._over.move_to_end(request_id)  # an id that comes again
+        self._over.move_to_end(request_id)  # a reused id counts as the newest
         while len(self._over) > self._remember:
             self._over.popitem(last=False)
         if self._write is not None:
             self._write(self._story(entry))
 
-    def story(self, request_id: str) -> Story | None:
-        """What is known of a request; None: nothing, or no more, or nothing is remembered."""
+    def trace(self, request_id: str) -> RequestTrace | None:
+        """Return the trace of a request, or None if it is unknown, forgotten or kept without candidates."""
         entry = self._running.get(request_id) or self._over.get(request_id)
         if entry is None or any(attempt.decision.candidates is None for attempt in entry.attempts):
             return None
         return self._story(entry)
 
-    def _story(self, entry: _Entry) -> Story:
+    def _story(self, entry: _Entry) -> RequestTrace:
         is_over = entry.status is not None
-        return Story(
+        return RequestTrace(
             request_id=entry.request_id,
             time=entry.time_s,
             policy=self._policy,

@@ -9,47 +9,47 @@ from typing import Protocol, cast
 from moestro.errors import RequestError
 from moestro.gateway.answering import Answering
 from moestro.gateway.client_limits import ClientLimits
-from moestro.gateway.header_cache import KnownHeads
+from moestro.gateway.header_cache import HeaderCache
 from moestro.gateway.http_headers import Incoming, RequestHead, own_head
 from moestro.gateway.request_reader import RequestReader
 from moestro.web.cors import Cors
 from moestro.web.errors import BodyTimeoutError, error_json
 
-_HIGH_WATER_BYTES = 256 << 10  # Of an answer that the client has not read; beyond it, its engine has to wait.
-_MAX_EARLY_BYTES = 64 << 10  # Of requests sent before the last answer has ended; more are left unread.
-_MAX_KNOWN = 1024  # heads of requests, of all connections
+_HIGH_WATER_BYTES = 256 << 10  # Unsent bytes of an answer, beyond which reading from the engine pauses.
+_MAX_EARLY_BYTES = 64 << 10  # Bytes read ahead while an answer is under way, beyond which reading pauses.
+_MAX_KNOWN = 1024  # Cached request heads of all connections.
 
 
-class Handler(Protocol):
-    """Answers requests."""
+class ClientHandler(Protocol):
+    """Answers clients' requests."""
 
     def refuses(self, head: RequestHead) -> RequestError | None:
-        """Return the error for a request whose body has not come yet; None admits every head of the same bytes."""
+        """Return the error for a request whose body has not arrived; None admits every head with the same bytes."""
 
     def refused(self, error: RequestError, address: str) -> None:
-        """Count a request from `address` that is refused before it is read to its end."""
+        """Count a request from `address` that is refused before it is complete."""
 
     def handle(self, client: ClientConnection, incoming: Incoming) -> Answering | None:
         """Answer now, or return the object that will answer later through `client`."""
 
 
 class ClientConnections:
-    """All client connections, and what they share.
+    """All client connections and their shared state.
 
     Attributes:
         open: Open connections.
-        cors: Adds headers to every answer; None means no header.
-        known: Heads of requests that are answered without parsing them again.
-        num_held_bytes: Bytes of bodies beyond what is small.
-        is_closing: Whether each connection ends after its answer.
+        cors: Source of CORS headers for every answer; None means no CORS headers.
+        known: Cached heads of requests, which need no parsing.
+        num_held_bytes: Bytes of bodies beyond the first 64 KiB of each.
+        is_closing: Whether each connection closes after its answer.
     """
 
-    def __init__(self, handler: Handler, limits: ClientLimits, cors: Cors | None = None) -> None:
+    def __init__(self, handler: ClientHandler, limits: ClientLimits, cors: Cors | None = None) -> None:
         self.handler = handler
         self.cors = cors
         self.limits = limits
         self.open: set[ClientConnection] = set()
-        self.known: KnownHeads[RequestHead] = KnownHeads(_MAX_KNOWN)
+        self.known: HeaderCache[RequestHead] = HeaderCache(_MAX_KNOWN)
         self.num_held_bytes = 0
         self.is_closing = False
 
@@ -63,7 +63,7 @@ class ClientConnections:
         return len(self.open)
 
     def refuses(self, head: RequestHead) -> RequestError | None:
-        """Return the handler's error for a request whose body has not come yet."""
+        """Return the handler's error for a request whose body has not arrived."""
         return self.handler.refuses(head)
 
     def sweep(self, now_s: float) -> None:
@@ -72,7 +72,7 @@ class ClientConnections:
             client.expire()
 
     def paused(self, pause_s: float) -> None:
-        """Give clients the time for which the router itself stood still."""
+        """Extend the clients' deadlines by the time for which the router itself stood still."""
         for client in self.open:
             client.deadline_s += pause_s
 
@@ -93,7 +93,7 @@ class ClientConnection(asyncio.Protocol):
     """One client connection.
 
     Attributes:
-        deadline_s: Time on `time.monotonic` at which the connection is closed unless something happens before.
+        deadline_s: Time on `time.monotonic` at which the connection is closed unless the deadline is moved.
         has_begun: Whether the head of the current answer is written.
     """
 
@@ -103,17 +103,17 @@ class ClientConnection(asyncio.Protocol):
         self._reader = RequestReader(clients, self._on_head)
         self._transport: asyncio.Transport | None = None
         self._is_lingering = False
-        self._is_going_on = False  # Whether `_go_on` runs, or will in the loop's next turn.
-        self._is_full = False  # The client has much to read: nothing more is answered until it has read it.
-        self._out: list[bytes] = []  # to be written
-        self._early = b""  # Bytes that came while an answer was under way.
+        self._is_going_on = False  # Whether `_go_on` runs, or is scheduled for the loop's next turn.
+        self._is_full = False  # Whether the client must read before the next request is answered.
+        self._out: list[bytes] = []  # Data to write at the next flush.
+        self._early = b""  # Bytes that arrived while an answer was under way.
         self._current: Incoming | None = None
         self._answering: Answering | None = None
         self._is_chunked = False
         self._is_last = False  # Whether the connection ends after the current answer.
         self.has_begun = False
         self.deadline_s = self._idle_until_s = time.monotonic() + clients.limits.idle_s
-        self._unread_until_s = float("inf")  # Time by which the client has to read what it left unread.
+        self._unread_until_s = float("inf")  # Deadline for the client to read the unsent data.
 
     # --- called by the transport
 
@@ -126,7 +126,7 @@ class ClientConnection(asyncio.Protocol):
         self._clients.open.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the current answer; called when either side closes, and a half-close counts as a disconnect."""
+        """Stop the current answer. Called when either side closes; a half-close counts as a disconnect."""
         self._clients.open.discard(self)
         self._transport = None
         self._reader.release_all()
@@ -137,7 +137,7 @@ class ClientConnection(asyncio.Protocol):
             answering.client_left()
 
     def pause_writing(self) -> None:
-        """Make the engine wait, because the client reads more slowly than its answer or its requests come."""
+        """Pause reading from the engine, because the client reads too slowly."""
         self._is_full = True
         if self._current is not None:
             self.deadline_s = time.monotonic() + self._clients.limits.write_s
@@ -145,7 +145,7 @@ class ClientConnection(asyncio.Protocol):
             self._answering.client_is_slow()
 
     def resume_writing(self) -> None:
-        """Go on after the client has caught up."""
+        """Continue after the client has caught up."""
         self._is_full, self._unread_until_s = False, float("inf")
         if self._current is not None:
             self.deadline_s = float("inf")
@@ -156,7 +156,7 @@ class ClientConnection(asyncio.Protocol):
             self._answering.client_is_ready()
 
     def data_received(self, data: bytes) -> None:
-        """Answer a request that is known or complete; keep what comes while an answer is under way."""
+        """Answer a complete request; keep data that arrives while an answer is under way."""
         if self._is_lingering:
             return
         if self._current is None and not self._is_going_on and not self._is_full:
@@ -173,7 +173,7 @@ class ClientConnection(asyncio.Protocol):
     # --- answers
 
     def reply(self, head: bytes, body: bytes = b"") -> None:
-        """Write a whole answer; `head` has the body's length and lacks the blank line at its end."""
+        """Write a complete answer. `head` contains the body's length, but not the final empty line."""
         self._begin(head)
         if body and self._current is not None and self._current.head.method != b"HEAD":
             self._out.append(body)
@@ -189,7 +189,7 @@ class ClientConnection(asyncio.Protocol):
         self.reply(own_head(error.http_status, "application/json", len(body), added), body)
 
     def begin(self, head: bytes, *, has_length: bool) -> None:
-        """Begin an answer whose body comes in pieces; the head is sent with the first one.
+        """Begin an answer whose body arrives in pieces. The head is sent with the first piece.
 
         Args:
             has_length: Whether `head` has the body's length; otherwise the body is chunked.
@@ -205,7 +205,7 @@ class ClientConnection(asyncio.Protocol):
         self._begin(head)
 
     def piece(self, data: bytes, *, is_last: bool = False) -> None:
-        """Write a part of the body, which is not empty; with `is_last`, it is sent with the end that follows."""
+        """Write a non-empty part of the body. With `is_last`, the data is sent together with the end."""
         if self._is_chunked:
             self._out.append(b"%x\r\n%b\r\n" % (len(data), data))
         else:
@@ -214,11 +214,11 @@ class ClientConnection(asyncio.Protocol):
             self._flush()
 
     def end(self) -> None:
-        """End the answer and go on with the next request."""
+        """End the answer and continue with the next request."""
         if self._is_chunked:
             self._out.append(b"0\r\n\r\n")
         if self._answering is not None or self._transport is None or not self._transport.get_write_buffer_size():
-            self._unread_until_s = float("inf")  # The client has read most of an engine's answer already.
+            self._unread_until_s = float("inf")  # An engine's answer is mostly read by now.
         self._flush()
         current, self._current = self._current, None
         self._answering = None
@@ -240,17 +240,17 @@ class ClientConnection(asyncio.Protocol):
     def cut(self) -> None:
         """Close the connection in the middle of an answer, so that no client takes the answer for complete."""
         self._current = self._answering = None
-        self._close()  # What was written before is sent; the last chunk is not.
+        self._close()  # Written data is still sent; the last chunk is not.
 
     def expire(self) -> None:
-        """Close the connection, because its deadline has passed."""
+        """Close the connection after its deadline."""
         if self._transport is None:
             return
         is_unread = self._transport.is_closing() or self._transport.get_write_buffer_size() > 0
         if self._current is not None or self._is_lingering or is_unread:
-            self._transport.abort()  # The client does not read, or ignores the end.
+            self._transport.abort()  # The client does not read, or ignores the end of the connection.
         elif time.monotonic() < self._idle_until_s:
-            self.deadline_s = self._idle_until_s  # The client has read everything since.
+            self.deadline_s = self._idle_until_s  # The client has read everything in the meantime.
         elif not self._reader.is_in_head:
             self._end_with(BodyTimeoutError(self._clients.limits.body_s))
         else:
@@ -266,10 +266,10 @@ class ClientConnection(asyncio.Protocol):
         if self._current is None and not self._is_going_on and self._transport is not None:
             self._transport.close()
 
-    # --- the rest
+    # --- inside
 
     def _wait(self, wait_s: float) -> None:
-        """Give the client `wait_s` for its next bytes; what it left unread is due no later."""
+        """Set the deadline for the client's next bytes to `wait_s` from now, or earlier if unsent data is due."""
         now_s, is_unread = time.monotonic(), self._transport is not None and self._transport.get_write_buffer_size() > 0
         until_s = min(self._unread_until_s, now_s + self._clients.limits.write_s) if is_unread else float("inf")
         self._unread_until_s, self._idle_until_s = until_s, now_s + wait_s
@@ -280,7 +280,7 @@ class ClientConnection(asyncio.Protocol):
         self._wait(self._clients.limits.body_s)
 
     def _go_on(self) -> None:
-        """Answer what has been read, one request per turn of the loop, because one read may have thousands."""
+        """Answer received requests, one per turn of the loop, because one read may contain thousands."""
         if self._is_going_on or self._is_full:
             return
         reader = self._reader
@@ -303,7 +303,7 @@ class ClientConnection(asyncio.Protocol):
             reader.feed(early, is_one_read=False)
         self._is_going_on = is_more and bool(reader.ready or self._early or reader.refusal or reader.wants_continue)
         if self._is_going_on:
-            asyncio.get_running_loop().call_soon(self._go_on_now)  # What comes before that turn is early.
+            asyncio.get_running_loop().call_soon(self._go_on_now)  # Data that arrives before that turn is early.
 
     def _go_on_now(self) -> None:
         self._is_going_on = False
@@ -332,7 +332,7 @@ class ClientConnection(asyncio.Protocol):
         self._out.append(head)
 
     def _end_with(self, error: RequestError) -> None:
-        """Refuse a request that cannot be read to its end, and end the connection: what follows cannot be trusted."""
+        """Refuse an incomplete request and end the connection, because the following data cannot be trusted."""
         self._reader.release_all()
         self._handler.refused(error, self._reader.address)
         self._current = Incoming(self._reader.head, b"")
@@ -340,13 +340,13 @@ class ClientConnection(asyncio.Protocol):
         self.refuse(error)
 
     def _close(self) -> None:
-        """Close the connection once all that was written is sent, for which the client has to read."""
+        """Close the connection once all written data is sent, with a deadline for the client to read it."""
         self.deadline_s = time.monotonic() + self._clients.limits.write_s
         if self._transport is not None:
             self._transport.close()
 
     def _linger(self) -> None:
-        """Close our side only: a reset would destroy the answer if the client has sent more than was read."""
+        """Close only the sending side: a reset would destroy the answer if the client has sent unread data."""
         self._is_lingering, self._early = True, b""
         self.deadline_s = time.monotonic() + self._clients.limits.linger_s
         if self._transport is not None:

@@ -1,4 +1,4 @@
-"""What the operator does to the fleet: engines are added, drained and removed while the router runs."""
+"""Operator actions on the fleet: adds, drains and removes engines while the router runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from moestro.gateway.fleet import Engine, Fleet
+from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.gateway.health_checks import Watch
 from moestro.gateway.http_headers import EngineHead
 from moestro.gateway.settings import EngineSettings, EngineUrl
@@ -15,7 +15,7 @@ from moestro.gateway.upstream import Address, Pool
 
 
 class EngineView(msgspec.Struct, kw_only=True):
-    """One engine, as the admin plane shows it."""
+    """State of one engine, as the admin plane shows it."""
 
     name: str
     url: str
@@ -24,16 +24,16 @@ class EngineView(msgspec.Struct, kw_only=True):
     num_in_flight: int
     num_decisions: int
     models: tuple[str, ...]
-    cause: str | None  # why it could not be reached
+    cause: str | None  # reason for the last connection failure
 
 
 @dataclass(frozen=True, slots=True)
-class Operator:
-    """The operator's hands.
+class EngineAdmin:
+    """Applies the operator's actions to the fleet.
 
     Args:
-        withheld: headers of clients that engines do not get.
-        reading: how prompts are compared, in words.
+        withheld: names of client headers that engines do not get.
+        reading: method of comparing prompts, in words.
     """
 
     fleet: Fleet
@@ -42,11 +42,11 @@ class Operator:
     withheld: frozenset[bytes]
     reading: str
 
-    def add(self, url: EngineUrl) -> Engine:
-        """A new engine, looked after from now on; it gets requests once a check has passed.
+    def add(self, url: EngineUrl) -> RoutedEngine:
+        """Add an engine and start its health checks; requests follow once a check has passed.
 
         Raises:
-            ConfigError: it is there already.
+            ConfigError: an engine with this name or address exists already.
         """
         tls = ssl.create_default_context() if url.is_tls else None
         pool = Pool(Address(url.host, url.port, tls), self.settings.connect_timeout)
@@ -61,23 +61,23 @@ class Operator:
         self.watch.begin(engine)
         return engine
 
-    async def remove(self, engine: Engine) -> None:
-        """It gets no more requests; what runs there is still answered, and then its connections are closed."""
+    async def remove(self, engine: RoutedEngine) -> None:
+        """Send the engine no more requests, let running ones finish, and close its connections."""
         self.fleet.remove(engine)
         engine.pool.retire()
         await self.watch.end(engine)
 
-    def drain(self, engine: Engine, *, is_draining: bool) -> None:
-        """It gets no more requests, or gets them again."""
+    def drain(self, engine: RoutedEngine, *, is_draining: bool) -> None:
+        """Drain the engine, or send it requests again."""
         engine.health.is_draining = is_draining
         self.fleet.look_now(engine)
 
     def views(self) -> list[EngineView]:
-        """All engines, in the order in which they came."""
+        """Return the state of all engines, in the order of their addition."""
         return [self.view(engine) for engine in self.fleet]
 
-    def view(self, engine: Engine) -> EngineView:
-        """One engine, as it is now."""
+    def view(self, engine: RoutedEngine) -> EngineView:
+        """Return the current state of one engine."""
         return EngineView(
             name=engine.name,
             url=engine.url,

@@ -1,4 +1,4 @@
-"""`moestro explain`: the story of one request, from the running router or from its record."""
+"""`moestro explain`: prints the trace of one request, from the running router or from its record."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from rich.table import Table
 
 from moestro.errors import ConfigError, MoestroError
 from moestro.routing.decision_record import decode_entry
-from moestro.routing.request_trace import Attempt, Story
+from moestro.routing.request_trace import Attempt, RequestTrace
 
 _TIMEOUT_S = 10.0
 _LEFT_STATUS = 499
 
 
-class _Error(msgspec.Struct):
+class _AdminError(msgspec.Struct):
     message: str
 
 
 class _AdminErrorBody(msgspec.Struct):
-    error: _Error
+    error: _AdminError
 
 
 def explain(
     request_id: str, *, admin_url: str, admin_api_key: str | None, record: Path | None, console: Console
 ) -> None:
-    """Print which engine got a request, with which scores, why, and how it came out.
+    """Print the engines, scores, reasons and outcome of one request.
 
     Args:
-        admin_url: of the running router's admin plane.
-        record: a file of `moestro route --record` to look in instead.
+        admin_url: URL of the running router's admin plane.
+        record: file of `moestro route --record` to search instead; None means the running router.
 
     Raises:
-        ConfigError: it is not known there, or there is no such place.
+        ConfigError: the request is unknown, or the file cannot be read.
     """
     if record is not None:
         story = _from_file(request_id, record)
@@ -50,9 +50,9 @@ def explain(
         console.print(line)
 
 
-def _from_file(request_id: str, record: Path) -> Story:
+def _from_file(request_id: str, record: Path) -> RequestTrace:
     wanted = request_id.encode()
-    found: Story | None = None
+    found: RequestTrace | None = None
     try:
         with record.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -60,8 +60,8 @@ def _from_file(request_id: str, record: Path) -> Story:
                     try:
                         entry = decode_entry(line)
                     except msgspec.MsgspecError as error:
-                        raise ConfigError(f"{record}:{number} is no line of a record: {error}") from None
-                    if isinstance(entry, Story) and entry.request_id == request_id:
+                        raise ConfigError(f"{record}:{number} is not an entry of a record: {error}") from None
+                    if isinstance(entry, RequestTrace) and entry.request_id == request_id:
                         found = entry
     except OSError as error:
         raise ConfigError(f"--record {record} cannot be read: {error.strerror}") from None
@@ -70,7 +70,7 @@ def _from_file(request_id: str, record: Path) -> Story:
     return found
 
 
-async def _from_router(request_id: str, admin_url: str, key: str | None) -> Story:
+async def _from_router(request_id: str, admin_url: str, key: str | None) -> RequestTrace:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     url = f"{admin_url}/admin/explain/{quote(request_id, safe='')}"
     try:
@@ -83,13 +83,13 @@ async def _from_router(request_id: str, admin_url: str, key: str | None) -> Stor
         ) from None
     try:
         if status == 200:
-            return msgspec.json.decode(body, type=Story)
+            return msgspec.json.decode(body, type=RequestTrace)
         raise ConfigError(msgspec.json.decode(body, type=_AdminErrorBody).error.message)
     except msgspec.MsgspecError:
-        raise MoestroError(f"what answers at {admin_url} is not a Moestro router (status {status})") from None
+        raise MoestroError(f"the server at {admin_url} is not a Moestro router (status {status})") from None
 
 
-def _told(story: Story) -> Iterator[str | Table]:
+def _told(story: RequestTrace) -> Iterator[str | Table]:
     when = datetime.fromtimestamp(story.time).astimezone().isoformat(sep=" ", timespec="milliseconds")
     tokens = f"{story.prompt_tokens:,} prompt tokens"
     yield f"[bold]{escape(story.request_id)}[/bold]  {when}  {tokens}  {escape(story.policy)}"
@@ -114,7 +114,7 @@ def _attempt_told(attempt: Attempt) -> Iterator[str | Table]:
         yield f"  the runner-up would have scored {abs(attempt.regret):,.6g} {than}"
 
 
-def _outcome(story: Story) -> str:
+def _outcome(story: RequestTrace) -> str:
     if story.status is None:
         return "still running"
     end = "the client left" if story.status == _LEFT_STATUS else f"answered {story.status}"

@@ -1,4 +1,4 @@
-"""The engines behind the router: connections, health, counts; and which of them may be chosen."""
+"""The engines behind the router: their connections, health and counts, and their place in the rotation."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _CONDITIONS_OF_A_NEW_PROCESS = frozenset({Condition.DOWN, Condition.OPEN})
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Engine:
-    """One engine.
+class RoutedEngine:
+    """One engine behind the router.
 
     Attributes:
-        row: its number in the router.
-        name: what people call it.
-        url: where it is.
-        condition: why it gets requests, or does not, as of the last look.
-        last_byte_ns: when anything of an answer came from it.
-        num_streaming: answers that have begun and not ended.
-        unreachable: why it could not be reached the last time; "": it could.
-        num_forgotten: times that the router was told to forget what the engine held.
+        row: Number of the engine in the router.
+        name: Name of the engine in headers, logs and metrics.
+        url: Base URL of the engine.
+        condition: Result of the last health verdict, which decides whether the engine gets requests.
+        last_byte_ns: Time of the last byte of an answer; 0 after the health verdict has used it.
+        num_streaming: Number of answers that have begun and not ended.
+        unreachable: Cause of the last connection failure; empty after a success.
+        num_forgotten: Number of times that the router discarded the known cache contents.
     """
 
     row: int
@@ -52,15 +52,15 @@ class Engine:
 
 
 class Fleet:
-    """All engines.
+    """All engines behind the router.
 
     Args:
-        router: chooses among those that may be chosen.
-        block_tokens: tokens of one of its blocks.
+        router: Router that chooses among the engines in rotation.
+        block_tokens: Tokens per block of the router.
 
     Attributes:
-        models: what each serves.
-        names: by row, of those that are gone too; another tuple when an engine has come.
+        models: Models of each engine.
+        names: Names by row, including removed engines. Adding an engine replaces the tuple.
     """
 
     def __init__(self, router: Router, block_tokens: int, rules: HealthRules, now_ns: Callable[[], int]) -> None:
@@ -68,56 +68,56 @@ class Fleet:
         self.block_tokens = block_tokens
         self._rules = rules
         self._now_ns = now_ns
-        self._by_row: dict[int, Engine] = {}
+        self._by_row: dict[int, RoutedEngine] = {}
         self.names: tuple[str, ...] = ()
-        self._returning: set[int] = set()  # rows that are being brought up to their share
+        self._returning: set[int] = set()  # Rows in slow start.
         self.models = Models()
 
-    def __iter__(self) -> Iterator[Engine]:
+    def __iter__(self) -> Iterator[RoutedEngine]:
         return iter(tuple(self._by_row.values()))
 
     def __len__(self) -> int:
         return len(self._by_row)
 
-    def __getitem__(self, row: int) -> Engine:
+    def __getitem__(self, row: int) -> RoutedEngine:
         return self._by_row[row]
 
-    def add(self, name: str, url: str, pool: Pool, head: EngineHead) -> Engine:
-        """A new engine; it gets requests once a check has passed.
+    def add(self, name: str, url: str, pool: Pool, head: EngineHead) -> RoutedEngine:
+        """Add an engine, which gets requests once a health check has passed.
 
         Raises:
-            ConfigError: there is one of that name or address.
+            ConfigError: Another engine has this name or address.
         """
         for engine in self._by_row.values():
             if engine.name == name or engine.url == url:
-                raise ConfigError(f"engine {name}={url}: {engine.name}={engine.url} is there already")
+                raise ConfigError(f"engine {name}={url}: {engine.name}={engine.url} exists already")
         row = self.router.add_engine()
         self.names = (*self.names[:row], name, *self.names[row + 1 :])
         health = Health(self._rules, self._now_ns())
-        engine = self._by_row[row] = Engine(row=row, name=name, url=url, pool=pool, head=head, health=health)
+        engine = self._by_row[row] = RoutedEngine(row=row, name=name, url=url, pool=pool, head=head, health=health)
         return engine
 
-    def remove(self, engine: Engine) -> None:
-        """It gets no more requests; what runs there is still answered."""
+    def remove(self, engine: RoutedEngine) -> None:
+        """Send `engine` no more requests; its running requests still finish."""
         del self._by_row[engine.row]
         self._returning.discard(engine.row)
         self.router.remove_engine(engine.row, self._now_ns())
         self.models.forget(engine.row)
 
-    def named(self, name: str) -> Engine | None:
-        """The engine that people call `name`."""
+    def named(self, name: str) -> RoutedEngine | None:
+        """Return the engine named `name`, or None for an unknown name."""
         return next((engine for engine in self._by_row.values() if engine.name == name), None)
 
     def submit(self, request: Request, model: str | None, tried: Collection[int], now_ns: int) -> RouteDecision:
-        """Let the router choose.
+        """Let the router choose an engine for a request.
 
         Args:
-            model: only engines that serve it, if any is known to; None: whichever.
-            tried: rows that had their chance.
+            model: Model that the engine must serve. None, or a model that no engine lists, allows every engine.
+            tried: Rows of engines that have failed this request.
 
         Raises:
-            NoEngineError: none is left; says when to try again.
-            QueueFullError: all that are left are full.
+            NoEngineError: No engine is left; the error contains the time after which to retry.
+            QueueFullError: All remaining engines are full.
         """
         is_open = not tried and not self._returning and self.models.are_alike
         exclude = () if is_open else self._excluded(model, tried, now_ns)
@@ -127,12 +127,12 @@ class Fleet:
             error.retry_after_s = self._retry_after_s(now_ns)
             raise
 
-    def look_now(self, engine: Engine) -> None:
-        """Judge `engine` anew, because something was done to it."""
+    def look_now(self, engine: RoutedEngine) -> None:
+        """Update the condition of `engine` after the operator changed it."""
         self.look(engine, self._now_ns())
 
-    def look(self, engine: Engine, now_ns: int) -> None:
-        """Judge `engine` anew, and take it into rotation or out of it."""
+    def look(self, engine: RoutedEngine, now_ns: int) -> None:
+        """Update the condition of `engine`, and take it into rotation or out of it."""
         if self._by_row.get(engine.row) is not engine:
             return
         num_in_flight = self.router.num_in_flight_on(engine.row)
@@ -150,28 +150,28 @@ class Fleet:
         else:
             self._returning.discard(engine.row)
         if before is not after:
-            self._tell(engine, before, now_ns)
+            self._log_change(engine, before, now_ns)
 
-    def lost(self, engine: Engine, cause: str, now_ns: int) -> None:
-        """It cannot be reached, or hung up on a request: what its cache held is not to be relied on."""
+    def lost(self, engine: RoutedEngine, cause: str, now_ns: int) -> None:
+        """Record that `engine` is unreachable, and discard the known contents of its cache."""
         engine.unreachable = cause
         if self._by_row.get(engine.row) is engine:
             num_forgotten = engine.num_forgotten
             self.look(engine, now_ns)
-            if engine.num_forgotten == num_forgotten:  # it was out already, or goes on
+            if engine.num_forgotten == num_forgotten:  # `look` discards them only when the engine leaves rotation.
                 self._forget(engine, now_ns)
 
     def has_other(self, tried: Collection[int]) -> bool:
-        """Whether an engine is in rotation that has not had its chance."""
+        """Return whether an engine outside of `tried` is in rotation."""
         return any(row not in tried and self.router.is_routable(row) for row in self._by_row)
 
     @property
     def num_up(self) -> int:
-        """Engines that get requests."""
+        """Number of engines that get requests."""
         return self.router.num_routable
 
     def _excluded(self, model: str | None, tried: Collection[int], now_ns: int) -> list[int]:
-        """Rows in rotation that must not be chosen for this request."""
+        """Return the rows in rotation that must not get this request."""
         lacking = self.models.excluded(model)
         in_rotation = [row for row in self._by_row if self.router.is_routable(row)]
         excluded = [row for row in in_rotation if row in tried or row in lacking]
@@ -183,7 +183,7 @@ class Fleet:
         return excluded
 
     def _has_share(self, row: int, most: int, now_ns: int) -> bool:
-        """Whether an engine that came back may have one request more, beside the `most` that another has."""
+        """Return whether an engine in slow start may get one more request; settled engines have at most `most`."""
         share = self._by_row[row].health.share(now_ns)
         return self.router.num_in_flight_on(row) < max(1, math.ceil(share * most))
 
@@ -191,7 +191,7 @@ class Fleet:
         waits = [wait for engine in self._by_row.values() if (wait := engine.health.wait_ns(now_ns)) is not None]
         return min(60, max(1, math.ceil(min(waits, default=0) / 1e9)))
 
-    def _tell(self, engine: Engine, before: Condition, now_ns: int) -> None:
+    def _log_change(self, engine: RoutedEngine, before: Condition, now_ns: int) -> None:
         engine.counts.num_transitions += 1
         after = engine.condition
         if after is Condition.UP:
@@ -204,10 +204,10 @@ class Fleet:
         if after in _CONDITIONS_OF_A_NEW_PROCESS and before not in _CONDITIONS_OF_A_NEW_PROCESS:
             self._forget(engine, now_ns)
 
-    def _forget(self, engine: Engine, now_ns: int) -> None:
+    def _forget(self, engine: RoutedEngine, now_ns: int) -> None:
         engine.num_forgotten += 1
         self.router.engine_lost(engine.row, now_ns)
 
-    def breaker_state(self, engine: Engine) -> BreakerState:
-        """Of `engine`, now."""
+    def breaker_state(self, engine: RoutedEngine) -> BreakerState:
+        """Return the present state of an engine's breaker."""
         return engine.health.breaker.state(self._now_ns())

@@ -1,7 +1,7 @@
-"""Heads seen before. Clients and engines begin their messages alike again and again, but for the length: such a head is
-parsed once, by llhttp as every other, and then only compared.
+"""Cache of parsed message heads.
 
-What is not exactly as it was, whole and in one read, is parsed. So nothing here judges HTTP.
+Clients and engines send the same heads again and again, apart from the length. Such a head is parsed once by llhttp and
+later only compared. Messages that differ, or arrive in several reads, are parsed. So the cache never interprets HTTP.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from typing import Generic, TypeVar
 
 _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ?(\d{1,9})(?=\r\n)")
 _END = b"\r\n\r\n"
-_BLANK = (b"\r", b"\n")  # which a parser passes over before a message: the head does not end at the first `_END`
-_MAX_KEY_BYTES = 4096  # a longer head is not remembered
+_BLANK = (b"\r", b"\n")  # a parser skips these before a message, so the first `_END` may not end the head
+_MAX_KEY_BYTES = 4096  # longer heads are not cached
 
 Head = TypeVar("Head")
 
 
-class KnownHeads(Generic[Head]):
-    """Heads by their bytes, without the digits of their length.
+class HeaderCache(Generic[Head]):
+    """Parsed heads by their bytes, without the digits of their length.
 
-    Those with a length and those without are kept apart: nothing else tells an empty length from one that was cut out.
+    Heads with and without a length have separate tables, because the key alone cannot tell an empty length from a
+    removed one.
 
     Args:
-        max_known: so many of each are remembered.
+        max_known: limit of cached heads in each table.
     """
 
     def __init__(self, max_known: int) -> None:
@@ -32,7 +33,7 @@ class KnownHeads(Generic[Head]):
         self._without: dict[bytes, Head] = {}
 
     def find(self, data: bytes) -> tuple[Head, int, int | None] | None:
-        """The head that `data` begins with, where its body begins, and the length that it tells; None: not known."""
+        """Return the cached head of `data`, the start of its body, and its length if given; None means unknown."""
         if data.startswith(_BLANK):
             return None
         end = data.find(_END) + len(_END)
@@ -45,17 +46,17 @@ class KnownHeads(Generic[Head]):
         return None if head is None else (head, end, int(data[start:stop]))
 
     def learn(self, data: bytes, head: Head, *, has_length: bool) -> None:
-        """`data` begins with a whole head, which the parser has read as `head`, with a length in it or without."""
+        """Cache `head`, which the parser has read from the complete head at the start of `data`."""
         if data.startswith(_BLANK):
             return
         end = data.find(_END) + len(_END)
         found = _LENGTH.search(data, 0, end)
         if not len(_END) <= end <= _MAX_KEY_BYTES or (found is not None) != has_length:
-            return  # it is long, or spells its length in its own way
+            return  # the head is too long, or writes its length in an unusual form
         if found is None:
             heads, key = self._without, data[:end]
         else:
             heads, key = self._with_length, data[: found.start(1)] + data[found.end(1) : end]
         if len(heads) >= self._max_known:
-            heads.clear()  # those in use come back at once
+            heads.clear()  # heads in use return at once
         heads[key] = head

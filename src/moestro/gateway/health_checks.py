@@ -1,4 +1,4 @@
-"""What looks after each engine while the router runs: tasks of its own, which begin and end with it."""
+"""Health checks: background tasks that watch each engine while the router runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from moestro.gateway.fleet import Engine, Fleet
+from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.gateway.probe_client import NoAnswerError, ask
 from moestro.routing.health import Condition
 from moestro.routing.scrape import MAX_BYTES, ScrapedLoad, scrape
@@ -22,18 +22,18 @@ _MAX_HEALTH_BYTES = 64 << 10
 _SOON_S = 0.5
 _AGAIN_S = 1.0
 
-Watcher = Callable[[Engine], Awaitable[None]]  # runs until it is cancelled
+Watcher = Callable[[RoutedEngine], Awaitable[None]]  # watches one engine until cancelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchRules:
-    """How often engines are asked.
+    """Intervals and time limits of the checks.
 
     Attributes:
-        health_path: what is asked.
-        health_s: between checks of an engine that is well.
-        timeout_s: for it to answer.
-        metrics_s: between readings of its `/metrics`; 0: they are not read.
+        health_path: path of the health check.
+        health_s: interval between checks of a healthy engine, seconds.
+        timeout_s: time for an engine to answer, seconds.
+        metrics_s: interval between reads of `/metrics`, seconds; 0 disables them.
     """
 
     health_path: str = "/health"
@@ -43,7 +43,7 @@ class WatchRules:
 
     @property
     def soon_s(self) -> float:
-        """Between checks of an engine that is not well: a server that starts is found quickly."""
+        """Interval between checks of an unhealthy engine, seconds; short, so that a started server is found soon."""
         return min(_SOON_S, self.health_s)
 
 
@@ -51,39 +51,39 @@ class Watch:
     """Runs every watcher for every engine.
 
     Args:
-        watchers: each runs as one task an engine. What else feeds the router, KV events say, is one more of them.
+        watchers: watchers, each run as one task per engine. Other sources, such as KV events, are watchers too.
     """
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         self._watchers = watchers
-        self._tasks: dict[Engine, list[asyncio.Task[None]]] = {}
+        self._tasks: dict[RoutedEngine, list[asyncio.Task[None]]] = {}
 
-    def begin(self, engine: Engine) -> None:
-        """Look after `engine` from now on."""
+    def begin(self, engine: RoutedEngine) -> None:
+        """Start watching `engine`."""
         self._tasks[engine] = [asyncio.create_task(_run(watcher, engine)) for watcher in self._watchers]
 
-    async def end(self, engine: Engine) -> None:
-        """Look after it no more."""
+    async def end(self, engine: RoutedEngine) -> None:
+        """Stop watching `engine`."""
         tasks = self._tasks.pop(engine, [])
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """End all."""
+        """Stop watching all engines."""
         for engine in list(self._tasks):
             await self.end(engine)
 
 
 class HealthWatch:
-    """Asks `/health`, and now and then which models there are."""
+    """Watcher that runs the health check, and periodically reads the engine's models."""
 
     def __init__(self, fleet: Fleet, rules: WatchRules) -> None:
         self._fleet = fleet
         self._rules = rules
 
-    async def __call__(self, engine: Engine) -> None:
-        """Until cancelled."""
+    async def __call__(self, engine: RoutedEngine) -> None:
+        """Check the engine's health until cancelled."""
         models_due_s = 0.0
         while True:
             passed = await self._check(engine)
@@ -96,7 +96,7 @@ class HealthWatch:
             self._fleet.look(engine, now_ns)
             await asyncio.sleep(self._rules.health_s if engine.condition is Condition.UP else self._rules.soon_s)
 
-    async def _check(self, engine: Engine) -> bool:
+    async def _check(self, engine: RoutedEngine) -> bool:
         try:
             status, _ = await ask(engine, self._rules.health_path, self._rules.timeout_s, _MAX_HEALTH_BYTES)
         except NoAnswerError as error:
@@ -106,7 +106,7 @@ class HealthWatch:
             engine.unreachable = f"{self._rules.health_path} answered {status}"
         return status < 300
 
-    async def _learn_models(self, engine: Engine) -> bool:
+    async def _learn_models(self, engine: RoutedEngine) -> bool:
         try:
             status, body = await ask(engine, "/v1/models", self._rules.timeout_s, _MAX_MODELS_BYTES)
         except NoAnswerError:
@@ -117,14 +117,14 @@ class HealthWatch:
 
 
 class MetricsWatch:
-    """Reads `/metrics` and reports what the router can use of it."""
+    """Watcher that reads `/metrics` and reports its figures to the router."""
 
     def __init__(self, fleet: Fleet, rules: WatchRules) -> None:
         self._fleet = fleet
         self._rules = rules
 
-    async def __call__(self, engine: Engine) -> None:
-        """Until cancelled; an engine without `/metrics` is asked more and more seldom."""
+    async def __call__(self, engine: RoutedEngine) -> None:
+        """Read `/metrics` until cancelled, at growing intervals for an engine without it."""
         pause_s = self._rules.metrics_s
         spec: EngineSpec | None = None
         while pause_s:
@@ -140,15 +140,15 @@ class MetricsWatch:
             pause_s = min(60.0, 2 * pause_s) if status == 404 else self._rules.metrics_s
             await asyncio.sleep(pause_s)
 
-    def _report(self, engine: Engine, load: ScrapedLoad, asked_ns: int) -> None:
-        """What came while the answer was on its way is not in it: the figures are as of the question."""
+    def _report(self, engine: RoutedEngine, load: ScrapedLoad, asked_ns: int) -> None:
+        """Report figures as of the time of the request, because they contain nothing that arrived later."""
         now_ns = time.monotonic_ns()
         self._fleet.router.report(engine.row, load.figures, asked_ns, now_ns)
         if load.num_tokens_computed is not None:
             num_in_flight = self._fleet.router.num_in_flight_on(engine.row)
             engine.health.counted(load.num_tokens_computed, num_in_flight, now_ns)
 
-    def _specify(self, engine: Engine, load: ScrapedLoad, known: EngineSpec | None) -> EngineSpec | None:
+    def _specify(self, engine: RoutedEngine, load: ScrapedLoad, known: EngineSpec | None) -> EngineSpec | None:
         if load.num_kv_tokens is None:
             return known
         spec = EngineSpec(num_blocks=load.num_kv_tokens // self._fleet.block_tokens)
@@ -157,12 +157,12 @@ class MetricsWatch:
         return spec
 
 
-async def _run(watcher: Watcher, engine: Engine) -> None:
-    """An exception that nobody expected ends no watcher: an engine whose health nobody checks would stay as it is."""
+async def _run(watcher: Watcher, engine: RoutedEngine) -> None:
+    """Run a watcher, and restart it after an unexpected exception so that the engine does not stay unwatched."""
     while True:
         try:
             await watcher(engine)
             return
         except Exception:
-            logger.exception("the health checks of engine %s failed with an error and start again", engine.name)
+            logger.exception("the watcher of engine %s failed; it is restarted", engine.name)
         await asyncio.sleep(_AGAIN_S)

@@ -1,4 +1,4 @@
-"""Heads of HTTP messages, on their way through: what is passed on, what is left out, what is added."""
+"""Heads of HTTP messages in transit: which headers are forwarded, dropped and added."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from http import HTTPStatus
 from moestro.gateway.paths import plain_path
 from moestro.web.errors import HttpError
 
-Headers = list[tuple[bytes, bytes, bytes]]  # (name in lower case, name as it came, value)
+Headers = list[tuple[bytes, bytes, bytes]]  # (name in lower case, name as received, value)
 
-Named = dict[bytes, bytes]  # values by name in lower case; of two of one name, the last
+Named = dict[bytes, bytes]  # values by name in lower case; the last value wins
 
-MAX_HEAD_BYTES = 64 << 10  # of one message; tokens in cookies and traces are long, nothing else is
-# Of one connection, not of the message (RFC 9110, 7.6.1), and what the proxy writes itself.
+MAX_HEAD_BYTES = 64 << 10  # limit per message; only tokens in cookies and traces are long
+# Headers of one connection, not of the message (RFC 9110, 7.6.1), and headers that the proxy sets.
 _HOP_BY_HOP = frozenset(
     {
         *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
@@ -26,16 +26,16 @@ _NOT_TO_ENGINE = _HOP_BY_HOP | {
     *(b"host", b"content-length", b"expect", b"x-request-id"),
     *(b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"),
 }
-# An engine's own word on these would be taken for ours.
+# Only the router sets these; an engine's values would be mistaken for the router's.
 _NOT_TO_CLIENT = _HOP_BY_HOP | {b"content-length", b"x-request-id", b"x-moestro-engine", b"x-moestro-reason"}
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
-# Withheld where the router answers CORS: an engine that answers it too would add its headers a second time.
+# Withheld where the router handles CORS: an engine that handles it too would add its headers a second time.
 CORS_HEADERS = frozenset({b"origin", b"access-control-request-method", b"access-control-request-headers"})
 _NEEDED = frozenset({b"content-length", b"content-type", b"authorization"})
 _BODILESS = frozenset({b"GET", b"HEAD", b"DELETE", b"OPTIONS"})
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _VERSIONS = frozenset({"1.1", "1.0"})
-# Fields of which a second line would be read by one server and not by the next.
+# Headers that must not be repeated, because servers differ in which line they use.
 _SINGLE = frozenset({b"host", b"authorization", b"x-api-key", b"transfer-encoding", b"expect"})
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%-]*(?::[0-9]*)?|\[[0-9A-Fa-f:.]+\](?::[0-9]*)?")
 _PLAIN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -45,14 +45,14 @@ _SHOWN_CHARS = 200
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestHead:
-    """What a client's request begins with; one object serves many requests that begin alike, but for their lengths.
+    """Head of a client's request, shared by requests whose heads differ only in their lengths.
 
     Attributes:
-        target: as it was sent: path and query.
-        is_last: the connection ends after the answer.
-        is_old: HTTP/1.0: no chunks.
-        path: of the target, without the query; empty if it can be read in two ways.
-        written: for each engine's head what `EngineHead.of` made of this one.
+        target: path and query as received.
+        is_last: whether the connection closes after the response.
+        is_old: whether the client speaks HTTP/1.0, without chunked bodies.
+        path: path of the target without the query; empty if it is ambiguous.
+        written: results of `EngineHead.of` for this head, by engine head.
     """
 
     method: bytes
@@ -70,22 +70,22 @@ class RequestHead:
 
 @dataclass(slots=True, eq=False)
 class Incoming:
-    """A client's request, whole."""
+    """A complete request of a client."""
 
     head: RequestHead
     body: bytes
     client: str = ""
     request_id: str = ""
-    on_over: Callable[[], None] | None = None  # called when its answer has ended; None means that nobody waits for it
+    on_over: Callable[[], None] | None = None  # called when the response has ended; None means no callback
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnswerHead:
-    """What an engine's answer begins with, but for its length; one object serves many answers that begin alike.
+    """Head of an engine's response without its length, shared by responses with equal heads.
 
     Attributes:
-        lines: for the client: the status line, and the headers that it gets.
-        is_kept: the connection carries another answer after this one.
+        lines: status line and headers for the client.
+        is_kept: whether the connection stays open for another response.
     """
 
     status: int
@@ -101,13 +101,13 @@ class AnswerHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineHead:
-    """What heads of requests to one engine have in common.
+    """Common part of the heads of all requests to one engine.
 
     Attributes:
-        host: the value of Host.
-        prefix: the path under which the engine's API lies; usually empty.
-        authorization: replaces the client's, where the engine has a key of its own.
-        withheld: client's headers, in lower case, that are for this router alone.
+        host: value of Host.
+        prefix: path prefix of the engine's API; usually empty.
+        authorization: replacement for the client's Authorization, for an engine with its own key.
+        withheld: names of client headers, in lower case, that are meant for this router only.
     """
 
     host: bytes
@@ -121,7 +121,7 @@ class EngineHead:
         object.__setattr__(self, "_dropped", _NOT_TO_ENGINE | self.withheld | replaced)
 
     def of(self, incoming: Incoming) -> bytes:
-        """The head of the request that the engine gets; the body follows as it came."""
+        """Return the head of the request to the engine. The body follows unchanged."""
         head, body = incoming.head, incoming.body
         written = head.written.get(self)
         if written is None:
@@ -133,7 +133,7 @@ class EngineHead:
         return b"%b%b%b" % (written, length, own.encode("latin-1"))
 
     def _written(self, head: RequestHead) -> bytes:
-        """Of `head`, what goes to this engine with every request that begins so."""
+        """Return the part of the engine's head that is the same for all requests with `head`."""
         dropped = self._dropped
         if b"connection" in head.named:
             dropped |= _named_by_connection(head.headers)
@@ -145,7 +145,7 @@ class EngineHead:
 
 
 def answer_lines(status: int, headers: Headers, named: Named) -> bytes:
-    """The status line of an engine's answer and the headers that its client gets, without how its body is framed."""
+    """Return the status line and forwarded headers of an engine's response, without the framing of its body."""
     dropped = _NOT_TO_CLIENT
     if b"connection" in named:
         dropped |= _named_by_connection(headers)
@@ -154,10 +154,10 @@ def answer_lines(status: int, headers: Headers, named: Named) -> bytes:
 
 
 def fault_of(head: RequestHead, version: str) -> HttpError | None:
-    """Check a request's head against RFC 9110 and 9112, and return the first fault; None means that there is none.
+    """Check a request's head against RFC 9110 and 9112, and return the first fault; None means no fault.
 
     Args:
-        head: Head of the request.
+        head: head of the request.
         version: HTTP version, as the parser read it.
     """
     if version not in _VERSIONS:
@@ -176,24 +176,24 @@ def fault_of(head: RequestHead, version: str) -> HttpError | None:
 
 
 def own_head(status: int, content_type: str, length: int, added: bytes = b"") -> bytes:
-    """The head of an answer of our own, open at its end."""
+    """Return the head of a response made by the router, without the final empty line."""
     typed = f"Content-Type: {content_type}\r\n" if length else ""
     return _status_line(status) + f"{typed}Content-Length: {length}\r\n".encode() + added
 
 
 def header_text(text: str) -> str:
-    """`text` fit for a header: what is no plain ASCII becomes a question mark, and the end is cut off."""
+    """Return `text` in a form that fits a header: non-ASCII becomes a question mark, and long text is cut off."""
     text = text[:_SHOWN_CHARS]
     return text if text.isascii() and text.isprintable() else _NOT_IN_HEADER.sub("?", text)
 
 
 def size_of(headers: Headers) -> int:
-    """Return the bytes of all names and values."""
+    """Return the total size of all names and values, bytes."""
     return sum(len(name) + len(value) for _, name, value in headers)
 
 
 def plain_id(given: bytes) -> str | None:
-    """A client's request id, if it is short and plain."""
+    """Return a client's request id if it is short printable ASCII, otherwise None."""
     return given.decode() if _PLAIN_ID.fullmatch(given) else None
 
 
@@ -205,7 +205,7 @@ def _host_fault(head: RequestHead) -> HttpError | None:
 
 
 def _coding_fault(head: RequestHead) -> HttpError | None:
-    """Check how the body is sent."""
+    """Check the headers that say how the body is transferred."""
     coding, expected = head.named.get(b"transfer-encoding"), head.named.get(b"expect")
     if coding is not None and head.is_old:
         return _bad_head("HTTP/1.0 has no Transfer-Encoding: send a Content-Length.")
@@ -225,7 +225,7 @@ def _status_line(status: int) -> bytes:
 
 
 def _named_by_connection(headers: Headers) -> frozenset[bytes]:
-    """Headers that `Connection` declares to be of this connection only."""
+    """Return the headers that `Connection` declares to belong to this connection only."""
     values = [value.lower() for lower, _, value in headers if lower == b"connection"]
-    # Nobody may use it to take away what the message needs.
+    # A client must not use Connection to remove headers that the message needs.
     return frozenset(part.strip() for value in values for part in value.split(b",")) - _NEEDED

@@ -1,10 +1,10 @@
-"""The prompts that engines were sent, for another router: a standby that has them knows what caches hold.
+"""Index transfer: hands a router's prompt history to a standby router, which then knows what the caches hold.
 
-What engines say of their caches (KV events) is not in it: they tell a standby themselves.
+Contents known from KV events are not transferred, because a standby receives these events itself.
 
-It is a sequence of msgpack messages, each behind its length (4 bytes, big-endian): a `TransferHead`, then
-`PromptsPart`s, then an empty message. Blocks that prompts share occur once, so the sequence is no larger than the
-index, and neither router ever stops for the whole of it.
+The transfer is a sequence of msgpack messages, each after its length (4 bytes, big-endian): a `TransferHead`,
+`PromptsPart`s, and an empty message. Blocks shared by prompts occur once, so the sequence is no larger than the index.
+Neither router ever stops for the whole transfer.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from aiohttp import StreamReader, web
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.prefix_tree import BlockRun
 from moestro.errors import RequestError
-from moestro.gateway.fleet import Engine, Fleet
+from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.web.errors import HttpError
 
 MAX_INDEX_BYTES = 1 << 30
-_PART_PROMPTS = 256  # a few milliseconds' work, between which requests are answered
+_PART_PROMPTS = 256  # a few milliseconds of work, after which requests are served
 _PART_BYTES = 256 << 10
 _LENGTH_BYTES = 4
 _NO_PARENT = -1
 
 
 class TransferHead(msgspec.Struct, frozen=True):
-    """What comes first.
+    """First message of a transfer.
 
     Attributes:
-        reading: how prompts become the names of their blocks, in words: both routers must do it alike.
-        engines: their URLs.
+        reading: method of hashing prompts, in words, which both routers must share.
+        engines: URLs of the engines.
     """
 
     reading: str
@@ -42,13 +42,13 @@ class TransferHead(msgspec.Struct, frozen=True):
 
 
 class PromptsPart(msgspec.Struct, frozen=True):
-    """Some prompts of one engine, the oldest first.
+    """Some prompts of one engine, oldest first.
 
     Attributes:
-        engine: its place in `TransferHead.engines`.
-        runs: (number of the run before it or -1, blocks, packed) of each run that is new; runs are numbered from 0 as
-            they come, in all parts.
-        prompts: the number of each prompt's last run.
+        engine: index into `TransferHead.engines`.
+        runs: new runs as (number of the parent run or -1, packed blocks). Runs are numbered from 0 in order of
+            transfer, across all parts.
+        prompts: number of each prompt's last run.
     """
 
     engine: int
@@ -60,24 +60,24 @@ _decode_head = msgspec.msgpack.Decoder(TransferHead).decode
 _decode_part = msgspec.msgpack.Decoder(PromptsPart).decode
 
 
-class Handover:
-    """Gives the history of this router's engines, and takes another's.
+class IndexTransfer:
+    """Sends the history of this router's engines, and receives another router's.
 
     Args:
-        reading: see `TransferHead`.
+        reading: method of hashing prompts, in words.
     """
 
     def __init__(self, fleet: Fleet, reading: str) -> None:
         self._fleet = fleet
         self._reading = reading
-        self._taking = asyncio.Lock()  # two at once would both take the place of the one before, and stand beside
+        self._taking = asyncio.Lock()  # each transfer replaces the previous one, so two must not run at once
 
     def routes(self) -> list[web.RouteDef]:
-        """Of the admin plane."""
+        """Return the routes for the admin plane."""
         return [web.get("/admin/index", self.give), web.put("/admin/index", self.take)]
 
     async def give(self, http: web.Request) -> web.StreamResponse:
-        """GET /admin/index: what `take` takes, as it is now."""
+        """Handle GET /admin/index: send the current history in the form that `take` accepts."""
         prompts = {engine.url: self._fleet.router.prompts_sent(engine.row) for engine in self._fleet}
         answer = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         await answer.prepare(http)
@@ -92,8 +92,9 @@ class Handover:
         return answer
 
     async def take(self, http: web.Request) -> web.Response:
-        """PUT /admin/index: another router's history comes on top of this one's, as if it were sent now, and in place
-        of what was handed over before. Engines that are not here are passed over.
+        """Handle PUT /admin/index: add another router's history to this one's.
+
+        The prompts count as sent now, and replace those of an earlier transfer. Engines unknown here are skipped.
         """
         try:
             async with self._taking:
@@ -107,7 +108,7 @@ class Handover:
     async def _take(self, messages: AsyncIterator[bytes]) -> int:
         head = _decode_head(await anext(messages, b""))
         if head.reading != self._reading:
-            text = f"That router compares prompts {head.reading}, this one {self._reading}: they cannot be compared."
+            text = f"That router compares prompts {head.reading}, this one {self._reading}: the hashes do not match."
             raise HttpError(409, text, "invalid_value")
         for url in head.engines:
             if (engine := self._at(url)) is not None:
@@ -127,14 +128,15 @@ class Handover:
             await asyncio.sleep(0)
         return num_prompts
 
-    def _at(self, url: str) -> Engine | None:
-        """The engine there; it may go while the index comes."""
+    def _at(self, url: str) -> RoutedEngine | None:
+        """Return the engine at `url`, looked up each time because engines may be removed during a transfer."""
         return next((engine for engine in self._fleet if engine.url == url), None)
 
 
 def _parts(engine: int, last_runs: Iterable[BlockRun], numbers: dict[BlockRun, int]) -> Iterator[PromptsPart]:
-    """What a router has of an engine, while it goes on changing: of a run that has been told, the blocks up to its end
-    stay the same, be it cut or dropped.
+    """Yield the history of an engine in parts, while the router keeps changing it.
+
+    The blocks of a transferred run stay valid up to its end, even if the run is split or dropped.
     """
     part, num_bytes = PromptsPart(engine, [], []), 0
     for last in last_runs:
@@ -149,7 +151,7 @@ def _parts(engine: int, last_runs: Iterable[BlockRun], numbers: dict[BlockRun, i
 
 
 def _number(last: BlockRun, numbers: dict[BlockRun, int], runs: list[tuple[int, bytes]]) -> int:
-    """The number of a run; if it is new, it and what is new before it are told in `runs`."""
+    """Return the number of a run, and append the run and its new ancestors to `runs` if needed."""
     new, run = [], last
     number = _NO_PARENT
     while run not in numbers:
@@ -171,11 +173,11 @@ def _check(part: PromptsPart, num_engines: int, runs: list[tuple[int, bytes]]) -
         if not blocks or len(blocks) % HASH_BYTES or not _NO_PARENT <= parent < number:
             raise ValueError("a run is not a whole number of blocks, or precedes its parent")
     if not 0 <= part.engine < num_engines or any(not 0 <= last < len(runs) for last in part.prompts):
-        raise ValueError("it refers to an unknown run")
+        raise ValueError("a part refers to an unknown engine or run")
 
 
 def _whole(last: int, runs: list[tuple[int, bytes]]) -> bytes:
-    """The blocks of a prompt, packed."""
+    """Return the packed blocks of the prompt that ends with run `last`."""
     pieces = []
     while last != _NO_PARENT:
         last, blocks = runs[last]
@@ -189,7 +191,7 @@ def _message(content: TransferHead | PromptsPart | None) -> bytes:
 
 
 async def _messages(content: StreamReader) -> AsyncIterator[bytes]:
-    """Up to the end."""
+    """Yield the messages up to the empty one."""
     num_bytes = 0
     while length := int.from_bytes(await content.readexactly(_LENGTH_BYTES)):
         num_bytes += length

@@ -1,4 +1,4 @@
-"""What became of KV events, in Prometheus' families."""
+"""Prometheus metrics of KV events."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _COUNTERS: tuple[tuple[str, str, Callable[[KvFeed], float]], ...] = (
 
 
 class KvFigures(Collector):
-    """One family a figure, one label an engine."""
+    """Exposes KV event figures: one metric family per figure, labelled by engine."""
 
     def __init__(self, watch: KvEventsWatch) -> None:
         self._watch = watch
 
     def collect(self) -> Iterator[Metric]:
-        """All figures as they are now."""
+        """Yield all families with their current values."""
         running = list(self._watch)
         for name, text, of_feed in _COUNTERS:
             family = CounterMetricFamily(f"moestro:route_kv_{name}", text, labels=("engine",))

@@ -1,4 +1,4 @@
-"""Where engines publish their KV events: what the operator writes, and what it means for each engine."""
+"""Endpoints of engines' KV events: parses the operator's settings and resolves them for each engine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from moestro.errors import ConfigError
 
 _ENDPOINT = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})|ipc://.+")
-_ALL = ""  # engines
+_ALL = ""  # key of the endpoint for all engines
 
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """One publisher.
+    """Endpoints of one publisher.
 
     Attributes:
-        events: its endpoint, as zmq has it.
-        replay: where it is asked for what was missed; None: nowhere.
+        events: endpoint of the events, in zmq's form.
+        replay: endpoint of the replay; None means no replay.
     """
 
     events: str
@@ -28,13 +28,12 @@ class KvSource:
 class KvSources:
     """The publishers of all engines.
 
-    Args:
-        events: `tcp://*:PORT`, the same port at every engine's own address, as vLLM is told it; or
-            `NAME=tcp://HOST:PORT` of one engine, which goes first.
-        replay: the replay endpoints, likewise.
+        events: `tcp://*:PORT` for the same port at every engine's address, as in vLLM's settings; or
+            `NAME=tcp://HOST:PORT` for one engine, which takes precedence.
+        replay: replay endpoints in the same form.
 
     Raises:
-        ConfigError: one is no endpoint, or there is a replay of what is not published.
+        ConfigError: an endpoint is invalid, or a replay endpoint has no events endpoint.
     """
 
     def __init__(self, events: Collection[str], replay: Collection[str]) -> None:
@@ -48,12 +47,12 @@ class KvSources:
         return bool(self._events)
 
     def check_names(self, known: Collection[str]) -> None:
-        """Raise ConfigError if an engine is named that is not among `known`."""
+        """Raise ConfigError if an endpoint names an engine that is not in `known`."""
         for name in (self._events | self._replay).keys() - {_ALL, *known}:
-            raise ConfigError(f"--kv-events names engine {name}, and there is none: {', '.join(sorted(known))}")
+            raise ConfigError(f"--kv-events names unknown engine {name}; known engines: {', '.join(sorted(known))}")
 
     def of(self, name: str, host: str) -> KvSource | None:
-        """The publisher of the engine called `name` at `host`; None: it has none."""
+        """Return the endpoints of the engine `name` at `host`, or None for an engine without KV events."""
         events = self._events.get(name, self._events.get(_ALL))
         if events is None:
             return None
@@ -72,7 +71,7 @@ def _by_engine(flag: str, given: Collection[str]) -> dict[str, str]:
         if name == _ALL and "*" not in endpoint:
             raise ConfigError(f"{flag} {text}: name the engine, NAME={endpoint}; tcp://*:PORT stands for all engines")
         if name in endpoints:
-            raise ConfigError(f"{flag} {text}: {endpoints[name]} is given twice")
+            raise ConfigError(f"{flag} {text}: {endpoints[name]} is already given for the same engines")
         endpoints[name] = endpoint
     return endpoints
 

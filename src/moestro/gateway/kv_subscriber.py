@@ -1,4 +1,4 @@
-"""The sockets of KV events: one subscription an engine, its replays, and a new connection when one has ended."""
+"""Subscriptions to KV events: the sockets of one engine's events and replays, reconnected when they end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from moestro.gateway.kv_sources import KvSource
 from moestro.routing.kv_events import KvFeed
 from moestro.web.log_limit import LogLimit
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 3.0  # between connections
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 3.0  # between connection attempts
 _CONNECT_S = 5.0
-_LOOK_S = 1.0  # at what nobody tells
-_MESSAGES_A_TURN = 64  # then the event loop gets its turn
+_LOOK_S = 1.0  # polling interval for changes without a wake-up
+_MESSAGES_A_TURN = 64  # limit per socket before control returns to the event loop
 _MAX_MESSAGE_BYTES = 64 << 20
-_MAX_QUEUED_MESSAGES = 100_000  # vLLM's own bound
+_MAX_QUEUED_MESSAGES = 100_000  # vLLM's own limit
 
 _MADE = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _ENDED = (
@@ -37,23 +37,24 @@ _SOCKET_OPTIONS = (
     (zmq.RCVHWM, _MAX_QUEUED_MESSAGES),
     (zmq.CONNECT_TIMEOUT, int(_CONNECT_S * 1000)),
     (zmq.HANDSHAKE_IVL, int(_CONNECT_S * 1000)),
-    (zmq.HEARTBEAT_IVL, 5000),  # a machine that is gone says no word of it
+    (zmq.HEARTBEAT_IVL, 5000),  # detects a machine that vanished without closing the connection
     (zmq.HEARTBEAT_TIMEOUT, 10_000),
 )
 
 
 class KvSubscription:
-    """Feeds one publisher's events, from now until it is cancelled.
+    """Passes one publisher's messages to a feed until it is cancelled.
 
     Args:
-        context: of the sockets.
-        source: where the publisher is.
-        feed: takes the messages.
-        num_forgotten: how often the router has forgotten what the engine holds; then it is told again.
-        log: Destination of log lines.
+        context: zmq context of the sockets.
+        source: endpoints of the publisher.
+        feed: receiver of the messages.
+        num_forgotten: returns how often the router has discarded the engine's blocks. After each time they are
+            reported again.
+        log: destination of log lines.
 
     Attributes:
-        lag_s: from a batch's time stamp to its arrival, of the newest that came live; the clocks are two.
+        lag_s: delay of the newest live batch from its time stamp to its arrival, seconds, across two machines' clocks.
     """
 
     def __init__(
@@ -73,20 +74,20 @@ class KvSubscription:
         self._num_told = num_forgotten()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Connect, listen and reconnect until cancelled."""
         pause_s = _FIRST_PAUSE_S
         while True:
             with contextlib.closing(_Connection(self._context, self._source)) as connection:
                 await self._listen(connection)
                 if connection.is_made:
                     pause_s = _FIRST_PAUSE_S
-                    self._log.info("ended", f"KV events from {self._source.events} have ended; connecting again")
+                    self._log.info("ended", f"the connection to KV events at {self._source.events} ended; reconnecting")
                     self.feed.stream.disconnected(time.monotonic_ns())
-            await self._sleep(pause_s * random.uniform(0.5, 1.5))  # noqa: S311 - so that routers do not come all at once
+            await self._sleep(pause_s * random.uniform(0.5, 1.5))  # noqa: S311 - routers must not reconnect all at once
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _listen(self, connection: _Connection) -> None:
-        """Until the connection ends."""
+        """Process messages and deadlines until the connection ends."""
         feed = self.feed
         while True:
             connection.wake.clear()
@@ -112,7 +113,7 @@ class KvSubscription:
                     await connection.wake.wait()
 
     def _take(self, connection: _Connection, now_ns: int) -> bool:
-        """What has come, as much as one turn allows. Returns whether there may be more."""
+        """Pass received messages to the feed, up to one turn's limit, and return whether more may be waiting."""
         if not connection.is_made:
             return False
         feed, num_taken = self.feed, 0
@@ -129,14 +130,14 @@ class KvSubscription:
         return max(num_taken, num_live) == _MESSAGES_A_TURN
 
     def _remind(self, now_ns: int) -> None:
-        """Tell the router what it has forgotten, as soon as it is sure to hold."""
+        """Report all blocks to the router again after it discarded them, once the stream is certain."""
         num_forgotten = self._num_forgotten()
         if num_forgotten != self._num_told and self.feed.stream.is_certain:
             self._num_told = num_forgotten
             self.feed.tell_again(now_ns)
 
     async def _sleep(self, seconds: float) -> None:
-        """Between two connections, when time goes on for the stream too."""
+        """Wait between two connections, while the stream's deadlines keep running."""
         end = time.monotonic() + seconds
         while (left_s := end - time.monotonic()) > 0:
             self.feed.stream.tick(time.monotonic_ns())
@@ -144,11 +145,11 @@ class KvSubscription:
 
 
 class _Connection:
-    """One connection to a publisher, and the replays asked for while it lasts.
+    """One connection to a publisher, and its replays.
 
     Attributes:
-        is_made: it stands, or stood.
-        wake: set when something may have come.
+        is_made: whether the connection was ever established.
+        wake: event that is set when a message may have arrived.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], source: KvSource) -> None:
@@ -160,7 +161,7 @@ class _Connection:
         self._give_up_s = time.monotonic() + 2 * _CONNECT_S
         self._replay: zmq.Socket[bytes] | None = None
         self._sub = self._socket(zmq.SUB)
-        # One socket is one connection, and so one process: zmq must not make another behind our back.
+        # One socket is one connection and thus one process, so zmq must not reconnect by itself.
         self._sub.setsockopt(zmq.RECONNECT_IVL, -1)
         self._sub.subscribe(b"")
         self._monitor = self._sub.get_monitor_socket(_MADE | _ENDED)
@@ -169,7 +170,7 @@ class _Connection:
         self._sub.connect(source.events)
 
     def has_ended(self) -> bool:
-        """Look at what became of the connection."""
+        """Read the socket's events, and return whether the connection has ended or was not made in time."""
         with contextlib.suppress(zmq.Again):
             while True:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
@@ -179,34 +180,34 @@ class _Connection:
         return not self.is_made and time.monotonic() > self._give_up_s
 
     def live(self) -> list[bytes] | None:
-        """A published message; None: there is none now."""
+        """Return a published message, or None without a waiting message."""
         return _received(self._sub)
 
     def ask(self, start: int) -> None:
-        """Ask for all batches from number `start` on; an answer that is still on its way is not waited for."""
+        """Request a replay of all batches from number `start` on, and abandon a previous replay."""
         self.hang_up_replay()
         if self._source.replay is None:
             return
-        # A socket of its own, so that no late answer is taken for one to this question.
+        # A new socket, so that a late reply to an earlier request is not taken for one to this request.
         self._replay = self._socket(zmq.DEALER)
         self._watch(self._replay)
         self._replay.connect(self._source.replay)
-        with contextlib.suppress(zmq.Again):  # it is not answered, then
+        with contextlib.suppress(zmq.Again):  # an unsent request expires like an unanswered one
             self._replay.send_multipart([b"", start.to_bytes(8, "big")], zmq.NOBLOCK)
-        self.wake.set()  # sending may have used up the sign that there is something to read
+        self.wake.set()  # sending may have consumed the notification of a received message
 
     def replayed(self) -> list[bytes] | None:
-        """A message of the replay; None: there is none now."""
+        """Return a message of the replay, or None without a waiting message."""
         return None if self._replay is None else _received(self._replay)
 
     def hang_up_replay(self) -> None:
-        """No more of it is wanted."""
+        """Close the replay's socket, if any."""
         if self._replay is not None:
             self._drop(self._replay)
             self._replay = None
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all sockets."""
         self.hang_up_replay()
         self._sub.disable_monitor()
         self._drop(self._monitor)

@@ -1,4 +1,4 @@
-"""KV events among what looks after an engine: which publisher is its own, and by what name its model is asked for."""
+"""Watcher for KV events: subscribes to each engine's publisher under the name of the engine's model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from moestro.gateway.fleet import Engine, Fleet
+from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.gateway.kv_sources import KvSources
 from moestro.gateway.kv_subscriber import KvSubscription
 from moestro.routing.kv_events import KvFeed, KvFeedSettings
@@ -25,13 +25,13 @@ _MAX_SOCKETS = 65536
 
 
 class KvEventsWatch:
-    """Keeps the router's exact index of an engine's cache, where that engine publishes it.
+    """Watcher that keeps the router's exact index of an engine's cache, for engines that publish KV events.
 
     Args:
-        fleet: whose router is told.
-        sources: who publishes where.
-        block_size: tokens of a block, the router's and the engines'.
-        tiers: names of the media whose blocks are hits.
+        fleet: fleet whose router receives the cache contents.
+        sources: publishers' endpoints.
+        block_size: tokens per block, equal in router and engines.
+        tiers: names of the storage media whose blocks count as hits.
     """
 
     def __init__(self, fleet: Fleet, sources: KvSources, block_size: int, tiers: tuple[str, ...]) -> None:
@@ -41,10 +41,10 @@ class KvEventsWatch:
         self._tiers = tiers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-        self._running: dict[Engine, KvSubscription] = {}
+        self._running: dict[RoutedEngine, KvSubscription] = {}
 
-    async def __call__(self, engine: Engine) -> None:
-        """Until cancelled; not at all for an engine that has no publisher."""
+    async def __call__(self, engine: RoutedEngine) -> None:
+        """Follow the engine's events until cancelled. Returns at once for an engine without a publisher."""
         source = self._sources.of(engine.name, urlsplit(engine.url).hostname or "")
         if source is None:
             return
@@ -59,21 +59,21 @@ class KvEventsWatch:
         try:
             await subscription.run()
         except Exception:
-            self._fleet.router.kv_lost(engine.row, time.monotonic_ns())  # for a while nobody listens
+            self._fleet.router.kv_lost(engine.row, time.monotonic_ns())  # events are missed until the restart
             raise
         finally:
             del self._running[engine]
 
-    def __iter__(self) -> Iterator[tuple[Engine, KvSubscription]]:
-        """What runs."""
+    def __iter__(self) -> Iterator[tuple[RoutedEngine, KvSubscription]]:
+        """Iterate over the engines with a running subscription."""
         return iter(tuple(self._running.items()))
 
     def close(self) -> None:
-        """After all have been cancelled."""
+        """Close the zmq context, after all subscriptions were cancelled."""
         self._context.destroy(linger=0)
 
-    async def _model_of(self, engine: Engine) -> str:
-        """The name that the engine lists first: its base model's. Its adapters are asked for by names of their own."""
+    async def _model_of(self, engine: RoutedEngine) -> str:
+        """Wait for the engine's model list and return its first name, the base model's; adapters have other names."""
         num_looks = 0
         while not (names := self._fleet.models.names_of(engine.row)):
             num_looks += 1

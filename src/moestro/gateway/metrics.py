@@ -1,4 +1,4 @@
-"""Counters of the router: plain numbers on the hot path, which `prometheus.py` names."""
+"""Counters of the router: plain numbers updated on the hot path and exposed by `prometheus.py`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _USAGE = re.compile(rb'"(prompt_tokens|completion_tokens|cached_tokens)"\s*:\s*(
 
 
 class EngineCounts:
-    """Totals of one engine since the router started.
+    """Cumulative counts of one engine since the router started.
 
     Attributes:
-        statuses: answers by HTTP status.
-        first_byte_s: from the arrival of a request to the first byte of its answer's body.
-        num_predicted_tokens, num_hit_tokens, num_prompt_tokens: of requests whose answers told of their prompt tokens:
-            that the engine's cache was thought to hold (as a share of the prompt, times its tokens), that it did hold,
-            and all.
-        num_transitions: changes of condition.
+        statuses: number of responses by HTTP status.
+        first_byte_s: time from a request's arrival to the first byte of its response body, seconds.
+        num_predicted_tokens, num_hit_tokens, num_prompt_tokens: predicted cached, actually cached, and all prompt
+            tokens of requests whose responses report usage. The prediction is the predicted share times the reported
+            prompt tokens.
+        num_transitions: number of changes of the engine's condition.
     """
 
     __slots__ = (
@@ -47,12 +47,12 @@ class EngineCounts:
 
 
 class Counts:
-    """What is counted of all engines together.
+    """Cumulative counts of all engines together.
 
     Attributes:
-        decision_s: time that each decision took.
-        refusals: by the error's code.
-        retries: by cause.
+        decision_s: duration of each decision, seconds.
+        refusals: number of refused requests by error code.
+        retries: number of retries by cause.
     """
 
     def __init__(self) -> None:
@@ -64,9 +64,9 @@ class Counts:
 
 
 def usage_in(tail: bytes | bytearray) -> dict[bytes, int]:
-    """Token counts in the last bytes of an answer, plain or streamed; empty where it tells none.
+    """Return the token counts in the last bytes of a response, plain or streamed; empty if it reports none.
 
-    A quotation mark inside of a JSON text is spelt with a backslash, so no generated text can pose as one of them.
+    JSON escapes quotation marks inside of strings, so generated text cannot imitate a count.
     """
     at = tail.rfind(b'"usage"')
     return {name: int(count) for name, count in _USAGE.findall(tail, at)} if at >= 0 else {}

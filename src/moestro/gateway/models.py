@@ -1,11 +1,11 @@
-"""Which models the engines serve, and the merged list of them that clients get."""
+"""Models of the engines, and their merged list for clients."""
 
 from __future__ import annotations
 
 import msgspec
 
 _NONE: frozenset[int] = frozenset()
-_MAX_MODELS = 10_000  # of one engine; a longer list is not one
+_MAX_MODELS = 10_000  # limit per engine; further entries are ignored
 
 
 class _Listed(msgspec.Struct):
@@ -17,14 +17,14 @@ class _Id(msgspec.Struct):
 
 
 class Models:
-    """The cards of `/v1/models`, by engine, as the engines wrote them."""
+    """The model cards of `/v1/models` by engine, as the engines wrote them."""
 
     def __init__(self) -> None:
         self._cards: dict[int, dict[str, bytes]] = {}
         self._excluded: dict[str, frozenset[int]] = {}
 
     def learn(self, row: int, body: bytes) -> None:
-        """An engine listed its models; what is no such list changes nothing."""
+        """Store an engine's model list. A malformed list is ignored."""
         try:
             raws = msgspec.json.decode(body, type=_Listed).data[:_MAX_MODELS]
             cards = {msgspec.json.decode(raw, type=_Id).id: bytes(raw) for raw in raws}
@@ -35,30 +35,30 @@ class Models:
             self._index()
 
     def forget(self, row: int) -> None:
-        """An engine is gone."""
+        """Drop the models of a removed engine."""
         if self._cards.pop(row, None) is not None:
             self._index()
 
     def excluded(self, model: str | None) -> frozenset[int]:
-        """Rows that are known not to serve `model`, if any is known to; a model that nobody knows may be anywhere."""
+        """Return the rows known not to serve `model`. The set is empty for a model that no engine lists."""
         return self._excluded.get(model, _NONE) if model is not None else _NONE
 
     @property
     def are_alike(self) -> bool:
-        """Every engine serves what every other does, as far as is known."""
+        """Whether all engines serve the same models, as far as known."""
         return not self._excluded
 
     def names_of(self, row: int) -> tuple[str, ...]:
-        """What one engine serves."""
+        """Return the names of the models that one engine serves."""
         return tuple(self._cards.get(row, {}))
 
     def listed(self) -> bytes:
-        """The body of `GET /v1/models`: each name once."""
+        """Return the body of `GET /v1/models`, with each name once."""
         cards = self._merged()
         return b'{"object":"list","data":[%b]}' % b",".join(cards[name] for name in sorted(cards))
 
     def card(self, name: str) -> bytes | None:
-        """The body of `GET /v1/models/NAME`."""
+        """Return the body of `GET /v1/models/NAME`, or None for an unknown model."""
         return self._merged().get(name)
 
     def _merged(self) -> dict[str, bytes]:

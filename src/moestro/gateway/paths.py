@@ -1,4 +1,4 @@
-"""Which paths clients can reach, and by which methods. Each path has one spelling, so the list holds."""
+"""Paths and methods that clients can reach. Each path has one spelling, so that the list cannot be bypassed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import unquote
 Methods = frozenset[bytes]
 
 _READ: Methods = frozenset({b"GET", b"HEAD"})
-# A browser's preflight is the engine's to answer: CORS is configured there.
+# Engines answer a browser's preflight, because CORS is configured there.
 _POST: Methods = frozenset({b"POST", b"OPTIONS"})
 _READ_OF_ENGINE = _READ | {b"OPTIONS"}
 _ALL = _READ | _POST | {b"PUT", b"PATCH", b"DELETE"}
@@ -18,16 +18,16 @@ _ALL = _READ | _POST | {b"PUT", b"PATCH", b"DELETE"}
 # Paths that the router answers itself.
 OWN_PATHS: dict[str, Methods] = {
     "/health": _READ,
-    "/ping": _READ | {b"POST"},  # SageMaker's
+    "/ping": _READ | {b"POST"},  # SageMaker's health check
     "/ready": _READ,
     "/readyz": _READ,
     "/version": _READ,
     "/metrics": _READ,
     "/v1/models": _READ,
 }
-MODELS = "/v1/models/"  # the tree of the models' cards, which the router answers too
-# Paths of vLLM's, SGLang's and Moestro's that answer prompts or describe the model. What changes, stops, traces or
-# describes the process is not in it.
+MODELS = "/v1/models/"  # prefix of the model cards, which the router answers too
+# Paths of vLLM, SGLang and Moestro that answer prompts or describe the model. Paths that change, stop, trace or
+# describe the process are left out.
 _ENGINE_PATHS: dict[str, Methods] = {
     **dict.fromkeys(
         (
@@ -46,18 +46,18 @@ _ENGINE_PATHS: dict[str, Methods] = {
 _ENGINE_TREES: dict[str, Methods] = {"/v1/responses/": _READ_OF_ENGINE | {b"POST", b"DELETE"}}
 _TREE_MARK = "/*"  # at the end of an --open-path
 
-# Segments that are not empty and not "." or "..", of characters that no server decodes, drops or splits at.
+# Segments other than "", "." and "..", made of characters that no server decodes, drops or splits at.
 _SEGMENT = rb"/(?!\.{1,2}(?:/|\Z))(?:[A-Za-z0-9._~!$&'()*+,=:@-]%b)+"
 _PLAIN = re.compile(b"/|(?:%b)+" % (_SEGMENT % b""))
 _MODEL = re.compile(b"/v1/models(?:%b)+" % (_SEGMENT % b"|%[0-9A-Fa-f]{2}"))
 
 
 class Route(NamedTuple):
-    """What is done with a path.
+    """Handling of a path.
 
     Attributes:
-        methods: Those that it answers.
-        is_own: Whether the router answers it; otherwise an engine does.
+        methods: allowed methods.
+        is_own: whether the router answers the path; otherwise an engine does.
     """
 
     methods: Methods
@@ -65,10 +65,10 @@ class Route(NamedTuple):
 
 
 class Routes:
-    """All paths that exist here.
+    """All paths that the router accepts.
 
     Args:
-        opened: Paths that the operator adds, `/PATH` or `/TREE/*`. The router's own cannot be taken away.
+        opened: paths added by the operator, `/PATH` or `/TREE/*`. The router's own paths cannot be replaced.
     """
 
     def __init__(self, opened: Iterable[str] = ()) -> None:
@@ -84,7 +84,7 @@ class Routes:
         self._trees += [(tree, Route(methods, is_own=False)) for tree, methods in trees.items()]
 
     def find(self, path: str) -> Route | None:
-        """Return the route of a plain path; None means that no such path exists."""
+        """Return the route of a plain path; None means no such path."""
         found = self._exact.get(path)
         if found is None:
             found = next((route for tree, route in self._trees if path.startswith(tree)), None)
@@ -94,7 +94,7 @@ class Routes:
 def plain_path(target: bytes) -> str:
     """Return the path of a request's target, without the query; empty if two servers could read it in different ways.
 
-    Escapes are allowed in the names of models alone (`x%2Fy`). They are decoded here, once, and are never sent on.
+    Escapes are allowed only in model names (`x%2Fy`). They are decoded here, once, and are never forwarded.
     """
     path = target.partition(b"?")[0]
     if b"#" in target:
@@ -105,7 +105,7 @@ def plain_path(target: bytes) -> str:
 
 
 def can_be_opened(path: str) -> bool:
-    """Return whether `path` can be an `--open-path`: clients can ask for it, and the router does not answer it."""
+    """Return whether `path` is a valid `--open-path`: clients can request it, and the router does not answer it."""
     path = path.removesuffix(_TREE_MARK)
     return (
         bool(_PLAIN.fullmatch(path.encode()))

@@ -1,4 +1,4 @@
-"""What the proxy counted, in Prometheus' text form."""
+"""Prometheus metrics of the router."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moestro.gateway.fleet import Engine, Fleet
+from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.gateway.metrics import Counts, EngineCounts
 from moestro.routing.breaker import BreakerState
 from moestro.routing.health import Condition
@@ -32,19 +32,19 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineCounts], float]], ...] =
 
 
 class RouteCollector(Collector):
-    """Makes Prometheus' families of our numbers, at every scrape."""
+    """Exposes the router's counters as Prometheus metric families."""
 
     def __init__(self, fleet: Fleet, counts: Counts) -> None:
         self._fleet = fleet
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all figures as they are now."""
+        """Yield all families with their current values."""
         engines = list(self._fleet)
         yield from self._of_engines(engines)
         yield from self._of_all(engines)
 
-    def _of_engines(self, engines: list[Engine]) -> Iterator[Metric]:
+    def _of_engines(self, engines: list[RoutedEngine]) -> Iterator[Metric]:
         router = self._fleet.router
         for name, text, of_counts in _ENGINE_COUNTERS:
             family = CounterMetricFamily(f"moestro:route_{name}", text, labels=("engine",))
@@ -72,7 +72,7 @@ class RouteCollector(Collector):
             first.add_metric((engine.name,), buckets(engine.counts.first_byte_s), engine.counts.first_byte_s.total)
         yield from (condition, answers, first)
 
-    def _of_all(self, engines: list[Engine]) -> Iterator[Metric]:
+    def _of_all(self, engines: list[RoutedEngine]) -> Iterator[Metric]:
         counts, router = self._counts, self._fleet.router
         yield CounterMetricFamily("moestro:route_requests", "Requests for engines.", value=counts.num_requests)
         for name, text, by_reason in (
@@ -94,13 +94,13 @@ class RouteCollector(Collector):
         yield decision
 
 
-def imbalance(fleet: Fleet, engines: Iterable[Engine]) -> float:
-    """Most requests in flight on an engine in rotation over their mean; 1 where nothing is in flight."""
+def imbalance(fleet: Fleet, engines: Iterable[RoutedEngine]) -> float:
+    """Return the maximum over the mean of requests in flight on engines in rotation; 1 without any request."""
     loads = [fleet.router.num_in_flight_on(e.row) for e in engines if fleet.router.is_routable(e.row)]
     return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
 
 
-def _gauge(name: str, text: str, values: Iterable[tuple[Engine, float]]) -> Metric:
+def _gauge(name: str, text: str, values: Iterable[tuple[RoutedEngine, float]]) -> Metric:
     family = GaugeMetricFamily(f"moestro:route_{name}", text, labels=("engine",))
     for engine, value in values:
         family.add_metric((engine.name,), value)

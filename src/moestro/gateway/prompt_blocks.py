@@ -1,4 +1,4 @@
-"""How a prompt becomes the names of its blocks. Without a tokenizer here; `exact.py` has one."""
+"""Readers of prompts: turn a prompt into block hashes. `tokenized_blocks.py` contains the reader with a tokenizer."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from functools import partial
 
 from moestro.core.request import Request
 from moestro.gateway.http_headers import Incoming
-from moestro.gateway.request_body import BYTES_PER_TOKEN, Asked, request_from_text
+from moestro.gateway.request_body import BYTES_PER_TOKEN, RequestBody, request_from_text
 from moestro.text.thread_pool import PrepareThreads
 
-MAX_INLINE_BYTES = 256 << 10  # read and hashed in about a millisecond
-Prepare = Callable[[Asked, Incoming, int], Request]  # what is asked, the whole request, now_ns
+MAX_INLINE_BYTES = 256 << 10  # parsed and hashed in about a millisecond
+Prepare = Callable[[RequestBody, Incoming, int], Request]  # (parsed body, complete request, now_ns) -> routed request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """How prompts are read.
+class PromptReader:
+    """Method of reading prompts.
 
     Attributes:
-        prepare: makes the request that the router decides by.
-        block_tokens: tokens of one block, or about as many.
-        words: how prompts are compared, for the operator.
-        max_inline_bytes: the largest body that is read on the event loop; larger ones are read on threads.
-        threads: started when first needed.
+        prepare: makes the request by which the router decides.
+        block_tokens: tokens per block, exact or estimated.
+        words: method of comparing prompts, in words for the operator.
+        max_inline_bytes: largest body read on the event loop, bytes; larger bodies are read on threads.
+        threads: thread pool, started at first use.
     """
 
     prepare: Prepare
@@ -34,9 +34,9 @@ class Reading:
     threads: PrepareThreads = field(default_factory=PrepareThreads)
 
 
-def text_reading(block_bytes: int) -> Reading:
-    """Prompts as text, in blocks of `block_bytes`."""
-    return Reading(
+def text_prompt_reader(block_bytes: int) -> PromptReader:
+    """Make a reader that compares prompts as text, in blocks of `block_bytes`."""
+    return PromptReader(
         prepare=partial(request_from_text, block_bytes=block_bytes),
         block_tokens=max(1, block_bytes // BYTES_PER_TOKEN),
         words=f"as text, in blocks of {block_bytes} bytes",

@@ -1,4 +1,4 @@
-"""What each path is: answered here, sent on to an engine, or unknown."""
+"""Proxy: answers a client's request in the router, sends it to an engine, or refuses it, depending on its path."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from moestro.core.request import Request
 from moestro.errors import DrainingError, RequestError, shown
 from moestro.gateway.answering import Answering
 from moestro.gateway.downstream import ClientConnection, ClientConnections
-from moestro.gateway.exchange import Exchange, Shared
+from moestro.gateway.exchange import Exchange, ExchangeContext
 from moestro.gateway.http_headers import Incoming, RequestHead, own_head, plain_id
 from moestro.gateway.paths import MODELS, Routes
-from moestro.gateway.prompt_blocks import Reading
+from moestro.gateway.prompt_blocks import PromptReader
 from moestro.gateway.request_body import read
 from moestro.web.access import UNLIMITED, Access
 from moestro.web.errors import AuthenticationError, HttpError, InternalError, UnknownModelError
@@ -30,22 +30,27 @@ logger = logging.getLogger(__name__)
 
 
 class Proxy:
-    """Answers clients.
+    """Handles clients' requests.
 
     Args:
-        access: who may enter; probes need no key.
-        routes: which paths exist.
-        metrics: the text of `/metrics`.
+        access: Keys, limits and CORS. Probes need no key.
+        routes: Paths that clients can reach.
+        metrics: Returns the text of `/metrics`.
 
     Attributes:
-        is_draining: nothing new is taken.
+        is_draining: Whether new requests for engines are refused. Callers may set it at any time.
     """
 
     def __init__(
-        self, shared: Shared, reading: Reading, access: Access, routes: Routes, metrics: Callable[[], bytes]
+        self,
+        shared: ExchangeContext,
+        prompt_reader: PromptReader,
+        access: Access,
+        routes: Routes,
+        metrics: Callable[[], bytes],
     ) -> None:
         self._shared = shared
-        self._reading = reading
+        self._prompt_reader = prompt_reader
         self._access = access
         self._has_rules = access.cors is not None or access.limits.is_on
         self._routes = routes
@@ -56,10 +61,10 @@ class Proxy:
         self._work: set[asyncio.Task[None]] = set()
         self.is_draining = False
 
-    # --- the connections' calls
+    # --- called by the connections
 
     def refuses(self, head: RequestHead) -> RequestError | None:
-        """Return the error for a request that lacks its key."""
+        """Return an authentication error for a request without a valid key, otherwise None."""
         if head.path in PROBES or (self._access.cors is not None and _is_preflight(head)):
             return None
         try:
@@ -69,13 +74,13 @@ class Proxy:
         return None
 
     def refused(self, error: RequestError, address: str) -> None:
-        """Count a request that is refused before it is read to its end, and log it at a bounded rate."""
+        """Count a request that is refused before it is complete, and log the refusal at a bounded rate."""
         code = error.code or error.error_type
         self._shared.counts.refusals[code] += 1
         self._log.info(code, f"a request from {address} is refused with {error.http_status}: {error.message}")
 
     def handle(self, client: ClientConnection, incoming: Incoming) -> Answering | None:
-        """Answer now, or return who will."""
+        """Answer the request now and return None, or return the exchange that will answer it."""
         incoming.request_id = self._request_id(incoming)
         path, method = incoming.head.path, incoming.head.method
         try:
@@ -104,10 +109,10 @@ class Proxy:
         return self._access.key_of(named.get(b"authorization", b""), named.get(b"x-api-key", b""))
 
     def _is_preflight_answered(self, client: ClientConnection, incoming: Incoming) -> bool:
-        """Answer a preflight, and count any other request.
+        """Answer a preflight, or count another request against its limit.
 
         Raises:
-            RequestError: The page may not ask so, or the client has sent as many requests as it may.
+            RequestError: The page's origin is not allowed, or the client has exceeded its request limit.
         """
         head, cors, limits = incoming.head, self._access.cors, self._access.limits
         if cors is not None and _is_preflight(head):
@@ -132,7 +137,7 @@ class Proxy:
             incoming.on_over = partial(limits.leave, key)
         exchange = Exchange(self._shared, client, incoming)
         try:
-            if len(incoming.body) <= self._reading.max_inline_bytes:
+            if len(incoming.body) <= self._prompt_reader.max_inline_bytes:
                 exchange.start(*self._read(incoming, time.monotonic_ns()))
             else:
                 task = asyncio.get_running_loop().create_task(self._read_and_start(exchange, incoming))
@@ -145,20 +150,20 @@ class Proxy:
         return exchange
 
     def _read(self, incoming: Incoming, now_ns: int) -> tuple[Request, str | None]:
-        """What the router decides by, and the model that is asked for."""
+        """Return the request by which the router decides, and the model that the body names."""
         asked = read(incoming.body)
-        return self._reading.prepare(asked, incoming, now_ns), asked.model
+        return self._prompt_reader.prepare(asked, incoming, now_ns), asked.model
 
     async def _read_and_start(self, exchange: Exchange, incoming: Incoming) -> None:
         now_ns = time.monotonic_ns()
         try:
-            exchange.start(*await self._reading.threads.run(lambda: self._read(incoming, now_ns)))
+            exchange.start(*await self._prompt_reader.threads.run(lambda: self._read(incoming, now_ns)))
         except RequestError as error:
             exchange.refuse(error)
         except Exception:
             exchange.fail()
 
-    # --- here
+    # --- answered by the router
 
     def _answer_here(self, client: ClientConnection, incoming: Incoming, path: str) -> None:
         if path in PROBES:
@@ -192,7 +197,7 @@ class Proxy:
         client.refuse(error, _id_line(incoming) + added)
 
     def _request_id(self, incoming: Incoming) -> str:
-        """The client's own, if it is short, plain and not in use; otherwise a new one."""
+        """Return the client's request id if it is short, plain and unused, otherwise a new one."""
         given = incoming.head.named.get(b"x-request-id")
         if given is None or (plain := plain_id(given)) is None:
             return f"{self._prefix}{next(self._serial):x}"
@@ -200,12 +205,12 @@ class Proxy:
 
 
 def _is_preflight(head: RequestHead) -> bool:
-    """Whether a browser asks if a page may ask."""
+    """Return whether the request is a CORS preflight."""
     return head.method == b"OPTIONS" and b"origin" in head.named and b"access-control-request-method" in head.named
 
 
 def _not_found(path: str) -> HttpError:
-    text = f"There is no {shown(path)} here. Paths are compared letter by letter; --open-path opens others of engines."
+    text = f"The path {shown(path)} is unknown. Paths are compared exactly; --open-path adds paths of engines."
     return HttpError(404, text, "not_found")
 
 
@@ -213,8 +218,8 @@ def _id_line(incoming: Incoming) -> bytes:
     return b"X-Request-Id: %b\r\n" % incoming.request_id.encode()
 
 
-async def sweep_forever(shared: Shared, clients: ClientConnections, interval_s: float) -> None:
-    """Look at everything that has a deadline, again and again."""
+async def sweep_forever(shared: ExchangeContext, clients: ClientConnections, interval_s: float) -> None:
+    """Expire exchanges and connections whose deadline has passed, at every interval."""
     pauses = PauseMeter(time.monotonic_ns(), int(2 * interval_s * 1e9))
     while True:
         await asyncio.sleep(interval_s)
@@ -226,8 +231,8 @@ async def sweep_forever(shared: Shared, clients: ClientConnections, interval_s: 
             logger.exception("the check of time limits failed; it continues")
 
 
-def _forgive(shared: Shared, clients: ClientConnections, pause_ns: int) -> None:
-    """This process stood still: engines and clients have as much time left as they had before."""
+def _forgive(shared: ExchangeContext, clients: ClientConnections, pause_ns: int) -> None:
+    """Extend all deadlines by the time for which this process was stopped."""
     now_ns = time.monotonic_ns()
     for exchange in shared.active.values():
         exchange.deadline_s += pause_ns * 1e-9
@@ -236,7 +241,7 @@ def _forgive(shared: Shared, clients: ClientConnections, pause_ns: int) -> None:
         engine.health.paused(pause_ns, now_ns)
 
 
-def _sweep(shared: Shared, clients: ClientConnections) -> None:
+def _sweep(shared: ExchangeContext, clients: ClientConnections) -> None:
     now_ns = time.monotonic_ns()
     now_s = now_ns * 1e-9
     for exchange in [exchange for exchange in shared.active.values() if exchange.deadline_s < now_s]:

@@ -1,4 +1,4 @@
-"""`moestro replay`: are the decisions of a record made again as they were?"""
+"""`moestro replay`: checks whether a record's decisions are reproduced."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from moestro.routing.replay import replay
 
 
 def replay_record(record: Path, console: Console) -> bool:
-    """Make every decision of a `moestro route --record` again, and print how many came out as they were, the first that
-    did not, and what the scores said against the choices.
+    """Replay every decision of a `moestro route --record`, and print how many are reproduced.
+
+    The output also shows the first difference, and how often another engine had a better score.
 
     Returns:
-        Whether all came out as they were.
+        Whether all decisions are reproduced.
 
     Raises:
-        ConfigError: it is no record, or has no decision.
+        ConfigError: the file is no record, or contains no decision.
     """
     num_decisions = num_equal = 0
     regrets: list[float] = []
@@ -38,13 +39,13 @@ def replay_record(record: Path, console: Console) -> bool:
     except OSError as error:
         raise ConfigError(f"{record} cannot be read: {error.strerror}") from None
     if not num_decisions:
-        raise ConfigError(f"{record} has no decision in it")
-    console.print(f"{num_equal:,} of {num_decisions:,} decisions came out as they were")
+        raise ConfigError(f"{record} contains no decision")
+    console.print(f"{num_equal:,} of {num_decisions:,} decisions are reproduced")
     if first is not None:
         was, again = first
-        console.print(f"the first that did not: request [bold]{escape(was.request.request_id)}[/bold]")
-        console.print(f"  was: {_told(was)}")
-        console.print(f"  is:  {_told(again)}")
+        console.print(f"first difference: request [bold]{escape(was.request.request_id)}[/bold]")
+        console.print(f"  recorded: {_told(was)}")
+        console.print(f"  replayed: {_told(again)}")
     _tell_regrets(regrets, console)
     return num_equal == num_decisions
 
@@ -53,11 +54,11 @@ def _tell_regrets(regrets: list[float], console: Console) -> None:
     passed_over = [regret for regret in regrets if regret > 0]
     if passed_over:
         console.print(
-            f"{len(passed_over):,} of {len(regrets):,} passed over an engine that scored better,"
+            f"{len(passed_over):,} of {len(regrets):,} decisions ignored an engine with a better score,"
             f" by {max(passed_over):,.6g} at most"
         )
     elif regrets:
-        console.print(f"none of {len(regrets):,} passed over an engine that scored better")
+        console.print(f"none of {len(regrets):,} decisions ignored an engine with a better score")
 
 
 def _told(entry: Submitted) -> str:

@@ -1,5 +1,6 @@
-"""What a router reads of a request's body: the few fields that say where it should go. It never judges a body: what it
-cannot read goes to an engine as it is, which knows better what to say about it.
+"""Reads the few fields of a request's body that routing needs.
+
+The router never rejects a body. An unreadable body is sent to an engine unchanged, which reports the error.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from moestro.core.request import Request, SamplingParams
 from moestro.gateway.http_headers import Incoming
 from moestro.web.json_elements import MAX_ELEMENTS, has_many_elements
 
-BYTES_PER_TOKEN = 4  # of English text and common tokenizers; a unit of load and hits, not a measurement
+BYTES_PER_TOKEN = 4  # typical for English text; a unit of load and hits, not a measurement
 DEFAULT_MAX_TOKENS = 16
-_MAX_AFFINITY_CHARS = 256  # of names that clients make up
-ABSENT = msgspec.Raw()  # a Raw cannot be in a union: null is one as well
+_MAX_AFFINITY_CHARS = 256  # limit of session and user names
+ABSENT = msgspec.Raw()  # marks a missing field, because a Raw cannot be in a union; null is a Raw too
 
 
 class MessagePart(msgspec.Struct):
@@ -26,7 +27,7 @@ class MessagePart(msgspec.Struct):
     image_url: msgspec.Raw = ABSENT
 
 
-class Said(msgspec.Struct):
+class BodyMessage(msgspec.Struct):
     """One message of a chat."""
 
     role: str
@@ -36,13 +37,14 @@ class Said(msgspec.Struct):
     tool_calls: msgspec.Raw = ABSENT
 
 
-class Asked(msgspec.Struct):
-    """The fields that are looked at, of all of the APIs that begin with a prompt: OpenAI's completions, chats and
-    responses, Anthropic's messages, SGLang's generate.
+class RequestBody(msgspec.Struct):
+    """Fields that the router reads, of all APIs that take a prompt.
+
+    These are OpenAI's completions, chats and responses, Anthropic's messages and SGLang's generate.
     """
 
     model: str | None = None
-    messages: list[Said] | None = None
+    messages: list[BodyMessage] | None = None
     prompt: msgspec.Raw = ABSENT
     input: msgspec.Raw = ABSENT
     text: msgspec.Raw = ABSENT
@@ -59,22 +61,22 @@ class Asked(msgspec.Struct):
     priority: int | None = None
 
 
-NOTHING = Asked()
-_decode = msgspec.json.Decoder(Asked).decode
-_decode_messages = msgspec.json.Decoder(list[Said]).decode
+NOTHING = RequestBody()
+_decode = msgspec.json.Decoder(RequestBody).decode
+_decode_messages = msgspec.json.Decoder(list[BodyMessage]).decode
 _decode_but_messages = msgspec.json.Decoder(
     msgspec.defstruct(
-        "AskedButMessages",
+        "RequestBodyWithoutMessages",
         [
             (field.name, msgspec.Raw, ABSENT) if field.name == "messages" else (field.name, field.type, field.default)
-            for field in msgspec.structs.fields(Asked)
+            for field in msgspec.structs.fields(RequestBody)
         ],
     )
 ).decode
 
 
-def read(body: bytes) -> Asked:
-    """What a body asks for; `NOTHING` where that cannot be read."""
+def read(body: bytes) -> RequestBody:
+    """Parse the fields of a body; `NOTHING` for an unreadable body."""
     if not body:
         return NOTHING
     try:
@@ -83,30 +85,30 @@ def read(body: bytes) -> Asked:
         return NOTHING
 
 
-def _read_large(body: bytes) -> Asked:
+def _read_large(body: bytes) -> RequestBody:
     """Read a body that may have more elements than can be decoded quickly.
 
-    A chat of too many elements counts as a prompt that is its JSON as spelt; decoding it would stop all streams.
+    A chat with too many elements counts as a prompt of its raw JSON, because decoding it would stop all streams.
     """
     fields = msgspec.structs.asdict(_decode_but_messages(body))
     messages = fields.pop("messages")
     if not is_given(messages):
-        return Asked(**fields)
+        return RequestBody(**fields)
     if has_many_elements(messages):
-        return Asked(**fields | {"prompt": messages})
-    return Asked(**fields, messages=_decode_messages(messages))
+        return RequestBody(**fields | {"prompt": messages})
+    return RequestBody(**fields, messages=_decode_messages(messages))
 
 
 def is_given(raw: msgspec.Raw) -> bool:
-    """Whether a field was there, and was not null."""
+    """Return whether a field is present and not null."""
     return raw is not ABSENT and bytes(raw) != b"null"
 
 
-def plain_text(asked: Asked) -> bytes:
-    """The prompt as one text: what templates write first (tools, instructions) first, then roles and contents.
+def plain_text(asked: RequestBody) -> bytes:
+    """Return the prompt as one text in the order of templates: tools and instructions, then roles and contents.
 
-    Two prompts that begin alike have texts that begin alike; it is not the text that the engine's template writes.
-    Token ids stay as they are spelt.
+    Prompts with a common prefix have texts with a common prefix. The text differs from the engine's template. Token ids
+    stay in their JSON form.
     """
     messages = asked.messages
     if messages is None:
@@ -126,16 +128,16 @@ def plain_text(asked: Asked) -> bytes:
     return b"\n".join([*[bytes(raw) for raw in raws if is_given(raw)], said])
 
 
-def request_from_text(asked: Asked, incoming: Incoming, now_ns: int, block_bytes: int) -> Request:
-    """What the router decides by, without a tokenizer: blocks of text, and tokens by the length of it."""
+def request_from_text(asked: RequestBody, incoming: Incoming, now_ns: int, block_bytes: int) -> Request:
+    """Make the request by which the router decides from text blocks, with a token count estimated from the length."""
     text = plain_text(asked)
     key = prompt_key(asked.model, asked.cache_salt)
     num_tokens = max(1, (len(text) or len(incoming.body)) // BYTES_PER_TOKEN)
     return make_request(asked, incoming, now_ns, (num_tokens, key, hash_text(key, text, block_bytes)))
 
 
-def make_request(asked: Asked, incoming: Incoming, now_ns: int, prompt: tuple[int, bytes, bytes]) -> Request:
-    """The request that a policy sees; `prompt`: its tokens, the key of its blocks' names, and these."""
+def make_request(asked: RequestBody, incoming: Incoming, now_ns: int, prompt: tuple[int, bytes, bytes]) -> Request:
+    """Make the request for the policy. `prompt` is (number of tokens, hash key, packed block hashes)."""
     num_tokens, key, block_hashes = prompt
     named, user = incoming.head.named, asked.user
     limit = asked.max_completion_tokens or asked.max_tokens or asked.max_output_tokens or DEFAULT_MAX_TOKENS
@@ -156,11 +158,11 @@ def make_request(asked: Asked, incoming: Incoming, now_ns: int, prompt: tuple[in
 
 @lru_cache(maxsize=4096)
 def prompt_key(model: str | None, salt: str | None) -> bytes:
-    """The key under which a prompt's blocks are named."""
+    """Return the key under which a prompt's blocks are hashed."""
     return hash_key(model or "", None, salt)
 
 
-def _said(message: Said) -> str:
+def _said(message: BodyMessage) -> str:
     content = message.content
     if not isinstance(content, str):
         content = "".join([part.text or _spelt(part.image_url) for part in content or ()])
@@ -173,7 +175,7 @@ def _spelt(raw: msgspec.Raw) -> str:
 
 
 def _unquoted(raw: bytes) -> bytes:
-    """A JSON string's text. Of anything else, such as lists of texts or of token ids, the JSON serves as well."""
+    """Return the text of a JSON string. Other JSON, such as lists of texts or token ids, is returned unchanged."""
     if not raw.startswith(b'"'):
         return raw
     try:
@@ -184,5 +186,5 @@ def _unquoted(raw: bytes) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _sampling(max_tokens: int) -> SamplingParams:
-    """Of all that shapes an answer a router looks at its length alone."""
+    """Return sampling parameters with only the output limit, which is all that the router uses."""
     return SamplingParams(max_tokens=min(max(0, max_tokens), 1 << 31))

@@ -1,4 +1,4 @@
-"""Reads the requests of one client connection, whole, from the bytes that arrive. No sockets, no clock."""
+"""Reads complete requests from the bytes of one client connection, without sockets or a clock."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from moestro.errors import BusyError, RequestError
 from moestro.gateway.client_limits import ClientLimits
-from moestro.gateway.header_cache import KnownHeads
+from moestro.gateway.header_cache import HeaderCache
 from moestro.gateway.http_headers import MAX_HEAD_BYTES, Headers, Incoming, RequestHead, fault_of, size_of
 from moestro.web.errors import HttpError, too_large
 
-_SMALL_BYTES = 64 << 10  # Of each body, these are not counted: large bodies never crowd out ordinary requests.
-# A head with one of these is not remembered: it is one of its kind, or asks for more than to be read.
+_SMALL_BYTES = (
+    64 << 10
+)  # Part of each body that is not counted, so that large bodies never crowd out ordinary requests.
+# Heads with one of these are not cached: each is unique, or needs more than reading.
 _ONCE_ONLY = frozenset({b"x-request-id", b"traceparent", b"transfer-encoding", b"expect"})
 _UNREADABLE = RequestHead(b"GET", b"", [], {}, is_last=True)
 
@@ -24,13 +26,13 @@ class ReaderHost(Protocol):
     """State that the readers of all connections share.
 
     Attributes:
-        limits: Bounds of every connection.
-        known: Heads of requests that are answered without parsing them again.
-        num_held_bytes: Bytes of bodies beyond what is small.
+        limits: Limits of every connection.
+        known: Cached heads of requests, which need no parsing.
+        num_held_bytes: Bytes of bodies beyond the first 64 KiB of each.
     """
 
     limits: ClientLimits
-    known: KnownHeads[RequestHead]
+    known: HeaderCache[RequestHead]
     num_held_bytes: int
 
     @property
@@ -38,24 +40,24 @@ class ReaderHost(Protocol):
         """Number of open connections."""
 
     def refuses(self, head: RequestHead) -> RequestError | None:
-        """Return the error for a request whose body has not come yet; None admits every head of the same bytes."""
+        """Return the error for a request whose body has not arrived; None admits every head with the same bytes."""
 
 
 class RequestReader:
-    """Reads requests, and finds the first thing that is wrong with them.
+    """Reads requests and finds the first fault in them.
 
     Args:
         host: State that all readers share.
-        on_head: Called when a head is read, before its body is.
+        on_head: Callback after a head is read, before its body.
 
     Attributes:
         address: Address of the client.
         head: Head of the newest request.
-        ready: Requests that are read and not answered.
-        refusal: Error that ends the connection; None means that everything so far was acceptable.
-        is_between: Whether no byte of a next request has been read.
-        is_in_head: Whether the end of a head is due, not that of a body.
-        wants_continue: Whether the client sends its body only after an interim response.
+        ready: Complete requests that are not answered yet.
+        refusal: Error that ends the connection; None means no error so far.
+        is_between: Whether the reader is between two requests.
+        is_in_head: Whether the reader expects the end of a head, not of a body.
+        wants_continue: Whether the client waits for "100 Continue" before it sends the body.
     """
 
     def __init__(self, host: ReaderHost, on_head: Callable[[], None]) -> None:
@@ -65,12 +67,12 @@ class RequestReader:
         self._parser = HttpRequestParser(self)
         self._headers: Headers = []
         self._target = b""
-        self._body: bytes | bytearray = b""  # As it came, where it came in one piece.
-        self._first_read = b""  # What the current request began with, if it began a read.
+        self._body: bytes | bytearray = b""  # A single piece is kept as received.
+        self._first_read = b""  # First read of the current request, if the request began it.
         self._num_body_bytes = 0
         self._num_held_bytes = 0
-        self._num_between_bytes = 0  # Read since the last byte of a body: of a head, between chunks, of trailers.
-        self._num_read_bytes = 0  # Since the head, or since the request before; not those in the read of the head.
+        self._num_between_bytes = 0  # Read since the last byte of a body: heads, chunk framing, trailers.
+        self._num_read_bytes = 0  # Read since the head or the previous request, without the read that ended the head.
         self._num_trailer_bytes = 0
         self.address = ""
         self.head = _UNREADABLE
@@ -80,7 +82,7 @@ class RequestReader:
         self.wants_continue = False
 
     def find_known(self, data: bytes) -> Incoming | None:
-        """Return a whole, small request that begins as an earlier one did; None means that `data` must be parsed."""
+        """Return a complete small request with a cached head; None means that `data` must be parsed."""
         if not self.is_between:
             return None
         found = self._host.known.find(data)
@@ -92,40 +94,40 @@ class RequestReader:
         return Incoming(head, data[begin:], self.address)
 
     def feed(self, data: bytes, *, is_one_read: bool) -> None:
-        """Parse `data`; what is whole goes to `ready`, and the first error to `refusal`.
+        """Parse `data`. Complete requests go to `ready`, and the first error to `refusal`.
 
         Args:
             is_one_read: Whether `data` came in one read, so that a head at its beginning can be remembered.
         """
         self._first_read = data if is_one_read and self.is_between else b""
-        self._num_between_bytes += len(data)  # Too many, where some of a body comes with them; then it is forgotten.
+        self._num_between_bytes += len(data)  # Counts too much if `data` contains body bytes, which reset the count.
         self._num_read_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except HttpParserUpgrade:
-            pass  # It was refused with its head: the parser takes its body for what follows an upgrade.
+            pass  # The head was refused already; the parser mistakes the body for upgraded data.
         except HttpParserError as error:
             self.refusal = self.refusal or HttpError(400, f"Malformed HTTP: {error}.", "bad_request")
-        # Chunks may be framed in 64 KiB and as many bytes as they carry: those of 6 bytes and more, however many.
+        # Framing may take 64 KiB plus the size of the body, which allows any number of chunks of 6 bytes and more.
         if self._num_between_bytes > MAX_HEAD_BYTES or self._num_read_bytes > MAX_HEAD_BYTES + 2 * self._num_body_bytes:
             self.refusal = self.refusal or _head_too_large()
         self._first_read = b""
 
     def release(self, incoming: Incoming) -> None:
-        """Drop the body of a request that needs it no more."""
+        """Drop the body of a request that no longer needs it."""
         body, incoming.body = incoming.body, b""
         if len(body) > _SMALL_BYTES:
             self._release_bytes(len(body) - _SMALL_BYTES)
 
     def release_all(self) -> None:
-        """Drop the body that is being read, and count no body of this connection any more."""
+        """Drop the body being read, and stop counting all bodies of this connection."""
         self._body = b""
         self._release_bytes(self._num_held_bytes)
 
     # --- called by the parser
 
     def on_message_begin(self) -> None:
-        """Begin a request."""
+        """Begin a new request."""
         self.is_between = False
         self._headers, self._target, self._body = [], b"", b""
         if self.refusal is None:
@@ -133,11 +135,11 @@ class RequestReader:
         self._num_body_bytes = self._num_trailer_bytes = 0
 
     def on_url(self, part: bytes) -> None:
-        """Take a part of the target."""
+        """Append a part of the target."""
         self._target += part
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header, or drop a trailer, which comes after the body."""
+        """Keep a header, or drop a trailer, which follows the body."""
         if self.is_in_head:
             self._headers.append((name.lower(), name, value))
             return
@@ -146,13 +148,13 @@ class RequestReader:
             self.refusal = self.refusal or _head_too_large()
 
     def on_headers_complete(self) -> None:
-        """Check the head."""
+        """Check the complete head."""
         self.is_in_head = False
         if self.refusal is None:
             self.refusal = self._check_head()
 
     def on_body(self, piece: bytes) -> None:
-        """Keep a part of the body, if there is room for it."""
+        """Keep a part of the body, within the limits."""
         self._num_between_bytes = 0
         if self.refusal is not None:
             return
@@ -164,7 +166,7 @@ class RequestReader:
             self._body += piece
 
     def on_message_complete(self) -> None:
-        """Hand out the request."""
+        """Move the complete request to `ready`."""
         body, self._body = self._body, b""
         self.is_in_head = self.is_between = True
         self._num_between_bytes = self._num_read_bytes = 0
@@ -176,16 +178,16 @@ class RequestReader:
             if _ONCE_ONLY.isdisjoint(head.named):
                 has_length = b"content-length" in head.named
                 self._host.known.learn(self._first_read, head, has_length=has_length)
-            self._first_read = b""  # What follows in the same read belongs to another request.
+            self._first_read = b""  # The rest of the same read belongs to another request.
         self.ready.append(Incoming(head, bytes(body), self.address))
 
     # --- inside
 
     def _check_head(self) -> RequestError | None:
-        """Read the head of the request that has begun, and return the first thing that is wrong with it."""
+        """Build the head of the current request, and return its first fault."""
         limits, parser = self._host.limits, self._parser
         named = {lower: value for lower, _, value in self._headers}
-        if size_of(self._headers) + len(self._target) > MAX_HEAD_BYTES:  # in one read with another request
+        if size_of(self._headers) + len(self._target) > MAX_HEAD_BYTES:  # one read may contain several requests
             return _head_too_large()
         self._num_between_bytes = self._num_read_bytes = 0
         version, is_last = parser.get_http_version(), not parser.should_keep_alive()
@@ -204,7 +206,7 @@ class RequestReader:
         return None
 
     def _has_room(self, before: int, after: int) -> bool:
-        """Return whether a body that had `before` bytes may have `after`, which is not small."""
+        """Return whether a body may grow from `before` to `after` bytes, beyond the uncounted part."""
         host, limits = self._host, self._host.limits
         growth = after - max(before, _SMALL_BYTES)
         if after > limits.max_body_bytes:

@@ -1,4 +1,4 @@
-"""`moestro route` as a process: start, serve until a signal, drain, stop."""
+"""Server process of `moestro route`: starts the router, serves until a signal, drains and stops."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 
 from moestro.errors import DrainingError
 from moestro.gateway.admin import Admin
-from moestro.gateway.app import Parts, assemble
+from moestro.gateway.app import RouterApp, assemble
 from moestro.gateway.banner import RouteSummary, route_banner
-from moestro.gateway.prompt_blocks import Reading
+from moestro.gateway.prompt_blocks import PromptReader
 from moestro.gateway.proxy import sweep_forever
 from moestro.gateway.settings import EngineUrl, RouteSettings
 from moestro.gateway.statline import RouteLines
@@ -25,78 +25,78 @@ from moestro.web.statline import log_forever
 
 _SWEEP_S = 0.25
 _MAX_ADMIN_CONNECTIONS = 256
-_FIRST_LOOK_S = 5.0  # the banner waits for the first word of every engine, so long at most
-_GC_THRESHOLD = 50_000  # requests leave no cycles; looking for them at every few hundred objects is wasted
+_FIRST_LOOK_S = 5.0  # Longest wait of the banner for the first health check of every engine.
+_GC_THRESHOLD = 50_000  # Requests leave no cycles, so frequent collections would waste time.
 
 
-def route(settings: RouteSettings, reading: Reading) -> None:
-    """Route until SIGTERM or SIGINT; a second one does not wait for requests to finish.
+def route(settings: RouteSettings, prompt_reader: PromptReader) -> None:
+    """Run the router until SIGTERM or SIGINT. A second signal does not wait for running requests.
 
     Args:
-        reading: how prompts become the names of their blocks.
+        prompt_reader: Makes the hashes of a prompt's blocks.
 
     Raises:
-        ConfigError: the settings cannot be honoured; the text says what to do.
+        ConfigError: The settings contradict each other or name unusable resources; the message says what to do.
     """
     run_server(
-        lambda lifecycle: _RouteServer(settings, reading, lifecycle).run(),
+        lambda lifecycle: _RouteServer(settings, prompt_reader, lifecycle).run(),
         log_level=settings.front.log_level,
         shutdown_timeout_s=settings.front.shutdown_timeout,
     )
 
 
 class _RouteServer:
-    """One run of the router."""
+    """One run of the router process."""
 
-    def __init__(self, settings: RouteSettings, reading: Reading, lifecycle: Lifecycle) -> None:
+    def __init__(self, settings: RouteSettings, prompt_reader: PromptReader, lifecycle: Lifecycle) -> None:
         self._settings = settings
-        self._reading = reading
+        self._prompt_reader = prompt_reader
         self._lifecycle = lifecycle
 
     async def run(self) -> None:
         urls, front, admin = self._settings.engines.urls, self._settings.front, self._settings.admin
-        allow_open_files(2 * front.max_connections)  # each client may need an engine's connection
+        allow_open_files(2 * front.max_connections)  # Each client may need a connection to an engine.
         with (
             bound_socket(front.host, front.port) as listener,
             bound_socket(admin.admin_host, admin.admin_port) as admin_listener,
         ):
-            parts = assemble(self._settings, self._reading)
-            async with _running(parts, urls), _admin_plane(parts, admin_listener, self._settings):
-                await self._serve(parts, listener, admin_listener)
+            app = assemble(self._settings, self._prompt_reader)
+            async with _running(app, urls), _admin_plane(app, admin_listener, self._settings):
+                await self._serve(app, listener, admin_listener)
 
-    async def _serve(self, parts: Parts, listener: socket.socket, admin_listener: socket.socket) -> None:
-        await _first_look(parts)
-        server = await accept(parts.accept_client, listener, self._settings.access.max_connections_per_address)
+    async def _serve(self, app: RouterApp, listener: socket.socket, admin_listener: socket.socket) -> None:
+        await _first_look(app)
+        server = await accept(app.accept_client, listener, self._settings.access.max_connections_per_address)
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD)
         self._lifecycle.is_serving = True
-        self._announce(parts, listener, admin_listener)
+        self._announce(app, listener, admin_listener)
         try:
             await self._lifecycle.stop_requested.wait()
-            await self._drain(parts)
+            await self._drain(app)
         finally:
             self._lifecycle.begin_exit()
             server.close()
-            parts.clients.close()
+            app.clients.close()
 
-    async def _drain(self, parts: Parts) -> None:
+    async def _drain(self, app: RouterApp) -> None:
         """Refuse new requests, give running ones time to finish, and end the rest with an error."""
-        active = parts.shared.active
-        parts.proxy.is_draining = parts.clients.is_closing = True
+        active = app.shared.active
+        app.proxy.is_draining = app.clients.is_closing = True
         await self._lifecycle.drain(lambda: len(active))
         for exchange in list(active.values()):
             exchange.refuse(DrainingError())
-        parts.clients.close_idle()
-        await wait_until(lambda: not parts.clients.open, RESPONSE_FLUSH_S)
+        app.clients.close_idle()
+        await wait_until(lambda: not app.clients.open, RESPONSE_FLUSH_S)
 
-    def _announce(self, parts: Parts, listener: socket.socket, admin_listener: socket.socket) -> None:
+    def _announce(self, app: RouterApp, listener: socket.socket, admin_listener: socket.socket) -> None:
         settings = self._settings
         warn_if_open(listener, settings.front.api_key)
         summary = RouteSummary(
-            engines=parts.operator.views(),
+            engines=app.engine_admin.views(),
             policy=settings.policy.route_policy,
-            prompts=self._reading.words,
+            prompts=self._prompt_reader.words,
             url=url_of(listener),
             admin_url=url_of(admin_listener),
             needs_key=bool(settings.front.api_key),
@@ -106,32 +106,32 @@ class _RouteServer:
 
 
 @contextlib.asynccontextmanager
-async def _running(parts: Parts, urls: tuple[EngineUrl, ...]) -> AsyncIterator[None]:
+async def _running(app: RouterApp, urls: tuple[EngineUrl, ...]) -> AsyncIterator[None]:
     """Run the router's background tasks inside the block."""
     for url in urls:
-        parts.operator.add(url)
+        app.engine_admin.add(url)
     tasks = [
-        asyncio.create_task(sweep_forever(parts.shared, parts.clients, _SWEEP_S)),
-        asyncio.create_task(log_forever(RouteLines(parts.shared.fleet, parts.shared.counts).lines)),
+        asyncio.create_task(sweep_forever(app.shared, app.clients, _SWEEP_S)),
+        asyncio.create_task(log_forever(RouteLines(app.shared.fleet, app.shared.counts).lines)),
     ]
     try:
-        async with parts.record.writing() if parts.record is not None else contextlib.nullcontext():
+        async with app.record.writing() if app.record is not None else contextlib.nullcontext():
             yield
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await parts.operator.watch.close()
-        if parts.kv_events is not None:
-            parts.kv_events.close()
-        for engine in parts.shared.fleet:
+        await app.engine_admin.watch.close()
+        if app.kv_events is not None:
+            app.kv_events.close()
+        for engine in app.shared.fleet:
             engine.pool.close()
-        parts.threads.close()
+        app.threads.close()
 
 
 @contextlib.asynccontextmanager
-async def _admin_plane(parts: Parts, listener: socket.socket, settings: RouteSettings) -> AsyncIterator[None]:
-    admin = Admin(parts.operator, parts.shared.journal, parts.exposition.text)
+async def _admin_plane(app: RouterApp, listener: socket.socket, settings: RouteSettings) -> AsyncIterator[None]:
+    admin = Admin(app.engine_admin, app.shared.decision_log, app.exposition.text)
     runner = await admin.runner(settings.admin)
     server = await listen(runner, listener, Counter(), _MAX_ADMIN_CONNECTIONS)
     try:
@@ -141,9 +141,9 @@ async def _admin_plane(parts: Parts, listener: socket.socket, settings: RouteSet
         await runner.cleanup()
 
 
-async def _first_look(parts: Parts) -> None:
+async def _first_look(app: RouterApp) -> None:
     """Wait until every engine has passed or failed its first health check."""
     await wait_until(
-        lambda: all(engine.condition != "unchecked" or engine.unreachable for engine in parts.shared.fleet),
-        min(_FIRST_LOOK_S, parts.operator.settings.probe_timeout),
+        lambda: all(engine.condition != "unchecked" or engine.unreachable for engine in app.shared.fleet),
+        min(_FIRST_LOOK_S, app.engine_admin.settings.probe_timeout),
     )

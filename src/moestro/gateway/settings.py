@@ -26,8 +26,8 @@ _ENGINES = Group.create_ordered("Engines", help="The servers behind the router: 
 _ROUTING = Group.create_ordered(
     "Routing",
     help=(
-        "Which engine gets a request. Without --tokenizer prompts are compared as text, which takes microseconds."
-        " With it, they are compared by blocks of tokens as in the engines, which takes the tokenizer's time."
+        "Choice of the engine. Without --tokenizer prompts are compared as text, which takes microseconds."
+        " With --tokenizer they are compared by blocks of tokens as in the engines, which costs tokenizer time."
     ),
 )
 _RELIABILITY = Group.create_ordered(
@@ -43,7 +43,7 @@ _RECORD = Group.create_ordered("Record", help="Decisions and their reasons.")
 
 @dataclass(frozen=True, slots=True)
 class EngineUrl:
-    """An engine's address, as the operator writes it.
+    """Address of an engine, parsed from the operator's text.
 
     Attributes:
         name: the engine's name in headers, logs and metrics.
@@ -64,7 +64,7 @@ class EngineUrl:
         """Parse `URL` or `NAME=URL`.
 
         Raises:
-            ConfigError: it is neither.
+            ConfigError: `text` is neither.
         """
         name, separator, url = text.partition("=")
         if not separator or "/" in name:
@@ -89,7 +89,7 @@ class EngineUrl:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(CheckedSettings):
-    """The engines."""
+    """Settings of the engines and the connections to them."""
 
     engine: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True, show_default=False)] = ()
     "Address of an engine: http://HOST:PORT, or NAME=http://HOST:PORT with a name. Repeat the flag for each engine."
@@ -104,13 +104,13 @@ class EngineSettings(CheckedSettings):
     health_interval: Annotated[float, above(0), Parameter(group=_ENGINES)] = 5.0
     "Seconds between health checks of an engine; an unhealthy engine is checked twice a second."
     metrics_interval: Annotated[float, at_least(0), Parameter(group=_ENGINES)] = 1.0
-    "Seconds between reads of an engine's /metrics (its queue, its KV cache); 0: never."
+    "Seconds between reads of an engine's /metrics (its queue, its KV cache); 0 disables them."
     probe_timeout: Annotated[float, above(0), Parameter(group=_ENGINES)] = 3.0
     "Seconds in which an engine must answer a health check or a read of /metrics."
     kv_events: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True, show_default=False)] = ()
     "Where engines publish KV events: tcp://*:PORT, as in vLLM's settings, for all; or NAME=tcp://HOST:PORT for one."
     kv_replay: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True, show_default=False)] = ()
-    "The replay_endpoint of engines, likewise. Without it, one lost message discards the known contents of that cache."
+    "Replay endpoints of engines in the same form. Without one, a lost message discards the known cache contents."
     kv_tiers: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True)] = (
         "GPU",
         "CPU",
@@ -129,16 +129,16 @@ class EngineSettings(CheckedSettings):
         """The publishers of KV events.
 
         Raises:
-            ConfigError: what is given is no endpoint.
+            ConfigError: an endpoint is invalid.
         """
         return KvSources(self.kv_events, self.kv_replay)
 
     @property
     def urls(self) -> tuple[EngineUrl, ...]:
-        """The engines, parsed.
+        """Addresses of the engines.
 
         Raises:
-            ConfigError: there is none, or what is given is no address.
+            ConfigError: no engine is given, or an address is invalid.
         """
         if not self.engine:
             raise ConfigError("there is no engine: give --engine http://HOST:PORT, once for each server")
@@ -148,7 +148,7 @@ class EngineSettings(CheckedSettings):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class RoutingSettings(CheckedSettings):
-    """How prompts are compared, and with how much memory."""
+    """Settings of prompt comparison and its memory."""
 
     tokenizer: Annotated[Path | None, Parameter(group=_ROUTING)] = None
     "Directory with the model's tokenizer.json and chat template; prompts are then compared by tokens, not text."
@@ -165,7 +165,7 @@ class RoutingSettings(CheckedSettings):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ReliabilitySettings(CheckedSettings):
-    """When engines fail."""
+    """Settings of retries, time limits and circuit breakers."""
 
     max_retries: Annotated[int, at_least(0), Parameter(group=_RELIABILITY)] = 3
     "Other engines that get a request when one answers 429, 500, 502, 503 or 504."
@@ -187,15 +187,15 @@ class ReliabilitySettings(CheckedSettings):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class FrontSettings(CheckedSettings):
-    """The clients' side."""
+    """Settings of the server that clients reach."""
 
     host: Annotated[str, Parameter(group=_SERVER)] = "127.0.0.1"
     "Address to listen on; 0.0.0.0 opens the server to the network: set --api-key too."
     port: Annotated[int, PORT, Parameter(group=_SERVER)] = 8080
-    "Port to listen on; 0: a free port, shown at the start."
+    "Port to listen on; 0 selects a free port, shown at the start."
     api_key: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True, show_default=False)] = ()
     (
-        "Keys of which clients must send one, as a bearer token or in x-api-key. Unset: the router asks for no key and"
+        "Accepted client keys, sent as a bearer token or in x-api-key. If unset, the router asks for no key and"
         " passes on the client's."
     )
     open_path: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True, show_default=False)] = ()
@@ -230,12 +230,12 @@ class FrontSettings(CheckedSettings):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class AdminSettings(CheckedSettings):
-    """The operator's side."""
+    """Settings of the admin plane."""
 
     admin_host: Annotated[str, Parameter(group=_ADMIN)] = "127.0.0.1"
     "Address of the admin plane; any but a loopback address requires --admin-api-key."
     admin_port: Annotated[int, PORT, Parameter(group=_ADMIN)] = 8081
-    "Port of the admin plane; 0: any free one, shown at the start."
+    "Port of the admin plane; 0 selects a free port, shown at the start."
     admin_api_key: Annotated[str | None, Parameter(group=_ADMIN, show_default=False)] = field(default=None, repr=False)
     "Bearer token of the admin plane, which --api-key does not open."
 
@@ -252,7 +252,7 @@ class AdminSettings(CheckedSettings):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class RecordSettings(CheckedSettings):
-    """The record."""
+    """Settings of the decision record."""
 
     record: Annotated[Path | None, Parameter(group=_RECORD)] = None
     "Append the decisions to this file, for moestro explain and moestro replay. The file holds no prompts."
@@ -263,7 +263,7 @@ class RecordSettings(CheckedSettings):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class RouteSettings:
-    """All of `moestro route`."""
+    """All settings of `moestro route`."""
 
     engines: EngineSettings = field(default_factory=EngineSettings)
     policy: Annotated[RoutePolicySettings, Parameter(name="*", group=_ROUTING)] = field(
@@ -282,7 +282,7 @@ class RouteSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` can be reached from this machine alone."""
+    """Return whether `host` can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,19 +1,19 @@
-"""The lines that an operator sees every ten seconds while there is traffic."""
+"""Log lines about traffic, written every ten seconds while there is any."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moestro.gateway.fleet import Engine, Fleet
+from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.gateway.metrics import Counts
 from moestro.gateway.prometheus import imbalance
 
-_MAX_LINES = 16  # of engines; of more, /metrics tells
+_MAX_LINES = 16  # limit of engines shown; /metrics has all
 
 
 @dataclass(frozen=True, slots=True)
 class _RouteTotals:
-    """One engine's, at one moment."""
+    """Totals of one engine at one moment."""
 
     num_decisions: int
     num_prompt: int
@@ -22,16 +22,16 @@ class _RouteTotals:
 
 
 class RouteLines:
-    """Says what went to each engine since it was asked last."""
+    """Makes the traffic lines of each interval."""
 
     def __init__(self, fleet: Fleet, counts: Counts) -> None:
         self._fleet = fleet
         self._counts = counts
-        self._before: dict[Engine, _RouteTotals] = {}
+        self._before: dict[RoutedEngine, _RouteTotals] = {}
         self._refusals_before = self._retries_before = 0
 
     def lines(self, seconds: float) -> list[str]:
-        """One line for each engine that has, or had, anything to do in the last `seconds`, and one for all."""
+        """Return a line for each engine with requests in the last `seconds`, and one for all engines."""
         router, found = self._fleet.router, []
         num_decisions = 0
         engines = list(self._fleet)
@@ -53,7 +53,7 @@ class RouteLines:
         )
         return [*found[:_MAX_LINES], whole]
 
-    def _gained(self, engine: Engine) -> _RouteTotals:
+    def _gained(self, engine: RoutedEngine) -> _RouteTotals:
         c = engine.counts
         now = _RouteTotals(c.num_decisions, c.num_prompt_tokens, c.num_predicted_tokens, c.num_hit_tokens)
         old = self._before.get(engine, _RouteTotals(0, 0, 0.0, 0))
@@ -66,7 +66,7 @@ class RouteLines:
         )
 
 
-def _line(engine: Engine, gained: _RouteTotals, num_in_flight: int, seconds: float) -> str:
+def _line(engine: RoutedEngine, gained: _RouteTotals, num_in_flight: int, seconds: float) -> str:
     hits = ""
     if gained.num_prompt:
         predicted, actual = gained.num_predicted / gained.num_prompt, gained.num_hit / gained.num_prompt

@@ -1,5 +1,6 @@
-"""Exact mode: a prompt's blocks as the engines have them, by the model's own template and tokenizer. On threads, for it
-takes milliseconds.
+"""Prompt reader with a tokenizer: hashes the same blocks as the engines, from the model's template and tokenizer.
+
+Tokenizing takes milliseconds and therefore runs on threads.
 """
 
 from __future__ import annotations
@@ -16,58 +17,58 @@ from moestro.core.hashing import hash_blocks
 from moestro.core.request import Request
 from moestro.errors import RequestError
 from moestro.gateway.http_headers import Incoming
-from moestro.gateway.prompt_blocks import Reading
-from moestro.gateway.request_body import Asked, Said, is_given, make_request, prompt_key, request_from_text
+from moestro.gateway.prompt_blocks import PromptReader
+from moestro.gateway.request_body import BodyMessage, RequestBody, is_given, make_request, prompt_key, request_from_text
 from moestro.text.tokenizer import Tokenizer
 
-MAX_TEXT_BYTES = 4 << 20  # of a prompt that is tokenized here; a longer one would hold a thread for seconds
+MAX_TEXT_BYTES = 4 << 20  # limit of tokenized bodies; a longer one would occupy a thread for seconds
 
 
-def exact_reading(directory: Path, block_size: int) -> Reading:
-    """Prompts as tokens, in blocks of `block_size`, by the tokenizer in `directory`.
+def tokenized_prompt_reader(directory: Path, block_size: int) -> PromptReader:
+    """Make a reader that compares prompts as tokens, in blocks of `block_size`, with the tokenizer in `directory`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the directory contains no tokenizer.
     """
     tokenizer = Tokenizer(directory)
     tokenizer.warm_chats()
-    return Reading(
-        prepare=ExactReader(tokenizer, block_size),
+    return PromptReader(
+        prepare=TokenizedReader(tokenizer, block_size),
         block_tokens=block_size,
         words=f"as tokens of {directory}, in blocks of {block_size}",
         max_inline_bytes=0,
     )
 
 
-class ExactReader:
-    """Makes the router's request of a body.
+class TokenizedReader:
+    """Makes the request by which the router decides from a body.
 
-    A prompt that the template or the tokenizer cannot read is routed by its length alone; the engine will say what is
-    wrong with it. Of several prompts in one body the first is looked at.
+    A prompt that the template or the tokenizer cannot read is routed by its length alone, and the engine reports the
+    error. Only the first of several prompts in one body is read.
 
     Args:
-        block_size: tokens of a block, as the engines have it.
+        block_size: tokens per block, equal to the engines'.
     """
 
     def __init__(self, tokenizer: Tokenizer, block_size: int) -> None:
         self._tokenizer = tokenizer
         self._block_size = block_size
 
-    def __call__(self, asked: Asked, incoming: Incoming, now_ns: int) -> Request:
-        """The request, with its exact number of tokens and the names of its blocks."""
+    def __call__(self, asked: RequestBody, incoming: Incoming, now_ns: int) -> Request:
+        """Return the request with its exact token count and block hashes."""
         ids = self._ids(asked) if len(incoming.body) <= MAX_TEXT_BYTES else None
         if ids is None or not len(ids):
-            return request_from_text(asked, incoming, now_ns, len(incoming.body) + 1)  # no block is that long
+            return request_from_text(asked, incoming, now_ns, len(incoming.body) + 1)  # too long a block: no hashes
         key = prompt_key(asked.model, asked.cache_salt)
         return make_request(asked, incoming, now_ns, (len(ids), key, hash_blocks(key, ids, self._block_size)))
 
-    def _ids(self, asked: Asked) -> NDArray[np.int32] | None:
+    def _ids(self, asked: RequestBody) -> NDArray[np.int32] | None:
         try:
             return np.array(self._id_list(asked), np.int32)
         except (RequestError, msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
             return None
 
-    def _id_list(self, asked: Asked) -> Sequence[int]:
+    def _id_list(self, asked: RequestBody) -> Sequence[int]:
         if asked.messages is not None:
             text = self._tokenizer.render_chat([_message(said) for said in asked.messages], tools=_tools(asked))
             return self._tokenizer.encode(text, add_special_tokens=False)
@@ -80,7 +81,7 @@ class ExactReader:
         return msgspec.convert(prompt, list[int])
 
 
-def _message(said: Said) -> dict[str, Any]:
+def _message(said: BodyMessage) -> dict[str, Any]:
     content = said.content
     if not isinstance(content, str):
         parts = content or ()
@@ -97,5 +98,5 @@ def _message(said: Said) -> dict[str, Any]:
     return message
 
 
-def _tools(asked: Asked) -> list[Any] | None:
+def _tools(asked: RequestBody) -> list[Any] | None:
     return msgspec.json.decode(asked.tools, type=list[Any]) if is_given(asked.tools) else None

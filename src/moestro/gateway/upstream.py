@@ -1,4 +1,4 @@
-"""Connections to one engine, kept alive and used again. Plain callbacks, no tasks."""
+"""Connections to one engine, kept alive and reused. Plain callbacks, no tasks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from moestro.gateway.header_cache import KnownHeads
+from moestro.gateway.header_cache import HeaderCache
 from moestro.gateway.http_headers import MAX_HEAD_BYTES, AnswerHead, Headers, answer_lines, size_of
 
-_HIGH_WATER_BYTES = 1 << 20  # a request's body is written at once; this only bounds what asyncio thinks of it
-_MAX_IDLE = 256  # connections kept without a request
+_HIGH_WATER_BYTES = 1 << 20  # a request's body is written at once; this only sets asyncio's own limit
+_MAX_IDLE = 256  # idle connections kept
 _MAX_IDLE_S = 60.0
-_LATE_S = 1.0  # a time limit that takes effect so much too late was not kept by the other side
-_MAX_KNOWN = 16  # heads of one engine's answers: they are others every second, for they have a date in them
+_LATE_S = 1.0  # a timeout that fires this much too late means that this process was stopped
+_MAX_KNOWN = 16  # cached heads per engine; heads contain a date and change every second
 _BODILESS = frozenset({204, 304})
 _FIRST_STATUS, _FIRST_FINAL_STATUS, _LAST_STATUS = 100, 200, 599  # RFC 9110, 15
 _TOO_LONG = f"its answer has more than {MAX_HEAD_BYTES} bytes of a head or of trailers"
@@ -26,24 +26,24 @@ _CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,8})\r\n")
 
 
 class Sink(Protocol):
-    """Gets an engine's answer."""
+    """Receives one answer of an engine."""
 
     def head(self, head: AnswerHead, length: int | None) -> None:
-        """It begins; `length`: of its body, if it says so."""
+        """Begin the answer, whose body has `length` bytes; None means an unknown length."""
 
     def body(self, data: bytes, *, is_last: bool) -> None:
-        """A part of its body, as it came; `is_last`: the end follows at once."""
+        """Receive a part of the body. With `is_last`, the end follows at once."""
 
     def done(self) -> None:
-        """It is complete; the connection is in other hands from now on."""
+        """End the complete answer. Its connection may serve another request from now on."""
 
     def broken(self, cause: str) -> None:
-        """It will not be completed, or never began; the connection is gone."""
+        """End an incomplete answer, or one that never began. The connection is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where an engine listens."""
+    """Host and port of an engine."""
 
     host: str
     port: int
@@ -54,22 +54,22 @@ class Pool:
     """The connections to one engine.
 
     Args:
-        connect_s: a connection must be made within so many seconds.
+        connect_s: Time within which a connection must be made, seconds.
 
     Attributes:
-        known: heads of answers that need not be parsed again.
+        known: Cached heads of answers, which need no parsing.
     """
 
     def __init__(self, address: Address, connect_s: float) -> None:
         self._address = address
         self._connect_s = connect_s
         self._max_idle = _MAX_IDLE
-        self.known: KnownHeads[AnswerHead] = KnownHeads(_MAX_KNOWN)
+        self.known: HeaderCache[AnswerHead] = HeaderCache(_MAX_KNOWN)
         self._idle: list[EngineConnection] = []
         self._all: set[EngineConnection] = set()
 
     def take(self) -> EngineConnection | None:
-        """A connection that is open and free, the one used last, or None."""
+        """Return the most recently used idle connection, or None without one."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
@@ -77,10 +77,10 @@ class Pool:
         return None
 
     async def connect(self) -> EngineConnection:
-        """A new one.
+        """Return a new connection.
 
         Raises:
-            OSError: it cannot be made; TimeoutError is one.
+            OSError: The connection cannot be made; the subclass TimeoutError means that it took too long.
         """
         while True:
             begun_s = time.monotonic()
@@ -89,7 +89,7 @@ class Pool:
             except TimeoutError:
                 if time.monotonic() - begun_s < self._connect_s + _LATE_S:
                     raise
-                # The limit took effect late, so the router itself stood still: the engine was given no time.
+                # The timeout fired late, so this process was stopped and the engine had no time to accept.
 
     async def _connect(self) -> EngineConnection:
         address, connection = self._address, EngineConnection(self)
@@ -104,34 +104,34 @@ class Pool:
         return connection
 
     def give_back(self, connection: EngineConnection) -> None:
-        """It is free again."""
+        """Keep an idle connection for the next request, or close it beyond the limit."""
         if len(self._idle) < self._max_idle:
             self._idle.append(connection)
         else:
             connection.close()
 
     def made(self, connection: EngineConnection) -> None:
-        """It is open."""
+        """Add an open connection."""
         self._all.add(connection)
 
     def lost(self, connection: EngineConnection) -> None:
-        """It is closed."""
+        """Remove a closed connection."""
         self._all.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 
     def sweep(self, now_s: float) -> None:
-        """Close what has been idle for long; to be called now and then. The list is in order of use."""
+        """Close connections that have been idle for long; called periodically."""
         while self._idle and self._idle[0].idle_since_s < now_s - _MAX_IDLE_S:
             self._idle.pop(0).close()
 
     def retire(self) -> None:
-        """Keep none: those in use close after their answers."""
+        """Close idle connections now, and those in use after their answers."""
         self._max_idle = 0
         self.sweep(float("inf"))
 
     def close(self) -> None:
-        """Close all, those in use too."""
+        """Close all connections, including those in use."""
         for connection in list(self._all):
             connection.close()
 
@@ -140,9 +140,8 @@ class EngineConnection(asyncio.Protocol):
     """One connection to an engine.
 
     Attributes:
-        is_fresh: it has carried no answer yet. One that has may have been closed by the engine while nothing was asked
-            of it, which is nobody's fault.
-        idle_since_s: on `time.monotonic`.
+        is_fresh: Whether it has carried no answer yet. An engine may close a used connection while it is idle.
+        idle_since_s: Time on `time.monotonic` at which it became idle.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -156,17 +155,17 @@ class EngineConnection(asyncio.Protocol):
         self.idle_since_s = 0.0
 
     def _reset(self) -> None:
-        self._head: AnswerHead | None = None  # None: it has not ended yet
+        self._head: AnswerHead | None = None  # None until the head is complete
         self._length: int | None = None
         self._headers: Headers = []
         self._pieces: list[bytes] = []
-        self._first_read = b""  # what the answer began with
-        self._skipped_head = b""  # the parser has not seen the answer up to now: this, and whole chunks
-        self._num_between_bytes = 0  # read since the last byte of a body: of heads, between chunks, of trailers
+        self._first_read = b""  # first read of the answer
+        self._skipped_head = b""  # head that the parser has not seen; it has not seen the complete chunks after it
+        self._num_between_bytes = 0  # read since the last byte of a body: heads, chunk framing, trailers
         self._num_trailer_bytes = 0
-        self._fault = ""  # what makes the answer useless, where the parser does not mind
-        self._is_between = True  # nothing of the answer has come
-        self._has_end = False  # the answer says where it ends; otherwise it ends with the connection
+        self._fault = ""  # fault that makes the answer unusable although the parser accepts it
+        self._is_between = True  # no byte of the answer has arrived
+        self._has_end = False  # whether the answer declares its end; otherwise it ends with the connection
         self._is_head_due = False
         self._is_complete = False
         self._says_more = False
@@ -177,8 +176,10 @@ class EngineConnection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, head: bytes, body: bytes, sink: Sink, *, is_bodiless: bool) -> None:
-        """Send a request; its answer goes to `sink`. `is_bodiless`: the answer to HEAD, which only looks as if it had a
-        body.
+        """Send a request whose answer goes to `sink`.
+
+        Args:
+            is_bodiless: Whether the answer has no body regardless of its head, as with HEAD.
         """
         assert self._transport is not None
         assert self._sink is None, "an answer is under way"
@@ -186,33 +187,33 @@ class EngineConnection(asyncio.Protocol):
         self._transport.writelines((head, body) if body else (head,))
 
     def pause(self) -> None:
-        """Take in no more for now; the engine feels it."""
+        """Stop reading, so that the engine has to wait."""
         if self._transport is not None and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Take in more."""
+        """Resume reading."""
         if self._transport is not None and self._is_paused:
             self._is_paused = False
             self._transport.resume_reading()
 
     def close(self) -> None:
-        """Leave the answer, if one is under way, and the connection; the engine notices at once."""
+        """Abort the connection and drop the current answer. The engine notices at once."""
         self._sink = None
         if self._transport is not None:
             self._transport.abort()
 
-    # --- the transport's calls
+    # --- called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It is open."""
+        """Register the open connection."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(_HIGH_WATER_BYTES)
         self._pool.made(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is closed."""
+        """End the current answer, because the connection is closed."""
         self._transport = None
         self._pool.lost(self)
         sink, self._sink = self._sink, None
@@ -224,9 +225,9 @@ class EngineConnection(asyncio.Protocol):
             sink.broken(str(exc) if exc else "the connection was closed")
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
+        """Pass data of the answer on, parsed only as far as needed."""
         if self._sink is None:
-            self.close()  # nothing was asked
+            self.close()  # Data without a request is invalid.
             return
         if self._is_between:
             self._is_between = False
@@ -238,15 +239,15 @@ class EngineConnection(asyncio.Protocol):
         self._parse(data)
         self._first_read = b""
 
-    # --- the parser's calls
+    # --- called by the parser
 
     def on_message_begin(self) -> None:
-        """An answer begins."""
+        """Note the beginning of a second answer to the same request."""
         if self._is_complete:
-            self._says_more = True  # than it was asked
+            self._says_more = True  # the connection cannot be reused
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or (after the body) a trailer, which is dropped."""
+        """Keep a header, or drop a trailer, which follows the body."""
         if self._head is None:
             self._headers.append((name.lower(), name, value))
             return
@@ -255,7 +256,7 @@ class EngineConnection(asyncio.Protocol):
             self._reject(_TOO_LONG)
 
     def on_headers_complete(self) -> None:
-        """The body begins, if there is one."""
+        """Check the complete head."""
         status = self._parser.get_status_code()
         if self._is_complete:
             return
@@ -278,7 +279,7 @@ class EngineConnection(asyncio.Protocol):
         self._has_end = length is not None or bool(codings) or status in _BODILESS
 
     def on_body(self, piece: bytes) -> None:
-        """A part of the body."""
+        """Keep a part of the body."""
         self._num_between_bytes = 0
         if self._head is None:
             self._reject("its answer has an interim status and a body")
@@ -286,17 +287,17 @@ class EngineConnection(asyncio.Protocol):
             self._pieces.append(piece)
 
     def on_message_complete(self) -> None:
-        """The answer is whole."""
+        """Note the end of the answer, or of an interim one."""
         if self._head is None:
-            self._headers = []  # it was an interim one (1xx)
+            self._headers = []  # drop an interim answer (1xx)
             self._first_read = b""
         else:
             self._is_complete = True
 
-    # --- what is not parsed
+    # --- answers that are not parsed
 
     def _take_known(self, data: bytes) -> bool:
-        """Hand on an answer that begins as one before did, and is whole or in chunks. False: it is to be parsed."""
+        """Deliver an answer with a cached head that is complete or chunked, and return False if it must be parsed."""
         found = self._pool.known.find(data)
         if found is None:
             return False
@@ -317,8 +318,9 @@ class EngineConnection(asyncio.Protocol):
         return True
 
     def _take_chunks(self, data: bytes) -> bool:
-        """Hand on chunks that came whole. False: they did not, and the parser has to see the answer from its head on;
-        chunks that were handed on it need not see.
+        """Deliver complete chunks, and return False if the data is anything else.
+
+        In that case the parser gets the head again. It does not need the chunks that were delivered before.
         """
         at, end, pieces = 0, len(data), []
         while at < end:
@@ -342,7 +344,7 @@ class EngineConnection(asyncio.Protocol):
         self._head, self._skipped_head, self._is_head_due = head, b"", False
         return False
 
-    # --- the rest
+    # --- inside
 
     def _parse(self, data: bytes) -> None:
         is_in_head = self._head is None
@@ -361,7 +363,7 @@ class EngineConnection(asyncio.Protocol):
         self._deliver()
 
     def _learn(self, head: AnswerHead) -> None:
-        """Know this head again, if it says plainly how its body is framed."""
+        """Cache this head if it declares the framing of its body in the usual form."""
         named = head.named
         if self._is_bodiless or head.status in _BODILESS:
             return
@@ -376,13 +378,13 @@ class EngineConnection(asyncio.Protocol):
             self._is_head_due = False
             sink.head(self._head, self._length)
         if self._is_bodiless and self._head is not None:
-            self._is_complete, self._pieces = True, []  # what the parser waits for does not come
+            self._is_complete, self._pieces = True, []  # the parser waits for a body that never arrives
         pieces, self._pieces = self._pieces, []
         if pieces or self._is_complete:
             self._hand_on(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     def _hand_on(self, data: bytes) -> None:
-        """Hand on a part of the body; and the end, if that was it. Whoever hears of either may have left after it."""
+        """Deliver a part of the body, and the end if complete. The sink may detach itself after either call."""
         sink = self._sink
         if data and sink is not None:
             sink.body(data, is_last=self._is_complete)
@@ -404,7 +406,7 @@ class EngineConnection(asyncio.Protocol):
             sink.done()
 
     def _reject(self, cause: str) -> None:
-        """Break the connection once the parser has returned; the first cause counts."""
+        """Mark the connection to be closed once the parser has returned; the first cause counts."""
         self._fault = self._fault or cause
 
     def _break(self, cause: str) -> None:

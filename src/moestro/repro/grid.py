@@ -33,7 +33,7 @@ class PlannedLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridPlan:
-    """How much is run.
+    """The extent of a grid: its loads, systems and seeds.
 
     Attributes:
         systems: names of the policies or engines that are compared.
@@ -80,7 +80,7 @@ class Panel(Generic[CellT]):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """How the pictures draw a system: its label in the legend, colour, and style."""
+    """The appearance of a system in pictures: label, colour and style."""
 
     label: str
     colour: str | None = None

@@ -1,1 +1,1 @@
-"""Many engines, sans-IO: which one takes a request."""
+"""Level 1, sans-IO: chooses an engine for each request."""

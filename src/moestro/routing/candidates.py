@@ -1,4 +1,4 @@
-"""The engines that one decision could have chosen, the best of them: what explains it, and how well it chose."""
+"""Candidates of a routing decision: the best routable engines, kept to explain the decision and rate it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from numpy.typing import NDArray
 
 from moestro.routing.policy_contract import Choice, RouteView
 
-MAX_CANDIDATES = 32  # of one decision that are kept: of thousands of engines nobody reads more
+MAX_CANDIDATES = 32  # kept per decision; longer lists of a large fleet are of no use to a reader
 
 
 class Candidates(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What is kept of one decision, in as few bytes and microseconds as can be: most are never looked at.
+    """The candidates of one decision, kept small and cheap because most are never read.
 
     Attributes:
-        chosen: the row that was.
-        num: rows that could be chosen.
-        rows: int64[k], the best MAX_CANDIDATES of them by score, and the chosen one; the first, where there is none.
-        scores: [k]; None: the policy scores none.
-        hit_tokens: int64[k].
+        chosen: row of the chosen engine.
+        num: number of routable rows.
+        rows: int64[k], the MAX_CANDIDATES best rows by score plus the chosen one; the first rows without scores.
+        scores: [k], scores of `rows`. None means the policy computes no scores.
+        hit_tokens: int64[k], cached prompt tokens of `rows`.
     """
 
     chosen: int
@@ -31,19 +31,21 @@ class Candidates(msgspec.Struct, frozen=True, eq=False, gc=False):
     hit_tokens: NDArray[np.int64]
 
     def ranked(self) -> list[int]:
-        """Places in the columns, the best score first, of equal ones the lower row."""
+        """Return indices into the columns by ascending score; the lower row wins ties."""
         if self.scores is None:
             return list(range(len(self.rows)))
         return [int(at) for at in np.lexsort((self.rows, self.scores))]
 
     def score(self, at: int) -> float | None:
-        """The score at a place; None: it has none, or one that is no finite number."""
+        """Return the score at index `at`, or None without a finite score."""
         return None if self.scores is None else finite(float(self.scores[at]))
 
     @property
     def regret(self) -> float | None:
-        """The chosen row's score less the best other's. Negative: it was the best, by so much. Positive: a filter, a
-        bound or a draw passed over a better one. None: there was no other, or one of the two has no finite score.
+        """The chosen row's score minus the best other score.
+
+        A negative value is the margin by which the chosen row was best. A positive value means that a filter, a bound
+        or a draw passed over a better row. None means no other row, or a score that is not finite.
         """
         if self.scores is None:
             return None
@@ -54,7 +56,7 @@ class Candidates(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 def candidates_of(view: RouteView, choice: Choice) -> Candidates:
-    """The candidates of a decision; copies, for the columns of a view go on changing."""
+    """Return a decision's candidates. Columns are copied, because those of a view change later."""
     rows, scores = np.flatnonzero(view.engines.routable), choice.scores
     num = len(rows)
     if num > MAX_CANDIDATES:
@@ -65,14 +67,14 @@ def candidates_of(view: RouteView, choice: Choice) -> Candidates:
 
 
 def finite(number: float) -> float | None:
-    """None for what JSON has no word for."""
+    """Return `number`, or None for infinity and NaN, which JSON cannot represent."""
     return number if math.isfinite(number) else None
 
 
 def _best(scores: NDArray[np.float64] | NDArray[np.int64]) -> NDArray[np.intp]:
-    """Places of the MAX_CANDIDATES lowest, of equal ones the first: the same on every machine."""
+    """Indices of the MAX_CANDIDATES lowest scores. The lower index wins ties, so that all machines agree."""
     scores = np.where(np.isnan(scores), np.inf, scores)
-    # As many groups, each with one that is not above the greatest of their minima: a tenth of what a partition costs.
+    # The largest of MAX_CANDIDATES group minima bounds the wanted scores, at a tenth of a partition's cost.
     groups = scores[: len(scores) // MAX_CANDIDATES * MAX_CANDIDATES].reshape(MAX_CANDIDATES, -1)
     places = np.flatnonzero(scores <= groups.min(axis=1).max())
     return places[np.argsort(scores[places], kind="stable")[:MAX_CANDIDATES]]

@@ -1,4 +1,4 @@
-"""The columns behind an `EngineTable`: written by the router, one row an engine, growing by doubling."""
+"""Columns behind an `EngineTable`: one row per engine, written by the router, grown by doubling."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _FIRST_CAPACITY = 16
 
 
 class EngineColumns:
-    """Rows of engines, numbered from 0. A row that was given back is given out again.
+    """Rows of engines, numbered from 0. Rows of removed engines are reused.
 
     Attributes:
-        is_up: bool[n], in rotation, be its queue full or not.
-        table: what policies see of the rows; the same memory, read-only.
+        is_up: bool[n], whether the engine is in rotation, even with a full queue.
+        table: read-only view of the rows for policies, in the same memory.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class EngineColumns:
         self._allocate(_FIRST_CAPACITY)
 
     def add(self) -> int:
-        """A row for a new engine, not routable yet."""
+        """Return a row for a new engine, not routable yet."""
         if self._free:
             row = self._free.pop()
         else:
@@ -41,13 +41,13 @@ class EngineColumns:
         return row
 
     def give_back(self, row: int) -> None:
-        """The row's engine is gone, with nothing in flight."""
+        """Free the row of a removed engine, which has no request in flight."""
         assert not self.is_up[row]
         assert not self.num_in_flight[row]
         self._free.append(row)
 
     def report(self, row: int, figures: LoadFigures, as_of_ns: int) -> set[str]:
-        """Take in what was said, but for what is older than what is known. Returns the names taken."""
+        """Take in the reported figures that are no older than the known ones, and return their names."""
         taken = set()
         for at, name in enumerate(ROUTED_FIGURES):
             value = getattr(figures, name)
@@ -58,7 +58,7 @@ class EngineColumns:
         return taken
 
     def forget_figures(self, row: int) -> None:
-        """Nothing that was said of the row holds any more."""
+        """Discard all figures reported for the row."""
         self._values[:, row] = 0
         self._as_of_ns[:, row] = NEVER_NS
 
@@ -87,7 +87,7 @@ class EngineColumns:
             getattr(self, name)[..., :num_rows] = column
 
     def _show(self) -> None:
-        """Make the table anew, over the rows there are."""
+        """Rebuild the table over the current rows."""
         n = self.num_rows
         columns: dict[str, Any] = {
             name: Figure(_read_only(values, n), _read_only(as_of_ns, n))

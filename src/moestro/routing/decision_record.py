@@ -1,8 +1,8 @@
-"""What a router was told and what it decided, entry by entry: it explains every choice, and replays to the same ones.
+"""Decision record: the calls that change a router and its decisions, to explain and to replay each choice.
 
-A record is JSON lines: a head, then every call that changes a router, in order. Prompts are in it by their block
-hashes and lengths alone, never by their tokens. Whoever runs the router may add stories, which a replay passes over;
-and may begin anew, with another head, in the same file.
+A record consists of JSON lines: a head, then every call that changes the router, in order. Prompts are recorded by
+their block hashes and lengths, never by their tokens. The router's owner may add request traces, which a replay skips.
+A new head in the same file starts a new record.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moestro.routing.candidates import Candidates, finite
 from moestro.routing.indicators import batch_size, queued_prefill_tokens
 from moestro.routing.policy_contract import Choice, RouteView
 from moestro.routing.registry import policy_from
-from moestro.routing.request_trace import Story
+from moestro.routing.request_trace import RequestTrace
 from moestro.routing.router import RouteDecision, Router
 from moestro.routing.settings import ANY_ENGINE, EngineSpec, RouterSettings
 
@@ -29,51 +29,51 @@ _NUM_CANDIDATES = 4
 
 
 class Head(msgspec.Struct, frozen=True, tag=True):
-    """What the router was made of."""
+    """Entry: how the router was made."""
 
-    policy: str  # as `policy_from` reads it
+    policy: str  # text form, as `policy_from` takes it
     score: str | None
     settings: RouterSettings
-    clocks: ClockPair | None = None  # when it was made; older records do not say
+    clocks: ClockPair | None = None  # time of its creation; older records have none
 
 
 class EngineAdded(msgspec.Struct, frozen=True, tag=True):
-    """`add_engine`, and its answer."""
+    """Entry: a call of `Router.add_engine` and its result."""
 
     engine: int
     spec: EngineSpec
 
 
 class SpecSet(msgspec.Struct, frozen=True, tag=True):
-    """`set_spec`."""
+    """Entry: a call of `Router.set_spec`."""
 
     engine: int
     spec: EngineSpec
 
 
 class EngineRemoved(msgspec.Struct, frozen=True, tag=True):
-    """`remove_engine`."""
+    """Entry: a call of `Router.remove_engine`."""
 
     engine: int
     now_ns: int
 
 
 class RoutableSet(msgspec.Struct, frozen=True, tag=True):
-    """`set_routable`."""
+    """Entry: a call of `Router.set_routable`."""
 
     engine: int
     routable: bool
 
 
 class EngineWasLost(msgspec.Struct, frozen=True, tag=True):
-    """`engine_lost`."""
+    """Entry: a call of `Router.engine_lost`."""
 
     engine: int
     now_ns: int
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """An engine that could have been chosen, as it looked then. `score` None: it was no finite number."""
+    """State of a candidate engine at the decision. A score of None was not a finite number."""
 
     engine: int
     score: float | None
@@ -83,13 +83,13 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice and what was seen.
+    """A decision and the policy's view of its candidates.
 
     Attributes:
-        regret: see `Candidates`.
-        candidates: the chosen one and the best others, by score.
-        ages_ns: of the figures that the policy needs, on the chosen engine; one that it never said is left out.
-        detail: the policy's own; None: no finite number, for which JSON has no word.
+        regret: the value of `Candidates.regret`.
+        candidates: the chosen engine and the best others, by score.
+        ages_ns: age of each figure that the policy needs, on the chosen engine; figures never reported are absent.
+        detail: the policy's own figures. None replaces infinity and NaN, which JSON cannot represent.
     """
 
     engine: int
@@ -103,7 +103,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submitted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """`submit`, and what became of it: a decision, or the refusal's name."""
+    """Entry: a call of `Router.submit`, and its decision or the name of its refusal."""
 
     request: Request
     now_ns: int
@@ -113,7 +113,7 @@ class Submitted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class SentElsewhere(msgspec.Struct, frozen=True, tag=True):
-    """`sent_elsewhere`."""
+    """Entry: a call of `Router.sent_elsewhere`."""
 
     engine: int
     hashes: bytes
@@ -121,20 +121,20 @@ class SentElsewhere(msgspec.Struct, frozen=True, tag=True):
 
 
 class ElsewhereForgotten(msgspec.Struct, frozen=True, tag=True):
-    """`forget_elsewhere`."""
+    """Entry: a call of `Router.forget_elsewhere`."""
 
     engine: int
 
 
 class FirstTokenCame(msgspec.Struct, frozen=True, tag=True):
-    """`first_token`."""
+    """Entry: a call of `Router.first_token`."""
 
     request_id: str
     now_ns: int
 
 
 class RequestEnded(msgspec.Struct, frozen=True, tag=True):
-    """`ended`."""
+    """Entry: a call of `Router.ended`."""
 
     request_id: str
     now_ns: int
@@ -142,7 +142,7 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reported(msgspec.Struct, frozen=True, tag=True):
-    """`report`."""
+    """Entry: a call of `Router.report`."""
 
     engine: int
     figures: LoadFigures
@@ -151,7 +151,7 @@ class Reported(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvStored(msgspec.Struct, frozen=True, tag=True):
-    """`kv_stored`."""
+    """Entry: a call of `Router.kv_stored`."""
 
     engine: int
     hashes: bytes
@@ -159,7 +159,7 @@ class KvStored(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvRemoved(msgspec.Struct, frozen=True, tag=True):
-    """`kv_removed`."""
+    """Entry: a call of `Router.kv_removed`."""
 
     engine: int
     hashes: bytes
@@ -167,14 +167,14 @@ class KvRemoved(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvCleared(msgspec.Struct, frozen=True, tag=True):
-    """`kv_cleared`."""
+    """Entry: a call of `Router.kv_cleared`."""
 
     engine: int
     now_ns: int
 
 
 class KvLost(msgspec.Struct, frozen=True, tag=True):
-    """`kv_lost`."""
+    """Entry: a call of `Router.kv_lost`."""
 
     engine: int
     now_ns: int
@@ -182,7 +182,8 @@ class KvLost(msgspec.Struct, frozen=True, tag=True):
 
 Entry = (
     Head | EngineAdded | SpecSet | EngineRemoved | RoutableSet | EngineWasLost | Submitted | FirstTokenCame
-    | RequestEnded | SentElsewhere | ElsewhereForgotten | Reported | KvStored | KvRemoved | KvCleared | KvLost | Story
+    | RequestEnded | SentElsewhere | ElsewhereForgotten | Reported | KvStored | KvRemoved | KvCleared | KvLost
+    | RequestTrace
 )  # fmt: skip
 
 encode_entry = msgspec.json.Encoder().encode
@@ -191,20 +192,20 @@ decode_entry = msgspec.json.Decoder(Entry).decode
 
 @dataclass(frozen=True, slots=True)
 class PolicyText:
-    """A policy as it is written down: what `policy_from` takes."""
+    """A policy in text form, as `policy_from` takes it."""
 
     policy: str
     score: str | None = None
 
 
 class RecordedRouter(Router):
-    """A router that writes down every call.
+    """A router that records every call that changes it.
 
     Args:
-        policy: by text, so that a replay can make it again.
-        settings: see there.
-        write: takes each entry, in order; the head at once.
-        clocks: the present moment, for the head.
+        policy: the policy in text form, so that a replay can make it again.
+        settings: settings of the router.
+        write: callback for each entry, in order, beginning with the head.
+        clocks: current time on both clocks, for the head.
     """
 
     def __init__(
@@ -222,34 +223,34 @@ class RecordedRouter(Router):
         write(Head(policy.policy, policy.score, settings, clocks))
 
     def add_engine(self, spec: EngineSpec = ANY_ENGINE) -> int:
-        """See `Router`."""
+        """Implement `Router.add_engine`, and record the call."""
         engine = super().add_engine(spec)
         self._write(EngineAdded(engine, spec))
         return engine
 
     def set_spec(self, engine: int, spec: EngineSpec) -> None:
-        """See `Router`."""
+        """Implement `Router.set_spec`, and record the call."""
         super().set_spec(engine, spec)
         self._write(SpecSet(engine, spec))
 
     def remove_engine(self, engine: int, now_ns: int) -> None:
-        """See `Router`."""
+        """Implement `Router.remove_engine`, and record the call."""
         super().remove_engine(engine, now_ns)
         self._write(EngineRemoved(engine, now_ns))
 
     def set_routable(self, engine: int, *, routable: bool) -> None:
-        """See `Router`."""
+        """Implement `Router.set_routable`, and record the call."""
         super().set_routable(engine, routable=routable)
         self._write(RoutableSet(engine, routable))
 
     def engine_lost(self, engine: int, now_ns: int) -> None:
-        """See `Router`."""
+        """Implement `Router.engine_lost`, and record the call."""
         super().engine_lost(engine, now_ns)
         self._write(EngineWasLost(engine, now_ns))
 
     def submit(self, request: Request, now_ns: int, exclude: Collection[int] = ()) -> RouteDecision:
-        """See `Router`."""
-        # The number of resumed tokens is part of the decision; which ones they are is part of a conversation.
+        """Implement `Router.submit`, and record the decision or refusal."""
+        # The decision depends on the number of resumed tokens; their values are private content.
         resumed = bytes(len(request.resumed_token_ids))
         bare = msgspec.structs.replace(request, token_ids=None, resumed_token_ids=resumed, cache_salt=None)
         try:
@@ -261,47 +262,47 @@ class RecordedRouter(Router):
         return answer
 
     def first_token(self, request_id: str, now_ns: int) -> None:
-        """See `Router`."""
+        """Implement `Router.first_token`, and record the call."""
         super().first_token(request_id, now_ns)
         self._write(FirstTokenCame(request_id, now_ns))
 
     def ended(self, request_id: str, now_ns: int, num_output_tokens: int | None = None) -> None:
-        """See `Router`."""
+        """Implement `Router.ended`, and record the call."""
         super().ended(request_id, now_ns, num_output_tokens)
         self._write(RequestEnded(request_id, now_ns, num_output_tokens))
 
     def sent_elsewhere(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        """See `Router`."""
+        """Implement `Router.sent_elsewhere`, and record the call."""
         super().sent_elsewhere(engine, hashes, now_ns)
         self._write(SentElsewhere(engine, hashes, now_ns))
 
     def forget_elsewhere(self, engine: int) -> None:
-        """See `Router`."""
+        """Implement `Router.forget_elsewhere`, and record the call."""
         super().forget_elsewhere(engine)
         self._write(ElsewhereForgotten(engine))
 
     def report(self, engine: int, figures: LoadFigures, as_of_ns: int, now_ns: int) -> None:
-        """See `Router`."""
+        """Implement `Router.report`, and record the call."""
         super().report(engine, figures, as_of_ns, now_ns)
         self._write(Reported(engine, figures, as_of_ns, now_ns))
 
     def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        """See `Router`."""
+        """Implement `Router.kv_stored`, and record the call."""
         super().kv_stored(engine, hashes, now_ns)
         self._write(KvStored(engine, hashes, now_ns))
 
     def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        """See `Router`."""
+        """Implement `Router.kv_removed`, and record the call."""
         super().kv_removed(engine, hashes, now_ns)
         self._write(KvRemoved(engine, hashes, now_ns))
 
     def kv_cleared(self, engine: int, now_ns: int) -> None:
-        """See `Router`."""
+        """Implement `Router.kv_cleared`, and record the call."""
         super().kv_cleared(engine, now_ns)
         self._write(KvCleared(engine, now_ns))
 
     def kv_lost(self, engine: int, now_ns: int) -> None:
-        """See `Router`."""
+        """Implement `Router.kv_lost`, and record the call."""
         super().kv_lost(engine, now_ns)
         self._write(KvLost(engine, now_ns))
 
@@ -310,7 +311,7 @@ class RecordedRouter(Router):
 
 
 def _described(view: RouteView, choice: Choice, candidates: Candidates, figures: tuple[str, ...]) -> Decision:
-    """The decision as it is written down. `figures`: whose ages matter."""
+    """Make the record of a decision, with the ages of `figures`."""
     engine = choice.engine
     places = candidates.ranked()
     chosen = next(at for at in places if candidates.rows[at] == engine)

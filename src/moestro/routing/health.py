@@ -1,4 +1,4 @@
-"""Whether an engine should get requests: checks, answers, silence and the operator, in one verdict. No clock."""
+"""Health of an engine: one verdict from checks, responses, silence and the operator. Callers pass in the time."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ _RECENT_NS = 500_000_000
 
 
 class Condition(StrEnum):
-    """Why an engine gets requests, or does not; the first that holds, in this order."""
+    """Why an engine does or does not get requests. The first condition that holds applies, in this order."""
 
-    DRAINING = "draining"  # the operator's wish
+    DRAINING = "draining"  # the operator drains the engine
     UNCHECKED = "unchecked"  # no health check has passed yet
     DOWN = "down"  # health checks fail
     OPEN = "open"  # the breaker is open
-    BUSY = "busy"  # it asked to be left alone for a while
-    PROBING = "probing"  # the breaker lets one request through
-    STALLED = "stalled"  # its queue grows and nothing comes out
+    BUSY = "busy"  # the engine refused a request and asked for a pause
+    PROBING = "probing"  # the breaker admits one request
+    STALLED = "stalled"  # the engine's queue grows without any output
     UP = "up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthRules:
-    """How an engine is judged.
+    """Thresholds for judging an engine.
 
     Attributes:
-        num_failed_checks: in a row, that take it out of rotation.
-        stall_ns: without a sign of progress while its queue grows.
-        slow_start_ns: in which an engine that comes back is brought up to its share.
-        default_busy_ns: for an engine that says it is busy and not for how long.
-        max_busy_ns: the longest that it is believed.
+        num_failed_checks: consecutive failed checks that take an engine out of rotation.
+        stall_ns: time without progress, while the queue grows, after which an engine counts as stalled.
+        slow_start_ns: time over which a returning engine's share of requests grows to the full share.
+        default_busy_ns: pause for a busy engine that names no duration.
+        max_busy_ns: longest pause that an engine may ask for.
     """
 
     num_failed_checks: int = 2
@@ -44,31 +44,31 @@ class HealthRules:
 
 
 class Health:
-    """One engine's.
+    """The health of one engine.
 
     Attributes:
-        breaker: what its answers say.
-        is_draining: the operator wants no new requests on it; set freely.
+        breaker: circuit breaker fed by the engine's responses.
+        is_draining: whether the operator drains the engine. Callers may set it at any time.
     """
 
     def __init__(self, rules: HealthRules, now_ns: int) -> None:
         self._rules = rules
         self.breaker = Breaker(rules.breaker)
         self.is_draining = False
-        self._num_failed_checks: int | None = None  # in a row; None: never checked
+        self._num_failed_checks: int | None = None  # consecutive; None means never checked
         self._busy_until_ns = now_ns
-        self._heard_ns: int | None = None  # when anything came out of it
-        self._progress_ns = now_ns  # the same, or when it last had nothing to do
+        self._heard_ns: int | None = None  # time of the last output
+        self._progress_ns = now_ns  # time of the last output, or of the last moment without requests
         self._num_at_progress = 0
-        self._counter: float | None = None  # of tokens, as the engine reported it last
+        self._counter: float | None = None  # computed tokens, as last reported
         self._counter_ns = now_ns
         self._was_up = False
         self._returned_ns: int | None = None
 
     def checked(self, now_ns: int, *, passed: bool) -> None:
-        """A health check was answered, well or not, or was not.
+        """Record the result of a health check; a missing answer is a failure.
 
-        A check that fails while answers flow says only that the engine is too busy for checks.
+        A check that fails while output arrives is ignored: the engine is only too busy to answer checks.
         """
         if passed:
             self._num_failed_checks = 0
@@ -77,47 +77,47 @@ class Health:
             self._num_failed_checks += 1
 
     def busy(self, for_ns: int | None, now_ns: int) -> None:
-        """It refused a request and asked for `for_ns` of peace; None: it did not say."""
+        """Record that the engine refused a request and asked for a pause of `for_ns`; None means no duration given."""
         wanted = self._rules.default_busy_ns if for_ns is None else min(for_ns, self._rules.max_busy_ns)
         self._busy_until_ns = max(self._busy_until_ns, now_ns + wanted)
 
     def progressed(self, num_in_flight: int, now_ns: int) -> None:
-        """Something came out of it, while it had `num_in_flight` requests of ours."""
+        """Record output of the engine, which has `num_in_flight` requests of this router."""
         self._heard_ns = self._progress_ns = now_ns
         self._num_at_progress = num_in_flight
 
     def counted(self, num_tokens: float, num_in_flight: int, now_ns: int) -> None:
-        """It reported how many tokens it has computed since its start."""
+        """Record the engine's reported count of tokens computed since its start."""
         if num_tokens != self._counter:
             self.progressed(num_in_flight, now_ns)
         self._counter, self._counter_ns = num_tokens, now_ns
 
     def paused(self, pause_ns: int, now_ns: int) -> None:
-        """The router itself stood still for `pause_ns` until now: that time says nothing about the engine."""
+        """Discount `pause_ns` during which the router itself stood still and could not observe the engine."""
         self._progress_ns = min(self._progress_ns + pause_ns, now_ns)
         self._counter_ns = min(self._counter_ns + pause_ns, now_ns)
 
     def condition(self, num_in_flight: int, num_streaming: int, now_ns: int) -> Condition:
-        """The verdict on an engine with `num_in_flight` requests, `num_streaming` of which have begun to answer."""
+        """Return the verdict on an engine with `num_in_flight` requests; `num_streaming` of them stream output."""
         found = self._condition(num_in_flight, num_streaming, now_ns)
         if found is Condition.UP:
             if not self._was_up and self._returned_ns is None:
-                self._returned_ns = now_ns - self._rules.slow_start_ns  # the first start of all is not slow
+                self._returned_ns = now_ns - self._rules.slow_start_ns  # the first start gets the full share at once
             elif not self._was_up:
                 self._returned_ns = now_ns
             self._was_up = True
-        elif found is not Condition.BUSY:  # its cache and its processes are as they were
+        elif found is not Condition.BUSY:  # a busy engine keeps its cache and needs no slow start
             self._was_up = False
         return found
 
     def share(self, now_ns: int) -> float:
-        """How much of its share an engine that is up should get: grows from 0 to 1 after it came back."""
+        """Fraction of its full share of requests that an engine should get; grows from 0 to 1 after a return."""
         if self._returned_ns is None or not self._rules.slow_start_ns:
             return 1.0
         return min(1.0, (now_ns - self._returned_ns) / self._rules.slow_start_ns)
 
     def wait_ns(self, now_ns: int) -> int | None:
-        """Nanoseconds until it may take requests again by the passing of time alone; None: that is not foreseeable."""
+        """Nanoseconds until the engine may take requests again by itself; None means no known time."""
         if self.is_draining or self._num_failed_checks is None or self._is_down:
             return None
         return max(self.breaker.opens_in_ns(now_ns), self._busy_until_ns - now_ns, 0)
@@ -146,7 +146,7 @@ class Health:
         return Condition.STALLED if self._is_stalled(num_in_flight, num_streaming, now_ns) else Condition.UP
 
     def _is_stalled(self, num_in_flight: int, num_streaming: int, now_ns: int) -> bool:
-        """Whole answers say nothing until they are complete: silence counts only where something should be heard."""
+        """Return whether the engine is stalled. Silence counts only while streams or counters should produce output."""
         if num_in_flight == 0:
             self._progress_ns, self._num_at_progress = now_ns, 0
             return False

@@ -1,4 +1,4 @@
-"""The router's own books of its requests: exact, and of age zero."""
+"""Exact, current state of the requests that the router has in flight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moestro.core.prefix_tree import BlockRun
 from moestro.errors import InvariantError
 from moestro.routing.columns import EngineColumns
 
-_NUM_DEPARTED = 256  # remembered of an engine, until its next report
+_NUM_DEPARTED = 256  # ended requests remembered per engine until its next report
 
 
 @dataclass(slots=True)
@@ -18,10 +18,10 @@ class Flight:
     """One request between `submit` and `ended`.
 
     Attributes:
-        num_known_tokens: of the prompt, and of an answer that is resumed.
-        num_prefill_tokens: those of them to compute, as it seemed when it was sent.
-        pending: what the prefix index wants back when it is over; None: nothing.
-        serial: its place among all flights.
+        num_known_tokens: tokens of the prompt and of a resumed answer.
+        num_prefill_tokens: those of `num_known_tokens` that the engine was expected to compute.
+        pending: handle to return to the prefix index at the end; None means no handle.
+        serial: sequence number among all requests of the router.
     """
 
     engine: int
@@ -35,13 +35,13 @@ class Flight:
 
 @dataclass(slots=True)
 class _Row:
-    """One engine's flights.
+    """The requests in flight on one engine.
 
     Attributes:
-        flights: by request id, in the order of `submit`.
-        departed: (ended_ns, submit_ns) of some that ended since the last report.
-        seen: the serial up to which the engine had seen them when it last said how many requests it has.
-        seen_prefill: the same, when it last said how many prompt tokens it has to compute.
+        flights: flights by request id, in the order of `submit`.
+        departed: (ended_ns, submit_ns) of requests that ended since the last report, at most _NUM_DEPARTED.
+        seen: serial of the newest request included in the engine's last report of request counts.
+        seen_prefill: serial of the newest request included in its last report of prompt tokens to compute.
     """
 
     flights: dict[str, Flight] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class _Row:
     seen_prefill: int = -1
 
     def serial_at(self, as_of_ns: int, otherwise: int) -> int:
-        """The serial of the newest flight that was sent by `as_of_ns`."""
+        """Return the serial of the newest request sent by `as_of_ns`, at least `otherwise`."""
         for flight in reversed(self.flights.values()):
             if flight.submit_ns <= as_of_ns:
                 return max(flight.serial, otherwise)
@@ -58,10 +58,10 @@ class _Row:
 
 
 class InFlight:
-    """Requests in flight, by id and by engine; keeps the engines' own-count columns.
+    """Requests in flight by id and by engine; maintains the router's own counts in the engine columns.
 
     Args:
-        columns: whose counts are written.
+        columns: engine columns to update.
     """
 
     def __init__(self, columns: EngineColumns) -> None:
@@ -77,7 +77,7 @@ class InFlight:
         """Count a request that is sent now.
 
         Raises:
-            InvariantError: one of that id is in flight.
+            InvariantError: a request with this id is in flight already.
         """
         if request_id in self._by_id:
             raise InvariantError(f"request id {request_id!r} is in flight already")
@@ -94,7 +94,7 @@ class InFlight:
         columns.context_tokens[row] += flight.num_known_tokens
 
     def first_token(self, request_id: str) -> Flight | None:
-        """Its prompt is computed. Returns it, or None if that was known or nothing of that id is in flight."""
+        """Record a computed prompt. Return the flight, or None if that was known or the id is not in flight."""
         flight = self._by_id.get(request_id)
         if flight is None or not flight.is_prefilling:
             return None
@@ -107,10 +107,10 @@ class InFlight:
         return flight
 
     def ended(self, request_id: str, now_ns: int) -> Flight:
-        """It is over.
+        """Remove a request that has ended, and return its flight.
 
         Raises:
-            InvariantError: nothing of that id is in flight.
+            InvariantError: no request with this id is in flight.
         """
         self.first_token(request_id)
         flight = self._by_id.pop(request_id, None)
@@ -126,11 +126,11 @@ class InFlight:
         return flight
 
     def of_engine(self, engine: int) -> tuple[str, ...]:
-        """Ids of the requests on one engine, in the order in which they were sent."""
+        """Return the ids of the requests on one engine, in sending order."""
         return tuple(self._rows[engine].flights)
 
     def forget(self, engine: int) -> None:
-        """What the engine has seen means nothing any more: another is in its place."""
+        """Discard what a replaced engine process had reported about its requests."""
         row = self._rows[engine]
         row.seen = row.seen_prefill = self._num_added - 1
         row.departed.clear()
@@ -138,8 +138,10 @@ class InFlight:
         self._columns.said_prefill_tokens[engine] = math.inf
 
     def recount_requests(self, engine: int, num_reported: int, as_of_ns: int) -> None:
-        """The engine said that it had `num_reported` requests: which of mine could it not have seen, and how many were
-        not mine? A request of mine that was on its way counts as seen, so that none is ever taken for another's.
+        """Recount unseen and foreign requests after an engine reported `num_reported` requests.
+
+        Unseen requests of this router were sent after the report; foreign requests belong to other routers. A request
+        of this router that was on its way counts as seen, so that it is never taken for a foreign one.
         """
         row = self._rows[engine]
         row.seen = row.serial_at(as_of_ns, row.seen)
@@ -156,7 +158,7 @@ class InFlight:
             row.departed.popleft()
 
     def recount_prefill(self, engine: int, num_reported: int, as_of_ns: int) -> None:
-        """The engine said that it had `num_reported` prompt tokens to compute; what of mine could it not have seen?"""
+        """Add the unseen requests' prompt tokens to the `num_reported` tokens that an engine has yet to compute."""
         row = self._rows[engine]
         row.seen_prefill = row.serial_at(as_of_ns, row.seen_prefill)
         tokens = num_reported

@@ -1,7 +1,7 @@
-"""What policies score by: figures of each engine, as good as they are known.
+"""Indicators: figures of each engine by which policies score.
 
-Each answers for every row. A figure that an engine has not said, or not for FRESH_NS, is replaced by what the router's
-own books say of it; what is older than the last decision is brought up to date by what was sent since.
+Each indicator returns a value for every row. A figure that an engine has not reported within FRESH_NS is replaced by
+the router's own count. A figure older than the last decision is corrected by the requests sent since.
 """
 
 from __future__ import annotations
@@ -16,55 +16,55 @@ from moestro.routing.scoring import Counts, Mask, Scores
 
 
 def fresh(view: RouteView, figure: Figure) -> Mask:
-    """bool[n], where the figure is no older than FRESH_NS."""
+    """Return bool[n]: whether the figure is no older than FRESH_NS."""
     return figure.known(view.now_ns, FRESH_NS)
 
 
 def all_fresh(view: RouteView, *figures: Figure) -> bool:
-    """Whether every routable engine has said each of these lately: else they cannot be compared."""
+    """Return whether every routable engine has reported each of these figures lately, so that they are comparable."""
     unroutable = ~view.engines.routable
     return all(bool((fresh(view, figure) | unroutable).all()) for figure in figures)
 
 
 def new_tokens(view: RouteView) -> Counts:
-    """Tokens of the prompt, and of an answer that is resumed, that each engine would have to compute."""
+    """Tokens of the prompt and of a resumed answer that each engine would have to compute."""
     return view.request.num_known_tokens - view.hit_tokens
 
 
 def hit_ratio(view: RouteView) -> Scores:
-    """Of the prompt, how much each engine's cache holds, 0 .. 1."""
+    """Fraction of the prompt in each engine's cache, 0 .. 1."""
     return view.hit_tokens / view.request.num_prompt_tokens
 
 
 def own_prefill_tokens(view: RouteView) -> Scores:
-    """Prompt tokens that this router sent to each engine and that are not computed.
+    """Prompt tokens that this router sent to each engine and that are not yet computed.
 
-    The router's own count is of whole prompts, until their first token; what the engine said is of parts of them, and
-    may be of others' too. Both are upper bounds, however old, so the lesser holds.
+    The router's own count includes whole prompts until their first token. The engine's report counts partly computed
+    prompts, but may include other routers' requests. Both are upper bounds at any age, so the minimum holds.
     """
     return np.minimum(view.engines.prefill_tokens, view.engines.said_prefill_tokens)
 
 
 def foreign_prefill_tokens(view: RouteView) -> Scores:
-    """Prompt tokens that others sent to each engine and that were not computed when it last spoke."""
+    """Prompt tokens that other routers sent to each engine and that were not computed at its last report."""
     engines = view.engines
     known = fresh(view, engines.queued_prefill_tokens) & (engines.num_foreign > 0)
     return np.where(known, np.maximum(engines.said_prefill_tokens - engines.prefill_tokens, 0.0), 0.0)
 
 
 def queued_prefill_tokens(view: RouteView) -> Scores:
-    """Prompt tokens that anybody sent to each engine and that are not computed."""
+    """Prompt tokens that all routers sent to each engine and that are not yet computed."""
     own = own_prefill_tokens(view)
     return own + foreign_prefill_tokens(view) if np.count_nonzero(view.engines.num_foreign) else own
 
 
 def p_tokens(view: RouteView) -> Scores:
-    """LMetric's P-token: all that each engine would have to compute before this request's first token."""
+    """LMetric's P-token: tokens that each engine would compute before this request's first token."""
     return queued_prefill_tokens(view) + new_tokens(view)
 
 
 def batch_size(view: RouteView) -> Counts:
-    """Requests on each engine, waiting or running: the router's own, exactly; of others, when it last spoke."""
+    """Requests on each engine, waiting or running: exact for this router, as last reported for others."""
     engines = view.engines
     if not np.count_nonzero(engines.num_foreign):
         return engines.num_in_flight
@@ -72,49 +72,49 @@ def batch_size(view: RouteView) -> Counts:
 
 
 def num_waiting(view: RouteView) -> Scores:
-    """Requests without KV blocks; where nothing is said, those without a first token."""
+    """Requests without KV blocks; without a fresh report, those without a first token."""
     engines = view.engines
     said = engines.num_waiting.values + engines.num_unseen
     return np.where(fresh(view, engines.num_waiting), said, engines.num_prefilling)
 
 
 def num_running(view: RouteView) -> Scores:
-    """Requests with KV blocks; where nothing is said, those with a first token."""
+    """Requests with KV blocks; without a fresh report, those with a first token."""
     engines = view.engines
     own = engines.num_in_flight - engines.num_prefilling
     return np.where(fresh(view, engines.num_running), engines.num_running.values, own)
 
 
 def num_tokens(view: RouteView) -> Scores:
-    """Context tokens of the requests on each engine; where nothing is said, of their prompts."""
+    """Context tokens of the requests on each engine; without a fresh report, tokens of their prompts."""
     engines = view.engines
     return np.where(fresh(view, engines.num_tokens), engines.num_tokens.values, engines.context_tokens)
 
 
 def kv_usage(view: RouteView) -> Scores:
-    """Fraction of KV blocks held; where nothing is said, what the prompts in flight would hold, or 0."""
+    """Fraction of KV blocks held; without a fresh report, the share that prompts in flight would hold, or 0."""
     engines = view.engines
     own = np.minimum(engines.context_tokens / engines.num_kv_tokens, 1.0)
     return np.where(fresh(view, engines.kv_usage), engines.kv_usage.values, own)
 
 
 def expert_pressure(view: RouteView) -> Scores:
-    """Busiest expert device over the mean, at least 1; where nothing is said, 1."""
+    """Load of the busiest expert device over the mean, at least 1; without a fresh report, 1."""
     figure = view.engines.expert_pressure
     return np.where(fresh(view, figure), np.maximum(figure.values, 1.0), 1.0)
 
 
 def speed(view: RouteView) -> Scores:
-    """Relative speed."""
+    """Speed of each engine relative to the others."""
     return view.engines.speed
 
 
 def prompt_tokens(view: RouteView) -> Counts:
-    """Length of the prompt, the same for all."""
+    """Length of the prompt in tokens, the same for all engines."""
     return np.full(len(view.engines), view.request.num_prompt_tokens, np.int64)
 
 
-# By the names that `--route-score` knows.
+# Indicators by their names in `--route-score`.
 INDICATORS: Mapping[str, Callable[[RouteView], Scores | Counts]] = {
     each.__name__: each
     for each in (
@@ -123,7 +123,7 @@ INDICATORS: Mapping[str, Callable[[RouteView], Scores | Counts]] = {
     )
 }  # fmt: skip
 
-# What each looks at, for a policy that is made of them.
+# Inputs of each indicator, from which the needs of a score expression follow.
 HIT_INDICATORS = frozenset({"p_tokens", "new_tokens", "hit_ratio"})
 FIGURES_OF: Mapping[str, tuple[str, ...]] = {
     "p_tokens": ("queued_prefill_tokens",),

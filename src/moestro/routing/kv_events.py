@@ -1,8 +1,8 @@
-"""One publisher's KV events, turned into what the router knows of an engine's cache.
+"""KV feed: turns one publisher's KV events into calls that update the router's view of an engine's cache.
 
     frames ── kv_wire ──▶ batches ── kv_stream ──▶ each once, in order ── kv_names ──▶ our blocks ──▶ Router.kv_stored …
 
-All of it without sockets or clock: `serve` reads the sockets, tests read files.
+The feed uses neither sockets nor a clock: `moestro route` reads the sockets, tests read files.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ _DEFAULT_STREAM = StreamRules()
 
 
 class KvSink(Protocol):
-    """Who is told what an engine's cache holds: the router."""
+    """Receives the contents of engines' caches; the router implements it."""
 
     def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        """`engine` holds these blocks (packed, a prompt's in order)."""
+        """Record that `engine` holds these blocks (packed hashes, in prompt order)."""
 
     def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        """`engine` holds these blocks no more."""
+        """Record that `engine` holds these blocks no more."""
 
     def kv_cleared(self, engine: int, now_ns: int) -> None:
-        """`engine` holds no block; and all that it will hold is going to be told, until `kv_lost`."""
+        """Record that `engine` holds no block and reports all its blocks from now on, until `kv_lost`."""
 
     def kv_lost(self, engine: int, now_ns: int) -> None:
-        """What `engine` said it holds cannot be relied on any more."""
+        """Record that the blocks reported by `engine` are no longer reliable."""
 
 
 class KvFeedSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a feed is told once.
+    """Settings of a feed.
 
     Attributes:
-        engine: its number in the router.
-        name: for the log.
+        engine: number of the engine in the router.
+        name: name of the engine, for log lines.
         can_replay: whether the publisher has a replay endpoint.
     """
 
@@ -63,14 +63,14 @@ class KvFeedSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class KvFeedCounts:
-    """What came, of all times.
+    """Cumulative counts of a feed.
 
     Attributes:
-        illegible: messages or stored blocks that could not be read.
-        unknown: events of types that are not known here.
+        illegible: messages or stored blocks that could not be decoded.
+        unknown: events of unknown types.
         other_rank: batches of another data-parallel rank than the stream's first.
-        cleared: times that the engine emptied its cache.
-        newest_ts_s: when the newest batch was published, by the publisher's clock.
+        cleared: number of times that the engine emptied its cache.
+        newest_ts_s: publication time of the newest batch by the publisher's clock, seconds.
     """
 
     blocks: NamingCounts = field(default_factory=NamingCounts)
@@ -83,20 +83,20 @@ class KvFeedCounts:
 
 
 class KvFeed:
-    """Tells a sink what one cache holds: that of an engine, or of one data-parallel rank of it.
+    """Reports the contents of one cache to a sink: the cache of an engine, or of one of its data-parallel ranks.
 
-    What comes from the sockets goes in by `live` and `replayed`, connections and time by `stream`.
+    Callers pass messages to `live` and `replayed`, and connections and time to `stream`.
 
     Args:
-        sink: is told.
-        settings: see there.
-        warn: Takes a kind and a log line that begins with the engine's name, as often as something is odd. The caller
-            bounds the rate of lines by kind.
+        sink: receiver of the cache's contents.
+        settings: settings of the feed.
+        warn: callback for irregularities, given a kind and a log line that begins with the engine's name. The callback
+            limits the rate of lines by kind.
 
     Attributes:
-        stream: puts the batches in order; its `request` and `deadline_ns` say what is to be done next.
-        counts: what came.
-        dp_rank: the publisher's data-parallel rank; None until it has said.
+        stream: puts the batches in order; its `request` and `deadline_ns` tell the caller what to do next.
+        counts: cumulative counts.
+        dp_rank: data-parallel rank of the publisher; None until the first batch.
     """
 
     def __init__(self, sink: KvSink, settings: KvFeedSettings, warn: Callable[[str, str], None]) -> None:
@@ -108,18 +108,18 @@ class KvFeed:
         self._tell = warn
         self._engine = settings.engine
         self._blocks = NamedBlocks(settings.naming, self.counts.blocks)
-        self._is_whole = False  # all that the cache holds was told, or will be
+        self._is_whole = False  # the sink has the cache's complete contents
 
     # --- from the sockets
 
     def live(self, frames: list[bytes], now_ns: int) -> None:
-        """A message of the publisher's."""
+        """Process a message that the publisher sent live."""
         message = self._decoded(frames)
         if message is not None and message.seq is not None:
             self.stream.live(message.seq, message.payload, now_ns)
 
     def replayed(self, frames: list[bytes], now_ns: int) -> bool:
-        """A message of a replay. Returns whether it was the last."""
+        """Process a message of a replay, and return whether it was the last."""
         message = self._decoded(frames)
         if message is None:
             return False
@@ -130,7 +130,7 @@ class KvFeed:
         return False
 
     def tell_again(self, now_ns: int) -> None:
-        """Tell the sink all that is held: it has forgotten."""
+        """Report all held blocks again, to a sink that has forgotten them."""
         if self._is_whole:
             self._sink.kv_cleared(self._engine, now_ns)
         hashes = self._blocks.names()
@@ -140,12 +140,12 @@ class KvFeed:
     # --- from the stream
 
     def apply(self, payload: bytes, now_ns: int) -> None:
-        """The next batch."""
+        """Implement `Consumer.apply`: decode the next batch and report its events to the sink."""
         try:
             batch = decode_batch(payload)
         except KvEventError as error:
             self.counts.illegible += 1
-            self._warn("illegible", f"a batch of KV events cannot be read ({error})")
+            self._warn("illegible", f"a batch of KV events cannot be decoded ({error})")
             self.lost(now_ns)
             return
         if self.dp_rank is None:
@@ -154,7 +154,7 @@ class KvFeed:
             self.counts.other_rank += 1
             self._warn(
                 "other rank",
-                f"one stream of KV events carries ranks {self.dp_rank} and {batch.dp_rank}; the second is ignored",
+                f"one stream of KV events carries ranks {self.dp_rank} and {batch.dp_rank}; the latter is ignored",
             )
             return
         self.counts.illegible += batch.num_illegible
@@ -164,34 +164,34 @@ class KvFeed:
             self._event(event, now_ns)
 
     def began(self, now_ns: int) -> None:
-        """All batches there ever were are going to come."""
+        """Implement `Consumer.began`: from here on the sink has the cache's complete contents."""
         self._is_whole = True
         self._sink.kv_cleared(self._engine, now_ns)
 
     def lost(self, now_ns: int) -> None:
-        """Batches were missed."""
+        """Implement `Consumer.lost`: discard the known blocks."""
         self._is_whole = False
         self._blocks.forget()
         self._sink.kv_lost(self._engine, now_ns)
 
     def restarted(self, now_ns: int) -> None:
-        """Another process publishes."""
+        """Implement `Consumer.restarted`: discard everything known about the old publisher."""
         self.dp_rank = None
         self._is_whole = False
         self._blocks = NamedBlocks(self._settings.naming, self.counts.blocks)
         self._sink.kv_cleared(self._engine, now_ns)
-        self._sink.kv_lost(self._engine, now_ns)  # until its first batch is found
+        self._sink.kv_lost(self._engine, now_ns)  # incomplete until the new publisher's first batch
 
-    # --- what is known
+    # --- state
 
     @property
     def num_blocks(self) -> int:
-        """That are held."""
+        """Number of known blocks in the cache."""
         return self._blocks.num_blocks
 
     @property
     def block_size_seen(self) -> int | None:
-        """Tokens of the publisher's blocks; None until it has said. Unless it is the router's, no block is counted."""
+        """Block size of the publisher in tokens; None until known. Blocks count only if it equals the router's."""
         return self._blocks.block_size_seen
 
     # --- inside
@@ -204,14 +204,14 @@ class KvFeed:
             if hashes:
                 self._sink.kv_stored(self._engine, hashes, now_ns)
             elif blocks.is_ambiguous and not was_ambiguous:
-                self._warn("ambiguous", "one hash is given to different blocks: upgrade the engine (SGLang)")
+                self._warn("ambiguous", "different blocks have the same hash: upgrade the engine (SGLang)")
                 self._is_whole = False
                 self._sink.kv_lost(self._engine, now_ns)
             elif blocks.block_size_seen not in (None, self._settings.naming.block_size):
                 self._warn(
                     "block size",
-                    f"its KV blocks have {blocks.block_size_seen} tokens, the router's"
-                    f" {self._settings.naming.block_size}. Exact hits need one size in router and engines",
+                    f"the engine's KV blocks have {blocks.block_size_seen} tokens, the router's"
+                    f" {self._settings.naming.block_size}. Exact hits need one block size in router and engines",
                 )
         elif isinstance(event, BlockRemoved):
             hashes = blocks.remove(event)

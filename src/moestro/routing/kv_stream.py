@@ -1,12 +1,12 @@
-"""One publisher's batches, in order and each once: gaps are filled by replay, and what cannot be filled is said so.
+"""KV stream: delivers one publisher's batches in order and once each, fills gaps by replay, and reports losses.
 
-A publisher numbers its batches from 0 and keeps the last of them (vLLM: 10,000) for replay; it has no snapshot, and its
-messages carry no mark of the process. So, whenever something may have been missed, the replay that is asked for begins
-with the batch applied last. Does that come back unchanged, it is the same process; does another, or none, the process
-is another, and what its predecessor held is gone. While an answer is awaited, live batches are kept back.
+A publisher numbers its batches from 0 and keeps the latest (vLLM: 10,000) for replay. Publishers send no snapshot, and
+their messages do not identify the process. So when batches may have been missed, the requested replay begins with the
+batch applied last. If that batch returns unchanged, the publisher did not restart. If another batch returns, or none,
+the publisher restarted, and the old process's cache is gone. Live batches are held back while a replay is awaited.
 
-The stream is asked again after some silence: a publisher that drops the last batches of a burst would otherwise leave a
-gap that nobody sees until the next one.
+After some silence the stream requests a replay too. Otherwise a publisher that drops the last batches of a burst would
+leave a gap that remains unnoticed until the next burst.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ import msgspec
 
 
 class Consumer(Protocol):
-    """Whom batches go to."""
+    """Receives a stream's batches."""
 
     def apply(self, payload: bytes, now_ns: int) -> None:
-        """The next batch."""
+        """Process the next batch."""
 
     def began(self, now_ns: int) -> None:
-        """The next batch is the publisher's first: nothing is missing."""
+        """Expect the publisher's first batch next: no batch is missing."""
 
     def lost(self, now_ns: int) -> None:
-        """Batches were missed and will not come: what was built from those before may be wrong."""
+        """Discard what earlier batches built up: batches were missed for good, so it may be wrong."""
 
     def restarted(self, now_ns: int) -> None:
-        """Another process publishes: what was built from the old one's batches means nothing."""
+        """Discard what the batches of the old process built up: another process publishes now."""
 
 
 class StreamRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a publisher is waited for.
+    """Time limits and bounds of a stream.
 
     Attributes:
-        reply_ns: between two messages of a replay.
-        num_tries: of a replay that does not answer, or does not help.
-        rest_ns: after the last try, in which gaps are not asked for.
-        silence_ns: after which the stream is asked whether something was missed.
-        max_num_waiting: live batches kept back; with more, they are taken as they are.
+        reply_ns: longest time between two messages of a replay.
+        num_tries: attempts at a replay that is unanswered or fills no gap.
+        rest_ns: time after the last attempt during which gaps cause no further replay.
+        silence_ns: time without batches after which a replay checks for missed ones.
+        max_num_waiting: limit of live batches held back; beyond it the stream stops awaiting the replay.
     """
 
     reply_ns: int = 2_000_000_000
@@ -54,7 +54,7 @@ class StreamRules(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class StreamCounts:
-    """What happened, of all times."""
+    """Cumulative counts of a stream."""
 
     batches: int = 0
     gaps: int = 0
@@ -66,15 +66,15 @@ class StreamCounts:
 
 @dataclass(slots=True)
 class _Replay:
-    """One that was asked for.
+    """A requested replay.
 
     Attributes:
-        deadline_ns: for its next message.
-        is_doubtful: whether something may have been missed; else it is asked for certainty only.
-        is_sent: the request is with the caller.
-        is_answered: a message of it has come.
-        is_foreign: it is another process's.
-        is_whole: it has all that the publisher keeps.
+        deadline_ns: time by which its next message must arrive.
+        is_doubtful: whether batches may have been missed; False means a check after silence.
+        is_sent: whether the caller has taken the request.
+        is_answered: whether a message of the replay has arrived.
+        is_foreign: whether its batches come from another process.
+        is_whole: whether it contains all batches that the publisher keeps.
     """
 
     deadline_ns: int
@@ -86,20 +86,20 @@ class _Replay:
 
 
 class KvStream:
-    """Puts batches in order.
+    """Puts one publisher's batches in order.
 
-    The caller hands in what comes from the two sockets, asks `request` after each call whether a replay is wanted, and
-    calls `tick` at `deadline_ns`. It tells of a new connection before the first batch that came by it. A request
-    replaces the one before it, whose messages are not to be handed in any more.
+    The caller passes in what arrives on the two sockets, checks `request` after each call, and calls `tick` at
+    `deadline_ns`. The caller reports a new connection before its first batch. A new request replaces the previous one,
+    whose messages must not be passed in any more.
 
     Args:
-        consumer: gets the batches.
-        can_replay: whether there is somebody to ask.
-        rules: see there.
-        counts: are kept.
+        consumer: receiver of the batches.
+        can_replay: whether the publisher has a replay endpoint.
+        rules: time limits and bounds.
+        counts: counts to update.
 
     Attributes:
-        is_complete: nothing is missing of what the publisher has sent since its first batch.
+        is_complete: whether all batches of the publisher, from its first on, were delivered.
     """
 
     def __init__(self, consumer: Consumer, *, can_replay: bool, rules: StreamRules, counts: StreamCounts) -> None:
@@ -109,20 +109,20 @@ class KvStream:
         self._rules = rules
         self._counts = counts
         self._is_connected = False
-        self._next: int | None = None  # the number that comes next; None: whichever comes
-        self._last_payload = b""  # of the batch applied last
+        self._next: int | None = None  # number of the next batch; None accepts any
+        self._last_payload = b""  # payload of the batch applied last
         self._last_live = -1
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._replay: _Replay | None = None
-        self._num_tries = 0  # of replays, since a batch came in its turn
+        self._num_tries = 0  # replays requested since a batch arrived in order
         self._rest_until_ns: int | None = None
         self._silent_at_ns: int | None = None
-        self._is_rebuild_due = False  # batches were lost; perhaps the publisher still keeps them
+        self._is_rebuild_due = False  # batches were lost, but the publisher may still keep them
 
-    # --- what comes in
+    # --- input
 
     def connected(self, now_ns: int) -> None:
-        """There is a new connection: what was sent since the last one's end has not come."""
+        """Record a new connection. Batches sent since the last connection ended were not received."""
         self._is_connected = True
         self._last_live = -1
         self._begin(now_ns)
@@ -130,14 +130,14 @@ class KvStream:
             self._lose(now_ns)
 
     def disconnected(self, now_ns: int) -> None:
-        """The connection has ended. After some silence it is not known any more what the cache holds."""
+        """Record the end of the connection. The cache contents count as unknown after `silence_ns`."""
         self._is_connected = False
         self._replay = None
         self._waiting.clear()
         self._silent_at_ns = now_ns + self._rules.silence_ns
 
     def live(self, seq: int, payload: bytes, now_ns: int) -> None:
-        """A batch was published."""
+        """Process a batch that was published live."""
         if seq <= self._last_live:
             self._restart(now_ns)
         self._last_live = seq
@@ -149,19 +149,19 @@ class KvStream:
                 self._give_up(now_ns)
 
     def replayed(self, seq: int, payload: bytes, now_ns: int) -> None:
-        """A batch came again, as it was asked for."""
+        """Process a batch of the requested replay."""
         replay = self._replay
         if replay is None or replay.is_foreign:
             return
         replay.deadline_ns = now_ns + self._rules.reply_ns
         if self._next and seq < self._next - 1:
-            return  # more than was asked for
+            return  # a batch before the requested ones
         is_first, replay.is_answered = not replay.is_answered, True
-        if is_first and self._next:  # it should be the one applied last
+        if is_first and self._next:  # expected: the batch applied last
             if seq == self._next - 1:
                 replay.is_foreign = payload != self._last_payload
                 return
-            self._lose(now_ns)  # so old a batch is not kept any more
+            self._lose(now_ns)  # the publisher no longer keeps that batch
         if self._next is not None and seq > self._next:
             self._lose(now_ns)
         if self._next is None or seq == self._next:
@@ -170,7 +170,7 @@ class KvStream:
             self._apply(seq, payload, now_ns)
 
     def replay_ended(self, now_ns: int) -> None:
-        """All that was asked for has come."""
+        """Process the end of the requested replay."""
         replay = self._replay
         if replay is None:
             return
@@ -179,13 +179,13 @@ class KvStream:
             self._restart(now_ns)
             return
         if self._next is None:
-            self._next, self.is_complete, replay.is_whole = 0, True, True  # nothing was published yet
+            self._next, self.is_complete, replay.is_whole = 0, True, True  # no batch was published yet
             self._consumer.began(now_ns)
         self._is_rebuild_due &= not replay.is_whole
         self._release(now_ns)
 
     def tick(self, now_ns: int) -> None:
-        """Time has passed."""
+        """Handle an expired deadline, if any."""
         if self.deadline_ns is None or now_ns < self.deadline_ns:
             return
         if self._replay is not None:
@@ -200,10 +200,10 @@ class KvStream:
             if self._next is not None:
                 self._lose(now_ns)
 
-    # --- what goes out
+    # --- output
 
     def request(self) -> int | None:
-        """The number from which a replay is to be asked for now, said once; None: none is."""
+        """Return the first batch number of a replay to request now, once per request; None means no request."""
         if self._replay is None or self._replay.is_sent:
             return None
         self._replay.is_sent = True
@@ -211,18 +211,18 @@ class KvStream:
 
     @property
     def deadline_ns(self) -> int | None:
-        """When to call `tick`."""
+        """Time of the next `tick`; None means none is needed."""
         return self._silent_at_ns if self._replay is None else self._replay.deadline_ns
 
     @property
     def is_certain(self) -> bool:
-        """Whether nothing speaks for another process, or for batches that have not come."""
+        """Whether the stream is connected and awaits no replay, so that no restart or gap is suspected."""
         return self._is_connected and self._replay is None
 
     # --- inside
 
     def _begin(self, now_ns: int) -> None:
-        """Find out where the publisher is."""
+        """Find the publisher's position after a new connection or a restart."""
         self._waiting.clear()
         self._replay = self._rest_until_ns = self._silent_at_ns = None
         self._num_tries = 0
@@ -230,7 +230,7 @@ class KvStream:
             self._ask(now_ns, is_doubtful=True)
 
     def _take(self, seq: int, payload: bytes, now_ns: int) -> None:
-        """A live batch while no replay is awaited."""
+        """Process a live batch while no replay is awaited."""
         if self._is_rebuild_due and self._may_ask(now_ns):
             self._waiting.appendleft((seq, payload))
             self._rebuild(now_ns)
@@ -260,7 +260,7 @@ class KvStream:
         self._silent_at_ns = now_ns + self._rules.silence_ns if self._can_replay else None
 
     def _release(self, now_ns: int) -> None:
-        """Let those go that were kept back, until there is a gap that is to be asked for."""
+        """Process the batches held back, up to a gap that needs another replay."""
         self._listen(now_ns)
         while self._waiting and self._replay is None:
             self._take(*self._waiting.popleft(), now_ns)
@@ -274,7 +274,7 @@ class KvStream:
         self._replay = _Replay(now_ns + self._rules.reply_ns, is_doubtful)
 
     def _rebuild(self, now_ns: int) -> None:
-        """Begin with the first batch that the publisher keeps."""
+        """Start over from the first batch that the publisher keeps."""
         if self._next is not None:
             self._next, self.is_complete = None, False
             self._consumer.lost(now_ns)
@@ -290,7 +290,7 @@ class KvStream:
             self._give_up(now_ns)
 
     def _give_up(self, now_ns: int) -> None:
-        """Go on with what there is."""
+        """Stop awaiting the replay, and continue with the batches at hand."""
         self._replay = None
         self._rest_until_ns = now_ns + self._rules.rest_ns
         self._is_rebuild_due = True
@@ -305,7 +305,7 @@ class KvStream:
         self._consumer.lost(now_ns)
 
     def _restart(self, now_ns: int) -> None:
-        """Another process publishes: find its first batch."""
+        """Start over with the first batch of a new publisher process."""
         self._next, self.is_complete, self._is_rebuild_due = None, False, False
         self._counts.restarts += 1
         self._consumer.restarted(now_ns)

@@ -1,4 +1,4 @@
-"""What a routing policy sees, what it answers, and what it is told afterwards."""
+"""The contract of routing policies: their view, their choice and the events that they observe."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from moestro.core.request import Request
 from moestro.core.rng import Draws
 from moestro.core.views import EngineTable
 
-# Busy engines speak at every step, vLLM's coordinator at least every 4 s; what is older says little of a queue.
+# Busy engines report at every step, vLLM's coordinator at least every 4 s. Older figures say little about a queue.
 FRESH_NS = 5_000_000_000
 
 
 class RouteView(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """One request and the engines that it could go to. At least one row of `engines` is routable.
+    """One request and the engines that it may go to. At least one row of `engines` is routable.
 
     Attributes:
-        request: to be routed; what it will generate is in no view.
-        engines: see there.
-        hit_tokens: int64[n], tokens of the prompt in whole blocks, from its beginning, that each engine's cache is
-            thought to hold; all zero where nothing is known.
-        block_size: tokens of a block.
-        now_ns: the time of the decision.
-        decision_id: decisions before this one.
+        request: the request to route. Views never contain the output length.
+        engines: the engine table, one row per engine.
+        hit_tokens: int64[n], tokens of the prompt's leading full blocks that each engine's cache is expected to hold;
+            0 where unknown.
+        block_size: tokens per KV block.
+        now_ns: time of the decision.
+        decision_id: number of earlier decisions.
     """
 
     request: Request
@@ -40,14 +40,14 @@ class RouteView(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class Choice(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A policy's answer.
+    """The choice of a policy.
 
     Attributes:
-        engine: the row chosen.
-        score: its score, lower is better.
-        reason: why, in a few words that an operator reads.
-        scores: [n], of all rows, unroutable ones too; None: the policy scores none.
-        detail: figures that `observe` will want back, or that explain the answer.
+        engine: row of the chosen engine.
+        score: its score; lower is better.
+        reason: short reason for operators.
+        scores: [n], scores of all rows, unroutable rows included. None means the policy computes no scores.
+        detail: figures for `observe` or for explaining the choice.
     """
 
     engine: int
@@ -58,17 +58,17 @@ class Choice(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class Routed(msgspec.Struct, frozen=True, tag=True):
-    """A decision was carried out."""
+    """Event: a request was sent to the chosen engine."""
 
     request: Request
     engine: int
-    hit_tokens: int  # that the engine's cache was thought to hold
+    hit_tokens: int  # prompt tokens that the engine's cache is expected to hold
     detail: Mapping[str, float]
     now_ns: int
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):
-    """A request's prompt is computed."""
+    """Event: a request's prompt is computed."""
 
     request_id: str
     engine: int
@@ -76,17 +76,17 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A request is over, whatever its end was."""
+    """Event: a request ended, for any reason."""
 
     request_id: str
     engine: int
     sent_ns: int
     now_ns: int
-    num_output_tokens: int | None = None  # None: nobody counted
+    num_output_tokens: int | None = None  # None means not counted
 
 
 class EngineLost(msgspec.Struct, frozen=True, tag=True):
-    """An engine was started again or taken away: what it knew is gone, and its number may come to mean another."""
+    """Event: an engine restarted or was removed. Its cache is gone, and its number may later name another engine."""
 
     engine: int
     now_ns: int
@@ -97,12 +97,12 @@ RouteEvent = Routed | FirstToken | Ended | EngineLost
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a policy looks at beyond the router's own counts.
+    """Inputs that a policy reads beyond the router's own counts.
 
     Attributes:
-        hits: `hit_tokens`; a router keeps no prefix index for a policy that does not.
-        figures: names of `LoadFigures`, each believed while it is no older than FRESH_NS.
-        otherwise: what it does without a figure that is missing or old.
+        hits: whether the policy reads `hit_tokens`. If not, the router keeps no prefix index.
+        figures: names of `LoadFigures` fields, each valid until it is older than FRESH_NS.
+        otherwise: replacement for a missing or old figure, in words.
     """
 
     hits: bool = False
@@ -115,13 +115,13 @@ class RoutePolicy(Protocol):
 
     @property
     def needs(self) -> Needs:
-        """What it looks at."""
+        """Inputs that the policy reads."""
         ...
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """A routable row. Changes nothing; equal state, view and draws give an equal answer."""
+        """Choose a routable row without changing state. Equal state, view and draws give an equal choice."""
         ...
 
     def observe(self, event: RouteEvent) -> None:
-        """Take note; the only place where the policy's state changes."""
+        """Update the policy's state, which changes only here."""
         ...

@@ -1,16 +1,16 @@
-"""Which engines hold which KV blocks: engines times blocks, bounded, and quick to ask for a whole prompt at once.
+"""Prefix index: tells which engines hold the KV blocks of a prompt, in bounded memory.
 
-Three books, each with sets of engines as one plain integer, a bit an engine, so that a thousand engines cost little
-more than ten:
+The index keeps three sources of knowledge. Each represents a set of engines as one integer, one bit per engine, so that
+a thousand engines cost little more than ten:
 
-    history   the prompts that were sent to each engine lately, in a tree of what they share; of limited age, and of
-              as many blocks as the engine's cache has
-    said      the blocks that an engine says it holds (KV events), one by one, as they are removed one by one
-    pending   the prompts in flight on engines of which the events are followed without a loss
+    history   prompts recently sent to each engine, in a tree of shared prefixes; bounded by age and by the blocks of
+              the engine's cache
+    said      blocks that an engine reports by KV events, stored and removed one by one
+    pending   prompts in flight on engines with complete KV events
 
-An engine that says nothing is known by its history. One whose events are complete is known by what it said, and by what
-is pending: between a decision and the end of its request it will hold the prompt, or does, or has said so. One whose
-events have a gap is known by history and by what it said.
+An engine without KV events is represented by its history. An engine with complete events is represented by what it said
+and by pending prompts: from the decision to the request's end the engine holds the prompt or will hold it. An engine
+with a gap in its events is represented by its history and by what it said.
 """
 
 from __future__ import annotations
@@ -24,26 +24,24 @@ from numpy.typing import NDArray
 from moestro.core.hashing import HASH_BYTES, split_hashes
 from moestro.core.prefix_tree import BlockRun, PrefixTree
 
-# Memory, each with the part of dictionaries that is empty, where these have just grown.
-SAID_BYTES = 300  # of one block that one engine said
-PROMPT_BYTES = 130  # of one prompt in a history
-RUN_BYTES = 700  # of one run of one engine, but for its blocks
+# Bytes per entry, including the unused part of dictionaries that have just grown.
+SAID_BYTES = 300  # one block reported by one engine
+PROMPT_BYTES = 130  # one prompt in a history
+RUN_BYTES = 700  # one run of one engine, without its blocks
 _UNLIMITED = 1 << 62
-_FEW = 8  # so many bits are found one by one, more by unpacking all
+_FEW = 8  # up to this number bits are extracted one by one, above it by unpacking all bits
 
-Steps = list[
-    tuple[int, int]
-]  # (blocks, engines that hold so many of a prompt), from the first; fewer and fewer engines
+Steps = list[tuple[int, int]]  # (depth in blocks, engines that hold that many leading blocks), by ascending depth
 
 
 @dataclass(slots=True)
 class _Engine:
-    """What is kept of one engine.
+    """State of one engine.
 
     Attributes:
-        said: its blocks, those said first first.
-        prompts: its history, the oldest first: when each was sent, its last run, and whether by this router.
-        capacity: blocks of its cache.
+        said: blocks that the engine reported, in order of their reports.
+        prompts: history, oldest first, as (sending time in ns, last run, whether this router sent it).
+        capacity: size of the engine's cache in blocks.
     """
 
     said: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
@@ -52,11 +50,11 @@ class _Engine:
 
 
 class PrefixIndex:
-    """Blocks by engine.
+    """Index from KV blocks to the engines that hold them.
 
     Args:
-        max_bytes: of all of it. Each engine may have an equal share. Its oldest prompts go first, then what it said
-            first; of one prompt the last blocks.
+        max_bytes: memory limit. Each engine gets an equal share. Over its share, an engine loses its oldest prompts,
+            last blocks first, then its oldest reported blocks.
         expiry_ns: age at which a prompt is dropped from the history.
     """
 
@@ -66,13 +64,13 @@ class PrefixIndex:
         self._engines: list[_Engine] = []
         self._history = PrefixTree()
         self._pending = PrefixTree()
-        self._said: dict[bytes, int] = {}  # who holds each block
-        self._complete = 0  # engines that will say all that they hold
-        self._exact = 0  # of these, those that have said something
+        self._said: dict[bytes, int] = {}  # block -> set of engines that hold it
+        self._complete = 0  # engines whose events report all their blocks
+        self._exact = 0  # those of `_complete` that have reported a block
         self._next_to_expire = 0
 
     def add_engine(self, engine: int) -> None:
-        """Make room for `engine`: the next number, or one that was forgotten."""
+        """Add `engine`, whose number is the next one or that of a forgotten engine."""
         if engine == len(self._engines):
             self._engines.append(_Engine())
         row = self._engines[engine]
@@ -81,21 +79,21 @@ class PrefixIndex:
         row.capacity = _UNLIMITED
 
     def set_capacity(self, engine: int, num_blocks: int | None) -> None:
-        """Blocks that `engine` can hold; None: not known."""
+        """Set the cache size of `engine` in blocks; None means unknown."""
         self._engines[engine].capacity = _UNLIMITED if num_blocks is None else num_blocks
 
-    # --- asked
+    # --- queries
 
     def match(self, hashes: bytes) -> NDArray[np.int64]:
-        """int64[num_engines], how many of the prompt's blocks, from the first, each engine holds without a gap.
+        """Return how many leading blocks of a prompt each engine holds without a gap, int64[num_engines].
 
         Args:
-            hashes: packed, HASH_BYTES each, in the order of the prompt.
+            hashes: packed block hashes, HASH_BYTES each, in prompt order.
         """
         found = np.zeros(len(self._engines), np.int64)
         steps = _steps(self._history, hashes, ~self._exact)
         if not self._exact and not self._said:
-            for depth, holders in steps:  # the deeper ones over the others
+            for depth, holders in steps:  # ascending, so that deeper matches overwrite shallower ones
                 _set(found, holders, depth)
             return found
         steps = _either(steps, _steps(self._pending, hashes, self._exact))
@@ -103,24 +101,24 @@ class PrefixIndex:
         return found
 
     def is_exact(self, engine: int) -> bool:
-        """Whether all that `engine` holds has been said."""
+        """Return whether KV events report all blocks of `engine`."""
         return bool(self._exact >> engine & 1)
 
     @property
     def num_bytes(self) -> int:
-        """Memory taken, at most about: what engines share is counted for each."""
+        """Estimated memory, an upper bound: entries that engines share count once per engine."""
         return sum(self._bytes_of(engine) for engine in range(len(self._engines)))
 
-    # --- told of requests
+    # --- requests
 
     def sent(self, engine: int, hashes: bytes, now_ns: int, *, is_ours: bool = True) -> BlockRun | None:
-        """A prompt was sent to `engine`, which will hold its blocks.
+        """Record that a prompt was sent to `engine`, which will hold its blocks.
 
         Args:
-            is_ours: by this router, which will tell its end; not by another.
+            is_ours: whether this router sent the prompt and will call `ended`; False means another router did.
 
         Returns:
-            What `ended` wants back; None: nothing.
+            The handle to pass to `ended`; None means no call is needed.
         """
         last = self._history.add(engine, hashes)
         if last is not None:
@@ -129,36 +127,36 @@ class PrefixIndex:
             while self._history.num_blocks[engine] > row.capacity and len(row.prompts) > 1:
                 self._drop_oldest(engine)
             self._keep_share(engine)
-        # Another engine's outdated prompts, one engine at a time: no decision waits for them all.
+        # Expire the prompts of one other engine per call, so that no decision waits for all engines.
         self._next_to_expire = (self._next_to_expire + 1) % len(self._engines)
         for each in (engine, self._next_to_expire):
             self._expire(each, now_ns)
         return self._pending.add(engine, hashes) if is_ours and self._exact >> engine & 1 else None
 
     def ended(self, engine: int, pending: BlockRun) -> None:
-        """The request of which `sent` returned `pending` is over: what is left of it was said."""
+        """Drop a pending prompt after its request ended: KV events report the blocks that remain."""
         self._pending.drop(engine, pending)
 
-    # --- told of caches
+    # --- KV events
 
     def said(self, engine: int, hashes: bytes) -> None:
-        """`engine` said that it holds these."""
+        """Record blocks that `engine` reported as stored."""
         row, bit = self._engines[engine], 1 << engine
         self._exact |= self._complete & bit
         mine, all_holders, last, last_with = row.said, self._said, -1, bit
-        for block in reversed(split_hashes(hashes)):  # the beginning of a prompt is the last to go
+        for block in reversed(split_hashes(hashes)):  # so that a prompt's first blocks are evicted last
             if block in mine:
                 mine.move_to_end(block)
                 continue
             mine[block] = None
             holders = all_holders.get(block, 0)
-            if holders is not last:  # neighbours that had one set object go on having one
+            if holders is not last:  # neighbours with the same set keep sharing one object
                 last, last_with = holders, holders | bit
             all_holders[block] = last_with
         self._keep_share(engine)
 
     def removed(self, engine: int, hashes: bytes) -> None:
-        """`engine` said that it holds these no more; of those that it did not hold, nothing is changed."""
+        """Record blocks that `engine` reported as removed. Blocks that it did not hold are ignored."""
         said, bit = self._engines[engine].said, 1 << engine
         for block in split_hashes(hashes):
             if block in said:
@@ -166,12 +164,12 @@ class PrefixIndex:
                 self._drop(bit, block)
 
     def cleared(self, engine: int) -> None:
-        """`engine` said that it holds nothing; and from now on it says all that it holds."""
+        """Record that `engine` holds no block, and that its events are complete from now on."""
         self.forget(engine)
         self._complete |= 1 << engine
 
     def lost_track(self, engine: int) -> None:
-        """What `engine` said cannot be believed any more."""
+        """Discard the blocks that `engine` reported, because its events are no longer complete."""
         bit = 1 << engine
         self._complete &= ~bit
         self._exact &= ~bit
@@ -180,19 +178,19 @@ class PrefixIndex:
             self._drop(bit, said.popitem()[0])
 
     def forget(self, engine: int) -> None:
-        """`engine` is another, or gone: it holds nothing. What is in flight there is still to be `ended`."""
+        """Discard all blocks of `engine`, after a restart or removal. Its requests in flight still need `ended`."""
         self.lost_track(engine)
         while self._engines[engine].prompts:
             self._drop_oldest(engine)
 
-    # --- handed over
+    # --- index transfer
 
     def prompts(self, engine: int) -> list[BlockRun]:
-        """The history of `engine`: the last run of each prompt, the oldest first."""
+        """Return the history of `engine`: the last run of each prompt, oldest first."""
         return [last for _, last, _ in self._engines[engine].prompts]
 
     def forget_elsewhere(self, engine: int) -> None:
-        """Of the history of `engine`, what other routers sent is forgotten."""
+        """Drop the prompts that other routers sent to `engine` from its history."""
         row = self._engines[engine]
         prompts, row.prompts = row.prompts, deque(each for each in row.prompts if each[2])
         for _, last, is_ours in prompts:
@@ -202,14 +200,14 @@ class PrefixIndex:
     # --- inside
 
     def _walk(self, hashes: bytes, foretold: Steps, found: NDArray[np.int64]) -> None:
-        """Fill `found`: the unbroken run of blocks that an engine said it holds, or is foretold to."""
+        """Fill `found` with the leading blocks that each engine reported, or holds according to `foretold`."""
         blocks, get = split_hashes(hashes), self._said.get
         alive, begin = (1 << len(self._engines)) - 1, 0
         for border, others in (*foretold, (len(blocks), 0)):
             last: int | None = None
             for depth in range(begin, border if alive & ~others else begin):
                 held_by = get(blocks[depth], 0)
-                if held_by is last:  # neighbours mostly have one set object
+                if held_by is last:  # neighbouring blocks usually share one set object
                     continue
                 last, left = held_by, alive & (held_by | others)
                 if left != alive:
@@ -230,7 +228,7 @@ class PrefixIndex:
                 self._drop(1 << engine, row.said.popitem(last=False)[0])
 
     def _bytes_of(self, engine: int) -> int:
-        """At worst no two blocks share a set, and each is as long as there are engines."""
+        """Bytes of one engine, assuming that no two blocks share a set and each set has a bit per engine."""
         row, tree, set_bytes = self._engines[engine], self._history, len(self._engines) // 7
         num_runs = tree.num_runs[engine] + self._pending.num_runs[engine]
         num_blocks = tree.num_blocks[engine] + self._pending.num_blocks[engine]
@@ -258,7 +256,7 @@ class PrefixIndex:
 
 
 def _steps(tree: PrefixTree, hashes: bytes, among: int) -> Steps:
-    """Which engines of `among` have how much of a prompt in `tree`."""
+    """Return the leading blocks of a prompt that the engines in `among` have in `tree`, as steps."""
     run, num_blocks = tree.find(hashes)
     steps: Steps = []
     while run is not None:
@@ -271,7 +269,7 @@ def _steps(tree: PrefixTree, hashes: bytes, among: int) -> Steps:
 
 
 def _either(some: Steps, others: Steps) -> Steps:
-    """The steps of all engines, each of which is in one of two lists."""
+    """Merge the steps of two disjoint sets of engines."""
     if not some or not others:
         return some or others
     merged = []
@@ -284,7 +282,7 @@ def _either(some: Steps, others: Steps) -> Steps:
 
 
 def _set(found: NDArray[np.int64], engines: int, depth: int) -> None:
-    """`found[e] = depth` for each bit of `engines`."""
+    """Set `found[e] = depth` for each bit `e` of `engines`."""
     if engines.bit_count() <= _FEW:
         while engines:
             lowest = engines & -engines
@@ -292,5 +290,5 @@ def _set(found: NDArray[np.int64], engines: int, depth: int) -> None:
             engines ^= lowest
     else:
         packed = np.frombuffer(engines.to_bytes(-(-len(found) // 8), "little"), np.uint8)
-        # A third of what an assignment by mask costs.
+        # putmask takes a third of the time of an assignment by mask.
         np.putmask(found, np.unpackbits(packed, count=len(found), bitorder="little").view(np.bool_), depth)

@@ -1,4 +1,4 @@
-"""Registers routing policies, and makes one from what an operator wrote."""
+"""Registry of routing policies: makes a policy from its text form."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _ANYTHING = Needs(hits=True, figures=ROUTED_FIGURES, otherwise="what the file do
 
 
 def policy_from(text: str, score: str | None = None) -> RoutePolicy:
-    """The policy that an operator named.
+    """Make the policy that an operator named.
 
     Args:
-        text: a name in ROUTE_POLICIES, with settings if any (`bailian:hit_weight=0.55`), or `FILE.py:NAME`.
-        score: an expression over indicators, in place of `text`.
+        text: a name in ROUTE_POLICIES with optional settings (`bailian:hit_weight=0.55`), or `FILE.py:NAME`.
+        score: an expression over indicators, which replaces `text`.
 
     Raises:
-        ConfigError: there is no such policy, or it does not take these settings.
+        ConfigError: no such policy exists, or it does not accept these settings.
     """
     return ROUTE_POLICIES.make(text) if score is None else expression_policy(score)
 
 
 def _try_once(policy: RoutePolicy) -> None:
-    """Decide over two engines that have reported nothing.
+    """Let a policy decide between two engines without reports, to find errors before serving.
 
     Raises:
-        ConfigError: the policy chose an engine that does not exist. What the policy itself raises goes on.
+        ConfigError: the policy chose an engine that does not exist. Exceptions of the policy itself propagate.
     """
     request = Request(request_id="trial", num_prompt_tokens=1, sampling=SamplingParams(), arrival_ns=0)
     view = RouteView(request, EngineTable.blank(2), np.zeros(2, np.int64), 16, 0, 0)
@@ -52,7 +52,7 @@ def _try_once(policy: RoutePolicy) -> None:
 
 
 def _needs_in_words(policy: RoutePolicy) -> str:
-    """Cache hits and figures, and what the policy does without a figure."""
+    """Describe a policy's inputs: cache hits, figures and their replacement."""
     needs = policy.needs
     figures = ", ".join(f"`{figure}`" for figure in needs.figures)
     if figures and needs.otherwise:
@@ -61,8 +61,10 @@ def _needs_in_words(policy: RoutePolicy) -> str:
 
 
 def _adapt(found: Any, text: str) -> RoutePolicy:
-    """A function is a score: it takes a `RouteView` and returns float64[n], lower is better. An object with `decide` is
-    a `RoutePolicy`. What its `observe` raises later is logged; what `decide` raises reaches the caller.
+    """Make a policy of an object in a user's file.
+
+    An object with `decide` is a `RoutePolicy`. A function is a score: it takes a `RouteView` and returns float64[n],
+    lower is better. Exceptions of `observe` are logged; those of `decide` reach the caller.
     """
     if hasattr(found, "decide"):
         return _Guarded(found, f"{ROUTE_POLICIES.flag} {text}")
@@ -70,8 +72,9 @@ def _adapt(found: Any, text: str) -> RoutePolicy:
 
 
 class _Guarded:
-    """A policy of a user's file. Its `observe` hears of events that have happened already, to requests and engines that
-    the router serves in any case, so an error in it goes no further than the log.
+    """A policy of a user's file, whose errors in `observe` are only logged.
+
+    Observed events have already happened, and the router serves their requests and engines in any case.
     """
 
     def __init__(self, policy: RoutePolicy, text: str) -> None:
@@ -81,11 +84,11 @@ class _Guarded:
 
     @property
     def needs(self) -> Needs:
-        """What the user's policy looks at."""
+        """Inputs that the user's policy reads."""
         return self._policy.needs
 
     def observe(self, event: RouteEvent) -> None:
-        """Pass the event on."""
+        """Pass the event to the user's policy, and log its exceptions."""
         try:
             self._policy.observe(event)
         except Exception:
@@ -93,7 +96,7 @@ class _Guarded:
 
 
 def _checked(score: Callable[[RouteView], Any]) -> Callable[[RouteView], Any]:
-    """`score`, which must return one number for each engine."""
+    """Wrap `score` so that a result other than one number per engine raises ConfigError."""
 
     def checked(view: RouteView) -> Any:
         scores = np.asarray(score(view), np.float64)

@@ -1,4 +1,4 @@
-"""Records read again: the same decisions made once more."""
+"""Replay of decision records: makes the same decisions again."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ from moestro.routing.decision_record import (
     Submitted,
     decode_entry,
 )
-from moestro.routing.request_trace import Story
+from moestro.routing.request_trace import RequestTrace
 
 
 def replay(lines: Iterable[bytes]) -> Iterator[tuple[Submitted, Submitted]]:
-    """Make every decision of a record again.
+    """Replay every decision of a record.
 
     Args:
-        lines: of the record, its head first; a policy of the user's own must still be where its file was.
+        lines: lines of the record, its head first. A policy of the user's own must still be at its recorded path.
 
     Yields:
-        Each decision, or refusal, as it was written down and as it is made again: equal, unless the code, the policy's
-        file or the record has changed.
+        Each decision or refusal, as recorded and as replayed. The two are equal unless the code, the policy's file or
+        the record has changed.
 
     Raises:
-        ConfigError: the record has no head, is damaged elsewhere than where a run ended, or its policy cannot be made.
+        ConfigError: the record has no head, is damaged elsewhere than at the end of a run, or its policy cannot be
+            made.
     """
     remade: list[Entry] = []
     router: RecordedRouter | None = None
@@ -57,7 +58,7 @@ def replay(lines: Iterable[bytes]) -> Iterator[tuple[Submitted, Submitted]]:
         except msgspec.MsgspecError as error:
             router, damage = None, f"line {number} is not an entry of a record: {error}"
             continue
-        if isinstance(entry, Story):
+        if isinstance(entry, RequestTrace):
             continue
         if isinstance(entry, Head):
             router = RecordedRouter(PolicyText(entry.policy, entry.score), entry.settings, remade.append)
@@ -66,7 +67,7 @@ def replay(lines: Iterable[bytes]) -> Iterator[tuple[Submitted, Submitted]]:
             raise ConfigError(f"the record cannot be replayed from line {number}: {damage}")
         remade.clear()
         if isinstance(entry, Submitted):
-            with contextlib.suppress(RequestError):  # which is in the record too
+            with contextlib.suppress(RequestError):  # the record contains refusals too
                 router.submit(entry.request, entry.now_ns, entry.exclude)
             (again,) = remade
             assert isinstance(again, Submitted)

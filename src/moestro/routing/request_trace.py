@@ -1,4 +1,4 @@
-"""One request's way through a router, for people: by the engines' names, with retries, and how it came out."""
+"""Trace of one request through a router, readable for people: engine names, retries and outcome."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class ScoredEngine(msgspec.Struct, frozen=True):
-    """An engine that could have been chosen; `score`: lower is better, None where the policy gives none."""
+    """A candidate engine. A lower score is better; None means the policy computes no scores."""
 
     engine: str
     score: float | None
@@ -14,14 +14,14 @@ class ScoredEngine(msgspec.Struct, frozen=True):
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One decision of a request; there is another when an engine failed before it answered.
+    """One decision for a request. Further attempts follow when an engine fails before it responds.
 
     Attributes:
-        engine: the one chosen.
-        because: why there was a decision at all, if it is not the first.
-        candidates: those that could be chosen, the best first, the chosen one among them.
-        num_candidates: how many there were; of very many not all are listed.
-        regret: see `Candidates`.
+        engine: name of the chosen engine.
+        because: reason for a further attempt; empty for the first.
+        candidates: candidate engines, best first, including the chosen one.
+        num_candidates: number of candidates, of which the list may contain only the best.
+        regret: the value of `Candidates.regret`.
     """
 
     engine: str
@@ -34,15 +34,15 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     regret: float | None
 
 
-class Story(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All that is known of one request.
+class RequestTrace(msgspec.Struct, frozen=True, kw_only=True, tag="Story"):
+    """Everything known about one request.
 
     Attributes:
-        time: when it came, in seconds since 1970.
-        prompt_tokens: as the router counts them: exactly, or by the length of the text.
-        status: of the answer; 499: its client left; None: it is still running.
-        seconds: until it was over.
-        usage: tokens, as the answer told.
+        time: time of arrival, seconds since 1970.
+        prompt_tokens: prompt length as counted by the router, exact or estimated from the text.
+        status: status of the response. 499 means that the client disconnected; None means still running.
+        seconds: time from arrival to the end, seconds; None means still running.
+        usage: token counts reported by the response.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""How many requests may be sent a second time: a share of the traffic. No clock: the time is handed in."""
+"""Retry budget: limits retries to a share of the traffic. Callers pass in the time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryRules:
-    """The budget.
+    """Size of the retry budget.
 
     Attributes:
-        share: retries for each request, in the long run.
-        per_s: retries a second that are free of it, so that little traffic can be retried too.
-        burst: retries that can be saved up.
+        share: retries earned per request.
+        per_s: retries earned per second independent of traffic, so that low traffic can be retried too.
+        burst: largest number of saved retries.
     """
 
     share: float = 0.2
@@ -23,9 +23,9 @@ class RetryRules:
 class RetryBudget:
     """Keeps retries from multiplying an overload.
 
-    A retry of an answer (the engine is busy, or failed at it) must be granted. A request whose engine is gone is
-    always sent on, for the engine is taken out of rotation at once and what was on it is bounded; it is `charged`, so
-    that less is left for the others.
+    A retry after a response (the engine is busy, or failed the request) needs a grant. A request whose engine is gone
+    is always sent again: the engine leaves rotation at once, which bounds the number of such requests. Such a retry is
+    charged to the budget and leaves less for others.
     """
 
     def __init__(self, rules: RetryRules, now_ns: int) -> None:
@@ -34,11 +34,11 @@ class RetryBudget:
         self._then_ns = now_ns
 
     def request(self) -> None:
-        """A request came."""
+        """Earn the share of one new request."""
         self._saved = min(self._rules.burst, self._saved + self._rules.share)
 
     def grant(self, now_ns: int) -> bool:
-        """Whether one retry is granted; it is paid for by that."""
+        """Return whether a retry is granted, and deduct a granted retry from the budget."""
         self._refill(now_ns)
         if self._saved < 1:
             return False
@@ -46,7 +46,7 @@ class RetryBudget:
         return True
 
     def charge(self, now_ns: int) -> None:
-        """One retry that nobody asked about; the budget never falls below nothing."""
+        """Deduct a retry that needed no grant. The budget never falls below 0."""
         self._refill(now_ns)
         self._saved = max(0.0, self._saved - 1)
 

@@ -1,4 +1,4 @@
-"""The router: keeps what it knows of each engine, asks the policy, remembers the answer. No sockets, no clock."""
+"""The router, sans-IO: keeps the state of each engine, asks the policy and counts requests in flight."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from moestro.routing.settings import ANY_ENGINE, DEFAULT_SETTINGS, EngineSpec, R
 
 
 class RouteDecision(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Which engine gets a request, and why.
+    """The engine chosen for a request, and the reason.
 
     Attributes:
-        engine: its number.
-        score: lower is better; what it means is the policy's affair.
-        reason: in a few words.
-        hit_tokens: of the prompt, that the engine's cache is thought to hold.
-        candidates: what else could have been chosen; None: nobody wants to know (`Router.keeps_candidates`).
+        engine: number of the chosen engine.
+        score: score by the policy's own measure; lower is better.
+        reason: short reason for operators.
+        hit_tokens: prompt tokens that the engine's cache is expected to hold.
+        candidates: engines that could have been chosen; None unless `Router.keeps_candidates` is set.
     """
 
     engine: int
@@ -43,14 +43,14 @@ class Router:
     """Chooses an engine for each request and counts what is in flight on each.
 
     Args:
-        policy: chooses.
-        settings: see there.
+        policy: the policy that chooses engines.
+        settings: settings of the router.
 
     Attributes:
-        keeps_candidates: decisions come with their candidates; set freely.
+        keeps_candidates: whether decisions include their candidates. Callers may set it at any time.
 
-    Invariants: no request goes to an engine that is not routable. `num_in_flight[e]` is the number of requests
-    submitted to `e` and not `ended` since. `now_ns` never goes back from call to call.
+    Invariants: requests go to routable engines only. `num_in_flight[e]` is the number of requests submitted to `e`
+    and not yet `ended`. `now_ns` never decreases from call to call.
     """
 
     def __init__(self, policy: RoutePolicy, settings: RouterSettings = DEFAULT_SETTINGS) -> None:
@@ -60,14 +60,14 @@ class Router:
         self._columns = EngineColumns()
         self._flights = InFlight(self._columns)
         self._index = PrefixIndex(settings.index_bytes, int(settings.predicted_expiry_s * 1e9))
-        self._removed: set[int] = set()  # gone, and with requests that have not ended
-        self._absent: set[int] = set()  # gone, and no other engine has their numbers
+        self._removed: set[int] = set()  # removed engines with requests that have not ended
+        self._absent: set[int] = set()  # removed engines whose numbers are not reused yet
         self._num_decisions = 0
 
-    # --- engines come and go
+    # --- engines
 
     def add_engine(self, spec: EngineSpec = ANY_ENGINE) -> int:
-        """A new engine, not routable yet. Returns its number: the next, or that of one that was removed."""
+        """Add an engine, not routable yet, and return its number. Numbers of removed engines are reused."""
         engine = self._columns.add()
         self._absent.discard(engine)
         self._index.add_engine(engine)
@@ -75,11 +75,11 @@ class Router:
         return engine
 
     def set_spec(self, engine: int, spec: EngineSpec) -> None:
-        """What is known of `engine` now."""
+        """Replace the specification of `engine`."""
         self._set_spec(engine, spec)
 
     def remove_engine(self, engine: int, now_ns: int) -> None:
-        """`engine` is gone for good. What is in flight there is still to be `ended`; then its number is free."""
+        """Remove `engine`. Its requests in flight still need `ended`, after which its number can be reused."""
         self._set_routable(engine, routable=False)
         self._forget(engine, now_ns)
         self._removed.add(engine)
@@ -87,26 +87,26 @@ class Router:
         self._release(engine)
 
     def set_routable(self, engine: int, *, routable: bool) -> None:
-        """Take `engine` into rotation, or out of it (what is in flight stays counted)."""
+        """Take `engine` into rotation or out of it. Its requests in flight stay counted."""
         if routable and engine in self._removed:
             raise InvariantError(f"engine {engine} was removed")
         self._set_routable(engine, routable=routable)
 
     def engine_lost(self, engine: int, now_ns: int) -> None:
-        """The process behind `engine` is another, or none: forget what the old one said, and what its cache held."""
+        """Discard the figures and the cache contents of `engine`, whose process was restarted or is gone."""
         self._forget(engine, now_ns)
 
-    # --- requests come and go
+    # --- requests
 
     def submit(self, request: Request, now_ns: int, exclude: Collection[int] = ()) -> RouteDecision:
         """Choose an engine and count the request there.
 
         Args:
-            exclude: Engines that this request must not go to, for instance because they have failed it.
+            exclude: engines that must not get this request, for instance because they have failed it.
 
         Raises:
-            NoEngineError: No engine outside of `exclude` is routable.
-            QueueFullError: Each of these engines has as many waiting requests as it may have.
+            NoEngineError: no engine outside of `exclude` is routable.
+            QueueFullError: all these engines have the maximum number of waiting requests.
         """
         self.check_room(exclude)
         view = self._view(request, now_ns, exclude)
@@ -128,9 +128,9 @@ class Router:
         return RouteDecision(engine, choice.score, choice.reason, hit_tokens, candidates)
 
     def check_room(self, exclude: Collection[int] = ()) -> None:
-        """Raise what `submit` would raise now: a flood is refused before anybody reads what it sends.
+        """Raise the error that `submit` would raise now, so that a flood is refused before its bodies are read.
 
-        Sets the column `routable`: in rotation, and with room in the queue.
+        Sets the column `routable`: in rotation and with room in the queue.
         """
         columns, bound = self._columns, self._settings.max_num_queued
         is_up = columns.is_up
@@ -150,16 +150,16 @@ class Router:
         columns.routable[: len(table)] = has_room
 
     def first_token(self, request_id: str, now_ns: int) -> None:
-        """The request's prompt is computed; said again, or of a request that is over, it changes nothing."""
+        """Record a computed prompt. Repeated calls, and calls for ended requests, have no effect."""
         flight = self._flights.first_token(request_id)
         if flight is not None:
             self._policy.observe(FirstToken(request_id, flight.engine, now_ns))
 
     def ended(self, request_id: str, now_ns: int, num_output_tokens: int | None = None) -> None:
-        """The request came to its end, whatever it was.
+        """Record the end of a request, for any reason.
 
         Args:
-            num_output_tokens: that it generated, if somebody counted.
+            num_output_tokens: number of generated tokens; None means not counted.
         """
         flight = self._flights.ended(request_id, now_ns)
         if flight.pending is not None:
@@ -168,25 +168,29 @@ class Router:
         self._release(flight.engine)
 
     def sent_elsewhere(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        """Another router has sent `engine` a prompt of these blocks (packed): its cache is thought to hold them."""
+        """Record a prompt that another router sent to `engine`, whose cache is then expected to hold its blocks.
+
+        Args:
+            hashes: packed block hashes, in prompt order.
+        """
         self._index.sent(engine, hashes, now_ns, is_ours=False)
 
     def forget_elsewhere(self, engine: int) -> None:
-        """What was told by `sent_elsewhere` of `engine` is told anew."""
+        """Discard the records of `sent_elsewhere` for `engine`, before the caller sends them again."""
         self._index.forget_elsewhere(engine)
 
     def prompts_sent(self, engine: int) -> list[BlockRun]:
-        """The prompts by which the cache of `engine` is known, each by its last run, the oldest first."""
+        """Return the prompts in the history of `engine`, each as its last run, oldest first."""
         return self._index.prompts(engine)
 
-    # --- what the engines say; of one that was removed the last words may still come, and mean nothing
+    # --- engine reports; late reports of removed engines are ignored
 
     def report(self, engine: int, figures: LoadFigures, as_of_ns: int, now_ns: int) -> None:
-        """`engine` said these figures of itself; each that is older than what is known is ignored.
+        """Take in figures that `engine` reported; figures older than the known ones are ignored.
 
         Args:
-            as_of_ns: until when its requests are in them, on this router's clock: all that it had been sent by then,
-                and nothing sent later. An engine that reads its inbox between steps says when it last read it.
+            as_of_ns: time of the report on this router's clock. The figures include every request sent to the engine
+                by then, and none sent later. An engine that reads its inbox between steps reports its last read.
         """
         if engine in self._absent:
             return
@@ -201,60 +205,60 @@ class Router:
             self._flights.recount_prefill(engine, figures.queued_prefill_tokens, as_of_ns)
 
     def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        """`engine` holds these blocks (packed, 16 bytes each, a prompt's in order)."""
+        """Record that `engine` holds the blocks `hashes` (packed, 16 bytes each, in prompt order)."""
         if engine not in self._absent:
             self._index.said(engine, hashes)
 
     def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        """`engine` holds these blocks no more."""
+        """Record that `engine` holds the blocks `hashes` no more."""
         self._index.removed(engine, hashes)
 
     def kv_cleared(self, engine: int, now_ns: int) -> None:
-        """`engine` holds no block; and all that it will hold is going to be said, until `kv_lost`."""
+        """Record that `engine` holds no block and reports all its blocks from now on, until `kv_lost`."""
         if engine not in self._absent:
             self._index.cleared(engine)
 
     def kv_lost(self, engine: int, now_ns: int) -> None:
-        """Events of `engine` were missed and will not be sent again: from now on it is predicted what it holds."""
+        """Record that events of `engine` were missed for good. The router predicts its cache contents from now on."""
         self._index.lost_track(engine)
 
-    # --- what is known
+    # --- state
 
     @property
     def table(self) -> EngineTable:
-        """The engines, read-only, always as they are now."""
+        """The engines, as a read-only live view."""
         return self._columns.table
 
     @property
     def num_engines(self) -> int:
-        """Rows, in rotation or not."""
+        """Number of engine rows, in rotation or not."""
         return self._columns.num_rows
 
     def is_routable(self, engine: int) -> bool:
-        """Whether `engine` is in rotation."""
+        """Return whether `engine` is in rotation."""
         return bool(self._columns.is_up[engine])
 
     def in_flight_on(self, engine: int) -> tuple[str, ...]:
-        """Ids of the requests on one engine, the longest there first."""
+        """Return the ids of the requests on one engine, oldest first."""
         return self._flights.of_engine(engine)
 
     def num_in_flight_on(self, engine: int) -> int:
-        """Requests on one engine."""
+        """Return the number of requests on one engine."""
         return int(self._columns.num_in_flight[engine])
 
     @property
     def num_in_flight(self) -> int:
-        """Requests on all engines."""
+        """Number of requests on all engines."""
         return len(self._flights)
 
     @property
     def num_routable(self) -> int:
-        """Engines in rotation."""
+        """Number of engines in rotation."""
         return int(self._columns.is_up.sum())
 
     @property
     def index_bytes(self) -> int:
-        """Approximate memory of the prefix index."""
+        """Estimated memory of the prefix index, bytes."""
         return self._index.num_bytes
 
     # --- inside
@@ -278,7 +282,7 @@ class Router:
         self._policy.observe(EngineLost(engine, now_ns))
 
     def _decided(self, view: RouteView, choice: Choice, candidates: Candidates) -> None:
-        """Called with each decision that keeps its candidates before it changes anything; for who keeps a record."""
+        """Hook for subclasses that record decisions, called before a decision with candidates changes any state."""
 
     def _view(self, request: Request, now_ns: int, exclude: Collection[int] = ()) -> RouteView:
         block_size, table = self._settings.block_size, self._columns.table
@@ -291,7 +295,7 @@ class Router:
         return RouteView(request, table, hit_tokens, block_size, now_ns, self._num_decisions)
 
     def _release(self, engine: int) -> None:
-        """Give back the number of an engine that was removed, once nothing is in flight there."""
+        """Free the number of a removed engine, once no request is in flight there."""
         if engine in self._removed and not self._columns.num_in_flight[engine]:
             self._removed.remove(engine)
             self._columns.give_back(engine)

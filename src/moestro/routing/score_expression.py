@@ -1,7 +1,7 @@
-"""A score given as text: arithmetic over the indicators, `p_tokens * batch_size` say.
+"""Scores given as text: arithmetic over the indicators, for example `p_tokens * batch_size`.
 
-The text is parsed, never evaluated: its tree is checked against a list of what is allowed and turned into functions
-over columns, so an expression can compute a score and nothing else.
+The text is parsed, never evaluated. Its syntax tree is checked against a list of allowed nodes and compiled to
+functions over columns, so that an expression can only compute a score.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moestro.routing.scoring import Scored, Scores
 Term = Callable[[RouteView], Any]  # a column or a number
 
 MAX_CHARS = 1000
-_MAX_EXPONENT = 8  # columns are float64; beyond it a slip is likelier than a wish
+_MAX_EXPONENT = 8  # columns are float64; a larger exponent is more likely a mistake
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -54,13 +54,13 @@ _FUNCTIONS: dict[str, tuple[int, Callable[..., Any]]] = {
 
 
 def expression_policy(text: str) -> Scored:
-    """The policy that chooses the engine for which `text` is lowest.
+    """Make a policy that chooses the engine with the lowest value of `text`.
 
     Args:
         text: numbers, names of INDICATORS, + - * / // % **, comparisons, and min, max, abs, sqrt, log, exp, where.
 
     Raises:
-        ConfigError: it is none of that; the text points at the place.
+        ConfigError: `text` is not such an expression; the message names the place.
     """
     score, names = parse_score(text)
     figures = {figure for name in names for figure in FIGURES_OF.get(name, ())}
@@ -73,10 +73,10 @@ def expression_policy(text: str) -> Scored:
 
 
 def parse_score(text: str) -> tuple[Callable[[RouteView], Scores], set[str]]:
-    """`text` as a function of a view, and the names of the indicators that it looks at.
+    """Compile `text` to a function of a view, and return it with the names of its indicators.
 
     Raises:
-        ConfigError: see `expression_policy`.
+        ConfigError: as in `expression_policy`.
     """
     if len(text) > MAX_CHARS:
         raise ConfigError(f"--route-score has {len(text)} characters, at most {MAX_CHARS} are allowed")
@@ -89,14 +89,14 @@ def parse_score(text: str) -> tuple[Callable[[RouteView], Scores], set[str]]:
         raise ConfigError(f"--route-score {text!r} is the same for all engines; indicators: {', '.join(INDICATORS)}")
 
     def score(view: RouteView) -> Scores:
-        with np.errstate(all="ignore"):  # what is not a number is chosen last
+        with np.errstate(all="ignore"):  # `choose` ranks NaN scores last
             return np.asarray(term(view), np.float64)
 
     return score, names
 
 
 def _term(node: ast.expr, text: str, names: set[str]) -> Term:
-    """`node` as a function of a view; the names it looks at are added to `names`."""
+    """Compile `node` to a function of a view, and add the names of its indicators to `names`."""
     parts = _operation(node, text)
     if parts is not None:
         function, arguments = parts
@@ -116,7 +116,7 @@ def _term(node: ast.expr, text: str, names: set[str]) -> Term:
 
 
 def _operation(node: ast.expr, text: str) -> tuple[Callable[..., Any], list[ast.expr]] | None:
-    """What `node` computes, and from what; None: it is a leaf, or nothing that is allowed."""
+    """Return the function and operands of `node`, or None for a leaf or a node that is not allowed."""
     match node:
         case ast.BinOp(op=ast.Pow(), right=ast.Constant(value=int() | float() as power)) if abs(power) > _MAX_EXPONENT:
             raise _error(node, text, f"the exponent {power} is beyond {_MAX_EXPONENT}")

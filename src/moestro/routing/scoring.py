@@ -1,4 +1,4 @@
-"""How most policies are built: filters leave some engines, a score orders them, a draw breaks ties."""
+"""Building blocks of most policies: filters select engines, a score orders them, and a draw breaks ties."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ OWN_COUNTS = Needs()
 
 
 class Stateless:
-    """A policy that has nothing to remember."""
+    """Base of policies without state."""
 
     needs = OWN_COUNTS
 
     def observe(self, event: RouteEvent) -> None:
-        """Nothing."""
+        """Ignore the event: a stateless policy remembers nothing."""
 
 
 class ScorePolicy(Stateless, ABC):
-    """A policy that takes the routable engine with the lowest score.
+    """Base of policies that choose the routable engine with the lowest score.
 
     Attributes:
-        words: name of the score, for the reason.
+        words: name of the score, shown in the reason of a choice.
     """
 
     words: str
 
     @abstractmethod
     def score(self, view: RouteView) -> Scores:
-        """float64[n], lower is better."""
+        """Return float64[n], one score per engine; lower is better."""
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """The lowest score."""
+        """Choose the routable engine with the lowest score."""
         return choose(view, self.score(view), draws, self.words)
 
 
 @dataclass(frozen=True, slots=True)
 class Scored(Stateless):
-    """A score function as a policy, for functions that have no class: expressions and users' files.
+    """A policy made from a score function without a class: expressions and functions of users' files.
 
     Attributes:
-        score: view -> float64[n].
-        words: what the score is, for the reason.
-        needs: what the score looks at.
+        score: function from a view to float64[n].
+        words: name of the score, shown in the reason of a choice.
+        needs: inputs that the score reads.
     """
 
     score: Callable[[RouteView], Scores]
@@ -63,18 +63,18 @@ class Scored(Stateless):
     needs: Needs = OWN_COUNTS
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """The lowest score."""
+        """Choose the routable engine with the lowest score."""
         return choose(view, self.score(view), draws, self.words)
 
 
 def choose(view: RouteView, scores: Scores | Counts, draws: Draws, words: str, among: Mask | None = None) -> Choice:
-    """The routable engine with the lowest score.
+    """Choose the routable engine with the lowest score.
 
     Args:
-        scores: [n]; a row without a number (NaN) is chosen only if all are.
-        words: what the score is.
-        among: bool[n], rows that filters have left; if none of them is routable, all routable ones are, and the reason
-            says so.
+        scores: [n]; an engine with score NaN is chosen only if all scores are NaN.
+        words: name of the score, shown in the reason.
+        among: bool[n], rows that passed the filters. Without a routable row among them, the choice is among all
+            routable rows, and the reason says so.
     """
     mask = view.engines.routable
     if among is not None:
@@ -89,10 +89,10 @@ def choose(view: RouteView, scores: Scores | Counts, draws: Draws, words: str, a
 
 
 def lowest(scores: Scores | Counts, among: Mask, draws: Draws) -> int:
-    """The row of `among`, which is not empty, with the lowest score; ties are drawn for, so that they spread."""
-    # Counting is a fifth of what `all` and `any` cost on rows of this length.
+    """Return the row with the lowest score in the non-empty set `among`. A draw breaks ties, to spread requests."""
+    # On rows of this length, count_nonzero takes a fifth of the time of `all` and `any`.
     left = scores if np.count_nonzero(among) == len(among) else np.where(among, scores, np.inf)
-    best = int(left.argmin())  # the first that is not a number, if any is
+    best = int(left.argmin())  # argmin returns the first NaN, if any
     if not math.isfinite(left[best]):
         return _lowest_finite(scores, np.flatnonzero(among), draws)
     is_tied = left == left[best]
@@ -101,14 +101,14 @@ def lowest(scores: Scores | Counts, among: Mask, draws: Draws) -> int:
 
 
 def _lowest_finite(scores: Scores | Counts, rows: NDArray[np.int64], draws: Draws) -> int:
-    """The same where some scores are infinite or no numbers."""
+    """Handle scores that contain infinity or NaN, as `lowest` does otherwise."""
     values = scores[rows]
     tied = rows[values == np.fmin.reduce(values)]
-    tied = tied if len(tied) else rows  # none is a number
+    tied = tied if len(tied) else rows  # all scores are NaN
     return int(tied[draws.below(len(tied))])
 
 
 def range_of(values: Scores | Counts, among: Mask) -> tuple[float, float]:
-    """The least and the greatest value in `among`, which is not empty."""
+    """Return the lowest and the highest value in the non-empty set `among`."""
     left = values[among]
     return float(left.min()), float(left.max())

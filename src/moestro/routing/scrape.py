@@ -1,5 +1,6 @@
-"""What an engine's `/metrics` says of its load, whichever of the known servers it is. Reads lines, not families: a
-server writes hundreds of lines and a handful are wanted.
+"""Reads the load of an engine from its `/metrics`, for all known servers.
+
+The reader searches for lines and does not parse families: a server writes hundreds of lines, of which few are needed.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 
 from moestro.core.load_figures import FIGURES, FigureKind, FigureSpec, FigureUnit, LoadFigures
 
-MAX_BYTES = 4 << 20  # of a text that is looked at; a server that writes more is not one of the known ones
-_LARGEST = 2**53  # a count above it is not a count
+MAX_BYTES = 4 << 20  # limit of parsed text; no known server writes more
+_LARGEST = 2**53  # larger counts are invalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +23,9 @@ class ScrapedLoad:
 
     Attributes:
         figures: gauges that a router keeps, summed over the ranks; fractions are the mean of the ranks.
-        num_tokens_computed: prompt and generated tokens since its start: a sign of progress.
-        block_size: tokens of a KV block.
-        num_kv_tokens: tokens that the KV cache holds, of all ranks.
+        num_tokens_computed: prompt and generated tokens since the server's start, as a sign of progress.
+        block_size: tokens per KV block.
+        num_kv_tokens: capacity of the KV caches of all ranks, tokens.
     """
 
     figures: LoadFigures = field(default_factory=LoadFigures)
@@ -62,8 +63,8 @@ _NUM_BLOCKS = re.compile(rb'[{,]num_gpu_blocks="(\d{1,12})"')
 
 
 def scrape(text: bytes) -> ScrapedLoad:
-    """Read Prometheus' text form. Never fails: what cannot be read is not there."""
-    text = b"\n" + text[:MAX_BYTES]  # so that every line begins after one
+    """Read figures from Prometheus' text format. Never fails: an unreadable figure is None."""
+    text = b"\n" + text[:MAX_BYTES]  # so that each line follows a newline
     configs = [labels for labels, _ in _samples(text, _CACHE_CONFIG)]
     blocks = [_labelled(_NUM_BLOCKS, labels) for labels in configs]
     sizes = [_labelled(_BLOCK_SIZE, labels) for labels in configs]
@@ -97,7 +98,7 @@ def _figure(text: bytes, names: Sequence[str], combine: Callable[[list[float]], 
 
 
 def _samples(text: bytes, names: Sequence[str]) -> list[tuple[bytes, float]]:
-    """(labels, value) of each sample of the first of `names` that has any."""
+    """Return (labels, value) for each sample of the first of `names` that has samples."""
     for name in names:
         found = _samples_of(text, name.encode())
         if found:
@@ -119,7 +120,7 @@ def _samples_of(text: bytes, name: bytes) -> list[tuple[bytes, float]]:
 
 
 def _sample(line: bytes) -> tuple[bytes, float] | None:
-    """What follows a sample's name: labels or none, a value, perhaps a time. None: the name was another, longer one."""
+    """Parse the rest of a sample's line: optional labels, a value, an optional time. None means a longer name."""
     if line[:1] == b"{":
         close = line.rfind(b"}")
         labels, rest = line[: close + 1], line[close + 1 :]

@@ -1,4 +1,4 @@
-"""The settings of a router and of each engine behind it."""
+"""Settings of a router and specifications of its engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from moestro.core.setting_checks import CheckedSettings, above, at_least, check_settings
 from moestro.routing.registry import ROUTE_POLICIES
 
-_HELP = f"Which engine gets a request (bailian:hit_weight=0.5); or FILE.py:NAME.\n\n{ROUTE_POLICIES.help_text()}"
+_HELP = f"Policy that chooses engines (bailian:hit_weight=0.5), or FILE.py:NAME.\n\n{ROUTE_POLICIES.help_text()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,19 +20,19 @@ class RoutePolicySettings(CheckedSettings):
 
     route_policy: Annotated[str, Parameter(help=_HELP)] = "moestro"
     route_score: str | None = None
-    "In place of a policy: an expression over indicators, the lowest wins: 'p_tokens * (batch_size + 1)'."
+    "Expression over indicators that replaces the policy; the lowest value wins: 'p_tokens * (batch_size + 1)'."
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """A router's own settings.
+    """Settings of a router.
 
     Attributes:
-        block_size: tokens of one KV block, the engines' own.
-        max_num_queued: requests that may wait in one engine; None: no bound here. The engines keep the same bound, but
-            refuse only between two steps.
-        seed: random seed of draws between equals.
-        index_bytes: memory of the index of the engines' caches.
-        predicted_expiry_s: age at which a prediction of what a cache holds is dropped.
+        block_size: tokens per KV block, equal to the engines' block size.
+        max_num_queued: limit of waiting requests per engine; None means no limit. The engines enforce the same limit,
+            but refuse only between two steps.
+        seed: random seed of draws between equal engines.
+        index_bytes: memory limit of the prefix index, bytes.
+        predicted_expiry_s: age at which a predicted cache entry is dropped, seconds.
     """
 
     PLACE: ClassVar[str] = ""
@@ -48,11 +48,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine, as the router knows it before the first message.
+    """Properties of an engine that are known before its first report.
 
     Attributes:
-        num_blocks: blocks of the KV cache; None: unknown.
-        speed: relative to the other engines.
+        num_blocks: size of the engine's KV cache in blocks; None means unknown.
+        speed: speed relative to the other engines.
     """
 
     num_blocks: int | None = None

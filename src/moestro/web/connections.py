@@ -51,7 +51,8 @@ def url_of(listener: socket.socket) -> str:
 def warn_if_open(listener: socket.socket, api_keys: Collection[str]) -> None:
     """Log a warning where other machines can reach the server and it asks for no key."""
     if not api_keys and not ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
-        logger.warning("listening on %s without --api-key: any client that reaches it can use it", url_of(listener))
+        url = url_of(listener)
+        logger.warning("listening on %s without --api-key: every host that reaches this machine can use it", url)
 
 
 async def listen(

@@ -60,7 +60,7 @@ _HITS = Needs(hits=True, figures=("queued_prefill_tokens", "num_tokens"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LmetricPlan:
-    """How much is run.
+    """The extent of the experiment: loads, rates, policies and seeds.
 
     Attributes:
         num_requests: number of requests of each load.

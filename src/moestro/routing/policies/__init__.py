@@ -1,1 +1,1 @@
-"""Which engine gets a request: one small function each, by the name the field uses."""
+"""Routing policies: each chooses an engine for a request, under the name used in the field."""

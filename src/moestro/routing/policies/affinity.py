@@ -1,4 +1,4 @@
-"""Policies that keep together what belongs together: by session, by user, by the beginning of the prompt."""
+"""Policies with affinity: requests of one session, one user or one prompt prefix go to the same engine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from moestro.routing.policy_contract import Choice, EngineLost, Needs, Routed, R
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.scoring import Stateless, choose, lowest
 
-_KEY_BLOCKS = 16  # blocks of a prompt's beginning that name it where there is no session and no user: 256 tokens
-_MAX_KEYS = 1 << 18  # remembered; the least recently used go first
+_KEY_BLOCKS = 16  # leading prompt blocks (256 tokens) that form the key of a request without session and user
+_MAX_KEYS = 1 << 18  # limit of remembered keys; the least recently used are dropped first
 
 
 @ROUTE_POLICIES.register(
@@ -31,11 +31,11 @@ _MAX_KEYS = 1 << 18  # remembered; the least recently used go first
 )
 @dataclass(frozen=True, slots=True)
 class BoundedHash(Stateless):
-    """Consistent hashing with bounded loads: the engine of the request's key, or, if it is too full, the key's next.
+    """Consistent hashing with bounded loads: sends a request to its key's engine, or to the key's next if that is full.
 
-    The key is the session, or the user, or the prompt's first 256 tokens. An engine is too full if, with this request,
-    it had more than `max_load` times the mean. Engines are ranked for each key by rendezvous hashing, which like a
-    ring moves only the keys of an engine that comes or goes.
+    The key is the session, the user or the prompt's first 256 tokens. An engine is full if, with this request, it has
+    more than `max_load` times the mean number of requests. Rendezvous hashing ranks the engines of each key; as with a
+    ring, adding or removing an engine moves only its own keys.
 
     Source: Mirrokni et al., "Consistent Hashing with Bounded Loads", SODA 2018; Thaler and Ravishankar, "Using
     Name-Based Mappings to Increase Hit Rates", IEEE/ACM ToN 1998; SMG's `prefix_hash.rs` for key and bound.
@@ -48,7 +48,7 @@ class BoundedHash(Stateless):
             raise ConfigError(f"max_load must be at least 1, got {self.max_load}")
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """The first of the key's engines that has room; a request without key goes to the smallest batch."""
+        """Choose the first of the key's engines with room, or the smallest batch for a request without a key."""
         key = _key(view.request)
         if key is None:
             return choose(view, least_loaded_score(view), draws, "no session, user or full block; smallest batch")
@@ -64,7 +64,7 @@ class BoundedHash(Stateless):
 
 
 def _key(request: Request) -> int | None:
-    """64 bits that name what a request belongs to."""
+    """Return a 64-bit key of the request's session, user or prompt prefix; None without any of them."""
     name = request.session_id or request.user
     if name is None and not request.block_hashes:
         return None
@@ -75,10 +75,10 @@ def _key(request: Request) -> int | None:
 
 
 class StickyMap:
-    """Which engine a key was last sent to, for a time; of limited size.
+    """Remembers the engine of each key for a limited time and in limited memory.
 
     Args:
-        expiry_ns: since its last use, after which it is forgotten.
+        expiry_ns: time since its last use after which a key is forgotten.
     """
 
     def __init__(self, expiry_ns: int) -> None:
@@ -89,12 +89,12 @@ class StickyMap:
         return len(self._engines)
 
     def get(self, key: str, now_ns: int) -> int | None:
-        """The engine, or None if there is none or it was too long ago."""
+        """Return the engine of `key`, or None for an unknown or expired key."""
         engine, used_ns = self._engines.get(key, (None, 0))
         return engine if now_ns - used_ns <= self._expiry_ns else None
 
     def put(self, key: str, engine: int, now_ns: int) -> None:
-        """`key` was sent to `engine`."""
+        """Record that `key` was sent to `engine`."""
         self._engines[key] = (engine, now_ns)
         self._engines.move_to_end(key)
         while self._engines:
@@ -104,7 +104,7 @@ class StickyMap:
             del self._engines[oldest]
 
     def forget_engine(self, engine: int) -> None:
-        """No key is sent to `engine` any more."""
+        """Forget all keys of `engine`."""
         for key in [key for key, (at, _) in self._engines.items() if at == engine]:
             del self._engines[key]
 
@@ -113,10 +113,10 @@ class Sticky:
     """Sends a request to the engine that last served the same key, and a new key to the smallest batch.
 
     Attributes:
-        key_of: field of a request that is its key.
+        key_of: name of the request field that serves as the key.
 
     Args:
-        expiry_s: seconds without use after which a key is forgotten.
+        expiry_s: time without use after which a key is forgotten, seconds.
     """
 
     needs = Needs()
@@ -128,7 +128,7 @@ class Sticky:
         self._map = StickyMap(int(expiry_s * 1e9))
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """Where it was last, if that engine is routable."""
+        """Choose the key's last engine if it is routable, otherwise the smallest batch."""
         key = getattr(view.request, self.key_of)
         if key is None:
             return choose(view, least_loaded_score(view), draws, f"no {self.key_of}; in flight")
@@ -140,7 +140,7 @@ class Sticky:
         return Choice(engine, 0.0, f"the engine of its {self.key_of}")
 
     def observe(self, event: RouteEvent) -> None:
-        """Remember where it went."""
+        """Remember the engine of a routed key, and forget the keys of a lost engine."""
         match event:
             case Routed():
                 if (key := getattr(event.request, self.key_of)) is not None:

@@ -1,4 +1,4 @@
-"""Policies that first leave out engines that look overloaded, then follow the cache."""
+"""Policies that exclude engines that look overloaded, then follow the cache."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moestro.routing.policy_contract import Choice, Needs, RouteView
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.scoring import Scores, Stateless, choose, range_of
 
-# (p_tokens, queued_tokens, batch), each [n] -> ns [n]: what a request would wait for its first token on each engine, if
-# its own prompt and what is queued before it make p_tokens, and `batch` requests are there.
+# (p_tokens, queued_tokens, batch), each [n] -> ns [n]: predicted time to first token on each engine. `p_tokens` counts
+# the request's own and the queued prompt tokens, `batch` the requests on the engine.
 PredictTtft = Callable[[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]], NDArray[np.float64]]
 
 LLMD_TOKENS_PER_S = 15_928  # llm-d's own default
@@ -29,13 +29,14 @@ LLMD_TOKENS_PER_S = 15_928  # llm-d's own default
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aibrix(Stateless):
-    """The best hit, unless batches differ by more than `max_range`: then the smallest batch.
+    """Chooses the best hit, or the smallest batch if batches differ by more than `max_range`.
 
-    Among engines with a hit, the best one whose batch is not above the mean by more than `num_deviations` standard
-    deviations; without one, the smallest batch.
+    Only engines with a hit and a batch of at most the mean plus `num_deviations` standard deviations are eligible.
+    Without an eligible engine the smallest batch wins.
 
     Attributes:
-        max_range: requests; the paper finds 4 to 16 best, by workload.
+        max_range: largest tolerated difference of batches, requests. The paper finds 4 to 16 best, by workload.
+        num_deviations: tolerated excess of a batch over the mean, standard deviations.
 
     Source: AIBrix `pkg/plugins/gateway/algorithms/prefix_cache.go`; LMetric, Fig. 13.
     """
@@ -45,7 +46,7 @@ class Aibrix(Stateless):
     needs = Needs(hits=True)
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """The best hit that is not overloaded."""
+        """Choose the best hit among engines of usual load."""
         load, routable = batch_size(view), view.engines.routable
         least, most = range_of(load, routable)
         if most - least > self.max_range:
@@ -55,7 +56,7 @@ class Aibrix(Stateless):
         good = routable & (view.hit_tokens > 0) & (load <= bound)
         if not good.any():
             return choose(view, load, draws, "no hit on an engine of usual load; smallest batch")
-        # More hits first, then fewer requests: one integer, as long as no batch reaches the factor.
+        # More hits first, then fewer requests, in one integer; correct while every batch is below the factor.
         order = -view.hit_tokens * (1 << 20) + load
         choice = choose(view, order, draws, "", good)
         hit = int(view.hit_tokens[choice.engine])
@@ -69,15 +70,17 @@ class Aibrix(Stateless):
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheAware(Stateless):
-    """The best match if it is good enough, else the smallest load; the smallest load too when loads are unbalanced.
+    """Chooses the best match if it is long enough, otherwise or with unbalanced loads the smallest load.
 
-    Unbalanced: `max - min > abs_threshold` and `max > rel_threshold * min`.
+    Loads are unbalanced if `max - min > abs_threshold` and `max > rel_threshold * min`.
 
     Attributes:
-        cache_threshold: of the prompt, how much a match must cover.
+        cache_threshold: fraction of the prompt that a match must exceed.
+        abs_threshold: difference of loads, requests.
+        rel_threshold: ratio of loads.
 
-    Source: SGLang router and SMG, `policies/cache_aware.rs`; of old, a miss went to the smallest tree, which was found
-    to send everything to one worker (sglang issues 14305, 14532).
+    Source: SGLang router and SMG, `policies/cache_aware.rs`. Older versions sent a miss to the smallest tree, which was
+    found to send everything to one worker (sglang issues 14305, 14532).
     """
 
     cache_threshold: float = 0.5
@@ -90,7 +93,7 @@ class CacheAware(Stateless):
             raise ConfigError(f"cache_threshold must be in 0 .. 1, got {self.cache_threshold}")
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """The best match or the smallest load."""
+        """Choose the best match or the smallest load."""
         load, routable = batch_size(view), view.engines.routable
         least, most = range_of(load, routable)
         if most - least > self.abs_threshold and most > self.rel_threshold * least:
@@ -108,12 +111,12 @@ class CacheAware(Stateless):
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlmdAffinity(Stateless):
-    """Engines with a good hit, unless the best of them is much later than another; among what is left, fewest tokens.
+    """Chooses the fewest tokens among engines with a good hit, unless their first token would come much later.
 
     Attributes:
-        min_hit: of the prompt, how much makes a hit good.
-        max_penalty_s: by how much the TTFT of the best engine with a good hit may exceed the best other's.
-        predict_ttft_ns: see `PredictTtft`; None: tokens in flight over llm-d's default rate.
+        min_hit: fraction of the prompt that makes a hit good.
+        max_penalty_s: tolerated excess of the best TTFT with a good hit over the best other TTFT, seconds.
+        predict_ttft_ns: predictor of the TTFT; None means tokens in flight over llm-d's default rate.
 
     Source: llm-d router, filter `prefix-cache-affinity` and scorer `token-load`, August 2026.
     """
@@ -124,7 +127,7 @@ class LlmdAffinity(Stateless):
     needs = Needs(hits=True, figures=("queued_prefill_tokens",), otherwise="the router's own count of prompt tokens")
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """The fewest tokens, in flight and new, among engines with a good hit."""
+        """Choose the fewest tokens, in flight and new, among engines with a good hit."""
         routable, tokens = view.engines.routable, view.engines.context_tokens + new_tokens(view)
         sticky = routable & (view.hit_tokens >= self.min_hit * view.request.num_prompt_tokens)
         if not sticky.any():
@@ -144,25 +147,25 @@ class LlmdAffinity(Stateless):
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowestTtft(Stateless):
-    """The engine on which the first token is predicted to come first.
+    """Chooses the engine with the lowest predicted time to first token.
 
     Attributes:
-        predict_ttft_ns: see `PredictTtft`: tuned, it is the cost model of the network served; mistuned, of another
-            (LMetric, section 4.6). None: tokens over llm-d's default rate.
+        predict_ttft_ns: predictor of the TTFT. A tuned predictor uses the cost model of the served network, a mistuned
+            one that of another (LMetric, section 4.6). None means tokens over llm-d's default rate.
 
-    Source: llm-d as LMetric has it, Fig. 14.
+    Source: llm-d as in LMetric, Fig. 14.
     """
 
     predict_ttft_ns: PredictTtft | None = None
     needs = Needs(hits=True, figures=("queued_prefill_tokens",), otherwise="the router's own count of prompt tokens")
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """The earliest."""
+        """Choose the lowest predicted TTFT."""
         return choose(view, predicted_ttft_ns(view, self.predict_ttft_ns), draws, "predicted TTFT in ns")
 
 
 def predicted_ttft_ns(view: RouteView, predict: PredictTtft | None) -> Scores:
-    """float64[n], by `predict`, or by llm-d's default rate."""
+    """Return the TTFT on each engine, float64[n] in ns, from `predict` or from llm-d's default rate."""
     if predict is None:
         return p_tokens(view) * (1e9 / LLMD_TOKENS_PER_S)
     return predict(p_tokens(view), queued_prefill_tokens(view), batch_size(view))

@@ -1,4 +1,4 @@
-"""Gimbal: Algorithm 1 of the first paper, line by line; the second paper's, reconstructed from its abstract."""
+"""Gimbal: the first paper's Algorithm 1 line by line, and a reconstruction of the second paper from its abstract."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ BRANCHES = ("no metrics", "least KV", "least load", "saturated and even", "user"
     source="Gimbal v1, section III-B, Algorithm 1",
 )
 class GimbalV1:
-    """DP engine selection: KV use first, then tokens in hand, then the user's last engine; else in turn.
+    """Selects DP engines by KV use, then by tokens in hand, then by the user's last engine, otherwise in turn.
 
     Args:
-        kv_threshold: of the greatest KV use, from which saturation is dealt with (theta_kv).
-        kv_gap: between greatest and least KV use, from which the least is chosen (theta_diff).
-        load_gap: tokens between greatest and least RunningLoad, above which the least is chosen (theta_load).
-        user_expiry_s: after which a user's engine is forgotten; the paper says that it expires and not when.
+        kv_threshold: highest KV use from which engines count as saturated (theta_kv), 0 .. 1.
+        kv_gap: difference of highest and lowest KV use from which the lowest is chosen (theta_diff), 0 .. 1.
+        load_gap: difference of highest and lowest RunningLoad above which the lowest is chosen (theta_load), tokens.
+        user_expiry_s: time after which a user's engine is forgotten, seconds. The paper gives no value.
 
     Attributes:
-        counts: how often each of BRANCHES was taken.
+        counts: number of decisions by each branch in BRANCHES.
 
-    Source: Gimbal v1 (arXiv), section III-B, Algorithm 1; line numbers below are its own. RunningLoad is the figure
-    `num_tokens`: tokens of running and waiting requests.
+    Source: Gimbal v1 (arXiv), section III-B, Algorithm 1. Line numbers in comments are the algorithm's. RunningLoad is
+    the figure `num_tokens`: tokens of running and waiting requests.
     """
 
     needs = Needs(figures=("kv_usage", "num_tokens"), otherwise="the engines in turn")
@@ -52,7 +52,7 @@ class GimbalV1:
         self.counts: Counter[str] = Counter()
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """Algorithm 1, over the routable engines."""
+        """Run Algorithm 1 over the routable engines."""
         engines = view.engines
         rows = np.flatnonzero(engines.routable)
         in_turn = int(rows[view.decision_id % len(rows)])  # line 1
@@ -79,7 +79,7 @@ class GimbalV1:
         return _branch(last, 0.0, "user")  # line 17
 
     def observe(self, event: RouteEvent) -> None:
-        """Line 21, and the counts."""
+        """Remember the user's engine (line 21), and count the branch."""
         match event:
             case Routed():
                 self.counts[BRANCHES[int(event.detail["branch"])]] += 1
@@ -101,10 +101,10 @@ def _branch(engine: int, score: float, name: str) -> Choice:
     source="Gimbal v2, abstract; the combination is a reconstruction",
 )
 class GimbalV2(ScorePolicy):
-    """The sum of four pressures, each over the greatest among the routable engines: KV use, remaining prefill work,
-    waiting requests, and expert pressure beyond 1.
+    """Adds four pressures, each relative to the highest among the routable engines.
 
-    The abstract names the four signals and not how they are combined. Equal weights are our reconstruction.
+    The pressures are KV use, remaining prefill work, waiting requests, and expert pressure beyond 1. The abstract names
+    these signals, but not their combination. Equal weights are Moestro's reconstruction.
 
     Source: Gimbal v2, abstract.
     """
@@ -116,7 +116,7 @@ class GimbalV2(ScorePolicy):
     words = "pressure"
 
     def score(self, view: RouteView) -> Scores:
-        """Equal weights; a pressure that no engine has counts nothing."""
+        """Add the pressures with equal weights; a pressure that is 0 on all engines is left out."""
         routable = view.engines.routable
         pressures = (kv_usage(view), queued_prefill_tokens(view), num_waiting(view), expert_pressure(view) - 1)
         total = np.zeros(len(routable))

@@ -1,12 +1,12 @@
-"""LMetric's two-phase detector of KV hotspots: prefixes so hot that P-token times batch cannot spread them.
+"""LMetric's two-phase detector of KV hotspots: prefixes so popular that P-token times batch cannot spread them.
 
-A request's class is the deepest block of its prompt that it shares with at least `min_share` of the window's requests;
-a block that more than `max_share` of them have tells nobody apart and makes no class. M are the engines that hold the
-class's block, x is the class's share of the window.
+A request's class is the deepest block of its prompt that at least `min_share` of the window's requests share. A block
+shared by more than `max_share` of them does not distinguish requests and forms no class. M is the set of engines that
+hold the class's block; x is the class's share of the window.
 
-First phase (equations 2 and 3): x / (1 - x) > |M| / (the other engines): were all of the class sent to M, a batch there
-would outgrow the others'. Second phase (equation 4): more than 2 |M| requests of the class in a row scored lower on M
-than elsewhere, so the growing batch does not push them away. Then M is a hotspot for this class.
+First phase (equations 2 and 3): x / (1 - x) > |M| / (number of other engines). If M got the whole class, its batches
+would outgrow the others'. Second phase (equation 4): more than 2 |M| consecutive requests of the class scored lower on
+M than elsewhere, so the growing batch does not push them away. Then M is a hotspot for this class.
 
 Source: LMetric, section 5.2.
 """
@@ -25,18 +25,18 @@ from moestro.errors import ConfigError
 from moestro.routing.policy_contract import Routed, RouteView
 from moestro.routing.scoring import Counts, Mask, Scores
 
-_ALL = 0  # the one holder in the window's tree
+_ALL = 0  # the only holder in the window's tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotspotSettings:
-    """What the detector looks at.
+    """Settings of the hotspot detector.
 
     Attributes:
-        window_s: seconds of requests; one minute in the paper.
-        max_requests: the window's newest, so many at most, so that its memory is bounded.
-        min_share, max_share: of the window's requests; see above.
-        max_classes: tracked at a time: those whose hits save the most blocks.
+        window_s: length of the window, seconds; one minute in the paper.
+        max_requests: limit of requests in the window, which bounds its memory; the newest are kept.
+        min_share, max_share: bounds of a class's share of the window's requests, 0 .. 1.
+        max_classes: limit of tracked classes; those whose hits save the most blocks are kept.
     """
 
     window_s: float = 60.0
@@ -53,7 +53,7 @@ class HotspotSettings:
 
 
 class PrefixClass(NamedTuple):
-    """A class of requests: the block that they share, blocks up to and with it, and requests of the window in it."""
+    """A class of requests: the shared block, the number of blocks up to it, and its requests in the window."""
 
     block: bytes
     num_blocks: int
@@ -61,16 +61,17 @@ class PrefixClass(NamedTuple):
 
 
 class Alarm(NamedTuple):
-    """What the detector says of one request.
+    """The detector's verdict on one request.
 
     Attributes:
-        num_blocks: that its class shares; 0: it has no class that is tracked.
-        holders: bool[n], M: routable engines that hold them.
-        first: the first phase's alarm.
-        is_lower: the least score on M is below the least elsewhere.
-        second: the second phase's.
-        class_share: x, of the window's requests.
-        holder_share: |M| of the routable engines; the first phase's alarm is that it is below x, and neither 0 nor 1.
+        num_blocks: blocks that the class shares; 0 means no tracked class.
+        holders: bool[n], M, the routable engines that hold these blocks.
+        first: whether the first phase raises an alarm.
+        is_lower: whether the lowest score on M is below the lowest elsewhere.
+        second: whether the second phase raises an alarm.
+        class_share: x, the class's share of the window's requests.
+        holder_share: share of M among the routable engines. The first phase raises an alarm if it is below x and
+            neither 0 nor 1.
     """
 
     num_blocks: int
@@ -83,7 +84,7 @@ class Alarm(NamedTuple):
 
 
 class _Tracked:
-    """A class that is tracked: the run that ends with its block, and how many requests in a row scored lower on M."""
+    """A tracked class: the run that ends with its block, and the number of consecutive lower scores on M."""
 
     __slots__ = ("run", "streak")
 
@@ -92,22 +93,22 @@ class _Tracked:
         self.streak = 0
 
     def saved(self) -> int:
-        """Blocks that hits of this class can save in one window."""
+        """Return the number of blocks that hits of this class can save in one window."""
         return self.run.counts.get(_ALL, 0) * self.run.depth
 
 
 class HotspotDetector:
-    """Watches the window; asked before each decision, told after it."""
+    """Detects hotspots in a window of requests; `look` precedes each decision and `note` follows it."""
 
     def __init__(self, settings: HotspotSettings) -> None:
         self._settings = settings
         self._window_ns = int(settings.window_s * 1e9)
-        self._tree = PrefixTree()  # of the window's prompts
+        self._tree = PrefixTree()  # prompts of the window
         self._window: deque[tuple[int, BlockRun | None]] = deque()
-        self._tracked: dict[bytes, _Tracked] = {}  # by their blocks
+        self._tracked: dict[bytes, _Tracked] = {}  # by the class's block
 
     def look(self, view: RouteView, scores: Scores | Counts) -> Alarm:
-        """What this request's class does to the engines. `scores`: the product, [n]."""
+        """Return the verdict on a request, given the scores of the product, [n]."""
         routable = view.engines.routable
         own = self.class_of(view.request.block_hashes)
         if own is None or own.block not in self._tracked:
@@ -116,7 +117,7 @@ class HotspotDetector:
         others = routable & ~holders
         num_holders, num_others = int(np.count_nonzero(holders)), int(np.count_nonzero(others))
         outside = len(self._window) - own.num_requests
-        # x / (1 - x) > |M| / |others|, without a division by nothing.
+        # x / (1 - x) > |M| / |others|, without a division by 0.
         first = num_holders > 0 and num_others > 0 and own.num_requests * num_others > num_holders * outside
         is_lower = first and bool(scores[holders].min() < scores[others].min())
         second = is_lower and self._tracked[own.block].streak + 1 > 2 * num_holders
@@ -126,7 +127,7 @@ class HotspotDetector:
         )
 
     def note(self, event: Routed, alarm_blocks: int, *, is_lower: bool) -> None:
-        """A request was routed; `alarm_blocks` and `is_lower`: what `look` said of it."""
+        """Record a routed request with the `num_blocks` and `is_lower` of its alarm."""
         hashes = event.request.block_hashes
         if alarm_blocks:
             tracked = self._tracked[_block(hashes, alarm_blocks)]
@@ -138,7 +139,7 @@ class HotspotDetector:
             self._track(last, hashes)
 
     def class_of(self, hashes: bytes) -> PrefixClass | None:
-        """The class of a prompt, by the window as it is."""
+        """Return the class of a prompt in the current window, or None without a class."""
         last, num_blocks = self._tree.find(hashes)
         run = self._shared(last)
         if run is None:
@@ -147,7 +148,7 @@ class HotspotDetector:
         return PrefixClass(_block(hashes, num_blocks), num_blocks, run.counts[_ALL])
 
     def _shared(self, run: BlockRun | None) -> BlockRun | None:
-        """The last run, up to and with `run`, that enough of the window's requests have; None if nearly all do."""
+        """Return the last run up to `last` that enough of the window's requests share; None if nearly all share it."""
         num_requests = len(self._window)
         least = max(2, self._settings.min_share * num_requests)
         while run is not None and run.counts[_ALL] < least:
@@ -158,17 +159,17 @@ class HotspotDetector:
 
     @property
     def num_tracked(self) -> int:
-        """Classes tracked now."""
+        """Number of tracked classes."""
         return len(self._tracked)
 
     def _track(self, last: BlockRun, hashes: bytes) -> None:
-        """Track the class of a prompt of the window, if there is room, or it saves more than the least tracked."""
+        """Track the class of a prompt if there is room, or if it saves more blocks than the least tracked class."""
         run = self._shared(last)
         if run is None:
             return
         block, tracked = _block(hashes, run.depth), self._tracked
         if block in tracked:
-            tracked[block].run = run  # another, if the class had left the window and come back
+            tracked[block].run = run  # a new run, if the class had left the window and returned
             return
         if len(tracked) == self._settings.max_classes:
             least = min(tracked, key=lambda each: tracked[each].saved())
@@ -178,7 +179,7 @@ class HotspotDetector:
         tracked[block] = _Tracked(run)
 
     def _slide(self, now_ns: int) -> None:
-        """Let go of requests that are too old, or too many with one more."""
+        """Drop requests that are too old, and make room for one more request."""
         window = self._window
         while window and (window[0][0] < now_ns - self._window_ns or len(window) >= self._settings.max_requests):
             last = window.popleft()[1]
@@ -187,5 +188,5 @@ class HotspotDetector:
 
 
 def _block(hashes: bytes, depth: int) -> bytes:
-    """The last of the first `depth` blocks."""
+    """Return the hash of the block at `depth`, counted from 1."""
     return hashes[(depth - 1) * HASH_BYTES : depth * HASH_BYTES]

@@ -1,4 +1,4 @@
-"""LMetric: the product of what there is to prefill and of the batch, with its detector of hotspots."""
+"""LMetric: the product of tokens to prefill and batch size, with the paper's hotspot detector."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _DETECTOR = HotspotSettings()
 
 
 def lmetric_score(view: RouteView) -> Scores:
-    """P-token * (batch + 1): all tokens to prefill if the request went there, times the batch that it would make.
+    """Return P-token * (batch + 1): tokens to prefill on the engine times its batch, both including the request.
 
-    Source: LMetric, Fig. 17 (b); the one is the request itself, as in the authors' `lmetric.rs`.
+    Source: LMetric, Fig. 17 (b); the added 1 is the request itself, as in the authors' `lmetric.rs`.
     """
     return p_tokens(view) * (batch_size(view) + 1)
 
@@ -33,13 +33,13 @@ def lmetric_score(view: RouteView) -> Scores:
 )
 @dataclass(kw_only=True, eq=False)
 class LMetric:
-    """The lowest `lmetric_score`; what is done about a hotspot is chosen.
+    """Chooses the lowest `lmetric_score`, with a selectable response to hotspots.
 
     Attributes:
-        hotspots: `filter` leaves the hotspot's engines out for its class; `load` sends the class to the smallest batch;
-            `off` does nothing, and keeps no window.
-        window_s, max_requests, min_share, max_share, max_classes: what the detector looks at; see `HotspotSettings`.
-        num_alarms: of the first phase, and of the second.
+        hotspots: response to a hotspot. `filter` excludes its engines for its class; `load` sends the class to the
+            smallest batch; `off` disables the detector.
+        window_s, max_requests, min_share, max_share, max_classes: settings of the detector, as in `HotspotSettings`.
+        num_alarms: numbers of alarms of the first and of the second phase.
 
     Source: LMetric, sections 5 and 5.2.
     """
@@ -66,7 +66,7 @@ class LMetric:
         self._detector = None if self.hotspots == "off" else HotspotDetector(settings)
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """The lowest score, unless its class has a hotspot."""
+        """Choose the lowest score, unless the request's class has a hotspot."""
         scores = lmetric_score(view)
         if self._detector is None:
             return choose(view, scores, draws, "P-token * batch")
@@ -90,7 +90,7 @@ class LMetric:
         return Choice(choice.engine, choice.score, choice.reason, choice.scores, detail)
 
     def observe(self, event: RouteEvent) -> None:
-        """Keep the window, the streaks and the counts."""
+        """Update the detector's window and streaks, and count alarms."""
         if self._detector is None or not isinstance(event, Routed):
             return
         detail = event.detail

@@ -1,4 +1,4 @@
-"""Policies that look at load alone."""
+"""Policies that consider only load."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from moestro.routing.scoring import ScorePolicy, Scores, Stateless, choose
     source="nginx, default method of `upstream`",
 )
 class RoundRobin(Stateless):
-    """The routable engines in turn."""
+    """Takes the routable engines in turn."""
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """The next one."""
+        """Choose the next engine."""
         routable = np.flatnonzero(view.engines.routable)
         turn = view.decision_id % len(routable)
         return Choice(int(routable[turn]), float(turn), f"turn {turn} of {len(routable)}")
@@ -36,13 +36,13 @@ class RoundRobin(Stateless):
     source="Mitzenmacher, IEEE TPDS 12(10), 2001",
 )
 class PowerOfTwo(Stateless):
-    """Two engines drawn, and the one with fewer requests in flight.
+    """Draws two engines and takes the one with fewer requests in flight.
 
     Source: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", IEEE TPDS 12(10), 2001.
     """
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """The emptier of two."""
+        """Choose the smaller batch of two drawn engines."""
         routable = np.flatnonzero(view.engines.routable)
         first = draws.below(len(routable))
         second = (first + 1 + draws.below(len(routable) - 1)) % len(routable) if len(routable) > 1 else first
@@ -53,7 +53,7 @@ class PowerOfTwo(Stateless):
 
 
 def least_loaded_score(view: RouteView) -> Scores:
-    """Requests in flight: join the shortest queue."""
+    """Return the requests on each engine, float64[n]: join the shortest queue."""
     return batch_size(view).astype(np.float64)
 
 
@@ -63,12 +63,12 @@ def least_loaded_score(view: RouteView) -> Scores:
     source="Winston, Journal of Applied Probability 14, 1977",
 )
 class LeastLoaded(ScorePolicy):
-    """The fewest requests in flight."""
+    """Takes the engine with the fewest requests."""
 
     words = "in flight"
 
     def score(self, view: RouteView) -> Scores:
-        """Requests in flight."""
+        """Return the requests on each engine."""
         return least_loaded_score(view)
 
 
@@ -78,16 +78,16 @@ class LeastLoaded(ScorePolicy):
     source="vLLM up to 0.26, `vllm/v1/engine/core_client.py`",
 )
 class Vllm026(ScorePolicy):
-    """The balancer of vLLM's data-parallel engines up to 0.26.
+    """The load balancer of vLLM's data-parallel engines up to 0.26.
 
-    Requests that were sent since the engine last reported count as waiting.
+    Requests sent since the engine's last report count as waiting.
     """
 
     needs = Needs(figures=("num_waiting", "num_running"), otherwise="waiting: without a first token; running: the rest")
     words = "4 * waiting + running"
 
     def score(self, view: RouteView) -> Scores:
-        """4 * waiting + running."""
+        """Return 4 * waiting + running."""
         return 4 * num_waiting(view) + num_running(view)
 
 
@@ -98,10 +98,10 @@ class Vllm026(ScorePolicy):
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vllm027(Stateless):
-    """`max(clients * mine, waiting + running)`, and `waiting * 6 * max(0, kv_usage - 0.5)` where any wait.
+    """Adds `max(clients * mine, waiting + running)` and, with waiting requests, `waiting * 6 * max(0, kv_usage - 0.5)`.
 
     Attributes:
-        num_clients: API servers that share the engines.
+        num_clients: number of API servers that share the engines.
 
     Source: vLLM from 0.27, pull request 49204, the same file.
     """
@@ -114,7 +114,7 @@ class Vllm027(Stateless):
             raise ConfigError(f"num_clients must be at least 1, got {self.num_clients}")
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """The lowest."""
+        """Choose the lowest sum."""
         engines, waiting = view.engines, num_waiting(view)
         scores = np.maximum(self.num_clients * engines.num_in_flight, waiting + num_running(view))
         if all_fresh(view, engines.kv_usage):
@@ -128,7 +128,7 @@ class Vllm027(Stateless):
     source="AMoE, section 3.1",
 )
 class MostFreeKv(Stateless):
-    """The engine with the most free KV memory.
+    """Takes the engine with the most free KV memory.
 
     Source: AMoE, section 3.1 ("assigns each new request to the rank with the most available memory").
     """
@@ -136,10 +136,10 @@ class MostFreeKv(Stateless):
     needs = Needs(figures=("kv_usage",), otherwise="fewest requests in flight")
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """The most free tokens where every engine's capacity is known, else the lowest use."""
+        """Choose the most free tokens where every engine's capacity is known, otherwise the lowest KV use."""
         engines = view.engines
         if not all_fresh(view, engines.kv_usage):
-            return choose(view, least_loaded_score(view), draws, "KV use is not known of all; in flight")
+            return choose(view, least_loaded_score(view), draws, "KV use is not known for all engines; in flight")
         if (engines.num_kv_tokens < UNKNOWN_KV_TOKENS).all(where=engines.routable):
             free = (1 - engines.kv_usage.values) * engines.num_kv_tokens
             return choose(view, -free, draws, "free KV tokens, negative:")

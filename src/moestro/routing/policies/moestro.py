@@ -1,22 +1,23 @@
-"""Our own: LMetric's product, taken apart into the delays that it stands for, and mended where one of them is missing.
+"""Moestro's own policy: LMetric's product, split into the delays that it stands for, with the missing ones added.
 
-Sent to engine i, a request of which p tokens are new there, behind Q queued ones, delays
+A request with p new tokens, sent to engine i behind Q queued tokens, delays
 
     itself, until its first token:           Q + p
-    W requests that wait for theirs:         p each (about as many come while it waits as wait now)
+    W requests that wait for theirs:         p each (about as many arrive while it waits as wait now)
     R requests that decode, by its prefill:  p each
-    R + W requests, by its own decode:       L each, L being the tokens that an answer has on average
+    R + W requests, by its own decode:       L each, where L is the mean number of tokens of an answer
     itself, by their decode:                 L for each of them
 
-all in units of one prompt token's time. A second before a first token weighs more than one spread over an answer, by
-as much as answers take longer than first tokens do; by Little's law that is R / W, over all engines. One request more
-on each side keeps a handful of them from saying too much, and it never weighs less: g = max(1, (R + 1) / (W + 1)). So
+in units of one prompt token's time. A second before a first token weighs more than a second spread over an answer. The
+ratio is that of the durations of answers and of waiting for first tokens. By Little's law this is R / W, summed over
+all engines. Adding 1 to both limits the effect of small counts, and the weight is at least 1:
+g = max(1, (R + 1) / (W + 1)). The score is
 
     score = pressure / speed * (g (Q + p (1 + W)) + p R + 2 L (R + W))
 
-LMetric's (Q + p) (B + 1), with B = R + W, has p (1 + W + R) too. It has Q (B + 1) where the queue delays the newcomer
-once: near saturation that drowns what a hit saves. And it has nothing for decode, so a full hit on an engine with an
-empty queue costs nothing there, whatever the batch.
+LMetric's (Q + p) (B + 1), with B = R + W, contains p (1 + W + R) too. It contains Q (B + 1), although the queue delays
+the new request only once; near saturation this term hides the savings of a hit. LMetric has no term for decode, so a
+full hit on an engine with an empty queue costs nothing, whatever its batch.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from moestro.routing.policy_contract import Choice, Ended, EngineLost, Needs, Ro
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.scoring import Counts, Mask, Scores, choose
 
-_HORIZON = 1024  # requests over about which means are taken
-_ROUNDS = 16  # decisions for each engine, over about which recent work is remembered
+_HORIZON = 1024  # approximate number of requests in a mean
+_ROUNDS = 16  # approximate number of decisions per engine over which recent work is remembered
 _RESCALE_AT = 1e12
 
 
@@ -46,19 +47,19 @@ _RESCALE_AT = 1e12
     source="Moestro; LMetric, section 5, for the product",
 )
 class Moestro:
-    """The least delay that the request causes, itself included.
+    """Chooses the least delay that the request causes to all requests, itself included.
 
-    Beyond the score of the module's text:
+    The policy adds three terms to the module's score:
 
-    * Tokens for which an engine has no free KV block count as if they were to be computed first.
-    * On top of its batch an engine counts as having its share of the recent work, one request on average; or sessions
-      with pauses, which leave nothing in flight, would all go where a shared prefix is.
-    * Of other routers' requests only that counts by which an engine has more than the one that has fewest, less what
-      they have sent since it spoke: or all routers would send to the engine that looked emptiest to all of them.
+    * Tokens without a free KV block on an engine count as tokens to compute first.
+    * Each engine's batch is increased by its share of recent work, one request on average. Otherwise sessions with
+      pauses, which leave no request in flight, would all go to the engines with a shared prefix.
+    * Requests of other routers count by the excess over the engine with the fewest, less those sent since its report.
+      Otherwise all routers would send to the engine that looks emptiest to all of them.
 
-    There is nothing to set: what the score weighs with is counted.
+    The policy has no settings: its weights follow from counts.
 
-    Source: ours; LMetric, section 5, for the product.
+    Source: Moestro; LMetric, section 5, for the product.
     """
 
     needs = Needs(
@@ -71,12 +72,12 @@ class Moestro:
         self._answer_tokens = _Mean()
         self._new_tokens = _Mean()
         self._stay_ns = _Mean()
-        self._work = np.zeros(0)  # of each engine, every piece at its worth when it was sent
+        self._work = np.zeros(0)  # per engine: tokens of each request times `_worth` at its sending
         self._work_in_all = 0.0
-        self._worth = 1.0  # of a token sent now; it grows, so that what was sent before counts less and less
+        self._worth = 1.0  # weight of a token sent now; it grows, so that older work counts less and less
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """The lowest score."""
+        """Choose the lowest score."""
         engines = view.engines
         load, waiting = engines.num_in_flight, engines.num_prefilling
         num_waiting = int(np.add.reduce(waiting))
@@ -93,7 +94,7 @@ class Moestro:
         return choose(view, scores, draws, "delay in prompt tokens")
 
     def observe(self, event: RouteEvent) -> None:
-        """Count work, answers and stays."""
+        """Count the work of routed requests, and the lengths and durations of answers."""
         match event:
             case Routed():
                 new = max(1, event.request.num_known_tokens - event.hit_tokens)
@@ -110,7 +111,7 @@ class Moestro:
                 pass
 
     def _recent_share(self, view: RouteView) -> Scores:
-        """float64[n], recent work over its mean; without any, 0."""
+        """Return recent work over its mean, float64[n]; 0 without any."""
         work, num_engines = self._work, len(view.engines)
         if len(work) < num_engines:
             work = np.concatenate([work, np.zeros(num_engines - len(work))])
@@ -129,13 +130,13 @@ class Moestro:
             self._worth = 1.0
 
     def _with_others(self, view: RouteView, batch: Scores, queued: Scores) -> tuple[Scores, Scores]:
-        """Both, and what other routers have on each engine, as far as it can be told."""
+        """Add the estimated requests and prompt tokens of other routers to `batch` and `queued`."""
         engines = view.engines
         if not self._stay_ns.value:
             return batch, queued
         known = fresh(view, engines.num_waiting)
         requests = np.where(known, engines.num_foreign, 0)
-        # By Little's law as many come in the time that a request stays as are there.
+        # By Little's law, in the time that one request stays, as many requests arrive as are present.
         since = requests.sum() * np.where(known, view.now_ns - engines.num_waiting.as_of_ns, 0) / self._stay_ns.value
         tokens = foreign_prefill_tokens(view)
         return (
@@ -145,7 +146,7 @@ class Moestro:
 
 
 class _Mean:
-    """Of numbers that come one by one; after _HORIZON of them older ones fade."""
+    """Running mean; after _HORIZON numbers, older ones fade."""
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -157,13 +158,13 @@ class _Mean:
 
 
 def _excess(others: Scores | Counts, since: Scores, routable: Mask) -> Scores:
-    """By how much each engine has more than the one that has least, beyond what may have changed since."""
+    """Return each engine's excess over the lowest value, less the possible change `since` the report."""
     least = float(others[routable].min())
     return np.maximum(others - least - since, 0.0)
 
 
 def _missing_tokens(view: RouteView, needed: Scores) -> Scores | float:
-    """Of `needed` tokens, those for which each engine has no free KV block; 0 where nobody has said how many it has."""
+    """Return those of `needed` tokens for which each engine has no free KV block; 0 for an unknown KV use."""
     figure, capacity = view.engines.kv_usage, view.engines.num_kv_tokens
     known = fresh(view, figure)
     num_known = np.count_nonzero(known)
@@ -174,7 +175,7 @@ def _missing_tokens(view: RouteView, needed: Scores) -> Scores | float:
 
 
 def _slowness(view: RouteView) -> Scores:
-    """What one token's time is on each engine, relative to the others'."""
+    """Return the time of one token on each engine, relative to the others."""
     engines = view.engines
     if np.count_nonzero(fresh(view, engines.expert_pressure)):
         return expert_pressure(view) / engines.speed

@@ -1,4 +1,4 @@
-"""Policies that add what a cache saves to what a load costs, with weights."""
+"""Policies that add cache savings and load costs with weights."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from moestro.routing.scoring import ScorePolicy, Scores, Stateless, choose
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bailian(Stateless):
-    """`hit_weight * (1 - hit ratio) + (1 - hit_weight) * batch / largest batch`.
+    """Adds `hit_weight * (1 - hit ratio)` and `(1 - hit_weight) * batch / largest batch`.
 
     Attributes:
-        hit_weight: the paper's lambda; it finds 0.7 best for chats, 0.55 for API calls.
+        hit_weight: lambda of the paper, which finds 0.7 best for chats and 0.55 for API calls.
 
     Source: LMetric, Fig. 6 (b) and section 4.4.
     """
@@ -38,7 +38,7 @@ class Bailian(Stateless):
             raise ConfigError(f"hit_weight must be in 0 .. 1, got {self.hit_weight}")
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """The lowest sum."""
+        """Choose the lowest sum."""
         load = batch_size(view)
         largest = max(1, int(load.max(where=view.engines.routable, initial=1)))
         scores = self.hit_weight * (1 - hit_ratio(view)) + (1 - self.hit_weight) * load / largest
@@ -52,13 +52,13 @@ class Bailian(Stateless):
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dynamo(Stateless):
-    """Blocks to prefill, less a credit for those cached, and blocks in decode.
+    """Adds blocks to prefill, less a credit for cached blocks, and blocks in decode.
 
     `prefill_scale * max(0, (queued + prompt) / block - credit) + decode blocks + request_weight * requests`, where
     `credit = overlap_weight * decay * cached blocks` and `decay = 1 / (1 + overlap_decay * (queued - least queued) /
     prompt)`. With a temperature, an engine is drawn by softmax over the negative scores, divided by their range.
 
-    Limit: blocks that several requests share are counted once by Dynamo, and for each of them here.
+    Limit: Dynamo counts a block that several requests share once; this policy counts it for each request.
 
     Source: NVIDIA Dynamo, `lib/kv-router/src/scheduling/selector.rs`.
     """
@@ -75,7 +75,7 @@ class Dynamo(Stateless):
             raise ConfigError("the weights and the temperature of dynamo must not be negative")
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
-        """The lowest, or one drawn."""
+        """Choose the lowest score, or draw an engine if a temperature is set."""
         scores = self._scores(view)
         if self.temperature > 0:
             return self._draw(view, scores, draws)
@@ -109,11 +109,11 @@ class Dynamo(Stateless):
     source="LMetric, section 5.1, on Preble and AIGW",
 )
 class Preble(ScorePolicy):
-    """The miss ratio times the batch, where LMetric has the P-token in place of the miss ratio."""
+    """Multiplies the miss ratio and the batch, where LMetric multiplies the P-token and the batch."""
 
     needs = Needs(hits=True)
     words = "miss ratio * batch"
 
     def score(self, view: RouteView) -> Scores:
-        """(1 - hit ratio) * (batch + 1)."""
+        """Return (1 - hit ratio) * (batch + 1)."""
         return (1 - hit_ratio(view)) * (batch_size(view) + 1)
