@@ -130,7 +130,7 @@ async def test_a_watcher_that_fails_begins_anew(monkeypatch, caplog):
         watch.begin(it.engine("a"))
         await it.until(lambda: num_begun == 3)
         await watch.end(it.engine("a"))
-    assert "the health checks of engine a failed" in caplog.text
+    assert "the watcher of engine a failed" in caplog.text
 
 
 @looped
