@@ -126,7 +126,7 @@ def test_malformed_http_is_one_line_of_the_log_a_minute_without_a_traceback_or_a
         with Raw(fake) as raw:
             raw.send(data)
             raw.answer()
-    assert fake.text.count("what is no HTTP/1.1 request") == 1
+    assert fake.text.count("sent an invalid request") == 1
     assert "Traceback" not in fake.text
     assert SECRET.decode() not in fake.text
 

@@ -1,1 +1,1 @@
-"""The only room with sockets, processes and the wall clock."""
+"""`moestro serve`: the API server, its client of the engines, and the supervisor of their processes."""

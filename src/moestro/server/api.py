@@ -1,4 +1,4 @@
-"""The HTTP API: what each path does. Errors, keys and request ids are in `web/middleware.py`."""
+"""The HTTP API of `moestro serve`: one handler per path. `web/middleware.py` handles errors, keys and request ids."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from moestro.web.prometheus import Exposition
 
 
 class ApiServer:
-    """Answers clients with the outputs of the engines.
+    """Serves the API's paths with the outputs of the engines.
 
     Args:
-        write_timeout_s: Seconds that a client may leave its stream unread.
+        write_timeout_s: Time for which a client may leave its stream unread, in seconds.
 
     Attributes:
-        traffic: Generation requests without a complete answer.
+        traffic: Generation requests without a complete response.
     """
 
     def __init__(self, engines: EngineClient, model: ServedModel, write_timeout_s: float) -> None:
@@ -39,11 +39,11 @@ class ApiServer:
         self._write_timeout_s = write_timeout_s
         self._bodies = Bodies()
         self._threads = PrepareThreads()
-        self._chat_threads = PrepareThreads()  # A template may take seconds; completions do not wait for it.
+        self._chat_threads = PrepareThreads()  # A chat template may take seconds; completions do not wait for it.
         self.traffic = Traffic()
 
     def app(self, exposition: Exposition) -> web.Application:
-        """Return the application to run behind `HttpMiddleware`."""
+        """Return the application, which runs behind `HttpMiddleware`."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
@@ -58,7 +58,7 @@ class ApiServer:
         return app
 
     def close(self) -> None:
-        """End the threads and the processes that render chats."""
+        """Stop the threads, and the processes that render chat templates."""
         self._threads.close()
         self._chat_threads.close()
         self._model.tokenizer.close()
@@ -66,14 +66,14 @@ class ApiServer:
     # --- generation
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
-        """POST /v1/completions."""
+        """Handle POST /v1/completions."""
         arrival = Arrival(f"cmpl-{uuid.uuid4().hex}", time.monotonic_ns())
         prepared = await self._prepare(http, prepare_completion, arrival, self._threads)
         form = CompletionForm(heading(arrival.answer_id, prepared.name, self._model.fingerprint), prepared.options)
         return await self._answer(http, prepared, form)
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
-        """POST /v1/chat/completions."""
+        """Handle POST /v1/chat/completions."""
         arrival = Arrival(f"chatcmpl-{uuid.uuid4().hex}", time.monotonic_ns())
         prepared = await self._prepare(http, prepare_chat, arrival, self._chat_threads)
         form = ChatForm(heading(arrival.answer_id, prepared.name, self._model.fingerprint), prepared.options)
@@ -102,14 +102,14 @@ class ApiServer:
                 return await stream(EventStream(http, self._write_timeout_s), generation, form, wanted)
             return _json(form.whole(await generation.all_pieces(), generation.usage()))
 
-    # --- the rest
+    # --- models
 
     async def models(self, _http: web.Request) -> web.Response:
-        """GET /v1/models."""
+        """Handle GET /v1/models."""
         return _json(ModelList([self._card(name) for name in self._model.names]))
 
     async def model(self, http: web.Request) -> web.Response:
-        """GET /v1/models/{name}."""
+        """Handle GET /v1/models/{name}."""
         return _json(self._card(self._model.name_for(http.match_info["name"])))
 
     def _card(self, name: str) -> ModelCard:

@@ -1,4 +1,4 @@
-"""The banner of `moestro serve`: what it serves, how much fits, where, and a line to try."""
+"""The banner of `moestro serve`: model, engines, capacity, URL, and an example request."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from moestro.wire.messages import Phase
 def serve_banner(
     infos: Sequence[ModelInfo], phases: Sequence[Phase], names: Sequence[str], url: str, *, needs_key: bool
 ) -> Banner:
-    """Return the banner of a server that takes requests.
+    """Return the banner of a server that accepts requests.
 
     Args:
         infos: Model information, one per engine.
-        phases: Phases from the start of the process to this moment, without a gap.
-        names: Names by which clients may call the model.
+        phases: Consecutive phases from the start of the process until now.
+        names: Names of the model in requests.
     """
     info, count = infos[0], len(infos)
     tokens = sum(each.num_blocks * each.block_size for each in infos)

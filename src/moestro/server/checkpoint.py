@@ -1,4 +1,4 @@
-"""From what the operator typed to a directory on disk."""
+"""Resolves the model that the operator names to a checkpoint directory on disk."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from moestro.model.settings import DEMO_MODEL
 
 
 def locate_model(model: str) -> Path:
-    """The checkpoint directory for a path, a Hugging Face id, or the demo model that comes with Moestro.
+    """Return the checkpoint directory of a path, a Hugging Face id, or the demo model that comes with Moestro.
 
     Raises:
-        ConfigError: there is no such checkpoint, or it cannot be fetched; the text says what to do.
+        ConfigError: No such checkpoint exists, or it cannot be fetched; the text says what to do.
     """
     path = _demo() if model == DEMO_MODEL else Path(model).expanduser()
     if not path.is_dir():
@@ -32,7 +32,7 @@ def _demo() -> Path:
     with as_file(files("moestro") / "assets" / "demo") as path:
         if path.is_dir():
             return path
-    raise ConfigError("this installation lacks the demo model: name one, for instance moestro serve DIR")
+    raise ConfigError("this installation lacks the demo model: name a checkpoint, for instance moestro serve DIR")
 
 
 def _download(model: str) -> Path:
@@ -40,10 +40,10 @@ def _download(model: str) -> Path:
         raise ConfigError(f"there is no directory {model}")
     try:
         validate_repo_id(model)
-        return Path(snapshot_download(model, allow_patterns=list(READ_PATTERNS)))  # code is never fetched
-    except Exception as error:  # the hub's client raises its own errors, its transport's and the file system's
+        return Path(snapshot_download(model, allow_patterns=list(READ_PATTERNS)))  # The patterns exclude code.
+    except Exception as error:  # The hub's client raises its own errors, its transport's and the file system's.
         raise ConfigError(
-            f"{model} is no directory here, and fetching it from the Hugging Face hub failed"
+            f"{model} is not a local directory, and its download from the Hugging Face hub failed"
             f" ({type(error).__name__}: {shown(error)}). Give a checkpoint directory, or check the name, the network,"
             " and HF_TOKEN for a gated model."
         ) from error

@@ -1,4 +1,4 @@
-"""The API server's client of its engines: sends requests and aborts to them, delivers their outputs. No sockets."""
+"""The API server's client of its engines: sends requests and aborts, delivers outputs. Uses no sockets."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ from moestro.workload.request_record import RecordedRequest
 logger = logging.getLogger(__name__)
 
 
-UNASSIGNED_S = 60.0  # how long a request that lost its engine waits for another
+UNASSIGNED_S = 60.0  # Time that a request which lost its engine waits for another one, in seconds.
 
 
 class EngineClient:
-    """Sends requests to engines, and their outputs to the inbox of each request.
+    """Sends requests to engines, and delivers the outputs to the requests' inboxes.
 
     Args:
-        router: Chooses engines; this object decides which are routable.
-        send: Sends a message to a rank; raises `NoEngineError` if the rank cannot be reached.
-        metrics: Counts requests, tokens and times.
+        router: Router, which chooses engines; the client decides which of them are routable.
+        send: Callable that sends a message to a rank; raises `NoEngineError` if the rank cannot be reached.
+        metrics: Counters of requests, tokens and times.
         now_ns: Clock of the requests' `arrival_ns`.
 
     Attributes:
-        on_answered: Called with each request that was answered whole; None means no call.
+        on_answered: Callback for each request with a complete answer; None means no callback.
         loads: Load figures of each engine after its last step.
         phases: Phases of each engine's last start.
 
-    Invariants: every submitted request ends once: by an output with a finish reason, a refusal, `abort`, or an error
-    when its engine ends and no other takes it over. No output of an engine that ended reaches an inbox after the
-    `Interrupted`: a request has no engine until `move`, and an engine takes requests again only once `RankSocket`
-    ignores its former process.
+    Invariants: Every submitted request ends once: by an output with a finish reason, a refusal, `abort`, or an error.
+    The error is for a request whose engine ended and which no other engine takes over. No output of an ended engine
+    reaches an inbox after the `Interrupted`, because a request has no engine until `move`. An engine takes requests
+    again only once `RankSocket` ignores its former process.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class EngineClient:
         self._now_ns = now_ns
         self._requests: dict[str, RequestState] = {}
         self._unassigned: dict[str, int] = {}  # Deadline of each request that waits for another engine.
-        self._unsent_aborts: dict[int, list[str]] = {}  # By engine: ids whose abort could not be sent.
+        self._unsent_aborts: dict[int, list[str]] = {}  # Ids whose abort could not be sent, by engine.
         self._causes: dict[int, MoestroError] = {}
         self._is_up = [False] * router.num_engines
         self.loads = [IDLE] * router.num_engines
@@ -100,44 +100,44 @@ class EngineClient:
         return self._router.num_in_flight_on(engine)
 
     async def all_ready(self) -> list[ModelInfo]:
-        """Wait for every engine.
+        """Wait until every engine is ready, and return their model information.
 
         Raises:
-            ConfigError, EngineDiedError: one of them failed; the text is its cause.
+            ConfigError, EngineDiedError: An engine failed; the text is the cause.
         """
         return await asyncio.gather(*self._ready)
 
     # --- from the handlers
 
     def submit(self, request: Request, inbox: Inbox) -> None:
-        """Send `request` to the engine that the router chooses; its outputs come to `inbox`.
+        """Send `request` to the engine that the router chooses, and deliver its outputs to `inbox`.
 
         Raises:
-            NoEngineError: no engine is ready.
-            QueueFullError: each has as many waiting requests as it may have.
+            NoEngineError: No engine is ready.
+            QueueFullError: The waiting queue of every engine is full.
         """
         self._requests[request.request_id] = RequestState(request, inbox, self._send_somewhere(request))
 
     def check_room(self) -> None:
-        """Raise what `submit` would raise now."""
+        """Raise the error that `submit` would raise now."""
         self._router.check_room()
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """Stop a request, if it has not ended, and count its end under `reason`."""
+        """Stop a request and count its end under `reason`. A request that has ended is ignored."""
         state = self._end(request_id, reason)
         if state is None or not state.is_placed:
             return
         try:
             self._send(state.engine, Abort((request_id,)))
-        except NoEngineError:  # The engine is gone, or does not keep up with what is sent.
+        except NoEngineError:  # The engine has ended, or does not keep up with its messages.
             self._unsent_aborts.setdefault(state.engine, []).append(request_id)
 
     def move(self, request: Request, *, has_begun: bool) -> None:
-        """Send an interrupted request to another engine, now or when there is one; ignored if it was aborted meanwhile.
+        """Send an interrupted request to another engine, at once or when one is ready. Aborted requests are ignored.
 
         Args:
-            request: The request with the tokens from which it goes on; without tokens its answer begins anew.
-            has_begun: Whether the client has a part of the answer.
+            request: Request with the tokens to continue from; without such tokens its answer starts again.
+            has_begun: Whether the client has received a part of the answer.
         """
         state = self._requests.get(request.request_id)
         if state is None:
@@ -158,11 +158,11 @@ class EngineClient:
     # --- from the supervisor
 
     def set_trusted(self, engine: int, *, trusted: bool) -> None:
-        """Take an engine that is up into rotation, or out of it because it makes no progress."""
+        """Add a running engine to the rotation, or remove an engine that makes no progress."""
         self._router.set_routable(engine, routable=trusted and self._is_up[engine])
 
     def settle_unassigned(self) -> None:
-        """Assign the requests that lost their engine to others, and end those that have waited too long."""
+        """Assign unassigned requests to engines, and fail those past their deadline."""
         now_ns = self._now_ns()
         for request_id, deadline_ns in list(self._unassigned.items()):
             if now_ns >= deadline_ns:
@@ -171,19 +171,19 @@ class EngineClient:
                 break
 
     def extend_unassigned(self, by_ns: int) -> None:
-        """Let unassigned requests wait longer, for a time in which no engine could be started."""
+        """Extend the deadlines of unassigned requests by a time in which no engine could be started."""
         for request_id in self._unassigned:
             self._unassigned[request_id] += by_ns
 
     def retry_aborts(self) -> None:
-        """Send the aborts that could not be sent before, so that engines do not compute for clients that left."""
+        """Send unsent aborts again, so that engines do not compute for disconnected clients."""
         for engine, request_ids in list(self._unsent_aborts.items()):
             with contextlib.suppress(NoEngineError):
                 self._send(engine, Abort(tuple(request_ids)))
                 del self._unsent_aborts[engine]
 
     def fail_unassigned(self) -> None:
-        """End the unassigned requests, because no engine will come back."""
+        """Fail the unassigned requests, because no engine will be restarted."""
         for request_id in list(self._unassigned):
             self._fail(request_id, NoEngineError())
 
@@ -197,7 +197,7 @@ class EngineClient:
                 self.loads[engine] = message.load
                 try:
                     self._router.report(engine, message.load, message.as_of_ns, now_ns)
-                finally:  # Figures that the router cannot take must not cost a request its tokens.
+                finally:  # An error of the router must not lose the outputs.
                     for output in message.outputs:
                         with self._ending_on_error(output.request_id):
                             self._deliver(engine, output, now_ns)
@@ -226,7 +226,7 @@ class EngineClient:
         """Interrupt or end the requests of a rank whose process has ended, and return the cause.
 
         Args:
-            how: How the process ended, in one line.
+            how: One line that says how the process ended.
         """
         cause = self._causes.pop(engine, None) or EngineDiedError(f"engine {engine}: {how}")
         self._take_down(engine)
@@ -236,7 +236,7 @@ class EngineClient:
         self.phases[engine].clear()
         if not self._ready[engine].done():
             self._ready[engine].set_exception(cause)
-            self._ready[engine].exception()  # Retrieved: of several that fail, only the first is awaited.
+            self._ready[engine].exception()  # Marked as retrieved: of several failures, only the first is awaited.
             return cause
         error = GenerationError("The engine that served this request has stopped. Retry.", code="engine_died")
         for request_id, state in list(self._requests.items()):
@@ -253,7 +253,7 @@ class EngineClient:
     # --- inside
 
     def _take_down(self, engine: int) -> None:
-        """Take an engine out of rotation until it is ready again."""
+        """Remove an engine from the rotation until it is ready again."""
         self._is_up[engine] = False
         self._router.set_routable(engine, routable=False)
 
@@ -262,7 +262,7 @@ class EngineClient:
             engine = self._router.submit(request, self._now_ns()).engine
             try:
                 self._send(engine, Add(request))
-            except NoEngineError:  # The supervisor will notice its end; until then it is out of rotation.
+            except NoEngineError:  # The engine is out of rotation until the supervisor handles its end.
                 self._router.ended(request.request_id, self._now_ns())
                 self._router.set_routable(engine, routable=False)
             except Exception:
@@ -278,7 +278,7 @@ class EngineClient:
             state.engine = self._send_somewhere(state.request)
         except (NoEngineError, QueueFullError):
             return False
-        except Exception:  # A user's policy may raise: the other requests must be placed all the same.
+        except Exception:  # A user's policy may raise; the other requests must still be placed.
             logger.exception("request %s could not move to another engine", request_id)
             self._fail(request_id, InternalError(request_id))
             return True
@@ -288,7 +288,7 @@ class EngineClient:
 
     @contextlib.contextmanager
     def _ending_on_error(self, request_id: str) -> Iterator[None]:
-        """End only this request if the block raises, for instance in counting."""
+        """End only this request if the block raises."""
         state = self._requests.get(request_id)
         try:
             yield
@@ -300,13 +300,13 @@ class EngineClient:
             if state is None:
                 return
             state.inbox.put_nowait(InternalError(request_id))
-            with contextlib.suppress(Exception):  # The same error again; the client has its answer.
+            with contextlib.suppress(Exception):  # The same error may recur; the client has its response.
                 self.abort(request_id, FinishReason.ERROR)
 
     def _deliver(self, engine: int, output: Output, now_ns: int) -> None:
         state = self._requests.get(output.request_id)
         if state is None or state.engine != engine or not state.is_placed:
-            return  # The request was aborted or interrupted while this was on its way.
+            return  # The request was aborted or interrupted while this output was in transit.
         if output.finish_reason is FinishReason.NON_FINITE:
             logger.error(
                 "engine %d: request %s ended after %d tokens: its logits are not finite (NaN or infinity)",
@@ -326,7 +326,7 @@ class EngineClient:
             state.inbox.put_nowait(error)
 
     def _end(self, request_id: str, reason: FinishReason | None) -> RequestState | None:
-        """Forget a request; with `reason` None it was refused, which is counted elsewhere."""
+        """Remove a request. A `reason` of None means a refusal, which is counted elsewhere."""
         state = self._requests.pop(request_id, None)
         if state is None:
             return None

@@ -1,4 +1,4 @@
-"""The sequences of one HTTP request, from tokens to shown text."""
+"""Runs the sequences of one HTTP request and converts their tokens to text."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from moestro.web.errors import GenerationError
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one choice gained.
+    """New output of one choice.
 
     Attributes:
-        text: perhaps none.
-        finish_reason: with the last piece, why it ended.
-        scores: of the tokens that came, shown or not, those of an echoed prompt before them; None: none were asked for.
-        prompt_scores: of the prompt's tokens, where the client asked for them by themselves.
+        text: New text; may be empty.
+        finish_reason: Reason for the end of the choice; None means that more pieces follow.
+        scores: Scores of the new tokens, shown or not, after those of an echoed prompt; None means not requested.
+        prompt_scores: Scores of the prompt's tokens, if `prompt_logprobs` requests them.
     """
 
     index: int
@@ -41,7 +41,7 @@ class Piece:
 
 
 class _Choice:
-    """One sequence as the client sees it. Counts what was generated, shown or not."""
+    """One sequence as the client sees it. Counts generated tokens, including a stop token, which is not shown."""
 
     def __init__(self, index: int, job: Job, tokenizer: Tokenizer) -> None:
         self.index = index
@@ -52,12 +52,12 @@ class _Choice:
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(job.request.token_array()[-CONTEXT_TOKENS:].tolist())
         self._stops = StopFinder(job.stop)
-        self._num_chars = 0  # of text found, stop strings and what is held back among it
+        self._num_chars = 0  # Length of the decoded text, including stop strings and held-back text.
         self._has_begun = False
 
     def take(self, output: Output) -> Piece:
-        """Turn tokens into text. A stop string ends the choice there, whatever else came with it."""
-        if not self._token_ids:  # an engine that resumes the answer may find more, or less, of the prompt
+        """Convert an output's tokens to text. A stop string ends the choice; the tokens after it are discarded."""
+        if not self._token_ids:  # An engine that resumes the answer may have cached more, or less, of the prompt.
             self.num_cached = output.num_cached_tokens
         self._token_ids.extend(output.token_ids)
         prompt_scores = self._score_prompt(output.prompt_logprobs)
@@ -70,7 +70,7 @@ class _Choice:
             if entry is not None:
                 scores.append(score_of(entry, self._num_chars, self._tokenizer.token_texts))
             if is_stopped and i == len(output.token_ids):
-                break  # the stop token is counted and not shown
+                break  # The stop token is counted and not shown.
             text += self._show(self._detokenizer.push(token_id))
             if self._stops.found is not None:
                 break
@@ -83,11 +83,11 @@ class _Choice:
         return Piece(self.index, text, reason, tuple(scores) if wants else None, shown_apart)
 
     def resumed(self) -> Request:
-        """The request with all tokens of its answer so far."""
+        """Return the request with all tokens of its answer so far, for another engine to continue."""
         return msgspec.structs.replace(self.job.request, resumed_token_ids=self._token_ids.tobytes())
 
     def _begin(self, prompt_scores: tuple[Score, ...] | None) -> tuple[str, list[Score]]:
-        """The echo, with the first piece."""
+        """Return the echo and its scores with the first piece, and nothing with later ones."""
         if self._has_begun or self.job.echo is None:
             return "", []
         self._has_begun = True
@@ -99,7 +99,7 @@ class _Choice:
         return self._stops.push(text, look=self.num_generated > self.job.request.sampling.min_tokens)
 
     def _score_prompt(self, entries: Sequence[TokenLogprobs] | None) -> tuple[Score, ...] | None:
-        """The prompt's tokens, with offsets into its text as its tokens spell it."""
+        """Return the scores of the prompt's tokens, with offsets into the text that these tokens spell."""
         if entries is None:
             return None
         texts, spelling = self._tokenizer.token_texts, self._tokenizer.detokenizer([])
@@ -112,17 +112,17 @@ class _Choice:
 
 
 class Generation:
-    """Submits the requests of `jobs` on entering; on leaving, whatever the reason, stops those that still run.
+    """Runs the sequences of one HTTP request: submits `jobs` on entry, and aborts those that still run on exit.
 
-    When the engine of a choice ends, another engine continues the choice, or begins it anew if the client has nothing
-    of the answer. Either way the client gets an answer that a single engine could have given. Otherwise the answer ends
-    with an error.
+    When the engine of a choice ends, another engine continues the choice, or begins it again if it cannot
+    continue and the client has nothing of the answer. Either way, a single engine could have given that answer.
+    Otherwise the answer ends with an error.
 
     Args:
-        jobs: one per choice, in order.
+        jobs: Jobs, one per choice, in order.
 
     Attributes:
-        has_begun: whether the client may have a part of the answer; set before the first byte is sent.
+        has_begun: Whether the client may have a part of the answer; set before the first byte is sent.
     """
 
     def __init__(self, engines: EngineClient, model: ServedModel, jobs: Sequence[Job]) -> None:
@@ -149,10 +149,10 @@ class Generation:
         self._stop_all()
 
     async def next_piece(self) -> Piece | None:
-        """What came next, of any choice; None: all have ended.
+        """Return the next piece of any choice; None means that all choices have ended.
 
         Raises:
-            RequestError: a choice was refused, or its engine failed. The others are not worth having.
+            RequestError: A choice was refused, or its engine failed. The caller discards the other choices.
         """
         while self._running:
             event = await self._inbox.get()
@@ -171,28 +171,28 @@ class Generation:
                 )
             choice = self._running.get(event.request_id)
             if choice is None:
-                continue  # came after a stop string, before the engine heard of it
-            # To spell the scores of a long prompt takes a while, in which the event loop must serve the others.
+                continue  # This output came after a stop string, before the engine received the abort.
+            # A thread spells the scores of a long prompt, because the event loop must serve other requests meanwhile.
             piece = await asyncio.to_thread(choice.take, event) if event.prompt_logprobs else choice.take(event)
             if piece.finish_reason is not None:
                 del self._running[event.request_id]
-                # Nothing to stop, unless a stop string ended it.
+                # Aborts a sequence that a stop string ended; an ended sequence is ignored.
                 self._engines.abort(event.request_id, FinishReason.STOP)
             return piece
         return None
 
     async def all_pieces(self) -> list[Piece]:
-        """Each choice whole, in order.
+        """Return each choice as one piece, in order.
 
         Raises:
-            RequestError: as `next_piece`.
+            RequestError: As for `next_piece`.
         """
         while piece := await self.next_piece():
             self._collected[piece.index].append(piece)
         return [_join(parts) for parts in self._collected]
 
     def usage(self) -> Usage:
-        """Tokens so far, all choices together."""
+        """Return the token counts so far, summed over all choices."""
         prompts = [choice for choice in self._choices if not choice.job.is_copy]
         prompt = sum(choice.job.request.num_prompt_tokens for choice in prompts)
         generated = sum(choice.num_generated for choice in self._choices)
@@ -200,14 +200,14 @@ class Generation:
         return Usage(prompt, generated, prompt + generated, PromptTokensDetails(cached))
 
     def _move(self, interrupted: Interrupted) -> None:
-        """Send a choice whose engine has ended to another.
+        """Move a choice whose engine has ended to another engine.
 
         Raises:
-            RequestError: the client has a part of the answer that another engine cannot continue exactly.
+            RequestError: The client has a part of the answer that another engine cannot continue exactly.
         """
         choice = self._running.get(interrupted.request_id)
         if choice is None:
-            return  # a stop string ended it before
+            return  # A stop string ended the choice earlier.
         if choice.num_generated == 0:
             self._engines.move(choice.job.request, has_begun=False)
         elif self._can_resume(choice):
@@ -222,8 +222,10 @@ class Generation:
             raise interrupted.error
 
     def _can_resume(self, choice: _Choice) -> bool:
-        """Whether another engine may continue `choice` from its last token: the tokens to come are the same, or the
-        operator accepts others. Answers with log probabilities are not continued: these would differ in the last bits.
+        """Return whether another engine may continue `choice` from its last token.
+
+        The next tokens must be the same, unless the operator accepts different ones. Answers with log probabilities
+        are not continued, because these would differ in the last bits.
         """
         sampling = choice.job.request.sampling
         if sampling.logprobs is not None or sampling.prompt_logprobs is not None:

@@ -1,4 +1,4 @@
-"""Judges from a rank's messages whether it is alive and makes progress. No clock: callers pass the time."""
+"""Judges from a rank's messages whether it is alive and makes progress. Has no clock: callers pass the time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class LivenessTimeouts:
 
     Attributes:
         start_ns: Time from the launch of a process to its first `Ready`.
-        silence_ns: Time without a message, although the communication thread sends one twice a second.
+        silence_ns: Time without a message, although the communication thread sends two a second.
         stall_ns: Time with requests and without a step, after which a rank counts as stalled.
-        step_ns: Time with requests and without a step, after which a rank counts as hung; no step takes longer.
+        step_ns: Time with requests and without a step, after which a rank counts as hung; longer than any step.
     """
 
     start_ns: int
@@ -24,22 +24,22 @@ class LivenessTimeouts:
 
 
 class RankStatus(Enum):
-    """Whether a rank is alive and makes progress."""
+    """Liveness of a rank."""
 
     FINE = auto()
-    STALLED = auto()  # It may come back: a long step looks the same.
-    HUNG = auto()  # It is killed.
+    STALLED = auto()  # The rank may recover: a long step looks the same.
+    HUNG = auto()  # The supervisor kills the rank.
 
 
 class Liveness:
-    """The signs of life of one rank.
+    """Tracks the signs of life of one rank.
 
-    Two threads of the rank give them. The communication thread sends a message twice a second, independent of the main
-    loop, so silence means that the whole process is stopped. The main loop counts its steps. A count that does not
-    change while there are requests means that nothing is computed, or that one step takes very long.
+    Two threads of the rank send them. The communication thread sends a message twice a second, independent of the main
+    loop, so silence means that the whole process is stopped. The main loop counts its steps. An unchanged count while
+    there are requests means that nothing is computed, or that one step takes very long.
 
     Attributes:
-        is_ready: Whether the process that runs now takes requests.
+        is_ready: Whether the current process accepts requests.
         reason: Reason for the last status that was not FINE.
     """
 
@@ -49,28 +49,28 @@ class Liveness:
         self.launched(now_ns)
 
     def launched(self, now_ns: int) -> None:
-        """Begin anew, because a new process was started."""
+        """Reset the state for a new process."""
         self.is_ready = False
         self._launched_ns = self._heard_ns = self._stepped_ns = now_ns
         self._num_steps = 0
 
     def ready(self, now_ns: int) -> None:
-        """Note that the rank takes requests from now on."""
+        """Record that the rank accepts requests."""
         self.is_ready = True
         self._stepped_ns = now_ns
 
     def heard(self, now_ns: int) -> None:
-        """Note that a message came."""
+        """Record that a message arrived."""
         self._heard_ns = now_ns
 
     def counted(self, num_steps: int, now_ns: int) -> None:
-        """Note the number of steps that the rank has begun."""
+        """Record the number of steps that the rank has begun."""
         if num_steps != self._num_steps:
             self._num_steps = num_steps
             self._stepped_ns = now_ns
 
     def paused(self, pause_ns: int, now_ns: int) -> None:
-        """Leave out `pause_ns` until now, in which the API server itself was stopped."""
+        """Exclude the last `pause_ns`, in which the API server itself was stopped."""
         self._launched_ns = min(self._launched_ns + pause_ns, now_ns)
         self._heard_ns = min(self._heard_ns + pause_ns, now_ns)
         self._stepped_ns = min(self._stepped_ns + pause_ns, now_ns)

@@ -1,4 +1,4 @@
-"""Log probabilities on their way from token ids to an answer."""
+"""Log probabilities together with the texts of their tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 from moestro.core.request import TokenLogprobs
 from moestro.text.token_text import TokenText, TokenTexts
 
-_LEAST = -9999.0  # what stands for minus infinity, which JSON lacks, in OpenAI's API
+_LEAST = -9999.0  # OpenAI's value for minus infinity, which JSON lacks.
 
 
 class Alternative(NamedTuple):
-    """A token that could have come."""
+    """A likely token at one position of a text."""
 
     token_id: int
     token: TokenText
@@ -19,13 +19,13 @@ class Alternative(NamedTuple):
 
 
 class Score(NamedTuple):
-    """One token of an answer or a prompt.
+    """Log probability of one token of an answer or a prompt.
 
     Attributes:
-        offset: where its text begins, in characters.
-        logprob, rank: of the raw distribution, rank 1 the likeliest; None for a prompt's first token, which nothing
-            foretells.
-        top: the likeliest, the likeliest first.
+        offset: Start of the token's text, in characters.
+        logprob, rank: Values in the raw distribution, rank 1 for the most likely token. A prompt's first token has no
+            distribution: its logprob is None and its rank 0.
+        top: Most likely tokens, the most likely first.
     """
 
     token_id: int
@@ -37,11 +37,11 @@ class Score(NamedTuple):
 
 
 def score_of(entry: TokenLogprobs, offset: int, texts: TokenTexts) -> Score:
-    """The score of one token."""
+    """Return the score of one token."""
     top = tuple(Alternative(token_id, texts[token_id], max(logprob, _LEAST)) for token_id, logprob in entry.top)
     return Score(entry.token_id, texts[entry.token_id], offset, max(entry.logprob, _LEAST), entry.rank, top)
 
 
 def first_score(token_id: int, texts: TokenTexts) -> Score:
-    """That of a prompt's first token."""
+    """Return the score of a prompt's first token, which has no log probability."""
     return Score(token_id, texts[token_id], 0, None, 0, ())

@@ -1,4 +1,4 @@
-"""Counters of the API server: plain numbers on the hot path; `prometheus.py` gives them names."""
+"""Counters of the API server: plain numbers for the hot path; `prometheus.py` exports them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from moestro.core.request import FinishReason, ServiceClass
 from moestro.web.prometheus import Histogram
 
-# vLLM's bounds, so that its dashboards' heat maps fit; the gaps begin lower, for small models.
+# vLLM's bounds, so that the heat maps of its dashboards fit. The gaps begin lower, for small models.
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -32,20 +32,20 @@ def _by_class(bounds: Sequence[float]) -> ByClass:
 
 
 class EngineMetrics:
-    """Totals of one engine since the start of the API server, across its restarts.
+    """Totals of one engine since the start of the API server, across the engine's restarts.
 
     Attributes:
-        first_token_s, mean_gap_s: TTFT and TPOT of each class, as the API server sees them.
-        gap_s, whole_s: ITL and E2E.
-        queue_s: of each class, the first part of E2E: until admitted.
-        prefill_s, decode_s: the others: until the first token, until the last.
-        prompt_tokens, generation_tokens: of each request that finished.
-        num_prompt_tokens: of requests that got their first output.
-        num_generated_tokens: received from the engine, shown or not.
-        ended: requests by how they ended.
-        num_restarts, num_stalls: processes started again; times that it did not get on.
-        num_moved, num_streams_resumed: requests that went elsewhere when it ended; those of them of which the client
-            had a part already.
+        first_token_s, mean_gap_s: TTFT and TPOT by service class, in seconds, measured in the API server.
+        gap_s, whole_s: ITL and E2E latency, in seconds.
+        queue_s: Time from arrival to admission by service class, in seconds.
+        prefill_s, decode_s: Time from admission to the first output, and from the first to the last token, in seconds.
+        prompt_tokens, generation_tokens: Number of tokens of each finished request.
+        num_prompt_tokens: Number of prompt tokens of requests with a first output.
+        num_generated_tokens: Number of tokens received from the engine, shown or not.
+        ended: Number of ended requests by finish reason.
+        num_restarts, num_stalls: Number of restarts and of stalls.
+        num_moved: Number of requests moved away when the engine's process ended.
+        num_streams_resumed: Number of moved requests of which the client had a part already.
     """
 
     __slots__ = (
@@ -74,12 +74,12 @@ class EngineMetrics:
 
 
 class Metrics:
-    """Everything that is counted.
+    """All counters of the API server.
 
     Attributes:
-        engines: by number.
-        refusals: by the error's code.
-        num_delivery_errors: messages of ranks, or outputs in them, that raised an error here.
+        engines: Counters of each engine, by number.
+        refusals: Number of refusals by error code.
+        num_delivery_errors: Number of messages of ranks, or outputs in them, that the API server failed to process.
     """
 
     def __init__(self, num_engines: int) -> None:

@@ -1,4 +1,4 @@
-"""The paths that operators and their tools look at: probes, figures, versions."""
+"""Handlers of the paths for operators and their tools: probes, load, metrics, version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moestro.web.prometheus import CONTENT_TYPE, Exposition
 
 
 class Operations:
-    """Answers them from what is known already: none of them waits for an engine."""
+    """Handles requests of operators from the API server's own state, without waiting for an engine."""
 
     def __init__(self, engines: EngineClient, traffic: Traffic, exposition: Exposition) -> None:
         self._engines = engines
@@ -20,7 +20,7 @@ class Operations:
         self._exposition = exposition
 
     def routes(self) -> list[web.RouteDef]:
-        """All of them; GET includes HEAD."""
+        """Return all routes; GET includes HEAD."""
         return [
             *(web.get(path, self.probe) for path in (*HEALTH_PATHS, *READY_PATHS)),
             web.post("/ping", self.probe),
@@ -30,19 +30,19 @@ class Operations:
         ]
 
     async def probe(self, http: web.Request) -> web.Response:
-        """GET /health, /ping: 200 while any engine takes requests. GET /ready, /readyz: also only before a drain."""
+        """Handle GET /health and /ping: 200 while any engine takes requests; /ready, /readyz also fail in a drain."""
         is_healthy, is_draining = self._engines.is_healthy, self._traffic.is_draining
         return web.Response(status=probe_status(http.path, is_healthy=is_healthy, is_draining=is_draining))
 
     async def version(self, _http: web.Request) -> web.Response:
-        """GET /version."""
+        """Handle GET /version."""
         return web.Response(body=VERSION_BODY, content_type="application/json")
 
     async def load(self, _http: web.Request) -> web.Response:
-        """GET /load: requests being answered, and what each engine said of itself last."""
+        """Handle GET /load: the number of running requests, and the last load figures of each engine."""
         figures = {"server_load": self._traffic.num_answering, "engines": self._engines.loads}
         return web.Response(body=msgspec.json.encode(figures), content_type="application/json")
 
     async def metrics(self, _http: web.Request) -> web.Response:
-        """GET /metrics: everything that is counted, for Prometheus."""
+        """Handle GET /metrics: all metrics in Prometheus' text format."""
         return web.Response(body=self._exposition.text(), headers={"Content-Type": CONTENT_TYPE})

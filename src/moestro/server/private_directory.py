@@ -1,4 +1,4 @@
-"""The directory of the ranks' socket: for this user alone, and removed even if its server was killed."""
+"""Private directory for the ranks' socket. A later server removes the directory of a killed one."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _PREFIX = "moestro-"
-_LOCK = "lock"  # locked for as long as the server lives: the kernel unlocks it, however the process ends
+_LOCK = "lock"  # Locked while the server lives; the kernel releases the lock, however the process ends.
 _NEW_LOCK = "lock.new"
 
 
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
-    """A directory that only this user can enter, removed afterwards. Those of dead servers are removed first."""
+    """Yield a directory that only this user can enter, and remove it afterwards. First remove those of dead servers."""
     _sweep(Path(tempfile.gettempdir()))
-    directory = Path(tempfile.mkdtemp(prefix=_PREFIX))  # made with mode 0700
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX))  # Created with mode 0700.
     lock = _lock(directory)
     try:
         yield directory
@@ -33,32 +33,32 @@ def private_directory() -> Iterator[Path]:
 
 
 def _lock(directory: Path) -> int:
-    """Lock `directory`; returns the descriptor that holds the lock.
+    """Lock `directory`, and return the descriptor that holds the lock.
 
-    The file gets its name when it is locked: one that is found unlocked belongs to a dead server, never to one that
-    starts at this moment.
+    The lock file gets its final name only once it is locked. An unlocked file thus belongs to a dead server, never to
+    one that is just starting.
     """
     lock = os.open(directory / _NEW_LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    with contextlib.suppress(OSError):  # a file system without locks: then nobody removes the directory but we
+    with contextlib.suppress(OSError):  # On a file system without locks, no other server removes the directory.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (directory / _NEW_LOCK).rename(directory / _LOCK)
     return lock
 
 
 def _sweep(parent: Path) -> None:
-    """Remove what dead servers of this user have left in `parent`. A failure is logged: it keeps no server from it."""
+    """Remove the directories of this user's dead servers from `parent`. A failure is logged and does not raise."""
     try:
         found = [path for path in parent.iterdir() if path.name.startswith(_PREFIX)]
     except OSError as error:
         logger.warning("cannot look for directories of earlier servers in %s: %s", parent, error)
         return
     for directory in found:
-        with contextlib.suppress(OSError):  # no lock in it, not ours, gone meanwhile, or a living server holds the lock
+        with contextlib.suppress(OSError):  # No lock file, no access, already removed, or locked by a live server.
             _remove_if_dead(directory)
 
 
 def _remove_if_dead(directory: Path) -> None:
-    """Raises OSError unless `directory` belongs to a dead server of this user."""
+    """Remove `directory` if it belongs to a dead server of this user; OSError if it has no lock or is locked."""
     opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         status = os.fstat(opened)

@@ -1,4 +1,4 @@
-"""The counted figures in Prometheus' text form, under our own names and under vLLM's, which dashboards know."""
+"""Metrics of the API server for Prometheus, under Moestro's names and under vLLM's, which dashboards expect."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from moestro.web.prometheus import Histogram, buckets, merge
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where the figures are.
+    """Sources of the metrics.
 
     Attributes:
-        model_name: the label that vLLM's dashboards choose by.
-        num_dropped: messages that could not be read, or came from strangers.
-        num_unrecorded: requests that `--record` has lost.
+        model_name: Label by which vLLM's dashboards select.
+        num_dropped: Callable that returns the number of messages that were invalid or from unknown processes.
+        num_unrecorded: Callable that returns the number of requests that `--record` has lost.
     """
 
     model_name: str
@@ -39,53 +39,61 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
     ("generation_tokens", "Tokens generated.", lambda m: m.num_generated_tokens),
 )
 _CLASS_HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], ByClass]], ...] = (
-    ("time_to_first_token_seconds", "From a request's arrival to its first token.", lambda m: m.first_token_s),
+    ("time_to_first_token_seconds", "Time from a request's arrival to its first token.", lambda m: m.first_token_s),
     (
         "request_time_per_output_token_seconds",
         "Mean gap between tokens of each finished request.",
         lambda m: m.mean_gap_s,
     ),
-    ("request_queue_time_seconds", "From arrival to the first admission of a request.", lambda m: m.queue_s),
+    ("request_queue_time_seconds", "Time from a request's arrival to its first admission.", lambda m: m.queue_s),
 )
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], Histogram]], ...] = (
-    ("inter_token_latency_seconds", "Each gap between two tokens of a request.", lambda m: m.gap_s),
-    ("e2e_request_latency_seconds", "From arrival to the last token of each finished request.", lambda m: m.whole_s),
-    ("request_prefill_time_seconds", "From admission to the first token.", lambda m: m.prefill_s),
-    ("request_decode_time_seconds", "From the first to the last token of each finished request.", lambda m: m.decode_s),
+    ("inter_token_latency_seconds", "Gap between two tokens of a request.", lambda m: m.gap_s),
+    (
+        "e2e_request_latency_seconds",
+        "Time from arrival to the last token of each finished request.",
+        lambda m: m.whole_s,
+    ),
+    ("request_prefill_time_seconds", "Time from admission to the first token.", lambda m: m.prefill_s),
+    (
+        "request_decode_time_seconds",
+        "Time from the first to the last token of each finished request.",
+        lambda m: m.decode_s,
+    ),
     ("request_prompt_tokens", "Prompt tokens of each finished request.", lambda m: m.prompt_tokens),
     ("request_generation_tokens", "Generated tokens of each finished request.", lambda m: m.generation_tokens),
 )
 _OWN_COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
     ("engine_restarts", "Restarts of the engine's process.", lambda m: m.num_restarts),
-    ("engine_stalls", "Stalls of the engine: requests, and no step.", lambda m: m.num_stalls),
-    ("requests_moved", "Requests that moved when the engine's process ended.", lambda m: m.num_moved),
-    ("streams_resumed", "Moved requests that were streams in progress.", lambda m: m.num_streams_resumed),
+    ("engine_stalls", "Stalls of the engine: it has requests and makes no step.", lambda m: m.num_stalls),
+    ("requests_moved", "Requests that moved to another engine when the engine's process ended.", lambda m: m.num_moved),
+    ("streams_resumed", "Moved requests whose stream had begun.", lambda m: m.num_streams_resumed),
 )
 _LABELS = ("model_name", "engine")
 
 
 class ServerCollector(Collector):
-    """Makes Prometheus' families of our numbers, at every scrape."""
+    """Collects the API server's metrics at every scrape."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
         self._label_values = [(sources.model_name, str(i)) for i in range(len(sources.metrics.engines))]
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all figures as they are now."""
+        """Yield all metrics with their present values."""
         for prefix in ("moestro", "vllm"):
             yield from self._shared(prefix)
         yield from self._own()
 
     def _shared(self, prefix: str) -> Iterator[Metric]:
-        """What vLLM has too, by the same names; under its prefix also by the same labels."""
+        """Yield the metrics that vLLM has too, by the same names; under its prefix also by the same labels."""
         engines = self._sources.metrics.engines
         yield from self._load_figures(prefix, FigureKind.GAUGE, has_vllm_name=True)
         yield from self._load_figures(prefix, FigureKind.COUNTER, has_vllm_name=True)
         for name, text, of_engine in _COUNTERS:
             yield self._counter(f"{prefix}:{name}", text, map(of_engine, engines))
         for name, text, by_class_of in _CLASS_HISTOGRAMS:
-            if prefix == "vllm":  # its dashboards expect one series for each engine
+            if prefix == "vllm":  # vLLM's dashboards expect one series for each engine.
                 merged = (merge(by_class_of(engine).values()) for engine in engines)
                 yield self._histogram(f"{prefix}:{name}", text, merged)
             else:
@@ -111,11 +119,11 @@ class ServerCollector(Collector):
         yield CounterMetricFamily("moestro:messages_dropped", text, value=sources.num_dropped())
         text = "Messages of engines that the server failed to process; the affected requests end with an error."
         yield CounterMetricFamily("moestro:delivery_errors", text, value=sources.metrics.num_delivery_errors)
-        text = "Lines that --record could not write; after the first nothing is recorded."
+        text = "Lines that --record could not write; nothing is recorded after the first of them."
         yield CounterMetricFamily("moestro:record_lines_lost", text, value=sources.num_unrecorded())
 
     def _load_figures(self, prefix: str, kind: FigureKind, *, has_vllm_name: bool) -> Iterator[Metric]:
-        """Figures that ranks report, with or without a counterpart of the same name in vLLM."""
+        """Yield the figures that ranks report, with or without a counterpart of the same name in vLLM."""
         make = self._gauge if kind is FigureKind.GAUGE else self._counter
         loads = [figure_values(load) for load in self._sources.engines.loads]
         for figure, spec in FIGURES.items():
@@ -156,7 +164,7 @@ class ServerCollector(Collector):
 
     def _cache_config(self, name: str) -> Metric:
         info = self._sources.info
-        family = GaugeMetricFamily(name, "The KV cache.", labels=(*_LABELS, "block_size", "num_gpu_blocks"))
+        family = GaugeMetricFamily(name, "Size of the KV cache.", labels=(*_LABELS, "block_size", "num_gpu_blocks"))
         for labels in self._label_values:
             family.add_metric((*labels, str(info.block_size), str(info.num_blocks)), 1)
         return family

@@ -1,24 +1,24 @@
-"""The OpenAI API's bodies as typed structs: what is accepted, and what is answered.
+"""Request and response bodies of the OpenAI API as typed structs.
 
-A field that is missing here and in `unsupported.py` is ignored, as the field's engines do.
+A field that is neither here nor in `unsupported.py` is ignored, as in other engines.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-# --- what a client sends: every field may also be null ------------------------------------------------------------
+# --- request bodies: every field may also be null ------------------------------------------------------------------
 
 
 class StreamOptions(msgspec.Struct):
-    """Extras of a streamed answer."""
+    """Options of a streamed response."""
 
-    include_usage: bool | None = None  # one last chunk with the usage and no choices
-    continuous_usage_stats: bool | None = None  # the usage so far, in every chunk
+    include_usage: bool | None = None  # One last chunk with the usage and no choices.
+    continuous_usage_stats: bool | None = None  # The usage so far, in every chunk.
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
-    """What both kinds of completion share. Names and meanings are OpenAI's, the extras vLLM's."""
+    """Fields of both kinds of completion. Names and meanings are OpenAI's, those of the additional fields vLLM's."""
 
     model: str | None = None
     stream: bool | None = None
@@ -43,11 +43,11 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     user: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
-    service_class: str | None = None  # "ls" or "be": Moestro's own
+    service_class: str | None = None  # "ls" or "be"; a field of Moestro alone.
 
 
 class CompletionFields(GenerationFields, kw_only=True):
-    """Body of `POST /v1/completions`. `prompt`: a text, token ids, or a list of either."""
+    """Body of `POST /v1/completions`. `prompt` is a text, a list of token ids, or a list of several such prompts."""
 
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
@@ -55,7 +55,7 @@ class CompletionFields(GenerationFields, kw_only=True):
 
 
 class ContentPart(msgspec.Struct):
-    """One part of a message's content; only `type: text` is read."""
+    """One part of a message's content; only parts of type `text` are supported."""
 
     type: str
     text: str | None = None
@@ -72,7 +72,7 @@ class Message(msgspec.Struct):
 
 
 class ChatFields(GenerationFields, kw_only=True):
-    """Body of `POST /v1/chat/completions`. `max_completion_tokens` wins over the older `max_tokens`."""
+    """Body of `POST /v1/chat/completions`. `max_completion_tokens` overrides the older `max_tokens`."""
 
     messages: list[Message]
     max_completion_tokens: int | None = None
@@ -80,17 +80,17 @@ class ChatFields(GenerationFields, kw_only=True):
     top_logprobs: int | None = None
 
 
-# --- what it gets -------------------------------------------------------------------------------------------------
+# --- response bodies ----------------------------------------------------------------------------------------------
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Where the prompt's tokens came from."""
+    """Number of prompt tokens that came from the prefix cache."""
 
     cached_tokens: int
 
 
 class Usage(msgspec.Struct):
-    """Tokens of one answer, all choices together: what was generated, shown or not; each prompt once, whatever n."""
+    """Token counts of one response, summed over its choices. Hidden tokens count; each prompt counts once for any n."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -99,16 +99,16 @@ class Usage(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Log probabilities of a completion's tokens, one entry each in every list; null for the first of a prompt."""
+    """Log probabilities of a completion's tokens: every list has one entry per token, null for a prompt's first."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]  # where each token's text begins in the choice's, in characters
+    text_offset: list[int]  # Start of each token in the choice's text, in characters.
 
 
 class TopLogprob(msgspec.Struct):
-    """A token that could have come."""
+    """A likely token at one position of a message."""
 
     token: str
     logprob: float
@@ -116,7 +116,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class ChatLogprob(msgspec.Struct):
-    """The token that came, and the likeliest ones, the likeliest first."""
+    """A generated token, and the most likely tokens at its position, the most likely first."""
 
     token: str
     logprob: float
@@ -132,24 +132,24 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct):
-    """A token at one position of a prompt; rank 1: the likeliest."""
+    """A token at one position of a prompt. Rank 1 is the most likely token."""
 
     logprob: float
     rank: int
     decoded_token: str
 
 
-PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by position, then by token id; null for the first: vLLM's form
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # vLLM's form: by position and token id; null for the first.
 
 
 class TextChoice(msgspec.Struct):
-    """One choice of a completion, whole or a piece of a stream."""
+    """One choice of a completion, or of a chunk of its stream."""
 
     index: int
     text: str
     finish_reason: str | None
     logprobs: CompletionLogprobs | None = None
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET  # where asked for
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET  # Set if requested.
 
 
 class ChatMessage(msgspec.Struct):
@@ -170,14 +170,14 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
-    """What a chunk adds to the message."""
+    """Addition of a chunk to the message."""
 
     role: str | None = None
     content: str | None = None
 
 
 class ChatChunkChoice(msgspec.Struct):
-    """The choice of a chunk."""
+    """One choice of a chunk."""
 
     index: int
     delta: ChatDelta
@@ -186,20 +186,20 @@ class ChatChunkChoice(msgspec.Struct):
 
 
 class Answer(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """A completion, a chat completion, or a chunk of either: `object` says which. A chunk has usage when asked."""
+    """A completion, a chat completion, or a chunk of either, as `object` says. Chunks have usage only on request."""
 
     id: str
     object: str
-    created: int  # seconds since 1970
+    created: int  # Seconds since 1970.
     model: str
     choices: list[TextChoice] | list[ChatChoice] | list[ChatChunkChoice]
     system_fingerprint: str
     usage: Usage | None = None
-    prompt_logprobs: PromptLogprobs | None = None  # of a chat, where asked for
+    prompt_logprobs: PromptLogprobs | None = None  # Set in a chat completion if requested.
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """One entry of `GET /v1/models`. `device`: what the engines run on; a paced one's begins with "paced"."""
+    """One entry of `GET /v1/models`. `device` is the engines' device; that of a paced engine begins with "paced"."""
 
     id: str
     created: int

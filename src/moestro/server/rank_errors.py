@@ -1,4 +1,4 @@
-"""Errors that a rank sends over the wire, as the API server raises them."""
+"""Errors that ranks send as messages and the API server raises."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from moestro.wire.messages import Refused
 
 
 class RefusedByRankError(RequestError):
-    """A rank's refusal, as it came over the wire."""
+    """A rank refused a request; built from the rank's message."""
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message, param=refused.param, code=refused.code)

@@ -1,4 +1,4 @@
-"""The API server's socket to the ranks: one ROUTER socket for all of them, on the event loop."""
+"""The API server's ROUTER socket for all ranks, read on the event loop."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from moestro.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-_MESSAGES_A_TURN = 256  # then the event loop gets its turn
+_MESSAGES_A_TURN = 256  # Messages that are read before the event loop runs other tasks.
 _RETIRED = -1
 
 
 class RankSocket:
-    """Sends to ranks by number and delivers what they say; what does not decode, or comes from a stranger, is counted.
+    """Sends messages to ranks by number, and delivers the messages of ranks.
 
-    A rank that sends a message that does not decode is broken, for a request may wait for it: no more is heard of its
-    process. An error in taking in a message says nothing of the rank, and is left to `deliver`.
-    What comes from a rank's process after another has taken its place is stale, and ignored.
+    Messages that cannot be decoded, or come from unknown processes, are counted. A message that cannot be decoded means
+    a broken rank, because a request may wait for it: later messages of that process are ignored. An error in processing
+    a message says nothing about the rank; `deliver` handles it. Messages of a replaced process are stale and ignored.
 
     Args:
-        address: an ipc:// address in a directory that only this user can enter.
-        num_ranks: ranks, numbered from 0.
+        address: Address ipc://... in a directory that only this user can enter.
+        num_ranks: Number of ranks; ranks are numbered from 0.
     """
 
     def __init__(self, address: str, num_ranks: int) -> None:
@@ -49,7 +49,7 @@ class RankSocket:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         for option, value in (
-            (zmq.ROUTER_MANDATORY, 1),  # an unreachable rank is an error, not a silent loss
+            (zmq.ROUTER_MANDATORY, 1),  # An unreachable rank is an error, not a silent loss.
             (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
             (zmq.SNDHWM, MAX_QUEUED_MESSAGES),
             (zmq.RCVHWM, MAX_QUEUED_MESSAGES),
@@ -64,9 +64,9 @@ class RankSocket:
         self._loop = asyncio.get_running_loop()
 
     def listen(self, deliver: Callable[[int, FromRank], None], on_broken: Callable[[int], None]) -> None:
-        """From now on call `deliver` on the event loop with (rank, message), and `on_broken` when one does not decode.
+        """Call `deliver` on the event loop with (rank, message), and `on_broken` with the rank of an invalid message.
 
-        `deliver` must not raise: the messages behind would wait until the next one comes.
+        `deliver` must not raise: the messages behind the failed one would wait until the next one arrives.
         """
         self._deliver = deliver
         self._on_broken = on_broken
@@ -74,7 +74,7 @@ class RankSocket:
         self._loop.call_soon(self._drain)
 
     def expect(self, rank: int, launch: int) -> None:
-        """From now on the process of this launch speaks for `rank`, and nobody else does."""
+        """Accept messages for `rank` only from the process of this launch."""
         self._ranks[self._identities[rank]] = _RETIRED
         self._identities[rank] = identity_of(rank, launch)
         self._ranks[self._identities[rank]] = rank
@@ -83,18 +83,18 @@ class RankSocket:
         """Queue `message` for `rank`.
 
         Raises:
-            NoEngineError: the rank is not connected, or has stopped reading.
+            NoEngineError: The rank is not connected, or has stopped reading.
         """
         try:
             self._socket.send_multipart((self._identities[rank], encode(message)), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.warning("rank %d cannot be reached: %s", rank, error)
             raise NoEngineError from error
-        # The descriptor signals edges, and sending may have taken one: look again.
+        # The descriptor is edge-triggered, and sending may have consumed an edge: read again.
         self._loop.call_soon(self._drain)
 
     def close(self) -> None:
-        """Hang up. What was sent last may be lost."""
+        """Close the socket. The last messages sent may be lost."""
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.fileno())
             self._context.destroy()
@@ -124,7 +124,7 @@ class RankSocket:
         assert self._on_broken is not None
         try:
             message = _decoded(frames)
-        except Exception as error:  # text in it that is no UTF-8 has an exception of its own
+        except Exception as error:  # Text that is not UTF-8 raises an exception of its own.
             self.num_dropped += 1
             logger.error("a message of rank %d cannot be read: %s (%d dropped so far)", rank, error, self.num_dropped)
             self._ranks[frames[0]] = _RETIRED

@@ -1,4 +1,4 @@
-"""Builds requests from a body: validates, tokenizes, bounds, hashes. Plain functions that run on threads."""
+"""Builds engine requests from HTTP bodies: validates, tokenizes, checks limits, hashes. Functions run on threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moestro.server.validation import ChatAsk, CompletionAsk, Options, parse_cha
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.errors import UnknownModelError
 
-MAX_SCORES = 1_000_000  # log probabilities of prompts in one answer
+MAX_SCORES = 1_000_000  # Log probabilities of prompt tokens in one response.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +26,12 @@ class ServedModel:
     """The model as clients see it.
 
     Attributes:
-        names: what clients may call it; the first is listed first.
-        root: where it was loaded from.
-        created: when it was loaded, in seconds since 1970.
-        fingerprint: changes whenever answers may.
-        has_priorities: whether its engines look at `priority`.
-        resumes_streams: whether a stream goes on in another engine even where the tokens to come may differ.
+        names: Names that clients may use; the first one comes first in the model list.
+        root: Path or id that the model was loaded from.
+        created: Load time, in seconds since 1970.
+        fingerprint: String that changes whenever answers may change.
+        has_priorities: Whether the scheduling policy uses `priority`.
+        resumes_streams: Whether another engine continues a stream even if its next tokens may differ.
     """
 
     names: tuple[str, ...]
@@ -44,7 +44,7 @@ class ServedModel:
     resumes_streams: bool = False
 
     def name_for(self, asked: str | None) -> str:
-        """The name to answer with; a client that names none means the only model there is."""
+        """Return the model name for the response. A request without a name gets the first one."""
         if asked is not None and asked not in self.names:
             raise UnknownModelError(asked)
         return self.names[0] if asked is None else asked
@@ -52,7 +52,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """When an HTTP request came in, and the id of its answer."""
+    """Arrival time of an HTTP request, and the id of its response."""
 
     answer_id: str
     now_ns: int
@@ -60,13 +60,13 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One choice: what an engine is asked, and what the client is shown besides the text generated.
+    """One choice: its request to an engine, and the parts of the response that the engine does not generate.
 
     Attributes:
-        stop: stop strings.
-        echo: the prompt's text, to stand in front; None: it does not.
-        prompt_logprobs: alternatives to show beside each token of the prompt; None: it is not scored for show.
-        is_copy: of the job before it, whose prompt is counted already.
+        stop: Stop strings.
+        echo: Text of the prompt, put before the answer; None means no echo.
+        prompt_logprobs: Number of alternatives shown for each prompt token; None means no prompt log probabilities.
+        is_copy: Whether the job has the prompt of the job before it, which is counted already.
     """
 
     request: Request
@@ -78,11 +78,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that is ready to be served.
+    """A request that is ready to be submitted.
 
     Attributes:
-        name: of the model, to answer with.
-        jobs: one per choice, in order.
+        name: Model name for the response.
+        jobs: Jobs, one per choice, in order.
     """
 
     name: str
@@ -93,40 +93,40 @@ class Prepared:
 @dataclass(frozen=True, slots=True)
 class _Prompt:
     ids: Sequence[int]
-    text: str | None  # for an echo
+    text: str | None  # Text for an echo.
 
 
 def prepare_completion(body: bytes, model: ServedModel, arrival: Arrival) -> Prepared:
-    """From the body of `POST /v1/completions`; RequestError if it cannot be served."""
+    """Return the prepared request for a body of `POST /v1/completions`; RequestError if it cannot be served."""
     ask = parse_completion(body, model.info.max_model_len)
     return Prepared(model.name_for(ask.options.model), ask.options, completion_jobs(ask, model, arrival))
 
 
 def prepare_chat(body: bytes, model: ServedModel, arrival: Arrival) -> Prepared:
-    """From the body of `POST /v1/chat/completions`; RequestError if it cannot be served."""
+    """Return the prepared request for a body of `POST /v1/chat/completions`; RequestError if it cannot be served."""
     ask = parse_chat(body)
     return Prepared(model.name_for(ask.options.model), ask.options, chat_jobs(ask, model, arrival))
 
 
 def completion_jobs(ask: CompletionAsk, model: ServedModel, arrival: Arrival) -> list[Job]:
-    """The choices of all prompts: n of the first, n of the second, and so on.
+    """Return the jobs of all prompts: n for the first, n for the second, and so on.
 
     Raises:
-        RequestError: a prompt, or a token id, that this model cannot take.
+        RequestError: The model cannot take a prompt or a token id.
     """
     return _jobs([_prompt(prompt, ask.options, model) for prompt in ask.prompts], ask.options, model, arrival)
 
 
 def chat_jobs(ask: ChatAsk, model: ServedModel, arrival: Arrival) -> list[Job]:
-    """The n choices of a chat; without max_tokens each may fill the context.
+    """Return the n jobs of a chat. Without max_tokens, each answer may fill the context.
 
     Raises:
-        RequestError: a chat that this model, or its template, cannot take.
+        RequestError: The model or its chat template cannot take the chat.
     """
     refuse_too_much_text(sum(len(message["content"]) for message in ask.messages), model)
     text = model.tokenizer.render_chat(ask.messages)
-    refuse_too_much_text(len(text), model)  # a template may say more than the messages
-    ids = model.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+    refuse_too_much_text(len(text), model)  # The template may add text to the messages.
+    ids = model.tokenizer.encode(text, add_special_tokens=False)  # The template writes the special tokens.
     refuse_foreign_ids("messages", ids, model.info.vocab_size)
     return _jobs([_Prompt(ids, None)], ask.options, model, arrival)
 
@@ -188,7 +188,7 @@ def _request(ids: Sequence[int], options: Options, model: ServedModel, request_i
 
 
 def _copy(first: Request, options: Options, copy: int, request_id: str) -> Request:
-    """The same request with a seed of its own: the client's plus `copy`, as vLLM does, or a new one."""
+    """Return the request with a seed of its own: the client's plus `copy`, as in vLLM, or a random one."""
     sampling = msgspec.structs.replace(first.sampling, seed=_seed(options, copy))
     return msgspec.structs.replace(first, request_id=request_id, sampling=sampling)
 
@@ -198,7 +198,7 @@ def _seed(options: Options, copy: int) -> int:
 
 
 def _sampling(num_prompt_tokens: int, options: Options, info: ModelInfo) -> SamplingParams:
-    """Never clips what the client asked for: what cannot fit is refused, a short answer always means a short answer."""
+    """Return the sampling parameters. A client's token limit that does not fit is refused, never lowered."""
     room = info.max_model_len - num_prompt_tokens
     max_tokens = max(1, room) if options.max_tokens is None else options.max_tokens
     if options.has_default_limit:
@@ -221,7 +221,7 @@ def _sampling(num_prompt_tokens: int, options: Options, info: ModelInfo) -> Samp
 
 
 def _scored(options: Options) -> int | None:
-    """Alternatives that an engine reports beside each token of the prompt, for an echo or for the client's own sake."""
+    """Return the number of alternatives that an engine reports for each prompt token; None means no scores."""
     wanted = [
         count for count in (options.prompt_logprobs, options.logprobs if options.echo else None) if count is not None
     ]
@@ -231,7 +231,7 @@ def _scored(options: Options) -> int | None:
 def _refuse_vain_priority(priority: int, model: ServedModel) -> None:
     if priority and not model.has_priorities:
         raise RequestError(
-            f"priority {priority} would have no effect: this server's scheduling policy does not look at it. Leave it"
+            f"priority {priority} would have no effect, because this server's scheduling policy ignores it. Leave it"
             " out, or start the server with --scheduling-policy priority.",
             param="priority",
             code="invalid_value",
@@ -240,26 +240,26 @@ def _refuse_vain_priority(priority: int, model: ServedModel) -> None:
 
 def _check_min_tokens(min_tokens: int, max_tokens: int, stops: tuple[int, ...], vocab_size: int) -> None:
     if min_tokens > max_tokens:
-        text = f"min_tokens must not exceed the {max_tokens} tokens that there is room for, got {min_tokens}."
+        text = f"min_tokens must not exceed the {max_tokens} tokens that fit into the context, got {min_tokens}."
         raise RequestError(text, param="min_tokens", code="invalid_value")
     if min_tokens and len(stops) >= vocab_size:
-        text = "stop_token_ids lists every token of the vocabulary: with min_tokens, no token could be the first."
+        text = "stop_token_ids lists every token of the vocabulary: with min_tokens, no first token is possible."
         raise RequestError(text, param="stop_token_ids", code="invalid_value")
 
 
 def _refuse_too_many_scores(num_alternatives: int, num_tokens: int) -> None:
-    """An answer's size is bounded before the work is done."""
+    """Refuse a response that would be too large, before any work is done for it."""
     if (num_alternatives + 1) * num_tokens > MAX_SCORES:
         raise RequestError(
             f"Log probabilities of {num_tokens} prompt tokens with {num_alternatives} alternatives each are too many:"
-            f" {MAX_SCORES} in all may be asked for at once. Send fewer prompts, or ask for fewer alternatives.",
+            f" the limit of one request is {MAX_SCORES}. Send fewer prompts, or ask for fewer alternatives.",
             param="logprobs",
             code="invalid_value",
         )
 
 
 def refuse_foreign_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Also for ids of our own making: a tokenizer may have more tokens than the network."""
+    """Refuse ids outside of the vocabulary, including a tokenizer's: it may have more tokens than the model."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
         raise RequestError(
@@ -270,12 +270,12 @@ def refuse_foreign_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def refuse_too_much_text(num_chars: int, model: ServedModel) -> None:
-    """Refuse what cannot fit whatever its tokens are, without spending the time to find them."""
+    """Refuse text that cannot fit whatever its tokens are, before time is spent to tokenize it."""
     limit = model.info.max_model_len * model.tokenizer.max_token_chars
     if num_chars > limit:
         raise RequestError(
             f"This model's maximum context length is {model.info.max_model_len} tokens. However, your prompt contains"
-            f" {num_chars} characters, and {limit} are the most that could fit. Shorten the prompt.",
+            f" {num_chars} characters, and at most {limit} can fit. Shorten the prompt.",
             param="prompt",
             code="context_length_exceeded",
         )

@@ -1,4 +1,4 @@
-"""From the bytes of a request's body to typed fields, or to a refusal that says where it went wrong."""
+"""Decodes request bodies into typed fields; the error for an invalid body names the place of the fault."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class BodyDecoder(Generic[Fields]):
     """Decodes the bodies of one path.
 
     Args:
-        fields: The fields that are read.
-        neutral: Fields that are known and not supported yet, with the values that ask for nothing.
-        ids: The name of the field that may hold token ids, more of them than `MAX_ELEMENTS`.
+        fields: Struct of the fields to read.
+        neutral: Fields that are known and not supported yet, with the values that request nothing.
+        ids: Name of the field that may hold more token ids than `MAX_ELEMENTS`.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class BodyDecoder(Generic[Fields]):
         self._ids = ids
         self._decoder = msgspec.json.Decoder(fields)
         names = dict.fromkeys((*fields.__struct_fields__, *self._neutral))
-        # Unlike a dict it makes nothing of fields that are not known, however many there are.
+        # Unlike a dict, a struct creates no objects for unknown fields, however many there are.
         self._raw = msgspec.json.Decoder(msgspec.defstruct("RawFields", [(n, msgspec.Raw, _ABSENT) for n in names]))
 
     def __call__(self, body: bytes, check_ids: Check | None = None) -> Fields:
         """Return the fields of `body`.
 
         Args:
-            check_ids: Refuses too many token ids; is given their JSON before they are decoded.
+            check_ids: Callable that refuses too many token ids; receives their JSON before they are decoded.
 
         Raises:
-            RequestError: It is not such a body, has too many elements, or asks for what is not supported.
+            RequestError: The body is invalid, has too many elements, or requests an unsupported feature.
         """
         try:
             _check_utf8(body)
@@ -78,7 +78,7 @@ class BodyDecoder(Generic[Fields]):
         return self._raw.type.__struct_fields__
 
     def _raw_fields(self, body: bytes) -> dict[str, msgspec.Raw]:
-        """The JSON of every known field that `body` has."""
+        """Return the JSON of each known field in `body`."""
         found = self._raw.decode(body)
         return {name: value for name in self._known() if (value := getattr(found, name)) is not _ABSENT}
 
@@ -95,13 +95,13 @@ def _check_utf8(body: bytes) -> None:
 
 
 def _refuse_slow_reading(body: bytes) -> None:
-    """Raise RequestError if even finding the fields of `body`, or reading its numbers, would take long."""
+    """Raise RequestError if a search for the fields of `body`, or the parsing of its numbers, would take long."""
     if len(body) <= MAX_ELEMENTS:
         return
     if count_elements(body, MAX_ELEMENTS + 1, b":") > MAX_ELEMENTS:
         raise _too_many_elements(None)
     if has_long_number(body):
-        raise RequestError(f"A number in the request body may have {MAX_DIGITS} digits.", code="invalid_value")
+        raise RequestError(f"A number in the request body may have at most {MAX_DIGITS} digits.", code="invalid_value")
 
 
 def _refuse_many_elements(body: bytes, raw: dict[str, msgspec.Raw], ids: str | None) -> None:
@@ -117,8 +117,8 @@ def _refuse_many_elements(body: bytes, raw: dict[str, msgspec.Raw], ids: str | N
 
 def _too_many_elements(param: str | None) -> RequestError:
     return RequestError(
-        f"The request body may have {MAX_ELEMENTS} list items and map entries, token ids of a prompt not counted, and"
-        " has more. Send less, or in several requests.",
+        f"The request body may have at most {MAX_ELEMENTS} list items and map entries, not counting token ids of a"
+        " prompt. Send a shorter body, or several requests.",
         param=param,
         code="too_many_elements",
     )
@@ -129,7 +129,7 @@ def _not_json(cause: str) -> RequestError:
 
 
 def _wrong_type(message: str) -> RequestError:
-    """msgspec's own words, with the place as `param`."""
+    """Return the error for a validation message of msgspec, with the place of the fault as `param`."""
     param = None
     if match := _PLACE.match(message):
         message, param = match[1], match[2] or None

@@ -1,4 +1,4 @@
-"""What the API server knows of one request while an engine answers it, and what it counts from that."""
+"""State of one request in the API server, and the metrics that are derived from it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from moestro.errors import RequestError
 from moestro.server.metrics import EngineMetrics
 from moestro.workload.request_record import RecordedRequest
 
-# A request that has lost this many engines and one more may be the cause, even if it gains tokens in between.
+# A request that has lost more engines than this may be the cause, even if it gained tokens in between.
 MAX_MOVES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """Message that the engine of a request has ended; the outputs before this are all that came of it.
+    """Notice that the engine of a request has ended; no further outputs of that engine follow.
 
     The reader of the inbox calls `EngineClient.move`, or ends the answer with `error`.
     """
@@ -26,21 +26,21 @@ class Interrupted:
     error: RequestError
 
 
-# One per HTTP request; after an error nothing more is worth reading.
+# One inbox per HTTP request; its reader stops at the first error.
 Inbox = asyncio.Queue[Output | Interrupted | RequestError]
 
 
 @dataclass(slots=True)
 class RequestState:
-    """One request between its submission and its end.
+    """State of one request between its submission and its end.
 
     Attributes:
-        engine: Engine that has the request or, between two engines, had it last.
-        is_placed: Whether `engine` has it.
+        engine: Current engine or, between two engines, the last one.
+        is_placed: Whether the request is assigned to `engine`.
         is_prefilling: Whether no output has come from that engine.
-        num_moves: Number of engines that it was moved away from.
-        num_tokens: Tokens of its answer so far.
-        num_tokens_before: `num_tokens` at its last move.
+        num_moves: Number of moves to another engine.
+        num_tokens: Number of answer tokens so far.
+        num_tokens_before: Value of `num_tokens` at the last move.
         has_output, has_token: Whether an output, and a token, has come from any engine.
     """
 
@@ -60,18 +60,18 @@ class RequestState:
     last_ns: int = 0
 
     def may_move(self) -> bool:
-        """Return whether another engine may be risked: a request without progress on its last one may have ended it."""
+        """Return whether another engine may take the request: without progress, it may have crashed its last engine."""
         got_on = not self.num_moves or self.num_tokens > self.num_tokens_before
         return got_on and self.num_moves < MAX_MOVES
 
     def moved(self, request: Request) -> None:
-        """Note that the request goes on as `request` on another engine."""
+        """Record that the request continues as `request` on another engine."""
         self.request = request
         self.num_moves += 1
         self.num_tokens_before, self.num_tokens = self.num_tokens, request.num_resumed_tokens
 
     def count_output(self, output: Output, metrics: EngineMetrics, now_ns: int) -> None:
-        """Count the tokens of an output and the time that they took."""
+        """Count the tokens of an output, and its latencies."""
         request, num_tokens = self.request, len(output.token_ids)
         if not self.has_output:
             self.has_output = True
@@ -80,7 +80,7 @@ class RequestState:
             metrics.queue_s[request.service_class].observe((output.admitted_ns - request.arrival_ns) / 1e9)
             metrics.prefill_s.observe((now_ns - output.admitted_ns) / 1e9)
         if not num_tokens:
-            return  # A prompt was scored, and nothing generated.
+            return  # The output has only the scores of the prompt.
         metrics.num_generated_tokens += num_tokens
         if self.has_token:
             metrics.gap_s.observe((now_ns - self.last_ns) / 1e9)
@@ -92,7 +92,7 @@ class RequestState:
         self.last_ns = now_ns
 
     def count_answer(self, metrics: EngineMetrics, now_ns: int) -> None:
-        """Count the request as one that was answered whole."""
+        """Count the request as completely answered."""
         request, decode_s = self.request, (self.last_ns - self.first_ns) / 1e9
         metrics.whole_s.observe((now_ns - request.arrival_ns) / 1e9)
         metrics.decode_s.observe(decode_s)
@@ -102,7 +102,7 @@ class RequestState:
             metrics.mean_gap_s[request.service_class].observe(decode_s / (self.num_tokens - 1))
 
     def recorded(self) -> RecordedRequest:
-        """Return the request as `--record` writes it."""
+        """Return the entry that `--record` writes for the request."""
         request = self.request
         return RecordedRequest(
             request_id=request.request_id,

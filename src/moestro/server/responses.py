@@ -1,4 +1,4 @@
-"""The two kinds of answer in OpenAI's forms, whole and in chunks."""
+"""Builds the two kinds of response in OpenAI's forms, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -29,55 +29,55 @@ from moestro.server.validation import Options
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What every chunk of an answer repeats."""
+    """Fields that every chunk of a response repeats."""
 
     answer_id: str
-    created: int  # seconds since 1970
+    created: int  # Seconds since 1970.
     model: str
     fingerprint: str
 
 
 class AnswerForm(Protocol):
-    """How one kind of answer is spelt."""
+    """Builds the response bodies of one kind of completion."""
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> Answer:
-        """All at once."""
+        """Return the complete response."""
         ...
 
     def openings(self) -> Sequence[Answer]:
-        """Chunks before any text, if this kind has some."""
+        """Return the chunks that precede any text."""
         ...
 
     def chunk(self, piece: Piece) -> Answer:
-        """What one choice gained."""
+        """Return the chunk for a new piece of one choice."""
         ...
 
     def closing(self, usage: Usage) -> Answer:
-        """The last chunk: the usage, and no choices."""
+        """Return the last chunk, with the usage and no choices."""
         ...
 
 
 class CompletionForm:
-    """`text_completion`."""
+    """Builds responses of type `text_completion`."""
 
     def __init__(self, heading: Heading, options: Options) -> None:
         self._heading = heading
         self._options = options
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> Answer:
-        """All at once."""
+        """Return the complete response."""
         return _answer(self._heading, "text_completion", [self._choice(piece) for piece in choices], usage)
 
     def openings(self) -> Sequence[Answer]:
-        """None: a completion begins with its text."""
+        """Return no chunks, because a completion begins with its text."""
         return ()
 
     def chunk(self, piece: Piece) -> Answer:
-        """What one choice gained."""
+        """Return the chunk for a new piece of one choice."""
         return _answer(self._heading, "text_completion", [self._choice(piece)], None)
 
     def closing(self, usage: Usage) -> Answer:
-        """The last chunk."""
+        """Return the last chunk, with the usage and no choices."""
         return _answer(self._heading, "text_completion", [], usage)
 
     def _choice(self, piece: Piece) -> TextChoice:
@@ -90,14 +90,14 @@ class CompletionForm:
 
 
 class ChatForm:
-    """`chat.completion` and `chat.completion.chunk`."""
+    """Builds responses of types `chat.completion` and `chat.completion.chunk`."""
 
     def __init__(self, heading: Heading, options: Options) -> None:
         self._heading = heading
         self._options = options
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> Answer:
-        """All at once."""
+        """Return the complete response."""
         messages = [
             ChatChoice(piece.index, ChatMessage(piece.text), piece.finish_reason, _chat_logprobs(piece.scores))
             for piece in choices
@@ -108,18 +108,18 @@ class ChatForm:
         return answer
 
     def openings(self) -> Sequence[Answer]:
-        """The role of each choice comes first, alone."""
+        """Return one chunk with the role for each choice."""
         first = ChatDelta(role="assistant", content="")
         return [self._chunk([ChatChunkChoice(index, first, None)]) for index in range(self._options.n)]
 
     def chunk(self, piece: Piece) -> Answer:
-        """What the message gained."""
+        """Return the chunk for a new piece of one choice."""
         shows_nothing_more = not piece.text and piece.finish_reason is not None
         delta = ChatDelta(content=None if shows_nothing_more else piece.text)
         return self._chunk([ChatChunkChoice(piece.index, delta, piece.finish_reason, _chat_logprobs(piece.scores))])
 
     def closing(self, usage: Usage) -> Answer:
-        """The last chunk."""
+        """Return the last chunk, with the usage and no choices."""
         return self._chunk([], usage)
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> Answer:
@@ -127,7 +127,7 @@ class ChatForm:
 
 
 def heading(answer_id: str, model: str, fingerprint: str) -> Heading:
-    """A heading dated now."""
+    """Return the heading of a response that is created now."""
     return Heading(answer_id, int(time.time()), model, fingerprint)
 
 
@@ -141,7 +141,7 @@ def _completion_logprobs(scores: Sequence[Score], num_top: int) -> CompletionLog
 
 
 def _by_text(score: Score, num_top: int) -> dict[str, float] | None:
-    """The likeliest tokens, and the one that came in any case. Of tokens that read alike the likelier one stands."""
+    """Return log probabilities by text, always with the token itself. Of tokens with equal text the likeliest wins."""
     if score.logprob is None:
         return None
     found: dict[str, float] = {}
@@ -166,7 +166,7 @@ def _prompt_logprobs(scores: Sequence[Score], num_top: int) -> PromptLogprobs:
 
 
 def _by_id(score: Score, num_top: int) -> dict[str, PromptLogprob] | None:
-    """As vLLM has it: the token that came first, then the likeliest."""
+    """Return log probabilities by token id in vLLM's order: the token itself, then the most likely ones."""
     if score.logprob is None:
         return None
     found = {str(score.token_id): PromptLogprob(score.logprob, score.rank, score.token.text)}

@@ -1,4 +1,4 @@
-"""`moestro serve` as a process: start the engines and the API server, serve until a signal, drain, stop."""
+"""The process of `moestro serve`: starts the engines and the API server, serves until a signal, drains, stops."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Recorded = Header | RecordedRequest
 
 
 def serve(settings: ServeSettings, command: Sequence[str] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT; a second signal does not wait for running requests.
+    """Serve until SIGTERM or SIGINT; a second signal ends the wait for running requests.
 
     Args:
         command: Command of a rank process; None means the one that the settings need.
@@ -73,7 +73,7 @@ def _command(settings: ServeSettings) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Cluster:
-    """The engines' processes and the parts of the API server that talk to them."""
+    """The engines' processes, and the objects that communicate with them."""
 
     engines: EngineClient
     metrics: Metrics
@@ -105,7 +105,7 @@ class _ServeProcess:
 
     @contextlib.asynccontextmanager
     async def _cluster(self) -> AsyncIterator[_Cluster]:
-        """Start the engines' processes; none of them outlives the block."""
+        """Start the engines' processes, and end them with the block."""
         processes, scheduler, routing = self._settings.processes, self._settings.scheduler, self._settings.routing
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(private_directory())
@@ -145,7 +145,7 @@ class _ServeProcess:
         )
 
     async def _load(self, engines: EngineClient) -> tuple[ServedModel, list[ModelInfo]]:
-        """Load the tokenizer while the engines load."""
+        """Load the tokenizer while the engines load, and return the served model with each engine's information."""
         server, model = self._settings.server, self._settings.model
         startup_timeout = self._settings.processes.startup_timeout
         tokenizer = await asyncio.to_thread(Tokenizer, model.tokenizer or Path(model.model))
@@ -268,7 +268,7 @@ def _timeouts(processes: ProcessSettings) -> LivenessTimeouts:
 
 
 def _fingerprint(settings: ServeSettings, info: ModelInfo) -> str:
-    """Return a name that differs where answers may differ, and has `paced` in it where durations are modelled."""
+    """Return a name that differs where answers may differ. The name of a paced server contains `paced`."""
     parts = (__version__, str(settings.model), str(settings.paced), info.dtype, info.device)
     kind = "fp_" if settings.paced is None else "fp_paced_"
     return kind + hashlib.blake2b("\0".join(parts).encode(), digest_size=5).hexdigest()

@@ -1,4 +1,4 @@
-"""Answers as a stream of server-sent events, and how such a stream ends when it cannot go on."""
+"""Streams responses as server-sent events, and ends streams that cannot continue."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class UsageWanted:
-    """Where a stream reports tokens: in one last chunk, and in every chunk."""
+    """Whether a stream reports token counts in one last chunk, and in every chunk."""
 
     at_end: bool
     in_chunks: bool
 
 
 class EventStream:
-    """The connection on which one answer is streamed.
+    """Connection that streams one response.
 
-    What a client leaves unread is held in bounded buffers (aiohttp's and the kernel's), and then holds up the answer.
+    Bounded buffers of aiohttp and the kernel hold the data that a client has not read. Full buffers stop the stream.
 
     Args:
-        write_timeout_s: how long it may do so.
+        write_timeout_s: Time for which full buffers may stop the stream, in seconds.
     """
 
     def __init__(self, http: web.Request, write_timeout_s: float) -> None:
@@ -56,21 +56,21 @@ class EventStream:
         """Send one event.
 
         Raises:
-            ConnectionError: the client has left.
-            TimeoutError: it has not read for too long.
+            ConnectionError: The client has disconnected.
+            TimeoutError: The client has not read for too long.
         """
         async with asyncio.timeout(self._write_timeout_s):
             await self._response.write(data)
 
     async def send_answer(self, answer: Answer) -> None:
-        """Send an answer, or a chunk of one."""
+        """Send a response, or a chunk of one, as an event."""
         await self.send(b"data: " + _encode(answer) + b"\n\n")
 
     async def break_off(self, error: RequestError) -> None:
-        """Say why, then hang up without the end of the body.
+        """Send `error` as an event, then close the connection without the end of the body.
 
-        Of all ways to end a broken stream, only this one both carries the cause and is noticed by every client: some
-        take a clean end, even one after an error event, for success.
+        No other end of a broken stream both carries the cause and is noticed by every client. Some clients take a clean
+        end for success, even after an error event.
         """
         try:
             await self.send(b"event: error\ndata: " + error_json(error) + b"\n\n")
@@ -80,7 +80,7 @@ class EventStream:
             self._http.transport.close()
 
     def cut(self) -> None:
-        """Hang up at once, and drop what is unread, also what the kernel holds."""
+        """Close the connection at once, and drop unread data, including the kernel's."""
         if self._http.transport is not None:
             connection = self._http.transport.get_extra_info("socket")
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -90,15 +90,15 @@ class EventStream:
 async def stream(
     events: EventStream, generation: Generation, form: AnswerForm, usage: UsageWanted
 ) -> web.StreamResponse:
-    """Send the pieces of `generation` as they come.
+    """Send the pieces of `generation` as they arrive.
 
-    The headers wait for the engine's first word, so that a refusal keeps its real status.
+    The headers wait for the first piece, so that a refusal keeps its own status.
 
     Raises:
-        RequestError: refused before anything was sent. Later failures end the stream instead.
+        RequestError: The request failed before anything was sent. Later failures end the stream instead.
     """
     piece = await generation.next_piece()
-    generation.has_begun = True  # before the headers leave: from now on the client may have a part of the answer
+    generation.has_begun = True  # Set before the headers leave: from now on the client may have a part of the answer.
     response = await events.open()
     try:
         for opening in form.openings():
@@ -110,7 +110,7 @@ async def stream(
             await events.send_answer(form.closing(generation.usage()))
         await events.send(b"data: [DONE]\n\n")
     except ConnectionError:
-        logger.debug("%s: the client left", events.request_id)
+        logger.debug("%s: the client disconnected", events.request_id)
     except TimeoutError:
         logger.warning("%s: disconnected, because the client does not read its answer", events.request_id)
         events.cut()
@@ -123,8 +123,9 @@ async def stream(
 
 
 async def _send_piece(events: EventStream, form: AnswerForm, piece: Piece, usage: Usage | None) -> None:
-    """One chunk for the tokens of a step, also where these show nothing yet (half a character, a held-back stop): a
-    client sees that its answer has begun, and when. vLLM does the same.
+    """Send one chunk for a step output, even without text (half a character, a held-back stop string).
+
+    As in vLLM, the client thus sees when its answer begins.
     """
     chunk = form.chunk(piece)
     chunk.usage = usage

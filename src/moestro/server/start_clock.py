@@ -1,4 +1,4 @@
-"""Where the time of a start went, every second of it."""
+"""Measures the phases of a start, without gaps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from moestro.wire.messages import Phase
 
 
 class StartClock:
-    """Phases of the start, one after the other since the process began.
+    """Records consecutive phases since the process started.
 
     Attributes:
-        phases: so far; their sum is the time from the start of the process to the last mark.
+        phases: Phases so far; their sum is the time from the start of the process to the last mark.
     """
 
     def __init__(self) -> None:
@@ -21,13 +21,13 @@ class StartClock:
         self.phases: list[Phase] = []
 
     def mark(self, name: str) -> None:
-        """What began at the last mark is over, and is called `name`."""
+        """End the phase that began at the last mark, and call it `name`."""
         now = time.monotonic()
         self.phases.append(Phase(name, now - self._since))
         self._since = now
 
     def mark_engines(self, phases: Sequence[Sequence[Phase]]) -> None:
-        """Every engine is ready: the phases of the slowest one, and what is left for messages to arrive."""
+        """Add the phases of the slowest engine. The next phase includes the time that messages took to arrive."""
         slowest = max(phases, key=lambda own: sum(phase.seconds for phase in own))
         self.phases.extend(slowest)
         self._since += sum(phase.seconds for phase in slowest)

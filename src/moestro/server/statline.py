@@ -1,4 +1,4 @@
-"""The line that an operator sees every ten seconds while there is traffic."""
+"""The log line about each engine, written every ten seconds while there is traffic."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from moestro.server.metrics import EngineMetrics, Metrics
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """Observations of one histogram."""
+    """Number and sum of one histogram's observations."""
 
     num: int
     seconds: float
 
     def since(self, old: _Sum) -> _Sum:
-        """Those that came after `old`."""
+        """Return the observations that came after `old`."""
         return _Sum(self.num - old.num, self.seconds - old.seconds)
 
 
@@ -27,9 +27,9 @@ class _EngineTotals:
     """Totals of one engine at one moment.
 
     Attributes:
-        num_prompt, num_generated: tokens in and out.
-        counters: of the engine's present process, by name.
-        latencies: by class, and by name in the line.
+        num_prompt, num_generated: Number of prompt tokens and of generated tokens.
+        counters: Counters of the engine's current process, by name.
+        latencies: Latencies by service class and name in the line.
     """
 
     num_prompt: int
@@ -39,7 +39,7 @@ class _EngineTotals:
 
 
 class StatLines:
-    """Says what the engines did since it was asked last, and how full they are."""
+    """Reports the engines' work since the last report, and their load."""
 
     def __init__(self, engines: EngineClient, metrics: Metrics) -> None:
         self._engines = engines
@@ -47,7 +47,7 @@ class StatLines:
         self._before = self._totals()
 
     def lines(self, seconds: float) -> list[str]:
-        """One line for each engine that has, or had, anything to do in the last `seconds`."""
+        """Return one line for each engine that has requests, or had any in the last `seconds`."""
         before, self._before = self._before, self._totals()
         return [
             _line(engine, load, _since(old, new), seconds)
@@ -75,7 +75,7 @@ def _totals_of(metrics: EngineMetrics, load: LoadFigures) -> _EngineTotals:
 
 
 def _since(old: _EngineTotals, new: _EngineTotals) -> _EngineTotals:
-    """The difference; the counters of a rank that was started again begin at 0."""
+    """Return the difference of two totals; the counters of a restarted rank begin at 0."""
     is_new_rank = any(new.counters[name] < value for name, value in old.counters.items())
     return _EngineTotals(
         new.num_prompt - old.num_prompt,
@@ -101,7 +101,7 @@ def _line(engine: int, load: LoadFigures, gained: _EngineTotals, seconds: float)
 
 
 def _class_part(service_class: ServiceClass, latencies: dict[tuple[ServiceClass, str], _Sum]) -> str:
-    """Means of the requests of one class; "" if there were none."""
+    """Return the mean latencies of one class; "" means that the class had no requests."""
     own = {name: latency for (each, name), latency in latencies.items() if each == service_class and latency.num}
     means = [f"{name} {_time(latency.seconds / latency.num)}" for name, latency in own.items()]
     return f"; {service_class} {', '.join(means)}" if means else ""

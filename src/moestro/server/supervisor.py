@@ -25,17 +25,17 @@ from moestro.wire.messages import FromRank, Heartbeat, Ready, Shutdown
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-_LATE_TICK_S = 2 * _TICK_S  # A later tick means that this process was stopped.
+_LATE_TICK_S = 2 * _TICK_S  # A longer interval means that this process was stopped.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launching:
-    """How the process of a rank is started and judged.
+    """Command and limits for the processes of ranks.
 
     Attributes:
-        spec: Returns the launch spec of a rank's `launch`-th process, from (rank, launch).
-        timeouts: Limits of its liveness.
-        command: Command to run.
+        spec: Callable that returns the launch spec of a rank's `launch`-th process, from (rank, launch).
+        timeouts: Liveness timeouts of a rank.
+        command: Command of a worker process.
     """
 
     spec: Callable[[int, int], LaunchSpec]
@@ -51,25 +51,25 @@ class _Rank:
         self.rule = RestartRule()
         self.num_launches = 0
         self.is_running = False  # Whether its process runs.
-        self.was_ready = False  # Once, in any of its processes.
+        self.was_ready = False  # Whether any of its processes was ready.
         self.is_stalled = False
         self.is_given_up = False
-        self.hung = ""  # Why the supervisor killed it.
+        self.hung = ""  # Reason for which the supervisor killed it.
 
 
 class Supervisor:
-    """Starts and watches all ranks, and passes their messages to `engines`.
+    """Starts and monitors all ranks, and passes their messages to `engines`.
 
-    A rank that ends before it was ever ready is a failed start of the server: `engines.all_ready` raises its cause, and
-    nothing is restarted.
+    A rank that ends before it was ever ready fails the start of the server: `engines.all_ready` raises its cause, and
+    no rank is restarted.
 
     Args:
-        engines: Requests in flight and the ranks' load figures.
-        wire: Accepts messages only of the process that was started last for a rank.
-        metrics: Counts restarts and stalls.
+        engines: Client with the requests in flight and the ranks' load figures.
+        wire: Socket to the ranks; accepts messages only from a rank's latest process.
+        metrics: Counters of restarts and stalls.
 
     Attributes:
-        over: Fails with an EngineDiedError once no engine is left and none will be started again.
+        over: Future that fails with an EngineDiedError once no engine is left and none will be restarted.
     """
 
     def __init__(self, engines: EngineClient, wire: RankSocket, metrics: Metrics, launching: Launching) -> None:
@@ -85,7 +85,7 @@ class Supervisor:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Start every rank's process; none of them outlives the block."""
+        """Start every rank's process, and end the processes with the block."""
         self._wire.listen(self._on_message, self._on_broken)
         try:
             for rank in range(len(self._ranks)):
@@ -102,14 +102,14 @@ class Supervisor:
             await self._processes.stop(self._dismiss)
 
     def kill_all(self) -> None:
-        """Kill every process now; callable on any thread."""
+        """Kill every process now. Any thread may call this method."""
         self._processes.kill_all()
 
     def watch(self) -> None:
-        """Begin to look for ranks that hang."""
+        """Begin to monitor the ranks' liveness."""
         self._begin(self._tick_forever())
 
-    # --- what happens to a rank
+    # --- life of a rank
 
     async def _launch(self, rank: int) -> None:
         state = self._ranks[rank]
@@ -141,7 +141,7 @@ class Supervisor:
         self._engines.on_message(rank, message)
 
     def _on_broken(self, rank: int) -> None:
-        if self._ranks[rank].is_running:  # Otherwise its end is handled already.
+        if self._ranks[rank].is_running:  # Otherwise `_on_exit` has handled its end.
             self._engines.set_trusted(rank, trusted=False)
             self._kill(rank, "one of its messages could not be read")
 
@@ -182,7 +182,7 @@ class Supervisor:
             self.over.set_exception(EngineDiedError(f"no engine is left; the last one ended because: {cause}"))
 
     def _dismiss(self, rank: int) -> None:
-        """Ask a rank to end; one that is not ready yet does not read messages and is killed."""
+        """Ask a rank to end. A rank that is not ready does not read messages and is killed."""
         try:
             if self._ranks[rank].liveness.is_ready:
                 self._wire.send(rank, Shutdown())
@@ -206,10 +206,10 @@ class Supervisor:
             self._engines.retry_aborts()
 
     def _forgive(self, pause_ns: int) -> None:
-        """Leave out a time in which this process was stopped, for engines and for unassigned requests."""
+        """Exclude a time in which this process was stopped from the timeouts of engines and unassigned requests."""
         if pause_ns >= NS_PER_S:
             logger.warning(
-                "this process was stopped for %.0f s; no timeout of an engine counts that time", pause_ns / 1e9
+                "this process was stopped for %.0f s; the engines' timeouts exclude that time", pause_ns / 1e9
             )
         for state in self._ranks:
             state.liveness.paused(pause_ns, now_ns())
@@ -231,7 +231,7 @@ class Supervisor:
         state.is_stalled = status is not RankStatus.FINE
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` in the background; its failure is a bug and ends the server."""
+        """Run `work` in the background. A failure of `work` is a bug and ends the server."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, as vLLM has them: clients use them to make prompts of an exact length."""
+"""Handlers of `/tokenize` and `/detokenize`, as in vLLM: clients use them to make prompts of an exact length."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class TokenizeFields(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
-    add_special_tokens: bool | None = None  # unset: for a prompt yes, for a chat (whose template writes them) no
-    add_generation_prompt: bool | None = None  # unset: yes
+    add_special_tokens: bool | None = None  # None means yes for a prompt, no for a chat, whose template writes them.
+    add_generation_prompt: bool | None = None  # None means yes.
     return_token_strs: bool | None = None
 
 
@@ -36,7 +36,7 @@ class DetokenizeFields(msgspec.Struct, kw_only=True):
 
 
 class Tokenized(msgspec.Struct):
-    """Answer of `POST /tokenize`."""
+    """Response of `POST /tokenize`."""
 
     count: int
     max_model_len: int
@@ -45,7 +45,7 @@ class Tokenized(msgspec.Struct):
 
 
 class Detokenized(msgspec.Struct):
-    """Answer of `POST /detokenize`."""
+    """Response of `POST /detokenize`."""
 
     prompt: str
 
@@ -55,7 +55,7 @@ _detokenize = BodyDecoder(DetokenizeFields, ids="tokens")
 
 
 class TextApi:
-    """Text to token ids and back, on the threads that prepare requests."""
+    """Converts text to token ids and back, on the threads that prepare requests."""
 
     def __init__(self, model: ServedModel, bodies: Bodies, threads: PrepareThreads) -> None:
         self._model = model
@@ -63,25 +63,25 @@ class TextApi:
         self._threads = threads
 
     def routes(self) -> list[web.RouteDef]:
-        """Both of them."""
+        """Return the routes of both paths."""
         return [web.post("/tokenize", self.tokenize), web.post("/detokenize", self.detokenize)]
 
     async def tokenize(self, http: web.Request) -> web.Response:
-        """POST /tokenize."""
+        """Handle POST /tokenize."""
         async with self._bodies.reading(http) as body:
             return _json(await self._threads.run(lambda: tokenized(_tokenize(body), self._model)))
 
     async def detokenize(self, http: web.Request) -> web.Response:
-        """POST /detokenize."""
+        """Handle POST /detokenize."""
         async with self._bodies.reading(http) as body:
             return _json(await self._threads.run(lambda: detokenized(body, self._model)))
 
 
 def tokenized(fields: TokenizeFields, model: ServedModel) -> Tokenized:
-    """The tokens that a completion, or a chat completion, of the same fields would have.
+    """Return the tokens that a completion, or a chat completion, with the same fields would have.
 
     Raises:
-        RequestError: another model, neither or both of prompt and messages, or more text than any prompt may have.
+        RequestError: The model is unknown, both or neither of prompt and messages are given, or the text is too long.
     """
     model.name_for(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
@@ -101,10 +101,10 @@ def tokenized(fields: TokenizeFields, model: ServedModel) -> Tokenized:
 
 
 def detokenized(body: bytes, model: ServedModel) -> Detokenized:
-    """The text of the tokens, special ones included.
+    """Return the text of the tokens, including special ones.
 
     Raises:
-        RequestError: another model, ids that it does not have, or more of them than it could read.
+        RequestError: The model is unknown, an id is not in its vocabulary, or the ids exceed its context length.
     """
     limit = model.info.max_model_len
 

@@ -12,8 +12,8 @@ class Traffic:
     """Counts generation requests, and refuses new ones while the server drains.
 
     Attributes:
-        num_answering: Requests without a complete answer.
-        is_draining: Whether new requests are refused; set freely.
+        num_answering: Number of requests without a complete response.
+        is_draining: Whether new requests are refused; writable.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Count one request more inside the block; raise DrainingError while the server drains."""
+        """Count one more request inside the block; raise DrainingError while the server drains."""
         self.check_open()
         self.num_answering += 1
         try:

@@ -1,7 +1,7 @@
-"""Fields of the API that Moestro knows and does not serve yet.
+"""Fields of the API that Moestro knows and does not support yet.
 
-Silently ignoring one of them would change the answer behind the client's back; so a value that asks for something is
-refused by name, and a neutral value, which many clients send by habit, is accepted.
+An ignored field would silently change the answer, so a value that requests something is refused by name. A neutral
+value, which many clients always send, is accepted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from moestro.errors import RequestError, shown
 
 _TEXT = {"type": "text"}
 
-# Field -> the values that ask for nothing; null always does.
+# Field -> values that request nothing; null is always one of them.
 _BOTH: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (),
     "allowed_token_ids": (),
@@ -60,7 +60,7 @@ IN_CHAT = _BOTH | {
 
 
 def refuse_unsupported(fields: dict[str, msgspec.Raw], neutral: dict[str, tuple[object, ...]]) -> None:
-    """Raise RequestError, which names the field, if one of `neutral`'s fields has a value that asks for something."""
+    """Raise RequestError, which names the field, if a field of `neutral` has a value that requests something."""
     for name in fields.keys() & neutral.keys():
         value = msgspec.json.decode(fields[name])
         if value is not None and value not in neutral[name]:

@@ -1,4 +1,4 @@
-"""From a request's fields to checked options: what was given, what is allowed, what to do."""
+"""Validates the fields of a request and converts them to options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moestro.server.request_fields import decode_chat, decode_completion
 from moestro.web.json_elements import count_elements
 
 MAX_PROMPTS = 1024
-MAX_PROMPT_IDS = 1 << 20  # token ids of all prompts of a request, where one prompt may not be longer; decoded in 50 ms
+MAX_PROMPT_IDS = 1 << 20  # Token ids in all prompts of a request, unless one prompt may be longer; decoded in 50 ms.
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -28,8 +28,8 @@ MAX_BIASES = 300
 MAX_LOGPROBS = 20
 ROLES = ("developer", "system", "user", "assistant", "tool")
 DEFAULT_COMPLETION_TOKENS = 16
-_IDS = re.compile(rb"\s*\[[\s\[]*[-0-9\]]")  # how a prompt in token ids begins
-_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")  # one spelling for each id
+_IDS = re.compile(rb"\s*\[[\s\[]*[-0-9\]]")  # Start of a prompt in token ids.
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")  # One spelling for each id.
 
 
 # A checkpoint recommends no values for these, so the API's default applies.
@@ -40,16 +40,16 @@ _API_DEFAULTS: dict[str, float] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to answer, checked, whatever the kind of prompt. None: the client left it to us."""
+    """Validated options of both kinds of completion. None means that the client gave no value."""
 
     model: str | None
     stream: bool
     include_usage: bool
     continuous_usage: bool
     max_tokens: int | None
-    has_default_limit: bool  # `max_tokens` is the API's default: less will do near the end of the context
+    has_default_limit: bool  # `max_tokens` is the API's default, and is lowered near the end of the context.
     min_tokens: int
-    sampling: dict[str, float]  # by name of `SamplingParams`; a missing one is left to the checkpoint
+    sampling: dict[str, float]  # By field of `SamplingParams`; the checkpoint decides missing ones.
     logit_bias: tuple[tuple[int, float], ...]  # (token id, bias)
     seed: int | None  # 0 .. 2**64 - 1
     stop: tuple[str, ...]
@@ -57,7 +57,7 @@ class Options:
     ignore_eos: bool
     n: int
     echo: bool
-    logprobs: int | None  # alternatives beside each token; None: no log probabilities
+    logprobs: int | None  # Number of alternatives for each token; None means no log probabilities.
     prompt_logprobs: int | None
     cache_salt: str | None
     priority: int
@@ -67,7 +67,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class CompletionAsk:
-    """A checked `POST /v1/completions`: texts or token ids, each of which gets `options.n` choices."""
+    """Validated `POST /v1/completions`. Each prompt, a text or token ids, gets `options.n` choices."""
 
     prompts: tuple[str | tuple[int, ...], ...]
     options: Options
@@ -75,24 +75,24 @@ class CompletionAsk:
 
 @dataclass(frozen=True, slots=True)
 class ChatAsk:
-    """A checked `POST /v1/chat/completions`: {"role", "content", ...} in plain text, as chat templates read it."""
+    """Validated `POST /v1/chat/completions`. Messages are {"role", "content", ...}, as chat templates read them."""
 
     messages: tuple[dict[str, str], ...]
     options: Options
 
 
 def parse_completion(body: bytes, max_prompt_ids: int = sys.maxsize) -> CompletionAsk:
-    """The checked request, or RequestError, which says what is wrong with the body.
+    """Return the validated request; RequestError says what is wrong with the body.
 
     Args:
-        max_prompt_ids: token ids of one prompt that are worth a look.
+        max_prompt_ids: Most token ids of one prompt.
     """
     fields = decode_completion(body, lambda prompt: _refuse_swarm(prompt, max_prompt_ids))
     echo = bool(fields.echo)
     limit = DEFAULT_COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
     _refuse_too_many_ids(fields.prompt, limit, max_prompt_ids)
     prompts = _prompts(fields.prompt)
-    # With its prompt in front, an answer may be nothing more: that is how a prompt is scored.
+    # An answer that echoes its prompt may have no new tokens: clients score prompts in this way.
     shape = _Shape(
         _range("max_tokens", limit, 0 if echo else 1, 2**31 - 1),
         echo=echo,
@@ -108,7 +108,7 @@ def parse_completion(body: bytes, max_prompt_ids: int = sys.maxsize) -> Completi
 
 
 def parse_chat(body: bytes) -> ChatAsk:
-    """The checked request, or RequestError, which says what is wrong with the body."""
+    """Return the validated request; RequestError says what is wrong with the body."""
     fields = decode_chat(body)
     name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     limit = getattr(fields, name)
@@ -120,7 +120,7 @@ def parse_chat(body: bytes) -> ChatAsk:
 
 
 def check_messages(messages: Sequence[Message]) -> tuple[dict[str, str], ...]:
-    """The messages of a chat in plain text, as chat templates read them; RequestError names the one at fault."""
+    """Return a chat's messages in plain text, as chat templates read them; RequestError names an invalid one."""
     if not messages:
         raise _invalid("messages", "is an empty list; send at least one message")
     return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(messages))
@@ -138,7 +138,7 @@ def _range(param: str, value: int, low: int, high: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What the two kinds of completion spell differently."""
+    """Options that the two kinds of completion spell differently."""
 
     max_tokens: int | None
     echo: bool
@@ -180,12 +180,12 @@ def _limit(name: str, value: int | None) -> int | None:
 
 
 def _sampling(fields: GenerationFields) -> dict[str, float]:
-    """The sampling parameters that are plain numbers, each in its range, without those left to the checkpoint."""
+    """Return the numeric sampling parameters, each in its range, without those left to the checkpoint."""
     given = {name: value for name in SAMPLING_RANGES if (value := getattr(fields, name)) is not None}
     for name, value in given.items():
         if value not in SAMPLING_RANGES[name]:
             raise _invalid(name, f"must be {SAMPLING_RANGES[name]}, got {shown(value)}")
-    if given.get("top_k") == -1:  # vLLM's clients write "all" in two ways
+    if given.get("top_k") == -1:  # vLLM's clients write "all tokens" as -1 or 0.
         given["top_k"] = 0
     return _API_DEFAULTS | given
 
@@ -253,15 +253,15 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _stop_token_ids(ids: Sequence[int]) -> tuple[int, ...]:
-    if len(ids) > MAX_STOP_TOKEN_IDS:  # counted first: to tell equal ones apart takes seconds if their hashes agree
+    if len(ids) > MAX_STOP_TOKEN_IDS:  # Counted first: deduplication takes seconds if the hashes of ids collide.
         raise _invalid("stop_token_ids", f"may hold {MAX_STOP_TOKEN_IDS} ids at most, got {len(ids)}")
     return tuple(dict.fromkeys(ids))
 
 
 def _refuse_swarm(prompt: memoryview, limit: int) -> None:
-    """Refuse lists of texts or ids by their punctuation: to decode millions of them would hold up the whole process.
+    """Refuse too many texts or ids by their punctuation, because decoding millions would block the whole process.
 
-    What gets through is counted exactly once it is decoded.
+    A prompt that passes is counted exactly after decoding.
     """
     if not _IDS.match(prompt):
         if bytes(prompt[:1]) == b"[" and count_elements(prompt, MAX_PROMPTS + 1) > MAX_PROMPTS:
@@ -271,7 +271,7 @@ def _refuse_swarm(prompt: memoryview, limit: int) -> None:
     starts = np.flatnonzero(chars == ord("["))
     if len(starts) > MAX_PROMPTS + 1:
         raise _invalid("prompt", f"must hold 1 to {MAX_PROMPTS} prompts, got {len(starts) - 1}")
-    # A list of n ids has n - 1 commas, and perhaps one behind it.
+    # A list of n ids has n - 1 commas, and perhaps one after it.
     counts = [int(np.count_nonzero(ids == ord(","))) for ids in np.split(chars, starts)]
     if max(counts) > limit:
         raise PromptTooLongError(max(counts), DEFAULT_COMPLETION_TOKENS, limit)
@@ -281,7 +281,7 @@ def _refuse_swarm(prompt: memoryview, limit: int) -> None:
 
 
 def _refuse_too_many_ids(prompt: str | Sequence[str | int | list[int]], max_tokens: int, limit: int) -> None:
-    """What cannot fit is refused by its length alone: to look at millions of ids takes seconds."""
+    """Refuse prompts with too many ids by their length alone, because a check of millions of ids takes seconds."""
     if isinstance(prompt, str):
         return
     is_one = bool(prompt) and isinstance(prompt[0], int)
@@ -291,7 +291,7 @@ def _refuse_too_many_ids(prompt: str | Sequence[str | int | list[int]], max_toke
 
 
 def _prompts(prompt: str | Sequence[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:
-    """One entry per choice. The type of the first item says what a list is."""
+    """Return all prompts. The type of a list's first item decides how the list is read."""
     if isinstance(prompt, str):
         prompts: list[str | tuple[int, ...]] = [prompt]
     elif prompt and isinstance(prompt[0], int):
@@ -301,7 +301,7 @@ def _prompts(prompt: str | Sequence[str | int | list[int]]) -> tuple[str | tuple
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise _invalid("prompt", f"must hold 1 to {MAX_PROMPTS} prompts, got {len(prompts)}")
     if not all(prompts):
-        raise _invalid("prompt", "is empty, or holds an empty one; each needs at least one character or token id")
+        raise _invalid("prompt", "is empty or holds an empty prompt; each needs at least one character or token id")
     if len({type(item) for item in prompts}) > 1:
         raise _invalid("prompt", "mixes texts and token ids; send one kind")
     return tuple(prompts)
@@ -326,7 +326,7 @@ def _message(place: str, message: Message) -> dict[str, str]:
 
 
 def _text(place: str, parts: list[ContentPart]) -> str:
-    """The parts' texts, a line each, as vLLM joins them for templates that want a string."""
+    """Return the parts' texts, one a line, as vLLM joins them for templates that need a string."""
     texts = []
     for i, part in enumerate(parts):
         if part.type != "text" or part.text is None:

@@ -1,4 +1,4 @@
-"""The rank processes: started, watched, and none left behind."""
+"""Starts, monitors and ends the worker processes of ranks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ logger = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-m", "moestro.worker.worker")
 PACED_WORKER = (sys.executable, "-m", "moestro.worker.paced_worker")
-_LAST_WORDS_S = 0.2  # for messages that a rank sent just before it ended
-_KILL_AFTER_S = 5.0  # between asking a rank to leave and making it
+_LAST_WORDS_S = 0.2  # Time for the messages that a rank sent just before it ended to arrive.
+_KILL_AFTER_S = 5.0  # Time between the request to exit and the kill.
 
 
 class WorkerProcesses:
-    """Rank processes, numbered from 0, at most one of each number.
+    """Worker processes of ranks numbered from 0, at most one per rank.
 
     Args:
-        num_ranks: how many will share the machine.
-        on_exit: called once with (rank, how it ended) for each process, unless it was stopped from here.
-        command: what to run; it reads its `LaunchSpec` from stdin.
+        num_ranks: Number of ranks that share the machine.
+        on_exit: Callback with (rank, how it ended), called once for each process that `stop` did not end.
+        command: Command to run; its process reads a `LaunchSpec` from stdin.
     """
 
     def __init__(self, num_ranks: int, on_exit: Callable[[int, str], None], command: Sequence[str] = WORKER) -> None:
@@ -43,15 +43,15 @@ class WorkerProcesses:
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             env=_environment(self._num_ranks),
-            start_new_session=True,  # Ctrl-C reaches us alone, and we decide what it means
+            start_new_session=True,  # Ctrl-C reaches only the API server, which decides what follows.
         )
         self._processes[spec.rank] = process
         self._watchers[spec.rank] = asyncio.create_task(self._watch(spec.rank, process))
         assert process.stdin is not None
-        process.stdin.write(write_launch_spec(spec))  # and stays open: its end means that we are gone
+        process.stdin.write(write_launch_spec(spec))  # Stdin stays open: its end means that the API server is gone.
 
     async def stop(self, ask: Callable[[int], None], grace_s: float = _KILL_AFTER_S) -> None:
-        """End every process: `ask` each to leave, kill those that stay longer than `grace_s`."""
+        """End every process: call `ask` with each rank, then kill the processes that run longer than `grace_s`."""
         for watcher in self._watchers.values():
             watcher.cancel()
         for rank, process in self._processes.items():
@@ -68,12 +68,12 @@ class WorkerProcesses:
                 await process.wait()
 
     def kill_all(self) -> None:
-        """End every process now."""
+        """Kill every process now."""
         for rank in self._processes:
             self.signal(rank, signal.SIGKILL)
 
     def is_running(self, rank: int) -> bool:
-        """Whether `rank` has a process that has not ended."""
+        """Return whether `rank` has a process that has not ended."""
         process = self._processes.get(rank)
         return process is not None and process.returncode is None
 
@@ -91,12 +91,12 @@ class WorkerProcesses:
 
 
 def now_ns() -> int:
-    """The clock that the API server and the ranks share: monotonic, and the same in every process of a machine."""
+    """Return the monotonic time in nanoseconds, from the clock that the API server and the ranks share."""
     return time.monotonic_ns()
 
 
 def _environment(num_ranks: int) -> Mapping[str, str]:
-    """Ranks on one machine share its cores, unless the operator has divided them."""
+    """Return the environment of a rank: ranks share the machine's cores, unless the operator has divided them."""
     share = max(1, (os.cpu_count() or 1) // num_ranks)
     return {"OMP_NUM_THREADS": str(share)} | dict(os.environ)
 

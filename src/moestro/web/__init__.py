@@ -1,1 +1,1 @@
-"""What HTTP servers share: errors, keys, body limits, middleware, connections, start-up, life cycle."""
+"""Shared parts of the HTTP servers: errors, keys, body limits, middleware, connections, start-up, life cycle."""

@@ -1,4 +1,4 @@
-"""Who may enter: keys, limits and CORS of one server, together."""
+"""Access control of one server: API keys, limits and CORS."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from moestro.web.errors import AuthenticationError
 from moestro.web.probes import PROBES
 from moestro.web.rate_limits import RequestLimits
 
-UNLIMITED = PROBES | {"/metrics"}  # Asked for by the operator's machines.
+UNLIMITED = PROBES | {"/metrics"}  # Requested by the operator's machines.
 NO_LIMITS = AccessSettings()
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a request is checked against before it is looked at.
+    """Checks that precede the handling of a request.
 
     Attributes:
-        keys: One of which a request must have; empty means that none is needed.
-        cors: None means that no answer has CORS headers.
+        keys: API keys; empty means that no key is needed.
+        limits: Request limits for each key and address.
+        cors: CORS rules; None means no CORS headers.
     """
 
     keys: ApiKeys
@@ -32,10 +33,10 @@ class Access:
 
     @classmethod
     def of(cls, api_keys: Iterable[str], settings: AccessSettings = NO_LIMITS) -> Access:
-        """Build it from a server's flags.
+        """Return the checks that a server's settings ask for.
 
         Raises:
-            ConfigError: There are limits for each key, and no keys.
+            ConfigError: There are limits for each key, but no keys.
         """
         keys = ApiKeys(api_keys)
         if not keys and (settings.max_requests_per_minute_per_key or settings.max_concurrent_requests_per_key):
@@ -43,10 +44,10 @@ class Access:
         return cls(keys, RequestLimits(settings), Cors(settings) if settings.allowed_origins else None)
 
     def key_of(self, authorization: str | bytes, x_api_key: str | bytes) -> int | None:
-        """Return which key a request has, from the values of two headers; None means that none is needed.
+        """Return the index of a request's key, from the values of two headers; None means that no key is needed.
 
         Raises:
-            AuthenticationError: It has none of the keys, or two.
+            AuthenticationError: The request has no valid key, or two different ones.
         """
         if not self.keys:
             return None

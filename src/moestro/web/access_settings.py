@@ -1,4 +1,4 @@
-"""Limits for each key and address, and CORS: settings of both servers."""
+"""Access settings of both servers: limits for each key and address, and CORS."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ class AccessSettings(CheckedSettings):
     """Limits for each client, and CORS. None means no limit."""
 
     max_requests_per_minute_per_key: Annotated[int | None, at_least(1), Parameter(group=_ACCESS)] = None
-    "Requests with one key in a minute; one more is refused with 429 and Retry-After. Needs --api-key."
+    "Most requests in a minute with one API key; a further one gets 429 and Retry-After. Needs --api-key."
     max_requests_per_minute_per_address: Annotated[int | None, at_least(1), Parameter(group=_ACCESS)] = None
-    "Requests of one client address in a minute. IPv6 addresses count by their /64 network; a proxy counts as one."
+    "Most requests in a minute from one client address, or IPv6 /64 network; a proxy counts as one address."
     max_concurrent_requests_per_key: Annotated[int | None, at_least(1), Parameter(group=_ACCESS)] = None
-    "Requests with one key that run at a time; one more is refused with 429. Needs --api-key."
+    "Most concurrent requests with one API key; a further one gets 429. Needs --api-key."
     max_connections_per_address: Annotated[int | None, at_least(1), Parameter(group=_ACCESS)] = None
-    "Connections of one client address at a time; a further one is refused with 503."
+    "Most concurrent connections from one client address; a further one gets 503."
     allowed_origins: Annotated[tuple[str, ...], Parameter(group=_ACCESS, consume_multiple=True, json_list=True)] = ()
-    "Web pages that may send requests, by CORS: origins such as https://chat.example, or *. Unset: no CORS headers."
+    "Origins whose web pages may send requests (CORS), such as https://chat.example, or *. Unset: no CORS headers."
     allowed_methods: Annotated[tuple[str, ...], Parameter(group=_ACCESS, consume_multiple=True, json_list=True)] = (
         "*",
     )
-    "Methods that these pages may use."
+    "HTTP methods that these pages may use."
     allowed_headers: Annotated[tuple[str, ...], Parameter(group=_ACCESS, consume_multiple=True, json_list=True)] = (
         "*",
     )
     "Headers that these pages may send."
     allow_credentials: Annotated[bool, Parameter(group=_ACCESS)] = False
-    "Let these pages send credentials such as cookies; needs origins by name."
+    "Let these pages send credentials such as cookies; needs explicit origins."
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.allow_credentials and ("*" in self.allowed_origins or not self.allowed_origins):
-            raise ConfigError("--allow-credentials needs --allowed-origins that names each origin, and not *")
+            raise ConfigError("--allow-credentials needs --allowed-origins with explicit origins, not *")

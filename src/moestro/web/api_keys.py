@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 
 class ApiKeys:
-    """The keys of a server; falsy where there are none and no key is needed.
+    """API keys of a server; falsy if there are none and no key is needed.
 
-    All digests are compared, in constant time: neither a key's length nor its beginning shows.
+    All digests are compared in constant time, which reveals neither a key's length nor its beginning.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -20,11 +20,11 @@ class ApiKeys:
         return bool(self._digests)
 
     def find(self, authorization: str | bytes, x_api_key: str | bytes) -> int | None:
-        """Return which key a request has; None means none of them, or two that differ.
+        """Return the index of a request's key; None means no valid key, or two different ones.
 
         Args:
-            authorization: What `Authorization` says: a bearer token, as OpenAI's clients send it. Empty if not there.
-            x_api_key: What `x-api-key` says: the key, as Anthropic's clients send it. Empty if not there.
+            authorization: Value of `Authorization`, a bearer token as OpenAI's clients send it; empty if absent.
+            x_api_key: Value of `x-api-key`, a key as Anthropic's clients send it; empty if absent.
         """
         bearer, other = _bytes(authorization), _bytes(x_api_key)
         found = set()

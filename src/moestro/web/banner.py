@@ -1,4 +1,4 @@
-"""The banner that a server prints once it takes requests: its facts in a frame, and a command to try."""
+"""The banner that a server prints once it accepts requests: facts in a frame, and an example command."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Banner:
-    """The contents of a banner.
+    """Contents of a banner.
 
     Attributes:
         title: Title of the frame.
         rows: Name and text of each line in the frame.
         notes: Lines below the frame.
-        example: A command that works as it stands.
+        example: Command that runs without changes.
     """
 
     title: str
@@ -42,10 +42,10 @@ def print_banner(banner: Banner, console: Console | None = None) -> None:
 
 
 def curl_line(url: str, body: dict[str, object], *, needs_key: bool, options: str = "") -> str:
-    """Return a completion request as a command line for any shell.
+    """Return a shell command that sends a completion request.
 
     Args:
-        options: More of curl's options, each followed by a space.
+        options: Additional options of curl, each followed by a space.
     """
     key = ' -H "Authorization: Bearer $MOESTRO_API_KEY"' if needs_key else ""
     quoted = msgspec.json.encode(body).decode().replace("'", "'\\''")

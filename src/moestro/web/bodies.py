@@ -1,4 +1,4 @@
-"""Reading requests' bodies: how large one may be, how long it may take, how much all of them may hold at a time."""
+"""Reads request bodies within limits: the size and duration of each, and the memory of all."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from moestro.web.errors import BodyTimeoutError, HttpError, too_large
 MAX_BODY_BYTES = 32 << 20
 BODY_TIMEOUT_S = 60.0
 MAX_HELD_BYTES = 256 << 20
-_SMALL_BYTES = 64 << 10  # of each body, that are not counted: large ones never crowd out ordinary requests
+_SMALL_BYTES = 64 << 10  # Uncounted bytes of each body, so that large bodies never crowd out ordinary requests.
 
 
 class Bodies:
-    """Reads bodies and counts what they hold until they are decoded."""
+    """Reads bodies, and counts the bytes that they hold until they are decoded."""
 
     def __init__(self, max_held_bytes: int = MAX_HELD_BYTES) -> None:
         self._max_held_bytes = max_held_bytes
@@ -27,10 +27,10 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def reading(self, http: web.Request) -> AsyncIterator[bytes]:
-        """The whole body, if it is JSON by its own account and comes in time; it is held while the block lasts.
+        """Yield the whole body of a JSON request, and count its bytes while the block lasts.
 
         Raises:
-            RequestError: it is not, does not, is too large, or there is too much of others already.
+            RequestError: The body is not declared as JSON, is too slow or too large, or other bodies hold too much.
         """
         if http.content_type != "application/json" and not http.content_type.endswith("+json"):
             text = f"Content-Type must be application/json, got {http.content_type}."
@@ -52,7 +52,7 @@ class Bodies:
         except TimeoutError:
             raise BodyTimeoutError(BODY_TIMEOUT_S) from None
         except web.RequestPayloadError:
-            text = "The request body is not what its Transfer-Encoding, or its Content-Encoding, says."
+            text = "The request body does not match its Transfer-Encoding or its Content-Encoding."
             raise HttpError(400, text, "bad_request") from None
 
     def _take(self, body: bytearray, part: bytes) -> None:

@@ -1,4 +1,4 @@
-"""How many clients may be connected, and what one too many hears."""
+"""Accepts connections up to a limit, and refuses further ones."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from moestro.web.rate_limits import AtATime, network_of
 logger = logging.getLogger(__name__)
 
 SEND_BUFFER_BYTES = 256 << 10
-_OTHER_FILES = 128  # that the process keeps open besides: libraries, the ranks' pipes, the event loop
+_OTHER_FILES = 128  # Other open files of the process: libraries, the ranks' pipes, the event loop.
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Bound before anything is loaded, so that a taken port is known at once; it listens once there is an answer."""
+    """Return a bound socket. A server binds before it loads anything, so that a taken port is known at once."""
     listener = None
     try:
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -49,7 +49,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def warn_if_open(listener: socket.socket, api_keys: Collection[str]) -> None:
-    """Log a warning where other machines can reach the server and it asks for no key."""
+    """Log a warning if other machines can reach the server and no key is needed."""
     if not api_keys and not ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
         url = url_of(listener)
         logger.warning("listening on %s without --api-key: every host that reaches this machine can use it", url)
@@ -62,11 +62,11 @@ async def listen(
     max_connections: int,
     max_per_address: int | None = None,
 ) -> asyncio.Server:
-    """Accept connections for `runner`, which is set up, up to `max_connections` at a time; more are answered 503.
+    """Accept up to `max_connections` connections for a `runner` that is set up; further ones get 503.
 
     Args:
-        refusals: Counts what could not be read, by code.
-        max_per_address: Connections of one client address at a time; None means no limit.
+        refusals: Counter of unreadable requests, by code.
+        max_per_address: Most concurrent connections of one client address; None means no limit.
     """
     allow_open_files(max_connections)
     server, log = runner.server, LogLimit(logger)
@@ -81,23 +81,23 @@ async def listen(
 async def accept(
     protocol: Callable[[], asyncio.Protocol], listener: socket.socket, max_per_address: int | None = None
 ) -> asyncio.Server:
-    """Accept connections, each for a `protocol` of its own.
+    """Accept connections, each with a `protocol` of its own.
 
     Args:
-        max_per_address: Connections of one client address at a time; one more is answered 503. None means no limit.
+        max_per_address: Most concurrent connections of one client address; a further one gets 503. None means no limit.
     """
     if max_per_address is not None:
         protocol = partial(_Counted, AtATime(max_per_address), protocol)
-    # Accepted connections inherit it. The kernel's own choice lets megabytes pile up before anybody who does not read.
+    # Accepted connections inherit this size. The kernel's default buffers megabytes for a client that does not read.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     return await asyncio.get_running_loop().create_server(protocol, sock=listener, backlog=1024)
 
 
 class TooMany(asyncio.Protocol):
-    """Refuses, whatever is asked."""
+    """Refuses a connection before it reads a request."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Say so and hang up."""
+        """Send the refusal and close the connection."""
         error = ConnectionsFullError()
         body = error_json(error)
         head = (
@@ -110,7 +110,7 @@ class TooMany(asyncio.Protocol):
 
 
 class _Counted(asyncio.Protocol):
-    """A connection that counts for its address: `protocol` is made for it only if the address may have one more."""
+    """Counts a connection for its address, and creates its `protocol` only if the address may have one more."""
 
     def __init__(self, open_connections: AtATime, protocol: Callable[[], asyncio.Protocol]) -> None:
         self._open = open_connections
@@ -119,7 +119,7 @@ class _Counted(asyncio.Protocol):
         self._network: str | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin the connection, or refuse it."""
+        """Start the connection, or refuse it."""
         peer = transport.get_extra_info("peername")
         network = network_of(str(peer[0]) if peer else "")
         if self._open.enter(network):
@@ -127,33 +127,33 @@ class _Counted(asyncio.Protocol):
         self._protocol.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Make room for another one."""
+        """Release the connection's slot."""
         if self._network is not None:
             self._open.leave(self._network)
         self._protocol.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Hand it on."""
+        """Implement `asyncio.Protocol.data_received`."""
         self._protocol.data_received(data)
 
     def eof_received(self) -> bool | None:
-        """Hand it on."""
+        """Implement `asyncio.Protocol.eof_received`."""
         return self._protocol.eof_received()
 
     def pause_writing(self) -> None:
-        """Hand it on."""
+        """Implement `asyncio.Protocol.pause_writing`."""
         self._protocol.pause_writing()
 
     def resume_writing(self) -> None:
-        """Hand it on."""
+        """Implement `asyncio.Protocol.resume_writing`."""
         self._protocol.resume_writing()
 
 
 def allow_open_files(num_connections: int) -> None:
-    """Let the process have so many connections, and the files that it needs besides.
+    """Raise the limit of open files so that it covers `num_connections` and the process's other files.
 
     Raises:
-        ConfigError: the system does not allow it.
+        ConfigError: The system does not allow so many open files.
     """
     wanted = num_connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""Cross-Origin Resource Sharing: which web pages may read an answer. Without sockets, for both servers."""
+"""Cross-Origin Resource Sharing: decides which web pages may read a response. Has no sockets, for both servers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from moestro.web.access_settings import AccessSettings
 from moestro.web.errors import HttpError
 
 _METHODS = "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
-_ALWAYS_ALLOWED = ("accept", "accept-language", "content-language", "content-type")  # by the Fetch standard
+_ALWAYS_ALLOWED = ("accept", "accept-language", "content-language", "content-type")  # Safelisted by the Fetch standard.
 _EXPOSED = (
-    "X-Request-Id, Retry-After, x-moestro-engine, x-moestro-reason"  # that a page may read besides the usual ones
+    "X-Request-Id, Retry-After, x-moestro-engine, x-moestro-reason"  # Readable by pages besides the standard headers.
 )
-_MAX_AGE_S = 600  # for which a browser remembers a preflight
+_MAX_AGE_S = 600  # Time for which a browser caches a preflight.
 
 
 class Cors:
-    """Answers by the rules that `settings` give."""
+    """Builds CORS headers by the rules in `settings`."""
 
     def __init__(self, settings: AccessSettings) -> None:
         self._origins = frozenset(settings.allowed_origins)
@@ -24,7 +24,7 @@ class Cors:
         self._has_credentials = settings.allow_credentials
 
     def answer_headers(self, origin: str | None) -> dict[str, str]:
-        """Return the headers of an answer to a request of a page of `origin`. None means that no page asked."""
+        """Return the response headers for a page of `origin`; None means a request without an origin."""
         if "*" in self._origins:
             return {"Access-Control-Allow-Origin": "*", "Access-Control-Expose-Headers": _EXPOSED} if origin else {}
         headers = {"Vary": "Origin"}
@@ -35,24 +35,24 @@ class Cors:
         return headers
 
     def answer_lines(self, origin: bytes | None) -> bytes:
-        """Return `answer_headers` as they are written."""
+        """Return `answer_headers` as header lines."""
         headers = self.answer_headers(None if origin is None else origin.decode("latin-1"))
         return _lines(headers)
 
     def preflight_lines(self, origin: bytes, method: bytes, headers: bytes) -> bytes:
-        """Return `preflight_headers` as they are written; HttpError if the page may not ask so."""
+        """Return `preflight_headers` as header lines; HttpError if the rules do not allow the request."""
         return _lines(self.preflight_headers(*(value.decode("latin-1") for value in (origin, method, headers))))
 
     def preflight_headers(self, origin: str, method: str, headers: str) -> dict[str, str]:
-        """Return the headers of the answer to a preflight, besides those of every answer.
+        """Return the headers that only the response to a preflight has.
 
         Args:
-            origin: What `Origin` says.
-            method: What `Access-Control-Request-Method` says.
-            headers: What `Access-Control-Request-Headers` says.
+            origin: Value of `Origin`.
+            method: Value of `Access-Control-Request-Method`.
+            headers: Value of `Access-Control-Request-Headers`.
 
         Raises:
-            HttpError: The page may not ask so.
+            HttpError: The rules do not allow the origin, the method or a header.
         """
         if not {origin, "*"} & self._origins:
             raise _not_allowed("origins")
@@ -78,4 +78,4 @@ def _lines(headers: dict[str, str]) -> bytes:
 
 
 def _not_allowed(what: str) -> HttpError:
-    return HttpError(400, f"The preflight asks for what --allowed-{what} does not have.", "cors_not_allowed")
+    return HttpError(400, f"The preflight is not allowed by --allowed-{what}.", "cors_not_allowed")

@@ -1,4 +1,4 @@
-"""Refusals as HTTP says them: OpenAI's error body, and the `RequestError`s that only servers raise."""
+"""Error bodies in OpenAI's form, and the `RequestError`s that only HTTP servers raise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moestro.errors import RequestError, shown
 
 
 class UnknownModelError(RequestError):
-    """The client asked for a model that is not served here; the words are those that client libraries look for."""
+    """The client requested an unknown model. Client libraries look for this wording."""
 
     http_status = 404
 
@@ -17,7 +17,7 @@ class UnknownModelError(RequestError):
 
 
 class AuthenticationError(RequestError):
-    """No API key, or a wrong one."""
+    """The API key is missing or wrong."""
 
     http_status = 401
     error_type = "authentication_error"
@@ -30,7 +30,7 @@ class AuthenticationError(RequestError):
 
 
 class ConnectionsFullError(RequestError):
-    """As many clients are connected as may be."""
+    """The server has its maximum number of connections."""
 
     http_status = 503
     error_type = "service_unavailable"
@@ -50,24 +50,26 @@ class BodyTimeoutError(RequestError):
 
 
 class GenerationError(RequestError):
-    """A request that had been accepted came to a bad end; the client is not at fault."""
+    """An accepted request failed without a fault of the client."""
 
     http_status = 500
     error_type = "server_error"
 
 
 class InternalError(RequestError):
-    """A bug of ours: the log has the details, the client gets the id to ask for."""
+    """A bug in Moestro. The log has the details, and the client gets the request id to report."""
 
     http_status = 500
     error_type = "server_error"
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"Internal server error. The server's log has it under {request_id}.", code="internal_error")
+        super().__init__(
+            f"Internal server error. The server's log has details under {request_id}.", code="internal_error"
+        )
 
 
 class HttpError(RequestError):
-    """What the HTTP layer itself refuses: unknown path, wrong method, body too large, wrong media type."""
+    """Refusal by the HTTP layer: unknown path, wrong method, body too large, wrong media type."""
 
     def __init__(self, http_status: int, message: str, code: str) -> None:
         super().__init__(message, code=code)
@@ -75,8 +77,8 @@ class HttpError(RequestError):
 
 
 def too_large(limit: int) -> HttpError:
-    """The refusal of a body of more than `limit` bytes."""
-    return HttpError(413, f"The request body may have {limit} bytes.", "request_too_large")
+    """Return the refusal of a body of more than `limit` bytes."""
+    return HttpError(413, f"The request body may have at most {limit} bytes.", "request_too_large")
 
 
 class _ErrorFields(msgspec.Struct):
@@ -91,5 +93,5 @@ class _ErrorBody(msgspec.Struct):
 
 
 def error_json(error: RequestError) -> bytes:
-    """`{"error": {"message", "type", "param", "code"}}`, all four always there, as OpenAI specifies."""
+    """Return the error body `{"error": {"message", "type", "param", "code"}}`, always with all four fields."""
     return msgspec.json.encode(_ErrorBody(_ErrorFields(error.message, error.error_type, error.param, error.code)))

@@ -1,5 +1,7 @@
-"""One connection to an aiohttp server, with what aiohttp's own does not do: errors of the parser have OpenAI's form,
-requests that came before them are answered, and a request whose body breaks off is refused at once.
+"""One connection to an aiohttp server, with three additions to aiohttp's own.
+
+Parser errors get OpenAI's form. Requests before such an error are answered. A request whose body breaks off is refused
+at once.
 """
 
 from __future__ import annotations
@@ -26,32 +28,32 @@ from moestro.web.log_limit import LogLimit
 
 logger = logging.getLogger(__name__)
 
-# Also the time that a connection has for the headers of its first request. Longer than the pools of common clients and
-# proxies keep an idle connection, so that the side that closes it is theirs.
+# Also the time limit for the headers of a connection's first request. Pools of common clients and proxies keep idle
+# connections for less time, so that their side closes first.
 IDLE_S = 75.0
-LINGER_S = 3.0  # for a client that is refused in the middle of its body to notice it
-MAX_LINE_BYTES = 8190  # of the request line, and of each header
+LINGER_S = 3.0  # Time for a client that is refused in the middle of its body to notice the refusal.
+MAX_LINE_BYTES = 8190  # Limit of the request line, and of each header.
 MAX_HEADERS = 128
-_READ_BYTES = 1 << 16  # of a body, unread, until its client is made to wait
-# The parser's own words repeat what was sent, so they are not passed on.
+_READ_BYTES = 1 << 16  # Unread bytes of a body after which the connection stops reading.
+# Fixed texts, because the parser's own messages repeat the client's data.
 _FAULTS: tuple[tuple[type[HttpProcessingError], str], ...] = (
     (InvalidURLError, "the path is not valid"),
     (BadStatusLine, "the request line is not valid"),
     (InvalidHeader, "the value of a header is not valid"),
     (TransferEncodingError, "a chunk of the body is not valid"),
-    (HttpProcessingError, "a header or the body's framing is not valid, or Host is missing or there twice"),
+    (HttpProcessingError, "a header or the body's framing is not valid, or Host is missing or repeated"),
 )
 
 
 class HttpConnection(web.RequestHandler):
-    """A connection of `server`.
+    """Serves one connection of `server`.
 
-    aiohttp offers no hook for the parser's errors: `_parser`, `_messages`, `_max_msg_queue_size` and `_request_count`
-    are its private names, used here alone. `tests/web/test_http_edges.py` shows when they mean something else.
+    aiohttp offers no hook for the parser's errors. This class alone uses its private names `_parser`, `_messages`,
+    `_max_msg_queue_size` and `_request_count`. `tests/web/test_http_edges.py` fails when their meaning changes.
 
     Args:
-        refusals: Counts requests that could not be read, under `bad_request` and `head_too_large`.
-        log: Bounds the log lines about them.
+        refusals: Counter of unreadable requests, under `bad_request` and `head_too_large`.
+        log: Limit of the log lines about them.
     """
 
     def __init__(self, server: web.Server, refusals: Counter[str], log: LogLimit) -> None:
@@ -59,10 +61,10 @@ class HttpConnection(web.RequestHandler):
         super().__init__(server, loop=loop, keepalive_timeout=IDLE_S, lingering_time=LINGER_S, access_log=None)  # type: ignore[arg-type]
         self._refusals = refusals
         self._log = log
-        self._body: StreamReader | None = None  # of the newest request
-        self._is_unreadable = False  # what comes is no HTTP any more
-        # One request at a time: what cannot be parsed is then never read together with a request before it, which
-        # aiohttp would drop.
+        self._body: StreamReader | None = None  # Body of the newest request.
+        self._is_unreadable = False  # Whether the data that arrives is no longer HTTP.
+        # With a queue of one request, the parser never reads invalid data together with a request before it. aiohttp
+        # would drop that request.
         self._parser = HttpRequestParser(
             self,
             loop,
@@ -75,9 +77,9 @@ class HttpConnection(web.RequestHandler):
         )
 
     def data_received(self, data: bytes) -> None:
-        """Parse `data` request by request, until the queue is full or no request begins any more."""
+        """Parse `data` request by request, until the queue is full or no further request begins."""
         if self._is_unreadable:
-            return  # dropped, for nothing tells where a request begins
+            return  # The data is dropped, because nothing marks where a request begins.
         is_more_likely = True
         while is_more_likely:
             num_before = self._request_count
@@ -87,7 +89,7 @@ class HttpConnection(web.RequestHandler):
             is_more_likely, data = self._request_count > num_before and has_room and not self._is_unreadable, b""
 
     def _look_at_newest(self) -> None:
-        """Let a request whose body cannot be parsed hear so; aiohttp leaves it waiting for the rest."""
+        """Fail a request whose body cannot be parsed; aiohttp would wait for the rest of the body."""
         body = self._body
         if self._messages:
             newest, newest_body = self._messages[-1]
@@ -99,7 +101,7 @@ class HttpConnection(web.RequestHandler):
                 if body is not None and not body.is_eof():
                     body.set_exception(web.RequestPayloadError("its framing is not valid"))
         if body is not None and body.exception() is not None and not body.is_eof():
-            body.feed_eof()  # there is nothing left to wait for
+            body.feed_eof()  # No further data can arrive for this body.
 
     def handle_error(
         self,
@@ -108,13 +110,13 @@ class HttpConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Return the answer to what could not be parsed; the connection ends after it."""
+        """Return the response to a parser error, and close the connection after it."""
         if request.writer.output_size > 0:
-            raise ConnectionError("an answer is under way already")
+            raise ConnectionError("a response is already under way")
         if isinstance(exc, HttpProcessingError):
             error = _refusal_of(exc)
             self._refusals[error.code or ""] += 1
-            self._log.warning("malformed HTTP", f"{request.remote} sent what is no HTTP/1.1 request: {error.message}")
+            self._log.warning("malformed HTTP", f"{request.remote} sent an invalid request: {error.message}")
         else:
             logger.error("a request failed outside of its handler", exc_info=exc)
             error = InternalError("-")
@@ -125,10 +127,10 @@ class HttpConnection(web.RequestHandler):
 
 
 class _Unreadable(StreamReader):
-    """What a client sends after the point from which on nothing can be parsed, in place of a request's body.
+    """Body that stands for the data after a parser error.
 
-    aiohttp reads the rest of a body before it closes a connection, for `LINGER_S` at most. Closed at once, the
-    connection would be reset under a client that is still sending, which would lose the answer.
+    aiohttp reads the rest of a body for at most `LINGER_S` before it closes a connection. An immediate close would
+    reset the connection of a client that is still sending, and the response would be lost.
     """
 
     def __init__(self, connection: HttpConnection) -> None:
@@ -136,7 +138,7 @@ class _Unreadable(StreamReader):
         self._connection = connection
 
     async def readany(self) -> bytes:
-        """Close our side, for the answer has been sent, and wait until the client closes its own."""
+        """Close the server's side after the response, then wait until the client closes its own."""
         if self._connection.transport is not None:
             self._connection.transport.write_eof()
         return await super().readany()
@@ -144,7 +146,7 @@ class _Unreadable(StreamReader):
 
 def _refusal_of(error: HttpProcessingError) -> RequestError:
     if isinstance(error, LineTooLong):
-        text = f"The request line and each header may have {MAX_LINE_BYTES} bytes."
+        text = f"The request line and each header may have at most {MAX_LINE_BYTES} bytes."
         return HttpError(431, text, "head_too_large")
     fault = next(text for kind, text in _FAULTS if isinstance(error, kind))
     return HttpError(400, f"Malformed HTTP: {fault}.", "bad_request")

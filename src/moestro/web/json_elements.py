@@ -8,29 +8,29 @@ from collections.abc import Iterator
 
 import msgspec
 
-# List items and map entries that a body may hold besides a prompt in token ids. Decoding so many takes 40 ms at most.
+# Most list items and map entries of a body, without the token ids of a prompt. Decoding so many takes at most 40 ms.
 MAX_ELEMENTS = 1 << 16
-# Scanned at a time: bounds the memory of a scan, and the time for which it holds the interpreter's lock.
+# Block size of a scan. It limits the memory of a scan, and the time for which it holds the interpreter's lock.
 SCAN_BYTES = 1 << 20
-MAX_DIGITS = 40  # of a number in a long body; 2**64 has 20, and a float that is spelt in full 25
+MAX_DIGITS = 40  # Most digits of a number in a long body; 2**64 has 20, a float in full precision has 25.
 _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 
 
 def count_elements(data: bytes | memoryview | msgspec.Raw, enough: int, marks: bytes = b",[{") -> int:
-    """Count `marks` outside of strings: commas and opening brackets, of which no JSON text has fewer than elements.
+    """Count `marks` outside of strings. By default, a JSON text has at least as many marks as elements.
 
     Args:
         data: JSON text. A text that is not JSON has some count too.
-        enough: Stop the count once it has reached this number.
-        marks: What is counted; `b":"` counts map entries alone, of which token ids have none.
+        enough: Count at which the scan stops.
+        marks: Characters to count: commas and opening brackets, or `b":"` for map entries alone.
 
     Returns:
-        The count, or some number of at least `enough`. Takes about 2 ms for each MiB.
+        The count, or some number of at least `enough`. A scan takes about 2 ms for each MiB.
     """
     count = 0
     for outside in _outside_strings(data, 4 * (enough + 1)):
         if outside is None:
-            return enough  # An element has two strings at most. Splitting at so many quotes would take long.
+            return enough  # An element has at most two strings. A split at so many quotes would take long.
         count += sum(outside.count(mark) for mark in marks)
         if count >= enough:
             break
@@ -38,19 +38,19 @@ def count_elements(data: bytes | memoryview | msgspec.Raw, enough: int, marks: b
 
 
 def has_long_number(data: bytes | memoryview | msgspec.Raw) -> bool:
-    """Whether a number outside of strings has more than `MAX_DIGITS` digits: the time to read one is quadratic."""
+    """Return whether a number outside of strings has more than `MAX_DIGITS` digits, which take quadratic time."""
     return any(outside is not None and _LONG_NUMBER.search(outside) for outside in _outside_strings(data))
 
 
 def _outside_strings(data: bytes | memoryview | msgspec.Raw, max_quotes: int = sys.maxsize) -> Iterator[bytes | None]:
-    """What of `data` is outside of strings, block by block; None and the end where it has more than `max_quotes`."""
+    """Yield the parts of `data` outside of strings, block by block; None ends data with more than `max_quotes`."""
     view = memoryview(data)
     num_quotes, start = 0, 0
     while start < len(view):
         block = bytes(view[start : start + SCAN_BYTES])
         num_slashes = len(block) - len(block.rstrip(b"\\"))
         if num_slashes % 2 and start + len(block) < len(view):
-            block = block[:-1]  # begins an escape that ends in the next block
+            block = block[:-1]  # The last byte begins an escape that ends in the next block.
         start += len(block)
         if b"\\" in block:
             block = block.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -63,5 +63,5 @@ def _outside_strings(data: bytes | memoryview | msgspec.Raw, max_quotes: int = s
 
 
 def has_many_elements(data: bytes | msgspec.Raw) -> bool:
-    """Whether a JSON text has more than `MAX_ELEMENTS` elements. Looks only at texts long enough to have so many."""
+    """Return whether a JSON text has more than `MAX_ELEMENTS` elements. Short texts are not scanned."""
     return len(memoryview(data)) > MAX_ELEMENTS and count_elements(data, MAX_ELEMENTS + 1) > MAX_ELEMENTS

@@ -22,10 +22,10 @@ from moestro.web.startup import set_up_logging
 
 logger = logging.getLogger(__name__)
 
-EXIT_S = 10.0  # Beyond the grace period: answers reach their clients, engines leave, files are closed.
-RESPONSE_FLUSH_S = 1.0  # for answers that are complete to reach their clients
-_ALARM_S = 5.0  # Beyond that the kernel ends the process, if the interpreter itself hangs.
-_JOIN_S = 1.0  # for threads to end once the event loop has ended
+EXIT_S = 10.0  # Time beyond the grace period: responses reach clients, engines exit, files are closed.
+RESPONSE_FLUSH_S = 1.0  # Time for complete responses to reach their clients.
+_ALARM_S = 5.0  # Time beyond that, after which the kernel ends the process if the interpreter itself hangs.
+_JOIN_S = 1.0  # Time for threads to end once the event loop has ended.
 _POLL_S = 0.01
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _STDERR = 2
@@ -34,7 +34,7 @@ _STDERR = 2
 def run_server(
     server: Callable[[Lifecycle], Coroutine[Any, Any, None]], *, log_level: str, shutdown_timeout_s: float
 ) -> None:
-    """Set up logging and run `server` until SIGTERM or SIGINT; a second signal does not wait for running requests.
+    """Set up logging and run `server` until SIGTERM or SIGINT; a second signal ends the wait for running requests.
 
     Raises:
         ConfigError: The settings cannot be honoured; the text says what to do.
@@ -45,7 +45,7 @@ def run_server(
 
 
 class Lifecycle:
-    """Runs a server until SIGTERM or SIGINT, and ends the process then, even if a thread hangs.
+    """Runs a server until SIGTERM or SIGINT, and then ends the process even if a thread hangs.
 
     The first signal while the server serves sets `stop_requested`: running requests have `shutdown_timeout_s` to
     finish. A second signal, or one during the start, cancels the server. The process has `EXIT_S` beyond that. Then it
@@ -97,7 +97,7 @@ class Lifecycle:
         await wait_until(lambda: not num_running(), self._shutdown_timeout_s)
 
     def begin_exit(self) -> None:
-        """Give the process `EXIT_S` from now on. An exception that is being handled becomes the cause of the exit."""
+        """Limit the process to `EXIT_S` from now on. An exception in flight becomes the cause of the exit."""
         self._error = self._error or sys.exception()
         self._end_within(EXIT_S)
 
@@ -109,7 +109,7 @@ class Lifecycle:
             self.begin_exit()
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        """Note the signal and hand it to the event loop; runs between any two instructions of the main thread."""
+        """Record the signal and notify the event loop. Runs between any two instructions of the main thread."""
         self._num_signals += 1
         is_graceful = self.is_serving and self._num_signals == 1
         self._end_within(EXIT_S + (self._shutdown_timeout_s if is_graceful else 0.0))
@@ -137,10 +137,10 @@ class Lifecycle:
         self._timers.append(timer)
 
     def _join(self, threads: set[threading.Thread]) -> bool:
-        """Wait for the threads that the interpreter would wait for; if one hangs, the process ends without it.
+        """Wait for the threads that the interpreter would wait for. If one hangs, the process ends without it.
 
         Returns:
-            Whether all threads have ended, so that nothing has to be ended by force.
+            Whether all threads have ended, so that no forced exit is needed.
         """
         ends_at_s = time.monotonic() + _JOIN_S
         waited_for = [thread for thread in threads if not thread.daemon]

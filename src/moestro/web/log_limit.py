@@ -1,4 +1,4 @@
-"""Log lines that a peer's bytes cause, at a bounded rate: no peer can fill the log."""
+"""Limits the rate of log lines that peers cause, so that no peer can fill the log."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-INTERVAL_S = 60.0  # between two lines of one kind: short enough to notice, long enough for a log that is kept for years
+INTERVAL_S = 60.0  # Interval of one kind's lines: short enough to notice, long enough for a log kept for years.
 
 
 @dataclass(slots=True)
 class _Kind:
-    """What became of one kind's lines.
+    """State of one kind of lines.
 
     Attributes:
-        due_s: when the next line may be written.
-        num_left_out: lines left out since the last one.
+        due_s: Time from which the next line may be written.
+        num_left_out: Number of lines left out since the last one.
     """
 
     due_s: float = 0.0
@@ -24,14 +24,14 @@ class _Kind:
 
 
 class LogLimit:
-    """Writes at most one line per kind and interval, and says in the next one how many were left out.
+    """Writes at most one line per kind and interval, and says in the next line how many were left out.
 
-    For the event loop's thread alone. The first line of a kind is written at once.
+    Only the event loop's thread may use it. The first line of a kind is written at once.
 
     Args:
         logger: Destination of the lines.
         interval_s: Seconds between two lines of one kind.
-        clock: Seconds that never go back.
+        clock: Callable that returns monotonic seconds.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class LogLimit:
         """Log `text`, unless a line of this kind was logged less than an interval ago.
 
         Args:
-            kind: Which lines limit each other. A name from the code, never a peer's words: every kind is remembered.
-            text: The line. A peer's words in it must be short and printable.
+            kind: Name of the lines that limit each other: a constant, never a peer's text, as kinds are never removed.
+            text: The line. A peer's text in it must be short and printable.
         """
         self._log(logging.WARNING, kind, text)
 
     def info(self, kind: str, text: str) -> None:
-        """As `warning`, with level INFO."""
+        """Log `text` like `warning`, with level INFO."""
         self._log(logging.INFO, kind, text)
 
     def _log(self, level: int, kind: str, text: str) -> None:

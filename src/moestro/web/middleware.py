@@ -1,4 +1,4 @@
-"""What every request passes: its id, the key, bounds, and the one place where errors become answers."""
+"""Middleware of all requests: request id, API key, limits, and the conversion of errors to responses."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 REQUEST_ID = web.RequestKey("request_id", str)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _VERSIONS = frozenset({HttpVersion10, HttpVersion11})
-# A second one would be read by one server and not by the next. The parser refuses a second Host.
+# Servers could disagree on which of two such headers counts. The parser refuses a second Host.
 _ONCE = ("Authorization", "X-Api-Key")
 _MAX_LENGTH_DIGITS = 19
-_UNFRAMED = frozenset({413, 501})  # answers to requests whose end was not looked for
+_UNFRAMED = frozenset({413, 501})  # Statuses for requests whose end was not looked for.
 _CODES = {404: "not_found", 405: "method_not_allowed", 417: "expectation_failed"}
 
 
 class HttpMiddleware:
-    """Stands before every path of an application, also before those that it does not have.
+    """Runs before every handler of an application, and also for unknown paths.
 
     Args:
-        access: Who may enter. Probes need no key.
-        refusals: Counts refusals, by code.
-        max_body_bytes: Longer bodies are refused unread.
+        access: Access checks; probes need no key.
+        refusals: Counter of refusals, by code.
+        max_body_bytes: Most bytes of a body; a longer one is refused unread.
     """
 
     def __init__(self, access: Access, refusals: Counter[str], max_body_bytes: int) -> None:
@@ -48,14 +48,14 @@ class HttpMiddleware:
         self._max_body_bytes = max_body_bytes
 
     async def runner(self, app: web.Application, *, shutdown_timeout: float) -> web.AppRunner:
-        """Return a runner of `app`, set up, with this middleware in front."""
+        """Return a runner of `app` that is set up, with this middleware in front."""
         app.on_response_prepare.append(self._add_headers)
-        # A client that leaves frees its sequence.
+        # The disconnect of a client cancels its handler, which frees its sequence.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout)
         await runner.setup()
         server = runner.server
         assert server is not None, "the runner is set up"
-        # Around the whole application: aiohttp answers `Expect` before any middleware is asked.
+        # Wraps the whole application, because aiohttp answers `Expect` before its middlewares run.
         server.request_handler = partial(self._handle, server.request_handler)
         return runner
 
@@ -84,12 +84,12 @@ class HttpMiddleware:
             response = _refusal(InternalError(http[REQUEST_ID]))
         content = http.content
         if response.status in _UNFRAMED or not content.is_eof() or content.exception() is not None:
-            response.force_close()  # what is left of the body is not worth reading, or cannot be told from what follows
+            response.force_close()  # The rest of the body is unwanted, or cannot be told from the next request.
         await self._add_headers(http, response)
         return response
 
     def _check_head(self, http: web.BaseRequest) -> None:
-        """Raise HttpError if the head is ambiguous, or says what is not known."""
+        """Raise HttpError if the head is ambiguous or not supported."""
         headers = http.headers
         if http.version not in _VERSIONS:
             raise HttpError(400, "Malformed HTTP: the version must be HTTP/1.1 or HTTP/1.0.", "bad_request")
@@ -105,7 +105,7 @@ class HttpMiddleware:
             raise HttpError(501, "Transfer-Encoding must be chunked.", "unsupported_transfer_encoding")
 
     def _key_of(self, http: web.BaseRequest) -> int | None:
-        """Which key `http` has; None where none is needed. Raises AuthenticationError if it needs one."""
+        """Return the index of the request's key, None if none is needed; AuthenticationError if the key is missing."""
         if http.path in PROBES:
             return None
         return self._access.key_of(http.headers.get("Authorization", ""), http.headers.get("X-Api-Key", ""))
@@ -127,12 +127,12 @@ class HttpMiddleware:
 
 
 def _is_preflight(http: web.BaseRequest) -> bool:
-    """Whether a browser asks if a page may ask."""
+    """Return whether a request is a CORS preflight."""
     return http.method == "OPTIONS" and "Origin" in http.headers and "Access-Control-Request-Method" in http.headers
 
 
 def _request_id(http: web.BaseRequest) -> str:
-    """The client's own, if it is short and plain; otherwise a new one."""
+    """Return the client's request id if it is short and printable, otherwise a new one."""
     given = http.headers.get("X-Request-Id", "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
@@ -149,7 +149,7 @@ def _refusal(error: RequestError) -> web.Response:
 
 
 def _translated(http: web.BaseRequest, error: web.HTTPException) -> web.Response:
-    """What aiohttp refuses by itself, in OpenAI's form."""
+    """Return a refusal of aiohttp in OpenAI's form."""
     what = f"{http.method} {shown(http.path)}: {error.reason}"
     response = _refusal(HttpError(error.status, f"{what}.", _CODES.get(error.status, "http_error")))
     if "Allow" in error.headers:

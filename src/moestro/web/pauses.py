@@ -1,16 +1,16 @@
-"""How long this process did not run. No clock: the time is handed in."""
+"""Measures how long this process did not run. Has no clock: callers pass the time."""
 
 from __future__ import annotations
 
 
 class PauseMeter:
-    """Tells a periodic task how long its own process was stopped: by a signal, a suspension, or a blocked loop.
+    """Measures how long a periodic task's process was stopped: by a signal, a suspension, or a blocked event loop.
 
-    Whoever judges others by their silence must leave that time out: what they said meanwhile has not been read.
+    A task that judges other processes by their silence must exclude that time: their messages have not been read.
 
     Args:
-        now_ns: the present time.
-        longest_ns: time between two ticks that is no pause.
+        now_ns: Present time.
+        longest_ns: Longest interval between two ticks that is not a pause.
     """
 
     def __init__(self, now_ns: int, longest_ns: int) -> None:
@@ -18,7 +18,7 @@ class PauseMeter:
         self._longest_ns = longest_ns
 
     def tick(self, now_ns: int) -> int:
-        """Nanoseconds since the last tick beyond `longest_ns`; 0 in normal operation."""
+        """Return the nanoseconds since the last tick beyond `longest_ns`; 0 means no pause."""
         pause_ns = now_ns - self._last_ns - self._longest_ns
         self._last_ns = now_ns
         return max(pause_ns, 0)

@@ -1,4 +1,4 @@
-"""The probes of load balancers and orchestrators, and the version: the same paths and answers for every server."""
+"""The version, and the probes of load balancers and orchestrators: the same paths and responses for every server."""
 
 from __future__ import annotations
 

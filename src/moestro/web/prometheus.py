@@ -16,9 +16,9 @@ class Histogram:
     """Counts observations by bucket.
 
     Attributes:
-        bounds: upper bounds of the buckets, ascending; one more bucket lies above the last.
-        counts: observations in each bucket, not cumulated.
-        total: their sum.
+        bounds: Upper bounds of the buckets, ascending; one more bucket lies above the last.
+        counts: Number of observations in each bucket, not cumulated.
+        total: Sum of the observations.
     """
 
     __slots__ = ("bounds", "counts", "total")
@@ -29,13 +29,13 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one; under 1 µs."""
+        """Count one observation. Takes less than 1 µs."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
 
 def merge(histograms: Iterable[Histogram]) -> Histogram:
-    """The observations of all of `histograms`, which have the same bounds."""
+    """Return the observations of all `histograms`, which must have the same bounds."""
     first, *others = histograms
     merged = Histogram(first.bounds)
     merged.counts = [sum(counts) for counts in zip(first.counts, *(other.counts for other in others), strict=True)]
@@ -50,7 +50,7 @@ def buckets(histogram: Histogram) -> list[tuple[str, float]]:
 
 
 class Exposition:
-    """Writes `GET /metrics`: the figures of some collectors and of this process, collected at every scrape."""
+    """Writes `GET /metrics`: the metrics of some collectors and of this process, collected at every scrape."""
 
     def __init__(self, *collectors: Collector) -> None:
         self._registry = CollectorRegistry()
@@ -59,5 +59,5 @@ class Exposition:
         ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:
-        """Return all figures as they are now."""
+        """Return all metrics with their present values."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""How much one key or one address may ask. Without sockets and clock: the time is handed in."""
+"""Limits the requests of each key and address. Has no sockets and no clock: callers pass the time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from functools import lru_cache
 from moestro.errors import RequestError
 from moestro.web.access_settings import AccessSettings
 
-MAX_SUBJECTS = 1 << 16  # addresses that are remembered, about 10 MB; more of them push out those not seen for longest
+MAX_SUBJECTS = 1 << 16  # Most remembered addresses, about 10 MB; the least recently seen ones are forgotten.
 _MINUTE_S = 60.0
-_IPV6_PREFIX = 64  # the smallest network that one customer gets: whoever has it has all of its addresses
+_IPV6_PREFIX = 64  # Prefix of the smallest network of one customer, who can use all of its addresses.
 
 
 class RateLimitError(RequestError):
-    """A key or an address has used up what it may ask."""
+    """A key or an address has reached a rate limit."""
 
     http_status = 429
     error_type = "rate_limit_error"
@@ -29,17 +29,17 @@ class RateLimitError(RequestError):
 
 
 class RequestRate:
-    """A token bucket for each subject: it holds the requests of one minute and fills up evenly.
+    """Token bucket for each subject, which holds the requests of one minute and refills evenly.
 
     Args:
-        per_minute: Requests that a subject may send in the long run, and at once after a minute of silence.
-        max_subjects: Subjects that are remembered. A forgotten one has a full bucket.
+        per_minute: Requests that a subject may send per minute, or at once after a minute of silence.
+        max_subjects: Most remembered subjects. A forgotten one has a full bucket.
     """
 
     def __init__(self, per_minute: int, max_subjects: int = MAX_SUBJECTS) -> None:
         self._interval_s = _MINUTE_S / per_minute
         self._max_subjects = max_subjects
-        self._full_at_s: OrderedDict[Hashable, float] = OrderedDict()  # when each bucket is full again
+        self._full_at_s: OrderedDict[Hashable, float] = OrderedDict()  # Time at which each bucket is full again.
 
     def __len__(self) -> int:
         return len(self._full_at_s)
@@ -48,11 +48,11 @@ class RequestRate:
         """Take one request from the bucket of `subject`.
 
         Returns:
-            Seconds until there is one; 0 means that it has been taken.
+            Seconds until a request is available; 0 means that one was taken.
         """
         full_at_s = max(self._full_at_s.get(subject, now_s), now_s) + self._interval_s
         wait_s = full_at_s - now_s - _MINUTE_S
-        if wait_s > 1e-6:  # more than what adding up intervals rounds
+        if wait_s > 1e-6:  # More than the rounding error of added intervals.
             self._full_at_s.move_to_end(subject)
             return wait_s
         self._full_at_s[subject] = full_at_s
@@ -63,7 +63,7 @@ class RequestRate:
 
 
 class AtATime:
-    """Counts what each subject has at a time. Remembers only those that have something."""
+    """Counts what each subject has at a time, and remembers only subjects that have something."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -73,24 +73,24 @@ class AtATime:
         return len(self._counts)
 
     def enter(self, subject: Hashable) -> bool:
-        """Count one more of `subject`. False means that it has as many as it may, and nothing is counted."""
+        """Count one more for `subject`. False means that the subject is at its limit, and nothing is counted."""
         if self._counts[subject] >= self._most:
             return False
         self._counts[subject] += 1
         return True
 
     def leave(self, subject: Hashable) -> None:
-        """Count one less."""
+        """Count one less for `subject`."""
         self._counts[subject] -= 1
         if not self._counts[subject]:
             del self._counts[subject]
 
 
 class RequestLimits:
-    """The limits of one server for requests.
+    """Request limits of one server.
 
     Attributes:
-        is_on: Whether there are any.
+        is_on: Whether there are any limits.
         has_slots: Whether `enter` can refuse.
     """
 
@@ -108,11 +108,11 @@ class RequestLimits:
         """Count one request.
 
         Args:
-            key: Which of the server's keys it has; None means that the server has none.
-            address: Where it comes from.
+            key: Index of the request's API key; None means that the server has no keys.
+            address: Address of the client.
 
         Raises:
-            RateLimitError: The key, or the address, has sent as many as it may.
+            RateLimitError: The key or the address has reached its limit.
         """
         if self._by_address is not None and (wait_s := self._by_address.take(network_of(address), now_s)):
             text = f"This address may send {self._settings.max_requests_per_minute_per_address} requests a minute."
@@ -125,7 +125,7 @@ class RequestLimits:
         """Count a request that is being answered; `leave` must follow.
 
         Raises:
-            RateLimitError: The key has as many as it may; nothing is counted.
+            RateLimitError: The key has reached its limit; nothing is counted.
         """
         if self._running is not None and key is not None and not self._running.enter(key):
             most = self._settings.max_concurrent_requests_per_key
@@ -138,7 +138,7 @@ class RequestLimits:
 
     @contextlib.contextmanager
     def answering(self, key: int | None) -> Iterator[None]:
-        """Count a request while the block lasts; RateLimitError as by `enter`."""
+        """Count a request while the block lasts; RateLimitError as for `enter`."""
         self.enter(key)
         try:
             yield
@@ -148,11 +148,11 @@ class RequestLimits:
 
 @lru_cache(maxsize=4096)
 def network_of(address: str) -> str:
-    """Return what counts as one client: an IPv4 address, or the /64 network of an IPv6 address."""
+    """Return the name under which an address counts: an IPv4 address, or the /64 network of an IPv6 address."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
-        return address  # of a Unix socket
+        return address  # The address of a Unix socket.
     if isinstance(found, ipaddress.IPv4Address):
         return str(found)
     if found.ipv4_mapped is not None:

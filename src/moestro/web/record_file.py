@@ -1,4 +1,4 @@
-"""The file behind `--record`, of `moestro serve` and of `moestro route`: a JSON object a line, appended."""
+"""The file behind `--record` of `moestro serve` and `moestro route`: one JSON object a line, appended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moestro.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
-_MAX_PENDING = 200_000  # entries that a disk may be behind
+_MAX_PENDING = 200_000  # Most entries that wait for the disk.
 
 T = TypeVar("T")
 
@@ -26,19 +26,19 @@ T = TypeVar("T")
 class RecordFile(Generic[T]):
     """Appends entries to a file once a second, off the event loop.
 
-    `write` never fails and never waits. When the disk cannot keep up, or refuses, the log says so once, and from there
-    on only entries of the types `after_gap` are written. The next start appends to the same file.
+    `write` never fails and never waits. When the disk fails or cannot keep up, the log says so once. After such a gap,
+    only entries of the types `after_gap` are written. The next start appends to the same file.
 
     Args:
-        path: the file.
-        after_gap: types of entries that are still of use when others are missing before them.
-        consequence: what a gap means for the reader, for the log.
+        path: File to append to.
+        after_gap: Types of entries that are useful even if entries before them are missing.
+        consequence: Meaning of a gap for a reader of the record, for the log.
 
     Attributes:
-        num_lost: entries that were not written.
+        num_lost: Number of entries that were not written.
 
     Raises:
-        ConfigError: the file cannot be opened for writing.
+        ConfigError: The file cannot be opened for writing.
     """
 
     def __init__(self, path: Path, after_gap: tuple[type, ...] = (), consequence: str = "the record ends here") -> None:
@@ -52,7 +52,7 @@ class RecordFile(Generic[T]):
         try:
             self._file = path.open("ab")
             if self._file.tell():
-                self._file.write(b"\n")  # the last writer may have died in the middle of a line
+                self._file.write(b"\n")  # The last writer may have ended in the middle of a line.
         except OSError as error:
             raise ConfigError(f"--record {path} cannot be written: {error.strerror}") from None
 
@@ -68,7 +68,7 @@ class RecordFile(Generic[T]):
 
     @contextlib.asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
-        """Write entries as they come while the block lasts, and what is left at its end."""
+        """Write entries as they come while the block lasts, and the remaining ones at its end."""
         flushing = asyncio.create_task(self._flush_forever())
         try:
             yield
@@ -78,7 +78,7 @@ class RecordFile(Generic[T]):
             await self.close()
 
     async def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining entries, and close the file."""
         await self._flush()
         with contextlib.suppress(OSError):
             self._file.close()
@@ -89,7 +89,7 @@ class RecordFile(Generic[T]):
             await self._flush()
 
     async def _flush(self) -> None:
-        """Write what is pending, after what is being written: that thread goes on even if its waiter is cancelled."""
+        """Write pending entries after the write in progress, whose thread continues even if its waiter is cancelled."""
         while self._writing is not None:
             await asyncio.shield(self._writing)
         self._writing = asyncio.create_task(self._write())
@@ -102,7 +102,7 @@ class RecordFile(Generic[T]):
                 await asyncio.to_thread(self._append, entries)
         except Exception as error:
             self._gap(str(error))
-            # What has come in the meantime is behind the gap too.
+            # Entries that arrived in the meantime are behind the gap too.
             kept = [entry for entry in self._pending if isinstance(entry, self._after_gap)]
             self.num_lost += len(entries) + len(self._pending) - len(kept)
             self._pending = kept
@@ -111,7 +111,7 @@ class RecordFile(Generic[T]):
 
     def _append(self, entries: list[T]) -> None:
         lines = msgspec.json.Encoder().encode_lines(entries)
-        self._file.write(b"\n" + lines if self._has_gap else lines)  # the gap may be in the middle of a line
+        self._file.write(b"\n" + lines if self._has_gap else lines)  # The gap may be in the middle of a line.
         self._file.flush()
 
     def _gap(self, why: str) -> None:
@@ -121,5 +121,5 @@ class RecordFile(Generic[T]):
 
 
 def read_clocks() -> ClockPair:
-    """The present moment on both clocks."""
+    """Return the present time of the wall clock and the monotonic clock."""
     return ClockPair(time.time_ns(), time.monotonic_ns())

@@ -1,4 +1,4 @@
-"""The log lines that tell an operator what a server did in the last ten seconds."""
+"""Log lines that tell an operator what a server did in the last ten seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ async def log_forever(lines: Callable[[float], Iterable[str]]) -> None:
     """Log what the server did, again at every interval.
 
     Args:
-        lines: Returns the lines about the last so many seconds; none while there is no traffic.
+        lines: Callable that returns the lines about the last given seconds; none while there is no traffic.
     """
     then = time.monotonic()
     while True:

@@ -1,7 +1,8 @@
-"""What the front door and a rank say to each other: msgspec structs over ZeroMQ, never pickle.
+"""Messages between the API server and the ranks: msgspec structs over ZeroMQ, never pickle.
 
-Nothing in a message is ever executed. One that does not decode ends the rank that sent it, or was to read it: between
-our own processes it is a bug, and a request whose message is lost would never end. A stranger's is dropped and counted.
+A message is data and is never executed. A message that cannot be decoded ends its rank, the sender or the reader.
+Between Moestro's own processes it is a bug, and a request whose message is lost would never end. Messages of unknown
+processes are dropped and counted.
 """
 
 from __future__ import annotations
@@ -12,60 +13,60 @@ from moestro.core.load_figures import LoadFigures
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import Output, Request
 
-# From the front door to a rank.
+# From the API server to a rank.
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Serve this request."""
+    """Start a request."""
 
     request: Request
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Stop these; unknown ids are ignored (they may have just ended)."""
+    """Stop requests. Unknown ids are ignored, because these requests may have just ended."""
 
     request_ids: tuple[str, ...]
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Exit now."""
+    """End the process now."""
 
 
 ToRank = Add | Abort | Shutdown
 
 
-# From a rank to the front door.
+# From a rank to the API server.
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):
-    """One phase of the start is over."""
+    """Report that a phase of the start is over, and its duration."""
 
     name: str
     seconds: float
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The rank takes requests from now on."""
+    """Announce that the rank accepts requests."""
 
     info: ModelInfo
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """What the requests of one step gained, and how full the rank is now."""
+    """Outputs of one step, and the rank's load figures after it."""
 
     outputs: tuple[Output, ...]
     load: LoadFigures
-    as_of_ns: int = 0  # when the rank last read its inbox: no request sent later is in these figures
+    as_of_ns: int = 0  # When the rank last read its inbox: the figures exclude requests that were sent later.
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The rank's communication thread lives; `num_steps` says whether its main loop gets on."""
+    """Sign of life of the communication thread. A growing `num_steps` shows that the main loop makes progress."""
 
     num_steps: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A request was not taken: the fields of the `RequestError` that says why."""
+    """Refusal of a request, with the fields of its `RequestError`."""
 
     request_id: str
     http_status: int
@@ -77,21 +78,23 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The rank cannot go on; `cause` is one line that names the reason and the remedy."""
+    """Announce that the rank cannot continue; `cause` is one line with the reason and the remedy."""
 
     cause: str
-    is_config: bool = False  # the operator asked for something impossible: a `ConfigError` over there
+    is_config: bool = False  # The cause is a `ConfigError`: the operator's settings cannot be honoured.
 
 
 FromRank = Phase | Ready | Outputs | Heartbeat | Refused | Failed
 
-MAX_MESSAGE_BYTES = 64 << 20  # the longest prompt is a few MiB
+MAX_MESSAGE_BYTES = 64 << 20  # The longest prompt is a few MiB.
 MAX_QUEUED_MESSAGES = 100_000
 
 
 def identity_of(rank: int, launch: int) -> bytes:
-    """Under which name the process of a rank's `launch`-th start connects: what an earlier one said last is not taken
-    for its words. (ZeroMQ keeps names that begin with a zero byte for itself.)
+    """Return the ZeroMQ identity of a rank's `launch`-th process.
+
+    Each launch has its own identity, so that late messages of an earlier process are not taken for those of the new
+    one. ZeroMQ reserves identities that begin with a zero byte.
     """
     return f"rank-{rank}.{launch}".encode()
 
