@@ -106,7 +106,9 @@ def test_a_prompt_is_scored_for_an_echo_with_logprobs_or_when_asked(model):
 
 
 def test_too_many_scores_of_prompts_are_refused_before_the_work(model):
-    with pytest.raises(RequestError, match=r"90000 prompt tokens with 20 alternatives .* the limit of one request is 1000000") as refused:
+    with pytest.raises(
+        RequestError, match=r"90000 prompt tokens with 20 alternatives .* the limit of one request is 1000000"
+    ) as refused:
         jobs(model, prompt=[[5] * 3000] * 30, echo=True, logprobs=20, max_tokens=0)
     assert refused.value.param == "logprobs"
     assert len(jobs(model, prompt=[[5] * 3000] * 30, echo=True, logprobs=1, max_tokens=0)) == 30

@@ -96,8 +96,8 @@ def kill_an_engine(server: Running, at: int = 0) -> None:
 
 LONG = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n" * 3
 SAMPLED = {"temperature": 1.0, "seed": 11}
-# Rounding in float32 depends on the batch and moves logits by some 1e-6. That changes about 3 in 1,000,000 sampled tokens
-# (docs/log.md), so the 4,000 tokens below meet such a near-tie in one run of a hundred, and two in one of ten thousand.
+# Rounding in float32 depends on the batch and moves logits by some 1e-6. That changes about 3 in a million sampled
+# tokens (docs/log.md), so the 4,000 below meet such a near-tie in one run of a hundred, and two in one of ten thousand.
 NEAR_TIES = 1
 
 
