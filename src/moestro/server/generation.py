@@ -114,9 +114,9 @@ class _Choice:
 class Generation:
     """Runs the sequences of one HTTP request: submits `jobs` on entry, and aborts those that still run on exit.
 
-    When the engine of a choice ends, another engine continues the choice, or begins it again if it cannot
-    continue and the client has nothing of the answer. Either way, a single engine could have given that answer.
-    Otherwise the answer ends with an error.
+    When the engine of a choice ends, another engine continues the choice. If that is impossible and the client has
+    nothing of the answer, another engine begins the choice again. Either way, a single engine could have given that
+    answer. Otherwise the answer ends with an error.
 
     Args:
         jobs: Jobs, one per choice, in order.
@@ -172,7 +172,7 @@ class Generation:
             choice = self._running.get(event.request_id)
             if choice is None:
                 continue  # This output came after a stop string, before the engine received the abort.
-            # A thread spells the scores of a long prompt, because the event loop must serve other requests meanwhile.
+            # A thread spells the scores of a long prompt, because the event loop must stay free for other requests.
             piece = await asyncio.to_thread(choice.take, event) if event.prompt_logprobs else choice.take(event)
             if piece.finish_reason is not None:
                 del self._running[event.request_id]

@@ -74,7 +74,7 @@ class EngineMetrics:
 
 
 class Metrics:
-    """All counters of the API server.
+    """Counters of the API server.
 
     Attributes:
         engines: Counters of each engine, by number.

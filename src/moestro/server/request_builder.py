@@ -270,7 +270,7 @@ def refuse_foreign_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def refuse_too_much_text(num_chars: int, model: ServedModel) -> None:
-    """Refuse text that cannot fit whatever its tokens are, before time is spent to tokenize it."""
+    """Refuse text that is too long for any tokenization, before time is spent to tokenize it."""
     limit = model.info.max_model_len * model.tokenizer.max_token_chars
     if num_chars > limit:
         raise RequestError(

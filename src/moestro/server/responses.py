@@ -141,7 +141,7 @@ def _completion_logprobs(scores: Sequence[Score], num_top: int) -> CompletionLog
 
 
 def _by_text(score: Score, num_top: int) -> dict[str, float] | None:
-    """Return log probabilities by text, always with the token itself. Of tokens with equal text the likeliest wins."""
+    """Return log probabilities by text, always with the token itself. Equal texts keep the most likely token."""
     if score.logprob is None:
         return None
     found: dict[str, float] = {}

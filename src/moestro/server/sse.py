@@ -26,7 +26,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class UsageWanted:
-    """Whether a stream reports token counts in one last chunk, and in every chunk."""
+    """Chunks of a stream that report token counts: one last chunk, all chunks, both or none."""
 
     at_end: bool
     in_chunks: bool

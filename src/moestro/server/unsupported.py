@@ -51,7 +51,7 @@ IN_CHAT = _BOTH | {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "reasoning_effort": ("medium",),  # the API's default, as for verbosity
+    "reasoning_effort": ("medium",),  # The API's default, as for verbosity.
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "verbosity": ("medium",),

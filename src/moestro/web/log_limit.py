@@ -24,7 +24,7 @@ class _Kind:
 
 
 class LogLimit:
-    """Writes at most one line per kind and interval, and says in the next line how many were left out.
+    """Writes at most one line per kind and interval, and reports the number of omitted lines in the next one.
 
     Only the event loop's thread may use it. The first line of a kind is written at once.
 
