@@ -104,7 +104,7 @@ class DrainingError(RequestError):
 
 
 class BusyError(RequestError):
-    """More prompts are being prepared than the front door can bear."""
+    """More prompts are being prepared than the API server can bear."""
 
     http_status = 503
     error_type = "service_unavailable"

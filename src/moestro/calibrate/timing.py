@@ -75,7 +75,7 @@ class InstantDevice:
         return results
 
     def ready_at_ns(self) -> int | None:
-        """See `Device.ready_at_ns`."""
+        """Implement `Device.ready_at_ns`."""
         return None
 
 

@@ -107,5 +107,5 @@ class StageCostModel(Protocol):
         ...
 
     def move_ns(self, num_tokens: int) -> int:
-        """See `CostModel.move_ns`."""
+        """Implement `CostModel.move_ns`."""
         ...

@@ -186,14 +186,14 @@ class ScriptedDevice(Scripts):
         return num_moved
 
     def poll(self, now_ns: int) -> list[StepResult]:
-        """See `Device.poll`."""
+        """Implement `Device.poll`."""
         ready = []
         while self._pending and self._pending[0][0] <= now_ns:
             ready.append(self._pending.popleft()[1])
         return ready
 
     def ready_at_ns(self) -> int | None:
-        """See `Device.ready_at_ns`; None also while a launched item has no end yet."""
+        """Implement `Device.ready_at_ns`; None also while a launched item has no end yet."""
         return self._pending[0][0] if self._pending else None
 
     # --- many steps at once ----------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class PricedDevice(ScriptedDevice):
         self._free_at_ns = 0
 
     def launch(self, item: Forward, now_ns: int) -> None:
-        """See `Device.launch`."""
+        """Implement `Device.launch`."""
         super().launch(item, now_ns)
         assert self.batch is not None, "launch leaves a batch"
         price_ns = self.cost.step_ns(self.batch) + self.cost.move_ns(self.take_num_moved())

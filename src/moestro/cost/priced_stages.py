@@ -101,7 +101,7 @@ class PricedStages:
         self._moved_at_ns = 0
 
     def launch(self, item: StageItem, now_ns: int) -> None:
-        """See `StagedDevice.launch`."""
+        """Implement `StagedDevice.launch`."""
         counts: Int64s | None = None
         stands = _NOWHERE
         match item:
@@ -125,14 +125,14 @@ class PricedStages:
         self._moved_at_ns = max(now_ns, self._moved_at_ns) + self._cost.move_ns(moves.num_blocks * self._block_size)
 
     def poll(self, now_ns: int) -> list[StageResult]:
-        """See `StagedDevice.poll`."""
+        """Implement `StagedDevice.poll`."""
         results: list[StageResult] = []
         while self._launched and self._launched[0].ready_ns <= now_ns:
             results.append(self._result(self._launched.popleft(), now_ns))
         return results
 
     def withdraw(self, now_ns: int) -> None:
-        """See `StagedDevice.withdraw`."""
+        """Implement `StagedDevice.withdraw`."""
         free_at_ns = self._launched[0].start_ns if self._launched else 0
         for launched in self._launched:
             launched.start_ns = max(launched.may_start_ns, free_at_ns)
@@ -143,7 +143,7 @@ class PricedStages:
             free_at_ns = launched.ready_ns
 
     def ready_at_ns(self) -> int | None:
-        """See `StagedDevice.ready_at_ns`."""
+        """Implement `StagedDevice.ready_at_ns`."""
         return self._launched[0].ready_ns if self._launched else None
 
     # --- pieces -----------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class Roofline:
         return _ns(self._sequence_part(num) + self._expert_total(total + batch.num_other_tokens) + layers)
 
     def decode_steps_ns(self, start: Ints, num_steps: int) -> Int64s:
-        """See `CostModel.decode_steps_ns`."""
+        """Implement `CostModel.decode_steps_ns`."""
         total: Int64s | int = self._decode_total_ps(len(start), 0)
         for group in self._groups:
             reading = _rounded(self._decode_token_ps * contexts_of_steps(start, num_steps, group.window))
@@ -131,12 +131,12 @@ class Roofline:
     # --- a group of ranks -------------------------------------------------------------------------------------------
 
     def group_step_ns(self, batches: Sequence[Batch | None]) -> int:
-        """See `GroupCostModel.group_step_ns`."""
+        """Implement `GroupCostModel.group_step_ns`."""
         ranks = [self._idle() if batch is None else self._attention(batch) for batch in batches]
         return int(self._group_ns(ranks, 1)[0])
 
     def group_decode_steps_ns(self, starts: Sequence[Ints], num_steps: int) -> Int64s:
-        """See `GroupCostModel.group_decode_steps_ns`."""
+        """Implement `GroupCostModel.group_decode_steps_ns`."""
         ranks = [self._decoding(start, num_steps) if len(start) else self._idle() for start in starts]
         return self._group_ns(ranks, num_steps)
 
@@ -169,7 +169,7 @@ class Roofline:
         return popularity
 
     def attention_ns(self, layer: int, batch: Batch) -> int:
-        """See `StageCostModel.attention_ns`."""
+        """Implement `StageCostModel.attention_ns`."""
         g = next(g for g, group in enumerate(self._groups) if layer in group.layers)
         attention = self._attention(batch)
         reading = round(self._decode_token_ps * int(attention.contexts[g]))
@@ -178,11 +178,11 @@ class Roofline:
         return _ns(own - exchange if self._groups[g].has_experts else own)
 
     def expert_ns(self, num_rows: int) -> int:
-        """See `StageCostModel.expert_ns`."""
+        """Implement `StageCostModel.expert_ns`."""
         return round(self._kernels.one_expert_ns(num_rows))
 
     def sample_ns(self, num_sequences: int) -> int:
-        """See `StageCostModel.sample_ns`."""
+        """Implement `StageCostModel.sample_ns`."""
         return round(self._kernels.head_ns(num_sequences))
 
     # --- parts, in picoseconds --------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ class StagedEngine:
         return step
 
     def decode_steps_ns(self, start: Ints, num_steps: int) -> Int64s:
-        """See `CostModel.decode_steps_ns`."""
+        """Implement `CostModel.decode_steps_ns`."""
         return np.full(num_steps, self.step_ns(Batch(start, np.ones_like(start))), np.int64)
 
     def move_ns(self, num_tokens: int) -> int:
@@ -101,15 +101,15 @@ class StagedEngine:
         return A100.host_copy_ns(num_tokens * self.network.kv_bytes_per_token)
 
     def attention_ns(self, layer: int, batch: Batch) -> int:
-        """See `StageCostModel.attention_ns`."""
+        """Implement `StageCostModel.attention_ns`."""
         return round(self._attention_ns(int(batch.num_tokens.sum())))
 
     def expert_ns(self, num_rows: int) -> int:
-        """See `StageCostModel.expert_ns`."""
+        """Implement `StageCostModel.expert_ns`."""
         return round(self._times.expert_ns + self._times.expert_row_ns * num_rows)
 
     def sample_ns(self, num_sequences: int) -> int:
-        """See `StageCostModel.sample_ns`."""
+        """Implement `StageCostModel.sample_ns`."""
         return round(self._head.head_ns(num_sequences))
 
     def _attention_ns(self, num_tokens: int) -> float:

@@ -125,7 +125,7 @@ class MeasuredCost:
         return f"steps beyond the table were priced by extrapolation: {said}" if said else None
 
     def step_ns(self, batch: Batch) -> int:
-        """See `CostModel.step_ns`."""
+        """Implement `CostModel.step_ns`."""
         num, total = len(batch.start), int(batch.num_tokens.sum())
         if num == total:
             return _ns(self._host_ps(num) + self._decode_step_ps(batch.start))
@@ -142,7 +142,7 @@ class MeasuredCost:
         return _ns(price)
 
     def decode_steps_ns(self, start: Ints, num_steps: int) -> Int64s:
-        """See `CostModel.decode_steps_ns`."""
+        """Implement `CostModel.decode_steps_ns`."""
         num = len(start)
         contexts = int(start.sum()) + num + num * np.arange(num_steps, dtype=np.int64)
         self._longest_context = max(self._longest_context, float(contexts[-1]) / num)

@@ -57,7 +57,7 @@ class TorchDevice:
             self._compute()
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
-        """See `Device.move_blocks`."""
+        """Implement `Device.move_blocks`."""
         self._compute()
         self.pools.move_blocks(moves)
 

@@ -63,7 +63,7 @@ class ExponentialGate:
         self._log_weights = -decay * self.ranks
 
     def choose(self, positions: NDArray[np.int64], token_ids: NDArray[np.int32]) -> NDArray[np.int64]:
-        """See `GateOverride`."""
+        """Implement `GateOverride`."""
         tokens = _token_keys(positions, token_ids)
         experts = np.arange(self._shape.num_experts, dtype=np.uint64)
         chosen = np.empty((len(self._shape.layers), len(tokens), self._shape.num_chosen), np.int64)
@@ -90,7 +90,7 @@ class TraceGate:
         self._seed = _layer_keys(seed, (0,), _ROWS)
 
     def choose(self, positions: NDArray[np.int64], token_ids: NDArray[np.int32]) -> NDArray[np.int64]:
-        """See `GateOverride`."""
+        """Implement `GateOverride`."""
         draws = uniform(self._seed, _token_keys(positions, token_ids))
         return self._rows[(draws * len(self._rows)).astype(np.int64)].transpose(1, 0, 2).astype(np.int64)
 

@@ -114,7 +114,7 @@ class DirectLayer:
         self._correction = (layer.mlp.e_score_correction_bias,) if corrects else ()
 
     def attend(self, hidden: Tensor, arguments: dict[str, Any]) -> Attended:
-        """See `LayerStages`."""
+        """Implement `LayerStages`."""
         stream = hidden[None]
         mixed, _ = self._attention(hidden_states=self._before(stream), **arguments)
         stream = stream + mixed
@@ -123,7 +123,7 @@ class DirectLayer:
         return Attended(stream[0], inputs, ids, weights)
 
     def complete(self, hidden: Tensor, inputs: Tensor, mixed: Tensor | None, total: Tensor) -> Tensor:
-        """See `LayerStages`."""
+        """Implement `LayerStages`."""
         return hidden + self._finish(self._mlp, inputs, total)
 
 
@@ -146,7 +146,7 @@ class ReplayedLayer:
         self._arguments: dict[str, Any] = {}
 
     def attend(self, hidden: Tensor, arguments: dict[str, Any]) -> Attended:
-        """See `LayerStages`."""
+        """Implement `LayerStages`."""
         self._arguments = arguments
         attention = _Recorder(self._layer.get_submodule("self_attn"))
         try:
@@ -158,7 +158,7 @@ class ReplayedLayer:
         raise UnsupportedModelError("A layer did not reach its experts.")
 
     def complete(self, hidden: Tensor, inputs: Tensor, mixed: Tensor | None, total: Tensor) -> Tensor:
-        """See `LayerStages`."""
+        """Implement `LayerStages`."""
         assert mixed is not None
         attention = _Answer(self._layer.get_submodule("self_attn"), mixed[None])
         with _replaced(self._layer, "self_attn", attention), self._experts(lambda *_: total):

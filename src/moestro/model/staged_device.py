@@ -85,7 +85,7 @@ class StagedTorchDevice:
             self._work_ahead()
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
-        """See `StagedDevice.move_blocks`."""
+        """Implement `StagedDevice.move_blocks`."""
         self.pools.move_blocks(moves)
 
     def poll(self, now_ns: int) -> list[StageResult]:

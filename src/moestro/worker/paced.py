@@ -73,7 +73,7 @@ class PacedDevice:
         self._free_at_ns = 0
 
     def launch(self, item: Forward, now_ns: int) -> None:
-        """See `Device.launch`."""
+        """Implement `Device.launch`."""
         price_ns = self._cost.step_ns(Batch(item.units.start, item.units.num_tokens))
         if not self._has_warned and (text := self._warning()) is not None:
             logger.warning("%s", text)
@@ -86,14 +86,14 @@ class PacedDevice:
         raise InvariantError("a paced device was asked to copy KV blocks")
 
     def poll(self, now_ns: int) -> list[StepResult]:
-        """See `Device.poll`."""
+        """Implement `Device.poll`."""
         ready = []
         while self._pending and self._pending[0][0] <= now_ns:
             ready.append(self._pending.popleft()[1])
         return ready
 
     def ready_at_ns(self) -> int | None:
-        """See `Device.ready_at_ns`."""
+        """Implement `Device.ready_at_ns`."""
         return self._pending[0][0] if self._pending else None
 
 
@@ -110,7 +110,7 @@ class FixedAnswers:
         self._words = np.array(words, np.int32)
 
     def of(self, item: Forward, now_ns: int) -> StepResult:
-        """See `Answers.of`."""
+        """Implement `Answers.of`."""
         units = item.units
         samples = units.logits & LOGITS_LAST != 0
         said = self._words.take((units.start + units.num_tokens) % len(self._words))
@@ -135,7 +135,7 @@ class NetworkAnswers:
         self._device = device
 
     def of(self, item: Forward, now_ns: int) -> StepResult:
-        """See `Answers.of`."""
+        """Implement `Answers.of`."""
         self._device.launch(item, now_ns)
         (result,) = self._device.poll(now_ns)
         return result
