@@ -17,7 +17,7 @@ import msgspec
 from moestro import __version__
 
 _PACKAGE = Path(__file__).parents[1]
-_LIBRARIES = ("aiohttp", "msgspec", "numpy", "scipy", "torch", "transformers", "uvloop")
+_LIBRARIES = ("aiohttp", "msgspec", "numpy", "torch", "transformers", "uvloop")
 _HIDDEN = "***"
 
 
@@ -65,7 +65,7 @@ def run_record(kind: str, note: str = "") -> RunRecord:
         moestro=__version__,
         commit=commit_of(_PACKAGE),
         python=platform.python_version(),
-        libraries={name: version(name) for name in _LIBRARIES if name in sys.modules},
+        libraries={name: version(name) for name in _LIBRARIES if sys.modules.get(name) is not None},
         machine=_machine(),
         num_cpus=os.cpu_count() or 0,
         load_average=round(os.getloadavg()[0], 2),
