@@ -7,9 +7,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 OLDEST := $(VENV)/transformers-5.17.0
 
-# One test process for each core. A file stays in one process, so that its servers start once. Files keep their order,
-# because short ones end it.
-PARALLEL := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# One test process more than there are cores, because tests wait for servers. A file stays in one process, so that its
+# servers start once. Files keep their order, because short ones end it.
+PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
+PARALLEL = -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 FAST := core cost config engine flow laws routing wire workload test_architecture.py
 FAST_SKIP := laws/test_schedule_never_changes_the_network.py
 
