@@ -74,7 +74,7 @@ class NullDevice:
 
 
 def one_by_one(view: QueueTable, now_ns: int) -> Run:
-    """Run layers in order, each expert as an item of its own, as an expert worker does."""
+    """Run layers in order, each expert as a separate item, as an expert worker does."""
     layer = int(np.flatnonzero(view.runnable.any(axis=(0, 2)))[0])
     groups = np.flatnonzero(view.runnable[:, layer].any(axis=0))
     return Run(layer, int(groups[-1]), 2**31 - 1, (LS, BE))

@@ -23,7 +23,7 @@ import httptools
 import uvloop
 
 TOKENS, TOKEN_S = 8, 0.005
-PROMPTS = 8  # shared prefixes; every request has a suffix of its own
+PROMPTS = 8  # shared prefixes; the suffix differs between requests
 WARM_UP_S = 0.3
 MODEL = "bench"
 _STREAM = re.compile(rb'"stream"\s*:\s*true')  # some routers rewrite the body
@@ -102,7 +102,7 @@ class Responder(asyncio.Protocol):
 
 
 class Passing(asyncio.Protocol):
-    """A client's connection, forwarded byte for byte to a connection of its own: the lower bound of every router."""
+    """Forwards each client connection byte for byte over a separate connection: the lower bound of every router."""
 
     def connection_made(self, transport):
         self.transport, self.engine, self.early = transport, None, []

@@ -4,7 +4,7 @@
         [--json bench/results/routing/vllm_pair.json]
 
 The load is conversations of four turns, several at a time; the KV cache of one server holds about half of them. Each
-policy has a router of its own in front of the same two servers. In every round the routers take turns, and the servers'
+policy has a separate router in front of the same two servers. In every round the routers take turns, and the servers'
 caches are emptied before each turn. The conversations of a round are the same for every policy. The hit ratio is vLLM's
 own (prefix_cache_hits over prefix_cache_queries), and TTFT is the client's. The router's predictions are listed too, as
 predicted over found tokens.

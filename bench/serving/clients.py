@@ -1,4 +1,4 @@
-"""Runs real clients, unmodified and each in an environment of its own, against `moestro serve` with the demo model.
+"""Runs real clients, unmodified and each in a separate environment, against `moestro serve` with the demo model.
 
     python bench/serving/clients.py --json bench/results/serving/clients.json \\
         [--litellm VENV/bin/python] [--lm-eval VENV/bin/lm_eval] [--aiperf VENV/bin/aiperf]

@@ -74,7 +74,7 @@ class HttpSystem:
 
 
 class InProcessSystem:
-    """transformers' continuous batching in a process of its own, driven through pipes."""
+    """transformers' continuous batching in a separate process, driven through pipes."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -134,7 +134,7 @@ def measure(args: argparse.Namespace, model: Model) -> list[dict[str, object]]:
             runs: dict[str, list[dict[str, float]]] = {name: [] for name in found}
             for number in track(range(args.rounds), description=f"{model.name}, {users} users"):
                 for name, system in found.items():
-                    # Each run has a seed of its own, so that no prefix cache helps.
+                    # Each run has a different seed, so that no prefix cache helps.
                     runs[name].append(system.run(users, model.requests[users], seed=1000 * users + number))
             rows += [summary(model.name, users, name, runs) for name in found]
             for row in rows[-len(found) :]:
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--users", type=int, nargs="+", default=list(USERS), choices=USERS)
     parser.add_argument("--models", nargs="+", default=["demo", "random-640m"], choices=["demo", "random-640m"])
-    parser.add_argument("--vllm", type=Path, help="vLLM's command in a virtual environment of its own")
+    parser.add_argument("--vllm", type=Path, help="vLLM's command in a separate virtual environment")
     parser.add_argument("--transformers", type=Path, help="Python of a virtual environment with transformers and torch")
     args = parser.parse_args()
     conditions = run_record("measured")

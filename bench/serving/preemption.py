@@ -218,14 +218,14 @@ def systems(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Ser
 
 
 def pin(front: psutil.Process) -> None:
-    """Pin each engine to a core of its own, in place of a GPU; the API server and the client share the rest."""
+    """Pin each engine to a separate core, in place of a GPU; the API server and the client share the rest."""
     for process in engine_processes(front):
         process.cpu_affinity([0])
     front.cpu_affinity(list(range(1, os.cpu_count() or 1)) or [0])
 
 
 def measure(args: argparse.Namespace, points: list[Point]) -> Iterator[dict[str, object]]:
-    """Run `send` for each point, one after another, in a process of its own."""
+    """Run `send` for each point, one after another, in a separate process."""
     told = json.dumps([asdict(point) for point in points])
     command = [*shlex.split(args.wrap), sys.executable, __file__, "--points", told]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -341,7 +341,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="folder for the random model and the servers' logs")
     parser.add_argument("--model", choices=["demo", "random-640m"], default="demo")
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
-    parser.add_argument("--vllm", type=Path, help="vLLM's command in a virtual environment of its own")
+    parser.add_argument("--vllm", type=Path, help="vLLM's command in a separate virtual environment")
     parser.add_argument("--rates", type=float, nargs="+", default=[4, 7, 10], help="requests/s")
     parser.add_argument("--claim", type=float, nargs="*", default=[], help="rates that get --rounds rounds")
     parser.add_argument("--rounds", type=int, default=5)

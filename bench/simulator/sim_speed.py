@@ -138,7 +138,7 @@ def ratios(own: dict[str, dict], theirs: dict[str, dict]) -> dict[str, float]:
 
 
 def million() -> dict[str, object]:
-    """Simulate a million requests in a process of its own; return its CPU-seconds and peak memory."""
+    """Simulate a million requests in a separate process; return its CPU-seconds and peak memory."""
     settings = SimSettings(
         workload=WorkloadSettings(**MILLION), engines=SimEngineSettings(count=16, gpu="h200", block_size=64)
     )

@@ -1,4 +1,4 @@
-"""A server in a process of its own, for tests to talk to."""
+"""A server in a separate process, for tests to send requests to."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Reply:
 
 
 def call(server: Running, method: str, path: str, body: object = None, **headers: str) -> Reply:
-    """One request on a connection of its own; a body that is not bytes is sent as JSON."""
+    """Send one request on a new connection. A body that is not bytes is sent as JSON."""
     connection = http.client.HTTPConnection(*server.address, timeout=ANSWER_S)
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     typed = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}

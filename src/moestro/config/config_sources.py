@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from cyclopts import App, ArgumentCollection
+from cyclopts import App, ArgumentCollection, Group, Parameter
 from cyclopts.config import Dict
 
 from moestro.config.config_file import read_config_file
@@ -16,6 +16,17 @@ from moestro.errors import ConfigError
 
 SECRETS = frozenset({"api_key", "engine_api_key", "admin_api_key"})
 _NOT_IN_FILES = frozenset({"config", "print-config"})
+
+
+@Parameter(name="*", group=Group("Configuration", help="Settings from a file.", sort_key=6))
+@dataclass(frozen=True, kw_only=True)
+class ConfigFlags:
+    """Flags of every verb that reads a file of settings."""
+
+    config: Path | None = None
+    "A YAML or TOML file of settings with the names of flags. Flags beat the environment, and both beat the file."
+    print_config: Annotated[bool, Parameter(negative=())] = False
+    "Show every setting and its source, in a form that --config reads, and exit."
 
 
 class ConfigFile:

@@ -19,11 +19,9 @@ from moestro.model.settings import DEMO_MODEL, ModelSettings
 from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access_settings import AccessSettings
 
-CONFIG_GROUP = Group("Configuration", help="Settings from a file.", sort_key=6)
-
 
 def _panel(name: str, text: str, sort_key: int) -> Parameter:
-    """Return the parameter of a settings group whose flags have no prefix and a panel of their own in `--help`."""
+    """Return the parameter of a settings group whose flags have no prefix and a separate panel in `--help`."""
     return Parameter(name="*", group=Group(name, help=text, sort_key=sort_key))
 
 

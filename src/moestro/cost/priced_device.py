@@ -99,7 +99,9 @@ class Scripts:
             slot, serial = int(slots[row]), int(serials[row])
             progress = self._progress.get(serial)
             if progress is None:
-                raise InvariantError(f"no script for sequence {serial}: the device was not told to expect it")
+                raise InvariantError(
+                    f"no script for sequence {serial}: call expect() before its first unit is launched"
+                )
             if progress.slot != _NOBODY and self._serial[progress.slot] == serial:
                 self._serial[progress.slot] = _NOBODY  # preempted and resumed elsewhere: only one slot holds it
             progress.slot = slot

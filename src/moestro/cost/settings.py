@@ -13,7 +13,7 @@ from moestro.errors import ConfigError
 
 PACED = "paced:"  # begins the name of a device whose durations are modelled
 PACED_NETWORK = "qwen3-30b-a3b"
-PACED_QLLM = "paced:qllm"  # not a GPU, but an engine with a cost of its own
+PACED_QLLM = "paced:qllm"  # not a GPU, but an engine with its own cost model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ _RELIABILITY = Group.create_ordered(
 )
 _SERVER = Group.create_ordered("Server", help="The address of the router, the access to it, and its limits.")
 _ADMIN = Group.create_ordered(
-    "Administration", help="A port of its own to add and remove engines and to explain decisions."
+    "Administration", help="A separate port to add and remove engines and to explain decisions."
 )
 _RECORD = Group.create_ordered("Record", help="Decisions and their reasons.")
 

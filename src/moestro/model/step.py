@@ -27,7 +27,7 @@ _T = TypeVar("_T", bound=np.generic)
 # whole piece are not touched.
 _MAX_PIECE_QUERIES, _MIN_PIECE_QUERIES, _MAX_PIECE_PAIRS = 512, 16, 1 << 20
 # One-token units are attended in groups whose K and V are copied out of the pools, padded to the longest. This bounds a
-# group's copies (8 KV heads of 128 in bfloat16: 256 MiB); a unit that reads more is a group of its own. A CPU is up to
+# group's copies (8 KV heads of 128 in bfloat16: 256 MiB); a unit that reads more is a separate group. A CPU is up to
 # four times faster on copies of a few MiB than on large ones; on an accelerator many small calls cost launches.
 _MAX_GROUP_SLOTS, _MAX_GROUP_SLOTS_ON_CPU = 1 << 16, 1 << 12
 

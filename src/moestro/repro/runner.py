@@ -7,13 +7,13 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moestro import __version__
 from moestro.config.run_record import RunRecord, run_record
 from moestro.repro.experiment import Experiment
 from moestro.repro.results import FindingsT, LoadPart, Reproduced, merged, write_result
 from moestro.repro.tables import claims_table
+from moestro.workload.progress import progress_bar
 
 
 def reproduce(
@@ -33,7 +33,7 @@ def reproduce(
     conditions = run_record("simulated")  # before the runs: the checkout may change meanwhile
     parts: dict[str, RunRecord] = {}
     found = []
-    with _bar(console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("", total=sum(map(experiment.num_runs, experiment.loads)))
         for load in experiment.loads:
             path = None if out is None else _part_path(out, name, load)
@@ -98,8 +98,3 @@ def _kept(experiment: Experiment[FindingsT], load: str, path: Path | None) -> Lo
         return None
     is_current = part.conditions.moestro == __version__ and part.plan == _plan(experiment, load)
     return part if is_current else None
-
-
-def _bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)

@@ -188,7 +188,7 @@ def _request(ids: Sequence[int], options: Options, model: ServedModel, request_i
 
 
 def _copy(first: Request, options: Options, copy: int, request_id: str) -> Request:
-    """Return the request with a seed of its own: the client's plus `copy`, as in vLLM, or a random one."""
+    """Return the request with a seed: the client's plus `copy`, as in vLLM, or a random one."""
     sampling = msgspec.structs.replace(first.sampling, seed=_seed(options, copy))
     return msgspec.structs.replace(first, request_id=request_id, sampling=sampling)
 

@@ -20,7 +20,8 @@ from moestro.sim.outcome import SimReport, outcome_of
 from moestro.sim.results import ANSWERED, NOT_YET_NS, Results
 from moestro.sim.scenario import Scenario, make_bounds, make_prices, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings
-from moestro.sim.show import progress
+from moestro.sim.show import REQUESTS_PER_UPDATE
+from moestro.workload.progress import progress
 from moestro.workload.request_record import Header, RequestRecord
 
 RECORDED = "recorded"
@@ -83,7 +84,7 @@ def what_if(record: RequestRecord, policies: Sequence[str], cost: str | None) ->
     )
     runs = [(RECORDED, recorded_results(record))]
     for policy in chosen:
-        with progress(policy.title, len(record)) as advance:
+        with progress(policy.title, len(record), REQUESTS_PER_UPDATE) as advance:
             runs.append((policy.title, run(scenario, policy, advance)))
     report = SimReport(
         workload=scenario.source,

@@ -1,38 +1,16 @@
-"""Terminal output of simulations: a progress bar on standard error, tables on standard output."""
+"""Terminal output of simulations: tables on standard output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from moestro.sim.outcome import PolicyOutcome, SimReport
 from moestro.workload.report import Spread
 
-_BATCH = 256  # requests between two updates: one update costs as much as routing a request
-
-
-@contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a progress bar while the block runs, and yield its advance by one. Without a terminal it is hidden."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=total)
-        count = 0
-
-        def advance() -> None:
-            nonlocal count
-            count += 1
-            if count % _BATCH == 0:
-                bar.update(task, completed=count)
-
-        yield advance
+REQUESTS_PER_UPDATE = 256  # of a progress bar: one update costs as much as routing a request
 
 
 def print_report(console: Console, report: SimReport) -> None:

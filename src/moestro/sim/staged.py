@@ -1,6 +1,6 @@
 """A rank in `preemptive` mode on virtual time: the production scheduler, flow and step policy over priced stages.
 
-Every item is an event of its own; there are no jumps as in `Group`. The rank accepts a request as soon as it arrives,
+Every item is a separate event; there are no jumps as in `Group`. The rank accepts a request as soon as it arrives,
 as a worker's loop does between two items. The current item ends first.
 """
 

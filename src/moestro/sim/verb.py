@@ -14,7 +14,8 @@ from moestro.sim.replay import what_if
 from moestro.sim.results import Results
 from moestro.sim.scenario import make_scenario, run
 from moestro.sim.settings import SimSettings, read_settings
-from moestro.sim.show import print_report, progress
+from moestro.sim.show import REQUESTS_PER_UPDATE, print_report
+from moestro.workload.progress import progress
 from moestro.workload.request_record import read_request_record
 from moestro.workload.slos import Slos
 
@@ -59,7 +60,7 @@ def simulate(settings: SimSettings, directory: Path) -> tuple[SimReport, Runs]:
     """Run the simulation that `settings` describe; relative paths start at `directory`."""
     scenario, runs = make_scenario(settings, directory), []
     for policy in settings.policies:
-        with progress(policy.title, len(scenario.workload)) as advance:
+        with progress(policy.title, len(scenario.workload), REQUESTS_PER_UPDATE) as advance:
             runs.append((policy.title, run(scenario, policy, advance)))
     slos = None if settings.slos is None else Slos(**msgspec.structs.asdict(settings.slos))
     report = SimReport(

@@ -81,7 +81,7 @@ async def listen(
 async def accept(
     protocol: Callable[[], asyncio.Protocol], listener: socket.socket, max_per_address: int | None = None
 ) -> asyncio.Server:
-    """Accept connections, each with a `protocol` of its own.
+    """Accept connections, each with a new `protocol`.
 
     Args:
         max_per_address: Most concurrent connections of one client address; a further one gets 503. None means no limit.
