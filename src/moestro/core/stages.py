@@ -1,8 +1,9 @@
 """Work items smaller than a forward pass, their results, and the device that computes them.
 
-A token in flight occupies a *row* of the device while it is in the network: its residual stream. Between the attention
-and the end of the experts of a layer it also occupies a *place*: the input and the outputs of its experts. The executor
-allocates both. A place is free again when the layer is complete, and a row when the unit's result is there.
+A token in flight occupies a *row* of the device while it is in the network: its residual stream. From a layer's gate
+until the next attention has added the experts' contributions, it also occupies a *place*: the input of its experts, and
+one slot for each contribution. The executor allocates both. *Guest places* hold the inputs and contributions of tokens
+whose rows are on other devices; their numbers follow those of the device's own places.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ class StageShape:
 
     Attributes:
         is_sparse: whether each layer has routed experts.
-        num_experts: largest number of physical experts in a layer; 0 for a dense network.
+        num_experts: largest number of the device's physical experts (slots) in a layer; 0 for a dense network, and for
+            a device without experts.
         num_chosen: experts that a token visits in a layer; 0 for a dense network.
-        num_rows: tokens that may be in the network at once.
-        num_places: tokens that may be between the attention and the end of the experts at once.
+        num_rows: tokens that may be in the network at once; 0 for a device without attention.
+        num_places: tokens that may be between a gate and the next attention at once.
+        num_guests: tokens of other devices that may be among this device's experts at once.
     """
 
     is_sparse: tuple[bool, ...]
@@ -36,6 +39,7 @@ class StageShape:
     num_chosen: int
     num_rows: int
     num_places: int
+    num_guests: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -44,35 +48,54 @@ class StageShape:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Merges:
+    """Tokens of an item whose experts' contributions are added before the item begins.
+
+    Contributions are added in ascending logical expert id in float32 (float64 in float64). A token's new place may be
+    the one that is merged.
+
+    Attributes:
+        rows, places: int32[m], a subset of the item's tokens in their order, usually all or none of them.
+    """
+
+    rows: Int32s
+    places: Int32s
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Attention:
     """Item: a layer up to and including its gate, for whole units.
 
-    In layer 0 the embedding comes first. A dense layer is computed completely.
+    In layer 0 the embedding comes first. The layer before is completed first for tokens that have contributions of its
+    experts. A dense layer is computed completely.
 
     Attributes:
         layer: the layer.
         units: n units. The same object as in an earlier item means the same units.
         rows, places: int32[tokens], of the units' concatenated tokens; a dense layer gets no places.
+        merges: tokens whose place holds all contributions of layer `layer - 1`.
     """
 
     layer: int
     units: Units
     rows: Int32s
     places: Int32s
+    merges: Merges
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
-    """Item: expert batches of one layer, one after another, and the layer's end for tokens without missing experts.
+    """Item: expert batches of one layer, one after another.
 
     Attributes:
         layer: the layer.
-        experts: int32[m], distinct physical experts in the order in which they run.
+        experts: int32[m], distinct physical experts (slots) in the order in which they run.
         counts: int32[m], tokens of each expert, at least 1.
-        places: int32[sum of counts], of these tokens, ordered by expert.
-        choices: int32[sum of counts], index of the expert among the token's experts, in ascending expert id.
-        complete_rows, complete_places: int32[c], tokens that lack no other expert after these batches. Their experts'
-            contributions are added in ascending expert id, and the layer's output goes to the row.
+        places: int32[sum of counts], own or guest places of these tokens, ordered by expert.
+        choices: int32[sum of counts], index of the expert among the token's experts, in ascending logical expert id.
     """
 
     layer: int
@@ -80,8 +103,6 @@ class Experts:
     counts: Int32s
     places: Int32s
     choices: Int32s
-    complete_rows: Int32s
-    complete_places: Int32s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,6 +115,7 @@ class Passage:
             number means no stop.
         units: n units, as in `Attention`.
         rows, places: int32[tokens], as in `Attention`; a dense network gets no places.
+        merges: as in `Attention`.
     """
 
     layer: int
@@ -101,6 +123,7 @@ class Passage:
     units: Units
     rows: Int32s
     places: Int32s
+    merges: Merges
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,10 +133,12 @@ class Sample:
     Attributes:
         units: n units.
         rows: int32[tokens], of the units' concatenated tokens.
+        merges: tokens whose place holds all contributions of the last layer.
     """
 
     units: Units
     rows: Int32s
+    merges: Merges
 
 
 StageItem = Attention | Experts | Passage | Sample
@@ -124,7 +149,7 @@ class AttentionDone:
     """Result of an `Attention`.
 
     Attributes:
-        topk_ids: int32[tokens, chosen], each token's experts in ascending id. None for a dense layer.
+        topk_ids: int32[tokens, chosen], each token's logical experts in ascending id. None for a dense layer.
     """
 
     topk_ids: Int32s | None
@@ -135,7 +160,7 @@ class ExpertsDone:
     """Result of an `Experts`.
 
     Attributes:
-        num_batches: batches that were done. The tokens are complete only if all batches were done.
+        num_batches: batches that were done, in the order of the item; fewer than all only after a withdrawal.
     """
 
     num_batches: int
@@ -147,8 +172,8 @@ class Stopped:
 
     Attributes:
         layer: the layer in which the units are now.
-        topk_ids: as in `AttentionDone`; the units are among the layer's experts. None means that the units are before
-            the layer's attention.
+        topk_ids: as in `AttentionDone`; the units are among the layer's experts, with their state in their places. None
+            means that the units are before the layer's attention, with no contribution left to add.
         first_open: experts with lower ids have contributed, the others have not.
         expert_counts: int64[layers, experts], tokens that each expert computed. None for a dense network.
     """
