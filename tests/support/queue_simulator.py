@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
+from support.queue_tables import table_of
 
 from moestro.core.views import ATTENTION, NOBODY_WAITS_NS, NUM_CLASSES, QueueTable, StepPolicy, Wait
 
@@ -92,8 +93,7 @@ class QueueSimulator:
         for at, since in self._waiting.items():
             if since:
                 n[at], oldest_ns[at] = len(since), since[0]
-        passed = np.zeros(shape, np.int64)
-        return QueueTable(n, oldest_ns, passed, n > 0, n[:, :, 1:].sum(axis=2, dtype=np.int32), 1 << 20)
+        return table_of(n, oldest_ns)
 
 
 def run_with_arrivals(simulator: QueueSimulator, num_runs: int, *, every_ns: int, classes: tuple[int, ...]) -> None:

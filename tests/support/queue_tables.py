@@ -14,13 +14,17 @@ ATTENTION_WORKER, EXPERT_WORKER, COLOCATED = KINDS = "attention worker", "expert
 
 
 def table_of(n: np.ndarray, oldest_ns: np.ndarray | None = None) -> QueueTable:
-    """Make a table in which all waiting tokens can run, int[classes, layers + 1, 1 + experts]; they came at time 0."""
+    """Make a table in which all waiting tokens can run, int[classes, layers + 1, 1 + experts]; they came at time 0.
+
+    All of them are decodes.
+    """
     n = n.astype(np.int32)
     since = np.zeros(n.shape, np.int64) if oldest_ns is None else oldest_ns
     passed = np.zeros(n.shape, np.int64)
     waits = n > 0
     ages = np.where(waits, since, NOBODY_WAITS_NS)
-    return QueueTable(n, ages, passed, waits, n[:, :, 1:].sum(axis=2, dtype=np.int32), 1 << 20)
+    of_experts = n[:, :, 1:].sum(axis=2, dtype=np.int32)
+    return QueueTable(n, ages, passed, waits, of_experts, 1 << 20, np.zeros_like(of_experts))
 
 
 def queues(

@@ -134,6 +134,7 @@ def of_class(view: QueueTable, service_class: int) -> QueueTable:
         passed_ns=view.passed_ns[own],
         runnable=view.runnable[own],
         num_expert_tokens=view.num_expert_tokens[own],
+        num_prefill_tokens=view.num_prefill_tokens[own],
     )
 
 
