@@ -20,6 +20,8 @@ from moestro.core.stages import (
     AttentionDone,
     Experts,
     ExpertsDone,
+    Merge,
+    Merged,
     Passage,
     Sample,
     StageItem,
@@ -170,6 +172,7 @@ class PricedStages:
     Attributes:
         shape: numbers of layers, experts, rows and places.
         works_when_polled: False.
+        busy_ns: time of the items that were taken, without the host's.
     """
 
     works_when_polled = False
@@ -189,7 +192,7 @@ class PricedStages:
         self._expert_ns = _ExpertPrices(cost)
         self._decode_choices = DecodeChoices(setup.gate, self.shape.num_layers) if setup.gate else None
         self._launched: deque[_PricedItem] = deque()
-        self._moved_at_ns = 0
+        self._moved_at_ns = self.busy_ns = 0
         self._host_free_ns = 0
 
     def launch(self, item: StageItem, now_ns: int) -> None:
@@ -209,6 +212,8 @@ class PricedStages:
                 keys = self._keys(item.units)
                 counts = self._count(item, keys)
                 ends_ns, stands = self._pieces(item, counts)
+            case Merge():
+                ends_ns = [0]  # a few kernels' worth; an attention's price contains it
             case Sample():
                 ends_ns = [self._cost.sample_ns(len(item.units))]
         self._launched.append(_PricedItem(item, may_start_ns, start_ns, ends_ns, len(ends_ns), keys, stands, counts))
@@ -222,7 +227,9 @@ class PricedStages:
         """Implement `StagedDevice.poll`."""
         results: list[StageResult] = []
         while self._launched and self._launched[0].ready_ns <= now_ns:
-            results.append(self._result(self._launched.popleft(), now_ns))
+            launched = self._launched.popleft()
+            self.busy_ns += launched.ready_ns - launched.start_ns
+            results.append(self._result(launched, now_ns))
         return results
 
     def withdraw(self, now_ns: int) -> None:
@@ -237,6 +244,18 @@ class PricedStages:
     def ready_at_ns(self) -> int | None:
         """Implement `StagedDevice.ready_at_ns`."""
         return self._launched[0].ready_ns if self._launched else None
+
+    def read_inputs(self, places: Int32s) -> None:
+        """Implement `StagedDevice.read_inputs`: nothing is computed."""
+
+    def store_inputs(self, places: Int32s, inputs: object) -> None:
+        """Implement `StagedDevice.store_inputs`: nothing is computed."""
+
+    def read_contributions(self, places: Int32s, choices: Int32s) -> None:
+        """Implement `StagedDevice.read_contributions`: nothing is computed."""
+
+    def store_contributions(self, places: Int32s, choices: Int32s, contributions: object) -> None:
+        """Implement `StagedDevice.store_contributions`: nothing is computed."""
 
     # --- pieces -----------------------------------------------------------------------------------------------------
 
@@ -289,6 +308,8 @@ class PricedStages:
                 return ExpertsDone(launched.num_pieces)
             case Attention(layer, units):
                 return AttentionDone(self._chosen(launched, units, layer))
+            case Merge():
+                return Merged()
             case Sample(units):
                 return self._answered(units, now_ns, None)
             case Passage() as item:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.clock import FOREVER_NS
 from moestro.core.request import Request
 from moestro.core.script import Script
 from moestro.core.stages import NUM_PLANS
@@ -73,6 +74,7 @@ class StagedRank:
         output = self._rank.collect(now_ns)
         self.seats[0].forget_ended(output)
         self._rank.begin(now_ns)
-        self.next_ns = self._rank.ready_at_ns()
+        ready_ns = self._rank.ready_at_ns()
+        self.next_ns = None if ready_ns == FOREVER_NS else ready_ns
         self.seats[0].publish_step_ends((now_ns,))
         return [output]

@@ -1,0 +1,192 @@
+"""A group in `async` mode on virtual time: the production scheduler, flow and step policies over priced workers.
+
+Every item and every message is an event of its own. Workers wait for nobody but the tokens that they lack.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.clock import FOREVER_NS
+from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.hops import Message
+from moestro.core.request import Request
+from moestro.core.script import Script
+from moestro.core.views import StepPolicy
+from moestro.cost.gate import PopularityGate
+from moestro.cost.links import Machines
+from moestro.cost.model import StageCostModel
+from moestro.cost.priced_device import Scripts
+from moestro.cost.priced_stages import HostOverhead, PricedStages, StageSetup, worker_shape
+from moestro.engine.rank import Rank
+from moestro.engine.scheduler import Scheduler
+from moestro.engine.settings import SchedulerSettings
+from moestro.engine.step_output import StepOutput
+from moestro.flow.dispatcher import PeerSettings
+from moestro.flow.executor import FlowExecutor
+from moestro.sim.group import Seat
+from moestro.sim.virtual_links import VirtualLinks
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupLayout:
+    """The workers of a group. The first `num_homes` have attention; those with slots in the table have experts.
+
+    Attributes:
+        num_homes: attention workers.
+        table: where experts live.
+        machines: machine of each worker, and the links between them.
+        gate: draws the experts of each token.
+        policy_of: makes the step policy of a worker, by its number.
+        host: time of the engine's own code for each item.
+        launch_ahead: items with a device at once; with 2 the host prepares an item while another one runs.
+        credits: tokens of one home that may be among one expert worker's experts at once. None means all of a home's.
+    """
+
+    num_homes: int
+    table: ExpertTable
+    machines: Machines
+    gate: PopularityGate
+    policy_of: Callable[[int], StepPolicy]
+    host: HostOverhead = HostOverhead()
+    launch_ahead: int = 1
+    credits: int | None = None
+
+
+class WorkerGroup:
+    """Homes and expert workers on virtual time; implements `sim.engine.Ranks`.
+
+    Args:
+        settings: scheduler settings of each home.
+        layout: the workers.
+        cost_of: prices of each worker's stages, by its number.
+
+    Attributes:
+        seats: the homes.
+        devices, executors: of each worker.
+        links: between the workers.
+        tells_prefill: False, because steps overlap and no time belongs to one plan.
+        num_events: items that ended and messages that arrived.
+    """
+
+    tells_prefill = False
+
+    def __init__(
+        self, settings: SchedulerSettings, layout: GroupLayout, cost_of: Callable[[int], StageCostModel]
+    ) -> None:
+        self.began_ns = 0
+        self.ends: Int64s | None = None
+        self._layout, self._settings = layout, settings
+        self._network = cost_of(0).network
+        self.links = VirtualLinks(layout.machines, self._network.hidden_size, self._on_send)
+        self._events: list[tuple[int, int, int, Message | None]] = []  # time, number, worker, message
+        self._num_pushed = self.num_events = 0
+        self.seats: list[Seat] = []
+        self.devices: list[PricedStages] = []
+        self.executors: list[FlowExecutor] = []
+        for worker in range(len(layout.table.logical_of)):
+            self._add_worker(worker, cost_of(worker))
+        self._wakes_ns = [FOREVER_NS] * len(self.executors)
+
+    def _add_worker(self, worker: int, cost: StageCostModel) -> None:
+        settings, layout, is_home = self._settings, self._layout, worker < self._layout.num_homes
+        # A sequence has one unit in flight, and most units are decodes.
+        num_rows = settings.max_num_seqs + settings.max_num_batched_tokens
+        credits = layout.credits or num_rows
+        has_slots = layout.table.logical_of[worker] != EMPTY
+        shape = worker_shape(
+            self._network,
+            num_rows=num_rows if is_home else 0,
+            num_places=num_rows if is_home else 0,
+            num_slots=layout.table.logical_of.shape[2] if has_slots.any() else 0,
+            num_guests=credits * layout.num_homes if has_slots.any() else 0,
+        )
+        setup = StageSetup(
+            shape=shape, block_size=settings.block_size, gate=layout.gate if is_home else None, host=layout.host
+        )
+        scripts = Scripts(settings.block_size)
+        device = PricedStages(cost, setup, lambda units, _: scripts.answer(units), scripts.request_keys)
+        peers = PeerSettings(
+            worker=worker, num_workers=len(layout.table.logical_of), table=layout.table, credits=credits
+        )
+        executor = FlowExecutor(device, layout.policy_of(worker), layout.launch_ahead, peers, self.links)
+        self.devices.append(device)
+        self.executors.append(executor)
+        if is_home:
+            self.seats.append(Seat(Rank(Scheduler(settings, executor.recall), executor), scripts))
+
+    # --- Ranks ------------------------------------------------------------------------------------------------------
+
+    @property
+    def next_ns(self) -> int | None:
+        """Time of the next event. None means that the group is idle."""
+        return self._events[0][0] if self._events else None
+
+    def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
+        """Add a request to a home's waiting queue; the home plans at once.
+
+        Returns:
+            Serial number of the request on that home.
+
+        Raises:
+            RequestError: the home refuses the request; no state has changed.
+        """
+        serial = self.seats[seat].add(request, script, now_ns)
+        self._push(now_ns, seat, None)
+        return serial
+
+    def catch_up(self, before_ns: int) -> None:
+        """Return without effect, because there are no jumps."""
+
+    def turn(self, now_ns: int) -> list[StepOutput]:
+        """Handle events until requests gain tokens or time goes on, and return each home's step output."""
+        self.began_ns = now_ns
+        outputs = [StepOutput() for _ in self.seats]
+        while self._events and self._events[0][0] == now_ns:
+            _, _, worker, message = heapq.heappop(self._events)
+            if message is not None:
+                self.executors[worker].receive(message, now_ns)
+            output = self._step(worker, now_ns)
+            self.num_events += 1
+            if output is not None:
+                outputs[worker] = output
+                break
+        return outputs
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def _on_send(self, message: Message, arrives_ns: int) -> None:
+        self._push(arrives_ns, message.hop.dst, message)
+
+    def _push(self, at_ns: int, worker: int, message: Message | None) -> None:
+        self._num_pushed += 1
+        heapq.heappush(self._events, (at_ns, self._num_pushed, worker, message))
+
+    def _step(self, worker: int, now_ns: int) -> StepOutput | None:
+        """Take what a worker has done, and start what it can. Returns what requests of a home gained, if any."""
+        executor, output = self.executors[worker], None
+        if worker < len(self.seats):
+            seat = self.seats[worker]
+            output = seat.rank.collect(now_ns)
+            seat.rank.begin(now_ns)
+            if output.sequences:
+                seat.forget_ended(output)
+                seat.publish_step_ends((now_ns,))
+            else:
+                output = None
+        else:
+            executor.poll(now_ns)
+            executor.start(now_ns)
+        ready_ns = executor.ready_at_ns()
+        assert ready_ns is not None, "a priced device knows when it is ready"
+        if ready_ns < FOREVER_NS and (ready_ns != self._wakes_ns[worker] or ready_ns <= now_ns):
+            self._push(ready_ns, worker, None)
+            self._wakes_ns[worker] = ready_ns
+        return output
