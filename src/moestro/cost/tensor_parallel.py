@@ -44,22 +44,21 @@ def network_share(network: NetworkShape, num_gpus: int, num_kv_heads: int) -> Ne
 
 
 def _attention_share(attention: AttentionShape, num_gpus: int, num_kv_heads: int) -> AttentionShape:
-    flops = {
-        "decode_flops": attention.decode_flops / num_gpus,
-        "prefill_flops": attention.prefill_flops / num_gpus,
-        "expand_flops": attention.expand_flops / num_gpus,
-    }
+    projections: tuple[tuple[int, int], ...]
+    kv_bytes = attention.kv_bytes_per_token
     if attention.expand_flops:  # latent attention: queries, latent, up, out
-        *queries, latent, (up, rank), (hidden, values) = attention.projections
-        *lows, (query, low) = queries
+        *lows, (query, low), latent, (up, rank), (hidden, values) = attention.projections
         projections = (*lows, (query // num_gpus, low), latent, (up // num_gpus, rank), (hidden, values // num_gpus))
-        return replace(attention, projections=projections, **flops)
-    (rows, hidden), (_, query) = attention.projections
-    kv_share = max(num_gpus, num_kv_heads) // num_gpus / num_kv_heads  # of all heads, at least one of them
-    kept = round((rows - query) * kv_share)
-    return replace(
-        attention,
-        projections=((query // num_gpus + kept, hidden), (hidden, query // num_gpus)),
-        kv_bytes_per_token=round(attention.kv_bytes_per_token * kv_share),
-        **flops,
+    else:
+        (rows, hidden), (_, query) = attention.projections
+        kv_share = max(num_gpus, num_kv_heads) // num_gpus / num_kv_heads  # of all heads; at least one head
+        kv_rows = round((rows - query) * kv_share)
+        projections = ((query // num_gpus + kv_rows, hidden), (hidden, query // num_gpus))
+        kv_bytes = round(kv_bytes * kv_share)
+    return AttentionShape(
+        projections=projections,
+        kv_bytes_per_token=kv_bytes,
+        decode_flops=attention.decode_flops / num_gpus,
+        prefill_flops=attention.prefill_flops / num_gpus,
+        expand_flops=attention.expand_flops / num_gpus,
     )

@@ -6,19 +6,21 @@ step may be cut into micro-batches; each rank cuts its own batch by tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.expert_table import ExpertTable
 from moestro.cost.model import Batch, Int64s, StageCostModel
 from moestro.cost.roofline import HostCost
 from moestro.sim.exchanges import FREE, Exchange
+from moestro.sim.expert_rows import ExpertPrices, SlotRows
 
 Keys = NDArray[np.uint64]
+Floats = NDArray[np.float64]
 
 NO_HOST = HostCost(step_ns=0, sequence_ns=0)
 
@@ -46,6 +48,8 @@ class Deployment:
         exchange: prices of the collectives.
         host: cost of the engine's own code in a step; the GPUs wait for it.
         slowdown: float64[workers], factor on the stage times of each worker. None means 1 for all.
+        jitter: draws factors on stage times, in a given shape. None means 1 for all. A layer's micro-batches share
+            their factor, so choosing their number gains nothing from luck.
     """
 
     cost: StageCostModel
@@ -54,7 +58,8 @@ class Deployment:
     num_ranks: int
     exchange: Exchange = FREE
     host: HostCost = NO_HOST
-    slowdown: NDArray[np.float64] | None = None
+    slowdown: Floats | None = None
+    jitter: Callable[[tuple[int, ...]], Floats] | None = None
 
     @property
     def num_workers(self) -> int:
@@ -100,51 +105,6 @@ class KeyedBatch:
     keys: Keys
 
 
-class _ExpertPrices:
-    """Prices of one expert by number of rows, computed once for each number."""
-
-    def __init__(self, cost: StageCostModel) -> None:
-        self._cost = cost
-        self._prices: Int64s = np.zeros(1, np.int64)
-
-    def of(self, rows: Int64s) -> Int64s:
-        """Return the time of a call over each number of rows, in the shape of `rows`; no rows take no time."""
-        most = int(rows.max(initial=0))
-        if most >= len(self._prices):
-            missing = range(len(self._prices), max(2 * len(self._prices), most + 1))
-            added = np.array([self._cost.expert_ns(num_rows) for num_rows in missing], np.int64)
-            self._prices = np.concatenate([self._prices, added])
-        return self._prices[rows]
-
-
-class _Slots:
-    """Slots of a table, as the indices that turn counts of logical experts into rows of slots.
-
-    An expert's tokens are spread evenly over its live copies. The remainder goes to another copy for each source rank.
-    """
-
-    def __init__(self, table: ExpertTable) -> None:
-        live = table.logical_of != EMPTY
-        live &= table.is_alive[:, None, None]
-        self.is_live = live
-        self.expert = np.where(live, table.logical_of, 0)
-        self.layer = np.arange(live.shape[1])[None, :, None]
-        copies = table.num_copies * table.is_alive[:, None, None]
-        self.num_copies: Int64s = copies.sum(axis=0)[self.layer, self.expert]
-        before = copies.cumsum(axis=0) - copies
-        self.index: Int64s = before[np.arange(len(live))[:, None, None], self.layer, self.expert]
-        self.has_copies = bool((self.num_copies > 1)[live].any())
-
-    def rows(self, counts: Int64s) -> Int64s:
-        """int64[parts, sources, workers, layers, slots] from int64[parts, sources, layers, experts]."""
-        rows: Int64s = counts[:, :, self.layer, self.expert]
-        if self.has_copies:
-            source = np.arange(counts.shape[1])[:, None, None, None]
-            rows = (rows + self.num_copies - 1 - (self.index + source) % self.num_copies) // self.num_copies
-        rows *= self.is_live
-        return rows
-
-
 class StepPricer:
     """Turns the batches of a step into stage times.
 
@@ -161,9 +121,9 @@ class StepPricer:
         sparse = [layer for group in network.groups if group.has_experts for layer in group.layers]
         self.sparse: Int64s = np.sort(np.array(sparse, np.int64))
         self.column_starts: Int64s = np.append(0, self.sparse + 1)
-        self.slots = _Slots(deployment.table)
+        self.slots = SlotRows(deployment.table)
         self.holds_experts: NDArray[np.bool_] = self.slots.is_live.any(axis=(1, 2))
-        self.expert_prices = _ExpertPrices(deployment.cost)
+        self.expert_prices = ExpertPrices(deployment.cost)
         # Sources matter only to what is exchanged and to the choice of a copy. Drawing for all at once is faster.
         self.joins_sources = deployment.exchange.is_free and not self.slots.has_copies
 
@@ -193,6 +153,7 @@ class DrawnStep:
         # int64[ranks, segments + 1], first token of each segment of each rank
         self._cuts: Int64s = num_tokens[:, None] * np.arange(pricer.num_segments + 1) // pricer.num_segments
         self._counts = None if deployment.gate is None else self._draw(deployment.gate)
+        self._factors = self._draw_factors()
         self.expert_counts: Int64s | None = None if self._counts is None else self._counts.sum(axis=(0, 1))
 
     def micro_batches(self, num_parts: int) -> MicroBatchTimes:
@@ -213,11 +174,19 @@ class DrawnStep:
                 sent, num_tokens = rows.sum(axis=-1), np.diff(cuts)
                 for part in range(num_parts):
                     exchange_ns[part] = deployment.exchange.exchange_ns(sent[part], num_tokens[:, part])
-        if deployment.slowdown is not None:
-            slowdown = deployment.slowdown[:, None]
-            attention_ns = np.rint(attention_ns * slowdown[: deployment.num_ranks]).astype(np.int64)
-            experts_ns = np.rint(experts_ns * slowdown).astype(np.int64)
+        if self._factors is not None:
+            attention_ns = np.rint(attention_ns * self._factors[0, : deployment.num_ranks]).astype(np.int64)
+            experts_ns = np.rint(experts_ns * self._factors[1, :, :num_sparse]).astype(np.int64)
         return MicroBatchTimes(attention_ns, experts_ns, exchange_ns, self._overhead_ns())
+
+    def _draw_factors(self) -> Floats | None:
+        """float64[2, workers, S + 1], factors on attention and on experts."""
+        deployment = self._pricer.deployment
+        if deployment.slowdown is None and deployment.jitter is None:
+            return None
+        shape = (2, deployment.num_workers, len(self._pricer.sparse) + 1)
+        factors = np.ones(shape) if deployment.jitter is None else deployment.jitter(shape)
+        return factors if deployment.slowdown is None else factors * deployment.slowdown[:, None]
 
     def _draw(self, gate: Gate) -> Int64s:
         """int64[segments, sources, layers, experts], tokens that visit each expert; one source if they are joined."""

@@ -61,7 +61,9 @@ class LockStepGroup:
     @property
     def stall_shares(self) -> NDArray[np.float64]:
         """float64[workers], share of the steps' time for which each worker waits; zeros before the first step."""
-        shares: NDArray[np.float64] = 1 - self.busy_ns / self.stepping_ns if self.stepping_ns else self.busy_ns * 0.0
+        if not self.stepping_ns:
+            return np.zeros(len(self.busy_ns))
+        shares: NDArray[np.float64] = 1 - self.busy_ns / self.stepping_ns
         return shares
 
     def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
