@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.cost.gating import Gating, even_gating, zipf_popularity
+from moestro.cost.gating import Gating, even_gating
 from moestro.cost.gpus import Gpu
 from moestro.cost.kernels import Chunks, Kernels
 from moestro.cost.model import Batch, Int64s, Ints
 from moestro.cost.networks import LayerGroup, NetworkShape
+from moestro.cost.popularity import zipf_popularity
 
 PS_PER_NS = 1000
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moestro.cost.gating import even_gating, zipf_popularity
+from moestro.cost.gating import even_gating
 from moestro.cost.gpus import A100
 from moestro.cost.hf_config import network_named
 from moestro.cost.kernels import Kernels
 from moestro.cost.model import Batch, Int64s, Ints
 from moestro.cost.networks import NetworkShape
+from moestro.cost.popularity import zipf_popularity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
