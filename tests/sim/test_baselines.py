@@ -14,8 +14,9 @@ from support.plain_stages import DealingGate, OneExpertGate, PlainStages, decode
 
 from moestro.core.expert_table import ExpertTable, spread_evenly
 from moestro.cost.gate import PopularityGate
-from moestro.cost.gating import zipf_popularity
+from moestro.cost.links import NVSWITCH_A100, Link, Machines
 from moestro.cost.model import Batch
+from moestro.cost.popularity import zipf_popularity
 from moestro.cost.roofline import HostCost
 from moestro.errors import ConfigError
 from moestro.sim.baselines import (
@@ -29,7 +30,7 @@ from moestro.sim.baselines import (
     with_stalls,
 )
 from moestro.sim.drawn_step import KeyedBatch
-from moestro.sim.exchanges import FREE, AllReduce, AllToAll
+from moestro.sim.exchanges import FREE, AllReduce, AllToAll, all_reduce, all_to_all, all_to_all_of
 from moestro.sim.expert_rows import SlotRows
 
 LINK = AllToAll(start_ns=500, bytes_per_s=1e9, row_bytes=40)  # 40 ns a row
@@ -100,6 +101,21 @@ def test_a_row_crosses_once_for_each_worker_however_many_experts_it_visits_there
     assert step.micro_batches(1).exchange_ns.tolist() == [[500 + 5 * 40]]
 
 
+def test_machines_exchange_over_both_links_at_once_and_the_slower_one_counts():
+    """Four ranks on two machines, one expert each; every rank has 4 tokens for every expert."""
+    cost = PlainStages(network(num_layers=1, num_experts=4))
+    fast = Link(name="fast", message_ns=100, latency_ns=50, bytes_per_s=8192 * 1e9 / 1)  # a row in 1 ns
+    slow = Link(name="slow", message_ns=200, latency_ns=300, bytes_per_s=8192 * 1e9 / 10)
+    machines = Machines(machine_of=(0, 0, 1, 1), within=fast, across=slow)
+    deployment = expert_parallel(cost, DealingGate(4), 4, all_to_all_of(machines, cost.network))
+    times = step_of(deployment, [decodes(range(16))] * 4).micro_batches(1)
+    assert times.exchange_ns.tolist() == [[500 + 8 * 10]]
+    alone = Machines(machine_of=(0, 0, 0, 0), within=fast, across=slow)
+    assert all_to_all_of(alone, cost.network) == all_to_all(fast, cost.network)
+    deployment = replace(deployment, exchange=all_to_all(fast, cost.network))
+    assert step_of(deployment, [decodes(range(16))] * 4).micro_batches(1).exchange_ns.tolist() == [[150 + 12]]
+
+
 def test_a_replica_pays_two_all_reduces_in_every_layer():
     cost = PlainStages(network(num_layers=3, dense=(1,)))
     ring = AllReduce(num_gpus=4, start_ns=100, bytes_per_s=1e9, row_bytes=40)
@@ -108,7 +124,7 @@ def test_a_replica_pays_two_all_reduces_in_every_layer():
     paid = lock_step(step_of(plain_replica(cost, DealingGate(8), ring), batches))
     assert paid.duration_ns - free.duration_ns == 3 * 2 * (100 + 2 * 3 / 4 * 10 * 40)
     assert paid.busy_ns.tolist() == free.busy_ns.tolist()
-    alone = replace(ring, num_gpus=1)
+    alone = all_reduce(NVSWITCH_A100, cost.network, 1)
     assert alone.is_free
     assert lock_step(step_of(plain_replica(cost, DealingGate(8), alone), batches)) == free
 

@@ -10,8 +10,8 @@ from support.plain_stages import DealingGate, OneExpertGate, PlainStages, networ
 from support.routers import router
 
 from moestro.cost.gate import PopularityGate
-from moestro.cost.gating import zipf_popularity
 from moestro.cost.model import Batch
+from moestro.cost.popularity import zipf_popularity
 from moestro.engine.settings import SchedulerSettings
 from moestro.sim.arrivals import AtTimes
 from moestro.sim.baselines import (

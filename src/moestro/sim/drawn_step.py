@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.expert_table import ExpertTable
+from moestro.core.token_keys import Keys
 from moestro.cost.model import Batch, Int64s, StageCostModel
 from moestro.cost.roofline import HostCost
 from moestro.sim.exchanges import FREE, Exchange
 from moestro.sim.expert_rows import ExpertPrices, SlotRows
 
-Keys = NDArray[np.uint64]
 Floats = NDArray[np.float64]
 
 NO_HOST = HostCost(step_ns=0, sequence_ns=0)
@@ -98,7 +98,7 @@ class KeyedBatch:
 
     Attributes:
         batch: the units.
-        keys: uint64[tokens], of the units' concatenated tokens.
+        keys: uint64[tokens], keys of `core.token_keys` of the units' concatenated tokens.
     """
 
     batch: Batch

@@ -9,9 +9,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.cost.links import Link, Machines
+from moestro.cost.networks import NetworkShape
+
 Int64s = NDArray[np.int64]
 
 _NS = 1e9
+_ACTIVATION_BYTES = 2
 
 
 class Exchange(Protocol):
@@ -79,6 +83,36 @@ FREE = AllToAll(start_ns=0, bytes_per_s=math.inf, row_bytes=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MachinesAllToAll:
+    """All-to-all between workers on several machines: rows inside a machine and between machines cross at once.
+
+    Attributes:
+        within, across: prices of either kind of row; the slower one sets the time.
+        machine_of: machine of each worker.
+    """
+
+    within: AllToAll
+    across: AllToAll
+    machine_of: tuple[int, ...]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether every exchange takes no time."""
+        return self.within.is_free and self.across.is_free
+
+    def exchange_ns(self, sent: Int64s, num_tokens: Int64s) -> Int64s:
+        """Implement `Exchange.exchange_ns`."""
+        machine = np.array(self.machine_of)
+        stays = (machine[: len(sent), None] == machine)[:, :, None]
+        within_ns = self.within.exchange_ns(sent * stays, num_tokens)
+        return np.maximum(within_ns, self.across.exchange_ns(sent * ~stays, num_tokens))
+
+    def dense_layer_ns(self, num_tokens: int) -> int:
+        """Return 0, because a layer without routed experts needs no exchange."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduce:
     """All-reduce inside a tensor-parallel replica, after attention and after the experts of every layer.
 
@@ -114,3 +148,34 @@ class AllReduce:
             return 0
         crossing = 2 * (self.num_gpus - 1) / self.num_gpus * num_tokens * self.row_bytes
         return round(self.start_ns + crossing / self.bytes_per_s * _NS)
+
+
+# --- over links -------------------------------------------------------------------------------------------------------
+
+
+def all_to_all(link: Link, network: NetworkShape) -> AllToAll:
+    """Price an all-to-all whose workers all have this link, for hidden states of 2 bytes an element."""
+    return AllToAll(
+        start_ns=link.message_ns + link.latency_ns,
+        bytes_per_s=link.bytes_per_s,
+        row_bytes=_ACTIVATION_BYTES * network.hidden_size,
+    )
+
+
+def all_to_all_of(machines: Machines, network: NetworkShape) -> Exchange:
+    """Price an all-to-all between the workers of machines."""
+    within = all_to_all(machines.within, network)
+    if len(set(machines.machine_of)) == 1:
+        return within
+    across = all_to_all(machines.across, network)
+    return MachinesAllToAll(within=within, across=across, machine_of=machines.machine_of)
+
+
+def all_reduce(link: Link, network: NetworkShape, num_gpus: int) -> AllReduce:
+    """Price the all-reduces of a replica whose GPUs all have this link."""
+    return AllReduce(
+        num_gpus=num_gpus,
+        start_ns=link.message_ns + link.latency_ns,
+        bytes_per_s=link.bytes_per_s,
+        row_bytes=_ACTIVATION_BYTES * network.hidden_size,
+    )

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from moestro.core.request import Request
 from moestro.core.script import Script
-from moestro.core.work import Units
-from moestro.cost.gate import token_keys
 from moestro.cost.model import Batch
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import StepOutput
@@ -89,7 +87,7 @@ class LockStepGroup:
         self.began_ns, self.next_ns = now_ns, None
         for seat in self.seats:
             seat.plan = seat.rank.begin(now_ns)
-        batches = [None if seat.plan is None else _keyed(seat.plan.units) for seat in self.seats]
+        batches = [_keyed_batch(seat) for seat in self.seats]
         if any(batch is not None for batch in batches):
             num_moved = max(seat.device.take_num_moved() for seat in self.seats)
             moving_ns = self._cost.move_ns(num_moved) if num_moved else 0
@@ -117,5 +115,8 @@ class LockStepGroup:
         return output
 
 
-def _keyed(units: Units) -> KeyedBatch:
-    return KeyedBatch(Batch(units.start, units.num_tokens), token_keys(units))
+def _keyed_batch(seat: FusedSeat) -> KeyedBatch | None:
+    if seat.plan is None:
+        return None
+    units = seat.plan.units
+    return KeyedBatch(Batch(units.start, units.num_tokens), seat.device.token_keys(units))
