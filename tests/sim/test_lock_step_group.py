@@ -84,6 +84,16 @@ def test_every_request_is_answered_and_the_same_run_gives_the_same_record(name):
     assert runs[0] == runs[1]
 
 
+def test_every_baseline_sees_the_same_experts():
+    some, offsets = rows(40), np.arange(40) * 10_000
+    counts = []
+    for deployment, pricing in BASELINES.values():
+        group = LockStepGroup(BOUNDS, deployment, pricing)
+        serve([group], some, offsets)
+        counts.append(group.expert_counts)
+    assert all((other == counts[0]).all() for other in counts)
+
+
 def test_a_lone_request_takes_the_sum_of_its_stages():
     """A prompt of 3 tokens, then one decode, on the second of two ranks."""
     cost, gate = COST, OneExpertGate(8)

@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 from support.plain_stages import PlainStages, network
 
 from moestro.core.expert_table import ExpertTable, spread_evenly
+from moestro.cost.gate import PopularityGate
 from moestro.cost.model import Batch
-from moestro.sim.throughput_bound import LeastTimes, largest_share, least_times, least_work_ns, throughput_bound
+from moestro.sim.throughput_bound import (
+    LeastTimes,
+    drawn_visits,
+    largest_share,
+    least_times,
+    least_work_ns,
+    throughput_bound,
+)
 
 TIMES = LeastTimes(token_ns=400.0, expert_ns=100.0)
 
@@ -53,6 +61,14 @@ def test_least_times_are_those_of_the_best_batch():
     times = least_times(cost, batch, most_rows=1000)
     assert times.token_ns == pytest.approx(4 * (100 + 90) + 30 + 20)
     assert times.expert_ns == pytest.approx(0.9 + 130)
+
+
+def test_visits_are_drawn_because_no_expert_is_chosen_twice():
+    popularity = np.array([0.7, 0.1, 0.1, 0.1])
+    for top_k, hottest in ((1, 0.7), (2, 0.7 + 0.3 * 0.7 / 0.9)):
+        visits = drawn_visits(PopularityGate(popularity, top_k), 3)
+        assert visits.sum(axis=1) == pytest.approx([top_k] * 3)
+        assert visits[:, 0] == pytest.approx([hottest] * 3, abs=0.02)
 
 
 @settings(max_examples=50)
