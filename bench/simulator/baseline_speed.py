@@ -42,8 +42,8 @@ from moestro.sim.baselines import (
     with_stalls,
 )
 from moestro.sim.cluster import Cluster
+from moestro.sim.collectives import all_reduce, all_to_all
 from moestro.sim.drawn_step import Deployment
-from moestro.sim.exchanges import all_reduce, all_to_all
 from moestro.sim.lock_step_group import LockStepGroup
 from moestro.sim.throughput_bound import drawn_visits, least_times, least_work_ns, throughput_bound
 from moestro.workload.requests import RequestForm, RequestMaker

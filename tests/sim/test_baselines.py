@@ -29,8 +29,8 @@ from moestro.sim.baselines import (
     plain_replica,
     with_stalls,
 )
+from moestro.sim.collectives import FREE, AllReduce, AllToAll, all_reduce, all_to_all, all_to_all_of
 from moestro.sim.drawn_step import KeyedBatch
-from moestro.sim.exchanges import FREE, AllReduce, AllToAll, all_reduce, all_to_all, all_to_all_of
 from moestro.sim.expert_rows import SlotRows
 
 LINK = AllToAll(start_ns=500, bytes_per_s=1e9, row_bytes=40)  # 40 ns a row

@@ -26,7 +26,7 @@ from moestro.sim.baselines import (
     with_stalls,
 )
 from moestro.sim.cluster import Cluster
-from moestro.sim.exchanges import AllToAll
+from moestro.sim.collectives import AllToAll
 from moestro.sim.lock_step_group import LockStepGroup
 from moestro.sim.results import ANSWERED
 from moestro.sim.throughput_bound import LeastTimes, least_times, least_work_ns, throughput_bound

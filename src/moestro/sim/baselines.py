@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from moestro.core.expert_table import spread_evenly
 from moestro.cost.model import StageCostModel
 from moestro.errors import ConfigError
-from moestro.sim.drawn_step import Deployment, DrawnStep, Gate, MicroBatchTimes
-from moestro.sim.exchanges import FREE, Exchange
+from moestro.sim.collectives import FREE, Collective
+from moestro.sim.drawn_step import Deployment, DrawnStep, ExpertGate, MicroBatchTimes
 
 Int64s = NDArray[np.int64]
 
@@ -155,7 +155,7 @@ def with_stalls(stall_share: float = AMOE_STALL_SHARE, pricing: StepPricing = LO
 # --- deployments ------------------------------------------------------------------------------------------------------
 
 
-def expert_parallel(cost: StageCostModel, gate: Gate, num_ranks: int, exchange: Exchange = FREE) -> Deployment:
+def expert_parallel(cost: StageCostModel, gate: ExpertGate, num_ranks: int, exchange: Collective = FREE) -> Deployment:
     """Describe ranks that share the experts evenly, each with attention over its own requests."""
     ranks = list(range(num_ranks))
     table = spread_evenly(cost.network.num_layers, _num_experts(cost), ranks, num_ranks)
@@ -163,7 +163,7 @@ def expert_parallel(cost: StageCostModel, gate: Gate, num_ranks: int, exchange: 
 
 
 def disaggregated(
-    cost: StageCostModel, gate: Gate, num_ranks: int, num_expert_workers: int, exchange: Exchange = FREE
+    cost: StageCostModel, gate: ExpertGate, num_ranks: int, num_expert_workers: int, exchange: Collective = FREE
 ) -> Deployment:
     """Describe attention ranks, followed by workers that share the experts evenly."""
     num_workers = num_ranks + num_expert_workers
@@ -172,7 +172,7 @@ def disaggregated(
     return Deployment(cost=cost, gate=gate, table=table, num_ranks=num_ranks, exchange=exchange)
 
 
-def plain_replica(cost: StageCostModel, gate: Gate, exchange: Exchange = FREE) -> Deployment:
+def plain_replica(cost: StageCostModel, gate: ExpertGate, exchange: Collective = FREE) -> Deployment:
     """Describe a replica that holds all experts. Its GPUs share every product, so they count as one worker.
 
     Args:

@@ -17,7 +17,7 @@ from moestro.core.expert_table import ExpertTable
 from moestro.core.token_keys import Keys
 from moestro.cost.model import Batch, Int64s, StageCostModel
 from moestro.cost.roofline import HostCost
-from moestro.sim.exchanges import FREE, Exchange
+from moestro.sim.collectives import FREE, Collective
 from moestro.sim.expert_rows import ExpertPrices, SlotRows
 
 Floats = NDArray[np.float64]
@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 NO_HOST = HostCost(step_ns=0, sequence_ns=0)
 
 
-class Gate(Protocol):
+class ExpertGate(Protocol):
     """Draws the experts of tokens; `cost.gate.PopularityGate` implements it."""
 
     def count(self, tokens: Keys, layers: range) -> Int64s:
@@ -53,10 +53,10 @@ class Deployment:
     """
 
     cost: StageCostModel
-    gate: Gate | None
+    gate: ExpertGate | None
     table: ExpertTable
     num_ranks: int
-    exchange: Exchange = FREE
+    exchange: Collective = FREE
     host: HostCost = NO_HOST
     slowdown: Floats | None = None
     jitter: Callable[[tuple[int, ...]], Floats] | None = None
@@ -188,7 +188,7 @@ class DrawnStep:
         factors = np.ones(shape) if deployment.jitter is None else deployment.jitter(shape)
         return factors if deployment.slowdown is None else factors * deployment.slowdown[:, None]
 
-    def _draw(self, gate: Gate) -> Int64s:
+    def _draw(self, gate: ExpertGate) -> Int64s:
         """int64[segments, sources, layers, experts], tokens that visit each expert; one source if they are joined."""
         pricer = self._pricer
         layers = range(pricer.num_layers)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moestro.core.expert_table import ExpertTable
 from moestro.core.token_keys import request_key
 from moestro.cost.model import Batch, StageCostModel
-from moestro.sim.drawn_step import Gate
+from moestro.sim.drawn_step import ExpertGate
 
 Floats = NDArray[np.float64]
 
@@ -70,7 +70,7 @@ def _sizes(most: int) -> list[int]:
     return sorted(sizes)
 
 
-def drawn_visits(gate: Gate, num_layers: int, num_tokens: int = 1 << 14) -> Floats:
+def drawn_visits(gate: ExpertGate, num_layers: int, num_tokens: int = 1 << 14) -> Floats:
     """Return a token's mean visits to each expert, float64[layers, experts], from a sample of draws.
 
     A token chooses no expert twice, so it visits a hot expert less often than top-k times its popularity. The standard

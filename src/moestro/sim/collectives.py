@@ -18,7 +18,7 @@ _NS = 1e9
 _ACTIVATION_BYTES = 2
 
 
-class Exchange(Protocol):
+class Collective(Protocol):
     """Prices the collective before the experts of a layer; the one after them takes as long."""
 
     @property
@@ -63,7 +63,7 @@ class AllToAll:
         return self.start_ns == 0 and (self.row_bytes == 0 or math.isinf(self.bytes_per_s))
 
     def exchange_ns(self, sent: Int64s, num_tokens: Int64s) -> Int64s:
-        """Implement `Exchange.exchange_ns`."""
+        """Implement `Collective.exchange_ns`."""
         num_ranks, num_workers, num_layers = sent.shape
         if self.is_free or num_workers == 1 or not num_tokens.any():
             return np.zeros(num_layers, np.int64)
@@ -101,7 +101,7 @@ class MachinesAllToAll:
         return self.within.is_free and self.across.is_free
 
     def exchange_ns(self, sent: Int64s, num_tokens: Int64s) -> Int64s:
-        """Implement `Exchange.exchange_ns`."""
+        """Implement `Collective.exchange_ns`."""
         machine = np.array(self.machine_of)
         stays = (machine[: len(sent), None] == machine)[:, :, None]
         within_ns = self.within.exchange_ns(sent * stays, num_tokens)
@@ -136,7 +136,7 @@ class AllReduce:
         return self.num_gpus == 1
 
     def exchange_ns(self, sent: Int64s, num_tokens: Int64s) -> Int64s:
-        """Implement `Exchange.exchange_ns`; the replica counts as one rank."""
+        """Implement `Collective.exchange_ns`; the replica counts as one rank."""
         return np.full(sent.shape[2], self._all_reduce_ns(int(num_tokens.sum())), np.int64)
 
     def dense_layer_ns(self, num_tokens: int) -> int:
@@ -162,7 +162,7 @@ def all_to_all(link: Link, network: NetworkShape) -> AllToAll:
     )
 
 
-def all_to_all_of(machines: Machines, network: NetworkShape) -> Exchange:
+def all_to_all_of(machines: Machines, network: NetworkShape) -> Collective:
     """Price an all-to-all between the workers of machines."""
     within = all_to_all(machines.within, network)
     if len(set(machines.machine_of)) == 1:
