@@ -26,6 +26,7 @@ from moestro.engine.rank import Rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import StepOutput
+from moestro.sim.dummy_kv import give_prompt_kv
 from moestro.sim.prices import Prices
 
 Int64s = NDArray[np.int64]
@@ -60,9 +61,10 @@ class Seat:
         running: slots of the sequences that decode in the current jump, int64[n].
         computed: their computed tokens at its start, int32[n].
         kv_events: events of the prefix cache that no reader has taken yet. None means that the rank publishes none.
+        has_prompt_kv: whether requests enter with the KV of their prompts, as `sim.dummy_kv` describes.
     """
 
-    __slots__ = ("computed", "kv_events", "plan", "rank", "running", "scripts")
+    __slots__ = ("computed", "has_prompt_kv", "kv_events", "plan", "rank", "running", "scripts")
 
     def __init__(self, rank: Rank, scripts: Scripts) -> None:
         self.rank, self.scripts = rank, scripts
@@ -70,6 +72,7 @@ class Seat:
         self.running: Slots = _NO_SLOTS
         self.computed: Int32s = _NOBODY
         self.kv_events: deque[KvEvent] | None = None
+        self.has_prompt_kv = False
 
     def publish(self) -> None:
         """Publish the prefix cache's events from now on."""
@@ -89,6 +92,8 @@ class Seat:
             RequestError: the rank refuses the request; no state has changed.
         """
         serial = self.rank.add(request, now_ns)
+        if self.has_prompt_kv:
+            give_prompt_kv(self.rank.scheduler, request.request_id)
         self.scripts.expect(serial, script)
         return serial
 
