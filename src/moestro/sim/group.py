@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from moestro.core.clock import FOREVER_NS
 from moestro.core.request import Request
 from moestro.core.script import Script
+from moestro.core.token_keys import named_request_key
 from moestro.core.work import Int32s, Plan, Slots
 from moestro.cost.priced_device import ScriptedDevice, Scripts
 from moestro.engine.decode_horizon import DecodeJumps, Horizon, steps_without_blocks
@@ -94,6 +96,8 @@ class Seat:
         serial = self.rank.add(request, now_ns)
         if self.has_prompt_kv:
             give_prompt_kv(self.rank.scheduler, request.request_id)
+        if script.request_key is None:  # a serial number would give the request other experts on another engine
+            script = replace(script, request_key=named_request_key(request.request_id))
         self.scripts.expect(serial, script)
         return serial
 
