@@ -85,8 +85,8 @@ A100 = Gpu(
     all_to_all_start_ns=12_000,
 )
 
-# Peaks: NVIDIA's data sheet of the A100 40 GB SXM, as in AWS's p4d. Efficiencies: those of the 80 GB, the same chip with
-# faster memory.
+# Peaks: NVIDIA's data sheet of the A100 40 GB SXM, as in AWS's p4d. Efficiencies: those of the 80 GB, the same chip
+# with faster memory.
 A100_40G = replace(A100, name="a100-40g", memory_bytes=40 * GIB, memory_bytes_per_s=1.555e12)
 
 # Peaks: NVIDIA's data sheet of the H20 (Hopper with fewer SMs and full memory). Efficiencies: the measured model FLOPs
