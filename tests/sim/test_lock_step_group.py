@@ -12,7 +12,9 @@ from support.routers import router
 from moestro.cost.gate import PopularityGate
 from moestro.cost.model import Batch
 from moestro.cost.popularity import zipf_popularity
+from moestro.cost.staged_engines import qllm
 from moestro.engine.settings import SchedulerSettings
+from moestro.flow.policies.basic import in_order
 from moestro.sim.arrivals import AtTimes
 from moestro.sim.baselines import (
     LOCK_STEP,
@@ -29,6 +31,7 @@ from moestro.sim.cluster import Cluster
 from moestro.sim.collectives import AllToAll
 from moestro.sim.lock_step_group import LockStepGroup
 from moestro.sim.results import ANSWERED
+from moestro.sim.staged import StagedRank
 from moestro.sim.throughput_bound import LeastTimes, least_times, least_work_ns, throughput_bound
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
@@ -174,3 +177,18 @@ class DealingAllGate(DealingGate):
 
     def count(self, tokens, layers):
         return super().count(np.arange(len(tokens), dtype=np.uint64), layers)
+
+
+# --- beside the preemptive mode ---------------------------------------------------------------------------------------
+
+
+def test_one_rank_visits_the_same_experts_and_takes_as_long_as_a_rank_that_works_in_stages():
+    """`preemptive` mode with one class runs whole passes: the same stages at the same prices, one after another."""
+    cost = qllm()
+    gate = PopularityGate(cost.popularity, cost.network.experts.top_k)
+    group = LockStepGroup(BOUNDS, plain_replica(cost, gate))
+    staged = StagedRank(BOUNDS, cost, in_order, passes_decodes=False)
+    some, offsets = rows(12), np.zeros(12, np.int64)
+    results = [serve([ranks], some, offsets) for ranks in (group, staged)]
+    assert (staged.seats[0].rank.expert_counts == group.expert_counts).all()
+    assert (results[0].last_token_ns == results[1].last_token_ns).all()
