@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import moestro
-from moestro.cost.capacity import WORKSPACE_BYTES, kv_blocks
-from moestro.cost.gpus import A100, H20, gpu_named
+from moestro.cost.capacity import WORKSPACE_BYTES, check_experts_fit, kv_blocks, worker_kv_blocks
+from moestro.cost.gpus import A100, A100_40G, H20, gpu_named
 from moestro.cost.hf_config import CONFIGS, network_from_config, network_named
 from moestro.errors import ConfigError
 
@@ -102,3 +102,30 @@ def test_a_network_that_does_not_fit_is_refused():
         kv_blocks(network_named("mixtral-8x7b"), A100, 16)
     with pytest.raises(ConfigError, match="gpu_memory_utilization"):
         kv_blocks(network_named("qwen3-30b-a3b"), H20, 16, gpu_memory_utilization=1.5)
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b-mqa", "deepseek-v3", "qwen3-30b-a3b", "qwen2-7b"])
+def test_attention_and_expert_workers_hold_the_whole_network_together(name):
+    network = network_named(name)
+    num_experts = network.experts.num_experts if network.experts else 0
+    together = network.attention_weight_bytes + network.slot_weight_bytes(num_experts)
+    assert together == pytest.approx(network.weight_bytes(), rel=1e-12)
+
+
+def test_an_attention_worker_has_the_kv_that_expert_weights_leave_elsewhere():
+    network = network_named("mixtral-8x7b-mqa")
+    assert network.attention_weight_bytes / 1e9 == pytest.approx(2.75, abs=0.05)
+    alone = worker_kv_blocks(network, A100, 16)
+    assert alone == int((A100.memory_bytes * 0.9 - network.attention_weight_bytes - WORKSPACE_BYTES) / (16384 * 16))
+    assert alone > 4 * worker_kv_blocks(network, A100, 16, num_slots=5) > 0
+    assert worker_kv_blocks(network, A100, 16, num_slots=1) == kv_blocks(network, A100, 16, num_ep_ranks=8)
+    with pytest.raises(ConfigError, match="does not fit"):
+        worker_kv_blocks(network, A100, 16, num_slots=8)
+
+
+def test_amoe_s_expert_workers_fit_their_gpus():
+    network = network_named("mixtral-8x7b-mqa")
+    check_experts_fit(network, A100, 2)  # 8 experts on 4 GPUs of 80 GB
+    check_experts_fit(network_named("mixtral-16x7b-mqa-top1"), A100_40G, 2)  # 16 experts on 8 GPUs of 40 GB
+    with pytest.raises(ConfigError, match=r"7 experts of each layer of mixtral-8x7b-mqa weigh 78\.9 GB"):
+        check_experts_fit(network, A100, 7)

@@ -102,16 +102,29 @@ class NetworkShape:
             return 0.0
         return 3 * self.hidden_size * self.experts.intermediate_size * self.experts.bytes_per_weight
 
-    def weight_bytes(self, num_ep_ranks: int = 1) -> float:
-        """Weights that one of `num_ep_ranks` ranks holds: its share of the routed experts, and all of the rest."""
+    @property
+    def num_moe_layers(self) -> int:
+        """Number of layers with routed experts."""
+        return sum(group.num_layers for group in self.groups if group.has_experts)
+
+    @property
+    def attention_weight_bytes(self) -> float:
+        """Weights of an attention worker: all but the routed experts, with gates, shared experts and dense layers."""
         h = self.hidden_size
         attention = sum(rows * columns for rows, columns in self.attention.projections)
         dense = sum(group.num_layers * (attention + 3 * h * group.dense_size) for group in self.groups)
-        num_moe_layers = sum(group.num_layers for group in self.groups if group.has_experts)
-        num_experts = self.experts.num_experts if self.experts else 0
-        experts = num_moe_layers * num_experts * (self.expert_bytes / num_ep_ranks + 2.0 * h)
+        gates = self.num_moe_layers * (self.experts.num_experts if self.experts else 0) * 2.0 * h
         vocabulary = 2.0 * h * self.vocab_size * (1 if self.ties_embeddings else 2)
-        return dense * self.bytes_per_weight + experts + vocabulary
+        return dense * self.bytes_per_weight + gates + vocabulary
+
+    def slot_weight_bytes(self, num_slots: int) -> float:
+        """Weights of `num_slots` routed experts in each layer that has some, as an expert worker holds them."""
+        return self.num_moe_layers * num_slots * self.expert_bytes
+
+    def weight_bytes(self, num_ep_ranks: int = 1) -> float:
+        """Weights that one of `num_ep_ranks` ranks holds: its share of the routed experts, and all of the rest."""
+        num_experts = self.experts.num_experts if self.experts else 0
+        return self.attention_weight_bytes + self.slot_weight_bytes(num_experts) / num_ep_ranks
 
 
 def grouped_query(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionShape:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from moestro.core.clock import FOREVER_NS
 from moestro.core.request import Request
 from moestro.core.script import Script
+from moestro.core.token_keys import named_request_key
 from moestro.core.work import Int32s, Plan, Slots
 from moestro.cost.priced_device import ScriptedDevice, Scripts
 from moestro.engine.decode_horizon import DecodeJumps, Horizon, steps_without_blocks
@@ -26,6 +28,7 @@ from moestro.engine.rank import Rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import StepOutput
+from moestro.sim.dummy_kv import give_prompt_kv
 from moestro.sim.prices import Prices
 
 Int64s = NDArray[np.int64]
@@ -60,9 +63,10 @@ class Seat:
         running: slots of the sequences that decode in the current jump, int64[n].
         computed: their computed tokens at its start, int32[n].
         kv_events: events of the prefix cache that no reader has taken yet. None means that the rank publishes none.
+        has_prompt_kv: whether requests enter with the KV of their prompts, as `sim.dummy_kv` describes.
     """
 
-    __slots__ = ("computed", "kv_events", "plan", "rank", "running", "scripts")
+    __slots__ = ("computed", "has_prompt_kv", "kv_events", "plan", "rank", "running", "scripts")
 
     def __init__(self, rank: Rank, scripts: Scripts) -> None:
         self.rank, self.scripts = rank, scripts
@@ -70,6 +74,7 @@ class Seat:
         self.running: Slots = _NO_SLOTS
         self.computed: Int32s = _NOBODY
         self.kv_events: deque[KvEvent] | None = None
+        self.has_prompt_kv = False
 
     def publish(self) -> None:
         """Publish the prefix cache's events from now on."""
@@ -89,6 +94,10 @@ class Seat:
             RequestError: the rank refuses the request; no state has changed.
         """
         serial = self.rank.add(request, now_ns)
+        if self.has_prompt_kv:
+            give_prompt_kv(self.rank.scheduler, request.request_id)
+        if script.request_key is None:  # a serial number would give the request other experts on another engine
+            script = replace(script, request_key=named_request_key(request.request_id))
         self.scripts.expect(serial, script)
         return serial
 

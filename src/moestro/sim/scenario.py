@@ -182,12 +182,12 @@ def run(scenario: Scenario, policy: PolicySettings, on_arrival: OnArrival = None
 
 
 def _make_ranks(bounds: SchedulerSettings, prices: Prices, policy: PolicySettings, engines: SimEngineSettings) -> Ranks:
+    ranks: Ranks
     if policy.mode == "fused":
-        return Group(bounds, prices)
-    cost = _roofline(engines) if engines.engine is None else _staged_engine(engines)
-    return StagedRank(
-        bounds,
-        cost,
-        policy.make_step_policy(),
-        passes_decodes=policy.pass_decodes,
-    )
+        ranks = Group(bounds, prices)
+    else:
+        cost = _roofline(engines) if engines.engine is None else _staged_engine(engines)
+        ranks = StagedRank(bounds, cost, policy.make_step_policy(), passes_decodes=policy.pass_decodes)
+    for seat in ranks.seats:
+        seat.has_prompt_kv = engines.dummy_kv
+    return ranks

@@ -91,6 +91,8 @@ class SimEngineSettings(SchedulerLimits, CacheSettings):
             listed in `cost`.
         gpu_memory_utilization: share of the GPU's memory that the engine uses.
         num_blocks: KV blocks of a rank; unset: as many as fit beside the weights.
+        dummy_kv: whether requests enter with the KV of their prompts and decode at once, as behind prefill engines
+            whose transfers cost nothing.
     """
 
     PLACE: ClassVar[str | None] = "[engines] "
@@ -105,6 +107,7 @@ class SimEngineSettings(SchedulerLimits, CacheSettings):
     host_sequence_us: Annotated[float | None, at_least(0)] = None
     gpu_memory_utilization: float = 0.9
     num_blocks: Annotated[int | None, at_least(1)] = None
+    dummy_kv: bool = False
     # Defaults that differ from a server's: the simulated GPU is a large one, and no request is refused.
     max_num_seqs: int = 256
     max_num_queued_reqs: int = 1_000_000

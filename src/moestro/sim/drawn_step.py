@@ -1,0 +1,255 @@
+"""Stage times of one step of ranks in lock-step, from experts that are drawn for every token.
+
+The draw depends only on the token and the layer, so every baseline and every number of ranks sees the same experts. A
+step may be cut into micro-batches; each rank cuts its own batch by tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.expert_table import ExpertTable
+from moestro.core.token_keys import Keys
+from moestro.cost.model import Batch, Int64s, StageCostModel
+from moestro.cost.roofline import HostCost
+from moestro.sim.collectives import FREE, Collective
+from moestro.sim.expert_rows import ExpertPrices, SlotRows
+
+Floats = NDArray[np.float64]
+
+NO_HOST = HostCost(step_ns=0, sequence_ns=0)
+
+
+class ExpertGate(Protocol):
+    """Draws the experts of tokens; `cost.gate.PopularityGate` implements it."""
+
+    def count(self, tokens: Keys, layers: range) -> Int64s:
+        """Return how many of the tokens visit each expert, int64[len(layers), experts]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Deployment:
+    """Workers of a group, and the prices of their stages.
+
+    Workers 0 .. num_ranks - 1 compute attention for their own requests. The table states which workers hold experts:
+    the same ones in expert parallelism, later ones where attention and experts are disaggregated.
+
+    Attributes:
+        cost: prices of the stages.
+        gate: draws the experts of each token. None means a dense network.
+        table: slots of each worker.
+        num_ranks: workers that compute attention.
+        exchange: prices of the collectives.
+        host: cost of the engine's own code in a step; the GPUs wait for it.
+        slowdown: float64[workers], factor on the stage times of each worker. None means 1 for all.
+        jitter: draws factors on stage times, in a given shape. None means 1 for all. A layer's micro-batches share
+            their factor, so choosing their number gains nothing from luck.
+    """
+
+    cost: StageCostModel
+    gate: ExpertGate | None
+    table: ExpertTable
+    num_ranks: int
+    exchange: Collective = FREE
+    host: HostCost = NO_HOST
+    slowdown: Floats | None = None
+    jitter: Callable[[tuple[int, ...]], Floats] | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers of either kind."""
+        return len(self.table.logical_of)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatchTimes:
+    """Stage times of a step that is cut into m micro-batches, ns. S counts layers with routed experts.
+
+    Attributes:
+        attention_ns: int64[m, ranks, S + 1]. Column s runs up to the gate of the s-th of these layers, with all dense
+            layers before it. The last column is what follows the last experts, with the sampler.
+        experts_ns: int64[m, workers, S], all experts of the worker in that layer, one after another.
+        exchange_ns: int64[m, S], the collective before the experts, and again the one after them.
+        overhead_ns: host, and collectives of dense layers.
+    """
+
+    attention_ns: Int64s
+    experts_ns: Int64s
+    exchange_ns: Int64s
+    overhead_ns: int
+
+    @property
+    def busy_ns(self) -> Int64s:
+        """int64[workers], time for which each worker computes."""
+        busy: Int64s = self.experts_ns.sum(axis=(0, 2))
+        busy[: self.attention_ns.shape[1]] += self.attention_ns.sum(axis=(0, 2))
+        return busy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyedBatch:
+    """A rank's batch, and the keys of its tokens, by which their experts are drawn.
+
+    Attributes:
+        batch: the units.
+        keys: uint64[tokens], keys of `core.token_keys` of the units' concatenated tokens.
+    """
+
+    batch: Batch
+    keys: Keys
+
+
+class StepPricer:
+    """Turns the batches of a step into stage times.
+
+    Args:
+        deployment: the group.
+        num_segments: pieces into which each rank's batch is cut; numbers of micro-batches divide it.
+    """
+
+    def __init__(self, deployment: Deployment, num_segments: int) -> None:
+        self.deployment, self.num_segments = deployment, num_segments
+        network = deployment.cost.network
+        self.groups = network.groups
+        self.num_layers = network.num_layers
+        sparse = [layer for group in network.groups if group.has_experts for layer in group.layers]
+        self.sparse: Int64s = np.sort(np.array(sparse, np.int64))
+        self.column_starts: Int64s = np.append(0, self.sparse + 1)
+        self.slots = SlotRows(deployment.table)
+        self.holds_experts: NDArray[np.bool_] = self.slots.is_live.any(axis=(1, 2))
+        self.expert_prices = ExpertPrices(deployment.cost)
+        # Sources matter only to what is exchanged and to the choice of a copy. Drawing for all at once is faster.
+        self.joins_sources = deployment.exchange.is_free and not self.slots.has_copies
+
+    def draw(self, batches: Sequence[KeyedBatch | None]) -> DrawnStep:
+        """Draw the experts of a step's tokens; `batches` has an item for each rank, None for an idle one."""
+        return DrawnStep(self, batches)
+
+
+class DrawnStep:
+    """One step of the group with drawn experts.
+
+    Args:
+        pricer: prices of the group.
+        batches: batch of each rank; None means an idle rank, whose experts work for the others.
+
+    Attributes:
+        expert_counts: int64[layers, experts], tokens that visit each logical expert. None for a dense network.
+        holds_experts: bool[workers], whether each worker holds experts.
+    """
+
+    def __init__(self, pricer: StepPricer, batches: Sequence[KeyedBatch | None]) -> None:
+        deployment = pricer.deployment
+        assert len(batches) == deployment.num_ranks, f"{len(batches)} batches for {deployment.num_ranks} ranks"
+        self._pricer, self._batches = pricer, batches
+        self.holds_experts = pricer.holds_experts
+        num_tokens = np.array([0 if batch is None else len(batch.keys) for batch in batches], np.int64)
+        # int64[ranks, segments + 1], first token of each segment of each rank
+        self._cuts: Int64s = num_tokens[:, None] * np.arange(pricer.num_segments + 1) // pricer.num_segments
+        self._counts = None if deployment.gate is None else self._draw(deployment.gate)
+        self._factors = self._draw_factors()
+        self.expert_counts: Int64s | None = None if self._counts is None else self._counts.sum(axis=(0, 1))
+
+    def micro_batches(self, num_parts: int) -> MicroBatchTimes:
+        """Return the stage times of the step in `num_parts` micro-batches, a divisor of the number of segments."""
+        pricer, deployment = self._pricer, self._pricer.deployment
+        every, left = divmod(pricer.num_segments, num_parts)
+        assert left == 0, f"{pricer.num_segments} segments do not make {num_parts} micro-batches"
+        cuts = self._cuts[:, ::every]
+        attention_ns = self._attention_ns(cuts)
+        num_sparse, num_workers = len(pricer.sparse), deployment.num_workers
+        experts_ns = np.zeros((num_parts, num_workers, num_sparse), np.int64)
+        exchange_ns = np.zeros((num_parts, num_sparse), np.int64)
+        if self._counts is not None:
+            counts = self._counts.reshape(num_parts, every, *self._counts.shape[1:]).sum(axis=1)
+            rows = pricer.slots.rows(counts)[:, :, :, pricer.sparse]
+            experts_ns = pricer.expert_prices.of(rows.sum(axis=1)).sum(axis=-1)
+            if not deployment.exchange.is_free:
+                sent, num_tokens = rows.sum(axis=-1), np.diff(cuts)
+                for part in range(num_parts):
+                    exchange_ns[part] = deployment.exchange.exchange_ns(sent[part], num_tokens[:, part])
+        if self._factors is not None:
+            attention_ns = np.rint(attention_ns * self._factors[0, : deployment.num_ranks]).astype(np.int64)
+            experts_ns = np.rint(experts_ns * self._factors[1, :, :num_sparse]).astype(np.int64)
+        return MicroBatchTimes(attention_ns, experts_ns, exchange_ns, self._overhead_ns())
+
+    def _draw_factors(self) -> Floats | None:
+        """float64[2, workers, S + 1], factors on attention and on experts."""
+        deployment = self._pricer.deployment
+        if deployment.slowdown is None and deployment.jitter is None:
+            return None
+        shape = (2, deployment.num_workers, len(self._pricer.sparse) + 1)
+        factors = np.ones(shape) if deployment.jitter is None else deployment.jitter(shape)
+        return factors if deployment.slowdown is None else factors * deployment.slowdown[:, None]
+
+    def _draw(self, gate: ExpertGate) -> Int64s:
+        """int64[segments, sources, layers, experts], tokens that visit each expert; one source if they are joined."""
+        pricer = self._pricer
+        layers = range(pricer.num_layers)
+        keys = [np.empty(0, np.uint64) if batch is None else batch.keys for batch in self._batches]
+        counts = np.zeros(
+            (
+                pricer.num_segments,
+                1 if pricer.joins_sources else len(keys),
+                pricer.num_layers,
+                pricer.deployment.table.num_experts,
+            ),
+            np.int64,
+        )
+        for segment in range(pricer.num_segments):
+            ends = self._cuts[:, segment : segment + 2].tolist()
+            parts = [own[first:last] for own, (first, last) in zip(keys, ends, strict=True)]
+            for source, tokens in enumerate([np.concatenate(parts)] if pricer.joins_sources else parts):
+                if len(tokens):
+                    counts[segment, source] = gate.count(tokens, layers)
+        is_dense = np.ones(pricer.num_layers, np.bool_)
+        is_dense[pricer.sparse] = False
+        counts[:, :, is_dense] = 0
+        return counts
+
+    def _attention_ns(self, cuts: Int64s) -> Int64s:
+        """int64[m, ranks, S + 1] as in `MicroBatchTimes`; `cuts` is int64[ranks, m + 1]."""
+        pricer, cost = self._pricer, self._pricer.deployment.cost
+        num_parts = cuts.shape[1] - 1
+        by_layer = np.zeros((num_parts, len(self._batches), pricer.num_layers + 1), np.int64)
+        for rank, keyed in enumerate(self._batches):
+            if keyed is None:
+                continue
+            ends = keyed.batch.num_tokens.cumsum()
+            for part, (first, last) in enumerate(zip(cuts[rank, :-1].tolist(), cuts[rank, 1:].tolist(), strict=True)):
+                if first == last:
+                    continue
+                batch, num_ended = _part_of(keyed.batch, ends, first, last)
+                for group in pricer.groups:
+                    by_layer[part, rank, list(group.layers)] = cost.attention_ns(group.layers[0], batch)
+                if num_ended:
+                    by_layer[part, rank, -1] = cost.sample_ns(num_ended)
+        columns: Int64s = np.add.reduceat(by_layer, pricer.column_starts, axis=-1)
+        return columns
+
+    def _overhead_ns(self) -> int:
+        pricer, host = self._pricer, self._pricer.deployment.host
+        num_dense = pricer.num_layers - len(pricer.sparse)
+        slowest = 0
+        for keyed in self._batches:
+            if keyed is not None:
+                collectives = num_dense * pricer.deployment.exchange.dense_layer_ns(len(keyed.keys))
+                slowest = max(slowest, round(host.step_ns + host.sequence_ns * len(keyed.batch.start)) + collectives)
+        return slowest
+
+
+def _part_of(batch: Batch, ends: Int64s, first: int, last: int) -> tuple[Batch, int]:
+    """Cut tokens `first` .. `last` - 1 out of a batch; also return how many units end there. A cut divides a unit."""
+    if first == 0 and last == int(ends[-1]):
+        return batch, len(ends)
+    begins = ends - batch.num_tokens
+    starts, stops = np.maximum(begins, first), np.minimum(ends, last)
+    (rows,) = (starts < stops).nonzero()
+    start = batch.start[rows] + (starts - begins)[rows]
+    return Batch(start, (stops - starts)[rows]), int((ends[rows] <= last).sum())
