@@ -159,6 +159,12 @@ class BatchLimits:
     token_budget: int
     max_chunk: int
 
+    def at_most(self, num_tokens: int) -> BatchLimits:
+        """Return the same bounds for a plan of at most `num_tokens` tokens."""
+        if num_tokens >= self.token_budget:
+            return self
+        return BatchLimits(token_budget=num_tokens, max_chunk=min(num_tokens, self.max_chunk))
+
 
 class Victim(NamedTuple):
     """Answer of an evict policy.

@@ -92,7 +92,9 @@ class AttentionQueues:
             int64[n], ascending; none, if none fits. The very first fits in any `Run.max_rows`.
         """
         layer = run.layer
-        room = _Room(run.max_rows, run.max_unit_tokens, self._pool.num_free_places if self._needs_places[layer] else None)
+        room = _Room(
+            run.max_rows, run.max_unit_tokens, self._pool.num_free_places if self._needs_places[layer] else None
+        )
         taken: list[Int64s] = []
         for service_class in run.classes:
             ids = self._units[service_class][layer]
@@ -122,10 +124,29 @@ class AttentionQueues:
         crowded = np.flatnonzero(self._needs_places & (self._num_without_place[service_class] > free))
         return [layer for layer in crowded.tolist() if self._pool.num_lacking_places(units[layer]).min() > free]
 
+    def is_short_of_places(self, service_class: int) -> bool:
+        """Whether units of a class wait for an attention which has places for none of them."""
+        if not (self._num_without_place[service_class] > self._pool.num_free_places).any():
+            return False
+        return bool(self.layers_short_of_places(service_class))
+
     def short_of_places(self, service_class: int) -> Int64s:
         """Units of a class that wait for an attention which has places for none of them."""
         queues = [self._units[service_class][layer] for layer in self.layers_short_of_places(service_class)]
         return np.concatenate(queues) if queues else np.empty(0, np.int64)
+
+    def holding_places(self, service_class: int) -> tuple[int, Int64s] | None:
+        """Find units of a class that wait with places, and their layer: those of the lowest such layer."""
+        for layer in np.flatnonzero(self._columns.n[service_class, :, ATTENTION]).tolist():
+            ids = self._units[service_class][layer]
+            held = ids[self._pool.num_lacking_places(ids) == 0]
+            if len(held):
+                return layer, np.sort(held)
+        return None
+
+    def recount(self, service_class: int, layer: int) -> None:
+        """Count a queue again after its units have lost their places."""
+        self._recount(service_class, layer)
 
     def longest_passed_ns(self, longest: Int64s) -> None:
         """Fill in `QueueTable.passed_ns` of these queues."""
@@ -146,4 +167,3 @@ class AttentionQueues:
         self._num_without_place[service_class, layer] = num_without_place
         self._columns.num_prefill_tokens[service_class, layer] = num_prefill
         self._columns.set_queue(at, num_tokens, oldest_ns)
-

@@ -29,6 +29,23 @@ class Pairs(NamedTuple):
     slots: Int32s
 
 
+class Answer(NamedTuple):
+    """What goes back to one home.
+
+    Attributes:
+        home, epoch: whose guests these were, and its epoch.
+        credits: guest places that are free again.
+        records: HOP_RECORD[n], of the reply.
+        pairs: the computed pairs, in the order of `records`.
+    """
+
+    home: int
+    epoch: int
+    credits: int
+    records: HopRecords
+    pairs: Pairs
+
+
 class Guests:
     """Places of guests; implements `PlaceTable`. Their numbers follow those of the worker's own places.
 
@@ -111,33 +128,36 @@ class Guests:
         """Forget one pair at each of `places` (which may repeat) that was never computed, without an answer."""
         self._count_done(places - self._first)
 
-    def answer(self, pairs: Pairs) -> list[tuple[int, int, int, HopRecords, Pairs]]:
-        """Make the replies for pairs that were computed; their guests leave with the last of their pairs.
+    def answer(self, pairs: Pairs) -> list[Answer]:
+        """Make the replies for pairs that were computed; guests leave with the last of their pairs.
 
         Returns:
-            (home, epoch, credits, records, pairs) for each home, in order of its number. Homes that have begun a new
-            epoch since get none for the old one.
+            One answer for each home, in order of its number. What a home has given up gets none.
         """
         guests = pairs.places - self._first
         homes = self._home[guests]
-        is_stale = self._epoch[guests] != self._epoch_of[homes]
-        replies = []
-        for home in np.unique(homes[~is_stale]).tolist():
-            of_home = np.flatnonzero((homes == home) & ~is_stale)
-            own = guests[of_home]
-            records = np.zeros(len(own), HOP_RECORD)
-            records["row"] = np.arange(len(own))
-            records["place"], records["generation"] = self._home_place[own], self._generation[own]
-            records["choice"], records["slot"] = pairs.choices[of_home], pairs.slots[of_home]
-            records["service_class"] = self._service_class[own]
-            records["waited_us"] = np.minimum(self._passed_ns[own] // 1000, np.iinfo(np.uint32).max)
-            replies.append((home, records, Pairs(*(each[of_home] for each in pairs))))
+        is_wanted = self._epoch[guests] == self._epoch_of[homes]
+        wanted = []
+        for home in np.unique(homes[is_wanted]).tolist():
+            index = np.flatnonzero((homes == home) & is_wanted)
+            own = Pairs(*(each[index] for each in pairs))
+            wanted.append((home, self._records(guests[index], own), own))
         self._count_done(guests)
         answers = []
-        for home, records, own_pairs in replies:
-            answers.append((home, int(self._epoch_of[home]), int(self._credits[home]), records, own_pairs))
+        for home, records, own in wanted:
+            answers.append(Answer(home, int(self._epoch_of[home]), int(self._credits[home]), records, own))
             self._credits[home] = 0
         return answers
+
+    def _records(self, guests: NDArray[np.integer], pairs: Pairs) -> HopRecords:
+        records = np.zeros(len(guests), HOP_RECORD)
+        records["row"] = np.arange(len(guests))
+        records["place"], records["generation"] = self._home_place[guests], self._generation[guests]
+        records["choice"], records["slot"] = pairs.choices, pairs.slots
+        records["service_class"] = self._service_class[guests]
+        if self.num_passed:
+            records["waited_us"] = np.minimum(self._passed_ns[guests] // 1000, np.iinfo(np.uint32).max)
+        return records
 
     def _count_done(self, guests: NDArray[np.integer]) -> None:
         """Count one pair of each of `guests` (which may repeat); those without pairs leave."""

@@ -61,9 +61,10 @@ class TokenPool:
         lacking: int32[rows], by unit, contributions of this layer that have not arrived.
         generation: uint32[places], how often the place was given out. A reply to an older generation is dropped.
         owner: int16[places, chosen], worker that owes the contribution; THERE if none does.
+        layer_at: int16[places], layer of the experts that the token visits.
         topk_ids: int32[places, chosen], logical experts of the token.
         num_units: units in the network.
-        num_best_effort: those of them of class BE.
+        num_best_effort, num_decodes: those of them of class BE, and those of one token.
         num_free_rows, num_free_places: numbers of those left.
     """
 
@@ -79,8 +80,9 @@ class TokenPool:
         self.lacking: Int32s = np.zeros(num_rows, np.int32)
         self.generation: NDArray[np.uint32] = np.zeros(num_places, np.uint32)
         self.owner: NDArray[np.int16] = np.full((num_places, shape.num_chosen), THERE, np.int16)
+        self.layer_at: NDArray[np.int16] = np.zeros(num_places, np.int16)
         self.topk_ids: Int32s = np.zeros((num_places, shape.num_chosen), np.int32)
-        self.num_units = self.num_best_effort = 0
+        self.num_units = self.num_best_effort = self.num_decodes = 0
         self.num_free_rows, self.num_free_places = num_rows, num_places
         self._is_unit = np.zeros(num_rows, np.bool_)
         self._row_is_free = np.ones(num_rows, np.bool_)
@@ -127,6 +129,7 @@ class TokenPool:
         self._left[number] = len(ids)
         self.num_units += len(ids)
         self.num_best_effort += int(np.count_nonzero(units.service_class))
+        self.num_decodes += int(np.count_nonzero(units.num_tokens == 1))
         self._remember(Wave(ids, unit_rows, self.columns, units))
         return ids
 
@@ -142,6 +145,7 @@ class TokenPool:
         self.num_free_rows += len(rows)
         self.num_units -= len(ids)
         self.num_best_effort -= int(np.count_nonzero(self.service_class[ids]))
+        self.num_decodes -= int(np.count_nonzero(self.num_tokens[ids] == 1))
         if self.num_passed:
             self.num_passed -= int(np.count_nonzero(self.passed_ns[ids]))
             self.passed_ns[ids] = 0
@@ -183,6 +187,15 @@ class TokenPool:
         """Count that the units `ids` (distinct) were passed over for `passed_ns`, more than 0."""
         self.num_passed += len(ids) - int(np.count_nonzero(self.passed_ns[ids]))
         self.passed_ns[ids] += passed_ns
+
+    def passed_elsewhere(self, places: Int32s, waited_us: NDArray[np.uint32]) -> None:
+        """Note for how long other workers say that the tokens at `places` (which may repeat) were passed over."""
+        longer = np.flatnonzero(waited_us)
+        if len(longer):
+            units, told_ns = self.units_at(places[longer]), waited_us[longer].astype(np.int64) * 1000
+            before = np.count_nonzero(self.passed_ns[np.unique(units)])
+            np.maximum.at(self.passed_ns, units, told_ns)
+            self.num_passed += int(np.count_nonzero(self.passed_ns[np.unique(units)]) - before)
 
     # --- places -----------------------------------------------------------------------------------------------------
 
@@ -249,14 +262,15 @@ class TokenPool:
 
     # --- contributions ----------------------------------------------------------------------------------------------
 
-    def expect(self, ids: Int64s, places: Int32s, topk_ids: Int32s, owner: NDArray[np.int16] | int) -> None:
-        """Note that the units `ids` lack all of their contributions.
+    def expect(self, ids: Int64s, places: Int32s, layer: int, topk_ids: Int32s, owner: NDArray[np.int16] | int) -> None:
+        """Note that the units `ids` lack all contributions of a layer.
 
         Args:
             places: int32[tokens], of the units' tokens.
             topk_ids: int32[tokens, chosen], logical experts.
-            owner: int16[tokens, chosen] or one worker, who owes them.
+            owner: int16[tokens, chosen] or one worker, which owes them.
         """
+        self.layer_at[places] = layer
         self.topk_ids[places] = topk_ids
         self.owner[places] = owner
         self.lacking[ids] = self.num_tokens[ids] * self._num_chosen
