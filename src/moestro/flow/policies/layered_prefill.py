@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cache
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ class LayeredPrefill:
     prompt that came later waits for up to `num_groups` passes of the wave before it.
 
     Attributes:
+        overlaps_prefill: whether decodes enter the network again while prompts are inside.
         num_groups: groups of contiguous layers, equal up to one layer. At most one for each layer is of use; 1 makes a
             wave pass all layers together with one pass of the decodes.
 
@@ -45,6 +47,8 @@ class LayeredPrefill:
     Source: Lee et al., "From Tokens to Layers", section 3; 16 groups for prompts of up to 8192 tokens are the command
         line of its code (scale-snu/layered-prefill), in place of chunks of 512.
     """
+
+    overlaps_prefill: ClassVar[bool] = True
 
     num_groups: int = 16
     _wave_layer: int = field(default=0, init=False, compare=False)  # where the wave was when this pass began
