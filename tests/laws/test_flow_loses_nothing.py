@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.fake_device import make_request
 from support.fake_stages import VOCAB, FakeStages, expected_tokens, make_shape
-from support.step_policies import ADVERSARIES, Random
+from support.step_policies import ADVERSARIES, STEP_TEXTS, Random
 
 from moestro.core.request import ServiceClass
 from moestro.engine.rank import build_preemptive_rank
@@ -17,6 +17,7 @@ from moestro.engine.settings import SchedulerSettings
 from moestro.flow.micro_queues import MicroQueues
 from moestro.flow.policies.basic import in_order
 from moestro.flow.policies.qllm import ExpertLevelPreemption
+from moestro.flow.registry import make_step_policy
 
 BLOCK_SIZE, LONGEST = 4, 32
 AS_EVER = ("qllm", True)
@@ -113,7 +114,7 @@ def make_policy(name: str, seed: int):
         "qllm without ageing": ExpertLevelPreemption(max_wait_ns=None, max_merged=0),
         **ADVERSARIES,
     }
-    return policies[name]
+    return policies[name] if name in policies else make_step_policy(name, 300e-9)
 
 
 def make_rank(
@@ -186,7 +187,7 @@ def make_rank(
 )
 @given(
     seed=st.integers(0, 2**32),
-    name=st.sampled_from(["random", "random", "in order", "qllm", "qllm without ageing", *ADVERSARIES]),
+    name=st.sampled_from(["random", "random", "in order", "qllm", "qllm without ageing", *ADVERSARIES, *STEP_TEXTS]),
     num_blocks=st.sampled_from([9, 12, 20, PLENTY, PLENTY]),
     places=st.sampled_from([24, 30, 48]),
     background=st.sampled_from([None, None, (7, 1), (7, 3)]),

@@ -10,18 +10,20 @@ from hypothesis import strategies as st
 from support.fake_device import make_request
 from support.fake_group import IS_SPARSE, NUM_EXPERTS, FakeGroup, random_table
 from support.fake_stages import VOCAB, expected_tokens, make_shape
-from support.step_policies import ADVERSARIES, Random
+from support.step_policies import ADVERSARIES, STEP_TEXTS, Random
 
 from moestro.core.expert_table import spread_evenly
 from moestro.core.request import ServiceClass
 from moestro.flow.policies.basic import in_order
 from moestro.flow.policies.qllm import ExpertLevelPreemption
+from moestro.flow.registry import make_step_policy
 
 POLICIES = {
     "random": lambda worker: Random(worker),
     "in order": lambda worker: in_order,
     "qllm": lambda worker: ExpertLevelPreemption(max_wait_ns=300, max_merged=4),
     **{name: (lambda worker, policy=policy: policy) for name, policy in ADVERSARIES.items()},
+    **{text: (lambda worker, text=text: make_step_policy(text, 300e-9)) for text in STEP_TEXTS},
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run, Wait
+from moestro.flow.registry import STEP_POLICIES
 
 ALL = 2**31 - 1
 
@@ -51,4 +52,12 @@ def youngest(view: QueueTable, now_ns: int) -> Run:
     return Run(layer, group, 3, (LS, BE))
 
 
+# Every registered policy, and settings and chains that reach its other branches; times fit tests that count in ns.
+STEP_TEXTS = (
+    *STEP_POLICIES.names(),
+    "defrag:lookback=3,max_attention_rows=5,max_expert_rows=2",
+    "urgent:inner=priority+defrag,max_wait=5e-8,max_merged=4",
+    "priority:inner=layered_prefill,num_groups=2",
+    "layered_prefill:num_groups=2",
+)
 ADVERSARIES = {"deepest": deepest, "shallowest": shallowest, "youngest": youngest}

@@ -155,6 +155,11 @@ def test_a_chain_of_policies_shares_one_list_of_settings():
     assert (urgent.inner._max_merged, urgent.inner._max_wait_ns) == (9, 2000 * MS)
 
 
+@pytest.mark.parametrize(("inner", "overlaps"), [("priority+layered_prefill", True), ("priority+defrag", False)])
+def test_decodes_enter_again_around_layered_prefill(inner, overlaps):
+    assert make_step_policy(f"urgent:inner={inner}", 1).overlaps_prefill is overlaps
+
+
 def test_a_policy_of_a_file_may_be_inside(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("from moestro.flow.policies.basic import in_order as mine")

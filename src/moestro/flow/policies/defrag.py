@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -15,6 +16,7 @@ from moestro.flow.policies.one_queue import OneQueue, can_run, total
 from moestro.flow.registry import STEP_POLICIES
 
 PerLayer = NDArray[np.float64]
+Counts = NDArray[np.int32]
 
 
 @STEP_POLICIES.register(
@@ -67,29 +69,46 @@ class Defrag(OneQueue):
 
     def choose(self, view: QueueTable) -> int:
         """Return the queue with the highest score. This changes nothing."""
-        tokens = total(view.n)
-        score = tokens.astype(np.float64)
-        if self.lookahead:
-            attention, experts = self._ahead(score[:, ATTENTION], view)
-            score[:, ATTENTION] += attention
-            score[:, ATTENTION + 1 :] += experts[:, None]
-        score[~can_run(view)] = -1.0
-        return int(score.argmax())
+        ready = total(view.n) * can_run(view)
+        num_groups = int(ready.shape[1])
+        if self.lookahead == 0:
+            return int(ready.argmax())
+        attention, experts = total(view.n[:, :, ATTENTION]), None
+        before_experts = (-1.0, 0)
+        if num_groups > 1:
+            experts = self._expert_tokens(view) / (num_groups - 1)
+            # All experts of a layer have the same layers ahead, so the fullest of them has the highest score.
+            fullest = np.maximum.reduce(ready[:, ATTENTION + 1 :], axis=1)
+            before_experts = _best(fullest, lambda: self._ahead_of_experts(attention, experts))
+        score, layer = before_experts
+        own, own_layer = _best(ready[:, ATTENTION], lambda: self._ahead_of_attention(attention, experts))
+        if own > score or (own == score and own_layer <= layer):
+            return own_layer * num_groups
+        return layer * num_groups + 1 + int(ready[layer, ATTENTION + 1 :].argmax())
 
-    def _ahead(self, attention: PerLayer, view: QueueTable) -> tuple[PerLayer, PerLayer]:
-        """Return what the layers ahead add to each attention and to each expert, both float64[num_layers + 1]."""
-        num_layers, num_experts = len(attention) - 1, view.n.shape[2] - 1
-        before_attention = _sum_ahead(attention, num_layers + 1, self.lookahead, self.decay, 0.0)
-        before_experts = np.zeros(num_layers + 1)
-        if num_experts == 0:
-            return before_attention, before_experts
-        experts = self._expert_tokens(view) / num_experts
-        before_experts[:num_layers] = _sum_ahead(experts, num_layers, self.lookahead, self.decay, 0.0)
-        if attention.any() and experts.any():
-            before_experts += _sum_ahead(attention, num_layers + 1, self.lookahead, self.decay, -0.5)
-            own_and_ahead = np.roll(experts, 1)  # the experts of layer l + k - 1 are k - 0.5 layers after attention l
-            before_attention += _sum_ahead(own_and_ahead, num_layers + 1, self.lookahead, self.decay, -0.5)
-        return before_attention, before_experts
+    def _ahead_of_attention(self, attention: Counts, experts: PerLayer | None) -> PerLayer:
+        """Return what the stages after each attention add to its score, float64[num_layers + 1]."""
+        ahead = self._sum(attention, 1, 1.0)
+        if experts is not None and np.count_nonzero(experts):
+            ahead += self._sum(experts, 0, 0.5)
+        return ahead
+
+    def _ahead_of_experts(self, attention: Counts, experts: PerLayer) -> PerLayer:
+        """Return what the stages after each layer's experts add to their scores, float64[num_layers + 1]."""
+        ahead = np.zeros(len(experts))
+        ahead[:-1] = self._sum(experts[:-1], 1, 1.0)
+        if np.count_nonzero(attention):
+            ahead += self._sum(attention, 1, 0.5)
+        return ahead
+
+    def _sum(self, tokens: Counts | PerLayer, first: int, distance: float) -> PerLayer:
+        """Sum decay^(distance + i) * tokens[(l + first + i) % len(tokens)] over `lookahead` values of i from 0 on.
+
+        The order of additions is that of the loop over i, on every machine.
+        """
+        index, weights = _window(len(tokens), self.lookahead, self.decay, first, distance)
+        summed: PerLayer = np.add.reduce(tokens.take(index) * weights, axis=0)
+        return summed
 
     def _expert_tokens(self, view: QueueTable) -> PerLayer:
         """Sum the tokens of each layer's experts, and add their mean over the history."""
@@ -105,21 +124,21 @@ class Defrag(OneQueue):
         self._summed = self._summed + self._history[-1]
 
 
-def _sum_ahead(tokens: PerLayer, num_layers: int, lookahead: int, decay: float, shift: float) -> PerLayer:
-    """Sum decay^(k + shift) * tokens[(l + k) % num_layers] over k = 1 to `lookahead`, for each layer l.
-
-    The order of additions is that of the loop over k, on every machine.
-    """
-    index, weights = _window(num_layers, lookahead, decay, shift)
-    summed: PerLayer = np.add.reduce(tokens[index] * weights, axis=0)
-    return summed
+def _best(ready: Counts, ahead: Callable[[], PerLayer]) -> tuple[float, int]:
+    """Return the highest score of one kind of queue, and the first layer that has it; -1 if none of them can run."""
+    can_run = ready > 0
+    if not np.count_nonzero(can_run):
+        return -1.0, 0
+    score = np.where(can_run, ready + ahead(), -1.0)
+    layer = int(score.argmax())
+    return float(score[layer]), layer
 
 
 @cache
 def _window(
-    num_layers: int, lookahead: int, decay: float, shift: float
+    num_layers: int, lookahead: int, decay: float, first: int, distance: float
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Indices int64[lookahead, num_layers] and weights float64[lookahead, 1] of `_sum_ahead`."""
-    ahead = np.arange(1, lookahead + 1)[:, None]
-    weights = np.array([[decay ** (k + shift)] for k in range(1, lookahead + 1)])
+    """Indices int64[lookahead, num_layers] and weights float64[lookahead, 1] of `Defrag._sum`."""
+    ahead = np.arange(first, first + lookahead)[:, None]
+    weights = np.array([[decay ** (distance + i)] for i in range(lookahead)])
     return (np.arange(num_layers) + ahead) % num_layers, weights

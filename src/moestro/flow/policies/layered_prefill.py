@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
+from functools import cache
+from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run
 from moestro.errors import ConfigError
@@ -33,6 +37,7 @@ class LayeredPrefill:
     prompt that came later waits for up to `num_groups` passes of the wave before it.
 
     Attributes:
+        overlaps_prefill: whether decodes enter the network again while prompts are inside.
         num_groups: groups of contiguous layers, equal up to one layer. At most one for each layer is of use; 1 makes a
             wave pass all layers together with one pass of the decodes.
 
@@ -43,6 +48,8 @@ class LayeredPrefill:
         line of its code (scale-snu/layered-prefill), in place of chunks of 512.
     """
 
+    overlaps_prefill: ClassVar[bool] = True
+
     num_groups: int = 16
     _wave_layer: int = field(default=0, init=False, compare=False)  # where the wave was when this pass began
 
@@ -52,34 +59,44 @@ class LayeredPrefill:
 
     def __call__(self, view: QueueTable, now_ns: int) -> Run:
         """Observe where the wave is when a pass begins; then run the deepest tokens, and prompts in their group."""
-        attention, prefill = total(view.n)[:, ATTENTION], total(view.num_prefill_tokens)
+        attention, prefill = total(view.n[:, :, ATTENTION]), total(view.num_prefill_tokens)
         waits = np.flatnonzero(prefill)
-        wave_layer = int(waits[-1]) if len(waits) else 0
-        if not (attention - prefill)[1:].any() and not total(view.num_expert_tokens).any():
-            self._wave_layer = wave_layer
-        return self.decide(view, wave_layer)
+        wave_layer = int(waits[-1]) if len(waits) else -1
+        is_inside = np.count_nonzero(attention[1:] - prefill[1:]) or np.count_nonzero(view.num_expert_tokens)
+        if not is_inside:
+            self._wave_layer = max(wave_layer, 0)
+        return self.decide(view, attention - prefill, wave_layer)
 
-    def decide(self, view: QueueTable, wave_layer: int) -> Run:
-        """Return what runs next, with the wave of prompts before `wave_layer`. This changes nothing."""
-        among_experts = np.flatnonzero(can_run(view)[:, ATTENTION + 1 :].any(axis=1))
-        if len(among_experts):  # a withdrawn run left them; they complete their layer before anything passes
-            return Run(int(among_experts[-1]), EVERY_EXPERT, ALL, (LS, BE))
-        attention, prefill = total(view.n)[:, ATTENTION], total(view.num_prefill_tokens)
-        runnable, num_layers = can_run(view)[:, ATTENTION], len(attention) - 1
-        stop = self._end_of_group(self._wave_layer, num_layers)
-        decodes = np.flatnonzero(runnable & (attention > prefill))
-        may_join = prefill.any() and runnable[wave_layer] and wave_layer < stop
-        if len(decodes) == 0:
+    def decide(self, view: QueueTable, decodes: NDArray[np.int32], wave_layer: int) -> Run:
+        """Return what runs next. This changes nothing.
+
+        Args:
+            view: the queues.
+            decodes: int32[num_layers + 1], decodes before each attention.
+            wave_layer: layer before whose attention the wave of prompts waits; -1 if none does.
+        """
+        if np.count_nonzero(view.num_expert_tokens):  # a withdrawn run left them; they complete their layer first
+            layer = int(np.flatnonzero(total(view.num_expert_tokens))[-1])
+            return Run(layer, EVERY_EXPERT, ALL, (LS, BE))
+        runnable = can_run(view)[:, ATTENTION]
+        ready = np.flatnonzero(runnable & (decodes > 0))
+        if len(ready) == 0:
             layer = wave_layer if runnable[wave_layer] else int(np.flatnonzero(runnable)[-1])
-            return Run(layer, ATTENTION, ALL, (LS, BE), self._end_of_group(layer, num_layers))
-        layer = int(decodes[-1])
-        if may_join and wave_layer == layer:
+            return Run(layer, ATTENTION, ALL, (LS, BE), self._end_of_group(layer, len(decodes) - 1))
+        layer, stop = int(ready[-1]), self._end_of_group(self._wave_layer, len(decodes) - 1)
+        may_join = layer <= wave_layer < stop and bool(runnable[wave_layer])
+        if may_join and layer == wave_layer:
             return Run(layer, ATTENTION, ALL, (LS, BE), stop)
-        until = wave_layer if may_join and wave_layer > layer else ALL
-        return Run(layer, ATTENTION, ALL, (LS, BE), until, max_unit_tokens=1)
+        return Run(layer, ATTENTION, ALL, (LS, BE), wave_layer if may_join else ALL, max_unit_tokens=1)
 
     def _end_of_group(self, layer: int, num_layers: int) -> int:
         """Return the first layer of the next group; `ALL` after the last, which the sampler belongs to."""
-        starts = np.arange(1, self.num_groups + 1) * num_layers // self.num_groups
-        later = starts[(starts > layer) & (starts < num_layers)]
-        return int(later[0]) if len(later) else ALL
+        starts = _group_starts(num_layers, self.num_groups)
+        after = bisect_right(starts, layer)
+        return starts[after] if after < len(starts) else ALL
+
+
+@cache
+def _group_starts(num_layers: int, num_groups: int) -> tuple[int, ...]:
+    """Return the first layer of each group, ascending; groups without a layer are left out."""
+    return tuple(sorted({group * num_layers // num_groups for group in range(num_groups)}))

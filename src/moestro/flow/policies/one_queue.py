@@ -103,10 +103,6 @@ class OldestTokenFirst(OneQueue):
 
     def __call__(self, view: QueueTable, now_ns: int) -> Run | Wait:
         """Run the queue with the oldest token, the class of this token first."""
-        return self.run_oldest(view)
-
-    def run_oldest(self, view: QueueTable) -> Run:
-        """Run the queue with the oldest token."""
         index = self.choose(view)
         run = self.run(index, view)
         ages = view.oldest_ns.reshape(len(view.n), -1)[:, index]
@@ -116,7 +112,7 @@ class OldestTokenFirst(OneQueue):
 
     def choose(self, view: QueueTable) -> int:
         """Return the queue with the oldest token."""
-        return int(oldest(view).argmin())
+        return find_oldest(view)[0]
 
 
 def total(counts: PerQueue) -> PerQueue:
@@ -132,8 +128,17 @@ def can_run(view: QueueTable) -> NDArray[np.bool_]:
     return some
 
 
-def oldest(view: QueueTable) -> NDArray[np.int64]:
-    """Return the times at which the oldest tokens of classes that can run came, int64[layers, groups]."""
-    since: NDArray[np.int64] = np.where(view.runnable, view.oldest_ns, NOBODY_WAITS_NS)
+def find_oldest(view: QueueTable) -> tuple[int, int]:
+    """Return the index of the queue whose oldest token that can run came first, and the time at which it came."""
+    since = view.oldest_ns.reshape(len(view.n), -1)
+    index = int(_earliest(since).argmin())
+    runnable = view.runnable.reshape(since.shape)
+    if not any(runnable[each, index] and since[each, index] == since[:, index].min() for each in range(len(since))):
+        since = np.where(runnable, since, NOBODY_WAITS_NS)  # rare: that token lacks a place
+        index = int(_earliest(since).argmin())
+    return index, int(since[:, index].min())
+
+
+def _earliest(since: NDArray[np.int64]) -> NDArray[np.int64]:
     first: NDArray[np.int64] = since[0] if len(since) == 1 else np.minimum(since[LS], since[BE])
     return first

@@ -8,10 +8,10 @@ import numpy as np
 
 from moestro.core.clock import to_ns
 from moestro.core.policy_registry import Setting
-from moestro.core.views import ATTENTION, BE, LS, NOBODY_WAITS_NS, QueueTable, Run, StepPolicy, Wait
+from moestro.core.views import ATTENTION, BE, LS, QueueTable, Run, StepPolicy, Wait
 from moestro.errors import ConfigError
 from moestro.flow.policies.basic import ALL
-from moestro.flow.policies.one_queue import OldestTokenFirst, oldest
+from moestro.flow.policies.one_queue import OldestTokenFirst, find_oldest
 from moestro.flow.registry import STEP_POLICIES
 
 BOTH_MAY_JOIN = 256  # tokens; `max_merged` of QLLM's policy, which has the same reason
@@ -46,16 +46,17 @@ class Urgent:
         if not max_wait >= 0:
             raise ConfigError("max_wait must be at least 0")
         self.inner = make_inner(inner, settings, max_wait_ns)
+        self.overlaps_prefill = bool(getattr(self.inner, "overlaps_prefill", False))
         self._max_wait_ns = to_ns(max_wait)
         self._oldest_first = OldestTokenFirst()
 
     def __call__(self, view: QueueTable, now_ns: int) -> Run | Wait:
         """Run the oldest queue if it is urgent."""
-        since_ns = int(oldest(view).min())
+        _, since_ns = find_oldest(view)
         if now_ns - since_ns > self._max_wait_ns:
-            return self._oldest_first.run_oldest(view)
+            return self._oldest_first(view, now_ns)
         answer = self.inner(view, now_ns)
-        urgent_ns = since_ns + self._max_wait_ns + 1 if since_ns < NOBODY_WAITS_NS else NOBODY_WAITS_NS
+        urgent_ns = since_ns + self._max_wait_ns + 1
         # What takes one item ends by itself; a longer run, and a wait, end when a queue becomes urgent.
         if isinstance(answer, Wait):
             return Wait(min(answer.until_ns, urgent_ns))
@@ -93,18 +94,18 @@ class ClassPriority:
         **settings: Setting,
     ) -> None:
         self.inner = make_inner(inner, settings, max_wait_ns)
+        self.overlaps_prefill = bool(getattr(self.inner, "overlaps_prefill", False))
         self._max_merged, self._max_wait_ns = max_merged, max_wait_ns
 
     def __call__(self, view: QueueTable, now_ns: int) -> Run | Wait:
         """Run best effort that was passed over for too long, then latency-sensitive tokens, then best effort."""
-        waits = view.n[BE].any()
-        left_ns = self._left_ns(view) if waits else None
+        left_ns = self._left_ns(view)
         is_overdue = left_ns is not None and left_ns <= 0
         if is_overdue and (overdue := view.runnable[BE] & (view.passed_ns[BE] >= self._max_wait_ns)).any():
             index = int(np.where(overdue, view.passed_ns[BE], -1).argmax())
             layer, group = divmod(index, view.n.shape[2])
             return Run(layer, group, ALL, (BE, LS))
-        can_be, can_ls = view.runnable[BE].any(), view.runnable[LS].any()
+        can_be, can_ls = np.count_nonzero(view.runnable[BE]), np.count_nonzero(view.runnable[LS])
         if can_be and (is_overdue or not can_ls):
             return self._ask_inner(view, BE, now_ns)
         answer = self._ask_inner(view, LS, now_ns)
@@ -120,20 +121,22 @@ class ClassPriority:
         return replace(answer, classes=(LS, BE) if num <= self._max_merged else (LS,))
 
     def _left_ns(self, view: QueueTable) -> int | None:
-        """Return the remaining time for which best effort may be passed over; None means no limit."""
-        return None if self._max_wait_ns is None else self._max_wait_ns - int(view.passed_ns[BE].max())
+        """Return the remaining time for which best effort may be passed over. None means no limit or no best effort."""
+        if self._max_wait_ns is None or not np.count_nonzero(view.n[BE]):
+            return None
+        return self._max_wait_ns - int(view.passed_ns[BE].max())
 
 
 def of_class(view: QueueTable, service_class: int) -> QueueTable:
     """Return the table of one class alone: each column has a single class, which costs no copy."""
     own = slice(service_class, service_class + 1)
-    return replace(
-        view,
+    return QueueTable(
         n=view.n[own],
         oldest_ns=view.oldest_ns[own],
         passed_ns=view.passed_ns[own],
         runnable=view.runnable[own],
         num_expert_tokens=view.num_expert_tokens[own],
+        num_free_places=view.num_free_places,
         num_prefill_tokens=view.num_prefill_tokens[own],
     )
 
