@@ -113,6 +113,26 @@ class StagedTorchDevice:
         """Return None, because only the hardware knows."""
         return None
 
+    def read_inputs(self, places: Int32s) -> Tensor:
+        """[n, hidden size], inputs of the experts at `places`, which may repeat."""
+        with torch.inference_mode():
+            return self._runner.arena.read_inputs(places)
+
+    def read_contributions(self, places: Int32s, choices: Int32s) -> Tensor:
+        """[n, hidden size], unweighted answer of the expert of each (place, choice)."""
+        with torch.inference_mode():
+            return self._runner.arena.read_contributions(places, choices)
+
+    def store_inputs(self, places: Int32s, rows: Tensor) -> None:
+        """Store inputs of experts that were computed on another device. `rows`: [n, hidden size]."""
+        with torch.inference_mode():
+            self._runner.arena.write_inputs(places, rows)
+
+    def store_contributions(self, places: Int32s, choices: Int32s, rows: Tensor) -> None:
+        """Store answers that were computed on another device. `rows`: [n, hidden size], for each (place, choice)."""
+        with torch.inference_mode():
+            self._runner.arena.write_contributions(places, choices, rows)
+
     def _do_piece(self, launched: _LaunchedItem) -> None:
         with torch.inference_mode():
             launched.is_over = next(launched.pieces, _OVER) is _OVER
