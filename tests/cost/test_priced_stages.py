@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from msgspec import structs
 
 from moestro.core.script import Script
-from moestro.core.stages import Attention, Experts, ExpertsDone, Passage, Sample, Stopped
+from moestro.core.stages import Attention, Experts, ExpertsDone, Merges, Passage, Sample, Stopped
+from moestro.core.token_keys import request_key
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, BlockMoves, Units
-from moestro.cost.gate import PopularityGate, token_keys
-from moestro.cost.gating import zipf_popularity
+from moestro.cost.gate import PopularityGate
 from moestro.cost.gpus import H20
 from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
 from moestro.cost.priced_device import Scripts
-from moestro.cost.priced_stages import PricedStages
+from moestro.cost.priced_stages import HostOverhead, PricedStages, StageSetup, whole_setup, worker_shape
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.staged_engines import qllm
 
 COST = qllm()
+NOTHING = np.empty(0, np.int32)
+NO_HOST = HostOverhead()
+NO_MERGES = Merges(NOTHING, NOTHING)
 ATTENTION_NS, ALL = 1_500_000, 2**31 - 1
 
 
@@ -42,16 +48,17 @@ def decodes(n: int) -> Units:
     return units([300] * n, [1] * n)
 
 
-def device(cost=COST) -> PricedStages:
+def device(cost=COST, host=NO_HOST) -> PricedStages:
     scripts = Scripts(16)
     for serial in range(64):
         scripts.expect(serial, Script(5))
-    return PricedStages(cost, 4096, 16, lambda some, _: scripts.answer(some))
+    setup = whole_setup(cost, 8192, 16)
+    return PricedStages(cost, replace(setup, host=host), lambda some, _: scripts.answer(some), scripts.request_keys)
 
 
 def passage(some: Units, layer: int = 0, until: int = ALL) -> Passage:
     places = np.arange(int(some.num_tokens.sum()), dtype=np.int32)
-    return Passage(layer, until, some, places, places)
+    return Passage(layer, until, some, places, places, NO_MERGES)
 
 
 @pytest.mark.parametrize("cost", [COST, Roofline(RooflineSettings(network=network_named("qwen3-30b-a3b"), gpu=H20))])
@@ -142,7 +149,7 @@ def test_the_sampler_alone_is_a_passage_too():
 def test_expert_batches_that_have_not_begun_come_back():
     stages = device()
     some = np.arange(6, dtype=np.int32)
-    item = Experts(0, np.array([1, 4, 5]), np.array([3, 2, 1]), some, some * 0, some[:0], some[:0])
+    item = Experts(0, np.array([1, 4, 5]), np.array([3, 2, 1]), some, some * 0)
     stages.launch(item, 0)
     assert stages.ready_at_ns() == sum(COST.expert_ns(rows) for rows in (3, 2, 1))
     stages.withdraw(COST.expert_ns(3) + 1)
@@ -152,28 +159,94 @@ def test_expert_batches_that_have_not_begun_come_back():
 def test_attention_and_sampler_are_not_withdrawn():
     stages, some = device(), decodes(2)
     rows = np.arange(2, dtype=np.int32)
-    stages.launch(Attention(0, some, rows, rows), 0)
-    stages.launch(Sample(some, rows), 0)
+    stages.launch(Attention(0, some, rows, rows, NO_MERGES), 0)
+    stages.launch(Sample(some, rows, NO_MERGES), 0)
     stages.withdraw(0)
     [attended] = stages.poll(ATTENTION_NS)
     assert attended.topk_ids.shape == (2, 2)
     assert stages.ready_at_ns() == ATTENTION_NS + COST.sample_ns(2)
 
 
-def test_a_token_visits_the_same_experts_in_any_batch():
-    gate, some = PopularityGate(zipf_popularity(8, 0.3), 2), units([5, 9], [4, 1])
-    keys = token_keys(some)
-    for layer in (0, 7):
-        together = gate.choose(keys, layer)
-        alone = np.concatenate([gate.choose(keys[i : i + 1], layer) for i in range(5)])
-        assert np.array_equal(together, alone)
-        assert (together[:, 0] < together[:, 1]).all()
-        assert np.array_equal(gate.count(keys, range(layer, layer + 1))[0], np.bincount(together.ravel(), minlength=8))
+def experts(counts: list[int]) -> Experts:
+    total = np.zeros(sum(counts), np.int32)
+    return Experts(0, np.arange(len(counts), dtype=np.int32), np.array(counts, np.int32), total, total)
 
 
-def test_experts_are_visited_as_often_as_they_are_popular():
-    popularity = zipf_popularity(8, 0.6)
-    keys = token_keys(units([0], [20_000]))
-    shares = PopularityGate(popularity, 1).count(keys, range(4)) / 20_000
-    assert np.allclose(shares, popularity, atol=0.01)
-    assert not np.array_equal(shares[0], shares[1]), "layers choose on their own"
+def attention(some: Units, layer: int = 0) -> Attention:
+    rows = np.arange(int(some.num_tokens.sum()), dtype=np.int32)
+    return Attention(layer, some, rows, rows, NO_MERGES)
+
+
+def test_the_host_delays_an_item_only_where_no_earlier_item_hides_it():
+    host = HostOverhead(attention_ns=400_000, expert_ns=90_000)
+    stages = device(host=host)
+    stages.launch(attention(decodes(2)), 1000)
+    first_ns = 1000 + host.attention_ns + ATTENTION_NS
+    assert stages.ready_at_ns() == first_ns, "nothing ran before it"
+    stages.launch(experts([3]), 1000)
+    stages.poll(first_ns)
+    assert stages.ready_at_ns() == first_ns + COST.expert_ns(3), "prepared while the attention ran"
+    stages.poll(first_ns + COST.expert_ns(3))
+    stages.launch(experts([3]), 10 * first_ns)
+    assert stages.ready_at_ns() == 10 * first_ns + host.expert_ns + COST.expert_ns(3)
+
+
+def test_the_host_prepares_one_item_after_another():
+    slow = HostOverhead(expert_ns=50_000_000)
+    stages = device(host=slow)
+    for _ in range(3):
+        stages.launch(experts([1]), 0)
+    [first] = [stages.ready_at_ns()]
+    stages.poll(first)
+    assert stages.ready_at_ns() - first == slow.expert_ns
+
+
+def test_a_worker_without_attention_has_experts_and_guests_alone():
+    shape = worker_shape(COST.network, num_slots=2, num_guests=512)
+    assert (shape.num_rows, shape.num_places, shape.num_experts, shape.num_guests) == (0, 0, 2, 512)
+    assert shape.num_chosen == 2
+    stages = PricedStages(COST, StageSetup(shape=shape, block_size=16))
+    stages.launch(experts([7, 1]), 0)
+    assert stages.ready_at_ns() == COST.expert_ns(7) + COST.expert_ns(1)
+    assert stages.poll(stages.ready_at_ns()) == [ExpertsDone(2)]
+
+
+def test_a_worker_without_experts_chooses_among_all_experts():
+    gate = PopularityGate(COST.popularity, 2)
+    shape = worker_shape(COST.network, num_rows=64, num_places=64)
+    some = decodes(40)
+    stages = PricedStages(COST, StageSetup(shape=shape, block_size=16, gate=gate))
+    stages.launch(attention(some, layer=3), 0)
+    [result] = stages.poll(stages.ready_at_ns())
+    assert result.topk_ids.shape == (40, 2)
+    assert result.topk_ids.max() > 3
+    whole = device()
+    whole.launch(attention(some, layer=3), 0)
+    [same] = whole.poll(whole.ready_at_ns())
+    assert np.array_equal(result.topk_ids, same.topk_ids), "scripts without keys have those of their serials"
+
+
+def test_a_token_has_the_same_experts_in_any_engine_slot_and_serial():
+    chosen = []
+    for shift in (0, 5, 17):  # other slots and serials, the same requests and positions
+        scripts = Scripts(16)
+        for serial in range(64):
+            scripts.expect(serial, Script(5, request_key=request_key(serial - shift)))
+        stages = PricedStages(COST, whole_setup(COST, 128, 16), None, scripts.request_keys)
+        some = units([300, 7, 40], [1, 3, 1], first_serial=shift)
+        some = structs.replace(some, slot=np.arange(3)[::-1] + 2 * shift)
+        stages.launch(attention(some, layer=9), 0)
+        chosen.append(stages.poll(stages.ready_at_ns())[0].topk_ids)
+    assert np.array_equal(chosen[0], chosen[1])
+    assert np.array_equal(chosen[0], chosen[2])
+
+
+def test_the_experts_of_an_item_are_drawn_when_it_is_launched():
+    scripts = Scripts(16)
+    scripts.expect(0, Script(5, request_key=request_key(7)))
+    stages = PricedStages(COST, whole_setup(COST, 128, 16), None, scripts.request_keys)
+    stages.launch(attention(decodes(1)), 0)
+    scripts.forget(0)  # the request was aborted meanwhile
+    [result] = stages.poll(stages.ready_at_ns())
+    expected = PopularityGate(COST.popularity, 2).choose(np.array([request_key(7) + 300], np.uint64), 0)
+    assert np.array_equal(result.topk_ids, expected)

@@ -74,25 +74,30 @@ def recount(queues: MicroQueues) -> None:
     """The table that policies see against the queues themselves."""
     pool, seen = queues._pool, queues.table()
     n, oldest = np.zeros_like(seen.n), np.full_like(seen.oldest_ns, np.iinfo(np.int64).max)
-    passed = np.zeros_like(seen.passed_ns)
-    for service_class, by_layer in enumerate(queues._units):
+    passed, prefill = np.zeros_like(seen.passed_ns), np.zeros_like(seen.num_prefill_tokens)
+    for service_class, by_layer in enumerate(queues.attention._units):
         for layer, ids in enumerate(by_layer):
             for unit in ids.tolist():
-                n[service_class, layer, 0] += pool.num_tokens[unit]
-                oldest[service_class, layer, 0] = min(oldest[service_class, layer, 0], pool.queued_ns[unit])
-                passed[service_class, layer, 0] = max(passed[service_class, layer, 0], pool.passed_ns[unit])
-    for layer, segments in enumerate(queues._segments):
-        for segment in segments:
-            index, experts = segment.waiting()
-            assert len(index), "an empty segment is kept"
-            for expert, unit in zip(experts.tolist(), pool.units_at(segment.places[index]).tolist(), strict=True):
-                at = (segment.service_class, layer, 1 + expert)
-                n[at] += 1
+                at, size = (service_class, layer, 0), pool.num_tokens[unit]
+                n[at] += size
+                prefill[service_class, layer] += size if size > 1 else 0
                 oldest[at] = min(oldest[at], pool.queued_ns[unit])
                 passed[at] = max(passed[at], pool.passed_ns[unit])
+    for layer, segments in enumerate(queues.experts._segments):
+        for segment in segments:
+            index, slots = segment.waiting()
+            assert len(index), "an empty segment is kept"
+            places, holder = segment.places[index], segment.holder
+            queued_ns, passed_ns = holder.queued_ns_at(places), holder.passed_ns_at(places)
+            for slot, since_ns, by_ns in zip(slots.tolist(), queued_ns.tolist(), passed_ns.tolist(), strict=True):
+                at = (segment.service_class, layer, 1 + slot)
+                n[at] += 1
+                oldest[at] = min(oldest[at], since_ns)
+                passed[at] = max(passed[at], by_ns)
     assert (n == seen.n).all()
     assert (oldest == seen.oldest_ns).all()
     assert (passed == seen.passed_ns).all()
+    assert (prefill == seen.num_prefill_tokens).all()
     assert np.count_nonzero(pool.passed_ns) == pool.num_passed
     assert (n[:, :, 1:].sum(-1) == seen.num_expert_tokens).all()
     assert n.sum() == queues.num_waiting

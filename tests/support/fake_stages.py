@@ -14,7 +14,19 @@ import numpy as np
 from support.fake_device import copy_blocks
 
 from moestro.core.rng import mix64
-from moestro.core.stages import Attention, AttentionDone, Experts, ExpertsDone, Passage, Sample, StageShape, Stopped
+from moestro.core.stages import (
+    Attention,
+    AttentionDone,
+    Experts,
+    ExpertsDone,
+    Merge,
+    Merged,
+    Merges,
+    Passage,
+    Sample,
+    StageShape,
+    Stopped,
+)
 from moestro.core.work import LOGITS_LAST, StepResult
 
 VOCAB = 50
@@ -90,11 +102,15 @@ class FakeStages:
         self.kv = np.zeros((shape.num_layers, num_blocks, block_size), U64)
         self.host = np.zeros((shape.num_layers, num_host_blocks, block_size), U64)
         self.state = np.zeros(shape.num_rows, U64)
-        self.attended = np.zeros(shape.num_places, U64)
-        self.chosen = np.zeros((shape.num_places, shape.num_chosen), np.int32)
-        self.contributions = np.zeros((shape.num_places, shape.num_chosen), U64)
-        self.is_there = np.ones((shape.num_places, shape.num_chosen), bool)
-        self.owner: list = [None] * shape.num_places
+        num_places = shape.num_places + shape.num_guests
+        self.attended = np.zeros(num_places, U64)
+        self.chosen = np.zeros((num_places, shape.num_chosen), np.int32)
+        self.contributions = np.zeros((num_places, shape.num_chosen), U64)
+        self.is_there = np.ones((num_places, shape.num_chosen), bool)
+        self.owner: list = [None] * num_places
+        self.merged = np.ones(num_places, bool)
+        self.num_logical = shape.num_experts  # experts among which the gate chooses
+        self.logical_of = np.tile(np.arange(shape.num_experts), (shape.num_layers, 1))  # by layer and slot
         self.may_forget = False
         self.log: list = []
         self.executed: dict = {}
@@ -160,16 +176,52 @@ class FakeStages:
                 return self._sample(item)
             case Passage():
                 return self._pass(entry)
+            case Merge():
+                self.log.append(("merge", item.layer, []))
+                self._merge(item.merges, item.layer)
+                return Merged()
         if done < num_pieces:
             self._batch(item, done)
             entry[1] += 1
         if entry[1] < num_pieces:
             return None
-        if num_pieces == len(item.experts):
-            self._complete(item)
         return ExpertsDone(num_pieces)
 
+    def _merge(self, merges: Merges, layer: int) -> None:
+        """End `layer` for tokens that have all contributions of its experts."""
+        if len(merges):
+            assert all(self.owner[place][2] == layer for place in merges.places.tolist()), "another layer's places"
+            assert self.is_there[merges.places].all(), "a layer is complete without all contributions"
+            total = _combine(self.contributions[merges.places])
+            self.state[merges.rows] = self.attended[merges.places] + total
+            self.merged[merges.places] = True
+
+    def read_inputs(self, places):
+        return self.attended[places]
+
+    def store_inputs(self, places, inputs) -> None:
+        assert (places >= self.shape.num_places).all()
+        self.attended[places] = inputs
+        self.is_there[places] = False
+
+    def read_contributions(self, places, choices):
+        assert self.is_there[places, choices].all()
+        return self.contributions[places, choices]
+
+    def store_contributions(self, places, choices, contributions) -> None:
+        assert (places < self.shape.num_places).all()
+        assert not self.is_there[places, choices].any(), "a contribution came twice"
+        for place, choice in zip(places.tolist(), choices.tolist(), strict=True):
+            self._count_executed(place, int(self.chosen[place, choice]))
+        self.contributions[places, choices] = contributions
+        self.is_there[places, choices] = True
+
+    def _count_executed(self, place: int, expert: int) -> None:
+        key = (*self.owner[place], expert)
+        self.executed[key] = self.executed.get(key, 0) + 1
+
     def _attention(self, item: Attention) -> AttentionDone:
+        self._merge(item.merges, item.layer - 1)
         units, size = item.units, self.kv.shape[2]
         self.log.append(("attention", item.layer, units.serial.tolist()))
         ends = np.cumsum(units.num_tokens)
@@ -189,13 +241,11 @@ class FakeStages:
         if not self.shape.is_sparse[item.layer]:
             self.state[item.rows] = attended
             return AttentionDone(None)
-        assert self.may_forget or self.is_there[item.places].all(), (
-            "a place is given away with contributions outstanding"
-        )
+        assert self.may_forget or self.merged[item.places].all(), "a place is given away before its layer has ended"
         assert len(set(item.places.tolist())) == len(item.rows) == len(item.places)
         self.attended[item.places] = attended
-        self.chosen[item.places] = _gate(attended, self.shape.num_experts, self.shape.num_chosen)
-        self.is_there[item.places] = False
+        self.chosen[item.places] = _gate(attended, self.num_logical, self.shape.num_chosen)
+        self.is_there[item.places] = self.merged[item.places] = False
         serial = np.repeat(units.serial, units.num_tokens)
         position = np.concatenate([s + np.arange(n) for s, n in zip(units.start, units.num_tokens, strict=True)])
         for place, *owner in zip(item.places.tolist(), serial.tolist(), position.tolist(), strict=True):
@@ -217,53 +267,54 @@ class FakeStages:
         if done < num_pieces:
             layer, expert = pieces[done]
             entry[1] += 1
+            merges = self._merges_within(item, layer)
             if layer == self.shape.num_layers:
-                result = self._sample(Sample(item.units, item.rows))
+                result = self._sample(Sample(item.units, item.rows, merges))
                 return msgspec.structs.replace(result, expert_counts=counts)
             if expert is None:
-                self._attention(Attention(layer, item.units, item.rows, item.places))
+                self._attention(Attention(layer, item.units, item.rows, item.places, merges))
             else:
                 self._pass_expert(item, layer, expert, counts)
         if entry[1] < num_pieces:
             return None
         layer, expert = pieces[num_pieces] if num_pieces < len(pieces) else (item.until, None)
         if expert is None:
+            self._merge(self._merges_within(item, layer), layer - 1)
             return Stopped(layer, None, 0, counts)
         return Stopped(layer, self.chosen[item.places], expert, counts)
+
+    def _merges_within(self, item: Passage, layer: int) -> Merges:
+        """Tokens whose layer before `layer` has not ended: as they came, or all within a passage of sparse layers."""
+        if layer == item.layer:
+            return item.merges
+        if self.shape.is_sparse[layer - 1]:
+            return Merges(item.rows, item.places)
+        return Merges(item.rows[:0], item.places[:0])
 
     def _pass_expert(self, item: Passage, layer: int, expert: int, counts: np.ndarray) -> None:
         token, choice = np.nonzero(self.chosen[item.places] == expert)
         counts[layer, expert] += len(token)
-        is_last = expert == self.shape.num_experts - 1
-        rows, places = (item.rows, item.places) if is_last else (item.rows[:0], item.places[:0])
         one = np.array([expert], np.int32), np.array([len(token)], np.int32)
-        batch = Experts(layer, *one, item.places[token], choice, rows, places)
         if len(token):
-            self._batch(batch, 0)
-        if is_last:
-            self._complete(batch)
+            self._batch(Experts(layer, *one, item.places[token], choice), 0)
 
     def _batch(self, item: Experts, which: int) -> None:
         begin = int(item.counts[:which].sum())
         places = item.places[begin : begin + item.counts[which]]
         choices = item.choices[begin : begin + item.counts[which]]
-        expert = int(item.experts[which])
-        self.log.append(("expert", item.layer, sorted({self.owner[place][0] for place in places.tolist()})))
-        assert (self.chosen[places, choices] == expert).all(), "a token visits an expert that its gate did not choose"
+        expert = int(self.logical_of[item.layer, item.experts[which]])
+        own = places < self.shape.num_places
+        self.log.append(("expert", item.layer, sorted({self.owner[place][0] for place in places[own].tolist()})))
+        assert (self.chosen[places, choices] == expert)[own].all(), "a token visits an expert its gate did not choose"
         assert not self.is_there[places, choices].any(), "a contribution came twice"
-        for place in places.tolist():
-            key = (*self.owner[place], expert)
-            self.executed[key] = self.executed.get(key, 0) + 1
+        for place in places[own].tolist():
+            self._count_executed(place, expert)
         self.contributions[places, choices] = _expert(self.attended[places], np.full(len(places), expert), item.layer)
         self.is_there[places, choices] = True
 
-    def _complete(self, item: Experts) -> None:
-        assert self.is_there[item.complete_places].all(), "a layer is complete without all contributions"
-        total = _combine(self.contributions[item.complete_places])
-        self.state[item.complete_rows] = self.attended[item.complete_places] + total
-
     def _sample(self, item: Sample) -> StepResult:
         units = item.units
+        self._merge(item.merges, self.shape.num_layers - 1)
         self.log.append(("sample", self.shape.num_layers, units.serial.tolist()))
         last = item.rows[np.cumsum(units.num_tokens) - 1]
         tokens = (self.state[last] % U64(VOCAB)).astype(np.int32)

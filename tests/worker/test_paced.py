@@ -22,7 +22,7 @@ from moestro.cost.capacity import kv_blocks
 from moestro.cost.gpus import H20
 from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
-from moestro.cost.priced_stages import PricedStages
+from moestro.cost.priced_stages import PricedStages, whole_setup
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.settings import PacedSettings
 from moestro.cost.staged_engines import in_4_bits
@@ -129,7 +129,8 @@ def test_each_step_ends_at_its_price(answers):
 def test_whoever_passes_whom_a_network_s_tokens_are_passed_on():
     device = KvDevice(64, 4)
     answers = NetworkAnswers(device)
-    stages = PricedStages(COST, 64, 16, lambda units, now_ns: answers.of(Forward(units), now_ns))
+    setup = whole_setup(COST, 128, 16)
+    stages = PricedStages(COST, setup, lambda units, now_ns: answers.of(Forward(units), now_ns))
     bounds = replace(BOUNDS, max_num_batched_tokens=256, max_num_urgent_seqs=8)
     policy = ExpertLevelPreemption(max_wait_ns=None, max_merged=0)
     rank, now_ns, said, ended = build_preemptive_rank(bounds, stages, policy), 0, {}, []

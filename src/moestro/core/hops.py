@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -56,3 +58,17 @@ class Hop(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     table_version: int = 0
     credits: int = 0
     depths: tuple[int, ...] = ()
+
+
+class Message(NamedTuple):
+    """A message between workers.
+
+    Attributes:
+        hop: header.
+        records: HOP_RECORD[n].
+        tensor: [rows, hidden size], in whatever form the devices give it; None where no device computes.
+    """
+
+    hop: Hop
+    records: HopRecords
+    tensor: Any = None

@@ -123,11 +123,11 @@ class PolicyKind(Generic[PolicyT]):
         self._check_settings(name, entry, settings)
         given = {key: value for key, value in offered.items() if key in _parameters(entry.make)}
         try:
-            policy = entry.make(**settings, **given)
+            policy, tried = entry.make(**settings, **given), entry.make(**settings, **given)
         except (ConfigError, TypeError, ValueError, ArithmeticError) as error:  # the last two: a number is out of range
             raise ConfigError(f"{self.name} {name!r}: {error}") from None
         try:
-            self._try(policy)
+            self._try(tried)  # a second object, because a policy may have a history, which starts empty
         except Exception as error:
             raise ConfigError(f"{self.name} {name!r} cannot decide with {settings}: {error}") from error
         return policy

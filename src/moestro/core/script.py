@@ -15,10 +15,13 @@ class Script:
         num_output_tokens: tokens after which the request ends, at least 1; `max_tokens` may end it earlier.
         block_hashes: packed, HASH_BYTES for each block that the answer completes, in order. The first is the block of
             the prompt's last tokens, if it is partial. The list ends early where the trace knows no more.
+        request_key: key of the request (`core.token_keys`), which decides the experts that its tokens visit. None
+            means a key from its serial number, which differs between engines.
     """
 
     num_output_tokens: int
     block_hashes: bytes = b""
+    request_key: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_output_tokens < 1:

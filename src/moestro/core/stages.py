@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,7 +141,20 @@ class Sample:
     merges: Merges
 
 
-StageItem = Attention | Experts | Passage | Sample
+@dataclass(frozen=True, slots=True, eq=False)
+class Merge:
+    """Item: the end of a layer alone, which frees the places of units that wait for the next attention.
+
+    Attributes:
+        layer: the layer that ends.
+        merges: tokens whose place holds all contributions of the layer.
+    """
+
+    layer: int
+    merges: Merges
+
+
+StageItem = Attention | Experts | Merge | Passage | Sample
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,6 +179,11 @@ class ExpertsDone:
     num_batches: int
 
 
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """Result of a `Merge`."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Stopped:
     """Result of a `Passage` that stopped where it should, or was withdrawn.
@@ -185,7 +203,7 @@ class Stopped:
 
 
 # An item that reaches the sampler returns a `StepResult`. Its `expert_counts` are those of the item, None for `Sample`.
-StageResult = AttentionDone | ExpertsDone | Stopped | StepResult
+StageResult = AttentionDone | ExpertsDone | Merged | Stopped | StepResult
 
 
 class StagedDevice(Protocol):
@@ -207,6 +225,22 @@ class StagedDevice(Protocol):
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
         """Copy KV, as `Device.move_blocks`. Items in flight touch no copied block."""
+        ...
+
+    def read_inputs(self, places: Int32s) -> Any:
+        """[n, hidden size], inputs of the experts at own places, for a message. None if nothing is computed."""
+        ...
+
+    def store_inputs(self, places: Int32s, inputs: Any) -> None:
+        """Store what a message brought as inputs at guest places. `inputs`: as from `read_inputs`."""
+        ...
+
+    def read_contributions(self, places: Int32s, choices: Int32s) -> Any:
+        """[n, hidden size], unweighted contributions to guests, for a message. None if nothing is computed."""
+        ...
+
+    def store_contributions(self, places: Int32s, choices: Int32s, contributions: Any) -> None:
+        """Store what a message brought as contributions at own places; as from `read_contributions`."""
         ...
 
     def poll(self, now_ns: int) -> Sequence[StageResult]:

@@ -1,4 +1,4 @@
-"""Selecting and joining `Units`: units of several plans may be computed together, and those of one plan apart."""
+"""Selecting parts of `Units`, and their changes to logits."""
 
 from __future__ import annotations
 
@@ -26,25 +26,7 @@ def select_units(units: Units, index: Int64s) -> Units:
         block_tables=units.block_tables[index],
         token_ids=None if units.token_ids is None else units.token_ids[spans],
         next_token_ids=following,
-        edits=None if units.edits is None else _select_edits(units.edits, index, len(units)),
-    )
-
-
-def join_units(parts: Sequence[Units]) -> Units:
-    """Join the units of `parts`, at least one part, in order. Either all parts carry token ids or none does."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    following = [part.next_token_ids for part in parts if part.next_token_ids is not None]
-    tokens = [part.token_ids for part in parts if part.token_ids is not None]
-    assert len(tokens) in (0, len(parts)), "units of a hashed trace beside units with tokens"
-    width = max(part.block_tables.shape[1] for part in parts)
-    return Units(
-        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS},
-        block_tables=np.concatenate([_widen(part.block_tables, width) for part in parts]),
-        token_ids=np.concatenate(tokens) if tokens else None,
-        next_token_ids=np.concatenate(following) if following else None,
-        edits=_join_edits(parts),
+        edits=None if units.edits is None else select_edits(units.edits, index, len(units)),
     )
 
 
@@ -61,12 +43,8 @@ def _spans(num_tokens: Int32s, index: Int64s) -> Int64s:
     return token_spans((num_tokens.cumsum() - num_tokens)[index], num_tokens[index])
 
 
-def _widen(tables: Int32s, width: int) -> Int32s:
-    """Pad block tables to `width` columns. Columns past a sequence's last block hold any valid id, such as 0."""
-    return np.pad(tables, ((0, 0), (0, width - tables.shape[1])))
-
-
-def _select_edits(edits: LogitEdits, index: Int64s, num_units: int) -> LogitEdits | None:
+def select_edits(edits: LogitEdits, index: Int64s, num_units: int) -> LogitEdits | None:
+    """Select the edits of the units at `index` of `num_units` units. None means that they ask for none."""
     new = np.full(num_units, -1, np.int32)
     new[index] = np.arange(len(index))
 
@@ -84,13 +62,14 @@ def _select_edits(edits: LogitEdits, index: Int64s, num_units: int) -> LogitEdit
     return LogitEdits(said, edits.generated[said_at], biased, edits.bias[biased_at], banned)
 
 
-def _join_edits(parts: Sequence[Units]) -> LogitEdits | None:
+def join_edits(parts: Sequence[tuple[LogitEdits | None, int]]) -> LogitEdits | None:
+    """Join the edits of neighbouring sets of units. A part is the set's edits, if any, and its number of units."""
     shifted = []
     offset = 0
-    for part in parts:
-        if part.edits is not None:
-            shifted.append((part.edits, np.array([[offset], [0]], np.int32)))
-        offset += len(part)
+    for edits, num_units in parts:
+        if edits is not None:
+            shifted.append((edits, np.array([[offset], [0]], np.int32)))
+        offset += num_units
     if not shifted:
         return None
     return LogitEdits(

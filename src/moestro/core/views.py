@@ -159,6 +159,12 @@ class BatchLimits:
     token_budget: int
     max_chunk: int
 
+    def at_most(self, num_tokens: int) -> BatchLimits:
+        """Return the same bounds for a plan of at most `num_tokens` tokens."""
+        if num_tokens >= self.token_budget:
+            return self
+        return BatchLimits(token_budget=num_tokens, max_chunk=min(num_tokens, self.max_chunk))
+
 
 class Victim(NamedTuple):
     """Answer of an evict policy.
@@ -215,6 +221,8 @@ class QueueTable:
             free places for its tokens, which other tokens release when they complete a layer.
         num_expert_tokens: int32[classes, num_layers + 1], sum of `n` over a layer's experts.
         num_free_places: tokens that could start on a layer's experts now.
+        num_prefill_tokens: int32[classes, num_layers + 1], waiting tokens of each layer's attention that belong to units
+            of more than one token. A prompt's last token alone counts as a decode.
     """
 
     n: NDArray[np.int32]
@@ -223,6 +231,7 @@ class QueueTable:
     runnable: NDArray[np.bool_]
     num_expert_tokens: NDArray[np.int32]
     num_free_places: int
+    num_prefill_tokens: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +250,7 @@ class Run:
             `max_rows` that latency-sensitive ones leave.
         ask_again_ns: time at which the policy chooses again even if these tokens are still in flight; the device then
             returns the parts that it has not begun. None means no such time.
+        max_unit_tokens: for an attention, tokens of the longest unit that may run; 1 means decodes alone.
     """
 
     layer: int
@@ -249,6 +259,7 @@ class Run:
     classes: tuple[int, ...]
     until: int = 0
     ask_again_ns: int | None = None
+    max_unit_tokens: int = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ A *device* does work; an *executor* decides in which pieces.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -130,6 +130,18 @@ class Plan(msgspec.Struct, frozen=True, eq=False, gc=False):
         return int(self.units.num_tokens.sum())
 
 
+class PlanWanted(NamedTuple):
+    """The plan that an executor would take now.
+
+    Attributes:
+        max_tokens: most tokens of the plan. None means no bound but the scheduler's.
+        service_class: class of its units. None means all classes.
+    """
+
+    max_tokens: int | None = None
+    service_class: int | None = None
+
+
 class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Results of some units: those of one plan, or fewer when others were preempted meanwhile.
 
@@ -219,9 +231,8 @@ class Executor(Protocol):
         """Withdraw units in flight as if they had never been submitted. Returns the slots of the withdrawn units."""
         ...
 
-    @property
-    def overlaps_plans(self) -> bool:
-        """Whether a later plan may be computed before an earlier one."""
+    def wanted_plan(self) -> PlanWanted | None:
+        """The plan that would be welcome now. None means that no plan is."""
         ...
 
     @property
@@ -235,5 +246,8 @@ class Executor(Protocol):
         ...
 
     def ready_at_ns(self) -> int | None:
-        """Time of the next result, as `Device.ready_at_ns`."""
+        """Time of the next result, or of the next question to a policy.
+
+        None means that only the hardware knows, and FOREVER_NS that nothing happens before a plan or a message comes.
+        """
         ...

@@ -5,57 +5,161 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.rng import uniform
-from moestro.core.unit_sets import token_spans
-from moestro.core.work import Int32s, Units
+from moestro.core.columns import true_rows
+from moestro.core.rng import mix64
+from moestro.core.token_keys import Keys, domains_of
+from moestro.core.work import Int32s, Slots
 
 Floats = NDArray[np.float64]
-Keys = NDArray[np.uint64]
+Int64s = NDArray[np.int64]
 
-_MOST_DRAWS = 1 << 18  # draws at once; more of them, as a long prompt needs for all layers, would not fit the CPU cache
+_MOST_DRAWS = 1 << 16  # draws at once; more of them, as a long prompt needs for all layers, would not fit the CPU cache
+_SCALE = 1 << 30  # popularities are integers of this sum, nearly, so that a 32-bit draw times their sum fits an int64
+_DRAW_BITS = np.uint64(32)
+_LOW_HALF = np.uint64((1 << 32) - 1)
+_TOKEN, _COUNTER = np.uint64(0xD1342543DE82EF95), np.uint64(0x9E3779B97F4A7C15)  # odd, without structure
+_DRAWS_OF_A_LAYER = 1 << 16  # counters that each layer has; far above any top-k
 
 
 class PopularityGate:
-    """Chooses experts. A token's choice in a layer depends only on its sequence and its position.
+    """Chooses experts. A token's choice in a layer depends only on the seed, its key and the layer.
 
-    The choice is therefore the same in any batch, with or without preemption.
+    The choice is therefore the same in any batch, engine and mode, with or without preemption. Each further expert is
+    drawn by popularity among those not chosen yet, which is the distribution of the first of exponential clocks.
 
     Args:
-        popularity: float64[num_experts], sums to 1: nearly a token's chances, since it chooses no expert twice.
+        popularity: float64[num_experts], [layers, num_experts] or [domains, layers, num_experts]; each row sums to 1.
+            A row holds nearly a token's chances, since it chooses no expert twice. One layer stands for all.
         num_chosen: experts that a token visits in a layer.
+        seed: seed of the draws.
+
+    Attributes:
+        num_chosen: experts that a token visits in a layer.
+
+    Raises:
+        ValueError: fewer than `num_chosen` experts have a popularity above 0.
     """
 
-    def __init__(self, popularity: Floats, num_chosen: int) -> None:
-        self._popularity = popularity
-        self._num_chosen = num_chosen
+    def __init__(self, popularity: Floats, num_chosen: int, seed: int = 0) -> None:
+        rows = popularity.reshape((1, 1, *popularity.shape)[-3:])
+        self._num_domains, self._num_layers, self._num_experts = rows.shape
+        self.num_chosen = num_chosen
+        if int((rows > 0).sum(axis=-1).min()) < num_chosen:
+            raise ValueError(f"a token chooses {num_chosen} experts, but fewer have a popularity above 0")
+        # The experts of all rows lie end to end on a line, each as long as it is popular. A *cell* is one of them.
+        self._length: Int64s = np.maximum(np.rint(rows * _SCALE), rows > 0).astype(np.int64).ravel()
+        self._end: Int64s = self._length.cumsum()
+        self._start: Int64s = self._end - self._length
+        self._row_length: Int64s = self._length.reshape(-1, self._num_experts).sum(axis=-1)
+        self._seed = mix64(np.array([seed], np.uint64))
 
     def choose(self, tokens: Keys, layer: int) -> Int32s:
-        """int32[tokens, num_chosen], experts of each token, ascending."""
-        chosen: Int32s = np.sort(self._draw(tokens, np.array([layer]))[:, 0], axis=-1).astype(np.int32)
+        """Choose the experts of tokens in one layer.
+
+        Args:
+            tokens: uint64[tokens], keys of `core.token_keys`.
+            layer: the layer.
+
+        Returns:
+            int32[tokens, num_chosen], experts of each token, ascending.
+        """
+        chosen: Int32s = self.choose_layers(tokens, range(layer, layer + 1))[:, 0]
         return chosen
 
-    def count(self, tokens: Keys, layers: range) -> NDArray[np.int64]:
-        """int64[len(layers), num_experts], how many of the tokens visit each expert."""
-        num_experts = len(self._popularity)
-        counts = np.empty((len(layers), num_experts), np.int64)
-        at_once = max(_MOST_DRAWS // (len(tokens) * num_experts), 1)
+    def choose_layers(self, tokens: Keys, layers: range) -> Int32s:
+        """int32[tokens, len(layers), num_chosen], `choose` of each of consecutive layers."""
+        numbers = np.arange(layers.start, layers.stop)[:, None]
+        row = self._rows(tokens, numbers)
+        chosen = np.empty((len(tokens), len(layers), self.num_chosen), np.int32)
+        for at, cells in enumerate(self._draw(tokens, numbers, row)):
+            chosen[:, :, at] = (cells - row * self._num_experts).T
+        return chosen
+
+    def count(self, tokens: Keys, layers: range) -> Int64s:
+        """Count the visits of tokens to experts.
+
+        Args:
+            tokens: uint64[tokens], keys of `core.token_keys`.
+            layers: consecutive layers.
+
+        Returns:
+            int64[len(layers), num_experts], tokens that visit each expert.
+        """
+        num_experts = self._num_experts
+        counts = np.zeros((len(layers), num_experts), np.int64)
+        at_once = max(_MOST_DRAWS // (len(tokens) * self.num_chosen), 1)
         for first in range(0, len(layers), at_once):
-            some = np.array(layers[first : first + at_once])
-            cells = self._draw(tokens, some) + (np.arange(len(some)) * num_experts)[None, :, None]
-            counted = np.bincount(cells.ravel(), minlength=len(some) * num_experts)
-            counts[first : first + len(some)] = counted.reshape(len(some), num_experts)
+            some = np.array(layers[first : first + at_once])[:, None]
+            row = self._rows(tokens, some)
+            to_counts = (np.arange(len(some))[:, None] - row) * num_experts
+            for cells in self._draw(tokens, some, row):
+                counted = np.bincount((cells + to_counts).ravel(), minlength=len(some) * num_experts)
+                counts[first : first + len(some)] += counted.reshape(len(some), num_experts)
         return counts
 
-    def _draw(self, tokens: Keys, layers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """int64[tokens, layers, num_chosen], the first of exponential clocks whose rates are the popularities."""
-        num_experts = len(self._popularity)
-        cells = (layers[:, None] * num_experts + np.arange(num_experts)).astype(np.uint64)
-        rings = -np.log1p(-uniform(tokens[:, None, None], cells[None])) / self._popularity
-        first: NDArray[np.int64] = np.argpartition(rings, self._num_chosen - 1, axis=-1)[..., : self._num_chosen]
-        return first
+    def _rows(self, tokens: Keys, layers: Int64s) -> Int64s:
+        """int64[layers, tokens or 1], row of popularities of each token in each of int64[layers, 1]."""
+        row = layers if self._num_layers > 1 else np.zeros_like(layers)
+        return row if self._num_domains == 1 else row + self._num_layers * domains_of(tokens)
+
+    def _draw(self, tokens: Keys, layers: Int64s, row: Int64s) -> list[Int64s]:
+        """`num_chosen` arrays of cells, int64[layers, tokens], in ascending order."""
+        first, left = self._start.take(row * self._num_experts), self._row_length.take(row)
+        chosen: list[Int64s] = []
+        for draws in self._uniform(tokens, layers):
+            at: Int64s = first + (draws * left >> 32)  # a point among what is left of the row
+            for cells in chosen:  # in ascending order: step over what was chosen before
+                at = at + self._length.take(cells) * (at >= self._start.take(cells))
+            cells = self._end.searchsorted(at, side="right")
+            left = left - self._length.take(cells)
+            for i, other in enumerate(chosen):
+                chosen[i], cells = np.minimum(other, cells), np.maximum(other, cells)
+            chosen.append(cells)
+        return chosen
+
+    def _uniform(self, tokens: Keys, layers: Int64s) -> list[Int64s]:
+        """`num_chosen` arrays of draws from 0 .. 2**32 - 1, int64[layers, tokens]; a hash holds two draws."""
+        draws: list[Int64s] = []
+        scrambled = tokens * _TOKEN
+        for pair in range((self.num_chosen + 1) // 2):
+            counter = (layers * _DRAWS_OF_A_LAYER + pair).astype(np.uint64)
+            state = mix64(scrambled + (counter * _COUNTER + self._seed))
+            draws.append((state >> _DRAW_BITS).view(np.int64))
+            draws.append((state & _LOW_HALF).view(np.int64))
+        return draws[: self.num_chosen]
 
 
-def token_keys(units: Units) -> Keys:
-    """uint64[tokens], one key for each token of `units` in order, made from its sequence and its position."""
-    keys = (np.repeat(units.serial, units.num_tokens) << 32) + token_spans(units.start, units.num_tokens)
-    return keys.astype(np.uint64)
+class DecodeChoices:
+    """Choices of tokens that sequences decode, drawn for all layers when a token first asks.
+
+    A token asks once in every layer, so one draw for all layers is several times as fast as a draw for each.
+
+    Args:
+        gate: draws the experts.
+        num_layers: layers of the network.
+    """
+
+    def __init__(self, gate: PopularityGate, num_layers: int) -> None:
+        self._gate, self._layers = gate, range(num_layers)
+        # By slot: the token that was drawn last, and its experts.
+        self._key: Keys = np.zeros(0, np.uint64)
+        self._is_drawn = np.zeros(0, np.bool_)
+        self._chosen: Int32s = np.zeros((0, num_layers, gate.num_chosen), np.int32)
+
+    def choose(self, slots: Slots, tokens: Keys, layer: int) -> Int32s:
+        """Implement `PopularityGate.choose` for one token of each of distinct `slots`, int64[tokens]."""
+        if int(slots.max()) >= len(self._key):
+            self._grow(2 * int(slots.max()) + 2)
+        misses = true_rows((self._key.take(slots) != tokens) | ~self._is_drawn.take(slots))
+        if len(misses):
+            slot, key = slots[misses], tokens[misses]
+            self._chosen[slot] = self._gate.choose_layers(key, self._layers)
+            self._key[slot], self._is_drawn[slot] = key, True
+        chosen: Int32s = self._chosen[slots, layer]
+        return chosen
+
+    def _grow(self, num_slots: int) -> None:
+        added = num_slots - len(self._key)
+        self._key = np.append(self._key, np.zeros(added, np.uint64))
+        self._is_drawn = np.append(self._is_drawn, np.zeros(added, np.bool_))
+        self._chosen = np.append(self._chosen, np.zeros((added, *self._chosen.shape[1:]), np.int32), axis=0)

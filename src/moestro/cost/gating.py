@@ -37,13 +37,6 @@ class Gating:
         return result
 
 
-def zipf_popularity(num_experts: int, exponent: float) -> Floats:
-    """float64[num_experts], sums to 1: expert e has weight (e + 1) ** -exponent; exponent 0 is uniform."""
-    weight: Floats = np.arange(1, num_experts + 1, dtype=np.float64) ** -exponent
-    popularity: Floats = weight / weight.sum()
-    return popularity
-
-
 def even_gating(popularity: Floats, top_k: int, num_ep_ranks: int = 1, imbalance: float = 1.0) -> Gating:
     """Gating under an unspecified placement that gives every rank an equal share of activated experts.
 

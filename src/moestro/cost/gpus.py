@@ -6,7 +6,7 @@ to the end-to-end figures that judge them. `docs/costs.md` names the table behin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moestro.errors import ConfigError
 
@@ -84,6 +84,10 @@ A100 = Gpu(
     kernel_ns=5_000,
     all_to_all_start_ns=12_000,
 )
+
+# Peaks: NVIDIA's data sheet of the A100 40 GB SXM, as in AWS's p4d. Efficiencies: those of the 80 GB, the same chip
+# with faster memory.
+A100_40G = replace(A100, name="a100-40g", memory_bytes=40 * GIB, memory_bytes_per_s=1.555e12)
 
 # Peaks: NVIDIA's data sheet of the H20 (Hopper with fewer SMs and full memory). Efficiencies: the measured model FLOPs
 # utilisations that InferSim publishes for this GPU. Delays: the H100's, because no table states others.
@@ -178,7 +182,7 @@ RTX_PRO_6000 = Gpu(
     all_to_all_start_ns=30_000,
 )
 
-GPUS = {gpu.name: gpu for gpu in (A100, H20, H100, H200, RTX_PRO_6000)}
+GPUS = {gpu.name: gpu for gpu in (A100, A100_40G, H20, H100, H200, RTX_PRO_6000)}
 _OTHER_NAMES = {"a100": A100, "h20": H20}
 
 

@@ -32,8 +32,10 @@ _GPT_OSS = {
     "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
 
-# Sizes from each config.json on the Hugging Face hub. The multi-query Mixtral is AMoE's (section 5.1): Mixtral
-# with one head of keys and values.
+_MIXTRAL_MQA = {**_MIXTRAL, "num_key_value_heads": 1}
+
+# Sizes from each config.json on the Hugging Face hub. The multi-query Mixtrals are AMoE's (section 5): Mixtral with one
+# head of keys and values, with top-2 or top-1 routing, and with 16 experts, which stand for Llama 4.
 CONFIGS: dict[str, Config] = {
     "qwen3-30b-a3b": {
         "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
@@ -41,7 +43,9 @@ CONFIGS: dict[str, Config] = {
         "num_experts_per_tok": 8, "vocab_size": 151936,
     },
     "mixtral-8x7b": _MIXTRAL,
-    "mixtral-8x7b-mqa": {**_MIXTRAL, "num_key_value_heads": 1},
+    "mixtral-8x7b-mqa": _MIXTRAL_MQA,
+    "mixtral-8x7b-mqa-top1": {**_MIXTRAL_MQA, "num_experts_per_tok": 1},
+    "mixtral-16x7b-mqa-top1": {**_MIXTRAL_MQA, "num_local_experts": 16, "num_experts_per_tok": 1},
     "deepseek-v3": {
         "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
         "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,

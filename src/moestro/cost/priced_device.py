@@ -16,6 +16,7 @@ import numpy as np
 from moestro.core.columns import true_rows
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.script import Script
+from moestro.core.token_keys import Keys, request_key, token_keys
 from moestro.core.work import LOGITS_LAST, BlockMoves, Forward, Int32s, Slots, StepResult, Units
 from moestro.cost.model import Batch, CostModel, Int64s, Ints
 from moestro.errors import InvariantError
@@ -54,6 +55,7 @@ class Scripts:
         self._serial: Int64s = np.full(16, _NOBODY, np.int64)
         self._ends_at: Int32s = np.zeros(16, np.int32)  # tokens with KV at which the last token is sampled
         self._fills_at: Int32s = np.zeros(16, np.int32)  # tokens with KV at which the next generated block is full
+        self._request_key: Keys = np.zeros(16, np.uint64)
 
     # --- scripts ----------------------------------------------------------------------------------------------------
 
@@ -69,6 +71,16 @@ class Scripts:
         A script that reaches its end drops itself, but only the scheduler knows of aborts and of `max_tokens`.
         """
         self._progress.pop(serial, None)
+
+    def request_keys(self, units: Units) -> Keys:
+        """uint64[n], key of each unit's request: its script's, or one made from its serial number."""
+        self._bind(units.slot, units.serial)
+        keys: Keys = self._request_key.take(units.slot)
+        return keys
+
+    def token_keys(self, units: Units) -> Keys:
+        """uint64[tokens], key of each token of `units` in order, by which a `PopularityGate` draws its experts."""
+        return token_keys(self.request_keys(units), units.start, units.num_tokens)
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
@@ -106,6 +118,8 @@ class Scripts:
                 self._serial[progress.slot] = _NOBODY  # preempted and resumed elsewhere: only one slot holds it
             progress.slot = slot
             self._serial[slot] = serial
+            key = progress.script.request_key
+            self._request_key[slot] = request_key(serial) if key is None else key
             self._load(progress)
 
     def _grow(self, num_slots: int) -> None:
@@ -113,6 +127,7 @@ class Scripts:
         self._serial = np.append(self._serial, np.full(added, _NOBODY, np.int64))
         self._ends_at = np.append(self._ends_at, np.zeros(added, np.int32))
         self._fills_at = np.append(self._fills_at, np.zeros(added, np.int32))
+        self._request_key = np.append(self._request_key, np.zeros(added, np.uint64))
 
     def _load(self, progress: _Progress) -> None:
         """Write the columns of the sequence's slot."""

@@ -6,15 +6,16 @@ responder of a paced device.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import msgspec
 import numpy as np
 
 from moestro.core.stages import (
-    NUM_PLANS,
     Attention,
     AttentionDone,
     Experts,
@@ -26,16 +27,85 @@ from moestro.core.stages import (
     StageShape,
     Stopped,
 )
+from moestro.core.token_keys import Keys, request_keys, token_keys
 from moestro.core.views import ATTENTION
-from moestro.core.work import BlockMoves, StepResult, Units
-from moestro.cost.gate import PopularityGate, token_keys
+from moestro.core.work import BlockMoves, Int32s, StepResult, Units
+from moestro.cost.gate import DecodeChoices, PopularityGate
 from moestro.cost.model import Batch, Int64s, StageCostModel
 from moestro.cost.networks import NetworkShape
 
 # (units, now_ns) -> their result; called once for every unit that reaches its end.
 Answer = Callable[[Units, int], StepResult]
+RequestKeys = Callable[[Units], Keys]  # units -> uint64[n], key of each unit's request
 
-_NOWHERE = np.empty(0, np.int64)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostOverhead:
+    """Time that the engine's own code takes before an item can begin.
+
+    The host prepares items one after another. Preparation is hidden while an earlier item is running.
+
+    Attributes:
+        attention_ns: for an `Attention`, a `Passage` or a `Sample`.
+        expert_ns: for an `Experts`.
+    """
+
+    attention_ns: int = 0
+    expert_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageSetup:
+    """One priced device.
+
+    Attributes:
+        shape: sizes of the device; `worker_shape` makes them.
+        block_size: tokens of a KV block in the scheduler.
+        gate: draws experts; None for a device without sparse attention layers.
+        host: time of the engine's own code.
+    """
+
+    shape: StageShape
+    block_size: int
+    gate: PopularityGate | None = None
+    host: HostOverhead = HostOverhead()
+
+
+def whole_setup(cost: StageCostModel, num_tokens: int, block_size: int) -> StageSetup:
+    """Set up a device that has the whole network.
+
+    Args:
+        cost: prices, whose popularity of experts holds in all layers.
+        num_tokens: tokens that may be in the network at once.
+        block_size: tokens of a KV block in the scheduler.
+    """
+    experts, popularity = cost.network.experts, cost.popularity
+    shape = worker_shape(
+        cost.network,
+        num_rows=num_tokens,
+        num_places=num_tokens,
+        num_slots=experts.num_experts if experts else 0,
+    )
+    gate = None if popularity is None else PopularityGate(popularity, shape.num_chosen)
+    return StageSetup(shape=shape, block_size=block_size, gate=gate)
+
+
+def worker_shape(
+    network: NetworkShape, *, num_rows: int = 0, num_places: int = 0, num_slots: int = 0, num_guests: int = 0
+) -> StageShape:
+    """Make the sizes of a worker that has attention (rows and places), experts (slots and guests), or both."""
+    is_sparse = [False] * network.num_layers
+    for group in network.groups:
+        for layer in group.layers:
+            is_sparse[layer] = group.has_experts
+    return StageShape(
+        is_sparse=tuple(is_sparse),
+        num_experts=num_slots,
+        num_chosen=network.experts.top_k if network.experts else 0,
+        num_rows=num_rows,
+        num_places=num_places,
+        num_guests=num_guests,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -43,10 +113,11 @@ class _PricedItem:
     """An item in progress.
 
     Attributes:
-        may_start_ns: when the item was launched and all earlier copies are done.
+        may_start_ns: when the host has prepared the item and all earlier copies are done.
         start_ns: start of its first piece, after the pieces of earlier items.
-        ends_ns: int64[p], end of each piece, counted from `start_ns`.
+        ends_ns: end of each of p pieces, counted from `start_ns`.
         num_pieces: pieces that will run; fewer than p after a withdrawal.
+        keys: uint64[tokens], keys of the tokens of a sparse `Attention` or `Passage`.
         stands: in a `Passage`: int64[p], layer * groups + group of each piece, with groups as in a `QueueTable`.
         counts: in a `Passage`: int64[num_layers, num_experts], tokens that visit each expert in its layers.
     """
@@ -54,15 +125,16 @@ class _PricedItem:
     item: StageItem
     may_start_ns: int
     start_ns: int
-    ends_ns: Int64s
+    ends_ns: list[int]
     num_pieces: int
-    stands: Int64s
-    counts: Int64s | None
+    keys: Keys | None = None
+    stands: Int64s | None = None
+    counts: Int64s | None = None
 
     @property
     def ready_ns(self) -> int:
         """End of its last piece."""
-        return self.start_ns + (int(self.ends_ns[self.num_pieces - 1]) if self.num_pieces else 0)
+        return self.start_ns + (self.ends_ns[self.num_pieces - 1] if self.num_pieces else 0)
 
     @property
     def is_cut(self) -> bool:
@@ -70,17 +142,30 @@ class _PricedItem:
         return self.num_pieces < len(self.ends_ns)
 
 
+class _ExpertPrices(dict[int, int]):
+    """Price of one expert by its number of rows; a price is computed once."""
+
+    def __init__(self, cost: StageCostModel) -> None:
+        super().__init__({0: 0})
+        self._cost = cost
+
+    def __missing__(self, num_rows: int) -> int:
+        price = self[num_rows] = self._cost.expert_ns(num_rows)
+        return price
+
+
 class PricedStages:
     """A `core.stages.StagedDevice` on its driver's clock.
 
     A piece is one attention, one call of one expert, or the sampler. A piece that has begun ends; after a withdrawal no
-    further piece begins.
+    further piece begins. Merging contributions is part of the attention's price.
 
     Args:
         cost: prices of the pieces.
-        max_tokens: tokens of one plan; twice as many may be inside the network.
-        block_size: tokens of a KV block in the scheduler.
-        answer: supplier of the results of units behind the last layer.
+        setup: sizes of the device, its gate and its host.
+        answer: supplier of the results of units behind the last layer; None for a device without attention.
+        keys_of: supplier of the keys of requests, by which the gate draws experts; `Scripts.request_keys`. None
+            makes keys of the units' serial numbers, which differ between engines.
 
     Attributes:
         shape: numbers of layers, experts, rows and places.
@@ -89,40 +174,49 @@ class PricedStages:
 
     works_when_polled = False
 
-    def __init__(self, cost: StageCostModel, max_tokens: int, block_size: int, answer: Answer) -> None:
-        self.shape = _shape_of(cost.network, NUM_PLANS * max_tokens)
+    def __init__(
+        self,
+        cost: StageCostModel,
+        setup: StageSetup,
+        answer: Answer | None = None,
+        keys_of: RequestKeys | None = None,
+    ) -> None:
+        self.shape = setup.shape
         self._num_groups = 1 + self.shape.num_experts
-        self._cost = cost
+        self._cost, self._setup = cost, setup
         self._answer = answer
-        popularity = cost.popularity
-        self._gate = None if popularity is None else PopularityGate(popularity, self.shape.num_chosen)
+        self._request_keys = keys_of or _keys_of_serials
+        self._expert_ns = _ExpertPrices(cost)
+        self._decode_choices = DecodeChoices(setup.gate, self.shape.num_layers) if setup.gate else None
         self._launched: deque[_PricedItem] = deque()
-        self._block_size = block_size
         self._moved_at_ns = 0
+        self._host_free_ns = 0
 
     def launch(self, item: StageItem, now_ns: int) -> None:
         """Implement `StagedDevice.launch`."""
-        counts: Int64s | None = None
-        stands = _NOWHERE
-        match item:
-            case Attention():
-                durations = np.array([self._cost.attention_ns(item.layer, _batch(item.units))])
-            case Experts():
-                prices = [self._cost.expert_ns(num_rows) for num_rows in item.counts.tolist()]
-                durations = np.array(prices, np.int64)
-            case Passage():
-                counts = self._count(item)
-                durations, stands = self._pieces(item, counts)
-            case Sample():
-                durations = np.array([self._cost.sample_ns(len(item.units))])
-        may_start_ns = max(now_ns, self._moved_at_ns)
+        host_ns = self._setup.host.expert_ns if isinstance(item, Experts) else self._setup.host.attention_ns
+        self._host_free_ns = max(now_ns, self._host_free_ns) + host_ns
+        may_start_ns = max(self._host_free_ns, self._moved_at_ns)
         start_ns = max(may_start_ns, self._launched[-1].ready_ns) if self._launched else may_start_ns
-        ends_ns = durations.cumsum()
-        self._launched.append(_PricedItem(item, may_start_ns, start_ns, ends_ns, len(ends_ns), stands, counts))
+        keys = counts = stands = None
+        match item:
+            case Experts():
+                ends_ns = list(accumulate(map(self._expert_ns.__getitem__, item.counts.tolist())))
+            case Attention():
+                ends_ns = [self._cost.attention_ns(item.layer, _batch(item.units))]
+                keys = self._keys(item.units) if self.shape.is_sparse[item.layer] else None
+            case Passage():
+                keys = self._keys(item.units)
+                counts = self._count(item, keys)
+                ends_ns, stands = self._pieces(item, counts)
+            case Sample():
+                ends_ns = [self._cost.sample_ns(len(item.units))]
+        self._launched.append(_PricedItem(item, may_start_ns, start_ns, ends_ns, len(ends_ns), keys, stands, counts))
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
         """Copy blocks beside the work in progress, which uses other blocks."""
-        self._moved_at_ns = max(now_ns, self._moved_at_ns) + self._cost.move_ns(moves.num_blocks * self._block_size)
+        num_tokens = moves.num_blocks * self._setup.block_size
+        self._moved_at_ns = max(now_ns, self._moved_at_ns) + self._cost.move_ns(num_tokens)
 
     def poll(self, now_ns: int) -> list[StageResult]:
         """Implement `StagedDevice.poll`."""
@@ -137,9 +231,7 @@ class PricedStages:
         for launched in self._launched:
             launched.start_ns = max(launched.may_start_ns, free_at_ns)
             if isinstance(launched.item, Experts | Passage):
-                begins_ns = launched.start_ns + np.append(0, launched.ends_ns[:-1])
-                num_begun = int(np.searchsorted(begins_ns, now_ns)) if len(launched.ends_ns) else 0
-                launched.num_pieces = min(launched.num_pieces, num_begun)
+                launched.num_pieces = min(launched.num_pieces, _num_begun(launched, now_ns))
             free_at_ns = launched.ready_ns
 
     def ready_at_ns(self) -> int | None:
@@ -148,17 +240,23 @@ class PricedStages:
 
     # --- pieces -----------------------------------------------------------------------------------------------------
 
-    def _count(self, item: Passage) -> Int64s | None:
-        if self._gate is None:
+    def _keys(self, units: Units) -> Keys | None:
+        """uint64[tokens], keys of the tokens, taken at launch because a driver may forget an aborted request."""
+        if self._setup.gate is None:
+            return None
+        return token_keys(self._request_keys(units), units.start, units.num_tokens)
+
+    def _count(self, item: Passage, keys: Keys | None) -> Int64s | None:
+        if self._setup.gate is None or keys is None:
             return None
         counts = np.zeros((self.shape.num_layers, self.shape.num_experts), np.int64)
         layers = range(item.layer, min(item.until, self.shape.num_layers))
-        counts[layers.start : layers.stop] = self._gate.count(token_keys(item.units), layers)
+        counts[layers.start : layers.stop] = self._setup.gate.count(keys, layers)
         counts[~np.array(self.shape.is_sparse)] = 0
         return counts
 
-    def _pieces(self, item: Passage, counts: Int64s | None) -> tuple[Int64s, Int64s]:
-        """int64[p], int64[p]: duration and place of each piece of a passage."""
+    def _pieces(self, item: Passage, counts: Int64s | None) -> tuple[list[int], Int64s]:
+        """End of each piece of a passage, and int64[p], its place."""
         first, last = item.layer, min(item.until, self.shape.num_layers)
         prices = np.zeros((last - first, self._num_groups), np.int64)
         prices[:, ATTENTION] = self._attention_ns(_batch(item.units))[first:last]
@@ -167,14 +265,14 @@ class PricedStages:
         if counts is not None:
             inside = counts[first:last]
             num_rows, which = np.unique(inside, return_inverse=True)
-            priced = [self._cost.expert_ns(rows) if rows else 0 for rows in num_rows.tolist()]
+            priced = [self._expert_ns[rows] for rows in num_rows.tolist()]
             prices[:, ATTENTION + 1 :] = np.array(priced, np.int64)[which].reshape(inside.shape)
             exists[:, ATTENTION + 1 :] = inside > 0
         durations, stands = prices[exists], np.flatnonzero(exists) + first * self._num_groups
         if item.until > self.shape.num_layers:
             durations = np.append(durations, self._cost.sample_ns(len(item.units)))
             stands = np.append(stands, self.shape.num_layers * self._num_groups)
-        return durations, stands
+        return durations.cumsum().tolist(), stands
 
     def _attention_ns(self, batch: Batch) -> Int64s:
         """int64[num_layers], attention time of each layer; layers of a group are alike."""
@@ -187,49 +285,54 @@ class PricedStages:
 
     def _result(self, launched: _PricedItem, now_ns: int) -> StageResult:
         match launched.item:
-            case Attention(layer, units):
-                return AttentionDone(self._chosen(units, layer))
             case Experts():
                 return ExpertsDone(launched.num_pieces)
+            case Attention(layer, units):
+                return AttentionDone(self._chosen(launched, units, layer))
             case Sample(units):
-                return msgspec.structs.replace(self._answer(units, now_ns), expert_counts=None)
+                return self._answered(units, now_ns, None)
             case Passage() as item:
                 if launched.is_cut:
                     return self._stopped(launched, item.units)
                 if item.until > self.shape.num_layers:
-                    return msgspec.structs.replace(self._answer(item.units, now_ns), expert_counts=launched.counts)
+                    return self._answered(item.units, now_ns, launched.counts)
                 return Stopped(item.until, None, 0, launched.counts)
+
+    def _answered(self, units: Units, now_ns: int, counts: Int64s | None) -> StepResult:
+        assert self._answer is not None, "a device without attention was asked to sample"
+        return msgspec.structs.replace(self._answer(units, now_ns), expert_counts=counts)
 
     def _stopped(self, launched: _PricedItem, units: Units) -> Stopped:
         """Describe a withdrawn passage: it stopped before the first piece that did not run."""
+        assert launched.stands is not None, "only a passage stops"
         layer, group = divmod(int(launched.stands[launched.num_pieces]), self._num_groups)
         first_open, counts = max(group - 1, 0), launched.counts
         if counts is not None:
             counts[layer : layer + 1, first_open:] = 0
             counts[layer + 1 :] = 0
-        chosen = None if group == ATTENTION else self._chosen(units, layer)
+        chosen = None if group == ATTENTION else self._chosen(launched, units, layer)
         return Stopped(layer, chosen, first_open, counts)
 
-    def _chosen(self, units: Units, layer: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]] | None:
-        if self._gate is None or not self.shape.is_sparse[layer]:
+    def _chosen(self, launched: _PricedItem, units: Units, layer: int) -> Int32s | None:
+        keys, gate = launched.keys, self._setup.gate
+        if gate is None or keys is None or not self.shape.is_sparse[layer]:
             return None
-        return self._gate.choose(token_keys(units), layer)
+        if self._decode_choices is not None and len(keys) == len(units):
+            return self._decode_choices.choose(units.slot, keys, layer)
+        return gate.choose(keys, layer)
+
+
+def _num_begun(launched: _PricedItem, now_ns: int) -> int:
+    """Pieces that began before `now_ns`: each begins where the one before it ends."""
+    ran_ns, num_pieces = now_ns - launched.start_ns, len(launched.ends_ns)
+    if ran_ns <= 0 or not num_pieces:
+        return 0
+    return 1 + bisect_left(launched.ends_ns, ran_ns, 0, num_pieces - 1)
 
 
 def _batch(units: Units) -> Batch:
     return Batch(units.start, units.num_tokens)
 
 
-def _shape_of(network: NetworkShape, num_tokens: int) -> StageShape:
-    """Shape with as many rows and places as tokens may be inside."""
-    is_sparse = [False] * network.num_layers
-    for group in network.groups:
-        for layer in group.layers:
-            is_sparse[layer] = group.has_experts
-    return StageShape(
-        is_sparse=tuple(is_sparse),
-        num_experts=network.experts.num_experts if network.experts else 0,
-        num_chosen=network.experts.top_k if network.experts else 0,
-        num_rows=num_tokens,
-        num_places=num_tokens,
-    )
+def _keys_of_serials(units: Units) -> Keys:
+    return request_keys(units.serial)

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.cost.gating import Gating, even_gating, zipf_popularity
+from moestro.cost.gating import Gating, even_gating
 from moestro.cost.gpus import Gpu
 from moestro.cost.kernels import Chunks, Kernels
 from moestro.cost.model import Batch, Int64s, Ints
 from moestro.cost.networks import LayerGroup, NetworkShape
+from moestro.cost.popularity import zipf_popularity
 
 PS_PER_NS = 1000
 
@@ -87,6 +88,8 @@ class Roofline:
         self._expert_totals: dict[int, int] = {}
         self._sequence_parts: dict[int, int] = {}
         self._decode_totals: dict[tuple[int, int], int] = {}
+        self._decode_stages: dict[tuple[int, int], int] = {}
+        self._group_of = {layer: g for g, group in enumerate(self._groups) for layer in group.layers}
 
     @property
     def num_ep_ranks(self) -> int:
@@ -170,12 +173,14 @@ class Roofline:
 
     def attention_ns(self, layer: int, batch: Batch) -> int:
         """Implement `StageCostModel.attention_ns`."""
-        g = next(g for g, group in enumerate(self._groups) if layer in group.layers)
+        g = self._group_of[layer]
+        num, total = len(batch.start), int(batch.num_tokens.sum())
+        if num == total:  # all decode, the common case
+            reading = round(self._decode_token_ps * contexts_of(batch.start, self._groups[g].window))
+            return _ns(self._decode_stage_ps(g, num) + reading)
         attention = self._attention(batch)
         reading = round(self._decode_token_ps * int(attention.contexts[g]))
-        exchange = round(2 * self._kernels.all_to_all_ns(attention.num_tokens) * PS_PER_NS)
-        own = self._token_part(attention.num_tokens)[g] + attention.constant_ps[g] + reading
-        return _ns(own - exchange if self._groups[g].has_experts else own)
+        return _ns(self._dense_stage_ps(g, total) + attention.constant_ps[g] + reading)
 
     def expert_ns(self, num_rows: int) -> int:
         """Implement `StageCostModel.expert_ns`."""
@@ -184,6 +189,19 @@ class Roofline:
     def sample_ns(self, num_sequences: int) -> int:
         """Implement `StageCostModel.sample_ns`."""
         return round(self._kernels.head_ns(num_sequences))
+
+    def _dense_stage_ps(self, g: int, num_tokens: int) -> int:
+        """Time of one layer of group `g` without its experts, their exchange, and attention itself."""
+        exchange = round(2 * self._kernels.all_to_all_ns(num_tokens) * PS_PER_NS) if self._groups[g].has_experts else 0
+        return self._token_part(num_tokens)[g] - exchange
+
+    def _decode_stage_ps(self, g: int, num_sequences: int) -> int:
+        """The same for decodes, with attention but for reading their contexts."""
+        part = self._decode_stages.get((g, num_sequences))
+        if part is None:
+            part = self._dense_stage_ps(g, num_sequences) + round(self._kernels.decode_ns(num_sequences) * PS_PER_NS)
+            self._decode_stages[g, num_sequences] = part
+        return part
 
     # --- parts, in picoseconds --------------------------------------------------------------------------------------
 

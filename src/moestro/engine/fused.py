@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from moestro.core.clock import FOREVER_NS
 from moestro.core.load_figures import PassCounts
-from moestro.core.work import Device, Forward, Plan, Slots, StepResult
+from moestro.core.work import Device, Forward, Plan, PlanWanted, Slots, StepResult
 
 
 class FusedExecutor:
@@ -18,22 +19,26 @@ class FusedExecutor:
         device: computes the items.
 
     Attributes:
-        overlaps_plans: False, because plans end in the order of their submission.
         pass_counts: zeros, because no plan passes another.
         num_pieces: plans submitted.
     """
 
-    overlaps_plans = False
     pass_counts = PassCounts()
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._results: deque[StepResult] = deque()
+        self._num_in_flight = 0
         self.num_pieces = 0
+
+    def wanted_plan(self) -> PlanWanted | None:
+        """Want one plan at a time."""
+        return None if self._num_in_flight else PlanWanted()
 
     def submit(self, plan: Plan, now_ns: int) -> None:
         """Launch `plan`, after its KV copies."""
         self.num_pieces += 1
+        self._num_in_flight += 1
         if plan.moves is not None:
             self._device.move_blocks(plan.moves, now_ns)
         self._device.launch(Forward(plan.units), now_ns)
@@ -48,8 +53,11 @@ class FusedExecutor:
     def poll(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> StepResult | None:
         """Take the oldest result that is ready, or None."""
         self._results.extend(self._device.poll(now_ns))
-        return self._results.popleft() if self._results else None
+        if not self._results:
+            return None
+        self._num_in_flight -= 1
+        return self._results.popleft()
 
     def ready_at_ns(self) -> int | None:
-        """Time of the device's next result. None means that nothing runs, or that only the hardware knows."""
-        return self._device.ready_at_ns()
+        """Implement `Executor.ready_at_ns`."""
+        return self._device.ready_at_ns() if self._num_in_flight else FOREVER_NS

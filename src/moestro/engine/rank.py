@@ -10,8 +10,8 @@ import numpy as np
 from moestro.core.load_figures import LoadFigures
 from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
 from moestro.core.stages import StagedDevice
-from moestro.core.views import BE, LS, StepPolicy
-from moestro.core.work import Device, Executor, Plan, Slots
+from moestro.core.views import BE, StepPolicy
+from moestro.core.work import Device, Executor, Plan, PlanWanted
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
@@ -20,26 +20,25 @@ from moestro.flow.executor import FlowExecutor
 
 
 class Rank:
-    """Serves requests: take results, schedule, submit; again and again.
+    """Serves requests: it takes results, schedules and submits, again and again.
 
     Args:
-        scheduler: decides and keeps books.
-        executor: does the work. One plan is in flight at a time; where plans may overlap and best-effort units are in
-            flight, a second one, of latency-sensitive units alone, passes them.
+        scheduler: chooses the tokens of each plan.
+        executor: computes plans, and says when it wants another.
         passes_decodes: whether latency-sensitive units come before best-effort ones in every step, and pass a step for
-            decodes alone, too. Their answers then come faster, in small batches, while best effort stands still. If
-            not, that is so until they have their first token; the next ones come with those of best effort.
+            decodes alone too. Their answers then come faster, in small batches, while best effort stands still. If
+            not, that holds until they have their first token; later tokens come with those of best effort.
 
     Attributes:
-        expert_counts: int64[num_layers, num_experts], tokens each logical expert computed so far; None: dense.
+        expert_counts: int64[num_layers, num_experts], tokens that each logical expert computed so far. None means a
+            dense network.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, passes_decodes: bool = True) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self._passes_decodes = passes_decodes
-        self._has_news = False  # something happened for which latency-sensitive units might be scheduled
-        self._passing: Slots = np.empty(0, np.int64)  # slots of the plan that passes, not done yet
+        self._has_news = False  # something happened since the last plan for which more units might be scheduled
         self.expert_counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None = None
 
     def add(self, request: Request, now_ns: int) -> int:
@@ -63,8 +62,8 @@ class Rank:
         """Take what is ready and submit the next plan. Returns what requests gained.
 
         Args:
-            is_wanted: whether the caller has something to say (a new request): an executor that works while it is
-                polled then leaves off at its next checkpoint.
+            is_wanted: whether the caller has something to say (a new request). An executor that works while it is
+                polled then returns at its next checkpoint.
         """
         outputs = self.outputs(now_ns, is_wanted)
         self.begin(now_ns)
@@ -76,31 +75,57 @@ class Rank:
 
     def collect(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> StepOutput:
         """Take what is ready; messages are made of it for a server alone."""
-        self._pass_by(now_ns)  # before anything else runs: what came meanwhile may be more urgent
+        if self.scheduler.table.num_units_in_flight:
+            self._plan(now_ns)  # before anything else runs: what came meanwhile may be more urgent
         result = self.executor.poll(now_ns, is_wanted)
         if result is None:
             return StepOutput()
         self._has_news = True
-        if len(self._passing):
-            self._passing = np.setdiff1d(self._passing, result.slot)
         if result.expert_counts is not None:
             counts = self.expert_counts
             self.expert_counts = result.expert_counts.copy() if counts is None else counts + result.expert_counts
         return self.scheduler.update(result, now_ns)
 
     def begin(self, now_ns: int) -> Plan | None:
-        """Submit the next plan, if there is one and it may run now: the second half of `step`. Returns it."""
-        plan = self._pass_by(now_ns)
-        if plan is None and self.scheduler.table.num_units_in_flight == 0 and self.scheduler.has_work:
-            plan = self.scheduler.schedule(now_ns)
-            self._has_news = self.scheduler.waiting.num_ls > 0  # there was no room in this plan; they may pass it
-            if plan is not None:
-                self.executor.submit(plan if self._passes_decodes else self._hastening_prompts(plan), now_ns)
+        """Submit the next plan, if the executor wants one: the second half of `step`. Returns the plan."""
+        plan = self._plan(now_ns)
         self.executor.start(now_ns)
         return plan
 
+    def _plan(self, now_ns: int) -> Plan | None:
+        """Submit the plan that the executor wants, if there is one."""
+        wanted = self.executor.wanted_plan()
+        if wanted is None or not self._is_worth_it(wanted, now_ns):
+            return None
+        plan = self.scheduler.schedule(now_ns, wanted.service_class, wanted.max_tokens)
+        self._has_news = False
+        if plan is None:
+            return None
+        if wanted.service_class is None:
+            # Requests without room in this plan may follow it where plans overlap, or pass it.
+            self._has_news = wanted.max_tokens is not None or self.scheduler.waiting.num_ls > 0
+            plan = plan if self._passes_decodes else self._hastening_prompts(plan)
+        self.executor.submit(plan, now_ns)
+        return plan
+
+    def _is_worth_it(self, wanted: PlanWanted, now_ns: int) -> bool:
+        """Whether scheduling may find units for the wanted plan, and these are worth splitting the batch in flight."""
+        table = self.scheduler.table
+        if not table.num_units_in_flight:
+            return self.scheduler.has_work
+        if not self._has_news:
+            return False
+        if wanted.service_class is None:
+            return True
+        if not len(table.in_flight(BE)):
+            return False
+        if self._passes_decodes or self.scheduler.has_urgent_prompts(now_ns):
+            return True
+        self._has_news = False
+        return False
+
     def _hastening_prompts(self, plan: Plan) -> Plan:
-        """`plan`, in which only who has no token yet is latency-sensitive: the others stay one batch."""
+        """Return `plan` with only sequences without a token as latency-sensitive, so that the others stay one batch."""
         no_token = self.scheduler.table.has_no_token(plan.units.slot)
         classes = np.where(no_token, plan.units.service_class, np.uint8(BE))
         units = msgspec.structs.replace(plan.units, service_class=classes)
@@ -123,7 +148,7 @@ class Rank:
         return plan
 
     def ready_at_ns(self) -> int | None:
-        """When the next result will be there; None: nothing is under way, or only the hardware knows."""
+        """Time of the next result or choice, as `Executor.ready_at_ns`."""
         return self.executor.ready_at_ns()
 
     @property
@@ -169,7 +194,7 @@ def build_preemptive_rank(
     *,
     passes_decodes: bool = True,
 ) -> Rank:
-    """A rank in `preemptive` mode on `device`.
+    """Build a rank in `preemptive` mode on `device`.
 
     Args:
         policy: what the device runs next.

@@ -137,26 +137,28 @@ class Scheduler:
 
     # --- schedule ---------------------------------------------------------------------------------------------------
 
-    def schedule(self, now_ns: int, service_class: int | None = None) -> Plan | None:
+    def schedule(self, now_ns: int, service_class: int | None = None, max_tokens: int | None = None) -> Plan | None:
         """Make the next plan, or return None when nothing can be computed now. Units may be in flight.
 
         Args:
             service_class: schedules only sequences of this class. None means all classes.
+            max_tokens: most tokens of the plan. None means no bound but the settings'.
         """
+        limits = self.limits if max_tokens is None else self.limits.at_most(max_tokens)
         # 1. A waiting latency-sensitive request that finds no place preempts best-effort sequences.
         idle = self.table.idle(service_class)
         view = self.views.running(idle, now_ns)
-        if len(self.waiting) and self._preempt_for_first(view, now_ns, service_class):
+        if len(self.waiting) and self._preempt_for_first(view, limits, now_ns, service_class):
             idle = self.table.idle(service_class)
             view = self.views.running(idle, now_ns)
 
         # 2. The batch policy divides the token budget among running sequences and candidates for admission.
         candidates: list[AdmissionCandidate] = []
         if len(self.waiting):
-            room = self.batch_policy.room(view, self.limits)
-            candidates = self.admission.candidates(room, self.limits, now_ns, service_class)
+            room = self.batch_policy.room(view, limits)
+            candidates = self.admission.candidates(room, limits, now_ns, service_class)
             view = self.views.with_candidates(view, candidates, now_ns) if candidates else view
-        chunk = self.batch_policy.plan(view, self.limits)
+        chunk = self.batch_policy.plan(view, limits)
 
         # 3. Running sequences get the blocks that they lack, if need be by preempting others.
         num_free = self.pool.num_free
@@ -171,13 +173,13 @@ class Scheduler:
         if len(slots) == 0:
             # Every sequence of this plan was preempted: the sequences that are left need not wait for the next call.
             retries = has_preempted and not self.table.num_units_in_flight
-            return self.schedule(now_ns, service_class) if retries else None
+            return self.schedule(now_ns, service_class, max_tokens) if retries else None
         self.num_steps += 1
         return Plan(self.num_steps, make_units(self.table, slots, num_tokens), self.state.host.take_moves())
 
-    def _preempt_for_first(self, view: BatchView, now_ns: int, service_class: int | None) -> bool:
+    def _preempt_for_first(self, view: BatchView, limits: BatchLimits, now_ns: int, service_class: int | None) -> bool:
         """Preempt best-effort sequences for the first waiting request, if the policies want it. Returns whether any."""
-        if not self.preemption.makes_way or self.batch_policy.room(view, self.limits) <= 0:
+        if not self.preemption.makes_way or self.batch_policy.room(view, limits) <= 0:
             return False
         victims = self.preemption.victims_for_first(now_ns, service_class)
         for slot, keeps in victims:

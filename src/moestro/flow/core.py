@@ -1,14 +1,18 @@
-"""The flow core: events in, commands out. Which tokens wait where, what runs next, who is done. No clock, no device.
+"""The flow core of one device: events in, commands out. It has no clock, no device and no links.
 
-    PlanSubmitted   a plan's units go to the attention of layer 0, or wait at the door until there are rows for them
-    attention   answers each token's experts: its units wait for all of these
-    experts     answer contributions: a unit that lacks none goes to the attention of the next layer
-    sampler     behind the last layer: the units' result leaves the core
+A device is the home of some tokens, computes experts, or both.
 
-Only a `Tick` launches anything: whoever brings several events lets the policy choose once, when it has seen them all.
+    PlanSubmitted   units of a plan go to the attention of layer 0, or wait at the door until there are rows for them
+    attention done  each token waits for its experts: in this device's expert queues, or with other workers (`Send`)
+    experts done    contributions arrive at once for own tokens, and leave as a reply for guests
+    Arrived         a reply brings contributions; a dispatch brings guests
+    complete        a unit that lacks no contribution waits for the next attention, which merges them
+    sampler done    the units' result leaves the core
 
-What is not with the device is in a queue, and what runs next is the step policy's choice alone. So to preempt is not
-to choose, and whatever was not chosen is exactly where it was.
+Only a `Tick` launches anything: a driver with several events lets the policy choose once, after all of them.
+
+Everything that is not with the device is in a queue, and what runs next is the step policy's choice alone. So to
+preempt is not to choose, and whatever was not chosen is exactly where it was.
 """
 
 from __future__ import annotations
@@ -20,12 +24,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.hops import DISPATCH, REPLY, Hop, Message
 from moestro.core.load_figures import PassCounts
 from moestro.core.stages import (
     Attention,
     AttentionDone,
     Experts,
     ExpertsDone,
+    Merge,
+    Merged,
     Passage,
     Sample,
     StageItem,
@@ -33,61 +40,36 @@ from moestro.core.stages import (
     StageShape,
     Stopped,
 )
-from moestro.core.unit_sets import select_units
-from moestro.core.views import ATTENTION, EVERY_EXPERT, LS, Run, StepPolicy, Wait
-from moestro.core.work import Plan, Slots, StepResult
+from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, Run, StepPolicy, Wait
+from moestro.core.work import Int32s, Plan, PlanWanted, Slots, StepResult
 from moestro.errors import InvariantError
-from moestro.flow.micro_queues import Batches, MicroQueues, merge_batches
-from moestro.flow.passed_over import PassedOver
+from moestro.flow.dispatcher import Dispatcher, Owed, PeerSettings
+from moestro.flow.door import Door
+from moestro.flow.events import (
+    Arrived,
+    Command,
+    Done,
+    Emit,
+    Event,
+    Launch,
+    PeerLost,
+    PlanSubmitted,
+    Send,
+    Store,
+    TableChanged,
+    Tick,
+    Withdraw,
+)
+from moestro.flow.expert_queues import Batches
+from moestro.flow.guests import Guests, Pairs
+from moestro.flow.micro_queues import MicroQueues
+from moestro.flow.passed_over import PassedOver, Tokens
 from moestro.flow.token_pool import TokenPool
 
 Int64s = NDArray[np.int64]
 
 _NONE = np.empty(0, np.int32)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlanSubmitted:
-    """Event: a plan is to be computed."""
-
-    plan: Plan
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Done:
-    """Event: the oldest launched item has a result."""
-
-    result: StageResult
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Event: the device may have room for more."""
-
-
-Event = PlanSubmitted | Done | Tick
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Launch:
-    """Command: start this item."""
-
-    item: StageItem
-
-
-@dataclass(frozen=True, slots=True)
-class Withdraw:
-    """Command: give up what has not begun of expert batches and passages."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Emit:
-    """Command: these units are done."""
-
-    result: StepResult
-
-
-Command = Launch | Withdraw | Emit
+_ALONE = 0  # number of a worker without peers
 
 
 @dataclass(slots=True, eq=False)
@@ -95,8 +77,7 @@ class _Launched:
     """An item that is with the device.
 
     Attributes:
-        item: it.
-        ids: int64[n], its units; of an `Experts`, those that it completes.
+        ids: int64[n], units of an attention, a passage or the sampler, in the item's order.
     """
 
     item: StageItem
@@ -109,47 +90,41 @@ class FlowCore:
     Args:
         shape: of the device.
         policy: chooses what runs next.
-        launch_ahead: items with the device at once. 1: each choice sees all results; 2: an accelerator has its next
-            item while the host takes in the last one's result.
+        launch_ahead: items with the device at once. With 1, each choice sees all results. With 2, an accelerator has
+            its next item while the host takes in the last one's result.
+        peers: the device's place in a group. None means that it is alone and has all experts.
     """
 
-    def __init__(self, shape: StageShape, policy: StepPolicy, launch_ahead: int = 1) -> None:
+    def __init__(
+        self, shape: StageShape, policy: StepPolicy, launch_ahead: int = 1, peers: PeerSettings | None = None
+    ) -> None:
         self.shape = shape
-        self._policy = policy
-        self._launch_ahead = launch_ahead
+        self._policy, self._launch_ahead, self._peers = policy, launch_ahead, peers
         self._pool = TokenPool(shape)
-        self._queues = MicroQueues(shape, self._pool)
-        self._passed_over = PassedOver(self._pool, self._queues)
+        self._guests = Guests(shape.num_places, shape.num_guests, peers.num_workers if peers else 1)
+        self._queues = MicroQueues(shape, self._pool, self._guests)
+        self._passed_over = PassedOver(self._pool, self._guests, self._queues)
+        self._dispatcher = Dispatcher(peers, self._pool) if peers else None
+        self._door = Door(self._pool)
+        self._lobby: deque[Message] = deque()  # dispatches that wait until guests of an older epoch have left
+        self._reply_seq: dict[tuple[int, int], int] = {}
+        self._dispatch_seq: dict[tuple[int, int], int] = {}
         self._launched: deque[_Launched] = deque()
-        self._door: list[Plan] = []
         self._num_withdrawn = 0  # launched items of which it is not known how far they came
-        self._wait_until_ns: int | None = None  # what the policy said last: `Wait.until_ns`
+        self._wait_until_ns: int | None = None  # the policy's last `Wait.until_ns`
         self._ask_again_ns: int | None = None  # the earliest `Run.ask_again_ns` of what is launched
-        self._counts: NDArray[np.int64] | None = None
-        if shape.num_experts:
-            self._counts = np.zeros((shape.num_layers, shape.num_experts), np.int64)
+        self._num_experts = peers.table.num_experts if peers else shape.num_experts
+        self._counts = self._no_counts()
+
+    def _no_counts(self) -> Int64s | None:
+        return np.zeros((self.shape.num_layers, self._num_experts), np.int64) if self._num_experts else None
+
+    # --- what a driver asks -----------------------------------------------------------------------------------------
 
     @property
     def num_plans(self) -> int:
         """Plans submitted some of whose units are not done."""
-        return len(self._pool) + len(self._door)
-
-    @property
-    def wake_ns(self) -> int | None:
-        """When the policy wants to be asked again even if no event comes; None means no such time."""
-        return min((at for at in (self._wait_until_ns, self._ask_again_ns) if at is not None), default=None)
-
-    def wants_tick(self, now_ns: int) -> bool:
-        """Whether a `Tick` asks the policy: the device has room, or the policy set a time that has come."""
-        wake_ns = self.wake_ns
-        return self._has_room or (wake_ns is not None and now_ns >= wake_ns)
-
-    @property
-    def _has_room(self) -> bool:
-        # What a withdrawn item did not do must be known first: the next one might complete a unit that lacks it.
-        if self._num_withdrawn or len(self._launched) >= self._launch_ahead:
-            return False
-        return bool(self._queues.num_waiting or self._door)
+        return self._pool.num_entries + len(self._door)
 
     @property
     def num_launched(self) -> int:
@@ -161,6 +136,41 @@ class FlowCore:
         """Totals since the start."""
         return self._passed_over.counts
 
+    @property
+    def wake_ns(self) -> int | None:
+        """Time at which the policy wants to be asked even if no event comes. None means no such time."""
+        return min((at for at in (self._wait_until_ns, self._ask_again_ns) if at is not None), default=None)
+
+    def wants_tick(self, now_ns: int) -> bool:
+        """Whether a `Tick` asks the policy: the device has room, or the policy set a time that has come."""
+        wake_ns = self.wake_ns
+        return self._has_room or (wake_ns is not None and now_ns >= wake_ns)
+
+    def wanted_plan(self) -> PlanWanted | None:
+        """The plan that would be welcome now.
+
+        A home in a group wants one whenever it has rows, because units enter again as soon as they have a token. A
+        device that is alone keeps batches whole: it wants a plan when nothing is inside, or one of latency-sensitive
+        units that passes best effort. A policy with `overlaps_prefill` wants one as soon as no decode is inside.
+        """
+        free_rows = self._pool.num_free_rows - self._door.num_tokens
+        if self._peers is not None or (
+            getattr(self._policy, "overlaps_prefill", False) and not self._pool.num_decodes and not len(self._door)
+        ):
+            return PlanWanted(free_rows) if free_rows > 0 else None
+        if self.num_plans == 0:
+            return PlanWanted()
+        return None if self._door.is_passing else PlanWanted(service_class=LS)
+
+    @property
+    def _has_room(self) -> bool:
+        # What a withdrawn item did not do must be known first: the next one might complete a unit that lacks it.
+        if self._num_withdrawn or len(self._launched) >= self._launch_ahead:
+            return False
+        return bool(self._queues.num_waiting or len(self._door))
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
     def on_event(self, now_ns: int, event: Event) -> list[Command]:
         """Take note of `event`, and say what is to be done about it, in order."""
         self._passed_over.elapse(now_ns)
@@ -168,15 +178,29 @@ class FlowCore:
         match event:
             case Done(result):
                 self._take(now_ns, result, commands)
-            case PlanSubmitted(plan):
-                self._submit(plan, now_ns, commands)
             case Tick():
                 self._choose(now_ns, commands)
+            case Arrived(message):
+                self._receive(now_ns, message, commands)
+            case PlanSubmitted(plan):
+                self._submit(plan, now_ns, commands)
+            case TableChanged(table):
+                assert self._dispatcher is not None, "a device that is alone has no table"
+                self._send_again(self._dispatcher.change_table(table), now_ns, commands)
+            case PeerLost(worker):
+                assert self._dispatcher is not None, "a device that is alone has no peers"
+                self._send_again(self._dispatcher.lose(worker), now_ns, commands)
         # A device that works when it is polled hands out a result with the time at which it began the last piece. So
         # the time after a result belongs to that result's item, until the next event says what runs.
         if self._launched or not isinstance(event, Done):
-            self._passed_over.observe(self._units_of(launched) for launched in self._launched)
+            self._observe()
         return commands
+
+    def _observe(self) -> None:
+        if self._passed_over.may_happen and (self._peers is not None or self._pool.num_entries > 1):
+            self._passed_over.observe([self._tokens_of(launched) for launched in self._launched])
+        else:
+            self._passed_over.observe([])
 
     def recall(self, slots: Slots) -> Slots:
         """Forget the units of `slots`, as if they had never been submitted.
@@ -184,48 +208,45 @@ class FlowCore:
         Returns:
             The slots of which that is so; the units of the others are with the device, or are not known.
         """
-        recalled = [self._turn_away(slots)]
+        recalled = [self._door.turn_away(slots)]
         ids = self._pool.find(slots)
         for launched in self._launched:
-            ids = np.setdiff1d(ids, self._units_of(launched))
+            ids = np.setdiff1d(ids, self._tokens_of(launched).ids)
         if len(ids):
-            self._passed_over.forget(ids)
-            recalled.append(self._pool.slot[ids])
-            self._queues.drop(ids)
-            inside = ids[self._pool.lacking[ids] > 0]  # between attention and the end of experts
-            if len(inside):
-                self._pool.give_back_places(self._pool.places_of(self._pool.wave(inside).rows))
+            self._passed_over.forget(Tokens(ids))
+            recalled.append(self._pool.columns.slot[ids])
+            self._queues.attention.drop(ids)
+            self._queues.experts.drop(self._pool.places_of(ids))
             self._pool.leave(ids)
         return np.concatenate(recalled)
 
-    def _units_of(self, launched: _Launched) -> Int64s:
-        """Units with which an item has anything to do."""
-        if isinstance(launched.item, Experts):
-            return np.concatenate([launched.ids, self._pool.units_at(launched.item.places)])
-        return launched.ids
+    def _tokens_of(self, launched: _Launched) -> Tokens:
+        """Tokens with which an item has anything to do."""
+        if not isinstance(launched.item, Experts):
+            return Tokens(launched.ids)
+        places = launched.item.places
+        own, guests = places[places < self.shape.num_places], places[places >= self.shape.num_places]
+        return Tokens(np.unique(self._pool.units_at(own)).astype(np.int64), np.unique(guests))
 
-    def _turn_away(self, slots: Slots) -> Slots:
-        """Forget the units of `slots` that wait at the door, and answer their slots."""
-        turned = [np.empty(0, np.int64)]
-        for at, plan in enumerate(self._door):
-            gone = np.isin(plan.units.slot, slots)
-            if gone.any():
-                turned.append(plan.units.slot[gone])
-                self._door[at] = Plan(plan.step, select_units(plan.units, np.flatnonzero(~gone)))
-        self._door = [plan for plan in self._door if len(plan.units)]
-        return np.concatenate(turned)
-
-    # --- events -----------------------------------------------------------------------------------------------------
+    # --- plans ------------------------------------------------------------------------------------------------------
 
     def _submit(self, plan: Plan, now_ns: int, commands: list[Command]) -> None:
         if plan.num_tokens > self.shape.num_rows:
             raise InvariantError(f"a plan of {plan.num_tokens} tokens on a device of {self.shape.num_rows} rows")
         if plan.units.num_tokens.max() > self.shape.num_places:
             raise InvariantError(f"a unit longer than the {self.shape.num_places} tokens that fit in a layer")
-        self._door.append(plan)
+        self._door.arrive(plan)
         self._admit(now_ns)
-        # Whoever came may be more urgent than the rest of what runs: let the policy choose again.
-        self._withdraw(commands)
+        # The plan may be more urgent than the rest of what runs: then the policy chooses again.
+        if LS in plan.units.service_class and self._runs_best_effort():
+            self._withdraw(commands)
+
+    def _runs_best_effort(self) -> bool:
+        for launched in self._launched:
+            tokens = self._tokens_of(launched)
+            if BE in self._pool.service_class[tokens.ids] or BE in self._guests.classes_at(tokens.guests):
+                return True
+        return False
 
     def _withdraw(self, commands: list[Command]) -> None:
         self._ask_again_ns = None
@@ -235,12 +256,63 @@ class FlowCore:
             commands.append(Withdraw())
 
     def _admit(self, now_ns: int) -> None:
-        """Let plans in while there are rows: those with a latency-sensitive unit first, then in order."""
-        for plan in sorted(self._door, key=lambda plan: LS not in plan.units.service_class):
-            if plan.num_tokens > self._pool.num_free_rows:
-                return
-            self._door.remove(plan)
-            self._queues.add_units(0, self._pool.enter(plan), now_ns)
+        for ids in self._door.admit():
+            self._queues.attention.add(0, ids, now_ns)
+
+    # --- messages ---------------------------------------------------------------------------------------------------
+
+    def _receive(self, now_ns: int, message: Message, commands: list[Command]) -> None:
+        if message.hop.kind == DISPATCH:
+            self._take_dispatch(now_ns, message, commands)
+        else:
+            self._take_reply(now_ns, message, commands)
+
+    def _take_dispatch(self, now_ns: int, message: Message, commands: list[Command]) -> None:
+        hop = message.hop
+        epoch, channel = self._guests.epoch_of(hop.src), (hop.src, hop.epoch)
+        if hop.epoch < epoch or hop.seq < self._dispatch_seq.get(channel, 0):
+            return  # given up, or a repetition
+        if hop.epoch > epoch:
+            self._dispatch_seq.pop((hop.src, epoch), None)
+            self._reply_seq.pop((hop.src, epoch), None)
+            old = self._guests.begin_epoch(hop.src, hop.epoch)
+            self._passed_over.forget(Tokens(guests=old))
+            self._guests.drop(self._queues.experts.drop(old))
+            self._lobby = deque(each for each in self._lobby if each.hop.src != hop.src)
+        self._dispatch_seq[channel] = hop.seq + 1
+        self._lobby.append(message)
+        self._let_in(now_ns, commands)
+
+    def _let_in(self, now_ns: int, commands: list[Command]) -> None:
+        """Give places to the guests that wait in the lobby, in order."""
+        while self._lobby and self._lobby[0].hop.num_rows <= self._guests.num_free:
+            hop, records, tensor = self._lobby.popleft()
+            pairs = self._guests.admit(self._door.next_entry(), hop, records, now_ns)
+            self._queues.experts.add(self._guests, hop.layer, pairs)
+            rows, some = np.unique(records["row"], return_index=True)
+            commands.append(Store(tensor, rows.astype(np.int64), pairs.places[some], None))
+            if LS in records["service_class"] and self._runs_best_effort():
+                self._withdraw(commands)
+
+    def _take_reply(self, now_ns: int, message: Message, commands: list[Command]) -> None:
+        assert self._dispatcher is not None, "a device that is alone gets no replies"
+        owed, sends = self._dispatcher.accept(message.hop, message.records)
+        commands += sends
+        if len(owed):
+            records = message.records[owed]
+            places, choices = records["place"], records["choice"].astype(np.int32)
+            commands.append(Store(message.tensor, records["row"].astype(np.int64), places, choices))
+            self._pool.passed_elsewhere(places, records["waited_us"])
+            self._arrive(message.hop.layer, places, choices, now_ns)
+
+    def _send_again(self, owed: list[Owed], now_ns: int, commands: list[Command]) -> None:
+        assert self._dispatcher is not None, "only a home with peers sends"
+        for each in owed:
+            own, sends = self._dispatcher.send_again(each)
+            self._queues.experts.add(self._pool, each.layer, own)
+            commands += sends
+
+    # --- results ----------------------------------------------------------------------------------------------------
 
     def _take(self, now_ns: int, result: StageResult, commands: list[Command]) -> None:
         if not self._launched:
@@ -251,59 +323,113 @@ class FlowCore:
         match launched.item, result:
             case Attention() as item, AttentionDone(topk_ids):
                 if topk_ids is None:
-                    self._queues.add_units(item.layer + 1, launched.ids, now_ns)
+                    self._pool.release_places(item.merges)
+                    self._queues.attention.add(item.layer + 1, launched.ids, now_ns)
                 else:
-                    self._queues.add_pairs(item.layer, item.places, topk_ids, now_ns)
+                    self._dispatch(now_ns, launched, item.layer, topk_ids, commands)
             case Experts() as item, ExpertsDone(num_batches):
-                self._take_experts(now_ns, launched, item, num_batches, commands)
+                self._take_experts(now_ns, item, num_batches, commands)
+            case Merge(), Merged():
+                pass
             case Passage() as item, Stopped():
-                self._take_stopped(now_ns, launched.ids, item, result, commands)
-            case (Sample() | Passage()) as item, StepResult(expert_counts=counts):
+                self._take_stopped(now_ns, launched, item, result, commands)
+            case ((Sample() | Passage()), StepResult(expert_counts=counts)):
                 self._count(counts)
                 commands.append(Emit(msgspec.structs.replace(result, expert_counts=self._counts)))
-                self._counts = None if self._counts is None else np.zeros_like(self._counts)
-                if isinstance(item, Passage):
-                    self._pool.give_back_places(item.places)
+                self._counts = self._no_counts()
                 self._pool.leave(launched.ids)
             case _:
                 raise InvariantError(f"{type(result).__name__} for {type(launched.item).__name__}")
 
-    def _count(self, counts: NDArray[np.int64] | None) -> None:
+    def _count(self, counts: Int64s | None) -> None:
         if counts is not None and self._counts is not None:
             self._counts += counts
 
-    def _take_stopped(self, now_ns: int, ids: Int64s, item: Passage, stopped: Stopped, commands: list[Command]) -> None:
+    def _dispatch(
+        self, now_ns: int, launched: _Launched, layer: int, topk_ids: Int32s, commands: list[Command]
+    ) -> None:
+        """Tokens leave their gate: their pairs wait here, or with other workers."""
+        assert isinstance(launched.item, Attention)
+        assert self._counts is not None, "experts of a dense network"
+        places = launched.item.places
+        self._counts[layer] += np.bincount(topk_ids.reshape(-1), minlength=self._num_experts)
+        self._pool.queued_ns[launched.ids] = now_ns
+        if self._dispatcher is None:
+            self._pool.expect(launched.ids, places, layer, topk_ids, _ALONE)
+            self._queues.experts.add(self._pool, layer, _all_pairs(places, topk_ids))
+            return
+        own, sends = self._dispatcher.dispatch(layer, launched.ids, places, topk_ids)
+        self._queues.experts.add(self._pool, layer, own)
+        commands += sends
+
+    def _arrive(self, layer: int, places: Int32s, choices: Int32s, now_ns: int) -> None:
+        complete = self._pool.arrive(places, choices)
+        if len(complete):
+            self._queues.attention.add(layer + 1, complete, now_ns)
+
+    def _take_experts(self, now_ns: int, item: Experts, num_batches: int, commands: list[Command]) -> None:
+        done = len(item.places) if num_batches == len(item.experts) else int(item.counts[:num_batches].sum())
+        is_own = item.places < self.shape.num_places
+        num_own = int(np.count_nonzero(is_own))
+        if num_own < len(item.places):
+            self._reply(item, np.flatnonzero(~is_own[:done]), commands)
+            self._let_in(now_ns, commands)
+        if num_own:
+            own = np.flatnonzero(is_own[:done])
+            self._arrive(item.layer, item.places[own], item.choices[own], now_ns)
+        if done < len(item.places):
+            self._give_back(item, done, is_own)
+
+    def _give_back(self, item: Experts, done: int, is_own: NDArray[np.bool_]) -> None:
+        """Pairs that the device has not computed wait again."""
+        slots = np.repeat(item.experts, item.counts)
+        for holder, which in ((self._pool, is_own), (self._guests, ~is_own)):
+            rest = done + np.flatnonzero(which[done:])
+            if len(rest):
+                pairs = Pairs(item.places[rest], item.choices[rest], slots[rest])
+                self._queues.experts.add(holder, item.layer, pairs)
+
+    def _reply(self, item: Experts, index: Int64s, commands: list[Command]) -> None:
+        """Send the contributions to guests at `index` of the item's pairs to their homes."""
+        assert self._peers is not None, "guests of a device that is alone"
+        slots = np.repeat(item.experts, item.counts)[index]
+        answers = self._guests.answer(Pairs(item.places[index], item.choices[index], slots))
+        depths = self._queues.depths() if answers else ()
+        for answer in answers:
+            channel = (answer.home, answer.epoch)
+            seq = self._reply_seq.get(channel, 0)
+            self._reply_seq[channel] = seq + 1
+            hop = Hop(
+                kind=REPLY,
+                src=self._peers.worker,
+                dst=answer.home,
+                epoch=answer.epoch,
+                seq=seq,
+                layer=item.layer,
+                num_rows=len(answer.records),
+                dtype=self._peers.dtype,
+                credits=answer.credits,
+                depths=depths,
+            )
+            commands.append(Send(Message(hop, answer.records), answer.pairs.places, answer.pairs.choices))
+
+    def _take_stopped(
+        self, now_ns: int, launched: _Launched, item: Passage, stopped: Stopped, commands: list[Command]
+    ) -> None:
         self._count(stopped.expert_counts)
         if stopped.topk_ids is None:
-            self._pool.complete(ids)
-            self._pool.give_back_places(item.places)
-            self._queues.add_units(stopped.layer, ids, now_ns)
+            self._pool.release_places(self._pool.merges(self._pool.wave(launched.ids)))
+            self._queues.attention.add(stopped.layer, launched.ids, now_ns)
             return
-        done = stopped.topk_ids < stopped.first_open
-        self._queues.add_pairs(stopped.layer, item.places, stopped.topk_ids, now_ns, ~done)
-        self._complete(stopped.layer, self._pool.contribute(np.repeat(item.places, done.sum(axis=1))), commands)
-
-    def _complete(self, layer: int, ids: Int64s, commands: list[Command]) -> None:
-        """Units that have all contributions and are not complete: an item without batches ends their layer."""
-        if len(ids):
-            self._launch(self._experts_item(layer, merge_batches([]), ids), ids, commands)
-
-    def _take_experts(
-        self, now_ns: int, launched: _Launched, item: Experts, num_batches: int, commands: list[Command]
-    ) -> None:
+        places, topk_ids, layer = item.places, stopped.topk_ids, stopped.layer
+        self._pool.queued_ns[launched.ids] = now_ns
+        self._pool.expect(launched.ids, places, layer, topk_ids, _ALONE)
+        is_open = topk_ids >= stopped.first_open
         assert self._counts is not None, "experts of a dense network"
-        self._counts[item.layer, item.experts[:num_batches]] += item.counts[:num_batches]
-        ids = launched.ids
-        if num_batches == len(item.experts):
-            if len(ids):
-                self._pool.give_back_places(item.complete_places)
-                self._queues.add_units(item.layer + 1, ids, now_ns)
-            return
-        done = int(item.counts[:num_batches].sum())
-        rest = Batches(item.experts[num_batches:], item.counts[num_batches:], item.places[done:], item.choices[done:])
-        self._pool.take_back(rest.places)
-        self._queues.give_back(item.layer, rest)
-        self._complete(item.layer, ids[self._pool.lacking[ids] == 0], commands)
+        self._counts[layer] += np.bincount(topk_ids[is_open], minlength=self._num_experts)
+        self._queues.experts.add(self._pool, layer, _all_pairs(places, topk_ids, is_open))
+        token, choice = np.nonzero(~is_open)
+        self._arrive(layer, places[token], choice.astype(np.int32), now_ns)
 
     # --- choices ----------------------------------------------------------------------------------------------------
 
@@ -312,9 +438,11 @@ class FlowCore:
         if self._ask_again_ns is not None and now_ns >= self._ask_again_ns:
             self._withdraw(commands)
         self._wait_until_ns = None
-        if self._door:
+        if len(self._door):
             self._admit(now_ns)
         while self._has_room and self._queues.num_waiting:
+            if self._queues.attention.is_short_of_places(LS) and self._free_places(commands):
+                continue
             table = self._queues.table()
             if not np.count_nonzero(table.runnable):
                 return  # a result will free places
@@ -323,47 +451,66 @@ class FlowCore:
                     self._wait_until_ns = until_ns
                     return
                 case Run() as run:
-                    self._run(run, commands)
+                    self._launch(
+                        self._run_attention(run) if run.group == ATTENTION else self._run_experts(run), commands
+                    )
                     times = [at for at in (self._ask_again_ns, run.ask_again_ns) if at is not None]
                     self._ask_again_ns = min(times, default=None)
 
-    def _run(self, run: Run, commands: list[Command]) -> None:
-        if run.group == ATTENTION:
-            self._run_attention(run, commands)
-        else:
-            self._run_experts(run, commands)
+    def _free_places(self, commands: list[Command]) -> bool:
+        """End the layer of best-effort units, because urgent ones lack places. Returns whether there are any."""
+        found = self._queues.attention.holding_places(BE)
+        if found is None:
+            return False
+        layer, ids = found
+        merges = self._pool.merges(self._pool.wave(ids))
+        self._launch(_Launched(Merge(layer - 1, merges), ids), commands)
+        self._pool.release_places(merges)  # the device merges before any later item uses these places
+        self._queues.attention.recount(BE, layer)
+        return True
 
-    def _run_attention(self, run: Run, commands: list[Command]) -> None:
-        ids = self._queues.take_units(run.layer, run.max_rows, run.classes)
+    def _run_attention(self, run: Run) -> _Launched:
+        ids = self._queues.attention.take(run)
         if len(ids) == 0:
             raise InvariantError(f"the step policy chose {run}, where nothing can run")
         wave = self._pool.wave(ids)
+        merges = self._pool.merges(wave)
+        num_lacking = len(wave.rows) - len(merges)
         item: Attention | Passage | Sample
-        if run.until > run.layer and self._pool.num_free_places >= len(wave.rows) * (self.shape.num_chosen > 0):
+        if run.until > run.layer and self._peers is None and num_lacking <= self._pool.num_free_places:
             places = self._pool.take_places(wave) if self.shape.num_chosen else _NONE
-            item = Passage(run.layer, run.until, wave.units, wave.rows, places)
+            item = Passage(run.layer, run.until, wave.units, wave.rows, places, merges)
         elif run.layer == self.shape.num_layers:
-            item = Sample(wave.units, wave.rows)
-        elif self.shape.is_sparse[run.layer]:
-            item = Attention(run.layer, wave.units, wave.rows, self._pool.take_places(wave))
+            item = Sample(wave.units, wave.rows, merges)
         else:
-            item = Attention(run.layer, wave.units, wave.rows, _NONE)
-        self._launch(item, ids, commands)
+            places = self._pool.take_places(wave) if self.shape.is_sparse[run.layer] else _NONE
+            item = Attention(run.layer, wave.units, wave.rows, places, merges)
+        return _Launched(item, wave.ids)
 
-    def _run_experts(self, run: Run, commands: list[Command]) -> None:
+    def _run_experts(self, run: Run) -> _Launched:
+        batches: Batches
         if run.group == EVERY_EXPERT:
-            batches = self._queues.take_every_expert(run.layer, run.max_rows, run.classes)
+            batches = self._queues.experts.take_every(run.layer, run.max_rows, run.classes)
         else:
-            batches = self._queues.take_expert(run.layer, run.group - 1, run.max_rows, run.classes)
+            batches = self._queues.experts.take_one(run.layer, run.group - 1, run.max_rows, run.classes)
         if len(batches.experts) == 0:
             raise InvariantError(f"the step policy chose {run}, where nothing can run")
-        ids = self._pool.contribute(batches.places)
-        self._launch(self._experts_item(run.layer, batches, ids), ids, commands)
+        return _Launched(Experts(run.layer, *batches), np.empty(0, np.int64))
 
-    def _experts_item(self, layer: int, batches: Batches, complete: Int64s) -> Experts:
-        rows = self._pool.wave(complete).rows if len(complete) else _NONE
-        return Experts(layer, *batches, rows, self._pool.places_of(rows))
+    def _launch(self, launched: _Launched, commands: list[Command]) -> None:
+        self._launched.append(launched)
+        commands.append(Launch(launched.item))
 
-    def _launch(self, item: StageItem, ids: Int64s, commands: list[Command]) -> None:
-        self._launched.append(_Launched(item, ids))
-        commands.append(Launch(item))
+
+def _all_pairs(places: Int32s, topk_ids: Int32s, wanted: NDArray[np.bool_] | None = None) -> Pairs:
+    """Pairs of tokens and their experts on a device that has all experts in the slots of their ids.
+
+    Args:
+        places: int32[tokens].
+        topk_ids: int32[tokens, chosen], ascending.
+        wanted: bool[tokens, chosen], which of them. None means all.
+    """
+    num_chosen = topk_ids.shape[1]
+    choices = np.tile(np.arange(num_chosen, dtype=np.int32), len(places))
+    pairs = Pairs(np.repeat(places, num_chosen), choices, topk_ids.reshape(-1))
+    return pairs if wanted is None else Pairs(*(each[wanted.reshape(-1)] for each in pairs))

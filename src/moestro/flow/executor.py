@@ -5,49 +5,101 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from typing import Protocol
+
+from moestro.core.clock import FOREVER_NS
+from moestro.core.expert_table import ExpertTable
+from moestro.core.hops import Message
 from moestro.core.load_figures import PassCounts
 from moestro.core.stages import StagedDevice
 from moestro.core.views import StepPolicy
-from moestro.core.work import Plan, Slots, StepResult
-from moestro.flow.core import Done, Emit, Event, FlowCore, Launch, PlanSubmitted, Tick, Withdraw
+from moestro.core.work import Plan, PlanWanted, Slots, StepResult
+from moestro.flow.core import FlowCore
+from moestro.flow.dispatcher import PeerSettings
+from moestro.flow.events import (
+    Arrived,
+    Done,
+    Emit,
+    Event,
+    Launch,
+    PeerLost,
+    PlanSubmitted,
+    Send,
+    Store,
+    TableChanged,
+    Tick,
+    Withdraw,
+)
+
+
+class Links(Protocol):
+    """Carries messages to the other workers of a group, in order on each channel."""
+
+    def send(self, message: Message, now_ns: int) -> None:
+        """Send a message to `message.hop.dst`; the call does not wait."""
+        ...
 
 
 class FlowExecutor:
     """Computes plans micro-queue by micro-queue; any number of plans may be inside.
 
+    In a group it also computes experts for other workers. An expert worker is an executor without plans.
+
     Args:
         device: does the work.
         policy: chooses what runs next.
         launch_ahead: items with the device at once; see `FlowCore`.
+        peers: the device's place in a group. None means that it is alone.
+        links: to the other workers of the group.
 
     Attributes:
-        overlaps_plans: True.
-        num_pieces: pieces of work done since the start; stands still when nothing can be computed.
+        num_pieces: pieces of work done since the start; constant while nothing can be computed.
     """
 
-    overlaps_plans = True
-
-    def __init__(self, device: StagedDevice, policy: StepPolicy, launch_ahead: int = 1) -> None:
-        self._device = device
-        self._core = FlowCore(device.shape, policy, launch_ahead)
+    def __init__(
+        self,
+        device: StagedDevice,
+        policy: StepPolicy,
+        launch_ahead: int = 1,
+        peers: PeerSettings | None = None,
+        links: Links | None = None,
+    ) -> None:
+        self._device, self._links = device, links
+        self._core = FlowCore(device.shape, policy, launch_ahead, peers)
         self._results: deque[StepResult] = deque()
         self.num_pieces = 0
 
     @property
     def pass_counts(self) -> PassCounts:
-        """See `Executor.pass_counts`."""
+        """Implement `Executor.pass_counts`."""
         return self._core.pass_counts
 
+    def wanted_plan(self) -> PlanWanted | None:
+        """Implement `Executor.wanted_plan`."""
+        return self._core.wanted_plan()
+
+    def receive(self, message: Message, now_ns: int) -> None:
+        """Take in a message of another worker. What has not begun of less urgent work may go back to its queues."""
+        self._apply(Arrived(message), now_ns)
+
+    def change_table(self, table: ExpertTable, now_ns: int) -> None:
+        """Send tokens by another table from now on."""
+        self._apply(TableChanged(table), now_ns)
+
+    def lose(self, worker: int, now_ns: int) -> None:
+        """Send again what a worker has not answered."""
+        self._apply(PeerLost(worker), now_ns)
+
     def submit(self, plan: Plan, now_ns: int) -> None:
-        """Let a plan in. What has not begun of other plans goes back to its queues."""
+        """Let a plan in. What has not begun of less urgent work goes back to its queues."""
         if plan.moves is not None:
             self._device.move_blocks(plan.moves, now_ns)
-        self._tell(PlanSubmitted(plan), now_ns)
+        self._apply(PlanSubmitted(plan), now_ns)
 
     def start(self, now_ns: int) -> None:
         """Give the device what it has room for, unless it works only when it is polled."""
         if self._core.wants_tick(now_ns) and not self._device.works_when_polled:
-            self._tell(Tick(), now_ns)
+            self._apply(Tick(), now_ns)
 
     def poll(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> StepResult | None:
         """The oldest result that was not taken yet, if any is ready.
@@ -58,7 +110,7 @@ class FlowExecutor:
         """
         while not self._results:
             if self._core.wants_tick(now_ns):
-                self._tell(Tick(), now_ns)
+                self._apply(Tick(), now_ns)
             if self._core.num_launched == 0 or not self._work(now_ns, is_wanted):
                 break
         return self._results.popleft() if self._results else None
@@ -73,17 +125,17 @@ class FlowExecutor:
             if not is_alone or is_wanted():
                 return False
         for result in done:
-            self._tell(Done(result), now_ns)
+            self._apply(Done(result), now_ns)
         self.num_pieces += 1
         return self._core.num_plans <= 1 and not is_wanted()
 
     def ready_at_ns(self) -> int | None:
-        """When the device will have a result or the policy wants to be asked; None: neither, or the hardware knows."""
+        """Implement `Executor.ready_at_ns`."""
         ready_ns = self._device.ready_at_ns()
         if ready_ns is None and self._core.num_launched:
             return None
         times = [at for at in (ready_ns, self._core.wake_ns) if at is not None]
-        return min(times, default=None)
+        return min(times, default=FOREVER_NS)
 
     def recall(self, slots: Slots, now_ns: int) -> Slots:
         """Forget parked units, as if they had never been submitted.
@@ -95,10 +147,10 @@ class FlowExecutor:
             # What the device has not begun comes back at once, and units that only wait are free to go.
             self._device.withdraw(now_ns)
             for result in self._device.poll(now_ns):
-                self._tell(Done(result), now_ns)
+                self._apply(Done(result), now_ns)
         return self._core.recall(slots)
 
-    def _tell(self, event: Event, now_ns: int) -> None:
+    def _apply(self, event: Event, now_ns: int) -> None:
         for command in self._core.on_event(now_ns, event):
             match command:
                 case Launch(item):
@@ -107,3 +159,16 @@ class FlowExecutor:
                     self._device.withdraw(now_ns)
                 case Emit(result):
                     self._results.append(result)
+                case Send(message, places, choices):
+                    assert self._links is not None, "a device that is alone sends nothing"
+                    if choices is None:
+                        tensor = self._device.read_inputs(places)
+                    else:
+                        tensor = self._device.read_contributions(places, choices)
+                    self._links.send(message._replace(tensor=tensor), now_ns)
+                case Store(tensor, rows, places, choices):
+                    vectors = None if tensor is None else tensor[rows]
+                    if choices is None:
+                        self._device.store_inputs(places, vectors)
+                    else:
+                        self._device.store_contributions(places, choices, vectors)

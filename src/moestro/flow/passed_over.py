@@ -1,8 +1,9 @@
-"""Which units are passed over, and for how long: the measure of preemption, and what starvation bounds are about."""
+"""Which tokens are passed over, and for how long: the measure of preemption, and what starvation bounds are about."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -10,85 +11,135 @@ from numpy.typing import NDArray
 
 from moestro.core.load_figures import PassCounts
 from moestro.core.views import BE, LS
+from moestro.core.work import Int32s
+from moestro.flow.guests import Guests
 from moestro.flow.micro_queues import MicroQueues
 from moestro.flow.token_pool import TokenPool
 
 Int64s = NDArray[np.int64]
 
-_NOBODY = np.empty(0, np.int64)
+_NO_UNITS = np.empty(0, np.int64)
+_NO_GUESTS = np.empty(0, np.int32)
+
+
+class Tokens(NamedTuple):
+    """Units of this home, and guests.
+
+    Attributes:
+        ids: int64[n], units.
+        guests: int32[m], guest places.
+    """
+
+    ids: Int64s = _NO_UNITS
+    guests: Int32s = _NO_GUESTS
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are neither units nor guests."""
+        return not (len(self.ids) or len(self.guests))
+
+    def without(self, others: Tokens) -> Tokens:
+        """Return those that are not among `others`."""
+        if self.is_empty:
+            return self
+        return Tokens(np.setdiff1d(self.ids, others.ids), np.setdiff1d(self.guests, others.guests))
+
+
+def join_tokens(parts: Sequence[Tokens]) -> Tokens:
+    """Join sets of tokens."""
+    if len(parts) == 1:
+        return parts[0]
+    ids, guests = [part.ids for part in parts], [part.guests for part in parts]
+    return Tokens(np.concatenate([_NO_UNITS, *ids]), np.concatenate([_NO_GUESTS, *guests]))
 
 
 class PassedOver:
-    """Charges the device's time to the units that it passes over.
+    """Charges the device's time to the tokens that it passes over.
 
-    A unit is passed over while it could run and the device runs a unit of a higher class that entered the network
-    later. Units in the same batch are not passed over, and neither are units that wait for free places.
+    A token is passed over while it could run and the device runs a token of a higher class that entered later. Tokens
+    in the same batch are not passed over, and neither are units that wait for free places.
 
     Args:
-        pool: keeps each unit's total, `TokenPool.passed_ns`.
-        queues: know which units could run.
+        pool, guests: keep each token's total.
+        queues: know which units lack places.
 
     Attributes:
         counts: totals since the start.
     """
 
-    def __init__(self, pool: TokenPool, queues: MicroQueues) -> None:
-        self._pool, self._queues = pool, queues
+    def __init__(self, pool: TokenPool, guests: Guests, queues: MicroQueues) -> None:
+        self._pool, self._guests, self._queues = pool, guests, queues
         self.counts = PassCounts()
-        self._ids = _NOBODY  # units that are passed over now
+        self._passed = Tokens()  # passed over now
         self._since_ns = 0
-        self._stretch_ns = 0  # for how long units have been passed over without a break
-        self._latest_plan = -1  # the last plan that was counted as passing
+        self._stretch_ns = 0  # for how long tokens have been passed over without a break
+        self._latest_entry = -1  # the last entry that was counted as passing
+
+    @property
+    def may_happen(self) -> bool:
+        """Whether there are tokens that others could pass."""
+        return bool(self._pool.num_best_effort or self._guests.num_best_effort)
 
     def elapse(self, now_ns: int) -> None:
-        """Charge the time since the last call to the units that were passed over in it."""
-        if len(self._ids) and now_ns > self._since_ns:
-            self._pool.pass_over(self._ids, now_ns - self._since_ns)
-            self._stretch_ns += now_ns - self._since_ns
+        """Charge the time since the last call to the tokens that were passed over in it."""
+        passed_ns = now_ns - self._since_ns
+        if passed_ns > 0 and not self._passed.is_empty:
+            if len(self._passed.ids):
+                self._pool.pass_over(self._passed.ids, passed_ns)
+            if len(self._passed.guests):
+                self._guests.pass_over(self._passed.guests, passed_ns)
+            self._stretch_ns += passed_ns
         self._since_ns = now_ns
 
-    def observe(self, launched: Iterable[Int64s]) -> None:
-        """Find out which units are passed over from now on.
+    def observe(self, launched: Sequence[Tokens]) -> None:
+        """Find out which tokens are passed over from now on.
 
         Args:
-            launched: units of each item that is with the device, first of the one that runs. Read only where plans
-                overlap, so that a plan alone pays nothing.
+            launched: tokens of each item that is with the device, first of the one that runs.
         """
-        if len(self._pool) > 1:
-            self._set(self._waiting_behind([*launched]))
-        elif len(self._ids):
-            self._set(_NOBODY)
+        self._set(self._waiting_behind(launched) if launched else Tokens())
 
-    def forget(self, ids: Int64s) -> None:
-        """The units `ids` leave without a result."""
-        if len(self._ids):
-            self._set(np.setdiff1d(self._ids, ids))
+    def forget(self, tokens: Tokens) -> None:
+        """Leave out tokens that leave without a result."""
+        if not self._passed.is_empty:
+            self._set(self._passed.without(tokens))
 
     def count_withdrawal(self) -> None:
-        """Launched work is taken back."""
+        """Count that launched work is taken back."""
         self._replace(num_withdrawals=self.counts.num_withdrawals + 1)
 
-    def _waiting_behind(self, launched: Sequence[Int64s]) -> Int64s:
-        running = launched[0] if launched else _NOBODY
-        urgent = running[self._pool.service_class[running] == LS]
-        if not len(urgent):
-            return _NOBODY
-        latest_plan = int(self._pool.plan_of[urgent].max())
-        earlier = self._pool.find_earlier(BE, latest_plan)
-        if len(earlier):
-            earlier = np.setdiff1d(earlier, np.concatenate([*launched, self._queues.short_of_places(BE)]))
-        if len(earlier) and latest_plan > self._latest_plan:
-            self._latest_plan = latest_plan
+    def _waiting_behind(self, launched: Sequence[Tokens]) -> Tokens:
+        latest_entry = self._latest_urgent(launched[0])
+        if latest_entry < 0:
+            return Tokens()
+        ids = self._pool.find_earlier(BE, latest_entry)
+        if len(ids):
+            ids = np.setdiff1d(ids, self._queues.attention.short_of_places(BE))
+        guests = self._guests.find_earlier(BE, latest_entry)
+        earlier = Tokens(ids, guests).without(join_tokens(launched))
+        if latest_entry > self._latest_entry and not earlier.is_empty:
+            self._latest_entry = latest_entry
             self._replace(num_passes=self.counts.num_passes + 1)
         return earlier
 
-    def _set(self, ids: Int64s) -> None:
-        if len(self._ids) == 0 and len(ids) == 0:
+    def _latest_urgent(self, running: Tokens) -> int:
+        """Number of the last entry of the urgent tokens that run; -1 if there are none."""
+        latest = -1
+        if len(running.ids):
+            urgent = running.ids[self._pool.service_class[running.ids] == LS]
+            latest = int(self._pool.entry_of[urgent].max(initial=-1))
+        if len(running.guests):
+            urgent_guests = running.guests[self._guests.classes_at(running.guests) == LS]
+            latest = max(latest, int(self._guests.entries_at(urgent_guests).max(initial=-1)))
+        return latest
+
+    def _set(self, passed: Tokens) -> None:
+        if self._passed.is_empty and passed.is_empty:
             return
-        self._ids = ids
-        num_tokens = int(self._pool.num_tokens[ids].sum())
+        self._passed = passed
+        num_tokens = int(self._pool.num_tokens[passed.ids].sum()) + len(passed.guests)
         self._replace(num_parked_tokens=num_tokens, max_parked_tokens=max(num_tokens, self.counts.max_parked_tokens))
-        if len(ids) == 0:
+        if passed.is_empty:
             self._replace(passed_over_ns=self.counts.passed_over_ns + self._stretch_ns)
             self._stretch_ns = 0
 

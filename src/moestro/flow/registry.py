@@ -47,7 +47,8 @@ def _one_token_waits() -> QueueTable:
     n, oldest_ns = np.zeros(shape, np.int32), np.full(shape, NOBODY_WAITS_NS, np.int64)
     n[LS, 0, ATTENTION], oldest_ns[LS, 0, ATTENTION] = 1, 0
     passed_ns = np.zeros(shape, np.int64)
-    return QueueTable(n, oldest_ns, passed_ns, n > 0, np.zeros(shape[:2], np.int32), 1)
+    none = np.zeros(shape[:2], np.int32)
+    return QueueTable(n, oldest_ns, passed_ns, n > 0, none, 1, none)
 
 
 def _adapt(found: Any, _text: str) -> StepPolicy:

@@ -1,7 +1,7 @@
-"""Who is in the network and what each still lacks: columns by row, for any number of experts a token.
+"""The tokens of a home inside the network, and the contributions that each still lacks: columns for any top-k.
 
-A unit is named by the first of its rows. A unit is complete in a layer when it lacks no contribution; then, and only
-then, it goes on. (AMoE's token pool, arXiv:2505.08944 section 3.4, generalised from top-2 and from single tokens.)
+A unit is named by the first of its rows. A unit is complete in a layer when it lacks no contribution; only then it goes
+on. (AMoE's token pool, arXiv:2505.08944 section 3.2, generalised from top-2 and from single tokens.)
 """
 
 from __future__ import annotations
@@ -11,29 +11,17 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.stages import StageShape
-from moestro.core.unit_sets import join_units, select_units, token_spans
-from moestro.core.work import Int32s, Plan, Slots, Units
+from moestro.core.stages import Merges, StageShape
+from moestro.core.work import Int32s, Slots, Units
 from moestro.errors import InvariantError
+from moestro.flow.unit_columns import UnitColumns
 
 Int64s = NDArray[np.int64]
 
-
-@dataclass(slots=True, eq=False)
-class _PlanInside:
-    """A plan some of whose units are in the network.
-
-    Attributes:
-        units: all of its units.
-        rows: int32[tokens], those of its units end to end.
-        ids: int64[n], its units' names.
-        num_left: units whose result is not there.
-    """
-
-    units: Units
-    rows: Int32s
-    ids: Int64s
-    num_left: int
+THERE = -1  # owner of a contribution that has arrived, or that no token waits for
+_NO_PLACE = -1
+_KNOWN_WAVES = 16  # those that return in the next layer: one that runs and a few that are parked
+_NONE = np.empty(0, np.int32)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,209 +29,270 @@ class Wave:
     """Units that an item takes together.
 
     Attributes:
-        ids: int64[n], in the order of `units`.
+        ids: int64[n], in the order of `units`: by entry, then by number.
         rows: int32[tokens], of their tokens end to end.
-        units: theirs. The same wave gives the same object, by which a device knows it again.
     """
 
     ids: Int64s
     rows: Int32s
-    _parts: list[tuple[_PlanInside, Int64s]]
+    _columns: UnitColumns
     _units: Units | None = field(default=None)
 
     @property
     def units(self) -> Units:
-        """See the class."""
+        """The units. The same wave gives the same object, by which a device knows it again."""
         if self._units is None:
-            self._units = join_units([_part_of(plan, index) for plan, index in self._parts])
+            self._units = self._columns.gather(self.ids, self.rows)
         return self._units
 
 
 class TokenPool:
-    """Rows, places and missing contributions of all units in the network.
+    """Rows, places and missing contributions of all units in the network; implements `PlaceTable`.
 
     Args:
-        shape: how many there may be.
+        shape: numbers of rows and places.
 
     Attributes:
-        service_class, num_tokens, slot: uint8, int32, int64 [rows], by unit.
-        plan_of: int64[rows], by unit, the number of its plan; plans are numbered as they enter.
+        columns: the units, by unit.
+        entry_of: int64[rows], by unit, number of its entry. Later entries have larger numbers.
         queued_ns: int64[rows], by unit, when it came into the queue, or the layer's expert queues, where it waits.
         passed_ns: int64[rows], by unit, for how long it was passed over since it entered; 0 for rows without a unit.
         num_passed: units whose `passed_ns` is not 0.
-        lacking: int32[rows], by unit, contributions of this layer that are neither there nor under way.
-        num_free_rows, num_free_places: how many are left.
+        lacking: int32[rows], by unit, contributions of this layer that have not arrived.
+        generation: uint32[places], how often the place was given out. A reply to an older generation is dropped.
+        owner: int16[places, chosen], worker that owes the contribution; THERE if none does.
+        layer_at: int16[places], layer of the experts that the token visits.
+        topk_ids: int32[places, chosen], logical experts of the token.
+        num_units: units in the network.
+        num_best_effort, num_decodes: those of them of class BE, and those of one token.
+        num_free_rows, num_free_places: numbers of those left.
     """
 
     def __init__(self, shape: StageShape) -> None:
+        num_rows, num_places = shape.num_rows, shape.num_places
         self._num_chosen = shape.num_chosen
-        self.service_class: NDArray[np.uint8] = np.zeros(shape.num_rows, np.uint8)
-        self.num_tokens: Int32s = np.zeros(shape.num_rows, np.int32)
-        self.plan_of: Int64s = np.zeros(shape.num_rows, np.int64)
-        self.queued_ns: Int64s = np.zeros(shape.num_rows, np.int64)
-        self.passed_ns: Int64s = np.zeros(shape.num_rows, np.int64)
+        self.columns = UnitColumns(num_rows)
+        self.service_class, self.num_tokens = self.columns.service_class, self.columns.num_tokens
+        self.entry_of: Int64s = np.zeros(num_rows, np.int64)
+        self.queued_ns: Int64s = np.zeros(num_rows, np.int64)
+        self.passed_ns: Int64s = np.zeros(num_rows, np.int64)
         self.num_passed = 0
-        self.lacking: Int32s = np.zeros(shape.num_rows, np.int32)
-        self.slot: Slots = np.zeros(shape.num_rows, np.int64)
-        self.num_free_rows, self.num_free_places = shape.num_rows, shape.num_places
-        self._row_is_free = np.ones(shape.num_rows, np.bool_)
-        self._place_is_free = np.ones(shape.num_places, np.bool_)
-        self._unit_of_row: Int32s = np.zeros(shape.num_rows, np.int32)
-        self._place_of_row: Int32s = np.zeros(shape.num_rows, np.int32)
-        self._row_of_place: Int32s = np.zeros(shape.num_places, np.int32)
-        self._index_of: Int32s = np.zeros(shape.num_rows, np.int32)
-        self._plans: dict[int, _PlanInside] = {}
+        self.lacking: Int32s = np.zeros(num_rows, np.int32)
+        self.generation: NDArray[np.uint32] = np.zeros(num_places, np.uint32)
+        self.owner: NDArray[np.int16] = np.full((num_places, shape.num_chosen), THERE, np.int16)
+        self.layer_at: NDArray[np.int16] = np.zeros(num_places, np.int16)
+        self.topk_ids: Int32s = np.zeros((num_places, shape.num_chosen), np.int32)
+        self.num_units = self.num_best_effort = self.num_decodes = 0
+        self.num_free_rows, self.num_free_places = num_rows, num_places
+        self._is_unit = np.zeros(num_rows, np.bool_)
+        self._row_is_free = np.ones(num_rows, np.bool_)
+        self._place_is_free = np.ones(num_places, np.bool_)
+        self._unit_of_row: Int32s = np.zeros(num_rows, np.int32)
+        self._place_of_row: Int32s = np.full(num_rows, _NO_PLACE, np.int32)
+        self._row_of_place: Int32s = np.zeros(num_places, np.int32)
+        self._left: dict[int, int] = {}  # units of each entry that are in the network
         self._waves: dict[bytes, Wave] = {}
-        self._num_plans = 0
 
-    def __len__(self) -> int:
-        """Plans with units in the network."""
-        return len(self._plans)
+    @property
+    def num_entries(self) -> int:
+        """Number of entries with units in the network."""
+        return len(self._left)
 
-    def enter(self, plan: Plan) -> Int64s:
-        """Give rows to a plan's units, for whose tokens there are enough.
+    def has_entry(self, number: int) -> bool:
+        """Whether units of this entry are in the network."""
+        return number in self._left
+
+    # --- units ------------------------------------------------------------------------------------------------------
+
+    def enter(self, number: int, units: Units) -> Int64s:
+        """Give rows to units, for whose tokens there are enough.
+
+        Args:
+            number: of the entry, larger than all before.
 
         Returns:
-            int64[n], their names.
+            int64[n], the units' names.
         """
-        units = plan.units
-        rows = np.flatnonzero(self._row_is_free)[: plan.num_tokens]
-        if len(rows) < plan.num_tokens:
-            raise InvariantError(f"a plan of {plan.num_tokens} tokens enters where {len(rows)} rows are free")
+        num_tokens = int(units.num_tokens.sum())
+        rows = np.flatnonzero(self._row_is_free)[:num_tokens]
+        if len(rows) < num_tokens:
+            raise InvariantError(f"{num_tokens} tokens enter where {len(rows)} rows are free")
         self._row_is_free[rows] = False
-        self.num_free_rows -= len(rows)
-        ids: Int64s = rows[units.num_tokens.cumsum() - units.num_tokens]
-        self.service_class[ids] = units.service_class
-        self.num_tokens[ids] = units.num_tokens
-        self.slot[ids] = units.slot
+        self.num_free_rows -= num_tokens
+        ids: Int64s = rows if num_tokens == len(units) else rows[units.num_tokens.cumsum() - units.num_tokens]
+        unit_rows = rows.astype(np.int32)
+        self.columns.put(ids, unit_rows, units)
         self.lacking[ids] = 0
+        self.entry_of[ids] = number
+        self._is_unit[ids] = True
         self._unit_of_row[rows] = np.repeat(ids, units.num_tokens)
-        self.plan_of[ids] = self._num_plans
-        self._index_of[ids] = np.arange(len(ids))
-        plan_rows = rows.astype(np.int32)
-        inside = self._plans[self._num_plans] = _PlanInside(units, plan_rows, ids, len(ids))
-        self._waves[ids.tobytes()] = Wave(ids, plan_rows, [(inside, np.arange(len(ids)))])
-        self._num_plans += 1
+        self._left[number] = len(ids)
+        self.num_units += len(ids)
+        self.num_best_effort += int(np.count_nonzero(units.service_class))
+        self.num_decodes += int(np.count_nonzero(units.num_tokens == 1))
+        self._remember(Wave(ids, unit_rows, self.columns, units))
         return ids
+
+    def leave(self, ids: Int64s) -> None:
+        """Free the rows and places of units that have a result, or that were recalled."""
+        if not self._is_unit[ids].all():
+            raise InvariantError("a unit leaves that is not in the network")
+        rows = self.columns.rows_of(ids)
+        places = self._place_of_row[rows]
+        self._release(rows, places if places.min() >= 0 else places[places >= 0])
+        self._row_is_free[rows] = True
+        self._is_unit[ids] = False
+        self.num_free_rows += len(rows)
+        self.num_units -= len(ids)
+        self.num_best_effort -= int(np.count_nonzero(self.service_class[ids]))
+        self.num_decodes -= int(np.count_nonzero(self.num_tokens[ids] == 1))
+        if self.num_passed:
+            self.num_passed -= int(np.count_nonzero(self.passed_ns[ids]))
+            self.passed_ns[ids] = 0
+        self.columns.forget(ids)
+        for number, count in _count_each(self.entry_of[ids]):
+            self._left[number] -= count
+            if self._left[number] == 0:
+                del self._left[number]
+        # The names may soon be those of other units.
+        self._waves = {key: wave for key, wave in self._waves.items() if self._is_unit[wave.ids].all()}
 
     def wave(self, ids: Int64s) -> Wave:
         """The units `ids` (int64, distinct, ascending) as one wave."""
-        key = ids.tobytes()
-        wave = self._waves.get(key)
+        wave = self._waves.get(ids.tobytes())
         if wave is None:
-            wave = self._waves[key] = self._make_wave(ids)
+            entries = self.entry_of[ids]
+            if entries[0] != entries[-1] or (entries != entries[0]).any():
+                ids = ids[np.argsort(entries, kind="stable")]
+            wave = Wave(ids, self.columns.rows_of(ids), self.columns)
+            self._remember(wave)
         return wave
 
+    def _remember(self, wave: Wave) -> None:
+        self._waves[np.sort(wave.ids).tobytes()] = wave
+        if len(self._waves) > _KNOWN_WAVES:
+            del self._waves[next(iter(self._waves))]
+
+    def find(self, slots: Slots) -> Int64s:
+        """Names of the units of these slots that are in the network, ascending."""
+        ids = np.flatnonzero(self._is_unit)
+        found: Int64s = ids[np.isin(self.columns.slot[ids], slots)]
+        return found
+
+    def find_earlier(self, service_class: int, before: int) -> Int64s:
+        """Names of the units of a class that are in the network, of entries with a number less than `before`."""
+        return np.flatnonzero(self._is_unit & (self.service_class == service_class) & (self.entry_of < before))
+
+    def pass_over(self, ids: Int64s, passed_ns: int) -> None:
+        """Count that the units `ids` (distinct) were passed over for `passed_ns`, more than 0."""
+        self.num_passed += len(ids) - int(np.count_nonzero(self.passed_ns[ids]))
+        self.passed_ns[ids] += passed_ns
+
+    def passed_elsewhere(self, places: Int32s, waited_us: NDArray[np.uint32]) -> None:
+        """Note for how long other workers say that the tokens at `places` (which may repeat) were passed over."""
+        longer = np.flatnonzero(waited_us)
+        if len(longer):
+            units, told_ns = self.units_at(places[longer]), waited_us[longer].astype(np.int64) * 1000
+            before = np.count_nonzero(self.passed_ns[np.unique(units)])
+            np.maximum.at(self.passed_ns, units, told_ns)
+            self.num_passed += int(np.count_nonzero(self.passed_ns[np.unique(units)]) - before)
+
+    # --- places -----------------------------------------------------------------------------------------------------
+
+    def num_lacking_places(self, ids: Int64s) -> Int32s:
+        """int32[n], tokens of each unit that have no place yet."""
+        return np.where(self._place_of_row[ids] < 0, self.num_tokens[ids], 0).astype(np.int32)
+
     def take_places(self, wave: Wave) -> Int32s:
-        """Give a place to each token of `wave`, and note that each lacks all of its contributions."""
-        num_tokens = len(wave.rows)
-        places = np.flatnonzero(self._place_is_free)[:num_tokens].astype(np.int32)
-        if len(places) < num_tokens:
-            raise InvariantError(f"{num_tokens} tokens go where {len(places)} places are free")
-        self._place_is_free[places] = False
-        self.num_free_places -= num_tokens
-        self._place_of_row[wave.rows] = places
-        self._row_of_place[places] = wave.rows
-        self.lacking[wave.ids] = self.num_tokens[wave.ids] * self._num_chosen
+        """Give a place to each token of `wave` that has none. Places that tokens have begin a new generation."""
+        places: Int32s = self._place_of_row[wave.rows]
+        lacks = np.flatnonzero(places < 0)
+        if len(lacks):
+            taken = np.flatnonzero(self._place_is_free)[: len(lacks)].astype(np.int32)
+            if len(taken) < len(lacks):
+                raise InvariantError(f"{len(lacks)} tokens go where {len(taken)} places are free")
+            self._place_is_free[taken] = False
+            self.num_free_places -= len(taken)
+            rows = wave.rows[lacks]
+            self._place_of_row[rows] = taken
+            self._row_of_place[taken] = rows
+            places[lacks] = taken
+        self.generation[places] += 1
         return places
 
-    def places_of(self, rows: Int32s) -> Int32s:
-        """The places of rows that have some."""
-        return self._place_of_row[rows]
+    def merges(self, wave: Wave) -> Merges:
+        """The tokens of `wave` that have a place, and so contributions that the next item merges."""
+        places: Int32s = self._place_of_row[wave.rows]
+        if len(places) == 0 or places.min() >= 0:
+            return Merges(wave.rows, places)
+        some = np.flatnonzero(places >= 0)
+        return Merges(wave.rows[some], places[some])
+
+    def release_places(self, merged: Merges) -> None:
+        """Free the places of tokens whose contributions were merged."""
+        self._release(merged.rows, merged.places)
+
+    def _release(self, rows: Int32s, places: Int32s) -> None:
+        if len(places):
+            self._place_of_row[rows] = _NO_PLACE
+            self._place_is_free[places] = True
+            self.generation[places] += 1
+            self.owner[places] = THERE
+            self.num_free_places += len(places)
+
+    def places_of(self, ids: Int64s) -> Int32s:
+        """int32[tokens], places of units that have some."""
+        return self._place_of_row[self.columns.rows_of(ids)]
 
     def units_at(self, places: Int32s) -> Int32s:
         """The unit that each place is given to."""
         return self._unit_of_row[self._row_of_place[places]]
 
-    def contribute(self, places: Int32s) -> Int64s:
-        """One contribution to each of `places` (which may repeat) is under way.
+    def classes_at(self, places: Int32s) -> NDArray[np.uint8]:
+        """Implement `PlaceTable`."""
+        return self.service_class[self.units_at(places)]
+
+    def queued_ns_at(self, places: Int32s) -> Int64s:
+        """Implement `PlaceTable`."""
+        return self.queued_ns[self.units_at(places)]
+
+    def passed_ns_at(self, places: Int32s) -> Int64s:
+        """Implement `PlaceTable`."""
+        return self.passed_ns[self.units_at(places)]
+
+    # --- contributions ----------------------------------------------------------------------------------------------
+
+    def expect(self, ids: Int64s, places: Int32s, layer: int, topk_ids: Int32s, owner: NDArray[np.int16] | int) -> None:
+        """Note that the units `ids` lack all contributions of a layer.
+
+        Args:
+            places: int32[tokens], of the units' tokens.
+            topk_ids: int32[tokens, chosen], logical experts.
+            owner: int16[tokens, chosen] or one worker, which owes them.
+        """
+        self.layer_at[places] = layer
+        self.topk_ids[places] = topk_ids
+        self.owner[places] = owner
+        self.lacking[ids] = self.num_tokens[ids] * self._num_chosen
+
+    def arrive(self, places: Int32s, choices: Int32s) -> Int64s:
+        """Note that contributions which were owed are there, one for each pair.
 
         Returns:
-            int64[n], the units that lack nothing else, ascending.
+            int64[n], units that lack nothing else, ascending.
         """
+        if (self.owner[places, choices] == THERE).any():
+            raise InvariantError("a contribution arrives that is there already, or that no token waits for")
+        self.owner[places, choices] = THERE
         given = np.bincount(self.units_at(places))
         lacking = self.lacking[: len(given)]
         lacking -= given.astype(np.int32)
         return np.flatnonzero((given > 0) & (lacking == 0))
 
-    def take_back(self, places: Int32s) -> None:
-        """One contribution to each of `places` (which may repeat) will not come for now."""
-        given = np.bincount(self.units_at(places))
-        self.lacking[: len(given)] += given.astype(np.int32)
-
-    def complete(self, ids: Int64s) -> None:
-        """The units lack nothing."""
-        self.lacking[ids] = 0
-
-    def give_back_places(self, places: Int32s) -> None:
-        """Tokens whose layer is complete need no place."""
-        self._place_is_free[places] = True
-        self.num_free_places += len(places)
-
-    def leave(self, ids: Int64s) -> None:
-        """The units' results are there, or nobody wants them: their rows are free."""
-        rows = self.wave(ids).rows
-        if self._row_is_free[rows].any():
-            raise InvariantError("a unit leaves that is not in the network")
-        self._row_is_free[rows] = True
-        self.num_free_rows += len(rows)
-        if self.num_passed:
-            self.num_passed -= int(np.count_nonzero(self.passed_ns[ids]))
-            self.passed_ns[ids] = 0
-        for number, count in _count_each(self.plan_of[ids]):
-            plan = self._plans[number]
-            plan.num_left -= count
-            if plan.num_left == 0:
-                del self._plans[number]
-        # Its names may soon be another's. Waves of units that stay are found again, or made again.
-        self._waves.clear()
-
-    def find(self, slots: Slots) -> Int64s:
-        """Names of the units of these slots that are in the network, ascending."""
-        found = [np.empty(0, np.int64)]
-        for number, plan in self._plans.items():
-            found.append(self._still_inside(number, plan.ids[np.isin(plan.units.slot, slots)]))
-        return np.sort(np.concatenate(found))
-
-    def find_earlier(self, service_class: int, before: int) -> Int64s:
-        """Names of the units of a class that are in the network, of plans with a number less than `before`."""
-        found = [np.empty(0, np.int64)]
-        for number, plan in self._plans.items():
-            if number < before:
-                found.append(self._still_inside(number, plan.ids[plan.units.service_class == service_class]))
-        return np.concatenate(found)
-
-    def pass_over(self, ids: Int64s, passed_ns: int) -> None:
-        """The units `ids` (distinct) were passed over for `passed_ns`, more than 0."""
-        self.num_passed += len(ids) - int(np.count_nonzero(self.passed_ns[ids]))
-        self.passed_ns[ids] += passed_ns
-
-    def _still_inside(self, number: int, ids: Int64s) -> Int64s:
-        """Those of a plan's `ids` that have not left: the rows of the others are free, or another unit's by now."""
-        inside: Int64s = ids[~self._row_is_free[ids] & (self._unit_of_row[ids] == ids) & (self.plan_of[ids] == number)]
-        return inside
-
-    def _make_wave(self, ids: Int64s) -> Wave:
-        parts, rows = [], []
-        numbers = self.plan_of[ids]
-        for number in np.unique(numbers).tolist():
-            plan = self._plans[number]
-            index = self._index_of[ids[numbers == number]].astype(np.int64)
-            parts.append((plan, index))
-            first = plan.units.num_tokens.cumsum() - plan.units.num_tokens
-            rows.append(plan.rows[token_spans(first[index], plan.units.num_tokens[index])])
-        # In the order of the parts, which is that of the units.
-        order = np.concatenate([plan.ids[index] for plan, index in parts])
-        return Wave(order, np.concatenate(rows), parts)
-
 
 def _count_each(numbers: Int64s) -> list[tuple[int, int]]:
-    """How often each number is there; mostly they are all one."""
+    """Count how often each number is there; mostly they are all one."""
     if numbers[0] == numbers[-1] and (numbers == numbers[0]).all():
         return [(int(numbers[0]), len(numbers))]
     unique, counts = np.unique(numbers, return_counts=True)
     return list(zip(unique.tolist(), counts.tolist(), strict=True))
-
-
-def _part_of(plan: _PlanInside, index: Int64s) -> Units:
-    return plan.units if len(index) == len(plan.units) else select_units(plan.units, index)

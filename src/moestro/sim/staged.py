@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from moestro.core.request import Request
 from moestro.core.script import Script
+from moestro.core.stages import NUM_PLANS
 from moestro.core.views import StepPolicy
 from moestro.cost.model import StageCostModel
 from moestro.cost.priced_device import Scripts
-from moestro.cost.priced_stages import PricedStages
+from moestro.cost.priced_stages import PricedStages, whole_setup
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import StepOutput
@@ -42,9 +43,8 @@ class StagedRank:
         self, settings: SchedulerSettings, cost: StageCostModel, policy: StepPolicy, *, passes_decodes: bool
     ) -> None:
         scripts = Scripts(settings.block_size)
-        device = PricedStages(
-            cost, settings.max_num_batched_tokens, settings.block_size, lambda units, _: scripts.answer(units)
-        )
+        setup = whole_setup(cost, NUM_PLANS * settings.max_num_batched_tokens, settings.block_size)
+        device = PricedStages(cost, setup, lambda units, _: scripts.answer(units), scripts.request_keys)
         self._rank = build_preemptive_rank(settings, device, policy, passes_decodes=passes_decodes)
         self.seats = [Seat(self._rank, scripts)]
         self.next_ns: int | None = None

@@ -19,13 +19,14 @@ from tokenizers import Tokenizer
 from moestro.config.launch_spec import LaunchSpec
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import TokenLogprobs
+from moestro.core.stages import NUM_PLANS
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, BlockMoves, Device, Forward, StepResult, Units
 from moestro.cost.capacity import kv_blocks
 from moestro.cost.gpus import A100, gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch, CostModel
 from moestro.cost.networks import NetworkShape
-from moestro.cost.priced_stages import PricedStages
+from moestro.cost.priced_stages import PricedStages, whole_setup
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.settings import PACED_QLLM, PacedSettings
 from moestro.cost.staged_engines import QLLM, StagedEngine, in_4_bits
@@ -157,8 +158,8 @@ def make_paced_rank(spec: LaunchSpec, paced: PacedSettings, answers: Answers, in
     def answer(units: Units, now_ns: int) -> StepResult:
         return answers.of(Forward(units), now_ns)
 
-    max_tokens = spec.scheduler.max_num_batched_tokens
-    return make_preemptive_rank(spec, PricedStages(cost, max_tokens, info.block_size, answer), info)
+    setup = whole_setup(cost, NUM_PLANS * spec.scheduler.max_num_batched_tokens, info.block_size)
+    return make_preemptive_rank(spec, PricedStages(cost, setup, answer), info)
 
 
 def _stage_cost(paced: PacedSettings) -> Roofline | StagedEngine:

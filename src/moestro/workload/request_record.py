@@ -18,6 +18,7 @@ import numpy as np
 from moestro.core.clock import ClockPair
 from moestro.core.request import Request, SamplingParams, ServiceClass
 from moestro.core.script import Script
+from moestro.core.token_keys import request_key
 from moestro.errors import ConfigError
 from moestro.workload.files import open_lines
 from moestro.workload.rows import Int64s
@@ -125,7 +126,7 @@ class RequestRecord:
             service_class=told.service_class,
             user=f"user-{told.user}" if told.user else None,
         )
-        return request, Script(max(told.num_output_tokens, 1))
+        return request, Script(max(told.num_output_tokens, 1), request_key=request_key(index))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.request import Request, SamplingParams, ServiceClass
 from moestro.core.script import Script
+from moestro.core.token_keys import request_key
 from moestro.errors import ConfigError
 from moestro.workload.block_names import block_names, block_numbers, check_block_size
 from moestro.workload.rows import Rows
@@ -101,7 +102,8 @@ class RequestMaker:
             user=None if rows.user is None else f"user-{rows.user[index]}",
             session_id=None if rows.session is None else f"session-{rows.session[index]}",
         )
-        return request, Script(num_output, names[num_bytes:])
+        domain = 0 if rows.domain is None else int(rows.domain[index])
+        return request, Script(num_output, names[num_bytes:], request_key(index, domain))
 
     def _names(self, index: int, num_prompt: int, num_output: int) -> tuple[bytes, int]:
         """Packed names of the prompt's and then the answer's blocks, and how many bytes belong to the prompt."""

@@ -51,6 +51,8 @@ class Rows:
         stream: int64[n], stream of each prompt; the answer continues it.
         texts: the prompts themselves, where the file holds them.
         user, session: int64[n], who sends the request and in which conversation; None means unknown.
+        domain: int64[n], source domain of each request, which decides the popularity of experts where a simulation has
+            several; None means that all come from domain 0.
         is_ls: bool[n], latency-sensitive (true) or best-effort; None means that all are latency-sensitive.
         is_generated: whether a generator made the rows. Every result made from such rows says so.
         num_left_out: requests of the file that are not among the rows because they had failed.
@@ -66,6 +68,7 @@ class Rows:
     texts: tuple[str, ...] | None = None
     user: Int64s | None = None
     session: Int64s | None = None
+    domain: Int64s | None = None
     is_ls: Bools | None = None
     is_generated: bool = False
     num_left_out: int = 0

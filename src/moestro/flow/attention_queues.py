@@ -1,0 +1,169 @@
+"""The units that wait before each layer's attention, and before the sampler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.views import ATTENTION, NOBODY_WAITS_NS, NUM_CLASSES, Run
+from moestro.core.work import Int32s
+from moestro.flow.queue_columns import QueueColumns
+from moestro.flow.token_pool import TokenPool
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Room:
+    """Room that a take may still use.
+
+    Attributes:
+        rows: tokens that may still be taken; the first unit is taken even if it has more.
+        max_unit_tokens: length of the longest unit that may be taken.
+        places: free places. None means that the layer wants none.
+        is_untouched: whether nothing was taken so far.
+    """
+
+    rows: int
+    max_unit_tokens: int
+    places: int | None
+    is_untouched: bool = True
+
+    def admit(self, sizes: Int32s, wanted: Int32s) -> NDArray[np.bool_]:
+        """Find which units, in order, fit; one that does not is passed over.
+
+        Args:
+            sizes: int32[n], tokens of each unit.
+            wanted: int32[n], places that each unit still wants.
+        """
+        num_tokens = int(sizes.sum())
+        num_wanted = 0 if self.places is None else int(wanted.sum())
+        if num_tokens <= min(self.rows, self.max_unit_tokens) and num_wanted <= (self.places or 0):
+            self._use(num_tokens, num_wanted)
+            return np.ones(len(sizes), np.bool_)
+        fits = np.zeros(len(sizes), np.bool_)
+        for index, (size, lacks) in enumerate(zip(sizes.tolist(), wanted.tolist(), strict=True)):
+            has_places = self.places is None or lacks <= self.places
+            if size <= self.max_unit_tokens and has_places and (size <= self.rows or self.is_untouched):
+                fits[index] = True
+                self._use(size, lacks)
+        return fits
+
+    def _use(self, num_tokens: int, num_places: int) -> None:
+        self.rows -= num_tokens
+        self.places = None if self.places is None else self.places - num_places
+        self.is_untouched = False
+
+
+class AttentionQueues:
+    """The attention queues of one home.
+
+    Args:
+        columns: the device's columns; these queues keep those of group `ATTENTION`.
+        is_sparse: whether each layer has routed experts, so that its tokens need places.
+        pool: knows the units.
+    """
+
+    def __init__(self, columns: QueueColumns, is_sparse: tuple[bool, ...], pool: TokenPool) -> None:
+        self._columns, self._pool = columns, pool
+        self._needs_places = np.array([*is_sparse, False])
+        self._units: list[list[Int64s]] = [[np.empty(0, np.int64)] * (len(is_sparse) + 1) for _ in range(NUM_CLASSES)]
+        # Tokens without a place in each queue; only their number decides whether an attention is short of places.
+        self._num_without_place = np.zeros((NUM_CLASSES, len(is_sparse) + 1), np.int64)
+
+    def add(self, layer: int, ids: Int64s, now_ns: int) -> None:
+        """Units wait from now on for the attention of `layer`, or (layer `num_layers`) for the sampler."""
+        self._pool.queued_ns[ids] = now_ns
+        classes = self._pool.service_class[ids]
+        lowest, highest = int(classes.min()), int(classes.max())
+        for service_class in range(lowest, highest + 1):
+            own = ids if lowest == highest else ids[classes == service_class]
+            if len(own):
+                queue = self._units[service_class]
+                queue[layer] = np.concatenate([queue[layer], own]) if len(queue[layer]) else own
+                self._recount(service_class, layer)
+
+    def take(self, run: Run) -> Int64s:
+        """Take units for which there are rows, and places where the layer wants them: the first classes first.
+
+        Returns:
+            int64[n], ascending; none, if none fits. The very first fits in any `Run.max_rows`.
+        """
+        layer = run.layer
+        room = _Room(
+            run.max_rows, run.max_unit_tokens, self._pool.num_free_places if self._needs_places[layer] else None
+        )
+        taken: list[Int64s] = []
+        for service_class in run.classes:
+            ids = self._units[service_class][layer]
+            if len(ids) == 0:
+                continue
+            fits = room.admit(self._pool.num_tokens[ids], self._pool.num_lacking_places(ids))
+            self._units[service_class][layer] = ids[~fits]
+            if fits.any():
+                taken.append(ids[fits])
+                self._recount(service_class, layer)
+        if not taken:
+            return np.empty(0, np.int64)
+        return np.sort(taken[0] if len(taken) == 1 else np.concatenate(taken))
+
+    def drop(self, ids: Int64s) -> None:
+        """Take the units `ids` out of every queue."""
+        for service_class, queue in enumerate(self._units):
+            for layer in np.flatnonzero(self._columns.n[service_class, :, ATTENTION]).tolist():
+                gone = np.isin(queue[layer], ids)
+                if gone.any():
+                    queue[layer] = queue[layer][~gone]
+                    self._recount(service_class, layer)
+
+    def layers_short_of_places(self, service_class: int) -> list[int]:
+        """Layers with units of a class before their attention and places for none of them."""
+        free, units = self._pool.num_free_places, self._units[service_class]
+        crowded = np.flatnonzero(self._needs_places & (self._num_without_place[service_class] > free))
+        return [layer for layer in crowded.tolist() if self._pool.num_lacking_places(units[layer]).min() > free]
+
+    def is_short_of_places(self, service_class: int) -> bool:
+        """Whether units of a class wait for an attention which has places for none of them."""
+        if not (self._num_without_place[service_class] > self._pool.num_free_places).any():
+            return False
+        return bool(self.layers_short_of_places(service_class))
+
+    def short_of_places(self, service_class: int) -> Int64s:
+        """Units of a class that wait for an attention which has places for none of them."""
+        queues = [self._units[service_class][layer] for layer in self.layers_short_of_places(service_class)]
+        return np.concatenate(queues) if queues else np.empty(0, np.int64)
+
+    def holding_places(self, service_class: int) -> tuple[int, Int64s] | None:
+        """Find units of a class that wait with places, and their layer: those of the lowest such layer."""
+        for layer in np.flatnonzero(self._columns.n[service_class, :, ATTENTION]).tolist():
+            ids = self._units[service_class][layer]
+            held = ids[self._pool.num_lacking_places(ids) == 0]
+            if len(held):
+                return layer, np.sort(held)
+        return None
+
+    def recount(self, service_class: int, layer: int) -> None:
+        """Count a queue again after its units have lost their places."""
+        self._recount(service_class, layer)
+
+    def longest_passed_ns(self, longest: Int64s) -> None:
+        """Fill in `QueueTable.passed_ns` of these queues."""
+        for service_class, layer in np.argwhere(self._columns.n[:, :, ATTENTION]).tolist():
+            ids = self._units[service_class][layer]
+            longest[service_class, layer, ATTENTION] = self._pool.passed_ns[ids].max()
+
+    def _recount(self, service_class: int, layer: int) -> None:
+        ids, at = self._units[service_class][layer], (service_class, layer, ATTENTION)
+        if len(ids):
+            sizes = self._pool.num_tokens[ids]
+            num_tokens = int(sizes.sum())
+            oldest_ns = int(self._pool.queued_ns[ids].min())
+            num_without_place = int(self._pool.num_lacking_places(ids).sum())
+            num_prefill = int(sizes.sum(where=sizes > 1)) if num_tokens > len(ids) else 0
+        else:
+            num_tokens, oldest_ns, num_without_place, num_prefill = 0, NOBODY_WAITS_NS, 0, 0
+        self._num_without_place[service_class, layer] = num_without_place
+        self._columns.num_prefill_tokens[service_class, layer] = num_prefill
+        self._columns.set_queue(at, num_tokens, oldest_ns)

@@ -1,0 +1,89 @@
+"""The plans that wait until the network has rows for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.unit_sets import select_units
+from moestro.core.views import LS
+from moestro.core.work import Plan, Slots
+from moestro.flow.token_pool import TokenPool
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A plan at the door. `passes`: whether it was submitted while others were inside."""
+
+    plan: Plan
+    passes: bool
+
+
+class Door:
+    """Lets plans into a home's token pool, and numbers everything that enters its device.
+
+    Args:
+        pool: the home's tokens.
+
+    Attributes:
+        num_tokens: tokens of the plans that wait.
+    """
+
+    def __init__(self, pool: TokenPool) -> None:
+        self._pool = pool
+        self._waiting: list[_Waiting] = []
+        self._passing_entry = -1
+        self._num_entries = 0
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether a plan that was submitted while others were inside is not done."""
+        return self._pool.has_entry(self._passing_entry) or any(each.passes for each in self._waiting)
+
+    def next_entry(self) -> int:
+        """Number what enters the device now: a plan, or guests."""
+        self._num_entries += 1
+        return self._num_entries
+
+    def arrive(self, plan: Plan) -> None:
+        """Let a plan wait."""
+        self._waiting.append(_Waiting(plan, bool(self._pool.num_entries or self._waiting)))
+        self.num_tokens += plan.num_tokens
+
+    def admit(self) -> list[Int64s]:
+        """Let plans in while there are rows: those with a latency-sensitive unit first, then in order.
+
+        Returns:
+            The names of each plan's units.
+        """
+        admitted = []
+        for each in sorted(self._waiting, key=lambda each: LS not in each.plan.units.service_class):
+            if each.plan.num_tokens > self._pool.num_free_rows:
+                break
+            self._waiting.remove(each)
+            self.num_tokens -= each.plan.num_tokens
+            number = self.next_entry()
+            if each.passes:
+                self._passing_entry = number
+            admitted.append(self._pool.enter(number, each.plan.units))
+        return admitted
+
+    def turn_away(self, slots: Slots) -> Slots:
+        """Forget the units of `slots` that wait, and return their slots."""
+        turned = [np.empty(0, np.int64)]
+        for each in self._waiting:
+            gone = np.isin(each.plan.units.slot, slots)
+            if gone.any():
+                turned.append(each.plan.units.slot[gone])
+                each.plan = Plan(each.plan.step, select_units(each.plan.units, np.flatnonzero(~gone)))
+        self._waiting = [each for each in self._waiting if len(each.plan.units)]
+        self.num_tokens = sum(each.plan.num_tokens for each in self._waiting)
+        return np.concatenate(turned)

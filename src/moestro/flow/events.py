@@ -1,0 +1,113 @@
+"""What the flow core takes note of (events), and what it wants done (commands)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.expert_table import ExpertTable
+from moestro.core.hops import Message
+from moestro.core.stages import StageItem, StageResult
+from moestro.core.work import Int32s, Plan, StepResult
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanSubmitted:
+    """Event: a plan is to be computed."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Done:
+    """Event: the oldest launched item has a result."""
+
+    result: StageResult
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrived:
+    """Event: a message of another worker is here."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableChanged:
+    """Event: experts live elsewhere from now on. What is under way stays where it is."""
+
+    table: ExpertTable
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """Event: what was sent to this worker and not answered is lost. It is sent again, by the present table."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Event: the device may have room for more."""
+
+
+Event = PlanSubmitted | Done | Arrived | TableChanged | PeerLost | Tick
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """Command: start this item."""
+
+    item: StageItem
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Command: give up what has not begun of expert batches and passages."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Emit:
+    """Command: these units are done."""
+
+    result: StepResult
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Send:
+    """Command: send a message, whose tensor the device reads now.
+
+    Attributes:
+        message: without its tensor.
+        places: int32[rows], places whose inputs are sent; with `choices`, whose contributions.
+        choices: int32[rows], of a reply. None means a dispatch.
+    """
+
+    message: Message
+    places: Int32s
+    choices: Int32s | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Store:
+    """Command: the device takes in rows of a message's tensor.
+
+    Attributes:
+        tensor: of the message.
+        rows: int64[n], rows of the tensor.
+        places: int32[n], where they go: inputs; with `choices`, contributions.
+        choices: int32[n], of a reply. None means a dispatch.
+    """
+
+    tensor: Any
+    rows: Int64s
+    places: Int32s
+    choices: Int32s | None
+
+
+Command = Launch | Withdraw | Emit | Send | Store

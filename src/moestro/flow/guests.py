@@ -1,0 +1,204 @@
+"""The tokens of other homes among a worker's experts. A guest has an input, and a home that waits for contributions.
+
+An expert worker keeps nothing else: what it loses, the home sends again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.hops import HOP_RECORD, Hop, HopRecords
+from moestro.core.work import Int32s
+from moestro.errors import InvariantError
+
+Int64s = NDArray[np.int64]
+
+
+class Pairs(NamedTuple):
+    """(token, choice) pairs of one layer.
+
+    Attributes:
+        places, choices, slots: int32[n], of each pair.
+    """
+
+    places: Int32s
+    choices: Int32s
+    slots: Int32s
+
+
+class Answer(NamedTuple):
+    """What goes back to one home.
+
+    Attributes:
+        home, epoch: whose guests these were, and its epoch.
+        credits: guest places that are free again.
+        records: HOP_RECORD[n], of the reply.
+        pairs: the computed pairs, in the order of `records`.
+    """
+
+    home: int
+    epoch: int
+    credits: int
+    records: HopRecords
+    pairs: Pairs
+
+
+class Guests:
+    """Places of guests; implements `PlaceTable`. Their numbers follow those of the worker's own places.
+
+    Args:
+        first: number of the first guest place.
+        num_guests: guests that may be here at once.
+        num_workers: workers of the group.
+
+    Attributes:
+        num_free: guest places left.
+        num_passed: guests that were passed over at all.
+    """
+
+    def __init__(self, first: int, num_guests: int, num_workers: int) -> None:
+        self._first = first
+        self._home: Int32s = np.zeros(num_guests, np.int32)
+        self._epoch: Int64s = np.zeros(num_guests, np.int64)
+        self._home_place: Int32s = np.zeros(num_guests, np.int32)
+        self._generation: NDArray[np.uint32] = np.zeros(num_guests, np.uint32)
+        self._service_class: NDArray[np.uint8] = np.zeros(num_guests, np.uint8)
+        self._entry: Int64s = np.zeros(num_guests, np.int64)
+        self._queued_ns: Int64s = np.zeros(num_guests, np.int64)
+        self._passed_ns: Int64s = np.zeros(num_guests, np.int64)
+        self._num_left: Int32s = np.zeros(num_guests, np.int32)
+        self._is_free = np.ones(num_guests, np.bool_)
+        self.num_free = num_guests
+        self.num_passed = 0
+        self.num_best_effort = 0
+        # By home: the present epoch, and the credits that go back with the next reply.
+        self._epoch_of: Int64s = np.zeros(num_workers, np.int64)
+        self._credits: Int64s = np.zeros(num_workers, np.int64)
+
+    def admit(self, entry: int, hop: Hop, records: HopRecords, now_ns: int) -> Pairs:
+        """Take in the tokens of a dispatch.
+
+        Args:
+            entry: number of this entry, larger than all before.
+
+        Returns:
+            Their pairs, in the order of `records`. Row r of the message's tensor is the input of the place of row r.
+
+        Raises:
+            InvariantError: the home has spent credits that it does not have.
+        """
+        free = np.flatnonzero(self._is_free)[: hop.num_rows]
+        if len(free) < hop.num_rows:
+            raise InvariantError(f"{hop.num_rows} guests come where {len(free)} places are free")
+        rows, some = np.unique(records["row"], return_index=True)
+        if len(rows) != hop.num_rows or (len(rows) and rows[-1] != hop.num_rows - 1):
+            raise InvariantError(f"a dispatch of {hop.num_rows} rows names {len(rows)} of them")
+        self._is_free[free] = False
+        self.num_free -= len(free)
+        first = records[some]
+        self._home[free], self._epoch[free], self._entry[free] = hop.src, hop.epoch, entry
+        self._home_place[free], self._generation[free] = first["place"], first["generation"]
+        self._service_class[free] = first["service_class"]
+        self._queued_ns[free] = now_ns
+        self._passed_ns[free] = first["waited_us"].astype(np.int64) * 1000
+        self._num_left[free] = np.bincount(records["row"], minlength=len(free))
+        self.num_passed += int(np.count_nonzero(self._passed_ns[free]))
+        self.num_best_effort += int(np.count_nonzero(first["service_class"]))
+        places = (free + self._first).astype(np.int32)
+        return Pairs(places[records["row"]], records["choice"].astype(np.int32), records["slot"].astype(np.int32))
+
+    def begin_epoch(self, home: int, epoch: int) -> Int32s:
+        """Note that the home has given up what was under way before `epoch`.
+
+        Returns:
+            Places of its earlier guests, int32[n]; the caller takes their waiting pairs out of the queues (`drop`).
+        """
+        self._epoch_of[home], self._credits[home] = epoch, 0
+        old = np.flatnonzero(~self._is_free & (self._home == home) & (self._epoch < epoch))
+        return (old + self._first).astype(np.int32)
+
+    def epoch_of(self, home: int) -> int:
+        """The present epoch of a home."""
+        return int(self._epoch_of[home])
+
+    def drop(self, places: Int32s) -> None:
+        """Forget one pair at each of `places` (which may repeat) that was never computed, without an answer."""
+        self._count_done(places - self._first)
+
+    def answer(self, pairs: Pairs) -> list[Answer]:
+        """Make the replies for pairs that were computed; guests leave with the last of their pairs.
+
+        Returns:
+            One answer for each home, in order of its number. What a home has given up gets none.
+        """
+        guests = pairs.places - self._first
+        homes = self._home[guests]
+        is_wanted = self._epoch[guests] == self._epoch_of[homes]
+        wanted = []
+        for home in np.unique(homes[is_wanted]).tolist():
+            index = np.flatnonzero((homes == home) & is_wanted)
+            own = Pairs(*(each[index] for each in pairs))
+            wanted.append((home, self._records(guests[index], own), own))
+        self._count_done(guests)
+        answers = []
+        for home, records, own in wanted:
+            answers.append(Answer(home, int(self._epoch_of[home]), int(self._credits[home]), records, own))
+            self._credits[home] = 0
+        return answers
+
+    def _records(self, guests: NDArray[np.integer], pairs: Pairs) -> HopRecords:
+        records = np.zeros(len(guests), HOP_RECORD)
+        records["row"] = np.arange(len(guests))
+        records["place"], records["generation"] = self._home_place[guests], self._generation[guests]
+        records["choice"], records["slot"] = pairs.choices, pairs.slots
+        records["service_class"] = self._service_class[guests]
+        if self.num_passed:
+            records["waited_us"] = np.minimum(self._passed_ns[guests] // 1000, np.iinfo(np.uint32).max)
+        return records
+
+    def _count_done(self, guests: NDArray[np.integer]) -> None:
+        """Count one pair of each of `guests` (which may repeat); those without pairs leave."""
+        done = np.bincount(guests)
+        self._num_left[: len(done)] -= done.astype(np.int32)
+        gone = np.flatnonzero((done > 0) & (self._num_left[: len(done)] == 0))
+        if not len(gone):
+            return
+        self._is_free[gone] = True
+        self.num_free += len(gone)
+        self.num_passed -= int(np.count_nonzero(self._passed_ns[gone]))
+        self.num_best_effort -= int(np.count_nonzero(self._service_class[gone]))
+        self._passed_ns[gone] = 0
+        current = gone[self._epoch[gone] == self._epoch_of[self._home[gone]]]
+        self._credits += np.bincount(self._home[current], minlength=len(self._credits))
+
+    # --- ages -------------------------------------------------------------------------------------------------------
+
+    def classes_at(self, places: Int32s) -> NDArray[np.uint8]:
+        """Implement `PlaceTable`."""
+        return self._service_class[places - self._first]
+
+    def queued_ns_at(self, places: Int32s) -> Int64s:
+        """Implement `PlaceTable`."""
+        return self._queued_ns[places - self._first]
+
+    def passed_ns_at(self, places: Int32s) -> Int64s:
+        """Implement `PlaceTable`."""
+        return self._passed_ns[places - self._first]
+
+    def entries_at(self, places: Int32s) -> Int64s:
+        """int64[n], number of the entry of each guest."""
+        return self._entry[places - self._first]
+
+    def find_earlier(self, service_class: int, before: int) -> Int32s:
+        """Places of the guests of a class of entries with a number less than `before`."""
+        found = np.flatnonzero(~self._is_free & (self._service_class == service_class) & (self._entry < before))
+        return (found + self._first).astype(np.int32)
+
+    def pass_over(self, places: Int32s, passed_ns: int) -> None:
+        """Count that the guests at `places` (distinct) were passed over for `passed_ns`, more than 0."""
+        guests = places - self._first
+        self.num_passed += len(guests) - int(np.count_nonzero(self._passed_ns[guests]))
+        self._passed_ns[guests] += passed_ns

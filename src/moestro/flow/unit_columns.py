@@ -1,0 +1,120 @@
+"""The units in the network as columns, from which any set of them is gathered at once."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.unit_sets import join_edits, select_edits
+from moestro.core.work import LOGITS_PROMPT, SAMPLING_ROW, Int32s, LogitEdits, Slots, Units
+
+Int64s = NDArray[np.int64]
+
+_PLAIN = ("slot", "serial", "service_class", "start", "num_tokens", "write_start", "logits", "sampling")
+
+
+class UnitColumns:
+    """Columns of `Units` by the number of the unit, which is the number of its first row.
+
+    Args:
+        num_rows: tokens that may be in the network at once.
+
+    Attributes:
+        slot, serial, service_class, start, num_tokens, write_start, logits, sampling: as in `Units`, [num_rows].
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.slot: Slots = np.zeros(num_rows, np.int64)
+        self.serial: Int64s = np.zeros(num_rows, np.int64)
+        self.service_class: NDArray[np.uint8] = np.zeros(num_rows, np.uint8)
+        self.start: Int32s = np.zeros(num_rows, np.int32)
+        self.num_tokens: Int32s = np.zeros(num_rows, np.int32)
+        self.write_start: Int32s = np.zeros(num_rows, np.int32)
+        self.logits: NDArray[np.uint8] = np.zeros(num_rows, np.uint8)
+        self.sampling: NDArray[np.void] = np.zeros(num_rows, SAMPLING_ROW)
+        # NumPy asks for zeroed memory that takes no space before it is written, so long tables of few units cost little.
+        self._tables: Int32s = np.zeros((num_rows, 0), np.int32)
+        self._table_width: Int32s = np.zeros(num_rows, np.int32)
+        self._token_ids: Int32s = np.zeros(num_rows, np.int32)  # by row
+        self._next_token_ids: Int32s = np.zeros(num_rows, np.int32)  # by row
+        self._rows: dict[int, Int32s] = {}  # of units of more than one token
+        self._edits: dict[int, tuple[Units, int]] = {}  # units that came with edits of logits, and the place there
+        self._has_token_ids = False
+
+    def put(self, ids: Int64s, rows: Int32s, units: Units) -> None:
+        """Store `units` under the numbers `ids`. `rows`: int32[tokens], of their tokens end to end."""
+        for name in _PLAIN:
+            getattr(self, name)[ids] = getattr(units, name)
+        width = units.block_tables.shape[1]
+        if width > self._tables.shape[1]:
+            tables = np.zeros((len(self._tables), max(width, 2 * self._tables.shape[1])), np.int32)
+            used = np.flatnonzero(self._table_width)
+            tables[used, : self._tables.shape[1]] = self._tables[used]
+            self._tables = tables
+        self._tables[ids, :width], self._table_width[ids] = units.block_tables, width
+        self._has_token_ids = units.token_ids is not None
+        if units.token_ids is not None:
+            self._token_ids[rows] = units.token_ids
+        if units.next_token_ids is not None:
+            asks = np.repeat(units.logits & LOGITS_PROMPT != 0, units.num_tokens)
+            self._next_token_ids[rows[asks]] = units.next_token_ids
+        if len(rows) > len(ids):
+            first = units.num_tokens.cumsum() - units.num_tokens
+            for index in np.flatnonzero(units.num_tokens > 1).tolist():
+                self._rows[int(ids[index])] = rows[first[index] : first[index] + units.num_tokens[index]]
+        if units.edits is not None:
+            self._edits.update({unit: (units, index) for index, unit in enumerate(ids.tolist())})
+
+    def forget(self, ids: Int64s) -> None:
+        """Drop what is stored for units outside the columns."""
+        self._table_width[ids] = 0
+        if self._rows or self._edits:
+            for unit in ids.tolist():
+                self._rows.pop(unit, None)
+                self._edits.pop(unit, None)
+
+    def rows_of(self, ids: Int64s) -> Int32s:
+        """int32[tokens], rows of the units' tokens end to end."""
+        if not self._rows:
+            return ids.astype(np.int32)
+        num_tokens = self.num_tokens[ids]
+        first = num_tokens.cumsum() - num_tokens
+        rows = np.empty(int(num_tokens.sum()), np.int32)
+        rows[first] = ids
+        for index in np.flatnonzero(num_tokens > 1).tolist():
+            rows[first[index] : first[index] + num_tokens[index]] = self._rows[int(ids[index])]
+        return rows
+
+    def gather(self, ids: Int64s, rows: Int32s) -> Units:
+        """The units `ids`, in that order, whose tokens have these rows."""
+        following = None
+        logits = self.logits[ids]
+        asks = logits & LOGITS_PROMPT != 0
+        if np.count_nonzero(asks):
+            following = self._next_token_ids[rows[np.repeat(asks, self.num_tokens[ids])]]
+        return Units(
+            slot=self.slot[ids],
+            serial=self.serial[ids],
+            service_class=self.service_class[ids],
+            start=self.start[ids],
+            num_tokens=self.num_tokens[ids],
+            write_start=self.write_start[ids],
+            logits=logits,
+            block_tables=self._tables[ids, : int(self._table_width[ids].max())],
+            sampling=self.sampling[ids],
+            token_ids=self._token_ids[rows] if self._has_token_ids else None,
+            next_token_ids=following,
+            edits=self._gather_edits(ids) if self._edits else None,
+        )
+
+    def _gather_edits(self, ids: Int64s) -> LogitEdits | None:
+        """Changes to the logits of the units `ids`, selected once for all neighbours that came together."""
+        parts: list[tuple[LogitEdits | None, int]] = []
+        found = [self._edits.get(unit, (None, 0)) for unit in ids.tolist()]
+        for units, group in groupby(found, key=lambda each: each[0]):
+            index = np.array([each[1] for each in group])
+            edits = None if units is None or units.edits is None else select_edits(units.edits, index, len(units))
+            parts.append((edits, len(index)))
+        return join_edits(parts)

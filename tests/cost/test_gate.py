@@ -1,0 +1,117 @@
+"""Drawn routing: a function of seed, token and layer alone, and as popular as asked."""
+
+import numpy as np
+import pytest
+
+from moestro.core.token_keys import request_key
+from moestro.cost.gate import DecodeChoices, PopularityGate
+from moestro.cost.popularity import AMOE_RATE, PopularityForm, exponential_popularity, zipf_popularity
+
+
+def tokens(n: int, number: int = 0, domain: int = 0) -> np.ndarray:
+    return request_key(number, domain) + np.arange(n, dtype=np.uint64)
+
+
+@pytest.mark.parametrize("num_chosen", [1, 2, 5])
+def test_a_token_visits_the_same_experts_in_any_batch(num_chosen):
+    gate, keys = PopularityGate(zipf_popularity(8, 0.3), num_chosen), tokens(5, 9)
+    for layer in (0, 7):
+        together = gate.choose(keys, layer)
+        alone = np.concatenate([gate.choose(keys[i : i + 1], layer) for i in range(5)])
+        assert together.dtype == np.int32
+        assert np.array_equal(together, alone)
+        assert (np.diff(together, axis=1) > 0).all(), "ascending, none twice"
+        assert np.array_equal(gate.count(keys, range(layer, layer + 1))[0], np.bincount(together.ravel(), minlength=8))
+
+
+@pytest.mark.parametrize("hot_ids", ["same", "permuted"])
+@pytest.mark.parametrize(("num_experts", "num_chosen"), [(8, 1), (8, 2), (16, 3), (128, 8), (4, 4)])
+def test_counts_are_those_of_the_choices(num_experts, num_chosen, hot_ids):
+    form = PopularityForm(family="exponential", skew=0.1, hot_ids=hot_ids, num_domains=3, seed=4)
+    gate = PopularityGate(form.by_layer(9, num_experts), num_chosen, seed=2)
+    keys = np.concatenate([tokens(3000, 1), tokens(50, 2, domain=2), tokens(70, 3, domain=1)])
+    counted = gate.count(keys, range(2, 9))
+    chosen = [gate.choose(keys, layer) for layer in range(2, 9)]
+    assert np.array_equal(counted, [np.bincount(each.ravel(), minlength=num_experts) for each in chosen])
+    assert all((np.diff(each, axis=1) > 0).all() for each in chosen)
+
+
+def test_experts_are_visited_as_often_as_they_are_popular():
+    popularity = zipf_popularity(8, 0.6)
+    shares = PopularityGate(popularity, 1).count(tokens(20_000), range(4)) / 20_000
+    assert np.allclose(shares, popularity, atol=0.012)
+    assert not np.array_equal(shares[0], shares[1]), "layers choose on their own"
+
+
+@pytest.mark.parametrize("num_chosen", [2, 3])
+def test_a_choice_without_return_is_the_first_of_exponential_clocks(num_chosen):
+    popularity, n = exponential_popularity(6, 0.5), 40_000
+    found = PopularityGate(popularity, num_chosen).count(tokens(n), range(1))[0] / n
+    rings = np.random.default_rng(1).exponential(size=(n, 6)) / popularity
+    first = np.argsort(rings, axis=1)[:, :num_chosen]
+    expected = np.bincount(first.ravel(), minlength=6) / n
+    assert np.allclose(found, expected, atol=0.012)
+
+
+def test_requests_positions_layers_and_seeds_choose_independently():
+    gate = PopularityGate(zipf_popularity(8, 0.0), 1)
+    n = 20_000
+    columns = [
+        gate.choose(tokens(n), 0),
+        gate.choose(tokens(n), 1),
+        gate.choose(tokens(n, 1), 0),
+        gate.choose(tokens(n) + np.uint64(1), 0),
+        PopularityGate(zipf_popularity(8, 0.0), 1, seed=1).choose(tokens(n), 0),
+    ]
+    for i, one in enumerate(columns):
+        for other in columns[:i]:
+            assert np.mean(one == other) == pytest.approx(1 / 8, abs=0.012)
+    numbers = np.array([request_key(number) for number in range(n)], np.uint64)
+    assert np.allclose(gate.count(numbers, range(3)) / n, 1 / 8, atol=0.012)
+
+
+def test_an_expert_that_is_not_popular_at_all_is_never_chosen():
+    popularity = np.array([0.0, 0.5, 0.0, 0.5, 0.0])
+    assert (PopularityGate(popularity, 2).choose(tokens(100), 0) == [1, 3]).all()
+    with pytest.raises(ValueError, match="fewer have a popularity"):
+        PopularityGate(popularity, 3)
+
+
+@pytest.mark.parametrize(("num_experts", "ratio"), [(8, 3.34), (16, 6.58)])
+def test_the_exponential_family_has_the_skew_that_amoe_s_figure_4_implies(num_experts, ratio):
+    popularity = exponential_popularity(num_experts, AMOE_RATE)
+    assert popularity.sum() == pytest.approx(1)
+    assert popularity.max() * num_experts == pytest.approx(ratio, abs=0.005)
+    assert np.allclose(popularity[1:] / popularity[:-1], np.exp(-AMOE_RATE))
+
+
+def test_hot_ids_are_the_same_in_all_layers_or_permuted_in_each():
+    form = {"family": "exponential", "skew": AMOE_RATE, "num_domains": 2}
+    same, permuted = (PopularityForm(hot_ids=ids, **form).by_layer(32, 8) for ids in ("same", "permuted"))
+    assert same.shape == (2, 1, 8)
+    assert permuted.shape == (2, 32, 8)
+    assert np.array_equal(same[0, 0], exponential_popularity(8, AMOE_RATE))
+    assert not np.array_equal(same[0], same[1]), "domains prefer other experts"
+    hottest = permuted.argmax(axis=-1)
+    assert all(len(set(row)) > 4 for row in hottest.tolist())
+    assert np.allclose(np.sort(permuted), np.sort(same[0, 0]))
+    assert np.array_equal(permuted, PopularityForm(hot_ids="permuted", **form).by_layer(32, 8))
+
+
+def test_each_domain_chooses_by_its_own_popularity():
+    popularity = np.stack([zipf_popularity(8, 1.0), zipf_popularity(8, 1.0)[::-1]])[:, None, :]
+    gate, n = PopularityGate(popularity, 1), 20_000
+    for domain in (0, 1):
+        shares = gate.count(tokens(n, 5, domain), range(2)) / n
+        assert np.allclose(shares, popularity[domain], atol=0.012)
+
+
+def test_choices_drawn_for_all_layers_at_once_are_those_of_each_layer():
+    rng, gate = np.random.default_rng(3), PopularityGate(zipf_popularity(16, 0.6), 3)
+    choices, position = DecodeChoices(gate, 12), np.zeros(200, np.int64)
+    for _ in range(300):
+        slots = rng.permutation(int(rng.integers(1, 200)))[:40]
+        position[slots] += rng.integers(0, 2, len(slots))  # some sequences are in the next step, some in another layer
+        keys = np.array([request_key(int(slot) % 7) for slot in slots], np.uint64) + position[slots].astype(np.uint64)
+        layer = int(rng.integers(12))
+        assert np.array_equal(choices.choose(slots, keys, layer), gate.choose(keys, layer))

@@ -1,0 +1,133 @@
+"""Law: however experts are spread, and whatever links do to messages, every token gets each of its experts once."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fake_device import make_request
+from support.fake_group import IS_SPARSE, NUM_EXPERTS, FakeGroup, random_table
+from support.fake_stages import VOCAB, expected_tokens, make_shape
+from support.step_policies import ADVERSARIES, Random
+
+from moestro.core.expert_table import spread_evenly
+from moestro.core.request import ServiceClass
+from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.qllm import ExpertLevelPreemption
+
+POLICIES = {
+    "random": lambda worker: Random(worker),
+    "in order": lambda worker: in_order,
+    "qllm": lambda worker: ExpertLevelPreemption(max_wait_ns=300, max_merged=4),
+    **{name: (lambda worker, policy=policy: policy) for name, policy in ADVERSARIES.items()},
+}
+
+
+def random_requests(rng: np.random.Generator, num: int) -> list:
+    requests = []
+    for i in range(num):
+        max_tokens = int(rng.integers(1, 6))
+        tokens = rng.integers(0, VOCAB, int(rng.integers(1, 20)))
+        request = make_request(f"r{i}", tokens, arrival_ns=i, max_tokens=max_tokens)
+        service_class = ServiceClass.LS if rng.random() < 0.5 else ServiceClass.BE
+        requests.append(msgspec.structs.replace(request, service_class=service_class))
+    return requests
+
+
+def serve(group: FakeGroup, requests: list, *, abort_share: float = 0.0) -> dict[str, list[int]]:
+    """Run everything to its end; tokens of the requests that were not aborted, by id."""
+    rng, waiting, home_of = group.rng, list(requests), {}
+    tokens: dict[str, list[int]] = {}
+    ended, aborted = set(), set()
+    for now_ns in range(200_000):
+        if waiting and rng.random() < 0.1:
+            request, home = waiting.pop(0), int(rng.integers(group.num_homes))
+            home_of[request.request_id] = home
+            group.ranks[home].add(request, now_ns)
+        for home, output in group.turn(now_ns):
+            assert home_of[output.request_id] == home
+            assert output.request_id not in ended | aborted
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                ended.add(output.request_id)
+        if rng.random() < abort_share and home_of:
+            victim = str(rng.choice(list(home_of)))
+            if victim in group.ranks[home_of[victim]].scheduler.by_id:
+                group.ranks[home_of[victim]].abort(victim, now_ns)
+                aborted.add(victim)
+        if not waiting and group.is_idle:
+            for later_ns in range(now_ns, now_ns + 2000):
+                group.turn(later_ns)  # what nobody wants any more runs out
+            group.check_empty()
+            return {name: tokens.get(name, []) for name in ended}
+    raise AssertionError("a token was forgotten, or credits are in a deadlock")
+
+
+SHAPE = make_shape(8, num_chosen=3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    name=st.sampled_from(list(POLICIES)),
+    num_homes=st.integers(1, 3),
+    num_others=st.integers(0, 3),
+    colocated=st.booleans(),
+    num_chosen=st.integers(1, 4),
+    credits=st.sampled_from([1, 2, 5, 40]),
+    moods=st.sampled_from([(0.0, 0.0), (0.3, 0.0), (0.2, 0.02)]),
+    num_copies=st.sampled_from([0, 4]),
+    abort_share=st.sampled_from([0.0, 0.0, 0.02]),
+    ahead=st.sampled_from([1, 1, 2]),
+)
+def test_every_history_gives_the_oracles_tokens(
+    seed, name, num_homes, num_others, colocated, num_chosen, credits, moods, num_copies, abort_share, ahead
+):
+    rng = np.random.default_rng(seed)
+    num_workers = num_homes + num_others
+    holders = list(range(num_workers)) if colocated or not num_others else list(range(num_homes, num_workers))
+    group = FakeGroup(
+        rng,
+        num_homes,
+        random_table(rng, num_workers, holders, num_copies),
+        POLICIES[name],
+        credits=credits,
+        num_chosen=num_chosen,
+        repeats=moods[0],
+        losses=moods[1],
+        ahead=ahead,
+    )
+    for device in group.devices:
+        device.may_forget = True
+    requests = random_requests(rng, 8)
+    tokens = serve(group, requests, abort_share=abort_share)
+    shape = make_shape(8, num_chosen=num_chosen)
+    assert shape.is_sparse == IS_SPARSE
+    assert shape.num_experts == NUM_EXPERTS
+    for request in requests:
+        if request.request_id in tokens:
+            assert tokens[request.request_id] == expected_tokens(request, shape)
+    executed = [count for device in group.devices for count in device.executed.values()]
+    if not abort_share:
+        assert len(tokens) == len(requests)
+        assert set(executed) <= {1}, "a contribution was counted twice"
+
+
+def test_a_lone_request_completes():
+    group = FakeGroup(np.random.default_rng(0), 1, spread_evenly(4, NUM_EXPERTS, [1, 2], 3), POLICIES["in order"])
+    request = make_request("alone", [1, 2, 3], max_tokens=4)
+    assert serve(group, [request]) == {"alone": expected_tokens(request, SHAPE)}
+
+
+@pytest.mark.parametrize("losses", [0.0, 0.01])
+def test_credits_never_deadlock_over_many_events(losses):
+    """One credit, two homes that are expert workers of each other: whoever waits would wait for ever."""
+    rng = np.random.default_rng(5)
+    table = spread_evenly(4, NUM_EXPERTS, [0, 1], 2)
+    group = FakeGroup(rng, 2, table, POLICIES["random"], credits=1, losses=losses)
+    requests = random_requests(rng, 40)
+    tokens = serve(group, requests)
+    assert tokens == {request.request_id: expected_tokens(request, SHAPE) for request in requests}
+    assert group.num_messages > 5_000
