@@ -12,12 +12,15 @@ from moestro.core.stages import (
     AttentionDone,
     Experts,
     ExpertsDone,
+    Merge,
+    Merged,
     Passage,
     Sample,
     Stopped,
 )
-from moestro.core.unit_sets import join_units, select_units
+from moestro.core.unit_sets import select_units
 from moestro.core.work import StepResult, Units
+from moestro.flow.unit_columns import UnitColumns
 from moestro.model.staged_device import StagedTorchDevice
 
 NONE = np.empty(0, np.int32)
@@ -28,14 +31,18 @@ class Unit:
     """One unit in the network.
 
     `pairs` int64[n, 3] are its open (place, choice, expert). A unit with places and no open pair waits for the
-    attention of `layer`, which merges.
+    attention of `layer`, which merges. The first row is the unit's number.
     """
 
-    units: Units
+    slot: int
     rows: np.ndarray
     layer: int = 0
     places: np.ndarray = field(default_factory=lambda: NONE)
     pairs: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int64))
+
+    @property
+    def number(self) -> int:
+        return int(self.rows[0])
 
 
 class FragmentDriver:
@@ -48,12 +55,13 @@ class FragmentDriver:
     def __init__(self, device: StagedTorchDevice, rng: np.random.Generator) -> None:
         self.device, self.rng = device, rng
         self.inside: list[Unit] = []
+        self.columns = UnitColumns(device.shape.num_rows)
         self.free_rows = rng.permutation(device.shape.num_rows).astype(np.int32)
         self.free_places = rng.permutation(device.shape.num_places).astype(np.int32)
         self.results: dict[int, StepResult] = {}
         self.counts = np.zeros((device.shape.num_layers, max(device.shape.num_experts, 1)), np.int64)
         self.seen = dict.fromkeys(
-            ("Attention", "Experts", "Passage", "Sample", "some merged", "among experts", "withdrawn"), 0
+            ("Attention", "Experts", "Merge", "Passage", "Sample", "some merged", "among experts", "withdrawn"), 0
         )
 
     def run(self, waves: list[Units]) -> dict[int, StepResult]:
@@ -71,11 +79,11 @@ class FragmentDriver:
 
     def _enter(self, wave: Units) -> None:
         for index in range(len(wave)):
-            units = select_units(wave, np.array([index]))
-            num = int(units.num_tokens[0])
-            rows, self.free_rows = np.split(self.free_rows, [num])
-            assert len(rows) == num
-            self.inside.append(Unit(units, np.sort(rows) if self.rng.random() < 0.5 else rows))
+            rows, self.free_rows = np.split(self.free_rows, [wave.num_tokens[index]])
+            assert len(rows) == wave.num_tokens[index]
+            rows = np.sort(rows) if self.rng.random() < 0.5 else rows
+            self.columns.put(rows[:1].astype(np.int64), rows, select_units(wave, np.array([index])))
+            self.inside.append(Unit(int(wave.slot[index]), rows))
 
     def _attend(self) -> None:
         ready = [unit for unit in self.inside if not len(unit.pairs)]
@@ -85,8 +93,10 @@ class FragmentDriver:
         ready = [unit for unit in ready if unit.layer == layer]
         num = len(ready) if self.rng.random() < 0.5 else self.rng.integers(1, len(ready) + 1)
         chosen = [ready[i] for i in self.rng.permutation(len(ready))[:num]]
-        units = join_units([unit.units for unit in chosen])
         rows = np.concatenate([unit.rows for unit in chosen])
+        units = self.columns.gather(np.array([unit.number for unit in chosen]), rows)
+        if len(chosen) > 1 and self.rng.random() < 0.5:
+            self._merge_alone([unit for unit in chosen if len(unit.places)])
         merges = make_merges([(unit.rows, unit.places) for unit in chosen if len(unit.places)])
         self.seen["some merged"] += 0 < len(merges) < len(rows)
         shape = self.device.shape
@@ -100,6 +110,12 @@ class FragmentDriver:
             until = min(layer + int(self.rng.geometric(0.5)), shape.num_layers + 1)
             return self._take(chosen, Passage(layer, until, units, rows, places, merges))
         return self._take(chosen, Attention(layer, units, rows, places, merges))
+
+    def _merge_alone(self, units: list[Unit]) -> None:
+        for unit in units[: self.rng.integers(len(units) + 1)]:
+            assert isinstance(self._do(Merge(unit.layer - 1, make_merges([(unit.rows, unit.places)]))), Merged)
+            self._free(unit.places)
+            unit.places = NONE
 
     def _take_places(self, num: int, merged: np.ndarray) -> np.ndarray:
         """New places, which may be merged ones; all others that were merged are free."""
@@ -158,8 +174,9 @@ class FragmentDriver:
 
     def _leave(self, chosen: list[Unit], result: StepResult) -> None:
         for index, unit in enumerate(chosen):
-            self.results[int(unit.units.slot[0])] = result.select(np.array([index]))
+            self.results[unit.slot] = result.select(np.array([index]))
             self.free_rows = np.concatenate([self.free_rows, unit.rows])
+            self.columns.forget(np.array([unit.number]))
             self.inside.remove(unit)
 
     def _run_experts(self) -> None:

@@ -7,8 +7,9 @@ mixture with others, reads them there and builds only its paged attention.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from moestro.core.work import Int32s, Units
@@ -59,12 +60,14 @@ class Fragment:
             self._chosen = self._read(column)
         return self._chosen
 
-    def at(self, rows: Index) -> Fragment:
-        """The same step at other rows, for stages that have no attention."""
-        return Fragment(self.step, rows, self._staged, self._arena)
-
     def _read(self, column: int) -> Tensor:
         return self._arena.read_column(column, self.rows)
+
+
+class _Known(NamedTuple):
+    units: Units
+    rows: Int32s
+    fragment: Fragment
 
 
 class Fragments:
@@ -78,7 +81,7 @@ class Fragments:
 
     def __init__(self, staged: StagedNetwork, pools: KVPools, arena: Arena) -> None:
         self._staged, self._pools, self._arena = staged, pools, arena
-        self._known: OrderedDict[int, tuple[Units, Fragment]] = OrderedDict()  # keeps `Units`, so ids stay unique
+        self._known: OrderedDict[int, _Known] = OrderedDict()  # by the id of `Units`, which are kept and so unique
 
     def enter(self, units: Units, rows: Int32s) -> tuple[Fragment, Tensor]:
         """Embed tokens and store their arguments.
@@ -95,15 +98,20 @@ class Fragments:
     def get(self, units: Units, rows: Int32s) -> Fragment:
         """Get the fragment of units that entered before, in whatever fragments."""
         known = self._known.get(id(units))
-        if known is not None:
+        if known is not None and (known.rows is rows or np.array_equal(known.rows, rows)):
             self._known.move_to_end(id(units))
-            return known[1]
+            return known.fragment
         step = PagedStep(units, self._pools, self._staged.network.device)
         fragment = Fragment(step, self._arena.index(rows), self._staged, self._arena)
-        self._known[id(units)] = (units, fragment)
+        self._known[id(units)] = _Known(units, rows, fragment)
         if len(self._known) > _NUM_KNOWN:
             self._known.popitem(last=False)
         return fragment
+
+    def arguments_at(self, layer: int, rows: Index) -> dict[str, Any]:
+        """Keyword arguments of a layer whose attention is not run, for the tokens at `rows`."""
+        arguments = self._staged.arguments
+        return arguments.fill(arguments.kind_of[layer], lambda column: self._arena.read_column(column, rows), None)
 
     def forget(self, units: Units) -> None:
         """Forget the fragment of units that left the network."""

@@ -113,13 +113,13 @@ class LayerArguments:
             found.append(value.movedim(source.axis, 0))
         return found
 
-    def fill(self, kind: int, read: Callable[[int], Tensor], step: PagedStep) -> dict[str, Any]:
+    def fill(self, kind: int, read: Callable[[int], Tensor], step: PagedStep | None) -> dict[str, Any]:
         """Make the arguments of the layers of one kind.
 
         Args:
             kind: number of the kind.
             read: function that returns [tokens, *sizes] of a column by its number.
-            step: the step of these tokens.
+            step: the step of these tokens. None suffices where no attention runs.
         """
         filled: dict[str, Any] = _fill(self._templates[kind], read, step)
         return filled
@@ -171,7 +171,7 @@ def _name(path: tuple[str | int, ...]) -> str:
     return f"{'.'.join(map(str, keys))} of layer {layer}"
 
 
-def _fill(template: Any, read: Callable[[int], Tensor], step: PagedStep) -> Any:
+def _fill(template: Any, read: Callable[[int], Tensor], step: PagedStep | None) -> Any:
     if isinstance(template, dict):
         return {key: _fill(value, read, step) for key, value in template.items()}
     if type(template) in (list, tuple):

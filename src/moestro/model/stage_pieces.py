@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moestro.core.stages import Attention, Experts, Merges, Passage, Sample, StageItem, StageShape
+from moestro.core.stages import Attention, Experts, Merge, Merges, Passage, Sample, StageItem, StageShape
 from moestro.core.work import Units
-from moestro.model.arena import Arena
+from moestro.model.arena import Arena, Index
 from moestro.model.experts import can_group, combine, run_grouped
 from moestro.model.fragments import Fragment, Fragments
 from moestro.model.layer_stages import Attended
@@ -77,6 +77,8 @@ class StageRunner:
                 return self._attend(item, progress)
             case Experts() as item:
                 return self._run_experts(item, progress)
+            case Merge() as item:
+                return self._merge(item)
             case Passage() as item:
                 return self._pass(item, progress)
             case Sample() as item:
@@ -101,17 +103,23 @@ class StageRunner:
 
     def _complete_before(self, layer: int, fragment: Fragment, merges: Merges) -> Tensor:
         """[tokens, hidden size], input of a layer, after the layer before is completed for the tokens of `merges`."""
-        if len(merges) == 0:
-            return self.arena.read_hidden(fragment.rows)
-        is_whole = len(merges) == fragment.num_tokens
-        merged = fragment if is_whole else fragment.at(self.arena.index(merges.rows))
-        attended, total = self.arena.read_attended(merged.rows, self.arena.index(merges.places))
-        arguments = merged.arguments(layer - 1) if self._staged.is_replayed(layer - 1) else {}
-        hidden = self._staged.complete(layer - 1, attended, total, arguments)
-        if is_whole:
-            return hidden
-        self.arena.write_hidden(merged.rows, hidden)
+        if len(merges) == fragment.num_tokens:
+            return self._complete(layer - 1, fragment.rows, merges)  # not stored: the layer's end replaces it
+        if len(merges):
+            rows = self.arena.index(merges.rows)
+            self.arena.write_hidden(rows, self._complete(layer - 1, rows, merges))
         return self.arena.read_hidden(fragment.rows)
+
+    def _complete(self, layer: int, rows: Index, merges: Merges) -> Tensor:
+        """[tokens, hidden size], output of a layer. `rows`: those of `merges`."""
+        attended, total = self.arena.read_attended(rows, self.arena.index(merges.places))
+        arguments = self._fragments.arguments_at(layer, rows) if self._staged.is_replayed(layer) else {}
+        return self._staged.complete(layer, attended, total, arguments)
+
+    def _merge(self, item: Merge) -> Pieces:
+        rows = self.arena.index(item.merges.rows)
+        self.arena.write_hidden(rows, self._complete(item.layer, rows, item.merges))
+        yield from ()
 
     def _run_experts(self, item: Experts, progress: Progress) -> Pieces:
         if len(item.places):
