@@ -52,8 +52,8 @@ class FragmentDriver:
         seen: number of items of each kind, of merges of some tokens alone, and of passages stopped among experts.
     """
 
-    def __init__(self, device: StagedTorchDevice, rng: np.random.Generator) -> None:
-        self.device, self.rng = device, rng
+    def __init__(self, device: StagedTorchDevice, rng: np.random.Generator, *, withdraws: bool = True) -> None:
+        self.device, self.rng, self.withdraws = device, rng, withdraws
         self.inside: list[Unit] = []
         self.columns = UnitColumns(device.shape.num_rows)
         self.free_rows = rng.permutation(device.shape.num_rows).astype(np.int32)
@@ -200,6 +200,6 @@ class FragmentDriver:
 
     def _do(self, item):
         self.seen[type(item).__name__] += 1
-        patience = int(self.rng.integers(0, 4)) if self.rng.random() < 0.4 else None
+        patience = int(self.rng.integers(0, 4)) if self.withdraws and self.rng.random() < 0.4 else None
         self.seen["withdrawn"] += patience is not None
         return finish(self.device, item, patience)

@@ -151,7 +151,7 @@ def test_units_run_the_part_before_the_layers_once(checkpoint, monkeypatch):
     decoder.register_forward_pre_hook(lambda *args: entered.append(args[2]["input_ids"].shape[1]), with_kwargs=True)
     rng = np.random.default_rng(4)
     waves = [Sequences(rng).next_units([0, 1, 2]), Sequences(rng).next_units([3, 4])]
-    driver = FragmentDriver(device, rng)
+    driver = FragmentDriver(device, rng, withdraws=False)  # units of a passage without any piece would enter again
     driver.run(waves)
     assert sum(entered) == sum(units.num_tokens.sum() for units in waves)
     assert driver.seen["Attention"] + driver.seen["Passage"] > len(entered)

@@ -1,7 +1,7 @@
 """Units that are computed together, with what layers take of them besides hidden states.
 
-Units enter the network once, at layer 0. Their arguments then lie in the arena by row. Any later fragment of them, or
-mixture with others, reads them there and builds only its paged attention.
+Units enter the network at layer 0. Their arguments then lie in the arena by row. Any later fragment of them, or mixture
+with others, reads them there and builds only its paged attention.
 """
 
 from __future__ import annotations
