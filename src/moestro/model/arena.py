@@ -5,6 +5,9 @@ The arena is allocated once, so parked work never asks for memory: as much may b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,53 +15,98 @@ from torch import Tensor
 from moestro.core.stages import StageShape
 from moestro.core.work import Int32s
 from moestro.model.experts import add_contributions
+from moestro.model.layer_arguments import ColumnForm
 from moestro.model.layer_stages import Attended
 from moestro.model.upload import upload
 
-Index = slice | Tensor
+Index = slice | Tensor  # rows or places: a slice where they are consecutive, otherwise int64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenForm:
+    """State that a network keeps of a token between two stages.
+
+    Attributes:
+        hidden_size: hidden size of the network.
+        num_chosen: experts that a token visits in a layer; 0 for a dense network.
+        dtype: dtype of the network.
+        keeps_mixed: whether a place keeps the attention's output.
+        columns: forms of a row's arguments.
+    """
+
+    hidden_size: int
+    num_chosen: int
+    dtype: torch.dtype
+    keeps_mixed: bool
+    columns: tuple[ColumnForm, ...]
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Dtype of the gate's weights, which may be more precise than the network."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.hidden_size * self.dtype.itemsize + sum(column.num_bytes for column in self.columns)
+
+    @property
+    def place_bytes(self) -> int:
+        """Bytes of a place."""
+        num_vectors = 1 + self.num_chosen + self.keeps_mixed
+        return num_vectors * self.hidden_size * self.dtype.itemsize + self.num_chosen * self.weight_dtype.itemsize
 
 
 class Arena:
-    """Residual stream of each row; and for each place the input, weights and answers of its experts.
+    """Residual stream and arguments of each row; and for each place the input, weights and answers of its experts.
 
     Args:
-        shape: numbers of rows and places, and experts a token.
-        hidden_size: hidden size of the network.
-        keeps_mixed: whether the attention's output is kept as well.
-        dtype, device: dtype and device of the network.
+        shape: numbers of rows, places and guest places.
+        form: state of a token.
+        device: device of the network.
     """
 
-    def __init__(
-        self, shape: StageShape, hidden_size: int, dtype: torch.dtype, device: torch.device, *, keeps_mixed: bool
-    ) -> None:
-        def tensor(*sizes: int) -> Tensor:
+    def __init__(self, shape: StageShape, form: TokenForm, device: torch.device) -> None:
+        def tensor(*sizes: int, dtype: torch.dtype = form.dtype) -> Tensor:
             return torch.zeros(*sizes, dtype=dtype, device=device)
 
+        num_all = shape.num_places + shape.num_guests
         self._device = device
-        self._hidden = tensor(shape.num_rows, hidden_size)
-        self._inputs = tensor(shape.num_places, hidden_size)
-        self._contributions = tensor(shape.num_places, shape.num_chosen, hidden_size)
-        # A gate may compute its weights in more than the network's precision.
-        precision = torch.promote_types(dtype, torch.float32)
-        self._weights = torch.zeros(shape.num_places, shape.num_chosen, dtype=precision, device=device)
-        self._mixed = tensor(shape.num_places if keeps_mixed else 0, hidden_size)
+        self._hidden = tensor(shape.num_rows, form.hidden_size)
+        self._columns = [tensor(shape.num_rows, *column.sizes, dtype=column.dtype) for column in form.columns]
+        self._inputs = tensor(num_all, form.hidden_size)
+        self._contributions = tensor(num_all, form.num_chosen, form.hidden_size)
+        self._weights = tensor(shape.num_places, form.num_chosen, dtype=form.weight_dtype)
+        self._mixed = tensor(shape.num_places if form.keeps_mixed else 0, form.hidden_size)
 
     def index(self, rows: Int32s) -> Index:
         """Turn `rows` (or places) into an index: a slice where they are consecutive, which copies nothing."""
-        first, num = int(rows[0]), len(rows)
+        num = len(rows)
+        if num == 0:
+            return slice(0, 0)
+        first = int(rows[0])
         if int(rows[-1]) - first == num - 1 and (num < 3 or bool((np.diff(rows) == 1).all())):
             return slice(first, first + num)
         return upload(rows.astype(np.int64), self._device)
 
-    def read_hidden(self, rows: Int32s) -> Tensor:
+    def read_hidden(self, rows: Index) -> Tensor:
         """[tokens, hidden size], read-only."""
-        return self._hidden[self.index(rows)]
+        return _read(self._hidden, rows)
 
-    def write_hidden(self, rows: Int32s, hidden: Tensor) -> None:
+    def write_hidden(self, rows: Index, hidden: Tensor) -> None:
         """Store the residual stream of `rows`. `hidden`: [tokens, hidden size]."""
-        self._hidden[self.index(rows)] = hidden
+        _write(self._hidden, rows, hidden)
 
-    def write_attended(self, rows: Int32s, places: Int32s, attended: Attended) -> Tensor:
+    def read_column(self, column: int, rows: Index) -> Tensor:
+        """[tokens, *sizes], read-only, of one of the form's columns."""
+        return _read(self._columns[column], rows)
+
+    def write_columns(self, rows: Index, columns: Sequence[Tensor]) -> None:
+        """Store the arguments of `rows`. `columns`: [tokens, *sizes] of each column of the form."""
+        for mine, given in zip(self._columns, columns, strict=True):
+            _write(mine, rows, given)
+
+    def write_attended(self, rows: Index, places: Index, attended: Attended) -> Tensor:
         """Store a layer's state at its gate.
 
         Returns:
@@ -68,32 +116,49 @@ class Arena:
         assert attended.topk_ids is not None
         assert attended.topk_weights is not None
         self.write_hidden(rows, attended.hidden)
-        at = self.index(places)
         ids, order = attended.topk_ids.sort(dim=1)
-        self._inputs[at] = attended.inputs
-        self._weights[at] = attended.topk_weights.gather(1, order).to(self._weights.dtype)
+        _write(self._inputs, places, attended.inputs)
+        _write(self._weights, places, attended.topk_weights.gather(1, order).to(self._weights.dtype))
         if attended.mixed is not None:
-            self._mixed[at] = attended.mixed
+            _write(self._mixed, places, attended.mixed)
         return ids
 
-    def read_attended(self, rows: Int32s, places: Int32s) -> tuple[Attended, Tensor]:
+    def read_attended(self, rows: Index, places: Index) -> tuple[Attended, Tensor]:
         """Stored state of `write_attended`, and the weighted sum of all contributions [tokens, hidden size]."""
-        at = self.index(places)
-        mixed = self._mixed[at] if len(self._mixed) else None
-        attended = Attended(self.read_hidden(rows), self._inputs[at], None, self._weights[at], mixed)
-        return attended, add_contributions(self._contributions[at], self._weights[at])
+        mixed = _read(self._mixed, places) if len(self._mixed) else None
+        weights = _read(self._weights, places)
+        attended = Attended(self.read_hidden(rows), _read(self._inputs, places), None, weights, mixed)
+        return attended, add_contributions(_read(self._contributions, places), weights)
 
     def read_inputs(self, places: Int32s) -> Tensor:
         """[n, hidden size], input of the experts at each of `places`, which may repeat."""
         return self._inputs.index_select(0, upload(places.astype(np.int64), self._device))
 
+    def write_inputs(self, places: Int32s, inputs: Tensor) -> None:
+        """Store the input of the experts at each of `places`. `inputs`: [n, hidden size]."""
+        _write(self._inputs, self.index(places), inputs)
+
+    def read_contributions(self, places: Int32s, choices: Int32s) -> Tensor:
+        """[n, hidden size], one expert's answer for each (place, choice)."""
+        return self._by_choice().index_select(0, self._index_choices(places, choices))
+
     def write_contributions(self, places: Int32s, choices: Int32s, contributions: Tensor) -> None:
         """Store one expert's answer for each (place, choice). `contributions`: [n, hidden size]."""
-        num_chosen = self._contributions.shape[1]
-        at = places.astype(np.int64) * num_chosen + choices
-        self._contributions.view(-1, contributions.shape[1]).index_copy_(0, upload(at, self._device), contributions)
+        self._by_choice().index_copy_(0, self._index_choices(places, choices), contributions)
+
+    def _by_choice(self) -> Tensor:
+        return self._contributions.view(-1, self._contributions.shape[2])
+
+    def _index_choices(self, places: Int32s, choices: Int32s) -> Tensor:
+        return upload(places.astype(np.int64) * self._contributions.shape[1] + choices, self._device)
 
 
-def bytes_per_token(hidden_size: int, num_chosen: int, itemsize: int, *, keeps_mixed: bool) -> tuple[int, int]:
-    """Bytes of a row, and bytes of a place."""
-    return hidden_size * itemsize, (1 + num_chosen + keeps_mixed) * hidden_size * itemsize + 8 * num_chosen
+def _read(tensor: Tensor, at: Index) -> Tensor:
+    return tensor[at] if isinstance(at, slice) else tensor.index_select(0, at)
+
+
+def _write(tensor: Tensor, at: Index, values: Tensor) -> None:
+    if isinstance(at, slice):
+        tensor[at] = values
+    else:
+        tensor.index_copy_(0, at, values.to(tensor.dtype))

@@ -42,7 +42,11 @@ class Attended:
 
 
 class LayerStages(Protocol):
-    """A way to run one layer in stages. `arguments`: the keyword arguments with which the network calls the layer."""
+    """A way to run one layer in stages. `arguments`: the keyword arguments with which the network calls the layer.
+
+    Attributes:
+        keeps_mixed: whether `complete` needs the attention's output and the arguments again.
+    """
 
     keeps_mixed: bool
 
@@ -50,12 +54,13 @@ class LayerStages(Protocol):
         """Run the layer up to its gate. `hidden`: [tokens, hidden size], the layer's input."""
         ...
 
-    def complete(self, hidden: Tensor, inputs: Tensor, mixed: Tensor | None, total: Tensor) -> Tensor:
+    def complete(self, attended: Attended, total: Tensor, arguments: dict[str, Any]) -> Tensor:
         """[tokens, hidden size], output of the layer.
 
         Args:
-            hidden, inputs, mixed: as in `Attended`.
-            total: [tokens, hidden size], weighted sum of the routed experts, in the dtype of `hidden`.
+            attended: state at the gate; only `hidden`, `inputs` and `mixed` are read.
+            total: [tokens, hidden size], weighted sum of the routed experts, in the dtype of the inputs.
+            arguments: as for `attend`, of these tokens; read only where `keeps_mixed`.
         """
         ...
 
@@ -72,7 +77,7 @@ class WholeLayer:
         """Run the whole layer."""
         return Attended(run_whole(self._layer, hidden, arguments))
 
-    def complete(self, hidden: Tensor, inputs: Tensor, mixed: Tensor | None, total: Tensor) -> Tensor:
+    def complete(self, attended: Attended, total: Tensor, arguments: dict[str, Any]) -> Tensor:
         """Raise: a layer without experts is complete after `attend`."""
         raise AssertionError("a layer without experts is complete at once")
 
@@ -122,9 +127,10 @@ class DirectLayer:
         _, weights, ids = self._gate(inputs, *self._correction)
         return Attended(stream[0], inputs, ids, weights)
 
-    def complete(self, hidden: Tensor, inputs: Tensor, mixed: Tensor | None, total: Tensor) -> Tensor:
+    def complete(self, attended: Attended, total: Tensor, arguments: dict[str, Any]) -> Tensor:
         """Implement `LayerStages`."""
-        return hidden + self._finish(self._mlp, inputs, total)
+        assert attended.inputs is not None
+        return attended.hidden + self._finish(self._mlp, attended.inputs, total)
 
 
 class _ExpertsReached(Exception):  # noqa: N818 - no error: the way out of a forward that must not go on
@@ -143,11 +149,9 @@ class ReplayedLayer:
 
     def __init__(self, layer: nn.Module, routing: Routing) -> None:
         self._layer, self._routing = layer, routing
-        self._arguments: dict[str, Any] = {}
 
     def attend(self, hidden: Tensor, arguments: dict[str, Any]) -> Attended:
         """Implement `LayerStages`."""
-        self._arguments = arguments
         attention = _Recorder(self._layer.get_submodule("self_attn"))
         try:
             with _replaced(self._layer, "self_attn", attention), self._experts(_leave):
@@ -157,13 +161,12 @@ class ReplayedLayer:
             return Attended(hidden, inputs, ids, weights, attention.output[0])
         raise UnsupportedModelError("A layer did not reach its experts.")
 
-    def complete(self, hidden: Tensor, inputs: Tensor, mixed: Tensor | None, total: Tensor) -> Tensor:
+    def complete(self, attended: Attended, total: Tensor, arguments: dict[str, Any]) -> Tensor:
         """Implement `LayerStages`."""
-        assert mixed is not None
-        attention = _Answer(self._layer.get_submodule("self_attn"), mixed[None])
+        assert attended.mixed is not None
+        attention = _Answer(self._layer.get_submodule("self_attn"), attended.mixed[None])
         with _replaced(self._layer, "self_attn", attention), self._experts(lambda *_: total):
-            # Arguments that describe tokens concern only the attention.
-            return run_whole(self._layer, hidden, self._arguments)
+            return run_whole(self._layer, attended.hidden, arguments)
 
     @contextmanager
     def _experts(self, stand_in: Callable[..., Tensor]) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Generator
 from dataclasses import dataclass
 
@@ -10,19 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moestro.core.stages import Attention, Experts, Passage, Sample, StageItem, StageShape
+from moestro.core.stages import Attention, Experts, Merge, Merges, Passage, Sample, StageItem, StageShape
 from moestro.core.work import Units
-from moestro.model.arena import Arena
+from moestro.model.arena import Arena, Index
 from moestro.model.experts import can_group, combine, run_grouped
+from moestro.model.fragments import Fragment, Fragments
 from moestro.model.layer_stages import Attended
 from moestro.model.pools import KVPools
 from moestro.model.results import PendingResult, compute_result, to_host
-from moestro.model.staged_network import Entered, StagedNetwork
-from moestro.model.step import PagedStep
+from moestro.model.staged_network import StagedNetwork
 from moestro.model.upload import upload
 
 _FEW_TOKENS = 64
-_KNOWN_STEPS = 8  # waves that return in the next layer: one that runs, a few that are parked
 
 Pieces = Generator[None, None, None]
 
@@ -59,17 +57,18 @@ class StageRunner:
         pools: its KV cache.
         shape: numbers of rows and places for tokens inside the network.
         piece_bytes: weight bytes below which several experts form one piece.
+
+    Attributes:
+        arena: memory of the tokens inside the network.
     """
 
     def __init__(self, staged: StagedNetwork, pools: KVPools, shape: StageShape, piece_bytes: int) -> None:
         network = staged.network
-        self._staged, self._pools, self._shape = staged, pools, shape
+        self._staged, self._shape = staged, shape
         self._device = network.device
         self._experts_a_piece = max(piece_bytes // max(network.bytes_per_expert, 1), 1)
-        self._arena = Arena(
-            shape, network.config.hidden_size, network.dtype, network.device, keeps_mixed=staged.keeps_mixed
-        )
-        self._known: OrderedDict[int, tuple[Units, Entered]] = OrderedDict()
+        self.arena = Arena(shape, staged.token_form(shape.num_chosen), network.device)
+        self._fragments = Fragments(staged, pools, self.arena)
 
     def pieces(self, progress: Progress) -> Pieces:
         """A generator that does one piece of the item at each `next`."""
@@ -78,24 +77,53 @@ class StageRunner:
                 return self._attend(item, progress)
             case Experts() as item:
                 return self._run_experts(item, progress)
+            case Merge() as item:
+                return self._merge(item)
             case Passage() as item:
                 return self._pass(item, progress)
             case Sample() as item:
                 return self._sample(item, progress)
 
     def _attend(self, item: Attention, progress: Progress) -> Pieces:
-        entered = self._enter(item.units)
-        hidden = entered.hidden if item.layer == 0 else self._arena.read_hidden(item.rows)
-        attended = self._staged.attend(item.layer, hidden, entered)
+        fragment, hidden = self._begin(item)
+        attended = self._staged.attend(item.layer, hidden, fragment.arguments(item.layer), fragment.chosen)
         if attended.inputs is None:
-            self._arena.write_hidden(item.rows, attended.hidden)
+            self.arena.write_hidden(fragment.rows, attended.hidden)
         else:
-            progress.topk_ids = to_host(self._arena.write_attended(item.rows, item.places, attended).to(torch.int32))
+            ids = self.arena.write_attended(fragment.rows, self.arena.index(item.places), attended)
+            progress.topk_ids = to_host(ids.to(torch.int32))
+        yield from ()
+
+    def _begin(self, item: Attention | Passage) -> tuple[Fragment, Tensor]:
+        """Get the fragment of an item's units, and the input [tokens, hidden size] of its first layer."""
+        if item.layer == 0:
+            return self._fragments.enter(item.units, item.rows)
+        fragment = self._fragments.get(item.units, item.rows)
+        return fragment, self._complete_before(item.layer, fragment, item.merges)
+
+    def _complete_before(self, layer: int, fragment: Fragment, merges: Merges) -> Tensor:
+        """[tokens, hidden size], input of a layer, after the layer before is completed for the tokens of `merges`."""
+        if len(merges) == fragment.num_tokens:
+            return self._complete(layer - 1, fragment.rows, merges)  # not stored: the layer's end replaces it
+        if len(merges):
+            rows = self.arena.index(merges.rows)
+            self.arena.write_hidden(rows, self._complete(layer - 1, rows, merges))
+        return self.arena.read_hidden(fragment.rows)
+
+    def _complete(self, layer: int, rows: Index, merges: Merges) -> Tensor:
+        """[tokens, hidden size], output of a layer. `rows`: those of `merges`."""
+        attended, total = self.arena.read_attended(rows, self.arena.index(merges.places))
+        arguments = self._fragments.arguments_at(layer, rows) if self._staged.is_replayed(layer) else {}
+        return self._staged.complete(layer, attended, total, arguments)
+
+    def _merge(self, item: Merge) -> Pieces:
+        rows = self.arena.index(item.merges.rows)
+        self.arena.write_hidden(rows, self._complete(item.layer, rows, item.merges))
         yield from ()
 
     def _run_experts(self, item: Experts, progress: Progress) -> Pieces:
         if len(item.places):
-            inputs = self._arena.read_inputs(item.places)
+            inputs = self.arena.read_inputs(item.places)
             done, end = torch.empty_like(inputs), 0
             pairs = list(zip(item.experts.tolist(), item.counts.tolist(), strict=True))
             for batch in self._batches(item.layer, inputs, pairs):
@@ -106,14 +134,11 @@ class StageRunner:
                 end = self._run_batch(item.layer, inputs, done, end, batch)
                 progress.num_batches += len(batch)
             if end:
-                self._arena.write_contributions(item.places[:end], item.choices[:end], done[:end])
-        if progress.num_batches == len(item.experts) and len(item.complete_rows):
-            attended, total = self._arena.read_attended(item.complete_rows, item.complete_places)
-            self._arena.write_hidden(item.complete_rows, self._staged.complete(item.layer, attended, total))
+                self.arena.write_contributions(item.places[:end], item.choices[:end], done[:end])
 
     def _pass(self, item: Passage, progress: Progress) -> Pieces:
-        entered, num_layers = self._enter(item.units), self._shape.num_layers
-        hidden = entered.hidden if item.layer == 0 else self._arena.read_hidden(item.rows)
+        num_layers = self._shape.num_layers
+        fragment, hidden = self._begin(item)
         # Where looking up costs more than the work itself, an attention and its experts are one piece.
         is_small = len(item.rows) <= _FEW_TOKENS and self._experts_a_piece >= self._shape.num_experts
         if self._shape.num_experts:
@@ -124,28 +149,29 @@ class StageRunner:
             if layer > item.layer:
                 yield
             if progress.is_withdrawn:
-                self._arena.write_hidden(item.rows, hidden)
+                self.arena.write_hidden(fragment.rows, hidden)
                 return
-            attended = self._staged.attend(layer, hidden, entered)
+            arguments = fragment.arguments(layer)
+            attended = self._staged.attend(layer, hidden, arguments, fragment.chosen)
             if attended.inputs is None:
                 hidden = attended.hidden
                 continue
             if not is_small:
                 yield
-            total = yield from self._pass_experts(item, attended, progress)
+            total = yield from self._pass_experts(fragment, attended, progress)
             if total is None:
                 return
-            hidden = self._staged.complete(layer, attended, total)
+            hidden = self._staged.complete(layer, attended, total, arguments)
         progress.layer = min(item.until, num_layers)
         if item.until > num_layers:
             yield
             if not progress.is_withdrawn:
-                self._finish(item.units, entered, hidden, progress)
+                self._finish(item.units, fragment, hidden, progress)
                 return
-        self._arena.write_hidden(item.rows, hidden)
+        self.arena.write_hidden(fragment.rows, hidden)
 
     def _pass_experts(
-        self, item: Passage, attended: Attended, progress: Progress
+        self, fragment: Fragment, attended: Attended, progress: Progress
     ) -> Generator[None, None, Tensor | None]:
         """[tokens, hidden size], weighted sum of the experts; None if stopped, with everything in the arena."""
         ids, weights, inputs = attended.topk_ids, attended.topk_weights, attended.inputs
@@ -169,20 +195,22 @@ class StageRunner:
             if progress.is_withdrawn:
                 progress.first_open = batch[0][0]
                 counts[progress.first_open :] = 0
-                self._stand(item, attended, done[:end], progress)
+                self._stand(fragment, attended, done[:end], progress)
                 return None
             end = self._run_batch(progress.layer, rows, done, end, batch)
         return combine(done, by_expert, weights)
 
-    def _stand(self, item: Passage, attended: Attended, done: Tensor, progress: Progress) -> None:
+    def _stand(self, fragment: Fragment, attended: Attended, done: Tensor, progress: Progress) -> None:
         """Store a passage that stops among a layer's experts. `done`: answers of the pairs with the lowest experts."""
-        ids = self._arena.write_attended(item.rows, item.places, attended).to(torch.int32)
+        assert isinstance(progress.item, Passage)
+        places = progress.item.places
+        ids = self.arena.write_attended(fragment.rows, self.arena.index(places), attended).to(torch.int32)
         progress.topk_ids = to_host(ids)
         if len(done):
             # The rows are ordered by expert and then by token, whatever the order of a token's choices was.
             pairs = ids.reshape(-1).argsort(stable=True)[: len(done)].cpu().numpy()
             token, choice = np.divmod(pairs, ids.shape[1])
-            self._arena.write_contributions(item.places[token], choice.astype(np.int32), done)
+            self.arena.write_contributions(places[token], choice.astype(np.int32), done)
 
     def _batches(self, layer: int, rows: Tensor, pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         """Split (expert, its rows) into pieces."""
@@ -202,25 +230,14 @@ class StageRunner:
         return self._staged.run_batches(layer, batch, rows, done, start=begin)
 
     def _sample(self, item: Sample, progress: Progress) -> Pieces:
-        entered = self._enter(item.units)
-        self._finish(item.units, entered, self._arena.read_hidden(item.rows), progress)
+        fragment = self._fragments.get(item.units, item.rows)
+        hidden = self._complete_before(self._shape.num_layers, fragment, item.merges)
+        self._finish(item.units, fragment, hidden, progress)
         yield from ()
 
-    def _finish(self, units: Units, entered: Entered, hidden: Tensor, progress: Progress) -> None:
-        step = entered.step
+    def _finish(self, units: Units, fragment: Fragment, hidden: Tensor, progress: Progress) -> None:
+        step = fragment.step
         wanted = hidden if len(step.logit_rows) == len(hidden) else hidden[step.upload(step.logit_rows)]
         logits = self._staged.logits(wanted, step)
         progress.result = compute_result(step, logits, progress.counts)
-        self._known.pop(id(units), None)
-
-    def _enter(self, units: Units) -> Entered:
-        """Build the step of `units`, once for all layers, because the same units return as the same object."""
-        known = self._known.get(id(units))
-        if known is None:
-            step = PagedStep(units, self._pools, self._device)
-            known = self._known[id(units)] = (units, self._staged.enter(step))  # kept, so that its id stays unique
-            if len(self._known) > _KNOWN_STEPS:
-                self._known.popitem(last=False)
-        else:
-            self._known.move_to_end(id(units))
-        return known[1]
+        self._fragments.forget(units)

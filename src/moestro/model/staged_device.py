@@ -18,6 +18,8 @@ from moestro.core.stages import (
     AttentionDone,
     Experts,
     ExpertsDone,
+    Merge,
+    Merged,
     StageItem,
     StageResult,
     StageShape,
@@ -113,6 +115,26 @@ class StagedTorchDevice:
         """Return None, because only the hardware knows."""
         return None
 
+    def read_inputs(self, places: Int32s) -> Tensor:
+        """[n, hidden size], inputs of the experts at `places`, which may repeat."""
+        with torch.inference_mode():
+            return self._runner.arena.read_inputs(places)
+
+    def read_contributions(self, places: Int32s, choices: Int32s) -> Tensor:
+        """[n, hidden size], unweighted answer of the expert of each (place, choice)."""
+        with torch.inference_mode():
+            return self._runner.arena.read_contributions(places, choices)
+
+    def store_inputs(self, places: Int32s, inputs: Tensor) -> None:
+        """Store inputs of experts that were computed on another device. `inputs`: [n, hidden size]."""
+        with torch.inference_mode():
+            self._runner.arena.write_inputs(places, inputs)
+
+    def store_contributions(self, places: Int32s, choices: Int32s, contributions: Tensor) -> None:
+        """Store the answer of each (place, choice), computed on another device. `contributions`: [n, hidden size]."""
+        with torch.inference_mode():
+            self._runner.arena.write_contributions(places, choices, contributions)
+
     def _do_piece(self, launched: _LaunchedItem) -> None:
         with torch.inference_mode():
             launched.is_over = next(launched.pieces, _OVER) is _OVER
@@ -138,6 +160,8 @@ def _result(progress: Progress) -> StageResult:
             return AttentionDone(_ids(progress.topk_ids))
         case Experts():
             return ExpertsDone(progress.num_batches)
+        case Merge():
+            return Merged()
     counts = None if progress.counts is None else progress.counts.cpu().numpy()
     return Stopped(progress.layer, _ids(progress.topk_ids), progress.first_open, counts)
 

@@ -1,14 +1,14 @@
 """A network in stages: the part before the first layer, each layer in two stages, and the part after the last.
 
-The network's own forward runs with stand-ins for its layers: once to record the arguments of each layer, and for the
-end, where calling its last norm and its head directly gives another result.
+The network's own forward runs with stand-ins for its layers: at layer 0, to embed tokens and record the arguments of
+each layer, and for the end, where calling its last norm and its head directly gives another result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from moestro.core.rng import uniform
 from moestro.errors import UnsupportedModelError
+from moestro.model.arena import TokenForm
 from moestro.model.attention import STEP_ARGUMENT
 from moestro.model.check import paged_units
 from moestro.model.experts import Routing, add_contributions, packed_weights, run_batches
+from moestro.model.layer_arguments import ColumnForm, LayerArguments, Recording
 from moestro.model.layer_stages import (
     Attended,
     LayerStages,
@@ -36,23 +38,20 @@ from moestro.model.step import PagedStep
 # kernels run on the same rows, so a wrong way differs by far more.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.05}
 _BLOCK_SIZE = 4
+_PROBES = ((7, 1), (4, 1))  # lengths of two sequences, for two steps with different numbers of tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entered:
-    """A step after the part before the layers.
+    """Tokens after the part before the layers.
 
     Attributes:
-        step: the step.
         hidden: [tokens, hidden size], input of layer 0.
-        arguments: for each layer, the keyword arguments of its call.
-        chosen: int64[layers with experts, tokens, k], replacement of the gates' choices; None means the gates choose.
+        columns: [tokens, *sizes] of each column of the network's `TokenForm`.
     """
 
-    step: PagedStep
     hidden: Tensor
-    arguments: tuple[dict[str, Any], ...]
-    chosen: Tensor | None
+    columns: list[Tensor]
 
 
 class _LastLayer(Exception):  # noqa: N818 - no error: the way out of a forward that must not go on
@@ -89,7 +88,7 @@ class StagedNetwork:
     Attributes:
         network: the network.
         is_sparse: for each layer, whether it has routed experts.
-        keeps_mixed: whether some layer needs its attention's output again.
+        arguments: arguments of the layers' calls.
         num_direct: number of layers that run directly.
     """
 
@@ -104,8 +103,14 @@ class StagedNetwork:
         self._place_of = {layer: place for place, layer in enumerate(self._experts)}
         self.is_sparse = tuple(layer in self._experts for layer in range(network.num_layers))
         with torch.inference_mode():
-            self._stages, self._ends_directly = _Check(self, layers).choose()
-        self.keeps_mixed = any(stages.keeps_mixed for stages in self._stages)
+            probe, other = (_make_probe(network, lengths) for lengths in _PROBES)
+            hidden, recording = self.run_front(probe)
+            num_tokens = (sum(_PROBES[0]), sum(_PROBES[1]))
+            try:
+                self.arguments = LayerArguments(recording, self.run_front(other)[1], num_tokens)
+            except ValueError as error:
+                raise UnsupportedModelError(_refusal(network, str(error))) from error
+            self._stages, self._ends_directly = _Check(self, layers, probe, recording).choose(hidden)
 
     @property
     def num_direct(self) -> int:
@@ -114,8 +119,34 @@ class StagedNetwork:
             not stages.keeps_mixed for stages, sparse in zip(self._stages, self.is_sparse, strict=True) if sparse
         )
 
-    def enter(self, step: PagedStep) -> Entered:
-        """Run the part before the layers."""
+    def token_form(self, num_chosen: int) -> TokenForm:
+        """State that the network keeps of a token. `num_chosen`: experts that a token visits in a layer."""
+        columns = list(self.arguments.columns)
+        if self.network.override is not None:
+            columns.append(ColumnForm((len(self._experts), num_chosen), torch.int64))
+        return TokenForm(
+            hidden_size=self.network.config.hidden_size,
+            num_chosen=num_chosen,
+            dtype=self.network.dtype,
+            keeps_mixed=any(map(self.is_replayed, range(len(self._stages)))),
+            columns=tuple(columns),
+        )
+
+    @property
+    def chosen_column(self) -> int | None:
+        """Number of the column that replaces the gates' choices; None means that the gates choose."""
+        return None if self.network.override is None else len(self.arguments.columns)
+
+    def is_replayed(self, layer: int) -> bool:
+        """Whether completing a layer needs its attention's output and its arguments again."""
+        return self._stages[layer].keeps_mixed
+
+    def run_front(self, step: PagedStep) -> tuple[Tensor, Recording]:
+        """Run the part before the layers.
+
+        Returns:
+            The input of layer 0 [tokens, hidden size], and the arguments of each layer.
+        """
         last = self._stubs[-1]
         last.__dict__["answer"] = _raise_last
         try:
@@ -127,19 +158,34 @@ class StagedNetwork:
                     **{STEP_ARGUMENT: step},
                 )
         except _LastLayer as reached:
-            arguments = tuple(stub.__dict__["arguments"] for stub in self._stubs)
-            return Entered(step, reached.args[0][0], arguments, self.network.choose_experts(step))
+            return reached.args[0][0], tuple(stub.__dict__["arguments"] for stub in self._stubs)
         finally:
             last.__dict__["answer"] = None
         raise UnsupportedModelError(_refusal(self.network, "its layers were not called"))
 
-    def attend(self, layer: int, hidden: Tensor, entered: Entered) -> Attended:
-        """Run a layer up to its gate. `hidden`: [tokens, hidden size]."""
-        attended = self._stages[layer].attend(hidden, entered.arguments[layer])
-        if entered.chosen is None or attended.topk_ids is None:
+    def enter(self, step: PagedStep) -> Entered:
+        """Embed the step's tokens, and compute what the layers take of them besides hidden states."""
+        hidden, recording = self.run_front(step)
+        columns = self.arguments.split(recording)
+        chosen = self.network.choose_experts(step)
+        if chosen is not None:
+            columns.append(chosen.transpose(0, 1))
+        return Entered(hidden, columns)
+
+    def attend(self, layer: int, hidden: Tensor, arguments: dict[str, Any], chosen: Tensor | None = None) -> Attended:
+        """Run a layer up to its gate.
+
+        Args:
+            layer: the layer.
+            hidden: [tokens, hidden size].
+            arguments: keyword arguments of the layer.
+            chosen: int64[tokens, layers with experts, k], replacement of the gates' choices; None means that the gates
+                choose.
+        """
+        attended = self._stages[layer].attend(hidden, arguments)
+        if chosen is None or attended.topk_ids is None:
             return attended
-        chosen = entered.chosen[self._place_of[layer]]
-        return Attended(attended.hidden, attended.inputs, chosen, attended.topk_weights, attended.mixed)
+        return replace(attended, topk_ids=chosen[:, self._place_of[layer]])
 
     def run_batches(
         self, layer: int, batches: Sequence[tuple[int, int]], rows: Tensor, out: Tensor, *, start: int = 0
@@ -152,16 +198,17 @@ class StagedNetwork:
         """Experts module of a layer."""
         return self._experts[layer]
 
-    def complete(self, layer: int, attended: Attended, total: Tensor) -> Tensor:
+    def complete(self, layer: int, attended: Attended, total: Tensor, arguments: dict[str, Any]) -> Tensor:
         """[tokens, hidden size], output of the layer.
 
         Args:
+            layer: the layer.
             attended: state of the layer at its gate.
             total: [tokens, hidden size], weighted sum of the routed experts, in at least float32.
+            arguments: as for `attend`; read only where `is_replayed`.
         """
-        inputs = attended.inputs
-        assert inputs is not None
-        return self._stages[layer].complete(attended.hidden, inputs, attended.mixed, total.to(inputs.dtype))
+        assert attended.inputs is not None
+        return self._stages[layer].complete(attended, total.to(attended.inputs.dtype), arguments)
 
     def logits(self, hidden: Tensor, step: PagedStep) -> Tensor:
         """[tokens, vocabulary] in at least float32. `hidden`: [tokens, hidden size], output of the last layer."""
@@ -211,28 +258,44 @@ def _raise_last(hidden: Tensor) -> Tensor:
     raise _LastLayer(hidden)
 
 
+def _make_probe(network: Network, lengths: tuple[int, int]) -> PagedStep:
+    """Make a step of two sequences of random tokens."""
+    tokens = uniform(np.ones(1, np.uint64), np.arange(sum(lengths), dtype=np.uint64))
+    first, second = np.split((tokens * network.config.vocab_size).astype(np.int32), lengths[:1])
+    units = paged_units([(0, first), (0, second)], np.array([[0, 1], [2, 0]], np.int32))
+    return PagedStep(units, KVPools(3, _BLOCK_SIZE), network.device)
+
+
 class _Check:
-    """Tries the ways to run each layer in stages on two sequences, one of them a single token."""
+    """Tries the ways to run each layer in stages on a step of two sequences, one of them a single token.
 
-    def __init__(self, staged: StagedNetwork, layers: list[nn.Module]) -> None:
+    Args:
+        staged: the network.
+        layers: its layers.
+        step: the step.
+        recording: arguments of the layers in this step.
+    """
+
+    def __init__(self, staged: StagedNetwork, layers: list[nn.Module], step: PagedStep, recording: Recording) -> None:
         self._staged, self._layers, self._network = staged, layers, staged.network
-        lengths = (7, 1)
-        tokens = uniform(np.ones(1, np.uint64), np.arange(sum(lengths), dtype=np.uint64))
-        ids = (tokens * self._network.config.vocab_size).astype(np.int32)
-        units = paged_units([(0, ids[:7]), (0, ids[7:])], np.array([[0, 1], [2, 0]], np.int32))
-        pools = KVPools(3, _BLOCK_SIZE)
-        self._entered = staged.enter(PagedStep(units, pools, self._network.device))
+        self._step, self._recording = step, recording
+        columns = staged.arguments.split(recording)
+        self._arguments = [staged.arguments.fill(kind, columns.__getitem__, step) for kind in staged.arguments.kind_of]
 
-    def choose(self) -> tuple[list[LayerStages], bool]:
-        """Choose the first way of each layer that matches the whole layer, and whether the end can run directly."""
-        hidden, chosen = self._entered.hidden, []
+    def choose(self, hidden: Tensor) -> tuple[list[LayerStages], bool]:
+        """Choose the first way of each layer that matches the whole layer, and whether the end can run directly.
+
+        Args:
+            hidden: [tokens, hidden size], input of layer 0.
+        """
+        chosen = []
         if self._network.routing is not None:
             self._network.routing.begin(None)
         for layer, module in enumerate(self._layers):
-            whole = run_whole(module, hidden, self._entered.arguments[layer])
+            whole = run_whole(module, hidden, self._recording[layer])
             chosen.append(self._choose_layer(layer, module, hidden, whole))
             hidden = whole
-        replayed = self._staged.logits_replayed(hidden, self._entered.step)
+        replayed = self._staged.logits_replayed(hidden, self._step)
         direct = self._staged.logits_direct(hidden)
         return chosen, direct is not None and self._is_close(direct, replayed)
 
@@ -254,7 +317,7 @@ class _Check:
             yield ReplayedLayer(module, _routing_of(self._network))
 
     def _in_stages(self, layer: int, stages: LayerStages, hidden: Tensor) -> Tensor:
-        attended = stages.attend(hidden, self._entered.arguments[layer])
+        attended = stages.attend(hidden, self._arguments[layer])
         assert attended.inputs is not None
         assert attended.topk_ids is not None
         assert attended.topk_weights is not None
@@ -264,7 +327,7 @@ class _Check:
         done = torch.empty_like(rows)
         self._staged.run_batches(layer, [(expert, 1) for expert in flat], rows, done)
         total = add_contributions(done.view(len(hidden), k, -1), attended.topk_weights.gather(1, order))
-        return stages.complete(attended.hidden, attended.inputs, attended.mixed, total.to(hidden.dtype))
+        return stages.complete(attended, total.to(hidden.dtype), self._arguments[layer])
 
     def _is_close(self, found: Tensor, wanted: Tensor) -> bool:
         if found.shape != wanted.shape or found.dtype != wanted.dtype:

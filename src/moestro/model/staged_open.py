@@ -8,7 +8,6 @@ from dataclasses import replace
 from moestro.core.model_info import ModelInfo
 from moestro.core.stages import NUM_PLANS, StageShape
 from moestro.errors import ConfigError
-from moestro.model.arena import bytes_per_token
 from moestro.model.device import CheckedNetwork, open_network
 from moestro.model.settings import ModelSettings
 from moestro.model.staged_device import StagedTorchDevice
@@ -53,9 +52,8 @@ def _choose_shape(
 ) -> tuple[StageShape, int]:
     """Choose as many places as the bytes hold, and compute the bytes of rows and places together."""
     network = checked.network
-    row_bytes, place_bytes = bytes_per_token(
-        network.config.hidden_size, checked.num_chosen, network.dtype.itemsize, keeps_mixed=staged.keeps_mixed
-    )
+    form = staged.token_form(checked.num_chosen)
+    row_bytes, place_bytes = form.row_bytes, form.place_bytes
     num_rows = NUM_PLANS * max_tokens
     num_places = num_rows if any(staged.is_sparse) else 1
     least = num_rows * row_bytes + min(max_tokens, num_places) * place_bytes

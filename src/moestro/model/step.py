@@ -93,8 +93,6 @@ class PagedStep:
         device: device of the tensors.
 
     Attributes:
-        input_ids, position_ids: int64[1, tokens].
-        write_slots: int64[tokens], destination of each token's K and V.
         positions: int64[tokens], as `position_ids`, on the host.
         token_ids: int32[tokens], as `input_ids`, on the host.
     """
@@ -110,10 +108,23 @@ class PagedStep:
         self.length_of = units.start + self.num_tokens_of
         self.positions = np.arange(self.end_row_of[-1]) + np.repeat(units.start - self.first_row_of, self.num_tokens_of)
         self.token_ids = units.token_ids
-        self.position_ids = self.upload(self.positions)[None]
-        self.input_ids = self.upload(self.token_ids.astype(np.int64))[None]
-        self.write_slots = self.upload(self._slots_to_write())
         self._views: dict[Reach, StepView] = {}
+
+    # Cached properties: the front part alone reads the ids, and the sampler's stage needs no slots.
+    @cached_property
+    def input_ids(self) -> Tensor:
+        """int64[1, tokens]."""
+        return self.upload(self.token_ids.astype(np.int64))[None]
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """int64[1, tokens]."""
+        return self.upload(self.positions)[None]
+
+    @cached_property
+    def write_slots(self) -> Tensor:
+        """int64[tokens], destination of each token's K and V."""
+        return self.upload(self._slots_to_write())
 
     @cached_property
     def logit_rows(self) -> Int64s:

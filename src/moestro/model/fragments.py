@@ -1,0 +1,118 @@
+"""Units that are computed together, with what layers take of them besides hidden states.
+
+Units enter the network at layer 0. Their arguments then lie in the arena by row. Any later fragment of them, or mixture
+with others, reads them there and builds only its paged attention.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from moestro.core.work import Int32s, Units
+from moestro.model.arena import Arena, Index
+from moestro.model.pools import KVPools
+from moestro.model.staged_network import StagedNetwork
+from moestro.model.step import PagedStep
+
+_NUM_KNOWN = 8  # fragments that return in the next layer: one that runs, a few that are parked
+
+
+class Fragment:
+    """Some units inside the network.
+
+    Args:
+        step: the units' paged step.
+        rows: rows of their tokens.
+        staged: the network.
+        arena: memory of these rows.
+
+    Attributes:
+        step, rows: as above.
+    """
+
+    def __init__(self, step: PagedStep, rows: Index, staged: StagedNetwork, arena: Arena) -> None:
+        self.step, self.rows = step, rows
+        self._staged, self._arena = staged, arena
+        self._by_kind: dict[int, dict[str, Any]] = {}
+        self._chosen: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of the units' tokens."""
+        return len(self.step.positions)
+
+    def arguments(self, layer: int) -> dict[str, Any]:
+        """Keyword arguments of a layer."""
+        kind = self._staged.arguments.kind_of[layer]
+        if kind not in self._by_kind:
+            self._by_kind[kind] = self._staged.arguments.fill(kind, self._read, self.step)
+        return self._by_kind[kind]
+
+    @property
+    def chosen(self) -> Tensor | None:
+        """int64[tokens, layers with experts, k], in place of the gates' choices; None means that the gates choose."""
+        column = self._staged.chosen_column
+        if column is not None and self._chosen is None:
+            self._chosen = self._read(column)
+        return self._chosen
+
+    def _read(self, column: int) -> Tensor:
+        return self._arena.read_column(column, self.rows)
+
+
+class _Known(NamedTuple):
+    units: Units
+    rows: Int32s
+    fragment: Fragment
+
+
+class Fragments:
+    """Makes fragments, and keeps the latest, because the same units return as the same object in the next layer.
+
+    Args:
+        staged: the network.
+        pools: its KV cache.
+        arena: memory of the tokens inside the network.
+    """
+
+    def __init__(self, staged: StagedNetwork, pools: KVPools, arena: Arena) -> None:
+        self._staged, self._pools, self._arena = staged, pools, arena
+        self._known: OrderedDict[int, _Known] = OrderedDict()  # by the id of `Units`, which are kept and so unique
+
+    def enter(self, units: Units, rows: Int32s) -> tuple[Fragment, Tensor]:
+        """Embed tokens and store their arguments.
+
+        Returns:
+            Their fragment, and the input of layer 0 [tokens, hidden size].
+        """
+        self.forget(units)
+        fragment = self.get(units, rows)
+        entered = self._staged.enter(fragment.step)
+        self._arena.write_columns(fragment.rows, entered.columns)
+        return fragment, entered.hidden
+
+    def get(self, units: Units, rows: Int32s) -> Fragment:
+        """Get the fragment of units that entered before, in whatever fragments."""
+        known = self._known.get(id(units))
+        if known is not None and (known.rows is rows or np.array_equal(known.rows, rows)):
+            self._known.move_to_end(id(units))
+            return known.fragment
+        step = PagedStep(units, self._pools, self._staged.network.device)
+        fragment = Fragment(step, self._arena.index(rows), self._staged, self._arena)
+        self._known[id(units)] = _Known(units, rows, fragment)
+        if len(self._known) > _NUM_KNOWN:
+            self._known.popitem(last=False)
+        return fragment
+
+    def arguments_at(self, layer: int, rows: Index) -> dict[str, Any]:
+        """Keyword arguments of a layer whose attention is not run, for the tokens at `rows`."""
+        arguments = self._staged.arguments
+        return arguments.fill(arguments.kind_of[layer], lambda column: self._arena.read_column(column, rows), None)
+
+    def forget(self, units: Units) -> None:
+        """Forget the fragment of units that left the network."""
+        self._known.pop(id(units), None)
