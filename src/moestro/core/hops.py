@@ -60,7 +60,7 @@ class Hop(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     depths: tuple[int, ...] = ()
 
 
-class Message(NamedTuple):
+class HopMessage(NamedTuple):
     """A message between workers.
 
     Attributes:

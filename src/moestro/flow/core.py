@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.hops import DISPATCH, REPLY, Hop, Message
+from moestro.core.hops import DISPATCH, REPLY, Hop, HopMessage
 from moestro.core.load_figures import PassCounts
 from moestro.core.stages import (
     Attention,
@@ -106,7 +106,7 @@ class FlowCore:
         self._passed_over = PassedOver(self._pool, self._guests, self._queues)
         self._dispatcher = Dispatcher(peers, self._pool) if peers else None
         self._door = Door(self._pool)
-        self._lobby: deque[Message] = deque()  # dispatches that wait until guests of an older epoch have left
+        self._lobby: deque[HopMessage] = deque()  # dispatches that wait until guests of an older epoch have left
         self._reply_seq: dict[tuple[int, int], int] = {}
         self._dispatch_seq: dict[tuple[int, int], int] = {}
         self._launched: deque[_Launched] = deque()
@@ -261,13 +261,13 @@ class FlowCore:
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    def _receive(self, now_ns: int, message: Message, commands: list[Command]) -> None:
+    def _receive(self, now_ns: int, message: HopMessage, commands: list[Command]) -> None:
         if message.hop.kind == DISPATCH:
             self._take_dispatch(now_ns, message, commands)
         else:
             self._take_reply(now_ns, message, commands)
 
-    def _take_dispatch(self, now_ns: int, message: Message, commands: list[Command]) -> None:
+    def _take_dispatch(self, now_ns: int, message: HopMessage, commands: list[Command]) -> None:
         hop = message.hop
         epoch, channel = self._guests.epoch_of(hop.src), (hop.src, hop.epoch)
         if hop.epoch < epoch or hop.seq < self._dispatch_seq.get(channel, 0):
@@ -294,7 +294,7 @@ class FlowCore:
             if LS in records["service_class"] and self._runs_best_effort():
                 self._withdraw(commands)
 
-    def _take_reply(self, now_ns: int, message: Message, commands: list[Command]) -> None:
+    def _take_reply(self, now_ns: int, message: HopMessage, commands: list[Command]) -> None:
         assert self._dispatcher is not None, "a device that is alone gets no replies"
         owed, sends = self._dispatcher.accept(message.hop, message.records)
         commands += sends
@@ -411,7 +411,7 @@ class FlowCore:
                 credits=answer.credits,
                 depths=depths,
             )
-            commands.append(Send(Message(hop, answer.records), answer.pairs.places, answer.pairs.choices))
+            commands.append(Send(HopMessage(hop, answer.records), answer.pairs.places, answer.pairs.choices))
 
     def _take_stopped(
         self, now_ns: int, launched: _Launched, item: Passage, stopped: Stopped, commands: list[Command]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.expert_table import EMPTY, ExpertTable
-from moestro.core.hops import DISPATCH, HOP_RECORD, Hop, HopRecords, Message
+from moestro.core.hops import DISPATCH, HOP_RECORD, Hop, HopRecords, HopMessage
 from moestro.core.work import Int32s
 from moestro.flow.events import Send
 from moestro.flow.guests import Pairs
@@ -208,7 +208,7 @@ class Dispatcher:
             table_version=self._table.version,
         )
         self._next_seq[worker] += 1
-        return Send(Message(hop, records), places, None)
+        return Send(HopMessage(hop, records), places, None)
 
     # --- replies ----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.expert_table import ExpertTable
-from moestro.core.hops import Message
+from moestro.core.hops import HopMessage
 from moestro.core.stages import StageItem, StageResult
 from moestro.core.work import Int32s, Plan, StepResult
 
@@ -34,7 +34,7 @@ class Done:
 class Arrived:
     """Event: a message of another worker is here."""
 
-    message: Message
+    message: HopMessage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +88,7 @@ class Send:
         choices: int32[rows], of a reply. None means a dispatch.
     """
 
-    message: Message
+    message: HopMessage
     places: Int32s
     choices: Int32s | None
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from moestro.core.clock import FOREVER_NS
 from moestro.core.expert_table import ExpertTable
-from moestro.core.hops import Message
+from moestro.core.hops import HopMessage
 from moestro.core.load_figures import PassCounts
 from moestro.core.stages import StagedDevice
 from moestro.core.views import StepPolicy
@@ -35,7 +35,7 @@ from moestro.flow.events import (
 class Links(Protocol):
     """Carries messages to the other workers of a group, in order on each channel."""
 
-    def send(self, message: Message, now_ns: int) -> None:
+    def send(self, message: HopMessage, now_ns: int) -> None:
         """Send a message to `message.hop.dst`; the call does not wait."""
         ...
 
@@ -78,7 +78,7 @@ class FlowExecutor:
         """Implement `Executor.wanted_plan`."""
         return self._core.wanted_plan()
 
-    def receive(self, message: Message, now_ns: int) -> None:
+    def receive(self, message: HopMessage, now_ns: int) -> None:
         """Take in a message of another worker. What has not begun of less urgent work may go back to its queues."""
         self._apply(Arrived(message), now_ns)
 

@@ -29,7 +29,7 @@ class Pairs(NamedTuple):
     slots: Int32s
 
 
-class Answer(NamedTuple):
+class GuestReply(NamedTuple):
     """What goes back to one home.
 
     Attributes:
@@ -128,7 +128,7 @@ class Guests:
         """Forget one pair at each of `places` (which may repeat) that was never computed, without an answer."""
         self._count_done(places - self._first)
 
-    def answer(self, pairs: Pairs) -> list[Answer]:
+    def answer(self, pairs: Pairs) -> list[GuestReply]:
         """Make the replies for pairs that were computed; guests leave with the last of their pairs.
 
         Returns:
@@ -145,7 +145,7 @@ class Guests:
         self._count_done(guests)
         answers = []
         for home, records, own in wanted:
-            answers.append(Answer(home, int(self._epoch_of[home]), int(self._credits[home]), records, own))
+            answers.append(GuestReply(home, int(self._epoch_of[home]), int(self._credits[home]), records, own))
             self._credits[home] = 0
         return answers
 

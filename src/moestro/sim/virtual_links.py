@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moestro.core.hops import HOP_RECORD, Message
+from moestro.core.hops import HOP_RECORD, HopMessage
 from moestro.cost.links import Machines
 
 _HEADER_BYTES = 64  # a packed `Hop`, about
 _ACTIVATION_BYTES = 2
 
 # (message, its time of arrival) -> None
-Deliver = Callable[[Message, int], None]
+Deliver = Callable[[HopMessage, int], None]
 
 
 class VirtualLinks:
@@ -38,7 +38,7 @@ class VirtualLinks:
         self._receives_at = [0] * num_workers
         self.num_messages = self.num_bytes = 0
 
-    def send(self, message: Message, now_ns: int) -> None:
+    def send(self, message: HopMessage, now_ns: int) -> None:
         """Send a message."""
         hop = message.hop
         link = self._machines.link(hop.src, hop.dst)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
 from moestro.core.expert_table import EMPTY, ExpertTable
-from moestro.core.hops import Message
+from moestro.core.hops import HopMessage
 from moestro.core.request import Request
 from moestro.core.script import Script
 from moestro.core.views import StepPolicy
@@ -86,7 +86,7 @@ class WorkerGroup:
         self._layout, self._settings = layout, settings
         self._network = cost_of(0).network
         self.links = VirtualLinks(layout.machines, self._network.hidden_size, self._on_send)
-        self._events: list[tuple[int, int, int, Message | None]] = []  # time, number, worker, message
+        self._events: list[tuple[int, int, int, HopMessage | None]] = []  # time, number, worker, message
         self._num_pushed = self.num_events = 0
         self.seats: list[Seat] = []
         self.devices: list[PricedStages] = []
@@ -162,10 +162,10 @@ class WorkerGroup:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def _on_send(self, message: Message, arrives_ns: int) -> None:
+    def _on_send(self, message: HopMessage, arrives_ns: int) -> None:
         self._push(arrives_ns, message.hop.dst, message)
 
-    def _push(self, at_ns: int, worker: int, message: Message | None) -> None:
+    def _push(self, at_ns: int, worker: int, message: HopMessage | None) -> None:
         self._num_pushed += 1
         heapq.heappush(self._events, (at_ns, self._num_pushed, worker, message))
 
