@@ -50,7 +50,7 @@ class FakeGroup:
         table: ExpertTable,
         make_policy,
         *,
-        credits: int = 8,
+        num_credits: int = 8,
         num_chosen: int = 3,
         repeats: float = 0.0,
         losses: float = 0.0,
@@ -60,7 +60,7 @@ class FakeGroup:
         num_workers = len(table.logical_of)
         self.channels: dict = {(a, b): deque() for a in range(num_workers) for b in range(num_workers) if a != b}
         self.lost: list[tuple[int, int]] = []  # (home, worker) of messages that were lost and not missed yet
-        self.num_messages = self.num_items = 0
+        self.num_messages = 0
         self.executors: list[FlowExecutor] = []
         self.devices: list[FakeStages] = []
         self.ranks: list[Rank] = []
@@ -73,12 +73,16 @@ class FakeGroup:
                 num_chosen=num_chosen,
                 num_rows=3 * BUDGET if is_home else 0,
                 num_places=2 * BUDGET if is_home else 0,
-                num_guests=credits * num_homes,
+                num_guests=num_credits * num_homes,
             )
             device = FakeStages(shape, 64, BLOCK_SIZE, 3 if ahead > 1 else None)
             device.num_logical, device.logical_of = table.num_experts, table.logical_of[worker]
             peers = PeerSettings(
-                worker=worker, num_workers=num_workers, table=table, credits=credits, switch_gap=int(rng.integers(0, 6))
+                worker=worker,
+                num_workers=num_workers,
+                table=table,
+                num_credits=num_credits,
+                switch_gap=int(rng.integers(0, 6)),
             )
             links = FakeLinks(self, worker)
             executor = FlowExecutor(device, make_policy(worker), ahead, peers, links)

@@ -221,8 +221,8 @@ class QueueTable:
             free places for its tokens, which other tokens release when they complete a layer.
         num_expert_tokens: int32[classes, num_layers + 1], sum of `n` over a layer's experts.
         num_free_places: tokens that could start on a layer's experts now.
-        num_prefill_tokens: int32[classes, num_layers + 1], waiting tokens of each layer's attention that belong to units
-            of more than one token. A prompt's last token alone counts as a decode.
+        num_prefill_tokens: int32[classes, num_layers + 1], tokens that wait for each layer's attention and belong to
+            units of more than one token. A prompt's last token alone counts as a decode.
     """
 
     n: NDArray[np.int32]

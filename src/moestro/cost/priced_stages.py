@@ -313,11 +313,14 @@ class PricedStages:
             case Sample(units):
                 return self._answered(units, now_ns, None)
             case Passage() as item:
-                if launched.is_cut:
-                    return self._stopped(launched, item.units)
-                if item.until > self.shape.num_layers:
-                    return self._answered(item.units, now_ns, launched.counts)
-                return Stopped(item.until, None, 0, launched.counts)
+                return self._passed(launched, item, now_ns)
+
+    def _passed(self, launched: _PricedItem, item: Passage, now_ns: int) -> StageResult:
+        if launched.is_cut:
+            return self._stopped(launched, item.units)
+        if item.until > self.shape.num_layers:
+            return self._answered(item.units, now_ns, launched.counts)
+        return Stopped(item.until, None, 0, launched.counts)
 
     def _answered(self, units: Units, now_ns: int, counts: Int64s | None) -> StepResult:
         assert self._answer is not None, "a device without attention was asked to sample"

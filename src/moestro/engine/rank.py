@@ -131,22 +131,6 @@ class Rank:
         units = msgspec.structs.replace(plan.units, service_class=classes)
         return msgspec.structs.replace(plan, units=units)
 
-    def _pass_by(self, now_ns: int) -> Plan | None:
-        """Submit a plan of latency-sensitive units that passes what is in flight, if that may be and is worth it."""
-        table = self.scheduler.table
-        if not (self._has_news and self.executor.overlaps_plans and table.num_units_in_flight):
-            return None
-        if len(self._passing) or not len(table.in_flight(BE)):
-            return None
-        self._has_news = False
-        if not (self._passes_decodes or self.scheduler.has_urgent_prompts(now_ns)):
-            return None
-        plan = self.scheduler.schedule(now_ns, LS)
-        if plan is not None:
-            self._passing = plan.units.slot
-            self.executor.submit(plan, now_ns)
-        return plan
-
     def ready_at_ns(self) -> int | None:
         """Time of the next result or choice, as `Executor.ready_at_ns`."""
         return self.executor.ready_at_ns()

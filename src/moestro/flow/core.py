@@ -18,13 +18,12 @@ preempt is not to choose, and whatever was not chosen is exactly where it was.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.hops import DISPATCH, REPLY, Hop, HopMessage
+from moestro.core.hops import DISPATCH, HopMessage
 from moestro.core.load_figures import PassCounts
 from moestro.core.stages import (
     Attention,
@@ -35,12 +34,11 @@ from moestro.core.stages import (
     Merged,
     Passage,
     Sample,
-    StageItem,
     StageResult,
     StageShape,
     Stopped,
 )
-from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, Run, StepPolicy, Wait
+from moestro.core.views import LS, Run, StepPolicy, Wait
 from moestro.core.work import Int32s, Plan, PlanWanted, Slots, StepResult
 from moestro.errors import InvariantError
 from moestro.flow.dispatcher import Dispatcher, Owed, PeerSettings
@@ -54,34 +52,21 @@ from moestro.flow.events import (
     Launch,
     PeerLost,
     PlanSubmitted,
-    Send,
     Store,
     TableChanged,
     Tick,
     Withdraw,
 )
-from moestro.flow.expert_queues import Batches
+from moestro.flow.guest_desk import GuestDesk
 from moestro.flow.guests import Guests, Pairs
+from moestro.flow.items import ItemMaker, LaunchedItem
 from moestro.flow.micro_queues import MicroQueues
 from moestro.flow.passed_over import PassedOver, Tokens
 from moestro.flow.token_pool import TokenPool
 
 Int64s = NDArray[np.int64]
 
-_NONE = np.empty(0, np.int32)
 _ALONE = 0  # number of a worker without peers
-
-
-@dataclass(slots=True, eq=False)
-class _Launched:
-    """An item that is with the device.
-
-    Attributes:
-        ids: int64[n], units of an attention, a passage or the sampler, in the item's order.
-    """
-
-    item: StageItem
-    ids: Int64s
 
 
 class FlowCore:
@@ -105,11 +90,10 @@ class FlowCore:
         self._queues = MicroQueues(shape, self._pool, self._guests)
         self._passed_over = PassedOver(self._pool, self._guests, self._queues)
         self._dispatcher = Dispatcher(peers, self._pool) if peers else None
+        self._desk = GuestDesk(peers, self._guests, self._queues) if peers else None
         self._door = Door(self._pool)
-        self._lobby: deque[HopMessage] = deque()  # dispatches that wait until guests of an older epoch have left
-        self._reply_seq: dict[tuple[int, int], int] = {}
-        self._dispatch_seq: dict[tuple[int, int], int] = {}
-        self._launched: deque[_Launched] = deque()
+        self._items = ItemMaker(shape, self._pool, self._guests, self._queues, is_alone=peers is None)
+        self._launched: deque[LaunchedItem] = deque()
         self._num_withdrawn = 0  # launched items of which it is not known how far they came
         self._wait_until_ns: int | None = None  # the policy's last `Wait.until_ns`
         self._ask_again_ns: int | None = None  # the earliest `Run.ask_again_ns` of what is launched
@@ -198,7 +182,7 @@ class FlowCore:
 
     def _observe(self) -> None:
         if self._passed_over.may_happen and (self._peers is not None or self._pool.num_entries > 1):
-            self._passed_over.observe([self._tokens_of(launched) for launched in self._launched])
+            self._passed_over.observe([self._items.tokens_of(launched) for launched in self._launched])
         else:
             self._passed_over.observe([])
 
@@ -211,7 +195,7 @@ class FlowCore:
         recalled = [self._door.turn_away(slots)]
         ids = self._pool.find(slots)
         for launched in self._launched:
-            ids = np.setdiff1d(ids, self._tokens_of(launched).ids)
+            ids = np.setdiff1d(ids, self._items.tokens_of(launched).ids)
         if len(ids):
             self._passed_over.forget(Tokens(ids))
             recalled.append(self._pool.columns.slot[ids])
@@ -219,14 +203,6 @@ class FlowCore:
             self._queues.experts.drop(self._pool.places_of(ids))
             self._pool.leave(ids)
         return np.concatenate(recalled)
-
-    def _tokens_of(self, launched: _Launched) -> Tokens:
-        """Tokens with which an item has anything to do."""
-        if not isinstance(launched.item, Experts):
-            return Tokens(launched.ids)
-        places = launched.item.places
-        own, guests = places[places < self.shape.num_places], places[places >= self.shape.num_places]
-        return Tokens(np.unique(self._pool.units_at(own)).astype(np.int64), np.unique(guests))
 
     # --- plans ------------------------------------------------------------------------------------------------------
 
@@ -238,15 +214,13 @@ class FlowCore:
         self._door.arrive(plan)
         self._admit(now_ns)
         # The plan may be more urgent than the rest of what runs: then the policy chooses again.
-        if LS in plan.units.service_class and self._runs_best_effort():
-            self._withdraw(commands)
+        self._yield_to(plan.units.service_class, commands)
 
-    def _runs_best_effort(self) -> bool:
-        for launched in self._launched:
-            tokens = self._tokens_of(launched)
-            if BE in self._pool.service_class[tokens.ids] or BE in self._guests.classes_at(tokens.guests):
-                return True
-        return False
+    def _yield_to(self, classes: NDArray[np.uint8], commands: list[Command]) -> None:
+        """Take back what the device has not begun, if `classes` hold a higher class than what it runs."""
+        is_urgent = self._passed_over.may_happen and LS in classes
+        if is_urgent and any(self._items.has_best_effort(launched) for launched in self._launched):
+            self._withdraw(commands)
 
     def _withdraw(self, commands: list[Command]) -> None:
         self._ask_again_ns = None
@@ -262,37 +236,21 @@ class FlowCore:
     # --- messages ---------------------------------------------------------------------------------------------------
 
     def _receive(self, now_ns: int, message: HopMessage, commands: list[Command]) -> None:
+        assert self._desk is not None, "a device that is alone gets no messages"
         if message.hop.kind == DISPATCH:
-            self._take_dispatch(now_ns, message, commands)
+            given_up = self._desk.take(message)
+            if len(given_up):
+                self._passed_over.forget(Tokens(guests=given_up))
+            self._let_in(now_ns, commands)
         else:
             self._take_reply(now_ns, message, commands)
 
-    def _take_dispatch(self, now_ns: int, message: HopMessage, commands: list[Command]) -> None:
-        hop = message.hop
-        epoch, channel = self._guests.epoch_of(hop.src), (hop.src, hop.epoch)
-        if hop.epoch < epoch or hop.seq < self._dispatch_seq.get(channel, 0):
-            return  # given up, or a repetition
-        if hop.epoch > epoch:
-            self._dispatch_seq.pop((hop.src, epoch), None)
-            self._reply_seq.pop((hop.src, epoch), None)
-            old = self._guests.begin_epoch(hop.src, hop.epoch)
-            self._passed_over.forget(Tokens(guests=old))
-            self._guests.drop(self._queues.experts.drop(old))
-            self._lobby = deque(each for each in self._lobby if each.hop.src != hop.src)
-        self._dispatch_seq[channel] = hop.seq + 1
-        self._lobby.append(message)
-        self._let_in(now_ns, commands)
-
     def _let_in(self, now_ns: int, commands: list[Command]) -> None:
-        """Give places to the guests that wait in the lobby, in order."""
-        while self._lobby and self._lobby[0].hop.num_rows <= self._guests.num_free:
-            hop, records, tensor = self._lobby.popleft()
-            pairs = self._guests.admit(self._door.next_entry(), hop, records, now_ns)
-            self._queues.experts.add(self._guests, hop.layer, pairs)
-            rows, some = np.unique(records["row"], return_index=True)
-            commands.append(Store(tensor, rows.astype(np.int64), pairs.places[some], None))
-            if LS in records["service_class"] and self._runs_best_effort():
-                self._withdraw(commands)
+        assert self._desk is not None, "a device that is alone has no guests"
+        while self._desk.can_let_in():
+            message, store = self._desk.let_in(self._door.next_entry(), now_ns)
+            commands.append(store)
+            self._yield_to(message.records["service_class"], commands)
 
     def _take_reply(self, now_ns: int, message: HopMessage, commands: list[Command]) -> None:
         assert self._dispatcher is not None, "a device that is alone gets no replies"
@@ -346,7 +304,7 @@ class FlowCore:
             self._counts += counts
 
     def _dispatch(
-        self, now_ns: int, launched: _Launched, layer: int, topk_ids: Int32s, commands: list[Command]
+        self, now_ns: int, launched: LaunchedItem, layer: int, topk_ids: Int32s, commands: list[Command]
     ) -> None:
         """Tokens leave their gate: their pairs wait here, or with other workers."""
         assert isinstance(launched.item, Attention)
@@ -372,7 +330,8 @@ class FlowCore:
         is_own = item.places < self.shape.num_places
         num_own = int(np.count_nonzero(is_own))
         if num_own < len(item.places):
-            self._reply(item, np.flatnonzero(~is_own[:done]), commands)
+            assert self._desk is not None, "a device that is alone has no guests"
+            commands += self._desk.reply(item, np.flatnonzero(~is_own[:done]))
             self._let_in(now_ns, commands)
         if num_own:
             own = np.flatnonzero(is_own[:done])
@@ -389,32 +348,8 @@ class FlowCore:
                 pairs = Pairs(item.places[rest], item.choices[rest], slots[rest])
                 self._queues.experts.add(holder, item.layer, pairs)
 
-    def _reply(self, item: Experts, index: Int64s, commands: list[Command]) -> None:
-        """Send the contributions to guests at `index` of the item's pairs to their homes."""
-        assert self._peers is not None, "guests of a device that is alone"
-        slots = np.repeat(item.experts, item.counts)[index]
-        answers = self._guests.answer(Pairs(item.places[index], item.choices[index], slots))
-        depths = self._queues.depths() if answers else ()
-        for answer in answers:
-            channel = (answer.home, answer.epoch)
-            seq = self._reply_seq.get(channel, 0)
-            self._reply_seq[channel] = seq + 1
-            hop = Hop(
-                kind=REPLY,
-                src=self._peers.worker,
-                dst=answer.home,
-                epoch=answer.epoch,
-                seq=seq,
-                layer=item.layer,
-                num_rows=len(answer.records),
-                dtype=self._peers.dtype,
-                credits=answer.credits,
-                depths=depths,
-            )
-            commands.append(Send(HopMessage(hop, answer.records), answer.pairs.places, answer.pairs.choices))
-
     def _take_stopped(
-        self, now_ns: int, launched: _Launched, item: Passage, stopped: Stopped, commands: list[Command]
+        self, now_ns: int, launched: LaunchedItem, item: Passage, stopped: Stopped, commands: list[Command]
     ) -> None:
         self._count(stopped.expert_counts)
         if stopped.topk_ids is None:
@@ -441,7 +376,8 @@ class FlowCore:
         if len(self._door):
             self._admit(now_ns)
         while self._has_room and self._queues.num_waiting:
-            if self._queues.attention.is_short_of_places(LS) and self._free_places(commands):
+            if (merge := self._items.free_places()) is not None:
+                self._launch(merge, commands)
                 continue
             table = self._queues.table()
             if not np.count_nonzero(table.runnable):
@@ -451,53 +387,11 @@ class FlowCore:
                     self._wait_until_ns = until_ns
                     return
                 case Run() as run:
-                    self._launch(
-                        self._run_attention(run) if run.group == ATTENTION else self._run_experts(run), commands
-                    )
+                    self._launch(self._items.make(run), commands)
                     times = [at for at in (self._ask_again_ns, run.ask_again_ns) if at is not None]
                     self._ask_again_ns = min(times, default=None)
 
-    def _free_places(self, commands: list[Command]) -> bool:
-        """End the layer of best-effort units, because urgent ones lack places. Returns whether there are any."""
-        found = self._queues.attention.holding_places(BE)
-        if found is None:
-            return False
-        layer, ids = found
-        merges = self._pool.merges(self._pool.wave(ids))
-        self._launch(_Launched(Merge(layer - 1, merges), ids), commands)
-        self._pool.release_places(merges)  # the device merges before any later item uses these places
-        self._queues.attention.recount(BE, layer)
-        return True
-
-    def _run_attention(self, run: Run) -> _Launched:
-        ids = self._queues.attention.take(run)
-        if len(ids) == 0:
-            raise InvariantError(f"the step policy chose {run}, where nothing can run")
-        wave = self._pool.wave(ids)
-        merges = self._pool.merges(wave)
-        num_lacking = len(wave.rows) - len(merges)
-        item: Attention | Passage | Sample
-        if run.until > run.layer and self._peers is None and num_lacking <= self._pool.num_free_places:
-            places = self._pool.take_places(wave) if self.shape.num_chosen else _NONE
-            item = Passage(run.layer, run.until, wave.units, wave.rows, places, merges)
-        elif run.layer == self.shape.num_layers:
-            item = Sample(wave.units, wave.rows, merges)
-        else:
-            places = self._pool.take_places(wave) if self.shape.is_sparse[run.layer] else _NONE
-            item = Attention(run.layer, wave.units, wave.rows, places, merges)
-        return _Launched(item, wave.ids)
-
-    def _run_experts(self, run: Run) -> _Launched:
-        batches: Batches
-        if run.group == EVERY_EXPERT:
-            batches = self._queues.experts.take_every(run.layer, run.max_rows, run.classes)
-        else:
-            batches = self._queues.experts.take_one(run.layer, run.group - 1, run.max_rows, run.classes)
-        if len(batches.experts) == 0:
-            raise InvariantError(f"the step policy chose {run}, where nothing can run")
-        return _Launched(Experts(run.layer, *batches), np.empty(0, np.int64))
-
-    def _launch(self, launched: _Launched, commands: list[Command]) -> None:
+    def _launch(self, launched: LaunchedItem, commands: list[Command]) -> None:
         self._launched.append(launched)
         commands.append(Launch(launched.item))
 

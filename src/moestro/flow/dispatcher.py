@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.expert_table import EMPTY, ExpertTable
-from moestro.core.hops import DISPATCH, HOP_RECORD, Hop, HopRecords, HopMessage
+from moestro.core.hops import DISPATCH, HOP_RECORD, Hop, HopMessage, HopRecords
 from moestro.core.work import Int32s
 from moestro.flow.events import Send
 from moestro.flow.guests import Pairs
@@ -33,7 +33,7 @@ class PeerSettings:
         worker: number of this worker.
         num_workers: workers of the group.
         table: where experts live at first.
-        credits: guest places that each expert worker keeps for each home.
+        num_credits: guest places that each expert worker keeps for each home.
         switch_gap: of two copies of an expert, the home changes to the one on the less loaded worker when the
             difference exceeds this number of waiting (token, expert) pairs. A change splits a batch, so small
             differences are not worth it.
@@ -43,7 +43,7 @@ class PeerSettings:
     worker: int
     num_workers: int
     table: ExpertTable
-    credits: int
+    num_credits: int
     switch_gap: int = 64
     dtype: str = ""
 
@@ -79,7 +79,7 @@ class Dispatcher:
     def __init__(self, settings: PeerSettings, pool: TokenPool) -> None:
         self._settings, self._pool, self._worker = settings, pool, settings.worker
         num_workers = settings.num_workers
-        self._credits: Int64s = np.full(num_workers, settings.credits, np.int64)
+        self._credits: Int64s = np.full(num_workers, settings.num_credits, np.int64)
         self._backlog: Int64s = np.zeros(num_workers, np.int64)  # told by the last reply, and sent since
         self._epoch = [0] * num_workers
         self._next_seq = [0] * num_workers
@@ -99,7 +99,7 @@ class Dispatcher:
         self._slot_on[worker, layer, table.logical_of[worker, layer, slot]] = slot
         self._may_use = (self._slot_on != EMPTY) & table.is_alive[:, None, None]
         self._has_copies = self._may_use.sum(axis=0).max(axis=1) > 1  # by layer
-        # The worker that gets an expert's tokens now. A home's own copy comes first, then the one with the lowest number.
+        # The worker that gets an expert's tokens now: at first the home itself if it has a copy.
         own_first = self._may_use.copy()
         own_first[:, self._may_use[self._worker]] = False
         own_first[self._worker] = self._may_use[self._worker]
@@ -182,7 +182,8 @@ class Dispatcher:
 
     def _still_valid(self, parcel: _Parcel) -> Int32s:
         """Places of tokens that were not given up since."""
-        return parcel.places[self._pool.generation[parcel.places] == parcel.generations]
+        valid: Int32s = parcel.places[self._pool.generation[parcel.places] == parcel.generations]
+        return valid
 
     def _send(self, worker: int, layer: int, places: Int32s) -> Send:
         row, choice = np.nonzero(self._pool.owner[places] == worker)
@@ -240,7 +241,7 @@ class Dispatcher:
         """
         self._epoch[worker] += 1
         self._next_seq[worker] = self._expected_seq[worker] = 0
-        self._credits[worker] = self._settings.credits
+        self._credits[worker] = self._settings.num_credits
         self._backlog[worker] = 0
         self._outbox[worker].clear()
         places = np.flatnonzero((self._pool.owner == worker).any(axis=1)).astype(np.int32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-
 from typing import Protocol
 
 from moestro.core.clock import FOREVER_NS

@@ -1,8 +1,8 @@
 """The (token, choice) pairs that wait before each expert of a layer.
 
-Pairs that arrive together form a *segment*, sorted by slot: an expert's queue is one slice of each segment of its layer,
-and running all of a fresh segment copies nothing. A layer has as many segments as arrivals stand in it, which are few.
-There is no Python object per token.
+Pairs that arrive together form a *segment*, sorted by slot. An expert's queue is one slice of each segment of its
+layer, and running all of a fresh segment copies nothing. A layer has as many segments as arrivals stand in it, which
+are few. There is no Python object per token.
 """
 
 from __future__ import annotations
@@ -142,8 +142,7 @@ class ExpertQueues:
         """Take all pairs at `places` out of every queue. Returns the place of each such pair, int32[n]."""
         dropped = [np.empty(0, np.int32)]
         for layer in np.flatnonzero(self._columns.num_expert_tokens.any(axis=0)).tolist():
-            for segment in list(self._segments[layer]):
-                dropped.append(self._drop_from(layer, segment, places))
+            dropped += [self._drop_from(layer, segment, places) for segment in list(self._segments[layer])]
         return np.concatenate(dropped)
 
     def _drop_from(self, layer: int, segment: Segment, places: Int32s) -> Int32s:

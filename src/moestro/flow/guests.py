@@ -78,37 +78,42 @@ class Guests:
         self._epoch_of: Int64s = np.zeros(num_workers, np.int64)
         self._credits: Int64s = np.zeros(num_workers, np.int64)
 
-    def admit(self, entry: int, hop: Hop, records: HopRecords, now_ns: int) -> Pairs:
+    def admit(self, entry: int, hop: Hop, records: HopRecords, now_ns: int) -> tuple[Int32s, Pairs]:
         """Take in the tokens of a dispatch.
 
         Args:
             entry: number of this entry, larger than all before.
+            records: HOP_RECORD[n], ordered by row.
 
         Returns:
-            Their pairs, in the order of `records`. Row r of the message's tensor is the input of the place of row r.
+            int32[rows], the place of each row of the message's tensor, and the pairs in the order of `records`.
 
         Raises:
-            InvariantError: the home has spent credits that it does not have.
+            InvariantError: the guests are more than the places, or the records do not match the header.
         """
-        free = np.flatnonzero(self._is_free)[: hop.num_rows]
+        free = self._is_free.nonzero()[0][: hop.num_rows]
         if len(free) < hop.num_rows:
             raise InvariantError(f"{hop.num_rows} guests come where {len(free)} places are free")
-        rows, some = np.unique(records["row"], return_index=True)
-        if len(rows) != hop.num_rows or (len(rows) and rows[-1] != hop.num_rows - 1):
-            raise InvariantError(f"a dispatch of {hop.num_rows} rows names {len(rows)} of them")
+        row = records["row"]
+        num_pairs = np.bincount(row, minlength=hop.num_rows)
+        if len(num_pairs) != hop.num_rows or (hop.num_rows and not num_pairs.min()):
+            raise InvariantError(f"a dispatch of {hop.num_rows} rows has records of {np.count_nonzero(num_pairs)} rows")
+        first = records if len(records) == hop.num_rows else records[num_pairs.cumsum() - num_pairs]
         self._is_free[free] = False
         self.num_free -= len(free)
-        first = records[some]
         self._home[free], self._epoch[free], self._entry[free] = hop.src, hop.epoch, entry
         self._home_place[free], self._generation[free] = first["place"], first["generation"]
         self._service_class[free] = first["service_class"]
         self._queued_ns[free] = now_ns
-        self._passed_ns[free] = first["waited_us"].astype(np.int64) * 1000
-        self._num_left[free] = np.bincount(records["row"], minlength=len(free))
-        self.num_passed += int(np.count_nonzero(self._passed_ns[free]))
+        self._num_left[free] = num_pairs
         self.num_best_effort += int(np.count_nonzero(first["service_class"]))
+        waited_us = first["waited_us"]
+        if np.count_nonzero(waited_us):
+            self._passed_ns[free] = waited_us.astype(np.int64) * 1000
+            self.num_passed += int(np.count_nonzero(waited_us))
         places = (free + self._first).astype(np.int32)
-        return Pairs(places[records["row"]], records["choice"].astype(np.int32), records["slot"].astype(np.int32))
+        choices, slots = records["choice"].astype(np.int32), records["slot"].astype(np.int32)
+        return places, Pairs(places[row], choices, slots)
 
     def begin_epoch(self, home: int, epoch: int) -> Int32s:
         """Note that the home has given up what was under way before `epoch`.

@@ -34,7 +34,7 @@ class UnitColumns:
         self.write_start: Int32s = np.zeros(num_rows, np.int32)
         self.logits: NDArray[np.uint8] = np.zeros(num_rows, np.uint8)
         self.sampling: NDArray[np.void] = np.zeros(num_rows, SAMPLING_ROW)
-        # NumPy asks for zeroed memory that takes no space before it is written, so long tables of few units cost little.
+        # Zeroed memory takes no space before it is written, so long tables of few units cost little.
         self._tables: Int32s = np.zeros((num_rows, 0), np.int32)
         self._table_width: Int32s = np.zeros(num_rows, np.int32)
         self._token_ids: Int32s = np.zeros(num_rows, np.int32)  # by row

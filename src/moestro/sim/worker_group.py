@@ -34,6 +34,8 @@ from moestro.sim.virtual_links import VirtualLinks
 
 Int64s = NDArray[np.int64]
 
+NO_HOST = HostOverhead()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupLayout:
@@ -47,7 +49,7 @@ class GroupLayout:
         policy_of: makes the step policy of a worker, by its number.
         host: time of the engine's own code for each item.
         launch_ahead: items with a device at once; with 2 the host prepares an item while another one runs.
-        credits: tokens of one home that may be among one expert worker's experts at once. None means all of a home's.
+        num_credits: tokens of one home that may be among one expert worker's experts at once. None means no bound.
     """
 
     num_homes: int
@@ -55,9 +57,9 @@ class GroupLayout:
     machines: Machines
     gate: PopularityGate
     policy_of: Callable[[int], StepPolicy]
-    host: HostOverhead = HostOverhead()
+    host: HostOverhead = NO_HOST
     launch_ahead: int = 1
-    credits: int | None = None
+    num_credits: int | None = None
 
 
 class WorkerGroup:
@@ -99,14 +101,14 @@ class WorkerGroup:
         settings, layout, is_home = self._settings, self._layout, worker < self._layout.num_homes
         # A sequence has one unit in flight, and most units are decodes.
         num_rows = settings.max_num_seqs + settings.max_num_batched_tokens
-        credits = layout.credits or num_rows
+        num_credits = layout.num_credits or num_rows
         has_slots = layout.table.logical_of[worker] != EMPTY
         shape = worker_shape(
             self._network,
             num_rows=num_rows if is_home else 0,
             num_places=num_rows if is_home else 0,
             num_slots=layout.table.logical_of.shape[2] if has_slots.any() else 0,
-            num_guests=credits * layout.num_homes if has_slots.any() else 0,
+            num_guests=num_credits * layout.num_homes if has_slots.any() else 0,
         )
         setup = StageSetup(
             shape=shape, block_size=settings.block_size, gate=layout.gate if is_home else None, host=layout.host
@@ -114,7 +116,7 @@ class WorkerGroup:
         scripts = Scripts(settings.block_size)
         device = PricedStages(cost, setup, lambda units, _: scripts.answer(units), scripts.request_keys)
         peers = PeerSettings(
-            worker=worker, num_workers=len(layout.table.logical_of), table=layout.table, credits=credits
+            worker=worker, num_workers=len(layout.table.logical_of), table=layout.table, num_credits=num_credits
         )
         executor = FlowExecutor(device, layout.policy_of(worker), layout.launch_ahead, peers, self.links)
         self.devices.append(device)

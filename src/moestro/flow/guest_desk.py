@@ -1,0 +1,98 @@
+"""Receives the tokens of other homes, and sends their contributions back."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.hops import REPLY, Hop, HopMessage
+from moestro.core.stages import Experts
+from moestro.flow.dispatcher import PeerSettings
+from moestro.flow.events import Send, Store
+from moestro.flow.guests import Guests, Pairs
+from moestro.flow.micro_queues import MicroQueues
+
+Int64s = NDArray[np.int64]
+
+
+class GuestDesk:
+    """Keeps the channels from homes: epochs, numbers of messages, and dispatches that wait for places.
+
+    Args:
+        peers: the device's place in its group.
+        guests: tokens of other homes.
+        queues: of the device.
+    """
+
+    def __init__(self, peers: PeerSettings, guests: Guests, queues: MicroQueues) -> None:
+        self._peers, self._guests, self._queues = peers, guests, queues
+        # Dispatches wait here only until guests of an older epoch, which the device still computes, have left.
+        self._lobby: deque[HopMessage] = deque()
+        self._dispatch_seq = [0] * peers.num_workers
+        self._reply_seq = [0] * peers.num_workers
+        self.num_dropped = 0
+
+    def take(self, message: HopMessage) -> NDArray[np.int32]:
+        """Take in a dispatch. `let_in` then gives it places.
+
+        Returns:
+            Places of guests that their home has given up with this message, int32[n].
+        """
+        hop, given_up = message.hop, np.empty(0, np.int32)
+        epoch = self._guests.epoch_of(hop.src)
+        if hop.epoch < epoch or (hop.epoch == epoch and hop.seq < self._dispatch_seq[hop.src]):
+            self.num_dropped += 1
+            return given_up
+        if hop.epoch > epoch:
+            self._reply_seq[hop.src] = 0
+            given_up = self._guests.begin_epoch(hop.src, hop.epoch)
+            self._guests.drop(self._queues.experts.drop(given_up))
+            self._lobby = deque(each for each in self._lobby if each.hop.src != hop.src)
+        self._dispatch_seq[hop.src] = hop.seq + 1
+        self._lobby.append(message)
+        return given_up
+
+    def can_let_in(self) -> bool:
+        """Whether the first dispatch in the lobby finds places."""
+        return bool(self._lobby) and self._lobby[0].hop.num_rows <= self._guests.num_free
+
+    def let_in(self, entry: int, now_ns: int) -> tuple[HopMessage, Store]:
+        """Give places to the guests of the first dispatch in the lobby. `entry`: number of this entry."""
+        message = self._lobby.popleft()
+        places, pairs = self._guests.admit(entry, message.hop, message.records, now_ns)
+        self._queues.experts.add(self._guests, message.hop.layer, pairs)
+        return message, Store(message.tensor, np.arange(len(places)), places, None)
+
+    def reply(self, item: Experts, index: Int64s) -> list[Send]:
+        """Send the contributions to guests at `index` of the item's pairs to their homes."""
+        slots = np.repeat(item.experts, item.counts)[index]
+        replies = self._guests.answer(Pairs(item.places[index], item.choices[index], slots))
+        depths = self._queues.depths() if replies else ()
+        return [
+            Send(
+                HopMessage(
+                    Hop(
+                        kind=REPLY,
+                        src=self._peers.worker,
+                        dst=reply.home,
+                        epoch=reply.epoch,
+                        seq=self._next_seq(reply.home),
+                        layer=item.layer,
+                        num_rows=len(reply.records),
+                        dtype=self._peers.dtype,
+                        credits=reply.credits,
+                        depths=depths,
+                    ),
+                    reply.records,
+                ),
+                reply.pairs.places,
+                reply.pairs.choices,
+            )
+            for reply in replies
+        ]
+
+    def _next_seq(self, home: int) -> int:
+        self._reply_seq[home] += 1
+        return self._reply_seq[home] - 1
