@@ -128,7 +128,7 @@ class FlowCore:
     def wants_tick(self, now_ns: int) -> bool:
         """Whether a `Tick` asks the policy: the device has room, or the policy set a time that has come."""
         wake_ns = self.wake_ns
-        return self._has_room or (wake_ns is not None and now_ns >= wake_ns)
+        return self.has_room or (wake_ns is not None and now_ns >= wake_ns)
 
     def wanted_plan(self) -> PlanWanted | None:
         """The plan that would be welcome now.
@@ -147,7 +147,13 @@ class FlowCore:
         return None if self._door.is_passing else PlanWanted(service_class=LS)
 
     @property
-    def _has_room(self) -> bool:
+    def may_emit(self) -> bool:
+        """Whether an item with the device ends in a result of units."""
+        return any(isinstance(launched.item, Sample | Passage) for launched in self._launched)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the device could take another item, and tokens wait for it."""
         # What a withdrawn item did not do must be known first: the next one might complete a unit that lacks it.
         if self._num_withdrawn or len(self._launched) >= self._launch_ahead:
             return False
@@ -375,7 +381,7 @@ class FlowCore:
         self._wait_until_ns = None
         if len(self._door):
             self._admit(now_ns)
-        while self._has_room and self._queues.num_waiting:
+        while self.has_room and self._queues.num_waiting:
             if (merge := self._items.free_places()) is not None:
                 self._launch(merge, commands)
                 continue

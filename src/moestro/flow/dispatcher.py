@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.columns import true_rows
 from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.core.hops import DISPATCH, HOP_RECORD, Hop, HopMessage, HopRecords
 from moestro.core.work import Int32s
@@ -161,11 +162,12 @@ class Dispatcher:
         at = places[token]
         slots = self._slot_on[self._worker, layer, self._pool.topk_ids[at, choice]]
         sends: list[Send] = []
-        for worker in np.unique(owner).tolist():
-            if worker not in (self._worker, EMPTY):
-                some = places[(owner == worker).any(axis=1)]
-                self._outbox[worker].append(_Parcel(layer, some, self._pool.generation[some]))
-                sends += self._flush(worker)
+        num_owned = np.bincount(owner.reshape(-1) + 1)[1:]  # the first number counts pairs without an owner
+        num_owned[self._worker : self._worker + 1] = 0
+        for worker in true_rows(num_owned > 0):
+            some = places[(owner == worker).any(axis=1)]
+            self._outbox[worker].append(_Parcel(layer, some, self._pool.generation[some]))
+            sends += self._flush(worker)
         return Pairs(at, choice.astype(np.int32), slots.astype(np.int32)), sends
 
     def _flush(self, worker: int) -> Iterator[Send]:

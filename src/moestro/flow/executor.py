@@ -73,6 +73,16 @@ class FlowExecutor:
         """Implement `Executor.pass_counts`."""
         return self._core.pass_counts
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the device could take another item."""
+        return self._core.has_room
+
+    @property
+    def may_emit(self) -> bool:
+        """Whether the device has an item that ends with a token."""
+        return self._core.may_emit
+
     def wanted_plan(self) -> PlanWanted | None:
         """Implement `Executor.wanted_plan`."""
         return self._core.wanted_plan()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.columns import true_rows
 from moestro.core.hops import HOP_RECORD, Hop, HopRecords
 from moestro.core.work import Int32s
 from moestro.errors import InvariantError
@@ -143,8 +144,8 @@ class Guests:
         homes = self._home[guests]
         is_wanted = self._epoch[guests] == self._epoch_of[homes]
         wanted = []
-        for home in np.unique(homes[is_wanted]).tolist():
-            index = np.flatnonzero((homes == home) & is_wanted)
+        for home in true_rows(np.bincount(homes[is_wanted], minlength=1) > 0):
+            index = ((homes == home) & is_wanted).nonzero()[0]
             own = Pairs(*(each[index] for each in pairs))
             wanted.append((home, self._records(guests[index], own), own))
         self._count_done(guests)

@@ -158,7 +158,7 @@ class Cluster:
         first = self._first_engine[number]
         for engine in self.engines[first : first + len(group.seats)]:
             _count_prefill(engine, group.began_ns, now_ns, results)
-        output = group.turn(now_ns)
+        output = group.turn(now_ns, self.world.next_ns)
         for engine, gained in zip(self.engines[first:], output, strict=False):
             self._take(engine, gained, results)
             self.signals.turned(engine.number, now_ns)

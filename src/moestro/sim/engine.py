@@ -50,6 +50,11 @@ class Ranks(Protocol):
         """Take the steps of the current jump that ended before `before_ns`, so that their KV events are available."""
         ...
 
-    def turn(self, now_ns: int) -> list[StepOutput]:
-        """End the current step or jump, start the next one, and return the step output of each rank."""
+    def turn(self, now_ns: int, until_ns: int) -> list[StepOutput]:
+        """End the current step or jump, start the next one, and return the step output of each rank.
+
+        Args:
+            until_ns: time of the next event elsewhere. Until then the ranks may go on alone, as long as no request
+                gains a token.
+        """
         ...

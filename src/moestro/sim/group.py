@@ -173,7 +173,7 @@ class Group:
             self.next_ns = int(self.ends[-1])
         return serial
 
-    def turn(self, now_ns: int) -> list[StepOutput]:
+    def turn(self, now_ns: int, until_ns: int = FOREVER_NS) -> list[StepOutput]:
         """End the current step or jump, start the next one, and return the step output of each rank.
 
         The output of a jump names only the sequences that ended.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.clock import FOREVER_NS
 from moestro.core.request import Request
 from moestro.core.script import Script
 from moestro.cost.model import Batch
@@ -81,7 +82,7 @@ class LockStepGroup:
     def catch_up(self, before_ns: int) -> None:
         """Return without effect, because there are no jumps."""
 
-    def turn(self, now_ns: int) -> list[StepOutput]:
+    def turn(self, now_ns: int, until_ns: int = FOREVER_NS) -> list[StepOutput]:
         """End the current step, start the next one, and return the step output of each rank."""
         outputs = [self._collect(seat, now_ns) for seat in self.seats]
         self.began_ns, self.next_ns = now_ns, None

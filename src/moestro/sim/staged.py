@@ -68,7 +68,7 @@ class StagedRank:
     def catch_up(self, before_ns: int) -> None:
         """Return without effect, because there are no jumps."""
 
-    def turn(self, now_ns: int) -> list[StepOutput]:
+    def turn(self, now_ns: int, until_ns: int = FOREVER_NS) -> list[StepOutput]:
         """Collect finished items, start the next one, and return the step output."""
         self.began_ns = now_ns
         output = self._rank.collect(now_ns)

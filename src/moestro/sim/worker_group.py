@@ -36,6 +36,8 @@ Int64s = NDArray[np.int64]
 
 NO_HOST = HostOverhead()
 
+Event = tuple[int, int, int, HopMessage | None]  # time, number, worker, message that arrives
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupLayout:
@@ -88,7 +90,7 @@ class WorkerGroup:
         self._layout, self._settings = layout, settings
         self._network = cost_of(0).network
         self.links = VirtualLinks(layout.machines, self._network.hidden_size, self._on_send)
-        self._events: list[tuple[int, int, int, HopMessage | None]] = []  # time, number, worker, message
+        self._events: list[Event] = []
         self._num_pushed = self.num_events = 0
         self.seats: list[Seat] = []
         self.devices: list[PricedStages] = []
@@ -147,20 +149,32 @@ class WorkerGroup:
     def catch_up(self, before_ns: int) -> None:
         """Return without effect, because there are no jumps."""
 
-    def turn(self, now_ns: int) -> list[StepOutput]:
-        """Handle events until requests gain tokens or time goes on, and return each home's step output."""
+    def turn(self, now_ns: int, until_ns: int = FOREVER_NS) -> list[StepOutput]:
+        """Handle the first event, then all events up to one at which a request may gain a token."""
         self.began_ns = now_ns
         outputs = [StepOutput() for _ in self.seats]
-        while self._events and self._events[0][0] == now_ns:
-            _, _, worker, message = heapq.heappop(self._events)
-            if message is not None:
-                self.executors[worker].receive(message, now_ns)
-            output = self._step(worker, now_ns)
-            self.num_events += 1
-            if output is not None:
-                outputs[worker] = output
-                break
+        output, worker = self._handle(now_ns)
+        if output is not None:
+            outputs[worker] = output
+        while self._events and self._events[0][0] < until_ns and not self._may_emit(self._events[0]):
+            self._handle(self._events[0][0])
         return outputs
+
+    def _may_emit(self, event: Event) -> bool:
+        """Whether requests may gain tokens: a home is asked that has its sampler with the device."""
+        return event[2] < len(self.seats) and self.executors[event[2]].may_emit
+
+    def _handle(self, now_ns: int) -> tuple[StepOutput | None, int]:
+        """Handle the first event. Returns what requests gained, if any, and the worker."""
+        _, _, worker, message = heapq.heappop(self._events)
+        self.num_events += 1
+        executor = self.executors[worker]
+        if message is not None:
+            executor.receive(message, now_ns)
+            if not executor.has_room:
+                self._await_device(worker, now_ns)  # it may be ready earlier, if the message took back some work
+                return None, worker
+        return self._step(worker, now_ns), worker
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -186,9 +200,13 @@ class WorkerGroup:
         else:
             executor.poll(now_ns)
             executor.start(now_ns)
-        ready_ns = executor.ready_at_ns()
+        self._await_device(worker, now_ns)
+        return output
+
+    def _await_device(self, worker: int, now_ns: int) -> None:
+        """Make an event of the time at which a worker's device or policy wants attention."""
+        ready_ns = self.executors[worker].ready_at_ns()
         assert ready_ns is not None, "a priced device knows when it is ready"
         if ready_ns < FOREVER_NS and (ready_ns != self._wakes_ns[worker] or ready_ns <= now_ns):
             self._push(ready_ns, worker, None)
             self._wakes_ns[worker] = ready_ns
-        return output

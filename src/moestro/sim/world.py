@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import IntEnum
 from heapq import heappop, heappush
 
+from moestro.core.clock import FOREVER_NS
+
 
 class Kind(IntEnum):
     """Kinds of events. At the same nanosecond the smaller kind comes first.
@@ -35,6 +37,11 @@ class World:
         """Schedule event `number` of `kind` at `time_ns`, which is not in the past."""
         assert time_ns >= self.now_ns, f"an event at {time_ns}, and it is {self.now_ns}"
         heappush(self._events, (time_ns, kind, number))
+
+    @property
+    def next_ns(self) -> int:
+        """Time of the next event, or FOREVER_NS."""
+        return self._events[0][0] if self._events else FOREVER_NS
 
     def next(self) -> tuple[Kind, int] | None:
         """Advance to the next event and return it; None means that the queue is empty."""
