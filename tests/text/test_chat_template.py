@@ -15,7 +15,7 @@ from support.running import REAL, Running, call, chat, complete, wait_until
 from transformers import PreTrainedTokenizerFast
 
 from moestro.errors import RequestError
-from moestro.text.template_worker import MEMORY_LIMIT_BYTES, TIME_LIMIT_S
+from moestro.text.render_job import MEMORY_LIMIT_BYTES, TIME_LIMIT_S
 from moestro.text.tokenizer import Tokenizer
 
 # What a chat's first message makes the template do.
