@@ -31,6 +31,7 @@ def said(package: Path, code: str) -> list[str]:
 
 
 BOTH = "('transformers', 'transformers.inner')"
+STAYS = f"import_part('transformers.inner.other', {BOTH}); print('transformers.inner' in sys.modules)"
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,7 @@ BOTH = "('transformers', 'transformers.inner')"
         (f"import_part('transformers.inner.free', {BOTH}); import transformers.inner", ["free", "outer", "inner"]),
         ("import_part('transformers.inner.free'); from transformers import NAME", ["inner", "free", "outer"]),
         ("import transformers; import_part('transformers.inner.free')", ["outer", "inner", "free"]),
+        (f"import_part('transformers.inner.free'); {STAYS}", ["inner", "free", "True"]),
         (f"import_part('transformers.bound', {BOTH})", ["outer", "inner", "free", "bound"]),
     ],
 )

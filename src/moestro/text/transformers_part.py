@@ -14,7 +14,7 @@ from types import ModuleType
 
 
 def import_part(module: str, packages: tuple[str, ...] = ("transformers",)) -> ModuleType:
-    """Import a module of transformers, and its packages only where it cannot do without them.
+    """Import a module of transformers; its packages start only if it cannot be imported otherwise.
 
     A later import of a package, by whomever, starts it as usual and finds this module already loaded.
 
@@ -48,14 +48,16 @@ def import_part(module: str, packages: tuple[str, ...] = ("transformers",)) -> M
 class _NotStarted(ModuleType):
     """A package that only leads to its modules."""
 
+    def __init__(self, name: str, folder: Path) -> None:
+        super().__init__(name)
+        self.__path__ = [str(folder)]
+        self.__version__ = version("transformers")  # which its modules import from it
+
 
 def _not_started(packages: tuple[str, ...]) -> dict[str, ModuleType]:
     spec = find_spec("transformers")
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("transformers is not installed")
-    folder, made = Path(spec.submodule_search_locations[0]), {}
-    for package in packages:
-        made[package] = _NotStarted(package)
-        made[package].__path__ = [str(folder.joinpath(*package.split(".")[1:]))]
-        made[package].__version__ = version("transformers")
-    return made
+    folder = Path(spec.submodule_search_locations[0])
+    absent = [package for package in packages if package not in sys.modules]
+    return {package: _NotStarted(package, folder.joinpath(*package.split(".")[1:])) for package in absent}
