@@ -60,7 +60,7 @@ def test_the_answers_are_those_of_the_fused_mode(server, preemptive):
 
 
 MAX_BE_WAIT_S = 0.5
-NUM_LONG, LONG_TOKENS = 12, 1900  # a step of seconds: several times the bound
+NUM_LONG, LONG_TOKENS = 8, 1900  # a step of seconds: several times the bound
 KV_BYTES = 450_000_000
 PASSED_OVER = 'moestro:passed_over_seconds_total{engine="0"}'
 
