@@ -92,19 +92,20 @@ def test_a_table_can_change_while_tokens_are_under_way():
 
 
 def test_replies_to_an_aborted_request_are_dropped_and_counted():
-    group = make_group(spread_evenly(len(IS_SPARSE), NUM_EXPERTS, [1, 2], 3))
+    aborted = msgspec.structs.replace(make_request("r0", [1] * 12, max_tokens=4), service_class=ServiceClass.BE)
+    others = {name: tokens for name, tokens in EXPECTED.items() if name != "r0"}
+    num_dropped = 0
+    for at_ns in range(10, 130, 10):
+        group = make_group(spread_evenly(len(IS_SPARSE), NUM_EXPERTS, [1, 2], 3), seed=at_ns)
 
-    def abort(now_ns: int) -> None:
-        if now_ns == 30:
-            group.ranks[0].abort("r0", now_ns)
+        def abort(now_ns: int, group=group, at_ns=at_ns) -> None:
+            if now_ns == at_ns:
+                group.ranks[0].abort("r0", now_ns)
 
-    aborted = make_request("r0", [1] * 12, max_tokens=4)
-    requests = [msgspec.structs.replace(aborted, service_class=ServiceClass.BE), *REQUESTS[1:]]
-    tokens = run(group, requests, abort)
-    assert group.executors[0].num_dropped > 0
-    assert {name: found for name, found in tokens.items() if name != "r0"} == {
-        name: found for name, found in EXPECTED.items() if name != "r0"
-    }
+        tokens = run(group, [aborted, *REQUESTS[1:]], abort)
+        assert {name: found for name, found in tokens.items() if name != "r0"} == others
+        num_dropped += group.executors[0].num_dropped
+    assert num_dropped > 0
 
 
 def make_dispatcher(switch_gap: int) -> Dispatcher:
