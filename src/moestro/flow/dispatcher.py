@@ -52,11 +52,17 @@ class PeerSettings:
 
 
 class Owed(NamedTuple):
-    """Contributions that a worker owes to tokens of one layer. `places`: int32[n]."""
+    """Contributions that are to be sent for again, to tokens of one layer.
 
-    worker: int
+    Attributes:
+        layer: layer of the experts.
+        places: int32[n], distinct, of the tokens.
+        is_owed: bool[n, chosen], which contributions. The others are there, or are under way from elsewhere.
+    """
+
     layer: int
     places: Int32s
+    is_owed: NDArray[np.bool_]
 
 
 class _Parcel(NamedTuple):
@@ -118,10 +124,16 @@ class Dispatcher:
         """Use another table. Returns what waits for credits; the caller sends it again (`send_again`)."""
         self._use(table)
         waiting = []
-        for worker, outbox in enumerate(self._outbox):
-            waiting += [Owed(worker, parcel.layer, self._still_valid(parcel).places) for parcel in outbox]
+        for outbox in self._outbox:
+            waiting += [self._unsent(self._still_valid(parcel)) for parcel in outbox]
             outbox.clear()
         return waiting
+
+    def _unsent(self, parcel: _Parcel) -> Owed:
+        """Contributions that a parcel asks for. The same worker may owe its tokens others, which were sent before."""
+        is_owed = np.zeros((len(parcel.places), self._pool.owner.shape[1]), np.bool_)
+        is_owed[parcel.records["row"], parcel.records["choice"]] = True
+        return Owed(parcel.layer, parcel.places, is_owed)
 
     def _choose_copies(self, layer: int) -> None:
         """Choose, among the copies of each expert of a layer, the worker with the least backlog, with hysteresis."""
@@ -154,14 +166,12 @@ class Dispatcher:
         return self._hand_over(layer, places, owner)
 
     def send_again(self, owed: Owed) -> tuple[Pairs, list[Send]]:
-        """Send what a worker owes by the present table; returns as `dispatch`."""
-        _, layer, places = owed
+        """Send for what is owed by the present table; returns as `dispatch`."""
+        layer, places, is_owed = owed
         if self._has_copies[layer]:
             self._choose_copies(layer)
-        owner = self._pool.owner[places]
-        is_owed = owner == owed.worker
-        new_owner = np.where(is_owed, self._worker_of[layer][self._pool.topk_ids[places]], owner)
-        self._pool.owner[places] = new_owner
+        new_owner = self._worker_of[layer][self._pool.topk_ids[places]]
+        self._pool.owner[places] = np.where(is_owed, new_owner, self._pool.owner[places])
         return self._hand_over(layer, places, np.where(is_owed, new_owner, EMPTY))
 
     def _hand_over(self, layer: int, places: Int32s, owner: Int16s) -> tuple[Pairs, list[Send]]:
@@ -275,8 +285,10 @@ class Dispatcher:
         self._backlog[worker] = 0
         self._outbox[worker].clear()
         places = np.flatnonzero((self._pool.owner == worker).any(axis=1)).astype(np.int32)
-        layers = self._pool.layer_at[places]
-        return [Owed(worker, layer, places[layers == layer]) for layer in np.unique(layers).tolist()]
+        layers, is_owed = self._pool.layer_at[places], self._pool.owner[places] == worker
+        return [
+            Owed(layer, places[layers == layer], is_owed[layers == layer]) for layer in np.unique(layers).tolist()
+        ]
 
 
 def _numbered(layer: int, records: HopRecords, at: Int32s) -> _Parcel:
