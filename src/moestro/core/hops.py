@@ -53,9 +53,9 @@ class Hop(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         layer: layer of the experts.
         num_rows: rows of the tensor: one for each token (dispatch), or for each record (reply).
         dtype: dtype of the tensor as NumPy names it; "bfloat16" is named although NumPy has none.
-        table_version: version of the expert table that the dispatcher used; a reply echoes it.
+        table_version: version of the expert table that the dispatcher used; 0 in a reply, which may answer several.
         credits: guest places that a reply gives back.
-        depths: tokens that wait on the sender in each slot, summed over all layers; empty in a dispatch.
+        depths: pairs that wait on the sender in each slot, summed over all layers; empty in a dispatch.
     """
 
     kind: int

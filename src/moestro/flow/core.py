@@ -88,7 +88,7 @@ class FlowCore:
         self._pool = TokenPool(shape)
         self._guests = Guests(shape.num_places, shape.num_guests, peers.num_workers if peers else 1)
         self._queues = MicroQueues(shape, self._pool, self._guests)
-        self._passed_over = PassedOver(self._pool, self._guests, self._queues)
+        self._passed_over = PassedOver(self._pool, self._guests, self._queues, peers.worker if peers else None)
         self._dispatcher = Dispatcher(peers, self._pool) if peers else None
         self._desk = GuestDesk(peers, self._guests, self._queues) if peers else None
         self._door = Door(self._pool)
@@ -96,6 +96,7 @@ class FlowCore:
         self._inbox: list[tuple[HopMessage, int]] = []  # messages and when they arrived
         self._launched: deque[LaunchedItem] = deque()
         self._num_withdrawn = 0  # launched items of which it is not known how far they came
+        self._lacks_places = False  # nothing that waits can run, until something happens
         self._wait_until_ns: int | None = None  # the policy's last `Wait.until_ns`
         self._ask_again_ns: int | None = None  # the earliest `Run.ask_again_ns` of what is launched
         self._num_experts = peers.table.num_experts if peers else shape.num_experts
@@ -110,6 +111,11 @@ class FlowCore:
     def num_plans(self) -> int:
         """Plans submitted some of whose units are not done."""
         return self._pool.num_entries + len(self._door)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether tokens of several plans, or guests, are here, so that some may be passed over by others."""
+        return self.num_plans > 1 or self._guests.num_free < self.shape.num_guests
 
     @property
     def num_launched(self) -> int:
@@ -159,17 +165,18 @@ class FlowCore:
 
     @property
     def has_room(self) -> bool:
-        """Whether the device could take another item, and tokens wait for it."""
+        """Whether the device could take another item, and tokens wait for it that may be able to run."""
         # What a withdrawn item did not do must be known first: the next one might complete a unit that lacks it.
         if self._num_withdrawn or len(self._launched) >= self._launch_ahead:
             return False
-        return bool(self._queues.num_waiting or self._inbox or len(self._door))
+        return bool((self._queues.num_waiting and not self._lacks_places) or self._inbox or len(self._door))
 
     # --- events -----------------------------------------------------------------------------------------------------
 
     def on_event(self, now_ns: int, event: Event) -> list[Command]:
         """Take note of `event`, and say what is to be done about it, in order."""
         self._passed_over.elapse(now_ns)
+        self._lacks_places &= isinstance(event, Tick)
         commands: list[Command] = []
         match event:
             case Done(result):
@@ -208,6 +215,7 @@ class FlowCore:
         Returns:
             The slots of which that is so; the units of the others are with the device, or are not known.
         """
+        self._lacks_places = False
         recalled = [self._door.turn_away(slots)]
         ids = self._pool.find(slots)
         for launched in self._launched:
@@ -370,6 +378,7 @@ class FlowCore:
             self._pool.expect(launched.ids, places, layer, topk_ids, _ALONE)
             self._queues.experts.add(self._pool, layer, _all_pairs(places, topk_ids))
             return
+        self._dispatcher.set_own_backlog(self._queues.num_pairs)
         own, sends = self._dispatcher.dispatch(layer, launched.ids, places, topk_ids)
         self._queues.experts.add(self._pool, layer, own)
         commands += sends
@@ -383,6 +392,8 @@ class FlowCore:
         done = len(item.places) if num_batches == len(item.experts) else int(item.counts[:num_batches].sum())
         is_own = item.places < self.shape.num_places
         num_own = int(np.count_nonzero(is_own))
+        if done < len(item.places):
+            self._give_back(item, done, is_own)
         if num_own < len(item.places):
             assert self._desk is not None, "a device that is alone has no guests"
             commands += self._desk.reply(item, np.flatnonzero(~is_own[:done]))
@@ -390,17 +401,14 @@ class FlowCore:
         if num_own:
             own = np.flatnonzero(is_own[:done])
             self._arrive(item.layer, item.places[own], item.choices[own], now_ns)
-        if done < len(item.places):
-            self._give_back(item, done, is_own)
 
     def _give_back(self, item: Experts, done: int, is_own: NDArray[np.bool_]) -> None:
         """Pairs that the device has not computed wait again."""
-        slots = np.repeat(item.experts, item.counts)
-        for holder, which in ((self._pool, is_own), (self._guests, ~is_own)):
-            rest = done + np.flatnonzero(which[done:])
-            if len(rest):
-                pairs = Pairs(item.places[rest], item.choices[rest], slots[rest])
-                self._queues.experts.add(holder, item.layer, pairs)
+        pairs = Pairs(item.places[done:], item.choices[done:], np.repeat(item.experts, item.counts)[done:])
+        own = pairs.at(np.flatnonzero(is_own[done:]))
+        self._queues.experts.add(self._pool, item.layer, own)
+        if self._desk is not None and len(own.places) < len(pairs.places):
+            self._desk.give_back(item.layer, pairs.at(np.flatnonzero(~is_own[done:])))
 
     def _take_stopped(
         self, now_ns: int, launched: LaunchedItem, item: Passage, stopped: Stopped, commands: list[Command]
@@ -435,7 +443,8 @@ class FlowCore:
                 continue
             table = self._queues.table()
             if not np.count_nonzero(table.runnable):
-                return  # a result will free places
+                self._lacks_places = True  # a result or a message will free some
+                return
             match self._policy(table, now_ns):
                 case Wait(until_ns):
                     self._wait_until_ns = until_ns

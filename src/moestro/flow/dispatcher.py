@@ -135,6 +135,10 @@ class Dispatcher:
         is_owed[parcel.records["row"], parcel.records["choice"]] = True
         return Owed(parcel.layer, parcel.places, is_owed)
 
+    def set_own_backlog(self, num_pairs: int) -> None:
+        """Note how many pairs wait on this worker, which sends itself no replies that would say so."""
+        self._backlog[self._worker] = num_pairs
+
     def _choose_copies(self, layer: int) -> None:
         """Choose, among the copies of each expert of a layer, the worker with the least backlog, with hysteresis."""
         may_use = self._may_use[:, layer]
@@ -286,9 +290,7 @@ class Dispatcher:
         self._outbox[worker].clear()
         places = np.flatnonzero((self._pool.owner == worker).any(axis=1)).astype(np.int32)
         layers, is_owed = self._pool.layer_at[places], self._pool.owner[places] == worker
-        return [
-            Owed(layer, places[layers == layer], is_owed[layers == layer]) for layer in np.unique(layers).tolist()
-        ]
+        return [Owed(layer, places[layers == layer], is_owed[layers == layer]) for layer in np.unique(layers).tolist()]
 
 
 def _numbered(layer: int, records: HopRecords, at: Int32s) -> _Parcel:

@@ -66,6 +66,7 @@ class FlowExecutor:
         self._device, self._links = device, links
         self._core = FlowCore(device.shape, policy, launch_ahead, peers)
         self._results: deque[StepResult] = deque()
+        self._emitted_ns = 0  # time of the last of them
         self.num_pieces = 0
 
     @property
@@ -85,8 +86,8 @@ class FlowExecutor:
 
     @property
     def may_emit(self) -> bool:
-        """Whether the device has an item that ends with a token."""
-        return self._core.may_emit
+        """Whether a result waits, or the device has an item that ends with one."""
+        return bool(self._results) or self._core.may_emit
 
     def wanted_plan(self) -> PlanWanted | None:
         """Implement `Executor.wanted_plan`."""
@@ -120,7 +121,8 @@ class FlowExecutor:
 
         A device that works when it is polled, or whose end nobody can tell, is polled on: piece by piece (at most one
         expert batch each) until there is a result, or `is_wanted` says that the caller has something else to do. With
-        several plans inside this returns after every piece, so that the policy is asked at a time that is true.
+        several plans or guests inside this returns after every piece, so that the policy is asked at a time that is
+        true.
         """
         while not self._results:
             if self._core.wants_tick(now_ns):
@@ -131,20 +133,22 @@ class FlowExecutor:
 
     def _work(self, now_ns: int, is_wanted: Callable[[], bool]) -> bool:
         """Poll the device until it has results, and take them in. Returns whether to go on."""
-        poll, is_alone = self._device.poll, self._core.num_plans == 1
+        poll, is_shared = self._device.poll, self._core.is_shared
         while not (done := poll(now_ns)):
             if self._device.ready_at_ns() is not None:
                 return False
             self.num_pieces += 1
-            if not is_alone or is_wanted():
+            if is_shared or is_wanted():
                 return False
         for result in done:
             self._apply(Done(result), now_ns)
         self.num_pieces += 1
-        return self._core.num_plans <= 1 and not is_wanted()
+        return not self._core.is_shared and not is_wanted()
 
     def ready_at_ns(self) -> int | None:
         """Implement `Executor.ready_at_ns`."""
+        if self._results:
+            return self._emitted_ns  # a late poll can find several, and returns one
         ready_ns = self._device.ready_at_ns()
         if ready_ns is None and (self._core.num_launched or (self._core.has_room and self._core.wake_ns is None)):
             return None  # only the hardware knows, or the device works when it is polled
@@ -173,6 +177,7 @@ class FlowExecutor:
                     self._device.withdraw(now_ns)
                 case Emit(result):
                     self._results.append(result)
+                    self._emitted_ns = now_ns
                 case Send(message, places, choices):
                     assert self._links is not None, "a device that is alone sends nothing"
                     if choices is None:

@@ -78,6 +78,12 @@ class GuestDesk:
             begin += len(own)
         return stores
 
+    def give_back(self, layer: int, pairs: Pairs) -> None:
+        """Let pairs that the device has not computed wait again, except those that their homes have given up."""
+        is_wanted = self._guests.is_wanted(pairs.places)
+        self._queues.experts.add(self._guests, layer, pairs.at(np.flatnonzero(is_wanted)))
+        self._guests.drop(pairs.places[~is_wanted])
+
     def _queue(self, arrived: list[GuestArrival], pairs: Pairs) -> None:
         """Put pairs into the queues of their layers, those of one layer together."""
         layers = [each.hop.layer for each in arrived]

@@ -30,6 +30,10 @@ class Pairs(NamedTuple):
     choices: Int32s
     slots: Int32s
 
+    def at(self, index: NDArray[np.integer]) -> Pairs:
+        """Select pairs by their index."""
+        return Pairs(self.places[index], self.choices[index], self.slots[index])
+
 
 class GuestArrival(NamedTuple):
     """A dispatch, and the time at which it arrived."""
@@ -144,6 +148,11 @@ class Guests:
         self._epoch_of[home], self._credits[home] = epoch, 0
         old = np.flatnonzero(~self._is_free & (self._home == home) & (self._epoch < epoch))
         return (old + self._first).astype(np.int32)
+
+    def is_wanted(self, places: Int32s) -> NDArray[np.bool_]:
+        """bool[n], whether the homes of the guests at `places` still wait for them."""
+        guests = places - self._first
+        return self._epoch[guests] == self._epoch_of[self._home[guests]]
 
     def epoch_of(self, home: int) -> int:
         """The present epoch of a home."""

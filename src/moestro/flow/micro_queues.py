@@ -40,6 +40,11 @@ class MicroQueues:
         """Tokens that wait for an attention, and pairs that wait for an expert."""
         return self._columns.num_waiting
 
+    @property
+    def num_pairs(self) -> int:
+        """Pairs that wait for an expert."""
+        return int(self._columns.num_expert_tokens.sum())
+
     def depths(self) -> tuple[int, ...]:
         """Pairs that wait in each slot, summed over all layers and classes."""
         return tuple(self._columns.n[:, :, ATTENTION + 1 :].sum(axis=(0, 1)).tolist())

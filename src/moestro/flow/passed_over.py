@@ -57,18 +57,19 @@ class PassedOver:
     """Charges the device's time to the tokens that it passes over.
 
     A token is passed over while it could run and the device runs a token of a higher class that entered later. Tokens
-    in the same batch are not passed over, and neither are units that wait for free places.
+    in the same batch are not passed over, and neither are units that wait for free places or for other workers.
 
     Args:
         pool, guests: keep each token's total.
         queues: know which units lack places.
+        worker: number of this worker in its group. None means that it is alone.
 
     Attributes:
         counts: totals since the start.
     """
 
-    def __init__(self, pool: TokenPool, guests: Guests, queues: MicroQueues) -> None:
-        self._pool, self._guests, self._queues = pool, guests, queues
+    def __init__(self, pool: TokenPool, guests: Guests, queues: MicroQueues, worker: int | None = None) -> None:
+        self._pool, self._guests, self._queues, self._worker = pool, guests, queues, worker
         self.counts = PassCounts()
         self._passed = Tokens()  # passed over now
         self._since_ns = 0
@@ -115,6 +116,8 @@ class PassedOver:
         ids = self._pool.find_earlier(BE, latest_entry)
         if len(ids):
             ids = np.setdiff1d(ids, self._queues.attention.short_of_places(BE))
+        if len(ids) and self._worker is not None:
+            ids = ids[self._pool.could_run_on(self._worker, ids)]
         guests = self._guests.find_earlier(BE, latest_entry)
         earlier = Tokens(ids, guests).without(join_tokens(launched))
         if latest_entry > self._latest_entry and not earlier.is_empty:

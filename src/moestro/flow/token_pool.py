@@ -265,6 +265,16 @@ class TokenPool:
         """int16[n], the layer whose experts units with places visit."""
         return self.layer_at[self._place_of_row[ids]]
 
+    def could_run_on(self, worker: int, ids: Int64s) -> NDArray[np.bool_]:
+        """bool[n], whether each unit lacks no contribution, or lacks one that `worker` owes."""
+        lacks = self.lacking[ids] > 0
+        could_run = ~lacks
+        if lacks.any():
+            some, sizes = ids[lacks], self.num_tokens[ids[lacks]]
+            is_owed = (self.owner[self.places_of(some)] == worker).any(axis=1)
+            could_run[lacks] = np.logical_or.reduceat(is_owed, sizes.cumsum() - sizes)
+        return could_run
+
     # --- contributions ----------------------------------------------------------------------------------------------
 
     def expect(self, ids: Int64s, places: Int32s, layer: int, topk_ids: Int32s, owner: NDArray[np.int16] | int) -> None:
