@@ -14,6 +14,9 @@ from moestro.core.hops import REPLY, Hop
 from moestro.core.request import ServiceClass
 from moestro.core.stages import StageShape
 from moestro.flow.dispatcher import Dispatcher, PeerSettings
+from moestro.flow.guest_desk import GuestDesk
+from moestro.flow.guests import Guests
+from moestro.flow.micro_queues import MicroQueues
 from moestro.flow.policies.basic import in_order
 from moestro.flow.token_pool import TokenPool
 
@@ -66,6 +69,20 @@ def test_what_a_dead_worker_owed_comes_from_the_other_copy_and_no_token_differs(
     assert not any(group.channels[0, 1])
 
 
+@pytest.mark.parametrize("at_ns", [5, 50, 155])
+def test_a_loss_may_be_noticed_before_the_table_says_that_the_worker_is_dead(at_ns):
+    group = make_group(everything_twice(), seed=0)
+
+    def kill(now_ns: int) -> None:
+        if now_ns == at_ns:
+            group.executors[0].lose(1, now_ns)
+            for channel in [each for each in group.channels if 1 in each]:
+                group.channels[channel].clear()
+            group.executors[0].change_table(everything_twice(1, dead=(1,)), now_ns)
+
+    assert run(group, REQUESTS, kill) == EXPECTED
+
+
 def test_a_worker_that_comes_back_with_nothing_gets_everything_again():
     group = make_group(spread_evenly(len(IS_SPARSE), NUM_EXPERTS, [1, 2], 3))
 
@@ -110,8 +127,26 @@ def test_replies_to_an_aborted_request_are_dropped_and_counted():
 
 def make_dispatcher(switch_gap: int) -> Dispatcher:
     shape = StageShape(is_sparse=IS_SPARSE, num_experts=0, num_chosen=1, num_rows=4, num_places=4)
-    settings = PeerSettings(worker=0, num_workers=3, table=everything_twice(), num_credits=99, switch_gap=switch_gap)
-    return Dispatcher(settings, TokenPool(shape))
+    return Dispatcher(peers(0, switch_gap=switch_gap), TokenPool(shape))
+
+
+def peers(worker: int, **settings) -> PeerSettings:
+    return PeerSettings(worker=worker, num_workers=3, table=everything_twice(), num_credits=99, **settings)
+
+
+def test_a_home_that_started_again_is_heard():
+    """Its messages are numbered from 0 again, so without a larger epoch they would count as repeated."""
+    shape = StageShape(
+        is_sparse=IS_SPARSE, num_experts=NUM_EXPERTS, num_chosen=1, num_rows=4, num_places=4, num_guests=4
+    )
+    pool, guests = TokenPool(shape), Guests(4, 4, 3)
+    desk = GuestDesk(peers(1), guests, MicroQueues(shape, pool, guests))
+    one = np.zeros(1, np.int32)
+    for incarnation in (0, 1):
+        home = Dispatcher(peers(0, incarnation=incarnation), TokenPool(shape))
+        _, sends = home.dispatch(0, np.zeros(1, np.int64), one, one[:, None])
+        desk.take(sends[0].message, 0)
+    assert desk.num_dropped == 0
 
 
 def told(worker: int, depth: int) -> Hop:

@@ -157,7 +157,7 @@ def with_other_workers(table: ExpertTable, rng: np.random.Generator) -> ExpertTa
         return table
 
 
-# Found here (seed 22): a token's pairs that were under way were sent again with one that waited for credits, and the
+# Found here (seed 26): a token's pairs that were under way were sent again with one that waited for credits, and the
 # two contributions of the same pair were both counted.
 @pytest.mark.parametrize("seed", range(17, 27))
 def test_tables_change_and_peers_are_lost_in_any_order(seed):

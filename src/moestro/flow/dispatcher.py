@@ -25,6 +25,7 @@ from moestro.flow.token_pool import TokenPool
 Int16s = NDArray[np.int16]
 Int64s = NDArray[np.int64]
 
+_EPOCH_BITS = 32  # epochs of one life; a loss a millisecond fills them in 50 days
 _NONE = np.empty(0, np.int32)
 
 
@@ -41,6 +42,8 @@ class PeerSettings:
             difference exceeds this number of waiting (token, expert) pairs. A change splits a batch, so small
             differences are not worth it.
         dtype: dtype of tensors, as in `Hop`.
+        incarnation: how often the worker has started again. Its epochs are larger than those of its earlier lives, so
+            expert workers that knew it listen to it again.
     """
 
     worker: int
@@ -49,6 +52,7 @@ class PeerSettings:
     num_credits: int
     switch_gap: int = 64
     dtype: str = ""
+    incarnation: int = 0
 
 
 class Owed(NamedTuple):
@@ -96,7 +100,7 @@ class Dispatcher:
         num_workers = settings.num_workers
         self._credits: Int64s = np.full(num_workers, settings.num_credits, np.int64)
         self._backlog: Int64s = np.zeros(num_workers, np.int64)  # told by the last reply, and sent since
-        self._epoch = [0] * num_workers
+        self._epoch = [settings.incarnation << _EPOCH_BITS] * num_workers
         self._next_seq = [0] * num_workers
         self._expected_seq = [0] * num_workers
         self._outbox: list[deque[_Parcel]] = [deque() for _ in range(num_workers)]
@@ -121,9 +125,15 @@ class Dispatcher:
         self._worker_of = own_first.argmax(axis=0).astype(np.int16)
 
     def change_table(self, table: ExpertTable) -> list[Owed]:
-        """Use another table. Returns what waits for credits; the caller sends it again (`send_again`)."""
+        """Use another table.
+
+        Returns:
+            What waits for credits, and what workers owe that compute no longer; the caller sends it again
+            (`send_again`).
+        """
+        stopped = true_rows(self._table.is_alive & ~table.is_alive)
         self._use(table)
-        waiting = []
+        waiting = [owed for worker in stopped if worker != self._worker for owed in self.lose(worker)]
         for outbox in self._outbox:
             waiting += [self._unsent(self._still_valid(parcel)) for parcel in outbox]
             outbox.clear()

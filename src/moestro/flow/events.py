@@ -39,7 +39,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableChanged:
-    """Event: experts live elsewhere from now on. What is under way stays where it is."""
+    """Event: experts live elsewhere from now on. What is under way to workers that still compute stays there."""
 
     table: ExpertTable
 

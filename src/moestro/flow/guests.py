@@ -152,7 +152,8 @@ class Guests:
     def is_wanted(self, places: Int32s) -> NDArray[np.bool_]:
         """bool[n], whether the homes of the guests at `places` still wait for them."""
         guests = places - self._first
-        return self._epoch[guests] == self._epoch_of[self._home[guests]]
+        is_wanted: NDArray[np.bool_] = self._epoch[guests] == self._epoch_of[self._home[guests]]
+        return is_wanted
 
     def epoch_of(self, home: int) -> int:
         """The present epoch of a home."""
@@ -170,7 +171,7 @@ class Guests:
         """
         guests = pairs.places - self._first
         homes = self._home[guests]
-        is_wanted = self._epoch[guests] == self._epoch_of[homes]
+        is_wanted = self.is_wanted(pairs.places)
         wanted, own = guests, pairs
         if not is_wanted.all():
             wanted, homes = guests[is_wanted], homes[is_wanted]
