@@ -45,8 +45,8 @@ class Lengths:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request."""
-        return self.prompt[1] + self.output[1]
+        """Most tokens that a request may ask for: those in progress ask for whole answers, as every client does."""
+        return self.prompt[1] + 2 * self.output[1]
 
 
 LENGTHS = {

@@ -137,8 +137,8 @@ QUICK = (
         figure="9",
         lengths="medium",
         bed=Bed(popularity="permuted"),
-        rates=(50, 250),
+        rates=(50, 150),
         systems=(ASYNC, *BASELINES),
-        timing=Timing(ladder=(1024, 8192), passes=(1, 1), begin_s=0.6, stop_s=1.2),
+        timing=Timing(ladder=(1024, 4096), passes=(2, 1), begin_s=0.8, stop_s=1.6),
     ),
 )

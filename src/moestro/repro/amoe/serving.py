@@ -185,7 +185,8 @@ def _run(built: Built, watch: Watch, load: TimedRows, arrivals: Arrivals) -> Non
             num_blocks = seat.rank.scheduler.settings.num_blocks
             router.set_routable(router.add_engine(EngineSpec(num_blocks=num_blocks)), routable=True)
     maker = RequestMaker(load.rows, RequestForm(block_size=BLOCK_SIZE, names_blocks=False))
-    Cluster([Watched(group, watch) for group in built.groups], router).run(maker, arrivals)
+    results = Cluster([Watched(group, watch) for group in built.groups], router).run(maker, arrivals)
+    assert not results.refusals, f"requests were refused: {results.refusals}"
 
 
 def _seen(built: Built, watch: Watch, begin_ns: int, stop_ns: int) -> Seen:

@@ -83,7 +83,7 @@ def build(system: str, bed: Bed, lengths: tuple[float, int], seed: int) -> Built
 
     Args:
         system: a name of `ABOUT`.
-        lengths: mean context of a decoding request, and tokens of the longest request.
+        lengths: mean context of a decoding request, and most tokens that a request may ask for.
         seed: seed of the gate.
 
     Raises:
