@@ -180,7 +180,7 @@ def _cell(part: Part, rate: float, system: str, findings: AmoeFindings) -> AmoeC
     attention, experts = _item_means(built, seen, timing.stop_s - timing.begin_s)
     return AmoeCell(
         load=part.name, rate=rate, system=system, seed=SEED, tokens_per_s=seen.tokens_per_s, itl_ms=seen.itl_ms,
-        itl_p99_ms=seen.itl_p99_ms, requests_per_s=seen.requests_per_s, bound=built.bound,
+        itl_p99_ms=seen.itl_p99_ms, requests_per_s=seen.requests_per_s, bound=built.bound(),
         stall_shares=seen.stall_shares, num_first=num_first, attention_step=attention, expert_step=experts,
         ended_per_s=seen.ended_per_s,
     )  # fmt: skip

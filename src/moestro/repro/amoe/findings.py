@@ -9,7 +9,7 @@ from moestro.repro.results import Cell, Findings
 
 
 class ItemMeans(msgspec.Struct, frozen=True):
-    """Mean tokens and mean time of one item of a kind of worker."""
+    """Mean tokens and mean time of one item of a kind of worker; the samplers' time is added to attention's."""
 
     tokens: float
     ms: float

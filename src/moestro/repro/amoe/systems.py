@@ -67,7 +67,7 @@ class Built:
         most_requests: requests that fit at once, by the limit on sequences and by KV memory.
         busy_ns: returns the time for which each worker has computed so far, int64[workers].
         tallies: items of attention workers and of expert workers; none in lock-step.
-        bound: output tokens a second that no scheduler exceeds on these workers.
+        bound: returns the output tokens a second that no scheduler exceeds on these workers.
     """
 
     groups: list[Ranks]
@@ -75,7 +75,7 @@ class Built:
     most_requests: int
     busy_ns: Callable[[], Int64s]
     tallies: tuple[ItemTally, ItemTally] | None
-    bound: float
+    bound: Callable[[], float]
 
 
 def build(system: str, bed: Bed, lengths: tuple[float, int], seed: int) -> Built:
@@ -155,7 +155,7 @@ def _workers(kind: str, form: str, site: _Site) -> Built:
     return Built(
         [group], num_homes, num_homes * site.most_requests(num_blocks),
         lambda: np.array([device.busy_ns for device in group.devices], np.int64), tallies,
-        site.bound(cost, table, num_homes),
+        lambda: site.bound(cost, table, num_homes),
     )  # fmt: skip
 
 
@@ -215,7 +215,7 @@ def _lock_step(kind: str, form: str, site: _Site) -> Built:
     group = LockStepGroup(site.settings(num_blocks), _hosted(deployment, bed), _PRICINGS[kind])
     return Built(
         [group], num_ranks, num_ranks * site.most_requests(num_blocks), group.busy_ns.copy, None,
-        site.bound(cost, deployment.table, num_ranks),
+        lambda: site.bound(cost, deployment.table, num_ranks),
     )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def _replicas(kind: str, form: str, site: _Site) -> Built:
     return Built(
         list(groups), num_replicas, num_replicas * site.most_requests(num_blocks),
         lambda: np.concatenate([group.busy_ns for group in groups]), None,
-        num_replicas * site.bound(cost, deployment.table, 1),
+        lambda: num_replicas * site.bound(cost, deployment.table, 1),
     )  # fmt: skip
 
 

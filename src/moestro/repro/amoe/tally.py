@@ -8,7 +8,7 @@ from moestro.core.views import QueueTable, Run, StepPolicy, Wait
 
 
 class ItemTally:
-    """Counts items and their tokens over any number of workers.
+    """Counts items and their tokens over any number of workers, without the samplers'.
 
     Attributes:
         num_items: items that policies chose while counting.
@@ -25,7 +25,7 @@ class ItemTally:
 
         def choose(view: QueueTable, now_ns: int) -> Run | Wait:
             answer = policy(view, now_ns)
-            if self.is_counting and isinstance(answer, Run):
+            if self.is_counting and isinstance(answer, Run) and answer.layer < view.n.shape[1] - 1:  # no sampler
                 waiting = sum(int(view.n[each, answer.layer, answer.group]) for each in answer.classes)
                 self.num_items += 1
                 self.num_tokens += min(waiting, answer.max_rows)
