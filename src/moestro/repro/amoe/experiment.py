@@ -23,7 +23,7 @@ from moestro.repro.amoe.findings import (
     requests,
     throughput,
 )
-from moestro.repro.amoe.loads import LENGTHS, Lengths, closed_load, open_load
+from moestro.repro.amoe.loads import LENGTHS, LengthRanges, closed_load, open_load
 from moestro.repro.amoe.parts import QUICK, WHOLE, Part
 from moestro.repro.amoe.serving import Seen, closed_throughput, serve_open
 from moestro.repro.amoe.systems import ABOUT, ASYNC, Built, build
@@ -140,7 +140,7 @@ def closed_runs(part: Part, system: str) -> list[ClosedRun]:
     return found
 
 
-def num_replacing(part: Part, lengths: Lengths, num_requests: int) -> int:
+def num_replacing(part: Part, lengths: LengthRanges, num_requests: int) -> int:
     """New requests that surely suffice for a run with a constant number of requests."""
     return round(2 * num_requests * sum(part.timing.passes) / lengths.mean_output) + num_requests // 4
 
@@ -156,9 +156,9 @@ def num_in_progress(runs: Sequence[ClosedRun], tokens_per_s: float) -> int:
     if at == len(ordered):
         return ordered[-1].num_requests
     if at == 0:  # below the smallest number, ITL is the same
-        return max(round(ordered[0].num_requests * tokens_per_s / reached[0]), 1)
+        return max(round(ordered[0].num_requests * tokens_per_s / ordered[0].tokens_per_s), 1)
     low, high = ordered[at - 1].num_requests, ordered[at].num_requests
-    share = (tokens_per_s - reached[at - 1]) / (reached[at] - reached[at - 1])
+    share = float((tokens_per_s - reached[at - 1]) / (reached[at] - reached[at - 1]))
     return round(low + share * (high - low))
 
 
@@ -166,7 +166,7 @@ def _most(findings: AmoeFindings, system: str) -> float:
     return max(run.tokens_per_s for run in findings.closed if run.system == system)
 
 
-def _built(part: Part, system: str, lengths: Lengths) -> Built:
+def _built(part: Part, system: str, lengths: LengthRanges) -> Built:
     return build(system, part.bed, (lengths.mean_context, lengths.longest), SEED)
 
 

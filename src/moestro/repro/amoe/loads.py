@@ -22,7 +22,7 @@ SPREAD_S = 0.3  # the requests in progress enter over this time, so that they do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
+class LengthRanges:
     """Lengths that are drawn evenly from ranges (section 5, "Workloads").
 
     Attributes:
@@ -50,19 +50,19 @@ class Lengths:
 
 
 LENGTHS = {
-    "short": Lengths(prompt=(30, 70), output=(70, 130)),
-    "medium": Lengths(prompt=(50, 150), output=(50, 250)),
-    "reasonable": Lengths(prompt=(100, 300), output=(100, 500)),
+    "short": LengthRanges(prompt=(30, 70), output=(70, 130)),
+    "medium": LengthRanges(prompt=(50, 150), output=(50, 250)),
+    "reasonable": LengthRanges(prompt=(100, 300), output=(100, 500)),
 }
 
 
-def fresh(lengths: Lengths, num_requests: int, rng: np.random.Generator) -> tuple[Int64s, Int64s]:
+def fresh(lengths: LengthRanges, num_requests: int, rng: np.random.Generator) -> tuple[Int64s, Int64s]:
     """Draw prompt and output tokens of new requests, int64[n] each."""
     prompt = rng.integers(lengths.prompt[0], lengths.prompt[1] + 1, num_requests)
     return prompt, rng.integers(lengths.output[0], lengths.output[1] + 1, num_requests)
 
 
-def in_progress(lengths: Lengths, num_requests: int, rng: np.random.Generator) -> tuple[Int64s, Int64s]:
+def in_progress(lengths: LengthRanges, num_requests: int, rng: np.random.Generator) -> tuple[Int64s, Int64s]:
     """Draw the tokens in the cache and the output tokens left of requests in a steady state, int64[n] each."""
     outputs = np.arange(lengths.output[0], lengths.output[1] + 1)
     prompt = rng.integers(lengths.prompt[0], lengths.prompt[1] + 1, num_requests)
@@ -80,7 +80,7 @@ class TimedRows:
     num_first: int
 
 
-def open_load(lengths: Lengths, rate: float, seconds: float, num_first: int, seed: int) -> TimedRows:
+def open_load(lengths: LengthRanges, rate: float, seconds: float, num_first: int, seed: int) -> TimedRows:
     """Make requests that arrive at a rate for some seconds, beside `num_first` in progress."""
     rng = np.random.default_rng([seed, 0])
     num_new = max(round(rate * seconds), 1)
@@ -98,7 +98,7 @@ def open_load(lengths: Lengths, rate: float, seconds: float, num_first: int, see
     return TimedRows(rows, times[order], num_first)
 
 
-def closed_load(lengths: Lengths, num_first: int, num_more: int, seed: int) -> TimedRows:
+def closed_load(lengths: LengthRanges, num_first: int, num_more: int, seed: int) -> TimedRows:
     """Make `num_first` requests in progress, and the requests that replace them; times are those of the former."""
     rng = np.random.default_rng([seed, 2])
     kept, left = in_progress(lengths, num_first, rng)

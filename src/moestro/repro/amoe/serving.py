@@ -28,7 +28,7 @@ Int64s = NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class Watch:
+class Observation:
     """What is seen of a run from `begin_ns` on, and when it stops.
 
     Attributes:
@@ -65,18 +65,17 @@ class Watch:
                 tally.is_counting = True
 
 
-class Watched:
+class ObservedRanks:
     """A group under observation; implements `sim.engine.Ranks`.
 
     Args:
         group: the group.
-        watch: where its output is noted.
+        observation: where its output is noted.
     """
 
-    def __init__(self, group: Ranks, watch: Watch) -> None:
-        self._group, self._watch = group, watch
+    def __init__(self, group: Ranks, observation: Observation) -> None:
+        self._group, self._observation = group, observation
         self._last_ns: list[dict[int, int]] = [{} for _ in group.seats]
-        self.ends = None
 
     @property
     def seats(self) -> Sequence[Seat]:
@@ -89,6 +88,11 @@ class Watched:
         return False
 
     @property
+    def ends(self) -> Int64s | None:
+        """None, because there are no jumps."""
+        return None
+
+    @property
     def began_ns(self) -> int:
         """Start of the current step."""
         return self._group.began_ns
@@ -96,8 +100,8 @@ class Watched:
     @property
     def next_ns(self) -> int | None:
         """Time of the next turn; None once the observation is over."""
-        at_ns, watch = self._group.next_ns, self._watch
-        return None if at_ns is None or at_ns >= watch.stop_ns or watch.is_over else at_ns
+        at_ns, observation = self._group.next_ns, self._observation
+        return None if at_ns is None or at_ns >= observation.stop_ns or observation.is_over else at_ns
 
     def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
         """Add a request, which has the KV of its prompt."""
@@ -108,26 +112,26 @@ class Watched:
 
     def turn(self, now_ns: int, until_ns: int) -> list[StepOutput]:
         """Take a turn of the group, and note what its requests gained."""
-        watch = self._watch
-        watch.at(now_ns)
-        is_seen = now_ns >= watch.begin_ns
-        outputs = self._group.turn(now_ns, min(until_ns, watch.stop_ns if is_seen else watch.begin_ns))
+        observation = self._observation
+        observation.at(now_ns)
+        is_seen = now_ns >= observation.begin_ns
+        outputs = self._group.turn(now_ns, min(until_ns, observation.stop_ns if is_seen else observation.begin_ns))
         for last_ns, output in zip(self._last_ns, outputs, strict=True):
             if not output.sequences:
                 continue
-            watch.num_tokens += len(output.sequences)
+            observation.num_tokens += len(output.sequences)
             for sequence, reason in zip(output.sequences, output.finish_reasons, strict=True):
                 before_ns = last_ns.get(sequence.serial)
                 if before_ns is not None and is_seen:
-                    watch.gaps_ns.append(now_ns - before_ns)
+                    observation.gaps_ns.append(now_ns - before_ns)
                 if reason is None:
                     last_ns[sequence.serial] = now_ns
                 else:
                     last_ns.pop(sequence.serial, None)
-                    watch.ended_ns.append(now_ns)
+                    observation.ended_ns.append(now_ns)
         if any(output.sequences for output in outputs):
-            watch.at_ns.append(now_ns)
-            watch.tokens.append(watch.num_tokens)
+            observation.at_ns.append(now_ns)
+            observation.tokens.append(observation.num_tokens)
         return outputs
 
 
@@ -154,9 +158,9 @@ class Seen:
 def serve_open(built: Built, load: TimedRows, begin_s: float, stop_s: float) -> Seen:
     """Serve requests that arrive at fixed times; figures are those between two times."""
     begin_ns, stop_ns = round(begin_s * NS_PER_S), round(stop_s * NS_PER_S)
-    watch = Watch(built, begin_ns, stop_ns)
-    _run(built, watch, load, AtTimes(load.offsets_ns))
-    return _seen(built, watch, begin_ns, stop_ns)
+    observation = Observation(built, begin_ns, stop_ns)
+    _run(built, observation, load, AtTimes(load.offsets_ns))
+    return _seen(built, observation, begin_ns, stop_ns)
 
 
 _LONGEST_S = 60.0  # of a run with a constant number of requests
@@ -169,15 +173,15 @@ def closed_throughput(built: Built, load: TimedRows, passes: tuple[int, int]) ->
         passes: tokens of each request, in the mean, before the observation and in it.
     """
     first, last = passes[0] * load.num_first, sum(passes) * load.num_first
-    watch = Watch(built, round(_LONGEST_S * NS_PER_S), round(_LONGEST_S * NS_PER_S), most_tokens=last)
-    _run(built, watch, load, Replacing(load))
-    begin = int(np.searchsorted(watch.tokens, first))
-    assert begin + 1 < len(watch.tokens), "the run ended before it was observed"
-    seconds = (watch.at_ns[-1] - watch.at_ns[begin]) / NS_PER_S
-    return (watch.tokens[-1] - watch.tokens[begin]) / seconds
+    observation = Observation(built, round(_LONGEST_S * NS_PER_S), round(_LONGEST_S * NS_PER_S), most_tokens=last)
+    _run(built, observation, load, Replacing(load))
+    begin = int(np.searchsorted(observation.tokens, first))
+    assert begin + 1 < len(observation.tokens), "the run ended before it was observed"
+    seconds = (observation.at_ns[-1] - observation.at_ns[begin]) / NS_PER_S
+    return (observation.tokens[-1] - observation.tokens[begin]) / seconds
 
 
-def _run(built: Built, watch: Watch, load: TimedRows, arrivals: Arrivals) -> None:
+def _run(built: Built, observation: Observation, load: TimedRows, arrivals: Arrivals) -> None:
     router = Router(ROUTE_POLICIES.make("least_loaded"), RouterSettings(block_size=BLOCK_SIZE, seed=0))
     for group in built.groups:
         for seat in group.seats:
@@ -185,21 +189,21 @@ def _run(built: Built, watch: Watch, load: TimedRows, arrivals: Arrivals) -> Non
             num_blocks = seat.rank.scheduler.settings.num_blocks
             router.set_routable(router.add_engine(EngineSpec(num_blocks=num_blocks)), routable=True)
     maker = RequestMaker(load.rows, RequestForm(block_size=BLOCK_SIZE, names_blocks=False))
-    results = Cluster([Watched(group, watch) for group in built.groups], router).run(maker, arrivals)
+    results = Cluster([ObservedRanks(group, observation) for group in built.groups], router).run(maker, arrivals)
     assert not results.refusals, f"requests were refused: {results.refusals}"
 
 
-def _seen(built: Built, watch: Watch, begin_ns: int, stop_ns: int) -> Seen:
+def _seen(built: Built, observation: Observation, begin_ns: int, stop_ns: int) -> Seen:
     seconds = (stop_ns - begin_ns) / NS_PER_S
-    ended_ns, gaps_ms = np.array(watch.ended_ns), np.array(watch.gaps_ns) / 1e6
-    first = int(np.searchsorted(watch.at_ns, begin_ns))
-    spent_s = (watch.at_ns[-1] - watch.at_ns[first]) / NS_PER_S  # between ends of steps, which may be long
-    assert watch.busy_ns is not None, "nothing happened after the beginning"
+    ended_ns, gaps_ms = np.array(observation.ended_ns), np.array(observation.gaps_ns) / 1e6
+    first = int(np.searchsorted(observation.at_ns, begin_ns))
+    spent_s = (observation.at_ns[-1] - observation.at_ns[first]) / NS_PER_S  # between ends of steps, which may be long
+    assert observation.busy_ns is not None, "nothing happened after the beginning"
     assert len(gaps_ms), "no request gained two tokens"
-    busy = (built.busy_ns() - watch.busy_ns) / (stop_ns - begin_ns)
+    busy = (built.busy_ns() - observation.busy_ns) / (stop_ns - begin_ns)
     per_s = np.bincount(ended_ns // NS_PER_S, minlength=int(stop_ns // NS_PER_S)) if len(ended_ns) else np.zeros(0)
     return Seen(
-        tokens_per_s=(watch.tokens[-1] - watch.tokens[first]) / spent_s,
+        tokens_per_s=(observation.tokens[-1] - observation.tokens[first]) / spent_s,
         itl_ms=float(gaps_ms.mean()),
         itl_p99_ms=float(np.percentile(gaps_ms, 99)),
         requests_per_s=float((ended_ns >= begin_ns).sum() / seconds),
