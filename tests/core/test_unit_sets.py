@@ -1,90 +1,21 @@
-"""Parts and unions of units: everything that belongs to a unit goes with it."""
+"""Parts of units: everything that belongs to a unit goes with it."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from parity.drive import greedy
+from support.random_units import random_units, unit_by_unit
 
-from moestro.core.unit_sets import join_units, select_units, token_spans
-from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, LogitEdits, Units
-
-
-def random_units(rng: np.random.Generator, num: int, *, width: int, first_slot: int = 0) -> Units:
-    num_tokens = rng.integers(1, 5, num).astype(np.int32)
-    logits = rng.choice([0, LOGITS_LAST, LOGITS_PROMPT, LOGITS_LAST | LOGITS_PROMPT], num).astype(np.uint8)
-    asked = int(num_tokens[logits & LOGITS_PROMPT != 0].sum())
-
-    def pairs(most: int) -> np.ndarray:
-        unit = np.sort(rng.integers(0, num, rng.integers(0, most)))
-        return np.stack([unit, rng.integers(0, 99, len(unit))]).astype(np.int32)
-
-    said, biased = pairs(20), pairs(6)
-    return Units(
-        slot=(first_slot + np.arange(num)).astype(np.int32),
-        serial=rng.integers(0, 1000, num),
-        service_class=rng.integers(0, 2, num).astype(np.uint8),
-        start=rng.integers(0, 50, num).astype(np.int32),
-        num_tokens=num_tokens,
-        write_start=rng.integers(0, 50, num).astype(np.int32),
-        logits=logits,
-        block_tables=rng.integers(0, 90, (num, width)).astype(np.int32),
-        sampling=greedy(num, seed=rng.integers(0, 99, num)),
-        token_ids=rng.integers(0, 99, int(num_tokens.sum())).astype(np.int32),
-        next_token_ids=rng.integers(0, 99, asked).astype(np.int32) if asked else None,
-        edits=LogitEdits(said, rng.random(said.shape[1]) < 0.5, biased, rng.random(biased.shape[1]), pairs(4)),
-    )
-
-
-def unit_by_unit(units: Units) -> list[dict]:
-    """Everything that each unit has, spelt out."""
-    told, following, found = 0, 0, []
-    for i in range(len(units)):
-        count = int(units.num_tokens[i])
-        asks = count if units.logits[i] & LOGITS_PROMPT else 0
-        edits, own = units.edits, {}
-        if edits is not None:
-            own = {
-                "said": [
-                    (t, bool(g)) for (u, t), g in zip(edits.said.T.tolist(), edits.generated, strict=True) if u == i
-                ],
-                "biased": [
-                    (t, float(b)) for (u, t), b in zip(edits.biased.T.tolist(), edits.bias, strict=True) if u == i
-                ],
-                "banned": [t for u, t in edits.banned.T.tolist() if u == i],
-            }
-        found.append(
-            {
-                "slot": int(units.slot[i]),
-                "columns": [
-                    getattr(units, name)[i].item() for name in ("serial", "service_class", "start", "write_start")
-                ],
-                "logits": int(units.logits[i]),
-                "tokens": units.token_ids[told : told + count].tolist(),
-                "next": [] if not asks else units.next_token_ids[following : following + asks].tolist(),
-                "table": [block for block in units.block_tables[i].tolist() if block],
-                "sampling": units.sampling[i].item(),
-                "edits": {name: values for name, values in own.items() if values},
-            }
-        )
-        told, following = told + count, following + asks
-    return found
+from moestro.core.unit_sets import select_units, token_spans
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_parts_and_unions_carry_everything_that_a_unit_has(seed):
+def test_parts_carry_everything_that_a_unit_has(seed):
     rng = np.random.default_rng(seed)
-    first, second = random_units(rng, 5, width=3), random_units(rng, 3, width=4, first_slot=10)
-    joined = join_units([first, second])
-    assert unit_by_unit(joined) == unit_by_unit(first) + unit_by_unit(second)
+    units = random_units(rng, 8, width=3)
     index = rng.permutation(8)[: rng.integers(1, 9)]
-    wanted = [unit_by_unit(joined)[i] for i in index]
-    assert unit_by_unit(select_units(joined, index)) == wanted
-
-
-def test_a_union_of_one_is_the_very_same_object():
-    units = random_units(np.random.default_rng(0), 2, width=2)
-    assert join_units([units]) is units
+    wanted = [unit_by_unit(units)[i] for i in index]
+    assert unit_by_unit(select_units(units, index)) == wanted
 
 
 def test_spans_lie_end_to_end():

@@ -11,6 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moestro.core.clock import FOREVER_NS
 from moestro.core.hashing import HASH_BYTES, split_hashes
 from moestro.core.request import FinishReason, Request, SamplingParams
 from moestro.core.script import Script
@@ -104,7 +105,7 @@ class World:
         """Steps that begin before `end_ns`, and what has become of earlier ones by then."""
         while True:
             ready_ns = self.executor.ready_at_ns()
-            if ready_ns is not None:
+            if ready_ns != FOREVER_NS:
                 if end_ns is not None and ready_ns > end_ns:
                     self.now_ns = end_ns
                     return
