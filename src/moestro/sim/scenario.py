@@ -175,7 +175,7 @@ def run_with_figures(
     scenario: Scenario, policy: PolicySettings, on_arrival: OnArrival = None
 ) -> tuple[Results, GroupFigures | None]:
     """Run the scenario as `run` does, and also return the figures of its groups of workers, if the mode has them."""
-    policy.check_engines(scenario.engines, scenario.group and scenario.group.group)
+    policy.check_engines(scenario.engines, None if scenario.group is None else scenario.group.group)
     bounds = replace(
         scenario.bounds,
         num_blocks=num_kv_blocks(scenario.engines, scenario.group, policy),
