@@ -14,6 +14,9 @@ PARALLEL = -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 FAST := core cost config engine flow laws routing wire workload test_architecture.py
 FAST_SKIP := laws/test_schedule_never_changes_the_network.py
 
+# Tests start a hundred processes; without bytecode each would compile all sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install serve test test-fast lint clean
 
 install: $(INSTALLED)

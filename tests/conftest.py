@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from support.running import FAKE, REAL, Running
@@ -15,6 +18,15 @@ import moestro
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # pytest-xdist sets a width of 80, which a console that is made then keeps.
 os.environ.pop("COLUMNS", None)
+
+# What the imports of all tests create stays: the collector would look through a million objects again and again.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
 
 # The embedded demo model; the variable names another while that one is being trained.
 DEMO = os.environ.get("MOESTRO_TEST_DEMO")
@@ -31,6 +43,11 @@ def tokenizer(demo_dir: Path):
     from moestro.text.tokenizer import Tokenizer  # noqa: PLC0415 it loads transformers, which takes seconds
 
     return Tokenizer(demo_dir)
+
+
+@pytest.fixture(scope="session")
+def openai() -> ModuleType:
+    return import_module("openai")  # only where a test needs it: it takes half a second
 
 
 @pytest.fixture(scope="session")

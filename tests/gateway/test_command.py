@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 
-import openai
 import pytest
 from support.running import (
     MOESTRO,
@@ -50,7 +49,7 @@ def test_the_banner_tells_what_is_behind_it_and_where_it_is(routed, fake):
         assert words in routed.text
 
 
-def test_the_openai_client_does_not_notice(server, tmp_path):
+def test_the_openai_client_does_not_notice(server, openai, tmp_path):
     running = Running(route_to(server), tmp_path)
     try:
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import openai
 import pytest
 from support.running import call, complete, is_idle, open_stream, wait_until
 
@@ -14,7 +14,7 @@ MODEL = "moestro-demo"
 
 
 @pytest.fixture(scope="module")
-def client(server) -> Iterator[openai.OpenAI]:
+def client(server, openai) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -202,7 +202,7 @@ def test_min_tokens_holds_back_the_end(client):
     assert early.usage.completion_tokens <= 3 < 10 < late.usage.completion_tokens
 
 
-def test_errors_become_the_clients_exceptions(client):
+def test_errors_become_the_clients_exceptions(client, openai):
     with pytest.raises(openai.NotFoundError, match="does not exist") as missing:
         client.completions.create(model="x", prompt="x")
     assert missing.value.code == "model_not_found"

@@ -82,6 +82,9 @@ def total(server: Running, name: str) -> float:
     return sum(value for key, value in metrics(server).items() if key.startswith(f"moestro:{name}{{"))
 
 
+BEGUN = "time_to_first_token_seconds_count"
+
+
 def tokens_come(server: Running, num_tokens: int = 20) -> None:
     """Wait until `num_tokens` have been generated from now on."""
     before = total(server, "generation_tokens_total")
@@ -206,7 +209,9 @@ def disturbed(server: Running, *bodies: tuple[str, dict[str, Any]]) -> tuple[lis
     """
     bodies = bodies * 2
     expected = Asked(server, [*bodies]).answers()
+    num_begun = total(server, BEGUN) + len(bodies)
     asked = Asked(server, [*bodies])
+    wait_until(lambda: total(server, BEGUN) >= num_begun, 20)
     tokens_come(server)
     kill_an_engine(server)
     found = asked.answers()

@@ -56,7 +56,7 @@ def hang(what: str) -> None:
 
 if __name__ == "__main__":
     _, what, *arguments = sys.argv
-    moestro.web.lifecycle.EXIT_S, moestro.web.lifecycle._ALARM_S = 2.0, 0.5
+    moestro.web.lifecycle.EXIT_S, moestro.web.lifecycle._ALARM_S = 1.0, 0.5
     moestro.server.restarts.FIRST_DELAY_S = 0.02
     for server in (moestro.server.server._ServeProcess, moestro.gateway.server._RouteServer):
 

@@ -141,8 +141,8 @@ class FlowExecutor:
     def ready_at_ns(self) -> int | None:
         """Implement `Executor.ready_at_ns`."""
         ready_ns = self._device.ready_at_ns()
-        if ready_ns is None and self._core.num_launched:
-            return None
+        if ready_ns is None and (self._core.num_launched or (self._core.has_room and self._core.wake_ns is None)):
+            return None  # only the hardware knows, or the device works when it is polled
         times = [at for at in (ready_ns, self._core.wake_ns) if at is not None]
         return min(times, default=FOREVER_NS)
 

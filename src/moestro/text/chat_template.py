@@ -15,7 +15,7 @@ from threading import Lock
 import msgspec
 
 from moestro.errors import DrainingError, RequestError, shown
-from moestro.text.template_worker import (
+from moestro.text.render_job import (
     TIME_LIMIT_S,
     LimitExceeded,
     RenderAnswer,

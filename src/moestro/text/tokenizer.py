@@ -8,13 +8,15 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
-from transformers import PreTrainedTokenizerFast
 
 from moestro.core.checkpoint_files import refuse_links_out
 from moestro.errors import ConfigError, RequestError, shown
 from moestro.text.chat_template import Renderers
-from moestro.text.template_worker import RenderJob
+from moestro.text.render_job import RenderJob
 from moestro.text.token_text import TokenTexts
+from moestro.text.transformers_part import import_part
+
+PreTrainedTokenizerFast = import_part("transformers.tokenization_utils_tokenizers").PreTrainedTokenizerFast
 
 _UNFINISHED = "\ufffd"  # a decoder's replacement for bytes that are no character (yet)
 CONTEXT_TOKENS = 24  # most tokens of the prompt that affect the text of the first generated token

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from moestro.core.clock import FOREVER_NS
 from moestro.core.load_figures import IDLE, LoadFigures
 from moestro.core.request import Output, Request
 from moestro.errors import RequestError
@@ -32,7 +33,7 @@ class Steppable(Protocol):
         ...
 
     def ready_at_ns(self) -> int | None:
-        """Time of the next result; None if nothing is in progress, or if only the hardware knows."""
+        """Time of the next result; None if only the hardware knows, FOREVER_NS if only a message brings one."""
         ...
 
     @property
@@ -92,9 +93,11 @@ def run_rank(
         wait_s = _wait_s(rank, now_ns, has_news=has_news)
 
 
-def _wait_s(rank: Steppable, now_ns: Callable[[], int], *, has_news: bool) -> float:
-    """Time to wait for messages before the next step."""
+def _wait_s(rank: Steppable, now_ns: Callable[[], int], *, has_news: bool) -> float | None:
+    """Time to wait for messages before the next step. None means until a message comes."""
     ready_ns = rank.ready_at_ns()
+    if ready_ns == FOREVER_NS:
+        return 0 if has_news else None
     if ready_ns is not None:
         return max(ready_ns - now_ns(), 0) / 1e9
     # Nothing done and nothing received: an immediate retry would keep the channel's thread from the interpreter.
