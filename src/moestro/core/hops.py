@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,7 +29,17 @@ HOP_RECORD = np.dtype(
 )
 HopRecords = NDArray[np.void]
 
+_RAW = np.dtype((np.void, HOP_RECORD.itemsize))
+
 DISPATCH, REPLY = 0, 1
+
+
+def join_records(parts: Sequence[HopRecords]) -> HopRecords:
+    """Concatenate records, several times as fast as NumPy does where it compares all field names."""
+    if len(parts) == 1:
+        return parts[0]
+    joined: HopRecords = np.concatenate([part.view(_RAW) for part in parts]).view(HOP_RECORD)
+    return joined
 
 
 class Hop(msgspec.Struct, frozen=True, gc=False, kw_only=True):

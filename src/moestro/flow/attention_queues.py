@@ -83,7 +83,17 @@ class AttentionQueues:
             if len(own):
                 queue = self._units[service_class]
                 queue[layer] = np.concatenate([queue[layer], own]) if len(queue[layer]) else own
-                self._recount(service_class, layer)
+                self._count_in(service_class, layer, own, now_ns)
+
+    def _count_in(self, service_class: int, layer: int, ids: Int64s, now_ns: int) -> None:
+        """Count units that came now, at the end of their queue."""
+        sizes, columns, at = self._pool.num_tokens[ids], self._columns, (service_class, layer, ATTENTION)
+        num_tokens = int(sizes.sum())
+        if num_tokens > len(ids):
+            columns.num_prefill_tokens[service_class, layer] += sizes.sum(where=sizes > 1)
+        self._num_without_place[service_class, layer] += self._pool.num_lacking_places(ids).sum()
+        oldest_ns = min(int(columns.oldest_ns[at]), now_ns)
+        columns.set_queue(at, int(columns.n[at]) + num_tokens, oldest_ns)
 
     def take(self, run: Run) -> Int64s:
         """Take units for which there are rows, and places where the layer wants them: the first classes first.

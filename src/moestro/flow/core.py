@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.hops import DISPATCH, HopMessage
+from moestro.core.hops import DISPATCH, REPLY, HopMessage, join_records
 from moestro.core.load_figures import PassCounts
 from moestro.core.stages import (
     Attention,
@@ -93,6 +93,7 @@ class FlowCore:
         self._desk = GuestDesk(peers, self._guests, self._queues) if peers else None
         self._door = Door(self._pool)
         self._items = ItemMaker(shape, self._pool, self._guests, self._queues, is_alone=peers is None)
+        self._inbox: list[tuple[HopMessage, int]] = []  # messages and when they arrived
         self._launched: deque[LaunchedItem] = deque()
         self._num_withdrawn = 0  # launched items of which it is not known how far they came
         self._wait_until_ns: int | None = None  # the policy's last `Wait.until_ns`
@@ -157,7 +158,7 @@ class FlowCore:
         # What a withdrawn item did not do must be known first: the next one might complete a unit that lacks it.
         if self._num_withdrawn or len(self._launched) >= self._launch_ahead:
             return False
-        return bool(self._queues.num_waiting or len(self._door))
+        return bool(self._queues.num_waiting or self._inbox or len(self._door))
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -169,16 +170,20 @@ class FlowCore:
             case Done(result):
                 self._take(now_ns, result, commands)
             case Tick():
+                self._open_inbox(now_ns, commands)
                 self._choose(now_ns, commands)
             case Arrived(message):
                 self._receive(now_ns, message, commands)
+                return commands  # what runs, and what waits behind it, is as before
             case PlanSubmitted(plan):
                 self._submit(plan, now_ns, commands)
             case TableChanged(table):
                 assert self._dispatcher is not None, "a device that is alone has no table"
+                self._open_inbox(now_ns, commands)
                 self._send_again(self._dispatcher.change_table(table), now_ns, commands)
             case PeerLost(worker):
                 assert self._dispatcher is not None, "a device that is alone has no peers"
+                self._open_inbox(now_ns, commands)
                 self._send_again(self._dispatcher.lose(worker), now_ns, commands)
         # A device that works when it is polled hands out a result with the time at which it began the last piece. So
         # the time after a result belongs to that result's item, until the next event says what runs.
@@ -220,13 +225,12 @@ class FlowCore:
         self._door.arrive(plan)
         self._admit(now_ns)
         # The plan may be more urgent than the rest of what runs: then the policy chooses again.
-        self._yield_to(plan.units.service_class, commands)
-
-    def _yield_to(self, classes: NDArray[np.uint8], commands: list[Command]) -> None:
-        """Take back what the device has not begun, if `classes` hold a higher class than what it runs."""
-        is_urgent = self._passed_over.may_happen and LS in classes
-        if is_urgent and any(self._items.has_best_effort(launched) for launched in self._launched):
+        if LS in plan.units.service_class and self._runs_best_effort():
             self._withdraw(commands)
+
+    def _runs_best_effort(self) -> bool:
+        may_be = self._passed_over.may_happen
+        return may_be and any(self._items.has_best_effort(launched) for launched in self._launched)
 
     def _withdraw(self, commands: list[Command]) -> None:
         self._ask_again_ns = None
@@ -242,32 +246,71 @@ class FlowCore:
     # --- messages ---------------------------------------------------------------------------------------------------
 
     def _receive(self, now_ns: int, message: HopMessage, commands: list[Command]) -> None:
-        assert self._desk is not None, "a device that is alone gets no messages"
-        if message.hop.kind == DISPATCH:
-            given_up = self._desk.take(message)
-            if len(given_up):
-                self._passed_over.forget(Tokens(guests=given_up))
-            self._let_in(now_ns, commands)
-        else:
-            self._take_reply(now_ns, message, commands)
+        """Keep a message until the policy is asked, because several are taken in at the cost of one.
 
-    def _let_in(self, now_ns: int, commands: list[Command]) -> None:
-        assert self._desk is not None, "a device that is alone has no guests"
-        while self._desk.can_let_in():
-            message, store = self._desk.let_in(self._door.next_entry(), now_ns)
-            commands.append(store)
-            self._yield_to(message.records["service_class"], commands)
+        A message that may be more urgent than what runs is taken in at once.
+        """
+        self._inbox.append((message, now_ns))
+        if message.hop.kind == DISPATCH and LS in message.records["service_class"] and self._runs_best_effort():
+            self._open_inbox(now_ns, commands)
+            self._withdraw(commands)
 
-    def _take_reply(self, now_ns: int, message: HopMessage, commands: list[Command]) -> None:
+    def _open_inbox(self, now_ns: int, commands: list[Command]) -> None:
+        if self._inbox:
+            inbox, self._inbox = self._inbox, []
+            self._take_replies(now_ns, [each for each, _ in inbox if each.hop.kind == REPLY], commands)
+            self._take_dispatches([each for each in inbox if each[0].hop.kind == DISPATCH], commands)
+
+    def _take_dispatches(self, arrived: list[tuple[HopMessage, int]], commands: list[Command]) -> None:
+        if arrived:
+            assert self._desk is not None, "a device that is alone has no guests"
+            for message, at_ns in arrived:
+                given_up = self._desk.take(message, at_ns)
+                if len(given_up):
+                    self._passed_over.forget(Tokens(guests=given_up))
+            commands += self._desk.let_in(self._door.take_entries)
+
+    def _take_replies(self, now_ns: int, replies: list[HopMessage], commands: list[Command]) -> None:
+        kept = []
+        for message in replies:
+            assert self._dispatcher is not None, "a device that is alone gets no replies"
+            counts, sends = self._dispatcher.accept(message.hop)
+            commands += sends
+            kept += [message] if counts and len(message.records) else []
+        if kept:
+            self._contribute(now_ns, kept, commands)
+
+    def _contribute(self, now_ns: int, replies: list[HopMessage], commands: list[Command]) -> None:
+        """Take in the contributions of replies."""
         assert self._dispatcher is not None, "a device that is alone gets no replies"
-        owed, sends = self._dispatcher.accept(message.hop, message.records)
-        commands += sends
-        if len(owed):
-            records = message.records[owed]
-            places, choices = records["place"], records["choice"].astype(np.int32)
-            commands.append(Store(message.tensor, records["row"].astype(np.int64), places, choices))
-            self._pool.passed_elsewhere(places, records["waited_us"])
-            self._arrive(message.hop.layer, places, choices, now_ns)
+        sizes = [len(message.records) for message in replies]
+        records = join_records([message.records for message in replies])
+        workers = np.array([message.hop.src for message in replies], np.int16).repeat(sizes)
+        owed = self._dispatcher.owed(records, workers)
+        if not len(owed):
+            return
+        records = records if len(owed) == len(records) else records[owed]
+        places, choices = records["place"], records["choice"].astype(np.int32)
+        ends = owed.searchsorted(np.cumsum(sizes)).tolist()
+        for message, begin, end in zip(replies, [0, *ends], ends, strict=False):
+            if end > begin:
+                part = slice(begin, end)
+                rows = records["row"][part].astype(np.int64)
+                commands.append(Store(message.tensor, rows, places[part], choices[part]))
+        self._pool.passed_elsewhere(places, records["waited_us"])
+        complete = self._pool.arrive(places, choices)
+        if len(complete):
+            self._join_next_layer(now_ns, complete)
+
+    def _join_next_layer(self, now_ns: int, ids: Int64s) -> None:
+        """Units that lack no contribution wait for the next attention."""
+        layers = self._pool.layer_of(ids)
+        first = int(layers[0])
+        if (layers == first).all():
+            self._queues.attention.add(first + 1, ids, now_ns)
+            return
+        for layer in np.unique(layers).tolist():
+            self._queues.attention.add(layer + 1, ids[layers == layer], now_ns)
 
     def _send_again(self, owed: list[Owed], now_ns: int, commands: list[Command]) -> None:
         assert self._dispatcher is not None, "only a home with peers sends"
@@ -338,7 +381,7 @@ class FlowCore:
         if num_own < len(item.places):
             assert self._desk is not None, "a device that is alone has no guests"
             commands += self._desk.reply(item, np.flatnonzero(~is_own[:done]))
-            self._let_in(now_ns, commands)
+            commands += self._desk.let_in(self._door.take_entries)
         if num_own:
             own = np.flatnonzero(is_own[:done])
             self._arrive(item.layer, item.places[own], item.choices[own], now_ns)

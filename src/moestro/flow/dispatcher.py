@@ -25,6 +25,8 @@ from moestro.flow.token_pool import TokenPool
 Int16s = NDArray[np.int16]
 Int64s = NDArray[np.int64]
 
+_NONE = np.empty(0, np.int32)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSettings:
@@ -58,11 +60,17 @@ class Owed(NamedTuple):
 
 
 class _Parcel(NamedTuple):
-    """Tokens that wait for credits. `places`, `generations`: [n]."""
+    """Tokens for one worker.
+
+    Attributes:
+        layer: layer of the experts.
+        records: HOP_RECORD[n], ordered by row; rows are numbered from 0.
+        places: int32[rows], the token of each row.
+    """
 
     layer: int
+    records: HopRecords
     places: Int32s
-    generations: NDArray[np.uint32]
 
 
 class Dispatcher:
@@ -111,7 +119,7 @@ class Dispatcher:
         self._use(table)
         waiting = []
         for worker, outbox in enumerate(self._outbox):
-            waiting += [Owed(worker, parcel.layer, self._still_valid(parcel)) for parcel in outbox]
+            waiting += [Owed(worker, parcel.layer, self._still_valid(parcel).places) for parcel in outbox]
             outbox.clear()
         return waiting
 
@@ -158,47 +166,63 @@ class Dispatcher:
 
     def _hand_over(self, layer: int, places: Int32s, owner: Int16s) -> tuple[Pairs, list[Send]]:
         """Hand the pairs with an owner over to it."""
-        token, choice = np.nonzero(owner == self._worker)
+        num_chosen = owner.shape[1]
+        order = owner.reshape(-1).argsort(kind="stable")  # by worker, then by token, then by choice
+        num_owned = np.bincount(owner.reshape(-1) + 1, minlength=len(self._credits) + 1)
+        ends = num_owned.cumsum().tolist()
+        order = order[ends[0] :]  # the first are pairs without an owner
+        token, choice = np.divmod(order, num_chosen) if num_chosen > 1 else (order, np.zeros_like(order))
         at = places[token]
-        slots = self._slot_on[self._worker, layer, self._pool.topk_ids[at, choice]]
-        sends: list[Send] = []
-        num_owned = np.bincount(owner.reshape(-1) + 1)[1:]  # the first number counts pairs without an owner
-        num_owned[self._worker : self._worker + 1] = 0
-        for worker in true_rows(num_owned > 0):
-            some = places[(owner == worker).any(axis=1)]
-            self._outbox[worker].append(_Parcel(layer, some, self._pool.generation[some]))
-            sends += self._flush(worker)
-        return Pairs(at, choice.astype(np.int32), slots.astype(np.int32)), sends
+        logical = self._pool.topk_ids[at, choice]
+        slots = self._slot_on[owner[token, choice], layer, logical]
+        own, sends = Pairs(_NONE, _NONE, _NONE), list[Send]()
+        records = self._records(at, choice, slots)
+        for worker in true_rows(num_owned[1:] > 0):
+            part = slice(ends[worker] - ends[0], ends[worker + 1] - ends[0])
+            if worker == self._worker:
+                own = Pairs(at[part], choice[part].astype(np.int32), slots[part].astype(np.int32))
+            else:
+                self._outbox[worker].append(_numbered(layer, records[part], at[part]))
+                sends += self._flush(worker)
+        return own, sends
+
+    def _records(self, at: Int32s, choice: Int64s, slots: Int16s) -> HopRecords:
+        records = np.empty(len(at), HOP_RECORD)
+        records["place"], records["choice"], records["slot"] = at, choice, slots
+        records["generation"] = self._pool.generation[at]
+        records["service_class"] = self._pool.classes_at(at)
+        records["waited_us"] = 0
+        if self._pool.num_passed:
+            records["waited_us"] = np.minimum(self._pool.passed_ns_at(at) // 1000, np.iinfo(np.uint32).max)
+        return records
 
     def _flush(self, worker: int) -> Iterator[Send]:
         """Send what the credits allow, in order."""
         outbox = self._outbox[worker]
         while outbox and self._credits[worker]:
             parcel = outbox.popleft()
-            places = self._still_valid(parcel)
-            now, later = places[: self._credits[worker]], places[self._credits[worker] :]
-            if len(later):
-                outbox.appendleft(_Parcel(parcel.layer, later, self._pool.generation[later]))
-            if len(now):
-                yield self._send(worker, parcel.layer, now)
+            if outbox or len(parcel.places) > self._credits[worker]:
+                parcel = self._still_valid(parcel)
+            num_rows = min(len(parcel.places), int(self._credits[worker]))
+            if num_rows < len(parcel.places):
+                cut = int(parcel.records["row"].searchsorted(num_rows))
+                outbox.appendleft(_numbered(parcel.layer, parcel.records[cut:], parcel.records["place"][cut:]))
+                parcel = _Parcel(parcel.layer, parcel.records[:cut], parcel.places[:num_rows])
+            if num_rows:
+                yield self._send(worker, parcel)
 
-    def _still_valid(self, parcel: _Parcel) -> Int32s:
-        """Places of tokens that were not given up since."""
-        valid: Int32s = parcel.places[self._pool.generation[parcel.places] == parcel.generations]
-        return valid
+    def _still_valid(self, parcel: _Parcel) -> _Parcel:
+        """Leave out tokens that were given up since."""
+        records = parcel.records
+        is_valid = self._pool.generation[records["place"]] == records["generation"]
+        if is_valid.all():
+            return parcel
+        return _numbered(parcel.layer, records[is_valid], records["place"][is_valid])
 
-    def _send(self, worker: int, layer: int, places: Int32s) -> Send:
-        row, choice = np.nonzero(self._pool.owner[places] == worker)
-        at = places[row]
-        records = np.zeros(len(row), HOP_RECORD)
-        records["row"], records["place"], records["choice"] = row, at, choice
-        records["generation"] = self._pool.generation[at]
-        records["service_class"] = self._pool.classes_at(at)
-        records["slot"] = self._slot_on[worker, layer, self._pool.topk_ids[at, choice]]
-        if self._pool.num_passed:
-            records["waited_us"] = np.minimum(self._pool.passed_ns_at(at) // 1000, np.iinfo(np.uint32).max)
+    def _send(self, worker: int, parcel: _Parcel) -> Send:
+        layer, records, places = parcel
         self._credits[worker] -= len(places)
-        self._backlog[worker] += len(row)
+        self._backlog[worker] += len(records)
         hop = Hop(
             kind=DISPATCH,
             src=self._worker,
@@ -215,25 +239,29 @@ class Dispatcher:
 
     # --- replies ----------------------------------------------------------------------------------------------------
 
-    def accept(self, hop: Hop, records: HopRecords) -> tuple[Int64s, list[Send]]:
-        """Take in a reply.
+    def accept(self, hop: Hop) -> tuple[bool, list[Send]]:
+        """Take in the header of a reply.
 
         Returns:
-            Indices of the records that are owed, int64[n], and what the credits that came back allow to send.
+            Whether its records count, and what the credits that came back allow to send.
         """
         worker = hop.src
         if hop.epoch != self._epoch[worker] or hop.seq < self._expected_seq[worker]:
             self.num_dropped += 1
-            return np.empty(0, np.int64), []
+            return False, []
         self._expected_seq[worker] = hop.seq + 1
         self._credits[worker] += hop.credits
         self._backlog[worker] = sum(hop.depths)
-        places, choices = records["place"], records["choice"]
+        return True, list(self._flush(worker)) if self._outbox[worker] else []
+
+    def owed(self, records: HopRecords, workers: Int16s) -> Int64s:
+        """Indices of the records of replies that are owed, int64[n]. `workers`: int16[records], who sent them."""
+        places = records["place"]
         is_owed = self._pool.generation[places] == records["generation"]
-        is_owed &= self._pool.owner[places, choices] == worker
-        owed = np.flatnonzero(is_owed)
+        is_owed &= self._pool.owner[places, records["choice"]] == workers
+        owed: Int64s = is_owed.nonzero()[0]
         self.num_dropped += len(records) - len(owed)
-        return owed, list(self._flush(worker))
+        return owed
 
     def lose(self, worker: int) -> list[Owed]:
         """Give up what is under way to and from a worker, and begin a new epoch with it.
@@ -249,3 +277,15 @@ class Dispatcher:
         places = np.flatnonzero((self._pool.owner == worker).any(axis=1)).astype(np.int32)
         layers = self._pool.layer_at[places]
         return [Owed(worker, layer, places[layers == layer]) for layer in np.unique(layers).tolist()]
+
+
+def _numbered(layer: int, records: HopRecords, at: Int32s) -> _Parcel:
+    """Make a parcel of records that are ordered by token. `at`: int32[n], place of each."""
+    if len(at) < 2:
+        records["row"] = 0
+        return _Parcel(layer, records, at)
+    is_new = np.empty(len(at), np.bool_)
+    is_new[0] = True
+    np.not_equal(at[1:], at[:-1], out=is_new[1:])
+    records["row"] = is_new.cumsum() - 1
+    return _Parcel(layer, records, at[is_new])

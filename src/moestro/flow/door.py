@@ -48,10 +48,10 @@ class Door:
         """Whether a plan that was submitted while others were inside is not done."""
         return self._pool.has_entry(self._passing_entry) or any(each.passes for each in self._waiting)
 
-    def next_entry(self) -> int:
-        """Number what enters the device now: a plan, or guests."""
-        self._num_entries += 1
-        return self._num_entries
+    def take_entries(self, count: int = 1) -> int:
+        """Number what enters the device now, plans or guests. Returns the first number."""
+        self._num_entries += count
+        return self._num_entries - count
 
     def arrive(self, plan: Plan) -> None:
         """Let a plan wait."""
@@ -70,7 +70,7 @@ class Door:
                 break
             self._waiting.remove(each)
             self.num_tokens -= each.plan.num_tokens
-            number = self.next_entry()
+            number = self.take_entries()
             if each.passes:
                 self._passing_entry = number
             admitted.append(self._pool.enter(number, each.plan.units))

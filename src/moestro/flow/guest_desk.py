@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from moestro.core.hops import REPLY, Hop, HopMessage
 from moestro.core.stages import Experts
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.events import Send, Store
-from moestro.flow.guests import Guests, Pairs
+from moestro.flow.guests import Arrival, Guests, Pairs
 from moestro.flow.micro_queues import MicroQueues
 
 Int64s = NDArray[np.int64]
@@ -29,12 +30,12 @@ class GuestDesk:
     def __init__(self, peers: PeerSettings, guests: Guests, queues: MicroQueues) -> None:
         self._peers, self._guests, self._queues = peers, guests, queues
         # Dispatches wait here only until guests of an older epoch, which the device still computes, have left.
-        self._lobby: deque[HopMessage] = deque()
+        self._lobby: deque[tuple[HopMessage, int]] = deque()
         self._dispatch_seq = [0] * peers.num_workers
         self._reply_seq = [0] * peers.num_workers
         self.num_dropped = 0
 
-    def take(self, message: HopMessage) -> NDArray[np.int32]:
+    def take(self, message: HopMessage, at_ns: int) -> NDArray[np.int32]:
         """Take in a dispatch. `let_in` then gives it places.
 
         Returns:
@@ -49,21 +50,44 @@ class GuestDesk:
             self._reply_seq[hop.src] = 0
             given_up = self._guests.begin_epoch(hop.src, hop.epoch)
             self._guests.drop(self._queues.experts.drop(given_up))
-            self._lobby = deque(each for each in self._lobby if each.hop.src != hop.src)
+            self._lobby = deque(each for each in self._lobby if each[0].hop.src != hop.src)
         self._dispatch_seq[hop.src] = hop.seq + 1
-        self._lobby.append(message)
+        self._lobby.append((message, at_ns))
         return given_up
 
-    def can_let_in(self) -> bool:
-        """Whether the first dispatch in the lobby finds places."""
-        return bool(self._lobby) and self._lobby[0].hop.num_rows <= self._guests.num_free
+    def let_in(self, take_entries: Callable[[int], int]) -> list[Store]:
+        """Give places to the guests of dispatches in the lobby, in order, while there are places.
 
-    def let_in(self, entry: int, now_ns: int) -> tuple[HopMessage, Store]:
-        """Give places to the guests of the first dispatch in the lobby. `entry`: number of this entry."""
-        message = self._lobby.popleft()
-        places, pairs = self._guests.admit(entry, message.hop, message.records, now_ns)
-        self._queues.experts.add(self._guests, message.hop.layer, pairs)
-        return message, Store(message.tensor, np.arange(len(places)), places, None)
+        Args:
+            take_entries: numbers some entries, and returns the first number.
+        """
+        num_free, arrived, tensors = self._guests.num_free, list[Arrival](), []
+        while self._lobby and self._lobby[0][0].hop.num_rows <= num_free:
+            message, at_ns = self._lobby.popleft()
+            num_free -= message.hop.num_rows
+            arrived.append(Arrival(message.hop, message.records, at_ns))
+            tensors.append(message.tensor)
+        if not arrived:
+            return []
+        places, pairs = self._guests.admit(take_entries(len(arrived)), arrived)
+        self._queue(arrived, pairs)
+        stores, begin = [], 0
+        for each, tensor in zip(arrived, tensors, strict=True):
+            own = places[begin : begin + each.hop.num_rows]
+            stores.append(Store(tensor, np.arange(len(own)), own, None))
+            begin += len(own)
+        return stores
+
+    def _queue(self, arrived: list[Arrival], pairs: Pairs) -> None:
+        """Put pairs into the queues of their layers, those of one layer together."""
+        layers = [each.hop.layer for each in arrived]
+        if layers.count(layers[0]) == len(layers):
+            self._queues.experts.add(self._guests, layers[0], pairs)
+            return
+        layer_of = np.array(layers).repeat([len(each.records) for each in arrived])
+        for layer in sorted(set(layers)):
+            index = (layer_of == layer).nonzero()[0]
+            self._queues.experts.add(self._guests, layer, Pairs(*(each[index] for each in pairs)))
 
     def reply(self, item: Experts, index: Int64s) -> list[Send]:
         """Send the contributions to guests at `index` of the item's pairs to their homes."""

@@ -5,13 +5,14 @@ An expert worker keeps nothing else: what it loses, the home sends again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.columns import true_rows
-from moestro.core.hops import HOP_RECORD, Hop, HopRecords
+from moestro.core.hops import HOP_RECORD, Hop, HopRecords, join_records
 from moestro.core.work import Int32s
 from moestro.errors import InvariantError
 
@@ -28,6 +29,14 @@ class Pairs(NamedTuple):
     places: Int32s
     choices: Int32s
     slots: Int32s
+
+
+class Arrival(NamedTuple):
+    """A dispatch, and the time at which it arrived."""
+
+    hop: Hop
+    records: HopRecords
+    at_ns: int
 
 
 class GuestReply(NamedTuple):
@@ -79,42 +88,52 @@ class Guests:
         self._epoch_of: Int64s = np.zeros(num_workers, np.int64)
         self._credits: Int64s = np.zeros(num_workers, np.int64)
 
-    def admit(self, entry: int, hop: Hop, records: HopRecords, now_ns: int) -> tuple[Int32s, Pairs]:
-        """Take in the tokens of a dispatch.
+    def admit(self, entry: int, arrived: Sequence[Arrival]) -> tuple[Int32s, Pairs]:
+        """Take in the tokens of dispatches.
 
         Args:
-            entry: number of this entry, larger than all before.
-            records: HOP_RECORD[n], ordered by row.
+            entry: number of the first of these entries, larger than all before.
+            arrived: dispatches, each of whose records are ordered by row.
 
         Returns:
-            int32[rows], the place of each row of the message's tensor, and the pairs in the order of `records`.
+            int32[rows], the place of each row of the dispatches' tensors end to end, and the pairs in the order of the
+            records end to end.
 
         Raises:
-            InvariantError: the guests are more than the places, or the records do not match the header.
+            InvariantError: the guests are more than the places, or records do not match their header.
         """
-        free = self._is_free.nonzero()[0][: hop.num_rows]
-        if len(free) < hop.num_rows:
-            raise InvariantError(f"{hop.num_rows} guests come where {len(free)} places are free")
-        row = records["row"]
-        num_pairs = np.bincount(row, minlength=hop.num_rows)
-        if len(num_pairs) != hop.num_rows or (hop.num_rows and not num_pairs.min()):
-            raise InvariantError(f"a dispatch of {hop.num_rows} rows has records of {np.count_nonzero(num_pairs)} rows")
-        first = records if len(records) == hop.num_rows else records[num_pairs.cumsum() - num_pairs]
+        records = join_records([each.records for each in arrived])
+        sizes = np.array([each.hop.num_rows for each in arrived])
+        num_rows, row = int(sizes.sum()), records["row"]
+        if len(arrived) > 1:
+            row = row + (sizes.cumsum() - sizes).repeat([len(each.records) for each in arrived])
+        free = self._is_free.nonzero()[0][:num_rows]
+        if len(free) < num_rows:
+            raise InvariantError(f"{num_rows} guests come where {len(free)} places are free")
+        num_pairs = np.bincount(row, minlength=num_rows)
+        if len(num_pairs) != num_rows or not num_pairs.min(initial=1):
+            raise InvariantError(f"dispatches of {num_rows} rows have records of {np.count_nonzero(num_pairs)} rows")
         self._is_free[free] = False
-        self.num_free -= len(free)
-        self._home[free], self._epoch[free], self._entry[free] = hop.src, hop.epoch, entry
-        self._home_place[free], self._generation[free] = first["place"], first["generation"]
-        self._service_class[free] = first["service_class"]
-        self._queued_ns[free] = now_ns
+        self.num_free -= num_rows
+        self._home[free] = np.array([each.hop.src for each in arrived]).repeat(sizes)
+        self._epoch[free] = np.array([each.hop.epoch for each in arrived]).repeat(sizes)
+        self._queued_ns[free] = np.array([each.at_ns for each in arrived]).repeat(sizes)
+        self._entry[free] = entry + np.arange(len(arrived)).repeat(sizes)
+        self._enter(free, records if len(records) == num_rows else records[num_pairs.cumsum() - num_pairs])
         self._num_left[free] = num_pairs
-        self.num_best_effort += int(np.count_nonzero(first["service_class"]))
-        waited_us = first["waited_us"]
-        if np.count_nonzero(waited_us):
-            self._passed_ns[free] = waited_us.astype(np.int64) * 1000
-            self.num_passed += int(np.count_nonzero(waited_us))
         places = (free + self._first).astype(np.int32)
         choices, slots = records["choice"].astype(np.int32), records["slot"].astype(np.int32)
         return places, Pairs(places[row], choices, slots)
+
+    def _enter(self, guests: Int64s, first: HopRecords) -> None:
+        """Store the first record of each guest."""
+        self._home_place[guests], self._generation[guests] = first["place"], first["generation"]
+        self._service_class[guests] = first["service_class"]
+        self.num_best_effort += int(np.count_nonzero(first["service_class"]))
+        waited_us = first["waited_us"]
+        if np.count_nonzero(waited_us):
+            self._passed_ns[guests] = waited_us.astype(np.int64) * 1000
+            self.num_passed += int(np.count_nonzero(waited_us))
 
     def begin_epoch(self, home: int, epoch: int) -> Int32s:
         """Note that the home has given up what was under way before `epoch`.
@@ -138,29 +157,36 @@ class Guests:
         """Make the replies for pairs that were computed; guests leave with the last of their pairs.
 
         Returns:
-            One answer for each home, in order of its number. What a home has given up gets none.
+            One reply for each home, in order of its number. What a home has given up gets none.
         """
         guests = pairs.places - self._first
         homes = self._home[guests]
         is_wanted = self._epoch[guests] == self._epoch_of[homes]
-        wanted = []
-        for home in true_rows(np.bincount(homes[is_wanted], minlength=1) > 0):
-            index = ((homes == home) & is_wanted).nonzero()[0]
-            own = Pairs(*(each[index] for each in pairs))
-            wanted.append((home, self._records(guests[index], own), own))
+        wanted, own = guests, pairs
+        if not is_wanted.all():
+            wanted, homes = guests[is_wanted], homes[is_wanted]
+            own = Pairs(*(each[is_wanted] for each in pairs))
+        order = homes.argsort(kind="stable")
+        own = Pairs(*(each[order] for each in own))
+        records = self._records(wanted[order], own)
+        num_of_home = np.bincount(homes, minlength=1)
+        ends = num_of_home.cumsum().tolist()
         self._count_done(guests)
-        answers = []
-        for home, records, own in wanted:
-            answers.append(GuestReply(home, int(self._epoch_of[home]), int(self._credits[home]), records, own))
+        replies = []
+        for home in true_rows(num_of_home > 0):
+            part = slice(ends[home] - int(num_of_home[home]), ends[home])
+            records["row"][part] = np.arange(num_of_home[home])
+            epoch, num_credits = int(self._epoch_of[home]), int(self._credits[home])
+            replies.append(GuestReply(home, epoch, num_credits, records[part], Pairs(*(each[part] for each in own))))
             self._credits[home] = 0
-        return answers
+        return replies
 
     def _records(self, guests: NDArray[np.integer], pairs: Pairs) -> HopRecords:
-        records = np.zeros(len(guests), HOP_RECORD)
-        records["row"] = np.arange(len(guests))
+        records = np.empty(len(guests), HOP_RECORD)
         records["place"], records["generation"] = self._home_place[guests], self._generation[guests]
         records["choice"], records["slot"] = pairs.choices, pairs.slots
         records["service_class"] = self._service_class[guests]
+        records["waited_us"] = 0
         if self.num_passed:
             records["waited_us"] = np.minimum(self._passed_ns[guests] // 1000, np.iinfo(np.uint32).max)
         return records

@@ -47,7 +47,7 @@ class MicroQueues:
     def table(self) -> QueueTable:
         """What a step policy sees; it must not keep it."""
         columns, runnable = self._columns, self._columns.waits
-        if columns.num_waiting > self._pool.num_free_places:
+        if self._pool.num_units and columns.num_waiting > self._pool.num_free_places:
             runnable = self._without_crowded_attention(runnable)
         passed_ns = self._none_passed
         if self._pool.num_passed or self._guests.num_passed:

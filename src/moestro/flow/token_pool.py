@@ -260,6 +260,10 @@ class TokenPool:
         """Implement `PlaceTable`."""
         return self.passed_ns[self.units_at(places)]
 
+    def layer_of(self, ids: Int64s) -> NDArray[np.int16]:
+        """int16[n], the layer whose experts units with places visit."""
+        return self.layer_at[self._place_of_row[ids]]
+
     # --- contributions ----------------------------------------------------------------------------------------------
 
     def expect(self, ids: Int64s, places: Int32s, layer: int, topk_ids: Int32s, owner: NDArray[np.int16] | int) -> None:
