@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from moestro.core.setting_checks import above, at_least, check_settings
+from moestro.core.setting_checks import above, at_least, check_settings, choices_of
 from moestro.cost.popularity import PopularityForm
 from moestro.engine.settings import SchedulerLimits, SchedulerPolicies
 from moestro.errors import ConfigError
@@ -136,7 +136,7 @@ class PolicySettings(PreemptionSettings, SchedulerPolicies, GroupModeSettings):
     unknown.
 
     Attributes:
-        name: title in tables; unset: the name of the routing policy.
+        name: title in tables; unset: the name of the routing policy, and the mode where it has groups of workers.
         route: routing policy.
         max_num_urgent_seqs: sequences of each engine beyond max_num_seqs, reserved for latency-sensitive requests;
             unset: none in `fused` mode and max_num_seqs in `preemptive` mode, as in `moestro serve`.
@@ -158,8 +158,8 @@ class PolicySettings(PreemptionSettings, SchedulerPolicies, GroupModeSettings):
             )
         if not self.has_group and engines.engine == "amoe":
             raise ConfigError(
-                f"[engines] engine = 'amoe' prices workers of a group, mode {' or '.join(map(repr, GROUP_MODES))},"
-                f" not {self.mode!r}"
+                f"[engines] engine = 'amoe' prices workers of a group, mode {' or '.join(GROUP_MODES)}, not"
+                f" {self.mode!r}"
             )
         if self.has_group and group is None:
             raise ConfigError(f"[[policies]] mode = {self.mode!r} needs a table [group] with num_workers")
@@ -175,7 +175,7 @@ class PolicySettings(PreemptionSettings, SchedulerPolicies, GroupModeSettings):
     @property
     def title(self) -> str:
         """Name of the combination in tables."""
-        return self.name or self.route
+        return self.name or (self.mode if self.has_group else self.route)
 
 
 class SloSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -224,6 +224,15 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
 
 
+_TABLES: dict[str, type] = {
+    "workload": WorkloadSettings,
+    "engines": SimEngineSettings,
+    "group": GroupSettings,
+    "popularity": PopularityForm,
+    "policies": PolicySettings,
+}
+
+
 def read_settings(path: Path) -> SimSettings:
     """Read the simulation that a TOML file describes.
 
@@ -255,7 +264,10 @@ def _refuse_unknown(table: Mapping[str, object], known: Set[str], place: str) ->
 
 
 def _in_words(text: str) -> str:
-    """Rewrite msgspec's message with the place as TOML writes it."""
+    """Rewrite msgspec's message with the place as TOML writes it, and what is allowed there."""
     what, _, where = text.partition(" - at `$")
     place = where.removesuffix("`").removeprefix(".").replace("[...]", "")
-    return f"{what} in [{place}]" if place else what
+    table, _, key = place.partition(".")
+    choices = choices_of(_TABLES.get(table.partition("[")[0], SimSettings), key)
+    allowed = f": give one of {', '.join(map(str, choices))}" if choices else ""
+    return f"{what} in [{place}]{allowed}" if place else what
