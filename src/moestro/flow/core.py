@@ -117,6 +117,11 @@ class FlowCore:
         return len(self._launched)
 
     @property
+    def num_dropped(self) -> int:
+        """Messages and records that were repeated, or that came for tokens that were given up."""
+        return sum(each.num_dropped for each in (self._dispatcher, self._desk) if each is not None)
+
+    @property
     def pass_counts(self) -> PassCounts:
         """Totals since the start."""
         return self._passed_over.counts

@@ -74,6 +74,11 @@ class FlowExecutor:
         return self._core.pass_counts
 
     @property
+    def num_dropped(self) -> int:
+        """Messages and records that were dropped, because they were repeated or nobody waits for them any more."""
+        return self._core.num_dropped
+
+    @property
     def has_room(self) -> bool:
         """Whether the device could take another item."""
         return self._core.has_room

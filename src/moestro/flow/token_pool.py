@@ -89,7 +89,7 @@ class TokenPool:
         self._place_is_free = np.ones(num_places, np.bool_)
         self._unit_of_row: Int32s = np.zeros(num_rows, np.int32)
         self._place_of_row: Int32s = np.full(num_rows, _NO_PLACE, np.int32)
-        self._row_of_place: Int32s = np.zeros(num_places, np.int32)
+        self._unit_of_place: Int32s = np.zeros(num_places, np.int32)
         self._left: dict[int, int] = {}  # units of each entry that are in the network
         self._waves: dict[bytes, Wave] = {}
 
@@ -215,7 +215,7 @@ class TokenPool:
             self.num_free_places -= len(taken)
             rows = wave.rows[lacks]
             self._place_of_row[rows] = taken
-            self._row_of_place[taken] = rows
+            self._unit_of_place[taken] = self._unit_of_row[rows]
             places[lacks] = taken
         self.generation[places] += 1
         return places
@@ -246,7 +246,8 @@ class TokenPool:
 
     def units_at(self, places: Int32s) -> Int32s:
         """The unit that each place is given to."""
-        return self._unit_of_row[self._row_of_place[places]]
+        units: Int32s = self._unit_of_place.take(places)
+        return units
 
     def classes_at(self, places: Int32s) -> NDArray[np.uint8]:
         """Implement `PlaceTable`."""
@@ -285,13 +286,16 @@ class TokenPool:
         Returns:
             int64[n], units that lack nothing else, ascending.
         """
-        if (self.owner[places, choices] == THERE).any():
+        pairs = places.astype(np.int64) * self._num_chosen + choices
+        owner = self.owner.reshape(-1)
+        if owner.take(pairs).min(initial=0) == THERE:
             raise InvariantError("a contribution arrives that is there already, or that no token waits for")
-        self.owner[places, choices] = THERE
+        owner[pairs] = THERE
         given = np.bincount(self.units_at(places))
         lacking = self.lacking[: len(given)]
         lacking -= given.astype(np.int32)
-        return np.flatnonzero((given > 0) & (lacking == 0))
+        complete: Int64s = ((given > 0) & (lacking == 0)).nonzero()[0]
+        return complete
 
 
 def _count_each(numbers: Int64s) -> list[tuple[int, int]]:

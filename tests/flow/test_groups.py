@@ -1,0 +1,138 @@
+"""Groups of workers: replicas, replies that nobody waits for any more, and workers that die."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from support.fake_device import make_request
+from support.fake_group import IS_SPARSE, NUM_EXPERTS, FakeGroup
+from support.fake_stages import expected_tokens, make_shape
+
+from moestro.core.expert_table import ExpertTable, spread_evenly
+from moestro.core.hops import REPLY, Hop
+from moestro.core.request import ServiceClass
+from moestro.core.stages import StageShape
+from moestro.flow.dispatcher import Dispatcher, PeerSettings
+from moestro.flow.policies.basic import in_order
+from moestro.flow.token_pool import TokenPool
+
+SHAPE = make_shape(8, num_chosen=3)
+
+
+def everything_twice(version: int = 0, dead: tuple[int, ...] = ()) -> ExpertTable:
+    """Worker 0 is a home; workers 1 and 2 have all experts."""
+    logical_of = np.full((3, len(IS_SPARSE), NUM_EXPERTS), -1, np.int32)
+    logical_of[1:] = np.arange(NUM_EXPERTS)
+    return ExpertTable(version, logical_of, NUM_EXPERTS, np.array([worker not in dead for worker in range(3)]))
+
+
+def make_group(table: ExpertTable, seed: int = 0, **settings) -> FakeGroup:
+    group = FakeGroup(np.random.default_rng(seed), 1, table, lambda _: in_order, **settings)
+    for device in group.devices:
+        device.may_forget = True
+    return group
+
+
+def run(group: FakeGroup, requests: list, when=lambda now_ns: None) -> dict[str, list[int]]:
+    for request in requests:
+        group.ranks[0].add(request, 0)
+    tokens: dict[str, list[int]] = {}
+    for now_ns in range(100_000):
+        when(now_ns)
+        for _, output in group.turn(now_ns):
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        if group.is_idle:
+            return tokens
+    raise AssertionError("a token was forgotten")
+
+
+REQUESTS = [make_request(f"r{i}", [7 + i, 2, 3 + i, 5][: 2 + i % 3], max_tokens=4) for i in range(6)]
+EXPECTED = {request.request_id: expected_tokens(request, SHAPE) for request in REQUESTS}
+
+
+@pytest.mark.parametrize("at_ns", [1, 40, 120, 333])
+def test_what_a_dead_worker_owed_comes_from_the_other_copy_and_no_token_differs(at_ns):
+    group = make_group(everything_twice(), seed=at_ns)
+
+    def kill(now_ns: int) -> None:
+        if now_ns == at_ns:
+            for channel in [each for each in group.channels if 1 in each]:
+                group.channels[channel].clear()
+            group.executors[0].change_table(everything_twice(1, dead=(1,)), now_ns)
+            group.executors[0].lose(1, now_ns)
+
+    assert run(group, REQUESTS, kill) == EXPECTED
+    assert not any(group.channels[0, 1])
+
+
+def test_a_worker_that_comes_back_with_nothing_gets_everything_again():
+    group = make_group(spread_evenly(len(IS_SPARSE), NUM_EXPERTS, [1, 2], 3))
+
+    def restart(now_ns: int) -> None:
+        if now_ns in (30, 90):
+            group.channels[0, 1].clear()
+            group.channels[1, 0].clear()
+            group.executors[0].lose(1, now_ns)
+
+    assert run(group, REQUESTS, restart) == EXPECTED
+
+
+def test_a_table_can_change_while_tokens_are_under_way():
+    """Both workers have all experts, and the home goes from one to the other and back."""
+    only_2, only_1 = everything_twice(dead=(1,)), everything_twice(dead=(2,))
+    group = make_group(everything_twice(), num_credits=2)
+
+    def change(now_ns: int) -> None:
+        if now_ns % 50 == 25:
+            table = (only_1, only_2)[now_ns // 50 % 2]
+            group.executors[0].change_table(table, now_ns)
+
+    assert run(group, REQUESTS, change) == EXPECTED
+
+
+def test_replies_to_an_aborted_request_are_dropped_and_counted():
+    aborted = msgspec.structs.replace(make_request("r0", [1] * 12, max_tokens=4), service_class=ServiceClass.BE)
+    others = {name: tokens for name, tokens in EXPECTED.items() if name != "r0"}
+    num_dropped = 0
+    for at_ns in range(10, 130, 10):
+        group = make_group(spread_evenly(len(IS_SPARSE), NUM_EXPERTS, [1, 2], 3), seed=at_ns)
+
+        def abort(now_ns: int, group=group, at_ns=at_ns) -> None:
+            if now_ns == at_ns:
+                group.ranks[0].abort("r0", now_ns)
+
+        tokens = run(group, [aborted, *REQUESTS[1:]], abort)
+        assert {name: found for name, found in tokens.items() if name != "r0"} == others
+        num_dropped += group.executors[0].num_dropped
+    assert num_dropped > 0
+
+
+def make_dispatcher(switch_gap: int) -> Dispatcher:
+    shape = StageShape(is_sparse=IS_SPARSE, num_experts=0, num_chosen=1, num_rows=4, num_places=4)
+    settings = PeerSettings(worker=0, num_workers=3, table=everything_twice(), num_credits=99, switch_gap=switch_gap)
+    return Dispatcher(settings, TokenPool(shape))
+
+
+def told(worker: int, depth: int) -> Hop:
+    return Hop(kind=REPLY, src=worker, dst=0, epoch=0, seq=0, layer=0, num_rows=0, depths=(depth,))
+
+
+@pytest.mark.parametrize(("gap", "depth", "chosen"), [(10, 10, 1), (10, 11, 2), (0, 1, 2)])
+def test_a_home_changes_to_the_other_copy_when_its_backlog_is_less_by_more_than_the_gap(gap, depth, chosen):
+    dispatcher = make_dispatcher(gap)
+    dispatcher.accept(told(1, depth))
+    dispatcher._choose_copies(0)
+    assert (dispatcher._worker_of[0] == chosen).all()
+    assert dispatcher.num_switches == (NUM_EXPERTS if chosen == 2 else 0)
+
+
+def test_a_table_in_which_an_expert_lives_nowhere_is_refused():
+    with pytest.raises(ValueError, match="expert 0 of layer 0 has no copy on a live worker"):
+        everything_twice(dead=(1, 2))
+
+
+def test_a_table_with_two_copies_on_one_worker_is_refused():
+    logical_of = np.zeros((1, 1, 2), np.int32)
+    with pytest.raises(ValueError, match="worker 0 has two copies of expert 0 in layer 0"):
+        ExpertTable(0, logical_of, 1, np.ones(1, np.bool_))
