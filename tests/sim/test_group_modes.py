@@ -259,7 +259,7 @@ def test_covered_time_is_counted_once(intervals):
         (text(mode("ep"), group="slowdown = [0.0]"), "at most one factor above 0"),
         (text(mode("ep"), group="jitter = -0.1"), r"\[group\] jitter must be at least 0"),
         (text(mode("ep"), group="colour = 1"), r"unknown field `colour` in \[group\]; known: jitter, link_across"),
-        (text(mode("ep"), more="[popularity]\nskew = -1.0"), "skew of expert popularity must be at least 0"),
+        (text(mode("ep"), more="[popularity]\nskew = -1.0"), r"\[popularity\] skew must be at least 0"),
         (
             text(mode("ep"), more="[popularity]\nfamily = 'large'"),
             "'large' in .*: give one of uniform, zipf, exponential",

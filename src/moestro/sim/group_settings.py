@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from moestro.core.setting_checks import CheckedSettings, at_least, name_of
+from moestro.core.setting_checks import MAX_SETTING, CheckedSettings, at_least, name_of
 from moestro.cost.links import link_named
 from moestro.errors import ConfigError
 from moestro.flow.registry import make_step_policy
@@ -45,7 +45,10 @@ class GroupSettings(CheckedSettings):
                 link_named(getattr(self, name))
             except ConfigError as error:
                 raise ConfigError(f"{name_of(self, name)}: {error}") from None
-        if len(self.slowdown) > self.num_workers or not all(0 < factor < math.inf for factor in self.slowdown):
+        for factor in self.slowdown:
+            if not abs(factor) <= MAX_SETTING:
+                raise ConfigError(f"[group] slowdown must be a number up to {MAX_SETTING:g}, got {factor:g}")
+        if len(self.slowdown) > self.num_workers or not all(factor > 0 for factor in self.slowdown):
             raise ConfigError(
                 f"[group] slowdown must hold at most one factor above 0 for each of the {self.num_workers} workers,"
                 f" got {list(self.slowdown)}"

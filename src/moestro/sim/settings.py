@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from moestro.core.setting_checks import above, at_least, check_settings, choices_of
+from moestro.core.setting_checks import CheckedSettings, above, at_least, check_settings, choices_of
 from moestro.cost.popularity import PopularityForm
 from moestro.engine.settings import SchedulerLimits, SchedulerPolicies
 from moestro.errors import ConfigError
@@ -244,9 +244,9 @@ def read_settings(path: Path) -> SimSettings:
         tables = tomllib.loads(text)
         settings = msgspec.convert(tables, SimSettings)
         for name, kind in (("engines", SimEngineSettings), ("group", GroupSettings), ("popularity", PopularityForm)):
-            _refuse_unknown(tables.get(name, {}), {each.name for each in fields(kind)}, name)
+            _refuse_unknown(tables.get(name, {}), kind, name)
         for index, table in enumerate(tables.get("policies", ())):
-            _refuse_unknown(table, {each.name for each in fields(PolicySettings)}, f"policies[{index}]")
+            _refuse_unknown(table, PolicySettings, f"policies[{index}]")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigError) as error:
@@ -256,8 +256,9 @@ def read_settings(path: Path) -> SimSettings:
     return settings
 
 
-def _refuse_unknown(table: Mapping[str, object], known: Set[str], place: str) -> None:
-    """Raise ConfigError for a key that is not a field of a dataclass; msgspec checks only its own structs."""
+def _refuse_unknown(table: Mapping[str, object], kind: type[CheckedSettings], place: str) -> None:
+    """Raise ConfigError for a key that is not a field of the dataclass `kind`; msgspec checks only its own structs."""
+    known = {each.name for each in fields(kind)}
     for key in table:
         if key not in known:
             raise ConfigError(f"unknown field `{key}` in [{place}]; known: {', '.join(sorted(known))}")
