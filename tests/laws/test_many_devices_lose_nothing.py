@@ -28,10 +28,12 @@ POLICIES = {
 
 
 def random_requests(rng: np.random.Generator, num: int) -> list:
-    requests = []
+    requests, stem = [], rng.integers(0, VOCAB, 20)  # some share a prefix, which the cache of their home then holds
     for i in range(num):
         max_tokens = int(rng.integers(1, 6))
         tokens = rng.integers(0, VOCAB, int(rng.integers(1, 20)))
+        if rng.random() < 0.5:
+            tokens[: len(tokens) // 2] = stem[: len(tokens) // 2]
         request = make_request(f"r{i}", tokens, arrival_ns=i, max_tokens=max_tokens)
         service_class = ServiceClass.LS if rng.random() < 0.5 else ServiceClass.BE
         requests.append(msgspec.structs.replace(request, service_class=service_class))

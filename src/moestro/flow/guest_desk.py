@@ -12,7 +12,7 @@ from moestro.core.hops import REPLY, Hop, HopMessage
 from moestro.core.stages import Experts
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.events import Send, Store
-from moestro.flow.guests import Arrival, Guests, Pairs
+from moestro.flow.guests import GuestArrival, Guests, Pairs
 from moestro.flow.micro_queues import MicroQueues
 
 Int64s = NDArray[np.int64]
@@ -61,11 +61,11 @@ class GuestDesk:
         Args:
             take_entries: numbers some entries, and returns the first number.
         """
-        num_free, arrived, tensors = self._guests.num_free, list[Arrival](), []
+        num_free, arrived, tensors = self._guests.num_free, list[GuestArrival](), []
         while self._lobby and self._lobby[0][0].hop.num_rows <= num_free:
             message, at_ns = self._lobby.popleft()
             num_free -= message.hop.num_rows
-            arrived.append(Arrival(message.hop, message.records, at_ns))
+            arrived.append(GuestArrival(message.hop, message.records, at_ns))
             tensors.append(message.tensor)
         if not arrived:
             return []
@@ -78,7 +78,7 @@ class GuestDesk:
             begin += len(own)
         return stores
 
-    def _queue(self, arrived: list[Arrival], pairs: Pairs) -> None:
+    def _queue(self, arrived: list[GuestArrival], pairs: Pairs) -> None:
         """Put pairs into the queues of their layers, those of one layer together."""
         layers = [each.hop.layer for each in arrived]
         if layers.count(layers[0]) == len(layers):

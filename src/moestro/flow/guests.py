@@ -31,7 +31,7 @@ class Pairs(NamedTuple):
     slots: Int32s
 
 
-class Arrival(NamedTuple):
+class GuestArrival(NamedTuple):
     """A dispatch, and the time at which it arrived."""
 
     hop: Hop
@@ -88,7 +88,7 @@ class Guests:
         self._epoch_of: Int64s = np.zeros(num_workers, np.int64)
         self._credits: Int64s = np.zeros(num_workers, np.int64)
 
-    def admit(self, entry: int, arrived: Sequence[Arrival]) -> tuple[Int32s, Pairs]:
+    def admit(self, entry: int, arrived: Sequence[GuestArrival]) -> tuple[Int32s, Pairs]:
         """Take in the tokens of dispatches.
 
         Args:
