@@ -17,6 +17,7 @@ from moestro.sim.group import Seat
 class Ranks(Protocol):
     """Ranks on virtual time. The cluster calls `turn` at `next_ns`, and `add` when a request arrives."""
 
+<<<<<<< HEAD
     @property
     def next_ns(self) -> int | None:
         """Time of the next `turn`. None means that the ranks are idle until a request arrives."""
@@ -30,6 +31,21 @@ class Ranks(Protocol):
     @property
     def ends(self) -> NDArray[np.int64] | None:
         """End of each step of the current jump, int64[k]. None means that no jump is running."""
+        ...
+=======
+    Attributes:
+        began_ns: start of the current step or jump.
+        ends: end of each step of the current jump, int64[k]. None means that no jump is running.
+        tells_prefill: whether a seat's `plan` runs from `began_ns` on, so that the time of prefill is known.
+    """
+
+    began_ns: int
+    ends: NDArray[np.int64] | None
+>>>>>>> flow13
+
+    @property
+    def next_ns(self) -> int | None:
+        """Time of the next `turn`. None means that the ranks are idle until a request arrives."""
         ...
 
     @property

@@ -16,7 +16,7 @@ class ItemMeans(msgspec.Struct, frozen=True):
 
 
 class AmoeCell(Cell, frozen=True, kw_only=True):
-    """One run at a rate, from its second third on.
+    """One run at a rate, while it is observed.
 
     Attributes:
         tokens_per_s: output tokens a second.

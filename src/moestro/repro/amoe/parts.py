@@ -19,9 +19,9 @@ class Timing:
     """
 
     ladder: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-    passes: tuple[int, int] = (4, 3)
-    begin_s: float = 4.0
-    stop_s: float = 12.0
+    passes: tuple[int, int] = (4, 6)
+    begin_s: float = 6.0
+    stop_s: float = 14.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +137,8 @@ QUICK = (
         figure="9",
         lengths="medium",
         bed=Bed(popularity="permuted"),
-        rates=(50, 150),
+        rates=(100, 150),
         systems=(ASYNC, *BASELINES),
-        timing=Timing(ladder=(1024, 4096), passes=(2, 1), begin_s=0.8, stop_s=1.6),
+        timing=Timing(ladder=(1024, 4096), passes=(2, 1), begin_s=0.5, stop_s=1.1),
     ),
 )
