@@ -15,24 +15,8 @@ from moestro.sim.group import Seat
 
 
 class Ranks(Protocol):
-    """Ranks on virtual time. The cluster calls `turn` at `next_ns`, and `add` when a request arrives."""
+    """Ranks on virtual time. The cluster calls `turn` at `next_ns`, and `add` when a request arrives.
 
-<<<<<<< HEAD
-    @property
-    def next_ns(self) -> int | None:
-        """Time of the next `turn`. None means that the ranks are idle until a request arrives."""
-        ...
-
-    @property
-    def began_ns(self) -> int:
-        """Start of the current step or jump."""
-        ...
-
-    @property
-    def ends(self) -> NDArray[np.int64] | None:
-        """End of each step of the current jump, int64[k]. None means that no jump is running."""
-        ...
-=======
     Attributes:
         began_ns: start of the current step or jump.
         ends: end of each step of the current jump, int64[k]. None means that no jump is running.
@@ -41,7 +25,6 @@ class Ranks(Protocol):
 
     began_ns: int
     ends: NDArray[np.int64] | None
->>>>>>> flow13
 
     @property
     def next_ns(self) -> int | None:
@@ -50,7 +33,7 @@ class Ranks(Protocol):
 
     @property
     def tells_prefill(self) -> bool:
-        """Whether a seat's `plan` runs from `began_ns` on, so that the time of prefill is known."""
+        """Whether the time of prefill is known."""
         ...
 
     @property

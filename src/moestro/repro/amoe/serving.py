@@ -71,10 +71,16 @@ class ObservedRanks:
     Args:
         group: the group.
         observation: where its output is noted.
+
+    Attributes:
+        began_ns: start of the current turn.
+        ends: None, because there are no jumps.
     """
 
     def __init__(self, group: Ranks, observation: Observation) -> None:
         self._group, self._observation = group, observation
+        self.began_ns = 0
+        self.ends: Int64s | None = None
         self._last_ns: list[dict[int, int]] = [{} for _ in group.seats]
 
     @property
@@ -86,16 +92,6 @@ class ObservedRanks:
     def tells_prefill(self) -> bool:
         """False, because no prefill is computed."""
         return False
-
-    @property
-    def ends(self) -> Int64s | None:
-        """None, because there are no jumps."""
-        return None
-
-    @property
-    def began_ns(self) -> int:
-        """Start of the current step."""
-        return self._group.began_ns
 
     @property
     def next_ns(self) -> int | None:
@@ -114,6 +110,7 @@ class ObservedRanks:
         """Take a turn of the group, and note what its requests gained."""
         observation = self._observation
         observation.at(now_ns)
+        self.began_ns = now_ns
         is_seen = now_ns >= observation.begin_ns
         outputs = self._group.turn(now_ns, min(until_ns, observation.stop_ns if is_seen else observation.begin_ns))
         for last_ns, output in zip(self._last_ns, outputs, strict=True):
