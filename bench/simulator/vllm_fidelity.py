@@ -19,7 +19,8 @@ import numpy as np
 from moestro.config.run_record import run_record
 from moestro.core.timeline import Timelines
 from moestro.sim.arrivals import AtTimes
-from moestro.sim.scenario import Scenario, make_bounds, make_prices, run
+from moestro.sim.engine_prices import make_prices
+from moestro.sim.scenario import Scenario, make_bounds, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings
 from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
 from moestro.workload.requests import RequestForm, RequestMaker

@@ -72,7 +72,10 @@ PLACES = [
     *(("workload", name) for name in ("rate", "burstiness", "ls_share")),
     *(("engines", name) for name in ("host_step_us", "host_sequence_us", "gpu_memory_utilization")),
     ("engines", "kv_offloading_size"),
-    ("policies", "max_be_wait"),
+    *(("engines", name) for name in ("host_attention_us", "host_expert_us")),
+    *(("group", name) for name in ("slowdown", "jitter")),
+    ("popularity", "skew"),
+    *(("policies", name) for name in ("max_be_wait", "stall_share")),
     *(("slos", name) for name in ("ttft_ms", "tpot_ms", "e2e_ms")),
     *(("signals", name) for name in ("response_delay_ms", "kv_events_delay_ms")),
     *(("signals.channels", name) for name in ("delay_ms", "period_ms")),
@@ -87,9 +90,13 @@ def test_a_scenario_with_such_a_value_is_refused_with_its_place(tmp_path, table,
     file = tmp_path / "scenario.toml"
     lines = ["[workload]\nprompt_tokens = 8\noutput_tokens = 8\nnum_requests = 1"]
     lines += [] if name == "rate" else ["rate = 1.0"]
-    heading = {"policies": "[[policies]]", "signals.channels": "[[signals.channels]]\nfigures = ['num_running']"}
+    heading = {
+        "policies": "[[policies]]",
+        "group": "[group]\nnum_workers = 2",
+        "signals.channels": "[[signals.channels]]\nfigures = ['num_running']",
+    }
     lines += [] if table == "workload" else [heading.get(table, f"[{table}]")]
-    file.write_text("\n".join([*lines, f"{name} = {value}"]))
+    file.write_text("\n".join([*lines, f"{name} = [{value}]" if name == "slowdown" else f"{name} = {value}"]))
     with pytest.raises(ConfigError, match=rf"{name} must be a number up to 1e\+09, got {value}"):
         read_settings(file)
 

@@ -15,7 +15,7 @@ from moestro.config.serve_settings import ServeSettings, with_derived
 from moestro.core.setting_checks import CheckedSettings
 from moestro.engine.settings import SchedulerLimits, SchedulerOptions, SchedulerPolicies, SchedulerSettings
 from moestro.errors import ConfigError
-from moestro.flow.settings import SteppingSettings
+from moestro.flow.settings import PreemptionSettings, SteppingSettings
 from moestro.gateway.settings import RouteSettings
 from moestro.loadgen.settings import BenchSettings
 from moestro.model.settings import CacheSettings, ModelSettings
@@ -68,7 +68,8 @@ def test_every_declared_setting_can_be_set_and_is_printed(capsys, monkeypatch):
         (SimEngineSettings, SchedulerLimits),
         (SimEngineSettings, CacheSettings),
         (PolicySettings, SchedulerPolicies),
-        (PolicySettings, SteppingSettings),
+        (PolicySettings, PreemptionSettings),
+        (SteppingSettings, PreemptionSettings),
         (ModelSettings, CacheSettings),
     ],
 )

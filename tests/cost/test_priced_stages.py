@@ -226,6 +226,17 @@ def test_a_worker_without_experts_chooses_among_all_experts():
     assert np.array_equal(result.topk_ids, same.topk_ids), "scripts without keys have those of their serials"
 
 
+def test_a_factor_is_drawn_for_each_item_and_lengthens_its_pieces():
+    factors = iter([2.0, 0.5])
+    setup = replace(whole_setup(COST, 8192, 16), factor=lambda: next(factors))
+    stages = PricedStages(COST, setup, lambda some, _: Scripts(16).answer(some))
+    for now_ns, factor in ((0, 2.0), (10**9, 0.5)):
+        stages.launch(attention(decodes(3)), now_ns)
+        assert stages.ready_at_ns() == now_ns + ATTENTION_NS * factor
+        stages.poll(stages.ready_at_ns())
+    assert stages.busy_ns == ATTENTION_NS * 2.5
+
+
 def test_a_token_has_the_same_experts_in_any_engine_slot_and_serial():
     chosen = []
     for shift in (0, 5, 17):  # other slots and serials, the same requests and positions

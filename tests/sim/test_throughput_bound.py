@@ -55,6 +55,16 @@ def test_copies_take_the_load_of_an_expert():
     )
 
 
+def test_attention_leaves_a_slow_worker_until_both_work_equally_long():
+    times, table = LeastTimes(token_ns=60, expert_ns=100), spread_evenly(1, 2, [0, 1], 2)
+    slow = least_work_ns(np.array([[0.5, 0.5]]), times, table, [0, 1], np.array([1.0, 2.0]))
+    assert slow.tolist() == pytest.approx([320 / 3] * 2), (
+        "most attention is on the first, its half of the experts on the second"
+    )
+    even = least_work_ns(np.array([[0.5, 0.5]]), times, table, [0, 1], np.array([2.0, 2.0]))
+    assert even.tolist() == pytest.approx([160, 160])
+
+
 def test_least_times_are_those_of_the_best_batch():
     cost = PlainStages(network(), attention=(1000, 90), expert=(900, 130), sample=(300, 20))
     batch = Batch(np.zeros(10, np.int32), np.ones(10, np.int32))
@@ -85,12 +95,13 @@ def test_the_spread_is_the_best_of_a_plain_search(seed):
     attention = np.flatnonzero(rng.random(num_workers) < 0.6)
     attention = attention if len(attention) else np.array([0])
     times = LeastTimes(token_ns=float(rng.random() * 100), expert_ns=100.0)
-    work = least_work_ns(visits, times, table, attention)
-    assert work.sum() == pytest.approx(times.token_ns + 100)
+    slowdown = rng.uniform(0.5, 3.0, num_workers) if seed % 2 else np.ones(num_workers)
+    work = least_work_ns(visits, times, table, attention, slowdown)
+    assert (work / slowdown).sum() == pytest.approx(times.token_ns + 100)
     most = 0.0
     for chosen in range(1, 1 << num_workers):  # work that only these workers can do
         inside = np.array([bool(chosen >> worker & 1) for worker in range(num_workers)])
         forced = 100 * visits[0, ~held[~inside].any(axis=0)].sum()
         forced += times.token_ns if inside[attention].all() else 0.0
-        most = max(most, forced / inside.sum())
+        most = max(most, forced / (1 / slowdown)[inside].sum())
     assert work.max() == pytest.approx(most, rel=1e-3)

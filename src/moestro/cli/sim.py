@@ -30,7 +30,7 @@ def sim(
     Parameters
     ----------
     scenario
-        A TOML file: the workload, the engines, and the policies to compare.
+        A TOML file: the workload, the engines or groups of workers, and the policies and modes to compare.
     replay
         A record that `moestro serve --record` wrote.
     policy

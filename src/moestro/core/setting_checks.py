@@ -102,6 +102,11 @@ def check_settings(settings: object) -> None:
             raise ConfigError(f"{name_of(settings, rule.name)} {problem}")
 
 
+def choices_of(kind: type, name: str) -> tuple[object, ...]:
+    """The values that the setting `name` of the dataclass or struct `kind` may have; empty: it is no such setting."""
+    return next((rule.choices for rule in _rules(kind) if rule.name == name), ())
+
+
 def fields_of(settings: CheckedSettings, kind: type[CheckedSettings]) -> dict[str, Any]:
     """The values that `settings` has for the fields of the dataclass `kind`, which is a base of it."""
     return {field.name: getattr(settings, field.name) for field in fields(kind)}

@@ -6,6 +6,7 @@ sends by NCCL (section 3.5) and its constants are public.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from moestro.core.hops import HOP_RECORD
@@ -68,6 +69,9 @@ EFA_P4D = Link(name="efa-p4d", message_ns=_START_NS, latency_ns=75_000, bytes_pe
 # One port of 100 Gb/s for each GPU, through the kernel's TCP. Assumptions: 30 us one way, and 20 us of system calls and
 # copies for each message.
 ETHERNET_100G = Link(name="ethernet-100g", message_ns=20_000, latency_ns=30_000, bytes_per_s=12.5e9 * _OF_A_PORT)
+
+# Takes no time: an ideal that bounds what better links could gain.
+FREE_LINK = Link(name="free", message_ns=0, latency_ns=0, bytes_per_s=math.inf)
 
 LINKS = {
     link.name: link for link in (NVSWITCH_A100, NVSWITCH_H100, INFINIBAND_HDR, INFINIBAND_NDR, EFA_P4D, ETHERNET_100G)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.setting_checks import CheckedSettings, at_least, between
 from moestro.core.token_keys import MAX_DOMAINS
-from moestro.errors import ConfigError
 
 Floats = NDArray[np.float64]
 
@@ -34,8 +34,8 @@ def _normalised(weight: Floats) -> Floats:
     return popularity
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PopularityForm:
+@dataclass(frozen=True, kw_only=True)
+class PopularityForm(CheckedSettings):
     """Popularity of the experts of a network.
 
     Attributes:
@@ -46,17 +46,13 @@ class PopularityForm:
         seed: seed of the shuffles.
     """
 
-    family: Literal["uniform", "zipf", "exponential"] = "zipf"
-    skew: float = 0.6
-    hot_ids: Literal["same", "permuted"] = "same"
-    num_domains: int = 1
-    seed: int = 0
+    PLACE: ClassVar[str | None] = "[popularity] "
 
-    def __post_init__(self) -> None:
-        if self.skew < 0:
-            raise ConfigError(f"the skew of expert popularity must be at least 0, got {self.skew:g}")
-        if not 1 <= self.num_domains <= MAX_DOMAINS:
-            raise ConfigError(f"num_domains must be in 1 .. {MAX_DOMAINS}, got {self.num_domains}")
+    family: Literal["uniform", "zipf", "exponential"] = "zipf"
+    skew: Annotated[float, at_least(0)] = 0.6
+    hot_ids: Literal["same", "permuted"] = "same"
+    num_domains: Annotated[int, between(1, MAX_DOMAINS)] = 1
+    seed: Annotated[int, at_least(0)] = 0
 
     def by_rank(self, num_experts: int) -> Floats:
         """float64[num_experts], sums to 1: popularity from the hottest expert to the coldest."""

@@ -65,21 +65,26 @@ class StageSetup:
         block_size: tokens of a KV block in the scheduler.
         gate: draws experts; None for a device without sparse attention layers.
         host: time of the engine's own code.
+        factor: draws the factor on the time of an item. None means 1 for all.
     """
 
     shape: StageShape
     block_size: int
     gate: PopularityGate | None = None
     host: HostOverhead = HostOverhead()
+    factor: Callable[[], float] | None = None
 
 
-def whole_setup(cost: StageCostModel, num_tokens: int, block_size: int) -> StageSetup:
+def whole_setup(
+    cost: StageCostModel, num_tokens: int, block_size: int, gate: PopularityGate | None = None
+) -> StageSetup:
     """Set up a device that has the whole network.
 
     Args:
-        cost: prices, whose popularity of experts holds in all layers.
+        cost: prices of the stages.
         num_tokens: tokens that may be in the network at once.
         block_size: tokens of a KV block in the scheduler.
+        gate: draws experts. None means the popularity of `cost` in all layers.
     """
     experts, popularity = cost.network.experts, cost.popularity
     shape = worker_shape(
@@ -88,7 +93,8 @@ def whole_setup(cost: StageCostModel, num_tokens: int, block_size: int) -> Stage
         num_places=num_tokens,
         num_slots=experts.num_experts if experts else 0,
     )
-    gate = None if popularity is None else PopularityGate(popularity, shape.num_chosen)
+    if gate is None and popularity is not None:
+        gate = PopularityGate(popularity, shape.num_chosen)
     return StageSetup(shape=shape, block_size=block_size, gate=gate)
 
 
@@ -216,6 +222,9 @@ class PricedStages:
                 ends_ns = [0]  # a few kernels' worth; an attention's price contains it
             case Sample():
                 ends_ns = [self._cost.sample_ns(len(item.units))]
+        if self._setup.factor is not None:
+            factor = self._setup.factor()
+            ends_ns = [round(end_ns * factor) for end_ns in ends_ns]
         self._launched.append(_PricedItem(item, may_start_ns, start_ns, ends_ns, len(ends_ns), keys, stands, counts))
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:

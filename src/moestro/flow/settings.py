@@ -17,7 +17,7 @@ _STEP = f"In preemptive mode, what runs next; or FILE.py:NAME.\n\n{STEP_POLICIES
 
 
 @dataclass(frozen=True, kw_only=True)
-class SteppingSettings(CheckedSettings):
+class ModeSettings(CheckedSettings):
     """In which pieces one rank computes."""
 
     mode: Mode = "fused"
@@ -26,6 +26,12 @@ class SteppingSettings(CheckedSettings):
         ' "service_class": "ls" arrives, and later continues from there; requests that do not say are "ls". With'
         " --scheduling-policy qllm --evict-policy least_computed_be_first they also come first where KV is scarce."
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreemptionSettings(CheckedSettings):
+    """What a rank in `preemptive` mode runs next."""
+
     step_policy: Annotated[str, Parameter(help=_STEP)] = "qllm"
     pass_decodes: bool = False
     (
@@ -49,3 +55,8 @@ class SteppingSettings(CheckedSettings):
             ConfigError: it is unknown, or a user's file does not hold it.
         """
         return make_step_policy(self.step_policy, self.max_be_wait)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteppingSettings(PreemptionSettings, ModeSettings):
+    """How one rank computes its steps."""

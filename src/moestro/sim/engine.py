@@ -18,15 +18,18 @@ class Ranks(Protocol):
     """Ranks on virtual time. The cluster calls `turn` at `next_ns`, and `add` when a request arrives.
 
     Attributes:
-        next_ns: time of the next `turn`. None means that the ranks are idle until a request arrives.
         began_ns: start of the current step or jump.
         ends: end of each step of the current jump, int64[k]. None means that no jump is running.
         tells_prefill: whether a seat's `plan` runs from `began_ns` on, so that the time of prefill is known.
     """
 
-    next_ns: int | None
     began_ns: int
     ends: NDArray[np.int64] | None
+
+    @property
+    def next_ns(self) -> int | None:
+        """Time of the next `turn`. None means that the ranks are idle until a request arrives."""
+        ...
 
     @property
     def tells_prefill(self) -> bool:

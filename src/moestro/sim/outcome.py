@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 
 from moestro import __version__
+from moestro.sim.group_figures import GroupFigures
 from moestro.sim.results import WINDOW_NS, Results
 from moestro.workload.report import Report, Spread, make_report, spread_of
 from moestro.workload.slos import Slos
@@ -45,6 +46,7 @@ class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
         max_queue_depth: longest waiting queue of any engine.
         prefill: prefill of the busiest and the idlest engine. None for recorded runs and in `preemptive` mode.
         digest: hash of the results; equal digests mean equal runs.
+        group: figures of the groups of workers. None where each engine computes alone.
     """
 
     title: str
@@ -57,6 +59,7 @@ class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
     max_queue_depth: int
     prefill: PrefillSplit | None
     digest: str
+    group: GroupFigures | None = None
 
 
 class SimReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +84,7 @@ class SimReport(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: tuple[PolicyOutcome, ...]
 
 
-def outcome_of(title: str, results: Results, slos: Slos | None) -> PolicyOutcome:
+def outcome_of(title: str, results: Results, slos: Slos | None, group: GroupFigures | None = None) -> PolicyOutcome:
     """Compute the figures of one run."""
     load = results.request_seconds()
     depth = max(int(results.queue_depth(engine, results.arrival_ns).max()) for engine in range(results.num_engines))
@@ -96,6 +99,7 @@ def outcome_of(title: str, results: Results, slos: Slos | None) -> PolicyOutcome
         max_queue_depth=depth,
         prefill=_prefill_of(results),
         digest=results.digest(),
+        group=group,
     )
 
 

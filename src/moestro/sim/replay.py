@@ -16,9 +16,10 @@ from moestro.engine.settings import SchedulerLimits, SchedulerPolicies
 from moestro.errors import ConfigError
 from moestro.flow.settings import SteppingSettings
 from moestro.sim.arrivals import AtTimes
+from moestro.sim.engine_prices import make_prices
 from moestro.sim.outcome import SimReport, outcome_of
 from moestro.sim.results import ANSWERED, NOT_YET_NS, Results
-from moestro.sim.scenario import Scenario, make_bounds, make_prices, run
+from moestro.sim.scenario import Scenario, make_bounds, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings
 from moestro.sim.show import REQUESTS_PER_UPDATE
 from moestro.workload.progress import progress

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,11 +10,10 @@ import numpy as np
 
 from moestro.core.setting_checks import fields_of
 from moestro.cost.capacity import kv_blocks
+from moestro.cost.gate import PopularityGate
 from moestro.cost.gpus import GIB, gpu_named
 from moestro.cost.hf_config import network_named
-from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
-from moestro.cost.staged_engines import QLLM, StagedEngine
-from moestro.cost.tables import MeasuredCost, load_table
+from moestro.cost.popularity import PopularityForm
 from moestro.engine.settings import SchedulerLimits, SchedulerPolicies, SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.routing.registry import policy_from
@@ -23,8 +22,11 @@ from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.sim.arrivals import Arrivals
 from moestro.sim.cluster import Cluster, Workload
 from moestro.sim.engine import Ranks
+from moestro.sim.engine_prices import make_prices, stage_cost
 from moestro.sim.group import Group
-from moestro.sim.prices import Barrier, OneRank, Prices
+from moestro.sim.group_builder import GroupSetup, group_kv_blocks, make_group, make_group_setup
+from moestro.sim.group_figures import GroupFigures, group_figures
+from moestro.sim.prices import Prices
 from moestro.sim.results import Results
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings
 from moestro.sim.signals import AT_ONCE, SignalSettings
@@ -33,6 +35,8 @@ from moestro.sim.workload_builder import describe, make_workload
 from moestro.workload.requests import RequestForm, RequestMaker
 
 OnArrival = Callable[[], None] | None
+
+_DOMAIN_DRAWS = 1  # separates the draws of requests' domains from others of the same seed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,12 +47,14 @@ class Scenario:
         workload: requests.
         arrivals: their arrival times.
         engines: settings of the engines.
-        bounds: scheduler settings of each rank, except its policies.
-        prices: durations of a group's steps.
+        bounds: scheduler settings of each rank, except its policies and its KV blocks, which the mode decides.
+        prices: durations of an engine's steps in `fused` mode.
         source: short description of the workload, for titles.
         is_generated: whether a generator made the requests; otherwise they were recorded. Results say so.
         signals: signals that reach the router, unless a policy sets its own.
-        seed: random seed of the router.
+        group: groups of workers, for the modes that need them.
+        popularity: popularity of the experts. None means that of the prices.
+        seed: random seed of the router and of drawn experts.
     """
 
     workload: Workload
@@ -59,6 +65,8 @@ class Scenario:
     source: str
     is_generated: bool
     signals: SignalSettings = AT_ONCE
+    group: GroupSetup | None = None
+    popularity: PopularityForm | None = None
     seed: int = 0
 
 
@@ -73,22 +81,29 @@ def make_scenario(settings: SimSettings, directory: Path) -> Scenario:
         ConfigError: a name is unknown, a file cannot be read, or a request exceeds the limit of an engine.
     """
     rows, arrivals = make_workload(settings.workload, directory, settings.seed)
+    if settings.popularity is not None and settings.popularity.num_domains > 1 and rows.domain is None:
+        draws = np.random.default_rng([settings.seed, _DOMAIN_DRAWS])
+        rows = replace(rows, domain=draws.integers(settings.popularity.num_domains, size=len(rows)))
     form = RequestForm(
         block_size=settings.engines.block_size,
         max_tokens=settings.workload.max_tokens,
         names_blocks=settings.engines.enable_prefix_caching,
     )
-    workload, bounds = RequestMaker(rows, form), make_bounds(settings.engines)
+    group = make_group_setup(settings)
+    num_blocks = min(num_kv_blocks(settings.engines, group, policy) for policy in settings.policies)
+    workload, bounds = RequestMaker(rows, form), make_bounds(settings.engines, num_blocks)
     _check_fit(workload, bounds.max_model_len)
     return Scenario(
         workload=workload,
         arrivals=arrivals,
         engines=settings.engines,
         bounds=bounds,
-        prices=make_prices(settings.engines, directory),
+        prices=make_prices(settings.engines, directory, settings.popularity),
         source=describe(settings.workload),
         is_generated=rows.is_generated,
         signals=settings.signals,
+        group=group,
+        popularity=settings.popularity,
         seed=settings.seed,
     )
 
@@ -107,47 +122,36 @@ def _check_fit(workload: RequestMaker, max_model_len: int) -> None:
         )
 
 
-def make_prices(engines: SimEngineSettings, directory: Path = Path()) -> Prices:
-    """Choose the prices of the engines' steps: a table, a staged engine, or a roofline."""
-    if engines.table is not None:
-        return OneRank(MeasuredCost(load_table(directory / engines.table)))
-    if engines.engine is not None:
-        return OneRank(_staged_engine(engines))
-    roofline = _roofline(engines)
-    return OneRank(roofline) if engines.ep_ranks == 1 else Barrier(roofline)
+def num_kv_blocks(engines: SimEngineSettings, group: GroupSetup | None, policy: PolicySettings) -> int:
+    """Return the KV blocks of each rank under a policy: as set, or as many as fit beside its weights.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    if policy.has_group:
+        assert group is not None, "checked by the settings"
+        return group_kv_blocks(group, policy)
+    return _engine_kv_blocks(engines)
 
 
-def _staged_engine(engines: SimEngineSettings) -> StagedEngine:
-    network = network_named(engines.network)
-    if network.experts is None:
-        raise ConfigError(f"[engines] engine = 'qllm' runs networks with experts, and {network.name} has none")
-    return StagedEngine(QLLM, network)
-
-
-def _roofline(engines: SimEngineSettings) -> Roofline:
-    host = HostCost(
-        step_ns=VLLM_HOST.step_ns if engines.host_step_us is None else engines.host_step_us * 1e3,
-        sequence_ns=VLLM_HOST.sequence_ns if engines.host_sequence_us is None else engines.host_sequence_us * 1e3,
-    )
-    return Roofline(
-        RooflineSettings(
-            network=network_named(engines.network),
-            gpu=gpu_named(engines.gpu),
-            host=host,
-            num_ep_ranks=engines.ep_ranks,
-        )
-    )
-
-
-def make_bounds(engines: SimEngineSettings) -> SchedulerSettings:
-    """Return the scheduler settings of each rank, except its policies."""
-    num_blocks = engines.num_blocks or kv_blocks(
+def _engine_kv_blocks(engines: SimEngineSettings) -> int:
+    return engines.num_blocks or kv_blocks(
         network_named(engines.network),
         gpu_named(engines.gpu),
         engines.block_size,
         gpu_memory_utilization=engines.gpu_memory_utilization,
         num_ep_ranks=engines.ep_ranks,
     )
+
+
+def make_bounds(engines: SimEngineSettings, num_blocks: int | None = None) -> SchedulerSettings:
+    """Return the scheduler settings of each rank, except its policies.
+
+    Args:
+        engines: settings of the engines.
+        num_blocks: KV blocks of a rank. None means as many as an engine has that computes alone.
+    """
+    num_blocks = num_blocks or _engine_kv_blocks(engines)
     block_bytes = network_named(engines.network).kv_bytes_per_token * engines.block_size
     return SchedulerSettings(
         num_blocks=num_blocks,
@@ -164,30 +168,51 @@ def run(scenario: Scenario, policy: PolicySettings, on_arrival: OnArrival = None
     Raises:
         ConfigError: the policy does not exist, or one of its settings is out of range.
     """
-    policy.check_prices(scenario.engines)
+    return run_with_figures(scenario, policy, on_arrival)[0]
+
+
+def run_with_figures(
+    scenario: Scenario, policy: PolicySettings, on_arrival: OnArrival = None
+) -> tuple[Results, GroupFigures | None]:
+    """Run the scenario as `run` does, and also return the figures of its groups of workers, if the mode has them."""
+    policy.check_engines(scenario.engines, None if scenario.group is None else scenario.group.group)
     bounds = replace(
         scenario.bounds,
+        num_blocks=num_kv_blocks(scenario.engines, scenario.group, policy),
         max_num_urgent_seqs=policy.num_urgent_seqs(scenario.bounds.max_num_seqs),
         **fields_of(policy, SchedulerPolicies),
     )
-    groups = [_make_ranks(bounds, scenario.prices, policy, scenario.engines) for _ in range(scenario.engines.count)]
-    router = Router(
-        policy_from(policy.route),
-        RouterSettings(block_size=bounds.block_size, seed=scenario.seed),
-    )
-    for _ in range(scenario.engines.count * scenario.prices.num_ranks):
-        router.set_routable(router.add_engine(EngineSpec(num_blocks=bounds.num_blocks)), routable=True)
+    if not policy.has_group:
+        alone = [_make_ranks(bounds, scenario, policy) for _ in range(scenario.engines.count)]
+        return _serve(alone, bounds, scenario, policy, on_arrival), None
+    assert scenario.group is not None, "checked by the settings"
+    groups = [make_group(scenario.group, policy, bounds, number) for number in range(scenario.engines.count)]
+    results = _serve(groups, bounds, scenario, policy, on_arrival)
+    return results, group_figures(scenario.group, policy, groups, results)
+
+
+def _serve(
+    groups: Sequence[Ranks],
+    bounds: SchedulerSettings,
+    scenario: Scenario,
+    policy: PolicySettings,
+    on_arrival: OnArrival,
+) -> Results:
+    router = Router(policy_from(policy.route), RouterSettings(block_size=bounds.block_size, seed=scenario.seed))
+    for group in groups:
+        for seat in group.seats:
+            seat.has_prompt_kv = scenario.engines.dummy_kv
+            router.set_routable(router.add_engine(EngineSpec(num_blocks=bounds.num_blocks)), routable=True)
     cluster = Cluster(groups, router, policy.signals or scenario.signals, on_arrival)
     return cluster.run(scenario.workload, scenario.arrivals)
 
 
-def _make_ranks(bounds: SchedulerSettings, prices: Prices, policy: PolicySettings, engines: SimEngineSettings) -> Ranks:
-    ranks: Ranks
+def _make_ranks(bounds: SchedulerSettings, scenario: Scenario, policy: PolicySettings) -> Ranks:
     if policy.mode == "fused":
-        ranks = Group(bounds, prices)
-    else:
-        cost = _roofline(engines) if engines.engine is None else _staged_engine(engines)
-        ranks = StagedRank(bounds, cost, policy.make_step_policy(), passes_decodes=policy.pass_decodes)
-    for seat in ranks.seats:
-        seat.has_prompt_kv = engines.dummy_kv
-    return ranks
+        return Group(bounds, scenario.prices)
+    cost, gate = stage_cost(scenario.engines, scenario.popularity), None
+    if scenario.popularity is not None and (experts := cost.network.experts) is not None:
+        popularity = scenario.popularity.by_layer(cost.network.num_layers, experts.num_experts)
+        gate = PopularityGate(popularity, experts.top_k, scenario.seed)
+    step_policy = policy.make_step_policy()
+    return StagedRank(bounds, cost, step_policy, passes_decodes=policy.pass_decodes, gate=gate)

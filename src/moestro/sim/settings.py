@@ -13,11 +13,13 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from moestro.core.setting_checks import CheckedSettings, above, at_least, check_settings
+from moestro.core.setting_checks import CheckedSettings, above, at_least, check_settings, choices_of
+from moestro.cost.popularity import PopularityForm
 from moestro.engine.settings import SchedulerLimits, SchedulerPolicies
 from moestro.errors import ConfigError
-from moestro.flow.settings import SteppingSettings
+from moestro.flow.settings import PreemptionSettings
 from moestro.model.settings import CacheSettings
+from moestro.sim.group_settings import GROUP_MODES, GroupModeSettings, GroupSettings
 from moestro.sim.signals import AT_ONCE, SignalSettings
 from moestro.workload.length_shapes import Shape
 
@@ -85,10 +87,11 @@ class SimEngineSettings(SchedulerLimits, CacheSettings):
         ep_ranks: ranks that share the experts and step together.
         gpu, network: GPU and network of the roofline, by their names in `cost`.
         engine: `qllm` uses the cost of QLLM's engine with that network in 4 bits, whatever the GPU, and requires
-            num_blocks. Unset: a roofline.
+            num_blocks. `amoe` uses the cost of AMoE's prototype for workers of a group. Unset: a roofline.
         table: file that `moestro calibrate` wrote, which replaces these and requires num_blocks.
         host_step_us, host_sequence_us: host time added to each step, and to each sequence in it; unset: vLLM's, as
-            listed in `cost`.
+            listed in `cost`, in `fused` mode, and none in groups of workers.
+        host_attention_us, host_expert_us: host time of each attention item and each expert item in `async` mode.
         gpu_memory_utilization: share of the GPU's memory that the engine uses.
         num_blocks: KV blocks of a rank; unset: as many as fit beside the weights.
         dummy_kv: whether requests enter with the KV of their prompts and decode at once, as behind prefill engines
@@ -101,10 +104,12 @@ class SimEngineSettings(SchedulerLimits, CacheSettings):
     ep_ranks: Annotated[int, at_least(1)] = 1
     gpu: str = "h20"
     network: str = "qwen3-30b-a3b"
-    engine: Literal["qllm"] | None = None
+    engine: Literal["qllm", "amoe"] | None = None
     table: str | None = None
     host_step_us: Annotated[float | None, at_least(0)] = None
     host_sequence_us: Annotated[float | None, at_least(0)] = None
+    host_attention_us: Annotated[float, at_least(0)] = 0.0
+    host_expert_us: Annotated[float, at_least(0)] = 0.0
     gpu_memory_utilization: float = 0.9
     num_blocks: Annotated[int | None, at_least(1)] = None
     dummy_kv: bool = False
@@ -118,19 +123,20 @@ class SimEngineSettings(SchedulerLimits, CacheSettings):
             raise ConfigError("[engines] a table does not price copies to host memory: drop kv_offloading_size")
         if self.table is not None and self.engine is not None:
             raise ConfigError("[engines] a table prices whole steps: give it, or engine")
-        if (self.table or self.engine) and (self.num_blocks is None or self.ep_ranks > 1):
+        if (self.table or self.engine == "qllm") and (self.num_blocks is None or self.ep_ranks > 1):
             what = "a table" if self.table else f"engine {self.engine!r}"
             raise ConfigError(f"[engines] {what} prices single ranks, and needs num_blocks and ep_ranks 1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicySettings(SteppingSettings, SchedulerPolicies):
+class PolicySettings(PreemptionSettings, SchedulerPolicies, GroupModeSettings):
     """One combination of policies, under which the workload runs.
 
-    In `preemptive` mode every stage is an event, so a simulation takes longer, and the time of prefill is unknown.
+    In `preemptive` and `async` mode every stage is an event, so a simulation takes longer, and the time of prefill is
+    unknown.
 
     Attributes:
-        name: title in tables; unset: the name of the routing policy.
+        name: title in tables; unset: the name of the routing policy, and the mode where it has groups of workers.
         route: routing policy.
         max_num_urgent_seqs: sequences of each engine beyond max_num_seqs, reserved for latency-sensitive requests;
             unset: none in `fused` mode and max_num_seqs in `preemptive` mode, as in `moestro serve`.
@@ -144,12 +150,21 @@ class PolicySettings(SteppingSettings, SchedulerPolicies):
     max_num_urgent_seqs: Annotated[int | None, at_least(0)] = None
     signals: SignalSettings | None = None
 
-    def check_prices(self, engines: SimEngineSettings) -> None:
-        """Raise ConfigError if the mode needs other prices than those of `engines`."""
-        if self.mode == "preemptive" and (engines.table is not None or engines.ep_ranks > 1):
+    def check_engines(self, engines: SimEngineSettings, group: GroupSettings | None) -> None:
+        """Raise ConfigError if the mode needs other prices than those of `engines`, or another group of workers."""
+        if self.mode != "fused" and (engines.table is not None or engines.ep_ranks > 1):
             raise ConfigError(
-                "[[policies]] mode = 'preemptive' needs prices of stages and single ranks: no table, ep_ranks 1"
+                f"[[policies]] mode = {self.mode!r} needs prices of stages and single ranks: no table, ep_ranks 1"
             )
+        if not self.has_group and engines.engine == "amoe":
+            raise ConfigError(
+                f"[engines] engine = 'amoe' prices workers of a group, mode {' or '.join(GROUP_MODES)}, not"
+                f" {self.mode!r}"
+            )
+        if self.has_group and group is None:
+            raise ConfigError(f"[[policies]] mode = {self.mode!r} needs a table [group] with num_workers")
+        if self.has_group and group is not None:
+            self.num_attention_workers(group)
 
     def num_urgent_seqs(self, max_num_seqs: int) -> int:
         """`max_num_urgent_seqs`, or its default for the mode."""
@@ -160,7 +175,7 @@ class PolicySettings(SteppingSettings, SchedulerPolicies):
     @property
     def title(self) -> str:
         """Name of the combination in tables."""
-        return self.name or self.route
+        return self.name or (self.mode if self.has_group else self.route)
 
 
 class SloSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -182,6 +197,8 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         seed: random seed of every draw.
         policies: combinations of policies, one run each; the others are compared with the first.
+        group: workers of each group, for the modes that need them.
+        popularity: popularity of the experts; unset: as the prices of the engines have it.
         slos: objectives that count towards goodput.
     """
 
@@ -189,6 +206,8 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     workload: WorkloadSettings
     engines: SimEngineSettings = SimEngineSettings()
+    group: GroupSettings | None = None
+    popularity: PopularityForm | None = None
     signals: SignalSettings = AT_ONCE
     policies: tuple[PolicySettings, ...] = (PolicySettings(),)
     slos: SloSettings | None = None
@@ -197,12 +216,21 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         check_settings(self)
         for policy in self.policies:
-            policy.check_prices(self.engines)
+            policy.check_engines(self.engines, self.group)
         titles = [policy.title for policy in self.policies]
         if not titles or len(set(titles)) < len(titles):
             raise ConfigError(
                 f"[[policies]] must be one or more with distinct names; got {', '.join(titles) or 'none'}"
             )
+
+
+_TABLES: dict[str, type] = {
+    "workload": WorkloadSettings,
+    "engines": SimEngineSettings,
+    "group": GroupSettings,
+    "popularity": PopularityForm,
+    "policies": PolicySettings,
+}
 
 
 def read_settings(path: Path) -> SimSettings:
@@ -215,7 +243,8 @@ def read_settings(path: Path) -> SimSettings:
         text = path.read_text(encoding="utf-8")
         tables = tomllib.loads(text)
         settings = msgspec.convert(tables, SimSettings)
-        _refuse_unknown(tables.get("engines", {}), SimEngineSettings, "engines")
+        for name, kind in (("engines", SimEngineSettings), ("group", GroupSettings), ("popularity", PopularityForm)):
+            _refuse_unknown(tables.get(name, {}), kind, name)
         for index, table in enumerate(tables.get("policies", ())):
             _refuse_unknown(table, PolicySettings, f"policies[{index}]")
     except OSError as error:
@@ -236,7 +265,10 @@ def _refuse_unknown(table: Mapping[str, object], kind: type[CheckedSettings], pl
 
 
 def _in_words(text: str) -> str:
-    """Rewrite msgspec's message with the place as TOML writes it."""
+    """Rewrite msgspec's message with the place as TOML writes it, and what is allowed there."""
     what, _, where = text.partition(" - at `$")
     place = where.removesuffix("`").removeprefix(".").replace("[...]", "")
-    return f"{what} in [{place}]" if place else what
+    table, _, key = place.partition(".")
+    choices = choices_of(_TABLES.get(table.partition("[")[0], SimSettings), key)
+    allowed = f": give one of {', '.join(map(str, choices))}" if choices else ""
+    return f"{what} in [{place}]{allowed}" if place else what

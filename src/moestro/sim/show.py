@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
 
+from moestro.sim.group_figures import GroupFigures
 from moestro.sim.outcome import PolicyOutcome, SimReport
 from moestro.workload.report import Spread
 
@@ -22,6 +24,8 @@ def print_report(console: Console, report: SimReport) -> None:
         soft_wrap=True,
     )
     console.print(_table(report.outcomes))
+    if any(outcome.group is not None for outcome in report.outcomes):
+        console.print(_stall_table(report.outcomes))
     for note in report.notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     for outcome in report.outcomes:
@@ -35,6 +39,8 @@ def _table(outcomes: Sequence[PolicyOutcome]) -> Table:
     for outcome in outcomes:
         table.add_column(outcome.title, justify="right")
     figures = [_figures(outcome) for outcome in outcomes]
+    if any(outcome.group is not None for outcome in outcomes):
+        figures = [some | _group_figures(outcome) for some, outcome in zip(figures, outcomes, strict=True)]
     for name, base in figures[0].items():
         table.add_row(name, _cell(base), *(_cell(each[name]) + _ratio(each[name], base) for each in figures[1:]))
     return table
@@ -57,6 +63,40 @@ def _figures(outcome: PolicyOutcome) -> dict[str, float | None]:
     if outcome.ls_ttft_ms is not None and outcome.be_ttft_ms is not None:
         figures |= {"TTFT mean, LS": outcome.ls_ttft_ms.mean, "TTFT mean, BE": outcome.be_ttft_ms.mean}
     return figures if report.goodput is None else figures | {"goodput": report.goodput.share}
+
+
+def _group_figures(outcome: PolicyOutcome) -> dict[str, float | None]:
+    group = outcome.group
+    sent = None if group is None or group.num_bytes is None else group.num_bytes / 1e9
+    return {
+        "output tokens/s": outcome.report.output_tokens_per_s,
+        "bound, same hot ids": None if group is None else group.bound_same,
+        "bound, permuted": None if group is None else group.bound_permuted,
+        "share of its bound": None if group is None else group.share_of_bound,
+        "mean stall": None if group is None else fmean(group.stall_shares),
+        "messages": None if group is None or group.num_messages is None else float(group.num_messages),
+        "GB sent": sent,
+    }
+
+
+def _stall_table(outcomes: Sequence[PolicyOutcome]) -> Table:
+    table = Table(title="Stall share of each worker; A: attention, E: experts, AE: both", title_justify="left")
+    table.add_column("worker")
+    with_groups = [(outcome.title, outcome.group) for outcome in outcomes if outcome.group is not None]
+    for title, _ in with_groups:
+        table.add_column(title, justify="right")
+    for worker in range(max(len(group.stall_shares) for _, group in with_groups)):
+        table.add_row(str(worker), *(_stall(group, worker) for _, group in with_groups))
+    return table
+
+
+def _stall(group: GroupFigures, worker: int) -> str:
+    if not group.num_expert_workers:
+        kind = "AE"
+    else:
+        num_workers = group.num_attention_workers + group.num_expert_workers
+        kind = "A" if worker % num_workers < group.num_attention_workers else "E"
+    return f"{kind} {group.stall_shares[worker]:.3f}"
 
 
 def _of(spread: Spread | None, name: str) -> float | None:

@@ -14,6 +14,7 @@ from moestro.core.request import Request
 from moestro.core.script import Script
 from moestro.core.stages import NUM_PLANS
 from moestro.core.views import StepPolicy
+from moestro.cost.gate import PopularityGate
 from moestro.cost.model import StageCostModel
 from moestro.cost.priced_device import Scripts
 from moestro.cost.priced_stages import PricedStages, whole_setup
@@ -32,6 +33,7 @@ class StagedRank:
         policy: step policy.
         passes_decodes: whether latency-sensitive units pass best-effort ones after their first token too, as in
             `engine.rank.Rank`.
+        gate: draws the experts of each token. None means the popularity of `cost` in all layers.
 
     Attributes:
         seats: the rank.
@@ -41,10 +43,16 @@ class StagedRank:
     tells_prefill = False
 
     def __init__(
-        self, settings: SchedulerSettings, cost: StageCostModel, policy: StepPolicy, *, passes_decodes: bool
+        self,
+        settings: SchedulerSettings,
+        cost: StageCostModel,
+        policy: StepPolicy,
+        *,
+        passes_decodes: bool,
+        gate: PopularityGate | None = None,
     ) -> None:
         scripts = Scripts(settings.block_size)
-        setup = whole_setup(cost, NUM_PLANS * settings.max_num_batched_tokens, settings.block_size)
+        setup = whole_setup(cost, NUM_PLANS * settings.max_num_batched_tokens, settings.block_size, gate)
         device = PricedStages(cost, setup, lambda units, _: scripts.answer(units), scripts.request_keys)
         self._rank = build_preemptive_rank(settings, device, policy, passes_decodes=passes_decodes)
         self.seats = [Seat(self._rank, scripts)]

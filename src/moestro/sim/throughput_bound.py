@@ -81,7 +81,13 @@ def drawn_visits(gate: ExpertGate, num_layers: int, num_tokens: int = 1 << 14) -
     return visits
 
 
-def least_work_ns(visits: Floats, times: LeastTimes, table: ExpertTable, attention_workers: Sequence[int]) -> Floats:
+def least_work_ns(
+    visits: Floats,
+    times: LeastTimes,
+    table: ExpertTable,
+    attention_workers: Sequence[int],
+    slowdown: Floats | None = None,
+) -> Floats:
     """Return the least work of each device per token, float64[workers], ns, spread so that the largest is least.
 
     Args:
@@ -89,16 +95,18 @@ def least_work_ns(visits: Floats, times: LeastTimes, table: ExpertTable, attenti
         times: least times of the stages.
         table: slots of each worker.
         attention_workers: workers that compute attention; any of them may serve any request.
+        slowdown: float64[workers], factor on the times of each worker. None means 1 for all.
     """
+    slowdown = np.ones(len(table.logical_of)) if slowdown is None else slowdown
     copies = (table.num_copies > 0) & table.is_alive[:, None, None]
     num_copies = copies.sum(axis=0)
     work_ns = visits * times.expert_ns
-    fixed_ns = (copies * np.where(num_copies == 1, work_ns, 0.0)).sum(axis=(1, 2))
+    fixed_ns = (copies * np.where(num_copies == 1, work_ns, 0.0)).sum(axis=(1, 2)) * slowdown
     amounts, holders = [times.token_ns], [np.array(attention_workers)]
     for layer, expert in np.argwhere(num_copies > 1).tolist():
         amounts.append(float(work_ns[layer, expert]))
         holders.append(np.flatnonzero(copies[:, layer, expert]))
-    return _spread(fixed_ns, amounts, holders)
+    return _spread(fixed_ns, amounts, holders, slowdown)
 
 
 def throughput_bound(work_ns: Floats) -> float:
@@ -111,11 +119,13 @@ def largest_share(work_ns: Floats) -> float:
     return float(work_ns.max() / work_ns.sum())
 
 
-def _spread(fixed_ns: Floats, amounts: Sequence[float], holders: Sequence[NDArray[np.int64]]) -> Floats:
+def _spread(
+    fixed_ns: Floats, amounts: Sequence[float], holders: Sequence[NDArray[np.int64]], slowdown: Floats
+) -> Floats:
     """Add divisible amounts to their holders so that the largest total is least.
 
-    Levelling one amount at a time minimises the sum of squares, and the minimum of that sum also has the least maximum
-    (Fujishige 1980: lexicographically optimal base of a polymatroid).
+    Levelling one amount at a time minimises the sum of squares, weighted by speed, and the minimum of that sum also has
+    the least maximum (Fujishige 1980: lexicographically optimal base of a polymatroid with weights).
     """
     total_ns = fixed_ns.copy()
     shares = [np.zeros(len(some)) for some in holders]
@@ -123,19 +133,20 @@ def _spread(fixed_ns: Floats, amounts: Sequence[float], holders: Sequence[NDArra
     for _ in range(_MAX_PASSES):
         for index, (amount, some) in enumerate(zip(amounts, holders, strict=True)):
             others = total_ns[some] - shares[index]
-            shares[index] = _level(others, amount)
+            shares[index] = _level(others, amount, slowdown[some])
             total_ns[some] = others + shares[index]
-        squares = float((total_ns**2).sum())
+        squares = float((total_ns**2 / slowdown).sum())
         if abs(squares - previous) <= _TOLERANCE * squares:
             break
         previous = squares
     return total_ns
 
 
-def _level(heights: Floats, amount: float) -> Floats:
-    """Pour `amount` on `heights` as water into vessels: the lowest ones are filled to a common level."""
-    ordered = np.sort(heights)
-    levels = (ordered.cumsum() + amount) / np.arange(1, len(ordered) + 1)
+def _level(heights: Floats, amount: float, slowdown: Floats) -> Floats:
+    """Pour `amount` on `heights` as water into vessels, each 1 / slowdown wide: the lowest ones get a common level."""
+    order = np.argsort(heights)
+    ordered, width = heights[order], 1 / slowdown[order]
+    levels = ((ordered * width).cumsum() + amount) / width.cumsum()
     level = levels[int(np.flatnonzero(levels > ordered)[-1])] if amount > 0 else ordered[0]
     filled: Floats = np.maximum(level - heights, 0.0)
     return filled

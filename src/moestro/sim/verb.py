@@ -12,7 +12,7 @@ from moestro.errors import ConfigError
 from moestro.sim.outcome import SimReport, outcome_of
 from moestro.sim.replay import what_if
 from moestro.sim.results import Results
-from moestro.sim.scenario import make_scenario, run
+from moestro.sim.scenario import make_scenario, run_with_figures
 from moestro.sim.settings import SimSettings, read_settings
 from moestro.sim.show import REQUESTS_PER_UPDATE, print_report
 from moestro.workload.progress import progress
@@ -58,17 +58,19 @@ def replay_record(path: Path, policies: Sequence[str], cost: str | None) -> tupl
 
 def simulate(settings: SimSettings, directory: Path) -> tuple[SimReport, Runs]:
     """Run the simulation that `settings` describe; relative paths start at `directory`."""
-    scenario, runs = make_scenario(settings, directory), []
+    scenario, runs, outcomes = make_scenario(settings, directory), [], []
+    slos = None if settings.slos is None else Slos(**msgspec.structs.asdict(settings.slos))
     for policy in settings.policies:
         with progress(policy.title, len(scenario.workload), REQUESTS_PER_UPDATE) as advance:
-            runs.append((policy.title, run(scenario, policy, advance)))
-    slos = None if settings.slos is None else Slos(**msgspec.structs.asdict(settings.slos))
+            results, group = run_with_figures(scenario, policy, advance)
+        runs.append((policy.title, results))
+        outcomes.append(outcome_of(policy.title, results, slos, group))
     report = SimReport(
         workload=scenario.source,
         is_generated=scenario.is_generated,
         settings=msgspec.to_builtins(settings),
         notes=tuple(scenario.prices.notes()),
-        outcomes=tuple(outcome_of(title, results, slos) for title, results in runs),
+        outcomes=tuple(outcomes),
     )
     return report, runs
 

@@ -52,6 +52,7 @@ class GroupLayout:
         host: time of the engine's own code for each item.
         launch_ahead: items with a device at once; with 2 the host prepares an item while another one runs.
         num_credits: tokens of one home that may be among one expert worker's experts at once. None means no bound.
+        factor_of: makes the source of factors on the items' times of a worker, by its number; None from it means 1.
     """
 
     num_homes: int
@@ -62,6 +63,7 @@ class GroupLayout:
     host: HostOverhead = NO_HOST
     launch_ahead: int = 1
     num_credits: int | None = None
+    factor_of: Callable[[int], Callable[[], float] | None] = lambda _: None
 
 
 class WorkerGroup:
@@ -113,7 +115,11 @@ class WorkerGroup:
             num_guests=num_credits * layout.num_homes if has_slots.any() else 0,
         )
         setup = StageSetup(
-            shape=shape, block_size=settings.block_size, gate=layout.gate if is_home else None, host=layout.host
+            shape=shape,
+            block_size=settings.block_size,
+            gate=layout.gate if is_home else None,
+            host=layout.host,
+            factor=layout.factor_of(worker),
         )
         scripts = Scripts(settings.block_size)
         device = PricedStages(cost, setup, lambda units, _: scripts.answer(units), scripts.request_keys)
@@ -125,6 +131,11 @@ class WorkerGroup:
         self.executors.append(executor)
         if is_home:
             self.seats.append(Seat(Rank(Scheduler(settings, executor.recall), executor), scripts))
+
+    @property
+    def busy_ns(self) -> Int64s:
+        """int64[workers], time for which each worker has computed."""
+        return np.array([device.busy_ns for device in self.devices], np.int64)
 
     # --- Ranks ------------------------------------------------------------------------------------------------------
 

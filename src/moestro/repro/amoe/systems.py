@@ -1,0 +1,251 @@
+"""The systems that are compared: groups of workers on virtual time, and the bound on the throughput of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.expert_table import ExpertTable, spread_evenly
+from moestro.core.views import StepPolicy
+from moestro.cost.capacity import check_experts_fit, kv_blocks, worker_kv_blocks
+from moestro.cost.links import Machines
+from moestro.cost.model import Batch, StageCostModel
+from moestro.cost.priced_stages import HostOverhead
+from moestro.cost.tensor_parallel import network_share
+from moestro.engine.settings import SchedulerSettings
+from moestro.errors import ConfigError
+from moestro.flow.registry import make_step_policy
+from moestro.repro.amoe.beds import BLOCK_SIZE, OUR_HOST, Bed
+from moestro.repro.amoe.tally import ItemTally
+from moestro.sim.baselines import (
+    LOCK_STEP,
+    PING_PONG,
+    TWO_BATCH_OVERLAP,
+    StepPricing,
+    disaggregated,
+    expert_parallel,
+    plain_replica,
+    with_stalls,
+)
+from moestro.sim.collectives import all_reduce, all_to_all_of
+from moestro.sim.drawn_step import Deployment
+from moestro.sim.engine import Ranks
+from moestro.sim.lock_step_group import LockStepGroup
+from moestro.sim.throughput_bound import drawn_visits, least_times, least_work_ns, throughput_bound
+from moestro.sim.worker_group import GroupLayout, WorkerGroup
+
+Int64s = NDArray[np.int64]
+
+ASYNC, PAIRED, EP, EP_STALLS = "async", "async_paired", "ep", "ep_stalls"
+OVERLAP, PING_PONG_NAME, REPLICAS = "ep_overlap", "ping_pong", "replicas"
+BASELINES = (EP, EP_STALLS, OVERLAP, PING_PONG_NAME, REPLICAS)
+ABOUT = {
+    ASYNC: "AMoE: half of the GPUs attention, half experts; async:POLICY names the step policy, async:2+6 the workers",
+    PAIRED: "async with a hot and a cold expert on each GPU, which helps where the same are hot in all layers",
+    EP: "ideal lock-step expert parallelism on all GPUs, with the same prices of stages",
+    EP_STALLS: "ep whose GPUs stall for 70 % of the time, as AMoE publishes for SGLang",
+    OVERLAP: "ep with two-batch overlap, where it is faster",
+    PING_PONG_NAME: "attention and experts on separate GPUs in lock-step, with the best of 1 to 3 micro-batches",
+    REPLICAS: "replicas without expert parallelism, each on as few GPUs as hold the network, with tensor parallelism",
+}
+# SGLang's largest default for --max-running-requests (ModelRunner.init_memory_pool). AMoE has no limit but KV memory.
+MAX_NUM_SEQS = 4096
+_NO_LIMIT = 1 << 30
+_DEFRAG = "defrag"  # Algorithm 1 with the constants of AMoE's code
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Built:
+    """One system, ready to serve.
+
+    Attributes:
+        groups: its ranks.
+        num_seats: ranks that take requests.
+        most_requests: requests that fit at once, by the limit on sequences and by KV memory.
+        busy_ns: returns the time for which each worker has computed so far, int64[workers].
+        tallies: items of attention workers and of expert workers; none in lock-step.
+        bound: returns the output tokens a second that no scheduler exceeds on these workers.
+    """
+
+    groups: list[Ranks]
+    num_seats: int
+    most_requests: int
+    busy_ns: Callable[[], Int64s]
+    tallies: tuple[ItemTally, ItemTally] | None
+    bound: Callable[[], float]
+
+
+def build(system: str, bed: Bed, lengths: tuple[float, int], seed: int) -> Built:
+    """Build a system on a testbed.
+
+    Args:
+        system: a name of `ABOUT`.
+        lengths: mean context of a decoding request, and most tokens that a request may ask for.
+        seed: seed of the gate.
+
+    Raises:
+        ConfigError: the name is unknown, or the network does not fit.
+    """
+    kind, _, form = system.partition(":")
+    if kind not in ABOUT:
+        raise ConfigError(f"no system {kind!r}; known: {', '.join(ABOUT)}")
+    make = _workers if kind in {ASYNC, PAIRED} else _replicas if kind == REPLICAS else _lock_step
+    return make(kind, form, _Site(bed, lengths[0], lengths[1], seed))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Site:
+    """A testbed, the mean context, the longest request, and the seed."""
+
+    bed: Bed
+    mean_context: float
+    longest: int
+    seed: int
+
+    def settings(self, num_blocks: int) -> SchedulerSettings:
+        return SchedulerSettings(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_model_len=min(self.longest, num_blocks * BLOCK_SIZE),
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_NUM_SEQS,  # requests arrive with the KV of their prompts
+            max_num_queued_reqs=_NO_LIMIT,
+            enable_prefix_caching=False,
+        )
+
+    def most_requests(self, num_blocks: int) -> int:
+        return min(MAX_NUM_SEQS, int(num_blocks * BLOCK_SIZE // self.mean_context))
+
+    def bound(self, cost: StageCostModel, table: ExpertTable, num_ranks: int) -> float:
+        start = np.full(MAX_NUM_SEQS, round(self.mean_context), np.int64)
+        times = least_times(cost, Batch(start, np.ones_like(start)), 2 * MAX_NUM_SEQS)
+        visits = drawn_visits(self.bed.gate(self.seed), cost.network.num_layers)
+        return throughput_bound(least_work_ns(visits, times, table, range(num_ranks)))
+
+
+# --- async ------------------------------------------------------------------------------------------------------------
+
+
+def _workers(kind: str, form: str, site: _Site) -> Built:
+    bed, network = site.bed, site.bed.shape
+    policy, (num_homes, num_expert_workers) = _workers_of(form, bed.num_gpus)
+    table = _table(bed, num_homes, is_paired=kind == PAIRED)
+    check_experts_fit(network, bed.device, table.logical_of.shape[2])
+    num_blocks = worker_kv_blocks(network, bed.device, BLOCK_SIZE)
+    tallies = (ItemTally(), ItemTally())
+
+    def policy_of(worker: int) -> StepPolicy:
+        return tallies[int(worker >= num_homes)].watched(make_step_policy(policy, float("inf")))
+
+    is_ours = bed.prices == "kernels"  # AMoE's prototype prepares an item after the one before
+    cost = bed.cost()
+    layout = GroupLayout(
+        num_homes=num_homes,
+        table=table,
+        machines=_with_homes_on_each_machine(bed, num_homes, num_expert_workers),
+        gate=bed.gate(site.seed),
+        policy_of=policy_of,
+        host=OUR_HOST if is_ours else HostOverhead(),
+        launch_ahead=2 if is_ours else 1,
+    )
+    group = WorkerGroup(site.settings(num_blocks), layout, lambda _: cost)
+    return Built(
+        [group], num_homes, num_homes * site.most_requests(num_blocks),
+        lambda: np.array([device.busy_ns for device in group.devices], np.int64), tallies,
+        lambda: site.bound(cost, table, num_homes),
+    )  # fmt: skip
+
+
+def _workers_of(form: str, num_gpus: int) -> tuple[str, tuple[int, int]]:
+    """The step policy and the numbers of attention and expert workers that the text after `async:` names."""
+    homes, plus, experts = form.partition("+")
+    if plus and homes.isdigit() and experts.isdigit():
+        if int(homes) + int(experts) != num_gpus:
+            raise ConfigError(f"async:{form} has other than {num_gpus} workers")
+        return _DEFRAG, (int(homes), int(experts))
+    return form or _DEFRAG, (num_gpus // 2, num_gpus - num_gpus // 2)
+
+
+def _table(bed: Bed, num_homes: int, *, is_paired: bool) -> ExpertTable:
+    network, holders = bed.shape, list(range(num_homes, bed.num_gpus))
+    assert network.experts is not None, "AMoE runs Mixture-of-Experts networks"
+    table = spread_evenly(network.num_layers, network.experts.num_experts, holders, bed.num_gpus)
+    if is_paired:
+        num_experts, logical_of = network.experts.num_experts, table.logical_of.copy()
+        assert num_experts == 2 * len(holders), "pairs need two experts for each worker"
+        logical_of[holders, :, 0] = np.arange(len(holders), dtype=np.int32)[:, None]
+        logical_of[holders, :, 1] = np.arange(num_experts - 1, len(holders) - 1, -1, dtype=np.int32)[:, None]
+        table = ExpertTable(0, logical_of, num_experts, table.is_alive)
+    return table
+
+
+def _with_homes_on_each_machine(bed: Bed, num_homes: int, num_expert_workers: int) -> Machines:
+    machines = bed.machines(announces=True)
+    num_machines = max(machines.machine_of) + 1
+    machine_of = [worker * num_machines // num_homes for worker in range(num_homes)]
+    machine_of += [worker * num_machines // num_expert_workers for worker in range(num_expert_workers)]
+    return replace(machines, machine_of=tuple(machine_of))
+
+
+# --- lock-step --------------------------------------------------------------------------------------------------------
+
+_PRICINGS: dict[str, StepPricing] = {
+    EP: LOCK_STEP, EP_STALLS: with_stalls(), OVERLAP: TWO_BATCH_OVERLAP, PING_PONG_NAME: PING_PONG,
+}  # fmt: skip
+
+
+def _lock_step(kind: str, form: str, site: _Site) -> Built:
+    bed, network, cost = site.bed, site.bed.shape, site.bed.cost()
+    gate = bed.gate(site.seed)
+    if kind == PING_PONG_NAME:
+        num_ranks = bed.num_gpus // 2
+        num_blocks = worker_kv_blocks(network, bed.device, BLOCK_SIZE)
+        machines = _with_homes_on_each_machine(bed, num_ranks, bed.num_gpus - num_ranks)
+        exchange = all_to_all_of(machines, network)
+        deployment = disaggregated(cost, gate, num_ranks, bed.num_gpus - num_ranks, exchange)
+    else:
+        num_ranks = bed.num_gpus
+        num_blocks = kv_blocks(network, bed.device, BLOCK_SIZE, num_ep_ranks=num_ranks)
+        exchange = all_to_all_of(bed.machines(announces=False), network)
+        deployment = expert_parallel(cost, gate, num_ranks, exchange)
+    del form
+    group = LockStepGroup(site.settings(num_blocks), _hosted(deployment, bed), _PRICINGS[kind])
+    return Built(
+        [group], num_ranks, num_ranks * site.most_requests(num_blocks), group.busy_ns.copy, None,
+        lambda: site.bound(cost, deployment.table, num_ranks),
+    )  # fmt: skip
+
+
+def _hosted(deployment: Deployment, bed: Bed) -> Deployment:
+    return replace(deployment, host=bed.step_host)
+
+
+def _replicas(kind: str, form: str, site: _Site) -> Built:
+    bed, network = site.bed, site.bed.shape
+    del kind, form
+    num_gpus, num_blocks = _smallest_replica(bed)
+    cost = bed.cost(num_gpus)
+    exchange = all_reduce(bed.machines(announces=False).within, network, num_gpus)
+    deployment = _hosted(plain_replica(cost, bed.gate(site.seed), exchange), bed)
+    num_replicas = bed.num_gpus // num_gpus
+    groups = [LockStepGroup(site.settings(num_blocks), deployment) for _ in range(num_replicas)]
+    return Built(
+        list(groups), num_replicas, num_replicas * site.most_requests(num_blocks),
+        lambda: np.concatenate([group.busy_ns for group in groups]), None,
+        lambda: num_replicas * site.bound(cost, deployment.table, 1),
+    )  # fmt: skip
+
+
+def _smallest_replica(bed: Bed) -> tuple[int, int]:
+    """GPUs of the smallest replica that holds the network, and the KV blocks of each."""
+    num_gpus = 1
+    while num_gpus <= bed.num_gpus:
+        share = bed.shape if num_gpus == 1 else network_share(bed.shape, num_gpus, num_kv_heads=1)
+        try:
+            return num_gpus, kv_blocks(share, bed.device, BLOCK_SIZE)
+        except ConfigError:
+            num_gpus *= 2
+    raise ConfigError(f"{bed.network} does not fit {bed.num_gpus} {bed.gpu}")

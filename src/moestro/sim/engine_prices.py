@@ -1,0 +1,69 @@
+"""Cost models that the settings of simulated engines name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moestro.cost.gating import even_gating
+from moestro.cost.gpus import gpu_named
+from moestro.cost.hf_config import network_named
+from moestro.cost.popularity import AMOE_RATE, PopularityForm
+from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
+from moestro.cost.staged_engines import QLLM, StagedEngine, amoe
+from moestro.cost.tables import MeasuredCost, load_table
+from moestro.errors import ConfigError
+from moestro.sim.prices import Barrier, OneRank, Prices
+from moestro.sim.settings import SimEngineSettings
+
+
+def make_prices(
+    engines: SimEngineSettings, directory: Path = Path(), popularity: PopularityForm | None = None
+) -> Prices:
+    """Choose the prices of the steps of engines in `fused` mode: a table, a staged engine, or a roofline.
+
+    Args:
+        engines: settings of the engines.
+        directory: directory of relative paths.
+        popularity: popularity of the experts. None means that of the cost model.
+    """
+    if engines.table is not None:
+        return OneRank(MeasuredCost(load_table(directory / engines.table)))
+    cost = stage_cost(engines, popularity)
+    return Barrier(cost) if isinstance(cost, Roofline) and engines.ep_ranks > 1 else OneRank(cost)
+
+
+def stage_cost(engines: SimEngineSettings, popularity: PopularityForm | None = None) -> Roofline | StagedEngine:
+    """Return the prices of stages: a staged engine, or a roofline.
+
+    Raises:
+        ConfigError: a staged engine is to run a network without experts, or a name is unknown.
+    """
+    network = network_named(engines.network)
+    by_rank = None if popularity is None or not network.experts else popularity.by_rank(network.experts.num_experts)
+    if engines.engine is not None and network.experts is None:
+        raise ConfigError(
+            f"[engines] engine = {engines.engine!r} runs networks with experts, and {network.name} has none"
+        )
+    if engines.engine == "amoe":
+        return amoe(network, gpu_named(engines.gpu))
+    if engines.engine == "qllm":
+        return StagedEngine(QLLM, network, popularity=by_rank)
+    host = HostCost(
+        step_ns=VLLM_HOST.step_ns if engines.host_step_us is None else engines.host_step_us * 1e3,
+        sequence_ns=VLLM_HOST.sequence_ns if engines.host_sequence_us is None else engines.host_sequence_us * 1e3,
+    )
+    gating = None
+    if by_rank is not None and network.experts is not None:
+        gating = even_gating(by_rank, network.experts.top_k, engines.ep_ranks)
+    return Roofline(
+        RooflineSettings(
+            network=network, gpu=gpu_named(engines.gpu), host=host, num_ep_ranks=engines.ep_ranks, gating=gating
+        )
+    )
+
+
+def default_popularity(engines: SimEngineSettings) -> PopularityForm:
+    """Return the popularity of the experts that a group's prices imply: AMoE's fit, or the roofline's."""
+    if engines.engine == "amoe":
+        return PopularityForm(family="exponential", skew=AMOE_RATE)
+    return PopularityForm()

@@ -1,0 +1,124 @@
+"""Settings of simulated groups of workers: the table `[group]` of a file, and the keys of a policy in these modes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from moestro.core.setting_checks import MAX_SETTING, CheckedSettings, at_least, name_of
+from moestro.cost.links import link_named
+from moestro.errors import ConfigError
+from moestro.flow.registry import make_step_policy
+
+SimMode = Literal["fused", "preemptive", "ep", "ep-overlap", "afd", "async"]
+GROUP_MODES: tuple[SimMode, ...] = ("ep", "ep-overlap", "afd", "async")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSettings(CheckedSettings):
+    """The workers of each group, and the links between them, in the modes `ep`, `ep-overlap`, `afd` and `async`.
+
+    Attributes:
+        num_workers: GPUs of a group.
+        workers_per_machine: workers of a machine; consecutive ones are together.
+        link_within, link_across: links inside a machine and between machines, by their names in `cost.links`.
+        two_phase: whether a message of `async` is announced before it is sent, as in AMoE.
+        slowdown: factor on the stage times of each worker, from worker 0 on; 1 for the remaining workers.
+        jitter: standard deviation of a factor with mean 1 on the time of each stage.
+    """
+
+    PLACE: ClassVar[str | None] = "[group] "
+
+    num_workers: Annotated[int, at_least(1)]
+    workers_per_machine: Annotated[int, at_least(1)] = 8
+    link_within: str = "nvswitch-a100"
+    link_across: str = "infiniband-hdr"
+    two_phase: bool = True
+    slowdown: tuple[float, ...] = ()
+    jitter: Annotated[float, at_least(0)] = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("link_within", "link_across"):
+            try:
+                link_named(getattr(self, name))
+            except ConfigError as error:
+                raise ConfigError(f"{name_of(self, name)}: {error}") from None
+        for factor in self.slowdown:
+            if not abs(factor) <= MAX_SETTING:
+                raise ConfigError(f"[group] slowdown must be a number up to {MAX_SETTING:g}, got {factor:g}")
+        if len(self.slowdown) > self.num_workers or not all(factor > 0 for factor in self.slowdown):
+            raise ConfigError(
+                f"[group] slowdown must hold at most one factor above 0 for each of the {self.num_workers} workers,"
+                f" got {list(self.slowdown)}"
+            )
+
+    @property
+    def machine_of(self) -> tuple[int, ...]:
+        """Machine of each worker."""
+        return tuple(worker // self.workers_per_machine for worker in range(self.num_workers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupModeSettings(CheckedSettings):
+    """What one of the policies to compare makes of a group.
+
+    Attributes:
+        mode: `fused` or `preemptive`: each engine computes alone. `ep`: all workers of a group share the experts and
+            step together. `ep-overlap`: the same with two-batch overlap. `afd`: experts on workers of their own, and
+            micro-batches in ping-pong. `async`: no worker waits for another one but for the tokens that it lacks.
+        num_expert_workers: workers that have experts alone, in `afd` and `async`; the others have attention. 0 puts
+            attention and experts on every worker.
+        attention_step_policy, expert_step_policy: step policies of `async`; the first is also for workers with both.
+        num_credits: tokens of one attention worker that may be at one expert worker at once, in `async`; unset: no
+            bound.
+        launch_ahead: items that a device holds at once, in `async`; with 2, the host prepares one while another runs.
+        stall_share: share of a step for which the workers stall at least, in `ep`, as published for a real system.
+        free_links: whether messages and collectives take no time, as in ideal `ep`.
+    """
+
+    mode: SimMode = "fused"
+    num_expert_workers: Annotated[int, at_least(0)] = 0
+    attention_step_policy: str = "defrag"
+    expert_step_policy: str = "defrag"
+    num_credits: Annotated[int | None, at_least(1)] = None
+    launch_ahead: Annotated[int, at_least(1)] = 1
+    stall_share: Annotated[float | None, at_least(0)] = None
+    free_links: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_expert_workers and self.mode not in {"afd", "async"}:
+            raise ConfigError(
+                f"{name_of(self, 'num_expert_workers')} {self.num_expert_workers} goes with mode 'afd' or 'async', not"
+                f" with {self.mode!r}"
+            )
+        if self.mode == "afd" and not self.num_expert_workers:
+            raise ConfigError(f"{name_of(self, 'mode')} = 'afd' needs num_expert_workers of at least 1")
+        if self.stall_share is not None and (self.mode != "ep" or self.stall_share >= 1):
+            raise ConfigError(
+                f"{name_of(self, 'stall_share')} goes with mode 'ep' and is below 1, got {self.stall_share:g} with"
+                f" {self.mode!r}"
+            )
+        for text in (self.attention_step_policy, self.expert_step_policy):
+            make_step_policy(text, math.inf)
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the mode needs a group of workers."""
+        return self.mode in GROUP_MODES
+
+    def num_attention_workers(self, group: GroupSettings) -> int:
+        """Workers of `group` that compute attention.
+
+        Raises:
+            ConfigError: none is left.
+        """
+        left = group.num_workers - self.num_expert_workers
+        if left < 1:
+            raise ConfigError(
+                f"{name_of(self, 'num_expert_workers')} {self.num_expert_workers} leaves none of the"
+                f" {group.num_workers} workers of [group] for attention"
+            )
+        return left
