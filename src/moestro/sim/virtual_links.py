@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import numpy as np
+from dataclasses import dataclass
 
 from moestro.core.hops import HOP_RECORD, HopMessage
 from moestro.cost.links import Machines
@@ -12,30 +11,51 @@ from moestro.cost.links import Machines
 _HEADER_BYTES = 64  # a packed `Hop`, about
 _ACTIVATION_BYTES = 2
 
-# (message, its time of arrival) -> None
-Deliver = Callable[[HopMessage, int], None]
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A message under way.
+
+    Attributes:
+        crosses: whether it goes from one machine to another.
+        port_ns: time that its bytes take at the receiver's port.
+        is_through: whether it has passed the receiver's port.
+    """
+
+    message: HopMessage
+    crosses: bool
+    port_ns: int
+    is_through: bool = False
+
+
+# (transfer, time at which it reaches the receiver's port) -> None
+Arrive = Callable[[Transfer, int], None]
 
 
 class VirtualLinks:
     """The links of all workers of a group.
 
-    A sender's messages over one kind of link follow one another, and so do the messages that one worker receives.
+    A worker has a port for the links of its machine and one for those to other machines. A sender's messages over one
+    port follow one another. Two senders cannot fill a receiver's port at once: messages pass it in the order in which
+    they reach it.
 
     Args:
         machines: machine of each worker, and the links between them.
         hidden_size: values of a row.
-        deliver: called when a message is sent, with its time of arrival.
+        arrive: called when a message is sent, with the time at which it would arrive at an idle port. The caller then
+            asks `receive`.
 
     Attributes:
         num_messages, num_bytes: totals since the start.
     """
 
-    def __init__(self, machines: Machines, hidden_size: int, deliver: Deliver) -> None:
-        self._machines, self._deliver = machines, deliver
+    def __init__(self, machines: Machines, hidden_size: int, arrive: Arrive) -> None:
+        self._machines, self._arrive = machines, arrive
         self._row_bytes = hidden_size * _ACTIVATION_BYTES
         num_workers = len(machines.machine_of)
-        self._sends_at = np.zeros((2, num_workers), np.int64).tolist()  # by [crosses machines][sender]
-        self._receives_at = [0] * num_workers
+        # By [crosses machines][worker]: when its port is free.
+        self._sends_at = [[0] * num_workers, [0] * num_workers]
+        self._receives_at = [[0] * num_workers, [0] * num_workers]
         self.num_messages = self.num_bytes = 0
 
     def send(self, message: HopMessage, now_ns: int) -> None:
@@ -46,11 +66,16 @@ class VirtualLinks:
         num_bytes = _HEADER_BYTES + len(message.records) * HOP_RECORD.itemsize + hop.num_rows * self._row_bytes
         sends_at = self._sends_at[crosses]
         sends_at[hop.src] = max(now_ns, sends_at[hop.src]) + link.sending_ns(num_bytes)
-        arrives_ns = sends_at[hop.src] + link.latency_ns
-        # Two senders cannot fill a receiver's port at once: each message needs it for its own bytes.
-        port_ns = round(num_bytes / link.bytes_per_s * 1e9)
-        arrives_ns = max(arrives_ns, self._receives_at[hop.dst] + port_ns)
-        self._receives_at[hop.dst] = arrives_ns
         self.num_messages += 1
         self.num_bytes += num_bytes
-        self._deliver(message, arrives_ns)
+        port_ns = round(num_bytes / link.bytes_per_s * 1e9)
+        self._arrive(Transfer(message, crosses, port_ns), sends_at[hop.src] + link.latency_ns)
+
+    def receive(self, transfer: Transfer, now_ns: int) -> int:
+        """Let a message that has arrived pass the receiver's port. Returns the time at which it is through."""
+        if transfer.is_through:
+            return now_ns
+        receives_at, worker = self._receives_at[transfer.crosses], transfer.message.hop.dst
+        receives_at[worker] = max(now_ns, receives_at[worker] + transfer.port_ns)
+        transfer.is_through = True
+        return receives_at[worker]

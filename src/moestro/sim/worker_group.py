@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
 from moestro.core.expert_table import EMPTY, ExpertTable
-from moestro.core.hops import HopMessage
 from moestro.core.request import Request
 from moestro.core.script import Script
 from moestro.core.views import StepPolicy
@@ -30,13 +29,13 @@ from moestro.engine.step_output import StepOutput
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.executor import FlowExecutor
 from moestro.sim.group import Seat
-from moestro.sim.virtual_links import VirtualLinks
+from moestro.sim.virtual_links import Transfer, VirtualLinks
 
 Int64s = NDArray[np.int64]
 
 NO_HOST = HostOverhead()
 
-Event = tuple[int, int, int, HopMessage | None]  # time, number, worker, message that arrives
+Event = tuple[int, int, int, Transfer | None]  # time, number, worker, message that arrives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -177,11 +176,14 @@ class WorkerGroup:
 
     def _handle(self, now_ns: int) -> tuple[StepOutput | None, int]:
         """Handle the first event. Returns what requests gained, if any, and the worker."""
-        _, _, worker, message = heapq.heappop(self._events)
+        _, _, worker, transfer = heapq.heappop(self._events)
+        if transfer is not None and (through_ns := self.links.receive(transfer, now_ns)) > now_ns:
+            self._push(through_ns, worker, transfer)
+            return None, worker
         self.num_events += 1
         executor = self.executors[worker]
-        if message is not None:
-            executor.receive(message, now_ns)
+        if transfer is not None:
+            executor.receive(transfer.message, now_ns)
             if not executor.has_room:
                 self._await_device(worker, now_ns)  # it may be ready earlier, if the message took back some work
                 return None, worker
@@ -189,12 +191,12 @@ class WorkerGroup:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def _on_send(self, message: HopMessage, arrives_ns: int) -> None:
-        self._push(arrives_ns, message.hop.dst, message)
+    def _on_send(self, transfer: Transfer, arrives_ns: int) -> None:
+        self._push(arrives_ns, transfer.message.hop.dst, transfer)
 
-    def _push(self, at_ns: int, worker: int, message: HopMessage | None) -> None:
+    def _push(self, at_ns: int, worker: int, transfer: Transfer | None) -> None:
         self._num_pushed += 1
-        heapq.heappush(self._events, (at_ns, self._num_pushed, worker, message))
+        heapq.heappush(self._events, (at_ns, self._num_pushed, worker, transfer))
 
     def _step(self, worker: int, now_ns: int) -> StepOutput | None:
         """Take what a worker has done, and start what it can. Returns what requests of a home gained, if any."""
