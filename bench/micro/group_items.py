@@ -10,7 +10,6 @@ choice, the item, and four replies. Goals (docs/architecture.md): 250 and 100 mi
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -167,10 +166,9 @@ def main() -> None:
                 group.step()
             found.append(group.items_us())
         homes, workers = zip(*found, strict=True)
-        rows.append({"policy": policy, "attention_us": spread(homes), "expert_us": spread(workers)})
+        rows.append({"policy": policy, "attention_us": spread(list(homes)), "expert_us": spread(list(workers))})
         print(f"{policy:24} attention {statistics.median(homes):6.1f} us   expert {statistics.median(workers):6.1f} us")
-    if args.json:
-        save(args.json, json.dumps({"conditions": conditions, "rows": rows}))
+    save(args.json, conditions, {"rows": rows})
 
 
 if __name__ == "__main__":
