@@ -130,14 +130,14 @@ class TokenPool:
         self.num_units += len(ids)
         self.num_best_effort += int(np.count_nonzero(units.service_class))
         self.num_decodes += int(np.count_nonzero(units.num_tokens == 1))
-        self._remember(Wave(ids, unit_rows, self.columns, units))
+        self._remember(ids.tobytes(), Wave(ids, unit_rows, self.columns, units))
         return ids
 
     def leave(self, ids: Int64s) -> None:
         """Free the rows and places of units that have a result, or that were recalled."""
         if not self._is_unit[ids].all():
             raise InvariantError("a unit leaves that is not in the network")
-        rows = self.columns.rows_of(ids)
+        rows = self.wave(np.sort(ids)).rows
         places = self._place_of_row[rows]
         self._release(rows, places if places.min() >= 0 else places[places >= 0])
         self._row_is_free[rows] = True
@@ -159,17 +159,18 @@ class TokenPool:
 
     def wave(self, ids: Int64s) -> Wave:
         """The units `ids` (int64, distinct, ascending) as one wave."""
-        wave = self._waves.get(ids.tobytes())
+        key = ids.tobytes()
+        wave = self._waves.get(key)
         if wave is None:
             entries = self.entry_of[ids]
             if entries[0] != entries[-1] or (entries != entries[0]).any():
                 ids = ids[np.argsort(entries, kind="stable")]
             wave = Wave(ids, self.columns.rows_of(ids), self.columns)
-            self._remember(wave)
+            self._remember(key, wave)
         return wave
 
-    def _remember(self, wave: Wave) -> None:
-        self._waves[np.sort(wave.ids).tobytes()] = wave
+    def _remember(self, key: bytes, wave: Wave) -> None:
+        self._waves[key] = wave
         if len(self._waves) > _KNOWN_WAVES:
             del self._waves[next(iter(self._waves))]
 

@@ -12,7 +12,7 @@ from moestro.core.work import LOGITS_PROMPT, SAMPLING_ROW, Int32s, LogitEdits, S
 
 Int64s = NDArray[np.int64]
 
-_PLAIN = ("slot", "serial", "service_class", "start", "num_tokens", "write_start", "logits", "sampling")
+_WRITTEN_LATER = ("serial", "start", "write_start", "logits", "sampling")
 
 
 class UnitColumns:
@@ -22,7 +22,8 @@ class UnitColumns:
         num_rows: tokens that may be in the network at once.
 
     Attributes:
-        slot, serial, service_class, start, num_tokens, write_start, logits, sampling: as in `Units`, [num_rows].
+        slot, service_class, num_tokens: as in `Units`, [num_rows].
+        serial, start, write_start, logits, sampling: the same; `gather` reads them.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -42,10 +43,24 @@ class UnitColumns:
         self._rows: dict[int, Int32s] = {}  # of units of more than one token
         self._edits: dict[int, tuple[Units, int]] = {}  # units that came with edits of logits, and the place there
         self._has_token_ids = False
+        self._unwritten: list[tuple[Int64s, Int32s, Units]] = []
 
     def put(self, ids: Int64s, rows: Int32s, units: Units) -> None:
-        """Store `units` under the numbers `ids`. `rows`: int32[tokens], of their tokens end to end."""
-        for name in _PLAIN:
+        """Store `units` under the numbers `ids`. `rows`: int32[tokens], of their tokens end to end.
+
+        Most columns are written only when some of the units are wanted without the others.
+        """
+        self.slot[ids], self.service_class[ids] = units.slot, units.service_class
+        self.num_tokens[ids] = units.num_tokens
+        self._unwritten.append((ids, rows, units))
+
+    def _write(self) -> None:
+        for ids, rows, units in self._unwritten:
+            self._write_units(ids, rows, units)
+        self._unwritten.clear()
+
+    def _write_units(self, ids: Int64s, rows: Int32s, units: Units) -> None:
+        for name in _WRITTEN_LATER:
             getattr(self, name)[ids] = getattr(units, name)
         width = units.block_tables.shape[1]
         if width > self._tables.shape[1]:
@@ -69,6 +84,11 @@ class UnitColumns:
 
     def forget(self, ids: Int64s) -> None:
         """Drop what is stored for units outside the columns."""
+        for index, (unwritten, _, _) in enumerate(self._unwritten):
+            if unwritten is ids or np.array_equal(unwritten, ids):
+                del self._unwritten[index]
+                return
+        self._write()
         self._table_width[ids] = 0
         if self._rows or self._edits:
             for unit in ids.tolist():
@@ -77,6 +97,7 @@ class UnitColumns:
 
     def rows_of(self, ids: Int64s) -> Int32s:
         """int32[tokens], rows of the units' tokens end to end."""
+        self._write()
         if not self._rows:
             return ids.astype(np.int32)
         num_tokens = self.num_tokens[ids]
@@ -89,6 +110,7 @@ class UnitColumns:
 
     def gather(self, ids: Int64s, rows: Int32s) -> Units:
         """The units `ids`, in that order, whose tokens have these rows."""
+        self._write()
         following = None
         logits = self.logits[ids]
         asks = logits & LOGITS_PROMPT != 0
