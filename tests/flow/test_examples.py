@@ -12,12 +12,20 @@ import pytest
 from support.fake_device import make_request
 from support.fake_stages import FakeStages, expected_tokens, make_shape
 
+from moestro.config.user_code import read_user_code
+from moestro.core.policy_registry import PolicyKind
 from moestro.core.request import ServiceClass
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.policies.basic import in_order
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def accepts_files_of_users(monkeypatch):
+    """What every command does when it starts, and what another test of this process may have done or not."""
+    monkeypatch.setattr(PolicyKind, "read_user_code", read_user_code)
 
 
 def load(name: str):
