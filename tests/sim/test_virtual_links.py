@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moestro.core.hops import DISPATCH, HOP_RECORD, Hop, HopMessage
+from moestro.cost.hf_config import network_named
 from moestro.cost.links import EFA_P4D, NVSWITCH_A100, Machines
 from moestro.sim.virtual_links import VirtualLinks
 
@@ -23,9 +24,11 @@ def deliver(sent: list[tuple[int, HopMessage]]) -> list[tuple[int, HopMessage]]:
     """Send messages at their times; (time, message) of each in order of delivery."""
     events: list = []
     number = iter(range(10_000))
-    links = VirtualLinks(
-        MACHINES, 4096, lambda transfer, at_ns: heapq.heappush(events, (at_ns, next(number), transfer))
-    )
+
+    def arrive(transfer, at_ns: int) -> None:
+        heapq.heappush(events, (at_ns, next(number), transfer))
+
+    links = VirtualLinks(MACHINES, network_named("mixtral-8x7b"), arrive)
     for at_ns, each in sent:
         links.send(each, at_ns)
     found = []
@@ -33,7 +36,7 @@ def deliver(sent: list[tuple[int, HopMessage]]) -> list[tuple[int, HopMessage]]:
         at_ns, _, transfer = heapq.heappop(events)
         through_ns = links.receive(transfer, at_ns)
         if through_ns > at_ns:
-            heapq.heappush(events, (through_ns, next(number), transfer))
+            arrive(transfer, through_ns)
         else:
             found.append((at_ns, transfer.message))
     return found

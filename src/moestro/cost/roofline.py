@@ -196,7 +196,7 @@ class Roofline:
         return self._token_part(num_tokens)[g] - exchange
 
     def _decode_stage_ps(self, g: int, num_sequences: int) -> int:
-        """The same for decodes, with attention but for reading their contexts."""
+        """Time of the same part for decodes, which includes their attention without the reads of their contexts."""
         part = self._decode_stages.get((g, num_sequences))
         if part is None:
             part = self._dense_stage_ps(g, num_sequences) + round(self._kernels.decode_ns(num_sequences) * PS_PER_NS)

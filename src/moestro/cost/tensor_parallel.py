@@ -1,4 +1,4 @@
-"""One GPU's share of a network under tensor parallelism, as a network of its own that every cost model can price.
+"""One GPU's share of a network under tensor parallelism, as a separate network that every cost model can price.
 
 Attention is divided by heads, MLPs and experts by their intermediate size, the vocabulary by rows (Megatron-LM,
 arXiv 1909.08053). All-reduces are not part of the share.

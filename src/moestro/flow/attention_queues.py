@@ -114,7 +114,7 @@ class AttentionQueues:
             self._units[service_class][layer] = ids[~fits]
             if fits.any():
                 taken.append(ids[fits])
-                self._recount(service_class, layer)
+                self.recount(service_class, layer)
         if not taken:
             return np.empty(0, np.int64)
         return np.sort(taken[0] if len(taken) == 1 else np.concatenate(taken))
@@ -126,7 +126,7 @@ class AttentionQueues:
                 gone = np.isin(queue[layer], ids)
                 if gone.any():
                     queue[layer] = queue[layer][~gone]
-                    self._recount(service_class, layer)
+                    self.recount(service_class, layer)
 
     def layers_short_of_places(self, service_class: int) -> list[int]:
         """Layers with units of a class before their attention and places for none of them."""
@@ -154,17 +154,14 @@ class AttentionQueues:
                 return layer, np.sort(held)
         return None
 
-    def recount(self, service_class: int, layer: int) -> None:
-        """Count a queue again after its units have lost their places."""
-        self._recount(service_class, layer)
-
     def longest_passed_ns(self, longest: Int64s) -> None:
         """Fill in `QueueTable.passed_ns` of these queues."""
         for service_class, layer in np.argwhere(self._columns.n[:, :, ATTENTION]).tolist():
             ids = self._units[service_class][layer]
             longest[service_class, layer, ATTENTION] = self._pool.passed_ns[ids].max()
 
-    def _recount(self, service_class: int, layer: int) -> None:
+    def recount(self, service_class: int, layer: int) -> None:
+        """Count a queue from its units, for instance after these have lost their places."""
         ids, at = self._units[service_class][layer], (service_class, layer, ATTENTION)
         if len(ids):
             sizes = self._pool.num_tokens[ids]

@@ -114,10 +114,6 @@ class ExpertQueues:
             joined.append(_segment(parts[0].holder, key[1], places[order], choices[order], sizes))
         self._segments[layer] = joined
 
-    def give_back(self, holder: PlaceTable, layer: int, batches: Batches) -> None:
-        """Batches that were taken and not run wait again, as long as if they had never been taken."""
-        self.add(holder, layer, Pairs(batches.places, batches.choices, np.repeat(batches.experts, batches.counts)))
-
     def take_one(self, layer: int, slot: int, max_rows: int, classes: tuple[int, ...]) -> Batches:
         """Take pairs of one slot, the first classes first."""
         places, choices, left = [], [], max_rows

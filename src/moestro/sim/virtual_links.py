@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moestro.core.hops import HOP_RECORD, HopMessage
-from moestro.cost.links import Machines
+from moestro.core.hops import HopMessage
+from moestro.cost.links import Machines, hop_bytes
+from moestro.cost.networks import NetworkShape
 
 _HEADER_BYTES = 64  # a packed `Hop`, about
-_ACTIVATION_BYTES = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +41,7 @@ class VirtualLinks:
 
     Args:
         machines: machine of each worker, and the links between them.
-        hidden_size: values of a row.
+        network: network whose hidden states are sent.
         arrive: called when a message is sent, with the time at which it would arrive at an idle port. The caller then
             asks `receive`.
 
@@ -49,9 +49,9 @@ class VirtualLinks:
         num_messages, num_bytes: totals since the start.
     """
 
-    def __init__(self, machines: Machines, hidden_size: int, arrive: Arrive) -> None:
+    def __init__(self, machines: Machines, network: NetworkShape, arrive: Arrive) -> None:
         self._machines, self._arrive = machines, arrive
-        self._row_bytes = hidden_size * _ACTIVATION_BYTES
+        self._network = network
         num_workers = len(machines.machine_of)
         # By [crosses machines][worker]: when its port is free.
         self._sends_at = [[0] * num_workers, [0] * num_workers]
@@ -63,7 +63,7 @@ class VirtualLinks:
         hop = message.hop
         link = self._machines.link(hop.src, hop.dst)
         crosses = self._machines.machine_of[hop.src] != self._machines.machine_of[hop.dst]
-        num_bytes = _HEADER_BYTES + len(message.records) * HOP_RECORD.itemsize + hop.num_rows * self._row_bytes
+        num_bytes = _HEADER_BYTES + hop_bytes(self._network, hop.num_rows, len(message.records))
         sends_at = self._sends_at[crosses]
         sends_at[hop.src] = max(now_ns, sends_at[hop.src]) + link.sending_ns(num_bytes)
         self.num_messages += 1

@@ -90,7 +90,7 @@ class WorkerGroup:
         self.ends: Int64s | None = None
         self._layout, self._settings = layout, settings
         self._network = cost_of(0).network
-        self.links = VirtualLinks(layout.machines, self._network.hidden_size, self._on_send)
+        self.links = VirtualLinks(layout.machines, self._network, self._on_send)
         self._events: list[Event] = []
         self._num_pushed = self.num_events = 0
         self.seats: list[Seat] = []
