@@ -39,12 +39,13 @@ from moestro.sim.worker_group import GroupLayout, WorkerGroup
 
 Int64s = NDArray[np.int64]
 
-ASYNC, PAIRED, EP, EP_STALLS = "async", "async_paired", "ep", "ep_stalls"
+ASYNC, PAIRED, COLOCATED, EP, EP_STALLS = "async", "async_paired", "async_colocated", "ep", "ep_stalls"
 OVERLAP, PING_PONG_NAME, REPLICAS = "ep_overlap", "ping_pong", "replicas"
 BASELINES = (EP, EP_STALLS, OVERLAP, PING_PONG_NAME, REPLICAS)
 ABOUT = {
     ASYNC: "AMoE: half of the GPUs attention, half experts; async:POLICY names the step policy, async:2+6 the workers",
     PAIRED: "async with a hot and a cold expert on each GPU, which helps where the same are hot in all layers",
+    COLOCATED: "async with attention and experts on every GPU",
     EP: "ideal lock-step expert parallelism on all GPUs, with the same prices of stages",
     EP_STALLS: "ep whose GPUs stall for 70 % of the time, as AMoE publishes for SGLang",
     OVERLAP: "ep with two-batch overlap, where it is faster",
@@ -92,7 +93,7 @@ def build(system: str, bed: Bed, lengths: tuple[float, int], seed: int) -> Built
     kind, _, form = system.partition(":")
     if kind not in ABOUT:
         raise ConfigError(f"no system {kind!r}; known: {', '.join(ABOUT)}")
-    make = _workers if kind in {ASYNC, PAIRED} else _replicas if kind == REPLICAS else _lock_step
+    make = _workers if kind in {ASYNC, PAIRED, COLOCATED} else _replicas if kind == REPLICAS else _lock_step
     return make(kind, form, _Site(bed, lengths[0], lengths[1], seed))
 
 
@@ -132,9 +133,12 @@ class _Site:
 def _workers(kind: str, form: str, site: _Site) -> Built:
     bed, network = site.bed, site.bed.shape
     policy, (num_homes, num_expert_workers) = _workers_of(form, bed.num_gpus)
+    if kind == COLOCATED:
+        num_homes, num_expert_workers = bed.num_gpus, 0
     table = _table(bed, num_homes, is_paired=kind == PAIRED)
-    check_experts_fit(network, bed.device, table.logical_of.shape[2])
-    num_blocks = worker_kv_blocks(network, bed.device, BLOCK_SIZE)
+    num_slots = table.logical_of.shape[2]
+    check_experts_fit(network, bed.device, num_slots)
+    num_blocks = worker_kv_blocks(network, bed.device, BLOCK_SIZE, num_slots=0 if num_expert_workers else num_slots)
     tallies = (ItemTally(), ItemTally())
 
     def policy_of(worker: int) -> StepPolicy:
@@ -170,7 +174,7 @@ def _workers_of(form: str, num_gpus: int) -> tuple[str, tuple[int, int]]:
 
 
 def _table(bed: Bed, num_homes: int, *, is_paired: bool) -> ExpertTable:
-    network, holders = bed.shape, list(range(num_homes, bed.num_gpus))
+    network, holders = bed.shape, list(range(num_homes % bed.num_gpus, bed.num_gpus))
     assert network.experts is not None, "AMoE runs Mixture-of-Experts networks"
     table = spread_evenly(network.num_layers, network.experts.num_experts, holders, bed.num_gpus)
     if is_paired:
@@ -184,6 +188,8 @@ def _table(bed: Bed, num_homes: int, *, is_paired: bool) -> ExpertTable:
 
 def _with_homes_on_each_machine(bed: Bed, num_homes: int, num_expert_workers: int) -> Machines:
     machines = bed.machines(announces=True)
+    if num_expert_workers == 0:
+        return machines
     num_machines = max(machines.machine_of) + 1
     machine_of = [worker * num_machines // num_homes for worker in range(num_homes)]
     machine_of += [worker * num_machines // num_expert_workers for worker in range(num_expert_workers)]
