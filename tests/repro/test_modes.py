@@ -20,14 +20,16 @@ from moestro.repro.amoe.systems import build
 from moestro.repro.modes.beds import UnevenBed, with_copies
 from moestro.repro.modes.experiment import ModesExperiment, make_experiment
 from moestro.repro.modes.findings import ModesFindings
-from moestro.repro.modes.scenarios import BASE, QUICK, SCENARIOS, SYSTEMS, Scenario
+from moestro.repro.modes.scenarios import BASE, QUICK, SCENARIOS, SYSTEMS, MapCase
 from moestro.repro.runner import reproduce, save_pictures
 from moestro.repro.settings import ReproSettings
 
 LENGTH = LENGTHS["medium"]
-TINY = Scenario(
+TINY = MapCase(
     name="tiny", axis="all", about="faults", ladder=(8, 16), passes=(1, 1), seeds=(3,),
-    bed=replace(BASE, gpu="a100-80g", slow=(2.0,), variation=0.2, added_latency_ns=50_000, num_spares=1, host_factor=2.0),
+    bed=replace(
+        BASE, gpu="a100-80g", slow=(2.0,), variation=0.2, added_latency_ns=50_000, num_spares=1, host_factor=2.0
+    ),
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from moestro.repro.modes.experiment import GOAL, ModesExperiment
 from moestro.repro.modes.findings import ITL_BOUNDS_MS, ModesFindings
-from moestro.repro.modes.scenarios import SYSTEMS, Scenario
+from moestro.repro.modes.scenarios import SYSTEMS, MapCase
 
 _COLUMNS = 4
 
@@ -40,7 +40,7 @@ def _map(findings: ModesFindings, names: list[str]) -> Figure:
     return figure
 
 
-def _curves(scenarios: list[Scenario], findings: ModesFindings) -> Figure:
+def _curves(scenarios: list[MapCase], findings: ModesFindings) -> Figure:
     """Throughput against ITL of every system, a panel for each scenario, first seed."""
     num_rows = -(-len(scenarios) // _COLUMNS)
     figure = Figure(figsize=(4.0 * _COLUMNS, 3.0 * num_rows), layout="constrained")

@@ -14,7 +14,7 @@ from moestro.repro.amoe.serving import closed_throughput
 from moestro.repro.amoe.systems import ABOUT, build
 from moestro.repro.experiment import Experiment
 from moestro.repro.modes.findings import ITL_BOUNDS_MS, ModesFindings
-from moestro.repro.modes.scenarios import QUICK, SCENARIOS, SYSTEMS, Scenario
+from moestro.repro.modes.scenarios import QUICK, SCENARIOS, SYSTEMS, MapCase
 from moestro.repro.results import Claim
 from moestro.repro.settings import ReproSettings
 
@@ -35,7 +35,7 @@ class ModesExperiment(Experiment[ModesFindings]):
     findings_type = ModesFindings
     drawing = "moestro.repro.modes.draw"
 
-    def __init__(self, scenarios: Sequence[Scenario]) -> None:
+    def __init__(self, scenarios: Sequence[MapCase]) -> None:
         self.scenarios = {scenario.name: scenario for scenario in scenarios}
 
     @property
@@ -103,7 +103,7 @@ def make_experiment(settings: ReproSettings) -> ModesExperiment:
     Raises:
         ConfigError: --loads names one that is not in the plan.
     """
-    scenarios: Sequence[Scenario] = QUICK if settings.quick else SCENARIOS
+    scenarios: Sequence[MapCase] = QUICK if settings.quick else SCENARIOS
     if settings.loads is not None:
         known = {scenario.name: scenario for scenario in scenarios}
         unknown = [name for name in settings.loads if name not in known]
@@ -113,7 +113,7 @@ def make_experiment(settings: ReproSettings) -> ModesExperiment:
     return ModesExperiment(scenarios)
 
 
-def _runs(scenario: Scenario, system: str, seed: int) -> list[ClosedRun]:
+def _runs(scenario: MapCase, system: str, seed: int) -> list[ClosedRun]:
     """Measure a system with each number of requests that fits, and with the most that fit."""
     lengths, ladder = scenario.lengths, scenario.ladder
     try:

@@ -22,7 +22,7 @@ _BIG = replace(BASE, gpu="a100-80g")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
+class MapCase:
     """One row of the map.
 
     Attributes:
@@ -45,10 +45,10 @@ class Scenario:
     seeds: tuple[int, ...] = (0, 1)
 
 
-def _scenario(axis: str, about: str, bed: UnevenBed = BASE, **changes: Any) -> Scenario:
+def _scenario(axis: str, about: str, bed: UnevenBed = BASE, **changes: Any) -> MapCase:
     others = {name: changes.pop(name) for name in ("lengths", "seeds") if name in changes}
     name = f"{axis}_{about}".replace(" ", "_").replace("%", "").replace(",", "")
-    return Scenario(name=name, axis=axis, about=about, bed=replace(bed, **changes), **others)
+    return MapCase(name=name, axis=axis, about=about, bed=replace(bed, **changes), **others)
 
 
 SCENARIOS = (
