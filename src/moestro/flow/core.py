@@ -151,7 +151,7 @@ class FlowCore:
         """
         free_rows = self._pool.num_free_rows - self._door.num_tokens
         if self._peers is not None or (
-            getattr(self._policy, "overlaps_prefill", False) and not self._pool.num_decodes and not len(self._door)
+            self._policy.overlaps_prefill and not self._pool.num_decodes and not len(self._door)
         ):
             return PlanWanted(free_rows) if free_rows > 0 else None
         if self.num_plans == 0:
