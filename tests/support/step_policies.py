@@ -62,7 +62,7 @@ STEP_TEXTS = (
     *STEP_POLICIES.names(),
     "defrag:lookback=3,max_attention_rows=5,max_expert_rows=2",
     "urgent:inner=priority+defrag,max_wait=5e-8,max_merged=4",
-    "priority:inner=layered_prefill,num_groups=2",
-    "layered_prefill:num_groups=2",
+    "priority:inner=layered_prefill,num_groups=2,tokens_per_group=1",
+    "layered_prefill:num_groups=2,tokens_per_group=3",
 )
 ADVERSARIES = {"deepest": deepest, "shallowest": shallowest, "youngest": youngest}
