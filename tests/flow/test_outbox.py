@@ -136,3 +136,22 @@ def test_law_everything_leaves_once_latency_sensitive_first_and_each_class_in_or
     taken += [place for parcel in outbox.empty() for place in parcel.places.tolist()]
     assert sorted(taken) == list(range(place))
     assert not outbox
+
+
+def test_the_backlog_of_a_worker_is_what_it_told_and_what_it_had_not_taken_in():
+    home = Home(60)
+    for num_tokens in (3, 5, 7):  # two choices each
+        home.send((LS, num_tokens))
+    assert home.dispatcher._backlog[1] == 30
+    home.give_credits(1, depths=(2, 1), num_taken=1)
+    assert home.dispatcher._backlog[1] == 3 + 10 + 14
+    home.send((LS, 1))
+    home.give_credits(1, depths=(4,), num_taken=1)
+    assert home.dispatcher._backlog[1] == 4 + 10 + 14 + 2
+    home.give_credits(1, depths=(6,), num_taken=4)
+    assert home.dispatcher._backlog[1] == 6
+    home.send((LS, 1))
+    home.dispatcher.lose(1)
+    assert home.dispatcher._backlog[1] == 0
+    home.send((LS, 2))
+    assert home.dispatcher._backlog[1] == 4
