@@ -27,6 +27,7 @@ Int16s = NDArray[np.int16]
 Int64s = NDArray[np.int64]
 
 _EPOCH_BITS = 32  # epochs of one life; a loss a millisecond fills them in 50 days
+SWITCH_GAP = 64  # (token, expert) pairs; bench/simulator/replica_choice.py sweeps it
 _NONE = np.empty(0, np.int32)
 
 
@@ -51,7 +52,7 @@ class PeerSettings:
     num_workers: int
     table: ExpertTable
     num_credits: int
-    switch_gap: int = 64
+    switch_gap: int = SWITCH_GAP
     dtype: str = ""
     incarnation: int = 0
 
