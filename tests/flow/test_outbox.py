@@ -50,9 +50,7 @@ class Home:
         return self.dispatcher.dispatch(0, ids, places, np.tile(np.array([0, 1], np.int32), (len(places), 1)))[1]
 
     def give_credits(self, num: int, **header) -> list:
-        reply = Hop(
-            kind=REPLY, src=1, dst=0, epoch=0, seq=self.num_replies, layer=0, num_rows=0, credits=num, **header
-        )
+        reply = Hop(kind=REPLY, src=1, dst=0, epoch=0, seq=self.num_replies, layer=0, num_rows=0, credits=num, **header)
         self.num_replies += 1
         return self.dispatcher.accept(reply)[1]
 
