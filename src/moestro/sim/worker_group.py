@@ -105,7 +105,7 @@ class WorkerGroup:
     def _add_worker(self, worker: int, cost: StageCostModel) -> None:
         settings, layout, is_home = self._settings, self._layout, worker < self._layout.num_homes
         # A sequence has one unit in flight, and most units are decodes.
-        num_rows = settings.max_num_seqs + settings.max_num_batched_tokens
+        num_rows = settings.num_slots + settings.max_num_batched_tokens
         num_credits = layout.num_credits or num_rows
         has_slots = layout.table.logical_of[worker] != EMPTY
         shape = worker_shape(
