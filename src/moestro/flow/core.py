@@ -243,7 +243,7 @@ class FlowCore:
 
     def _runs_best_effort(self) -> bool:
         may_be = self._passed_over.may_happen
-        return may_be and any(self._items.has_best_effort(launched) for launched in self._launched)
+        return may_be and any(self._items.has_best_effort_batches(launched) for launched in self._launched)
 
     def _withdraw(self, commands: list[Command]) -> None:
         self._ask_again_ns = None
