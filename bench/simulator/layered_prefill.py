@@ -51,7 +51,7 @@ RATES = {
     ("long", "qwen3-30b-a3b"): (1.2,), ("long", "gpt-oss-20b"): (4,),
     ("chat", "qwen3-30b-a3b"): (10,), ("chat", "gpt-oss-20b"): (30,),
 }  # fmt: skip
-NUM_REQUESTS = {"chat": 80, "long": 32}
+NUM_REQUESTS = {"chat": 80, "long": 24}
 GENERATED = {"chat": (1155, 211), "long": (9000, 250)}  # mean tokens of prompts and answers without a trace
 
 
@@ -222,6 +222,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--chat", type=Path, help="trace of chats; without one, lengths are generated")
     parser.add_argument("--long", type=Path, help="trace of long prompts")
+    parser.add_argument("--loads", nargs="+", default=["long", "chat"], choices=["long", "chat"])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     asked: argparse.Namespace = parser.parse_args()
@@ -234,7 +235,7 @@ def main() -> None:
     }
     with Pool(asked.jobs) as pool:
         for (kind, network), rates in RATES.items():
-            for rate in rates:
+            for rate in rates if kind in asked.loads else ():
                 parts = [Part(kind, network, rate, name, seed, traces)
                          for name in systems() for seed in range(asked.seeds)]  # fmt: skip
                 runs = pool.map(measure, parts, chunksize=1)

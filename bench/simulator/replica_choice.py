@@ -37,7 +37,7 @@ from shared.results import make_parser, save
 
 GAPS = (0, 16, 64, 256, 1024, 1 << 40)  # pairs; the last one never changes, so that second copies are idle
 NUM_LAYERS, NUM_EXPERTS, NUM_HOMES, NUM_HOLDERS = 4, 8, 4, 4
-NUM_SEQS, NUM_TOKENS = 256, 24  # of each home, and of each request
+NUM_SEQS, NUM_TOKENS = 192, 16  # of each home, and of each request
 WHOLE = network_named("mixtral-8x7b-mqa")
 NETWORK = replace(WHOLE, groups=(replace(WHOLE.groups[0], layers=tuple(range(NUM_LAYERS))),))
 BOUNDS = SchedulerSettings(
