@@ -2,8 +2,9 @@
 
     python bench/simulator/least_chunk.py [--seeds 3] [--json bench/results/simulator/least_chunk.json]
 
-Everything is simulated: two attention and two expert workers in `async` mode on H100 with `defrag`. The network
-is Mixtral 8x7B cut to four layers. Prompts have 500 to 6000 tokens, answers 8 to 64. Arrivals are Poisson, and a step has 2048 tokens.
+Everything is simulated: two attention and two expert workers in `async` mode on H100 with `defrag`. The network is
+Mixtral 8x7B cut to four layers. Prompts have 500 to 6000 tokens, answers 8 to 64. Arrivals are Poisson, and a step has
+2048 tokens.
 """
 
 from __future__ import annotations
