@@ -8,6 +8,7 @@ Nothing is skipped: every token still gets all of its experts, and so the same a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -25,6 +26,8 @@ class SelectiveExperts:
         min_tokens: tokens for whose sake another expert is fetched.
         max_wait_ns: time in one queue after which a token waits for no others.
     """
+
+    overlaps_prefill: ClassVar[bool] = False  # plans follow one another
 
     resident: frozenset[int]
     min_tokens: int = 8

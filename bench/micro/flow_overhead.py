@@ -22,7 +22,7 @@ from decode_mix import decode
 
 from moestro.config.run_record import run_record
 from moestro.core.stages import Attention, AttentionDone, Experts, ExpertsDone, Sample, StageShape
-from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run
+from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run, StepFunction
 from moestro.core.work import Plan, StepResult
 from moestro.engine.fused import FusedExecutor
 from moestro.flow.executor import FlowExecutor
@@ -73,6 +73,7 @@ class NullDevice:
         """Return None: an item is ready when it is polled."""
 
 
+@StepFunction
 def one_by_one(view: QueueTable, now_ns: int) -> Run:
     """Run layers in order, each expert as a separate item, as an expert worker does."""
     layer = int(np.flatnonzero(view.runnable.any(axis=(0, 2)))[0])
@@ -80,6 +81,7 @@ def one_by_one(view: QueueTable, now_ns: int) -> Run:
     return Run(layer, int(groups[-1]), 2**31 - 1, (LS, BE))
 
 
+@StepFunction
 def whole_layers(view: QueueTable, now_ns: int) -> Run:
     """Run layers in order, all experts of a layer as one item."""
     layer = int(np.flatnonzero(view.runnable.any(axis=(0, 2)))[0])

@@ -15,6 +15,7 @@ from support.fake_stages import FakeStages, expected_tokens, make_shape
 from moestro.config.user_code import read_user_code
 from moestro.core.policy_registry import PolicyKind
 from moestro.core.request import ServiceClass
+from moestro.core.views import StepFunction
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.policies.basic import in_order
@@ -63,6 +64,7 @@ def test_selective_experts_run_what_is_at_hand_first():
     chosen = []
     policy = module.SelectiveExperts(frozenset({0, 1}), min_tokens=1000, max_wait_ns=10**9)
 
+    @StepFunction
     def watched(view, now_ns):
         run = policy(view, now_ns)
         chosen.append((run.group, view.runnable[:, :, [0, 1, 2]].any()))

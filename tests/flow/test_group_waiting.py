@@ -15,7 +15,7 @@ from moestro.core.clock import FOREVER_NS
 from moestro.core.expert_table import ExpertTable, spread_evenly
 from moestro.core.request import ServiceClass
 from moestro.core.stages import StageShape
-from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, Run
+from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, Run, StepFunction
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.dispatcher import Dispatcher, PeerSettings
@@ -25,6 +25,7 @@ from moestro.flow.token_pool import TokenPool
 TABLE = spread_evenly(len(IS_SPARSE), NUM_EXPERTS, [1], 2)
 
 
+@StepFunction
 def deepest(table, now_ns):
     """Run the deepest queue of a class: latency-sensitive ones first, and each class alone."""
     for service_class in (LS, BE):
@@ -35,6 +36,7 @@ def deepest(table, now_ns):
     raise AssertionError("nothing can run")
 
 
+@StepFunction
 def one_expert(table, now_ns):
     """Run one queue."""
     layer, group = np.argwhere(table.runnable[BE])[-1].tolist()

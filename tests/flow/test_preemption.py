@@ -9,7 +9,7 @@ from support.fake_stages import FakeStages, expected_tokens, make_shape
 
 from moestro.core.load_figures import PassCounts
 from moestro.core.request import ServiceClass
-from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, Run, Wait
+from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, Run, StepFunction, Wait
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.policies.basic import in_order
@@ -269,6 +269,7 @@ def test_while_the_device_works_a_policy_that_waits_does_not_put_the_rank_to_sle
     class Accelerator(FakeStages):
         works_when_polled = False
 
+    @StepFunction
     def waits_for_best_effort_alone(view, now_ns):
         layers = np.flatnonzero((view.n[BE] > 0).any(axis=1))
         if not len(layers):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run, Wait
+from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run, StepFunction, Wait
 from moestro.flow.registry import STEP_POLICIES
 
 ALL = 2**31 - 1
@@ -17,6 +17,8 @@ def queues(view: QueueTable) -> list[tuple[int, int]]:
 
 class Random:
     """Any queue, any share of it, any order of classes; sometimes a wait."""
+
+    overlaps_prefill = False
 
     def __init__(self, seed: int, waits: bool = True) -> None:
         self.rng, self.waits = np.random.default_rng(seed), waits
@@ -33,18 +35,21 @@ class Random:
         return Run(layer, group, most, (LS, BE) if rng.random() < 0.5 else (BE, LS), until)
 
 
+@StepFunction
 def deepest(view: QueueTable, now_ns: int) -> Run:
     """Tears every wave apart: whoever got furthest goes on alone, token by token, its last expert first."""
     layer, group = queues(view)[-1]
     return Run(layer, group, 1, (BE, LS))
 
 
+@StepFunction
 def shallowest(view: QueueTable, now_ns: int) -> Run:
     """Nobody goes on before everybody is there: the most that can be parked is."""
     layer, group = queues(view)[0]
     return Run(layer, group, ALL, (BE, LS))
 
 
+@StepFunction
 def youngest(view: QueueTable, now_ns: int) -> Run:
     """The queue whose tokens came last: nothing parked is ever chosen while there is anything else."""
     oldest = np.where(view.n > 0, view.oldest_ns, -1).max(axis=0)
@@ -57,7 +62,7 @@ STEP_TEXTS = (
     *STEP_POLICIES.names(),
     "defrag:lookback=3,max_attention_rows=5,max_expert_rows=2",
     "urgent:inner=priority+defrag,max_wait=5e-8,max_merged=4",
-    "priority:inner=layered_prefill,num_groups=2",
-    "layered_prefill:num_groups=2",
+    "priority:inner=layered_prefill,num_groups=2,tokens_per_group=1",
+    "layered_prefill:num_groups=2,tokens_per_group=3",
 )
 ADVERSARIES = {"deepest": deepest, "shallowest": shallowest, "youngest": youngest}

@@ -15,6 +15,7 @@ from support.fake_device import KvDevice, make_request
 from support.running import REAL, Running, call, complete, is_idle, load, wait_until
 
 from moestro.cli import main
+from moestro.config.launch_spec import LaunchSpec
 from moestro.config.serve_settings import ServeSettings
 from moestro.core.request import ServiceClass
 from moestro.core.work import Forward
@@ -26,8 +27,8 @@ from moestro.cost.priced_stages import PricedStages, whole_setup
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.settings import PacedSettings
 from moestro.cost.staged_engines import in_4_bits
-from moestro.engine.rank import build_preemptive_rank, build_rank
-from moestro.engine.settings import SchedulerSettings
+from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
+from moestro.engine.settings import SchedulerOptions, SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.flow.settings import SteppingSettings
@@ -37,6 +38,7 @@ from moestro.worker.paced import (
     FixedAnswers,
     NetworkAnswers,
     PacedDevice,
+    make_paced_rank,
     num_blocks_of,
     num_parameters,
     paced_info,
@@ -149,6 +151,33 @@ def test_whoever_passes_whom_a_network_s_tokens_are_passed_on():
     assert ended == ["ls", "be"]
     for name, prompt in prompts.items():
         assert said[name] == tokens_alone(prompt)
+
+
+def paced_rank() -> Rank:
+    model, paced = ModelSettings(), PacedSettings(device="paced:h20", paced_arithmetic="none")
+    spec = LaunchSpec(
+        rank=0, launch=0, address="", launched_ns=0, log_level="info", model=model, scheduler=SchedulerOptions(),
+        stepping=SteppingSettings(mode="preemptive"), paced=paced,
+    )  # fmt: skip
+    return make_paced_rank(spec, paced, FixedAnswers([7]), paced_info(paced, model, 100))
+
+
+def experts_of(rank: Rank, name: str) -> np.ndarray:
+    """Serve one request alone; tokens that each expert computed for it."""
+    before = 0 if rank.expert_counts is None else rank.expert_counts.copy()
+    rank.add(make_request(name, range(len(name), 20 + len(name)), max_tokens=3), 0)  # no prefix is found again
+    now_ns = 0
+    while rank.has_work:
+        rank.step(now_ns)
+        now_ns = max(now_ns, rank.ready_at_ns())
+    return rank.expert_counts - before
+
+
+def test_a_request_visits_the_same_experts_on_every_engine_whatever_these_served_before():
+    first, second = paced_rank(), paced_rank()
+    experts_of(second, "another")
+    assert np.array_equal(experts_of(first, "mine"), experts_of(second, "mine"))
+    assert not np.array_equal(experts_of(first, "another"), experts_of(second, "yet another"))
 
 
 def tokens_alone(prompt) -> list[int]:

@@ -56,6 +56,7 @@ class Hop(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         table_version: version of the expert table that the dispatcher used; 0 in a reply, which may answer several.
         credits: guest places that a reply gives back.
         depths: pairs that wait on the sender in each slot, summed over all layers; empty in a dispatch.
+        num_taken: dispatches of the receiver in this epoch that `depths` includes; 0 in a dispatch.
     """
 
     kind: int
@@ -69,6 +70,7 @@ class Hop(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     table_version: int = 0
     credits: int = 0
     depths: tuple[int, ...] = ()
+    num_taken: int = 0
 
 
 class HopMessage(NamedTuple):

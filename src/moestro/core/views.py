@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -269,5 +269,31 @@ class Wait:
     until_ns: int
 
 
-# (view, now_ns) -> what runs next. Called only while tokens wait and the device has room.
-StepPolicy = Callable[[QueueTable, int], Run | Wait]
+class StepPolicy(Protocol):
+    """Chooses what a device runs next."""
+
+    @property
+    def overlaps_prefill(self) -> bool:
+        """Whether decodes enter the network again while prompts are inside, on a device that is alone."""
+        ...
+
+    def __call__(self, view: QueueTable, now_ns: int) -> Run | Wait:
+        """Choose the tokens that run next; called only while tokens wait and the device has room."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepFunction:
+    """A step policy without state, made of a function; also a decorator.
+
+    Attributes:
+        choose: (view, now_ns) -> what runs next.
+        overlaps_prefill: as in `StepPolicy`.
+    """
+
+    choose: Callable[[QueueTable, int], Run | Wait]
+    overlaps_prefill: bool = False
+
+    def __call__(self, view: QueueTable, now_ns: int) -> Run | Wait:
+        """Implement `StepPolicy`."""
+        return self.choose(view, now_ns)

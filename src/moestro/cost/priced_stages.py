@@ -179,6 +179,7 @@ class PricedStages:
         shape: numbers of layers, experts, rows and places.
         works_when_polled: False.
         busy_ns: time of the items that were taken, without the host's.
+        num_expert_calls: calls of one expert in these items; each reads the expert's weights once.
     """
 
     works_when_polled = False
@@ -198,7 +199,7 @@ class PricedStages:
         self._expert_ns = _ExpertPrices(cost)
         self._decode_choices = DecodeChoices(setup.gate, self.shape.num_layers) if setup.gate else None
         self._launched: deque[_PricedItem] = deque()
-        self._moved_at_ns = self.busy_ns = 0
+        self._moved_at_ns = self.busy_ns = self.num_expert_calls = 0
         self._host_free_ns = 0
 
     def launch(self, item: StageItem, now_ns: int) -> None:
@@ -238,6 +239,7 @@ class PricedStages:
         while self._launched and self._launched[0].ready_ns <= now_ns:
             launched = self._launched.popleft()
             self.busy_ns += launched.ready_ns - launched.start_ns
+            self.num_expert_calls += self._num_expert_calls(launched)
             results.append(self._result(launched, now_ns))
         return results
 
@@ -310,6 +312,12 @@ class PricedStages:
         return attention_ns
 
     # --- results ----------------------------------------------------------------------------------------------------
+
+    def _num_expert_calls(self, launched: _PricedItem) -> int:
+        """Count the pieces of an item that ran and that are calls of one expert."""
+        if launched.stands is not None:
+            return int(np.count_nonzero(launched.stands[: launched.num_pieces] % self._num_groups))
+        return launched.num_pieces if isinstance(launched.item, Experts) else 0
 
     def _result(self, launched: _PricedItem, now_ns: int) -> StageResult:
         match launched.item:

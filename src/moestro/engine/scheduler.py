@@ -26,6 +26,10 @@ from moestro.engine.units import make_units
 from moestro.engine.waiting_admission import AdmissionCandidate, WaitingAdmission
 from moestro.errors import InvariantError
 
+# Of the token budget: a prompt waits for others' rows rather than be cut into smaller chunks, each of which reads the
+# weights anew. bench/simulator/least_chunk.py sweeps it.
+LEAST_CHUNK_SHARE = 0.25
+
 
 class Scheduler:
     """Continuous batching with chunked prefill, paged KV, a prefix cache and preemption.
@@ -142,7 +146,8 @@ class Scheduler:
 
         Args:
             service_class: schedules only sequences of this class. None means all classes.
-            max_tokens: most tokens of the plan. None means no bound but the settings'.
+            max_tokens: most tokens of the plan. None means no bound but the settings'. A prompt waits rather than get a
+                chunk below `LEAST_CHUNK_SHARE` of the budget, while chunks in flight hold rows that come back.
         """
         limits = self.limits if max_tokens is None else self.limits.at_most(max_tokens)
         # 1. A waiting latency-sensitive request that finds no place preempts best-effort sequences.
@@ -159,6 +164,8 @@ class Scheduler:
             candidates = self.admission.candidates(room, limits, now_ns, service_class)
             view = self.views.with_candidates(view, candidates, now_ns) if candidates else view
         chunk = self.batch_policy.plan(view, limits)
+        if limits.token_budget < self.limits.token_budget:
+            chunk = self._without_slivers(view, chunk)
 
         # 3. Running sequences get the blocks that they lack, if need be by preempting others.
         num_free = self.pool.num_free
@@ -176,6 +183,13 @@ class Scheduler:
             return self.schedule(now_ns, service_class, max_tokens) if retries else None
         self.num_steps += 1
         return Plan(self.num_steps, make_units(self.table, slots, num_tokens), self.state.host.take_moves())
+
+    def _without_slivers(self, view: BatchView, chunk: Int32s) -> Int32s:
+        """Let prompts wait that a lack of rows would cut into small chunks. Decodes, and small rests, do not wait."""
+        if not np.count_nonzero(self.table.num_in_flight > 1):
+            return chunk  # decodes alone hold the missing rows, and take them again
+        least = min(round(LEAST_CHUNK_SHARE * self.limits.token_budget), self.limits.max_chunk)
+        return np.where((chunk < view.num_left) & (chunk < least), np.int32(0), chunk)
 
     def _preempt_for_first(self, view: BatchView, limits: BatchLimits, now_ns: int, service_class: int | None) -> bool:
         """Preempt best-effort sequences for the first waiting request, if the policies want it. Returns whether any."""

@@ -151,7 +151,7 @@ class FlowCore:
         """
         free_rows = self._pool.num_free_rows - self._door.num_tokens
         if self._peers is not None or (
-            getattr(self._policy, "overlaps_prefill", False) and not self._pool.num_decodes and not len(self._door)
+            self._policy.overlaps_prefill and not self._pool.num_decodes and not len(self._door)
         ):
             return PlanWanted(free_rows) if free_rows > 0 else None
         if self.num_plans == 0:
@@ -243,7 +243,7 @@ class FlowCore:
 
     def _runs_best_effort(self) -> bool:
         may_be = self._passed_over.may_happen
-        return may_be and any(self._items.has_best_effort(launched) for launched in self._launched)
+        return may_be and any(self._items.has_best_effort_batches(launched) for launched in self._launched)
 
     def _withdraw(self, commands: list[Command]) -> None:
         self._ask_again_ns = None

@@ -20,12 +20,14 @@ from moestro.core.hops import DISPATCH, HOP_RECORD, Hop, HopMessage, HopRecords
 from moestro.core.work import Int32s
 from moestro.flow.events import Send
 from moestro.flow.guests import Pairs
+from moestro.flow.outbox import Outbox, Parcel, make_parcel
 from moestro.flow.token_pool import TokenPool
 
 Int16s = NDArray[np.int16]
 Int64s = NDArray[np.int64]
 
 _EPOCH_BITS = 32  # epochs of one life; a loss a millisecond fills them in 50 days
+SWITCH_GAP = 64  # (token, expert) pairs; bench/simulator/replica_choice.py sweeps it
 _NONE = np.empty(0, np.int32)
 
 
@@ -50,7 +52,7 @@ class PeerSettings:
     num_workers: int
     table: ExpertTable
     num_credits: int
-    switch_gap: int = 64
+    switch_gap: int = SWITCH_GAP
     dtype: str = ""
     incarnation: int = 0
 
@@ -69,20 +71,6 @@ class Owed(NamedTuple):
     is_owed: NDArray[np.bool_]
 
 
-class _Parcel(NamedTuple):
-    """Tokens for one worker.
-
-    Attributes:
-        layer: layer of the experts.
-        records: HOP_RECORD[n], ordered by row; rows are numbered from 0.
-        places: int32[rows], the token of each row.
-    """
-
-    layer: int
-    records: HopRecords
-    places: Int32s
-
-
 class Dispatcher:
     """Knows where experts live, and what this home may send to whom.
 
@@ -99,11 +87,13 @@ class Dispatcher:
         self._settings, self._pool, self._worker = settings, pool, settings.worker
         num_workers = settings.num_workers
         self._credits: Int64s = np.full(num_workers, settings.num_credits, np.int64)
-        self._backlog: Int64s = np.zeros(num_workers, np.int64)  # told by the last reply, and sent since
+        # Pairs that wait on each worker: those that its last reply told of, and those sent that it had not taken in.
+        self._backlog: Int64s = np.zeros(num_workers, np.int64)
+        self._not_told = [deque[int]() for _ in range(num_workers)]  # pairs of each dispatch that no reply includes
         self._epoch = [settings.incarnation << _EPOCH_BITS] * num_workers
         self._next_seq = [0] * num_workers
         self._expected_seq = [0] * num_workers
-        self._outbox: list[deque[_Parcel]] = [deque() for _ in range(num_workers)]
+        self._outbox = [Outbox(pool) for _ in range(num_workers)]
         self.num_dropped = self.num_switches = 0
         self._use(settings.table)
 
@@ -135,11 +125,10 @@ class Dispatcher:
         self._use(table)
         waiting = [owed for worker in stopped if worker != self._worker for owed in self.lose(worker)]
         for outbox in self._outbox:
-            waiting += [self._unsent(self._still_valid(parcel)) for parcel in outbox]
-            outbox.clear()
+            waiting += [self._unsent(parcel) for parcel in outbox.empty()]
         return waiting
 
-    def _unsent(self, parcel: _Parcel) -> Owed:
+    def _unsent(self, parcel: Parcel) -> Owed:
         """Contributions that a parcel asks for. The same worker may owe its tokens others, which were sent before."""
         is_owed = np.zeros((len(parcel.places), self._pool.owner.shape[1]), np.bool_)
         is_owed[parcel.records["row"], parcel.records["choice"]] = True
@@ -206,9 +195,15 @@ class Dispatcher:
             if worker == self._worker:
                 own = Pairs(at[part], choice[part].astype(np.int32), slots[part].astype(np.int32))
             else:
-                self._outbox[worker].append(_numbered(layer, records[part], at[part]))
-                sends += self._flush(worker)
+                sends += self._forward(worker, make_parcel(layer, records[part], at[part]))
         return own, sends
+
+    def _forward(self, worker: int, parcel: Parcel) -> list[Send]:
+        """Send a parcel, or let it wait for credits."""
+        if not self._outbox[worker] and len(parcel.places) <= self._credits[worker]:
+            return [self._send(worker, parcel)]
+        self._outbox[worker].add(parcel)
+        return list(self._flush(worker))
 
     def _records(self, at: Int32s, choice: Int64s, slots: Int16s) -> HopRecords:
         records = np.empty(len(at), HOP_RECORD)
@@ -221,32 +216,16 @@ class Dispatcher:
         return records
 
     def _flush(self, worker: int) -> Iterator[Send]:
-        """Send what the credits allow, in order."""
+        """Send what the credits allow."""
         outbox = self._outbox[worker]
-        while outbox and self._credits[worker]:
-            parcel = outbox.popleft()
-            if outbox or len(parcel.places) > self._credits[worker]:
-                parcel = self._still_valid(parcel)
-            num_rows = min(len(parcel.places), int(self._credits[worker]))
-            if num_rows < len(parcel.places):
-                cut = int(parcel.records["row"].searchsorted(num_rows))
-                outbox.appendleft(_numbered(parcel.layer, parcel.records[cut:], parcel.records["place"][cut:]))
-                parcel = _Parcel(parcel.layer, parcel.records[:cut], parcel.places[:num_rows])
-            if num_rows:
-                yield self._send(worker, parcel)
+        while self._credits[worker] and (parcel := outbox.take(int(self._credits[worker]))) is not None:
+            yield self._send(worker, parcel)
 
-    def _still_valid(self, parcel: _Parcel) -> _Parcel:
-        """Leave out tokens that were given up since."""
-        records = parcel.records
-        is_valid = self._pool.generation[records["place"]] == records["generation"]
-        if is_valid.all():
-            return parcel
-        return _numbered(parcel.layer, records[is_valid], records["place"][is_valid])
-
-    def _send(self, worker: int, parcel: _Parcel) -> Send:
+    def _send(self, worker: int, parcel: Parcel) -> Send:
         layer, records, places = parcel
         self._credits[worker] -= len(places)
         self._backlog[worker] += len(records)
+        self._not_told[worker].append(len(records))
         hop = Hop(
             kind=DISPATCH,
             src=self._worker,
@@ -275,7 +254,10 @@ class Dispatcher:
             return False, []
         self._expected_seq[worker] = hop.seq + 1
         self._credits[worker] += hop.credits
-        self._backlog[worker] = sum(hop.depths)
+        not_told = self._not_told[worker]
+        while len(not_told) > self._next_seq[worker] - hop.num_taken:
+            not_told.popleft()
+        self._backlog[worker] = sum(hop.depths) + sum(not_told)
         return True, list(self._flush(worker)) if self._outbox[worker] else []
 
     def owed(self, records: HopRecords, workers: Int16s) -> Int64s:
@@ -297,19 +279,8 @@ class Dispatcher:
         self._next_seq[worker] = self._expected_seq[worker] = 0
         self._credits[worker] = self._settings.num_credits
         self._backlog[worker] = 0
-        self._outbox[worker].clear()
+        self._not_told[worker].clear()
+        self._outbox[worker].empty()
         places = np.flatnonzero((self._pool.owner == worker).any(axis=1)).astype(np.int32)
         layers, is_owed = self._pool.layer_at[places], self._pool.owner[places] == worker
         return [Owed(layer, places[layers == layer], is_owed[layers == layer]) for layer in np.unique(layers).tolist()]
-
-
-def _numbered(layer: int, records: HopRecords, at: Int32s) -> _Parcel:
-    """Make a parcel of records that are ordered by token. `at`: int32[n], place of each."""
-    if len(at) < 2:
-        records["row"] = 0
-        return _Parcel(layer, records, at)
-    is_new = np.empty(len(at), np.bool_)
-    is_new[0] = True
-    np.not_equal(at[1:], at[:-1], out=is_new[1:])
-    records["row"] = is_new.cumsum() - 1
-    return _Parcel(layer, records, at[is_new])

@@ -114,6 +114,7 @@ class GuestDesk:
                         dtype=self._peers.dtype,
                         credits=reply.credits,
                         depths=depths,
+                        num_taken=self._dispatch_seq[reply.home],
                     ),
                     reply.records,
                 ),

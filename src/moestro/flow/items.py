@@ -84,13 +84,20 @@ class ItemMaker:
         own, guests = places[places < self._shape.num_places], places[places >= self._shape.num_places]
         return Tokens(np.unique(self._pool.units_at(own)).astype(np.int64), np.unique(guests))
 
-    def has_best_effort(self, launched: LaunchedItem) -> bool:
-        """Whether an item computes best-effort tokens."""
+    def has_best_effort_batches(self, launched: LaunchedItem) -> bool:
+        """Whether an item has expert batches of best-effort tokens alone, for which urgent tokens need not wait.
+
+        Any best-effort unit of an attention or a passage counts, because a passage's batches are not known.
+        """
         if not isinstance(launched.item, Experts):
             return bool((self._pool.service_class[launched.ids] == BE).any())
-        places = launched.item.places
-        own, guests = places[places < self._shape.num_places], places[places >= self._shape.num_places]
-        return bool((self._pool.classes_at(own) == BE).any() or (self._guests.classes_at(guests) == BE).any())
+        places, counts = launched.item.places, launched.item.counts
+        is_own = places < self._shape.num_places
+        classes = np.empty(len(places), np.uint8)
+        classes[is_own] = self._pool.classes_at(places[is_own])
+        classes[~is_own] = self._guests.classes_at(places[~is_own])
+        first = np.minimum.reduceat(classes, counts.cumsum() - counts)  # LS is the least class
+        return bool((first == BE).any())
 
     def _attention(self, run: Run) -> LaunchedItem | None:
         ids = self._queues.attention.take(run)

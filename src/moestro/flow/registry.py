@@ -9,7 +9,17 @@ import numpy as np
 
 from moestro.core.clock import to_ns
 from moestro.core.policy_registry import PolicyKind
-from moestro.core.views import ATTENTION, LS, NOBODY_WAITS_NS, NUM_CLASSES, QueueTable, Run, StepPolicy, Wait
+from moestro.core.views import (
+    ATTENTION,
+    LS,
+    NOBODY_WAITS_NS,
+    NUM_CLASSES,
+    QueueTable,
+    Run,
+    StepFunction,
+    StepPolicy,
+    Wait,
+)
 from moestro.errors import ConfigError
 
 
@@ -52,8 +62,8 @@ def _one_token_waits() -> QueueTable:
 
 
 def _adapt(found: Any, _text: str) -> StepPolicy:
-    """A function or an object that can be called is a step policy as it is."""
-    policy: StepPolicy = found
+    """Make a step policy of a user's function or object; one that does not say `overlaps_prefill` does not overlap."""
+    policy: StepPolicy = found if hasattr(found, "overlaps_prefill") else StepFunction(found)
     return policy
 
 

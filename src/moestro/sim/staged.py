@@ -37,6 +37,7 @@ class StagedRank:
 
     Attributes:
         seats: the rank.
+        device: device of the rank.
         tells_prefill: False, because steps overlap and no time belongs to one plan. A seat's `plan` stays None.
     """
 
@@ -54,6 +55,7 @@ class StagedRank:
         scripts = Scripts(settings.block_size)
         setup = whole_setup(cost, NUM_PLANS * settings.max_num_batched_tokens, settings.block_size, gate)
         device = PricedStages(cost, setup, lambda units, _: scripts.answer(units), scripts.request_keys)
+        self.device = device
         self._rank = build_preemptive_rank(settings, device, policy, passes_decodes=passes_decodes)
         self.seats = [Seat(self._rank, scripts)]
         self.next_ns: int | None = None

@@ -26,7 +26,7 @@ from moestro.engine.rank import Rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import StepOutput
-from moestro.flow.dispatcher import PeerSettings
+from moestro.flow.dispatcher import SWITCH_GAP, PeerSettings
 from moestro.flow.executor import FlowExecutor
 from moestro.sim.group import Seat
 from moestro.sim.virtual_links import Transfer, VirtualLinks
@@ -51,6 +51,7 @@ class GroupLayout:
         host: time of the engine's own code for each item.
         launch_ahead: items with a device at once; with 2 the host prepares an item while another one runs.
         num_credits: tokens of one home that may be among one expert worker's experts at once. None means no bound.
+        switch_gap: as in `PeerSettings`.
         factor_of: makes the source of factors on the items' times of a worker, by its number; None from it means 1.
     """
 
@@ -62,6 +63,7 @@ class GroupLayout:
     host: HostOverhead = NO_HOST
     launch_ahead: int = 1
     num_credits: int | None = None
+    switch_gap: int = SWITCH_GAP
     factor_of: Callable[[int], Callable[[], float] | None] = lambda _: None
 
 
@@ -103,7 +105,7 @@ class WorkerGroup:
     def _add_worker(self, worker: int, cost: StageCostModel) -> None:
         settings, layout, is_home = self._settings, self._layout, worker < self._layout.num_homes
         # A sequence has one unit in flight, and most units are decodes.
-        num_rows = settings.max_num_seqs + settings.max_num_batched_tokens
+        num_rows = settings.num_slots + settings.max_num_batched_tokens
         num_credits = layout.num_credits or num_rows
         has_slots = layout.table.logical_of[worker] != EMPTY
         shape = worker_shape(
@@ -123,7 +125,11 @@ class WorkerGroup:
         scripts = Scripts(settings.block_size)
         device = PricedStages(cost, setup, lambda units, _: scripts.answer(units), scripts.request_keys)
         peers = PeerSettings(
-            worker=worker, num_workers=len(layout.table.logical_of), table=layout.table, num_credits=num_credits
+            worker=worker,
+            num_workers=len(layout.table.logical_of),
+            table=layout.table,
+            num_credits=num_credits,
+            switch_gap=layout.switch_gap,
         )
         executor = FlowExecutor(device, layout.policy_of(worker), layout.launch_ahead, peers, self.links)
         self.devices.append(device)

@@ -20,6 +20,7 @@ from moestro.config.launch_spec import LaunchSpec
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import TokenLogprobs
 from moestro.core.stages import NUM_PLANS
+from moestro.core.token_keys import Keys
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, BlockMoves, Device, Forward, StepResult, Units
 from moestro.cost.capacity import kv_blocks
 from moestro.cost.gpus import A100, gpu_named
@@ -35,6 +36,7 @@ from moestro.engine.rank import Rank
 from moestro.errors import ConfigError, InvariantError
 from moestro.model.settings import ModelSettings
 from moestro.worker.rank_process import make_preemptive_rank, make_rank
+from moestro.worker.request_keys import RequestKeys
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +161,13 @@ def make_paced_rank(spec: LaunchSpec, paced: PacedSettings, answers: Answers, in
         return answers.of(Forward(units), now_ns)
 
     setup = whole_setup(cost, NUM_PLANS * spec.scheduler.max_num_batched_tokens, info.block_size)
-    return make_preemptive_rank(spec, PricedStages(cost, setup, answer), info)
+
+    def keys_of(units: Units) -> Keys:  # of the rank's sequences; the rank, which needs the device, comes after it
+        return keys.of(units)
+
+    rank = make_preemptive_rank(spec, PricedStages(cost, setup, answer, keys_of), info)
+    keys = RequestKeys(rank.scheduler.table)
+    return rank
 
 
 def _stage_cost(paced: PacedSettings) -> Roofline | StagedEngine:

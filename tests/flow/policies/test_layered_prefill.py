@@ -84,9 +84,34 @@ class Network:
         return sum(len(unit.joined) for unit in prompts) - before
 
 
+def in_groups(num_groups: int) -> LayeredPrefill:
+    """A policy that gives waves of any length so many groups."""
+    return LayeredPrefill(num_groups=num_groups, tokens_per_group=1)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_passes"), [(2, 1), (512, 1), (513, 2), (1024, 2), (1500, 3), (9000, 8)])
+def test_a_longer_wave_has_more_groups(num_tokens, num_passes):
+    network = Network(LayeredPrefill(num_groups=8), num_decodes=2)
+    network.units += [Unit(num_tokens)]
+    for passed in range(num_passes):
+        assert not network.done, passed
+        network.decode_pass()
+    assert len(network.done) == 1
+
+
+def test_the_groups_of_a_wave_stay_as_they_are_while_other_prompts_come():
+    network = Network(LayeredPrefill(num_groups=8), num_decodes=1)
+    network.units.append(Unit(1024))
+    assert network.decode_pass() == NUM_LAYERS // 2
+    network.units.append(Unit(4096))
+    assert network.decode_pass() == NUM_LAYERS // 2
+    assert len(network.done) == 1
+    assert network.decode_pass() == NUM_LAYERS // 8
+
+
 @pytest.mark.parametrize(("num_groups", "num_passes"), [(1, 1), (2, 2), (4, 4), (8, 8), (100, 8)])
 def test_a_prompt_passes_one_group_of_layers_in_each_pass_of_the_decodes_and_always_with_them(num_groups, num_passes):
-    network = Network(LayeredPrefill(num_groups=num_groups), num_decodes=3)
+    network = Network(in_groups(num_groups), num_decodes=3)
     prompt = Unit(500)
     network.units.append(prompt)
     for passed in range(num_passes):
@@ -97,7 +122,7 @@ def test_a_prompt_passes_one_group_of_layers_in_each_pass_of_the_decodes_and_alw
 
 
 def test_a_prompt_adds_no_load_of_any_experts_to_those_of_the_decodes():
-    network = Network(LayeredPrefill(num_groups=4), num_decodes=3)
+    network = Network(in_groups(4), num_decodes=3)
     network.units.append(Unit(500))
     for _ in range(4):
         network.decode_pass()
@@ -105,13 +130,15 @@ def test_a_prompt_adds_no_load_of_any_experts_to_those_of_the_decodes():
 
 
 def test_groups_are_equal_up_to_one_layer():
-    policy = LayeredPrefill(num_groups=3)
+    policy = in_groups(3)
+    view = queues({(0, ATTENTION): 9}, num_layers=NUM_LAYERS)
+    policy(replace(view, num_prefill_tokens=view.n[:, :, ATTENTION]), 0)
     ends = [policy._end_of_group(layer, 8) for layer in range(8)]
     assert ends == [2, 2, 5, 5, 5, ALL, ALL, ALL]
 
 
 def test_without_decodes_a_prompt_runs_on_group_by_group():
-    network = Network(LayeredPrefill(num_groups=4), num_decodes=0)
+    network = Network(in_groups(4), num_decodes=0)
     network.units.append(Unit(500))
     for _ in range(4):
         network.step()
@@ -119,7 +146,7 @@ def test_without_decodes_a_prompt_runs_on_group_by_group():
 
 
 def test_decodes_that_come_while_a_prompt_runs_alone_pass_it_and_then_join_it():
-    network = Network(LayeredPrefill(num_groups=2), num_decodes=0)
+    network = Network(in_groups(2), num_decodes=0)
     prompt, decode = Unit(500), Unit(1)
     network.units.append(prompt)
     network.step(withdrawn_at=3)
@@ -133,7 +160,7 @@ def test_decodes_that_come_while_a_prompt_runs_alone_pass_it_and_then_join_it():
 
 
 def test_prompts_that_come_later_wait_until_the_wave_before_them_has_left():
-    network = Network(LayeredPrefill(num_groups=2), num_decodes=1)
+    network = Network(in_groups(2), num_decodes=1)
     early, late = Unit(500), Unit(300)
     network.units.append(early)
     network.decode_pass()
@@ -145,7 +172,7 @@ def test_prompts_that_come_later_wait_until_the_wave_before_them_has_left():
 
 
 def test_prompts_that_wait_together_are_one_wave():
-    network = Network(LayeredPrefill(num_groups=2), num_decodes=1)
+    network = Network(in_groups(2), num_decodes=1)
     network.units += [Unit(500), Unit(40, BE)]
     assert network.decode_pass() == 2 * NUM_LAYERS // 2
     network.decode_pass()
@@ -153,7 +180,7 @@ def test_prompts_that_wait_together_are_one_wave():
 
 
 def test_a_withdrawn_run_goes_on_together():
-    network = Network(LayeredPrefill(num_groups=2), num_decodes=1)
+    network = Network(in_groups(2), num_decodes=1)
     prompt = Unit(500)
     network.units.append(prompt)
     network.step(withdrawn_at=2)
@@ -172,7 +199,10 @@ def test_while_the_wave_lacks_places_what_can_run_does():
     view = queues({(0, ATTENTION): 9, (4, ATTENTION): 90}, num_layers=NUM_LAYERS)
     runnable = view.runnable.copy()
     runnable[LS, 4] = False
-    run = LayeredPrefill(num_groups=4)(replace(view, runnable=runnable, num_prefill_tokens=view.n[:, :, ATTENTION]), 0)
+    policy = in_groups(4)
+    begin = queues({(0, ATTENTION): 90}, num_layers=NUM_LAYERS)
+    policy(replace(begin, num_prefill_tokens=begin.n[:, :, ATTENTION]), 0)
+    run = policy(replace(view, runnable=runnable, num_prefill_tokens=view.n[:, :, ATTENTION]), 0)
     assert (run.layer, run.until) == (0, 2)
 
 
@@ -181,7 +211,7 @@ def test_law_everything_ends_and_no_pass_of_the_decodes_waits_for_more_than_one_
     rng = np.random.default_rng(num_groups)
     largest_group = -(-NUM_LAYERS // min(num_groups, NUM_LAYERS))
     for _ in range(20):
-        network = Network(LayeredPrefill(num_groups=num_groups), num_decodes=int(rng.integers(1, 4)))
+        network = Network(in_groups(num_groups), num_decodes=int(rng.integers(1, 4)))
         prompts = []
         for _ in range(60):
             if rng.random() < 0.2:
@@ -199,5 +229,5 @@ def test_law_everything_ends_and_no_pass_of_the_decodes_waits_for_more_than_one_
 
 def test_the_registry_makes_it_with_its_groups():
     assert make_step_policy("layered_prefill:num_groups=4", 1) == LayeredPrefill(num_groups=4)
-    with pytest.raises(ConfigError, match="num_groups must be at least 1"):
+    with pytest.raises(ConfigError, match="num_groups and tokens_per_group must be at least 1"):
         make_step_policy("layered_prefill:num_groups=0", 1)

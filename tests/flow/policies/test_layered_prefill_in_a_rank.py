@@ -48,7 +48,11 @@ def tokens_before_the_first_of_a_prompt(text: str) -> int:
 
 @pytest.mark.parametrize(("num_groups", "least"), [(4, 4), (2, 2), (1, 1)])
 def test_a_decode_gets_a_token_for_each_group_of_layers_that_a_prompt_passes(num_groups, least):
-    assert least <= tokens_before_the_first_of_a_prompt(f"layered_prefill:num_groups={num_groups}") <= least + 1
+    assert (
+        least
+        <= tokens_before_the_first_of_a_prompt(f"layered_prefill:num_groups={num_groups},tokens_per_group=1")
+        <= least + 1
+    )
 
 
 def test_in_order_a_decode_gets_no_token_while_the_batch_of_a_prompt_runs():

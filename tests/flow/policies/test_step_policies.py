@@ -35,7 +35,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["Plain", "ready"])
 def test_a_class_or_an_object_of_a_file_is_a_step_policy(file, name):
-    assert type(make_step_policy(f"{file}:{name}", 1)).__name__ == "Plain"
+    assert type(make_step_policy(f"{file}:{name}", 1).choose).__name__ == "Plain"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from moestro.errors import ConfigError
 from moestro.flow.policies.basic import ALL, in_order
 from moestro.flow.policies.defrag import Defrag
 from moestro.flow.policies.wrappers import ClassPriority, Urgent
-from moestro.flow.registry import make_step_policy
+from moestro.flow.registry import STEP_POLICIES, make_step_policy
 
 accept_user_code()
 
@@ -164,6 +164,20 @@ def test_a_policy_of_a_file_may_be_inside(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("from moestro.flow.policies.basic import in_order as mine")
     assert make_step_policy(f"urgent:inner={file}:mine", 1).inner is in_order
+
+
+@pytest.mark.parametrize(("line", "overlaps"), [("", False), ("mine.overlaps_prefill = True", True)])
+def test_a_function_of_a_file_overlaps_no_prefill_unless_it_says_so(tmp_path, line, overlaps):
+    file = tmp_path / "mine.py"
+    choice = "from moestro.flow.policies.basic import in_order\ndef mine(view, now_ns): return in_order(view, now_ns)\n"
+    file.write_text(choice + line)
+    assert make_step_policy(f"{file}:mine", 1).overlaps_prefill is overlaps
+
+
+@pytest.mark.parametrize("name", STEP_POLICIES.names())
+def test_every_policy_states_whether_decodes_overlap_prefill(name):
+    """The flow core reads it from whatever policy it gets."""
+    assert make_step_policy(name, 1).overlaps_prefill is (name == "layered_prefill")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run
+from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run, StepFunction
 from moestro.flow.registry import STEP_POLICIES
 
 ALL = 2**31 - 1  # no limit: more tokens than any device holds
@@ -15,6 +15,7 @@ ALL = 2**31 - 1  # no limit: more tokens than any device holds
     "Each forward pass runs to its end; nothing is preempted.",
     source="Moestro; the baseline and the oracle of the others",
 )
+@StepFunction
 def in_order(view: QueueTable, now_ns: int) -> Run:
     """Run all tokens of the deepest layer with runnable ones, so that each plan runs as one forward pass.
 

@@ -19,7 +19,7 @@ from moestro.flow.registry import STEP_POLICIES
 
 @STEP_POLICIES.register(
     "layered_prefill",
-    "Prompts advance by one of `num_groups` groups of layers while decodes pass all layers, and share its batches.",
+    "Prompts advance by one group of layers while decodes pass all layers, and share its batches.",
     source="Layered Prefill, arXiv:2510.08055",
 )
 @dataclass(kw_only=True)
@@ -38,24 +38,28 @@ class LayeredPrefill:
 
     Attributes:
         overlaps_prefill: whether decodes enter the network again while prompts are inside.
-        num_groups: groups of contiguous layers, equal up to one layer. At most one for each layer is of use; 1 makes a
-            wave pass all layers together with one pass of the decodes.
+        num_groups: most groups of contiguous layers, equal up to one layer. At most one for each layer is of use; 1
+            makes a wave pass all layers together with one pass of the decodes.
+        tokens_per_group: tokens of a wave for each of its groups, rounded up. A short wave has fewer groups, because it
+            delays the decodes less. 1 gives every wave `num_groups`.
 
     Raises:
-        ConfigError: `num_groups` is below 1.
+        ConfigError: `num_groups` or `tokens_per_group` is below 1.
 
-    Source: Lee et al., "From Tokens to Layers", section 3; 16 groups for prompts of up to 8192 tokens are the command
-        line of its code (scale-snu/layered-prefill), in place of chunks of 512.
+    Source: Lee et al., "From Tokens to Layers", section 3; its code (scale-snu/layered-prefill) has 16 groups for waves
+        of 8192 tokens, and half of them for each half of the tokens, so that 512 have one.
     """
 
     overlaps_prefill: ClassVar[bool] = True
 
     num_groups: int = 16
+    tokens_per_group: int = 512
     _wave_layer: int = field(default=0, init=False, compare=False)  # where the wave was when this pass began
+    _wave_groups: int = field(default=1, init=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.num_groups < 1:
-            raise ConfigError("num_groups must be at least 1")
+        if self.num_groups < 1 or self.tokens_per_group < 1:
+            raise ConfigError("num_groups and tokens_per_group must be at least 1")
 
     def __call__(self, view: QueueTable, now_ns: int) -> Run:
         """Observe where the wave is when a pass begins; then run the deepest tokens, and prompts in their group."""
@@ -65,6 +69,8 @@ class LayeredPrefill:
         is_inside = np.count_nonzero(attention[1:] - prefill[1:]) or np.count_nonzero(view.num_expert_tokens)
         if not is_inside:
             self._wave_layer = max(wave_layer, 0)
+            if wave_layer == 0:
+                self._wave_groups = min(-(-int(prefill[0]) // self.tokens_per_group), self.num_groups)
         return self.decide(view, attention - prefill, wave_layer)
 
     def decide(self, view: QueueTable, decodes: NDArray[np.int32], wave_layer: int) -> Run:
@@ -91,7 +97,7 @@ class LayeredPrefill:
 
     def _end_of_group(self, layer: int, num_layers: int) -> int:
         """Return the first layer of the next group; `ALL` after the last, which the sampler belongs to."""
-        starts = _group_starts(num_layers, self.num_groups)
+        starts = _group_starts(num_layers, self._wave_groups)
         after = bisect_right(starts, layer)
         return starts[after] if after < len(starts) else ALL
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,8 @@ class OneQueue(ABC):
     Raises:
         ConfigError: a limit is below 1.
     """
+
+    overlaps_prefill: ClassVar[bool] = False
 
     max_attention_rows: float = math.inf
     max_expert_rows: float = math.inf

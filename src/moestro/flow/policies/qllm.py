@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,8 @@ class ExpertLevelPreemption:
 
     Source: QLLM, arXiv:2503.09304, sections 3.2 and 3.3; the merging rule and the ageing are ours.
     """
+
+    overlaps_prefill: ClassVar[bool] = False
 
     max_wait_ns: int | None = 1_000_000_000
     max_merged: int = 256

@@ -46,7 +46,7 @@ class Urgent:
         if not max_wait >= 0:
             raise ConfigError("max_wait must be at least 0")
         self.inner = make_inner(inner, settings, max_wait_ns)
-        self.overlaps_prefill = bool(getattr(self.inner, "overlaps_prefill", False))
+        self.overlaps_prefill = self.inner.overlaps_prefill
         self._max_wait_ns = to_ns(max_wait)
         self._oldest_first = OldestTokenFirst()
 
@@ -94,7 +94,7 @@ class ClassPriority:
         **settings: Setting,
     ) -> None:
         self.inner = make_inner(inner, settings, max_wait_ns)
-        self.overlaps_prefill = bool(getattr(self.inner, "overlaps_prefill", False))
+        self.overlaps_prefill = self.inner.overlaps_prefill
         self._max_merged, self._max_wait_ns = max_merged, max_wait_ns
 
     def __call__(self, view: QueueTable, now_ns: int) -> Run | Wait:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from moestro.core.views import QueueTable, Run, StepPolicy, Wait
+from moestro.core.views import QueueTable, Run, StepFunction, StepPolicy, Wait
 
 
 class ItemTally:
@@ -20,7 +18,7 @@ class ItemTally:
         self.num_items = self.num_tokens = 0
         self.is_counting = False
 
-    def watched(self, policy: StepPolicy) -> Callable[[QueueTable, int], Run | Wait]:
+    def watched(self, policy: StepPolicy) -> StepPolicy:
         """Return a policy that chooses as `policy`, and counts."""
 
         def choose(view: QueueTable, now_ns: int) -> Run | Wait:
@@ -31,4 +29,4 @@ class ItemTally:
                 self.num_tokens += min(waiting, answer.max_rows)
             return answer
 
-        return choose
+        return StepFunction(choose, policy.overlaps_prefill)
