@@ -58,7 +58,7 @@ from moestro.flow.events import (
     Withdraw,
 )
 from moestro.flow.guest_desk import GuestDesk
-from moestro.flow.guests import Guests, Pairs
+from moestro.flow.guests import NO_PAIRS, Guests, Pairs
 from moestro.flow.items import ItemMaker, LaunchedItem
 from moestro.flow.micro_queues import MicroQueues
 from moestro.flow.passed_over import PassedOver, Tokens
@@ -264,7 +264,8 @@ class FlowCore:
         A message that may be more urgent than what runs is taken in at once.
         """
         self._inbox.append((message, now_ns))
-        if message.hop.kind == DISPATCH and LS in message.records["service_class"] and self._runs_best_effort():
+        # What runs is asked first, because that costs nothing where all tokens are of one class.
+        if message.hop.kind == DISPATCH and self._runs_best_effort() and LS in message.records["service_class"]:
             self._open_inbox(now_ns, commands)
             self._withdraw(commands)
 
@@ -389,26 +390,35 @@ class FlowCore:
             self._queues.attention.add(layer + 1, complete, now_ns)
 
     def _take_experts(self, now_ns: int, item: Experts, num_batches: int, commands: list[Command]) -> None:
-        done = len(item.places) if num_batches == len(item.experts) else int(item.counts[:num_batches].sum())
-        is_own = item.places < self.shape.num_places
-        num_own = int(np.count_nonzero(is_own))
-        if done < len(item.places):
-            self._give_back(item, done, is_own)
-        if num_own < len(item.places):
+        pairs = Pairs(item.places, item.choices, item.experts.repeat(item.counts))
+        if num_batches < len(item.experts):
+            num_done = int(item.counts[:num_batches].sum())
+            self._give_back(item.layer, pairs.part(num_done, len(pairs.places)))
+            pairs = pairs.part(0, num_done)
+        own, guests = self._split(pairs)
+        if len(guests.places):
             assert self._desk is not None, "a device that is alone has no guests"
-            commands += self._desk.reply(item, np.flatnonzero(~is_own[:done]))
+            commands += self._desk.reply(item.layer, guests)
+        if self._desk is not None:
             commands += self._desk.let_in(self._door.take_entries)
-        if num_own:
-            own = np.flatnonzero(is_own[:done])
-            self._arrive(item.layer, item.places[own], item.choices[own], now_ns)
+        if len(own.places):
+            self._arrive(item.layer, own.places, own.choices, now_ns)
 
-    def _give_back(self, item: Experts, done: int, is_own: NDArray[np.bool_]) -> None:
+    def _split(self, pairs: Pairs) -> tuple[Pairs, Pairs]:
+        """Tell pairs of own tokens from those of guests."""
+        is_own = pairs.places < self.shape.num_places
+        num_own = np.count_nonzero(is_own)
+        if num_own == len(is_own):
+            return pairs, NO_PAIRS
+        return (pairs.at(is_own.nonzero()[0]), pairs.at((~is_own).nonzero()[0])) if num_own else (NO_PAIRS, pairs)
+
+    def _give_back(self, layer: int, pairs: Pairs) -> None:
         """Pairs that the device has not computed wait again."""
-        pairs = Pairs(item.places[done:], item.choices[done:], np.repeat(item.experts, item.counts)[done:])
-        own = pairs.at(np.flatnonzero(is_own[done:]))
-        self._queues.experts.add(self._pool, item.layer, own)
-        if self._desk is not None and len(own.places) < len(pairs.places):
-            self._desk.give_back(item.layer, pairs.at(np.flatnonzero(~is_own[done:])))
+        own, guests = self._split(pairs)
+        self._queues.experts.add(self._pool, layer, own)
+        if len(guests.places):
+            assert self._desk is not None, "a device that is alone has no guests"
+            self._desk.give_back(layer, guests)
 
     def _take_stopped(
         self, now_ns: int, launched: LaunchedItem, item: Passage, stopped: Stopped, commands: list[Command]

@@ -99,13 +99,13 @@ class Store:
 
     Attributes:
         tensor: of the message.
-        rows: int64[n], rows of the tensor.
+        rows: int64[n], rows of the tensor. None means all rows in order.
         places: int32[n], where they go: inputs; with `choices`, contributions.
         choices: int32[n], of a reply. None means a dispatch.
     """
 
     tensor: Any
-    rows: Int64s
+    rows: Int64s | None
     places: Int32s
     choices: Int32s | None
 

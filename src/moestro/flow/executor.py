@@ -186,7 +186,7 @@ class FlowExecutor:
                         tensor = self._device.read_contributions(places, choices)
                     self._links.send(message._replace(tensor=tensor), now_ns)
                 case Store(tensor, rows, places, choices):
-                    vectors = None if tensor is None else tensor[rows]
+                    vectors = tensor if tensor is None or rows is None else tensor[rows]
                     if choices is None:
                         self._device.store_inputs(places, vectors)
                     else:
