@@ -135,12 +135,11 @@ class FlowCore:
     @property
     def wake_ns(self) -> int | None:
         """Time at which the policy wants to be asked even if no event comes. None means no such time."""
-        return min((at for at in (self._wait_until_ns, self._ask_again_ns) if at is not None), default=None)
+        return _earlier(self._wait_until_ns, self._ask_again_ns)
 
     def wants_tick(self, now_ns: int) -> bool:
         """Whether a `Tick` asks the policy: the device has room, or the policy set a time that has come."""
-        wake_ns = self.wake_ns
-        return self.has_room or (wake_ns is not None and now_ns >= wake_ns)
+        return self.has_room or ((wake_ns := self.wake_ns) is not None and now_ns >= wake_ns)
 
     def wanted_plan(self) -> PlanWanted | None:
         """The plan that would be welcome now.
@@ -461,12 +460,18 @@ class FlowCore:
                     return
                 case Run() as run:
                     self._launch(self._items.make(run), commands)
-                    times = [at for at in (self._ask_again_ns, run.ask_again_ns) if at is not None]
-                    self._ask_again_ns = min(times, default=None)
+                    self._ask_again_ns = _earlier(self._ask_again_ns, run.ask_again_ns)
 
     def _launch(self, launched: LaunchedItem, commands: list[Command]) -> None:
         self._launched.append(launched)
         commands.append(Launch(launched.item))
+
+
+def _earlier(first_ns: int | None, second_ns: int | None) -> int | None:
+    """Return the earlier of two times. None means no time."""
+    if first_ns is None or second_ns is None:
+        return second_ns if first_ns is None else first_ns
+    return min(first_ns, second_ns)
 
 
 def _all_pairs(places: Int32s, topk_ids: Int32s, wanted: NDArray[np.bool_] | None = None) -> Pairs:
