@@ -18,6 +18,7 @@ preempt is not to choose, and whatever was not chosen is exactly where it was.
 from __future__ import annotations
 
 from collections import deque
+from itertools import accumulate
 
 import msgspec
 import numpy as np
@@ -298,17 +299,18 @@ class FlowCore:
         assert self._dispatcher is not None, "a device that is alone gets no replies"
         sizes = [len(message.records) for message in replies]
         records = join_records([message.records for message in replies])
-        workers = np.array([message.hop.src for message in replies], np.int16).repeat(sizes)
+        workers = np.array([message.hop.src for message in replies], np.int16).repeat(np.array(sizes))
         owed = self._dispatcher.owed(records, workers)
         if not len(owed):
             return
-        records = records if len(owed) == len(records) else records[owed]
-        places, choices = records["place"], records["choice"].astype(np.int32)
-        ends = owed.searchsorted(np.cumsum(sizes)).tolist()
+        ends, are_all_owed = list(accumulate(sizes)), len(owed) == len(records)
+        if not are_all_owed:
+            records, ends = records.take(owed), owed.searchsorted(ends).tolist()
+        places, choices = records["place"].astype(np.int32), records["choice"].astype(np.int32)
         for message, begin, end in zip(replies, [0, *ends], ends, strict=False):
             if end > begin:
                 part = slice(begin, end)
-                rows = records["row"][part].astype(np.int64)
+                rows = None if are_all_owed else records["row"][part].astype(np.int64)
                 commands.append(Store(message.tensor, rows, places[part], choices[part]))
         self._pool.passed_elsewhere(places, records["waited_us"])
         complete = self._pool.arrive(places, choices)
@@ -318,12 +320,9 @@ class FlowCore:
     def _join_next_layer(self, now_ns: int, ids: Int64s) -> None:
         """Units that lack no contribution wait for the next attention."""
         layers = self._pool.layer_of(ids)
-        first = int(layers[0])
-        if (layers == first).all():
-            self._queues.attention.add(first + 1, ids, now_ns)
-            return
-        for layer in np.unique(layers).tolist():
-            self._queues.attention.add(layer + 1, ids[layers == layer], now_ns)
+        for layer in np.bincount(layers).nonzero()[0].tolist():
+            is_here = layers == layer
+            self._queues.attention.add(layer + 1, ids if is_here.all() else ids[is_here], now_ns)
 
     def _send_again(self, owed: list[Owed], now_ns: int, commands: list[Command]) -> None:
         assert self._dispatcher is not None, "only a home with peers sends"

@@ -201,9 +201,9 @@ class Guests:
         for home in [home for home, size in enumerate(sizes) if size]:
             part = slice(begin, begin + sizes[home])
             records["row"][part] = np.arange(sizes[home])
-            credits, self._credits[home] = self._credits[home], 0
+            num_credits, self._credits[home] = self._credits[home], 0
             replies.append(
-                GuestReply(home, self._epoch_of[home], credits, records[part], own.places[part], own.choices[part])
+                GuestReply(home, self._epoch_of[home], num_credits, records[part], own.places[part], own.choices[part])
             )
             begin = part.stop
         return replies
