@@ -68,6 +68,7 @@ from moestro.flow.token_pool import TokenPool
 Int64s = NDArray[np.int64]
 
 _ALONE = 0  # number of a worker without peers
+_EMITTING = (Sample, Passage)  # items that may end in a result of units
 
 
 class FlowCore:
@@ -116,7 +117,7 @@ class FlowCore:
     @property
     def is_shared(self) -> bool:
         """Whether tokens of several plans, or guests, are here, so that some may be passed over by others."""
-        return self.num_plans > 1 or self._guests.num_free < self.shape.num_guests
+        return self._guests.num_free < self.shape.num_guests or self.num_plans > 1
 
     @property
     def num_launched(self) -> int:
@@ -161,7 +162,7 @@ class FlowCore:
     @property
     def may_emit(self) -> bool:
         """Whether an item with the device ends in a result of units."""
-        return any(isinstance(launched.item, Sample | Passage) for launched in self._launched)
+        return any(isinstance(launched.item, _EMITTING) for launched in self._launched) if self._launched else False
 
     @property
     def has_room(self) -> bool:
@@ -272,22 +273,24 @@ class FlowCore:
     def _open_inbox(self, now_ns: int, commands: list[Command]) -> None:
         if self._inbox:
             inbox, self._inbox = self._inbox, []
-            self._take_replies(now_ns, [each for each, _ in inbox if each.hop.kind == REPLY], commands)
-            self._take_dispatches([each for each in inbox if each[0].hop.kind == DISPATCH], commands)
+            replies = [message for message, _ in inbox if message.hop.kind == REPLY]
+            if replies:
+                self._take_replies(now_ns, replies, commands)
+            if len(replies) < len(inbox):
+                self._take_dispatches([each for each in inbox if each[0].hop.kind == DISPATCH], commands)
 
     def _take_dispatches(self, arrived: list[tuple[HopMessage, int]], commands: list[Command]) -> None:
-        if arrived:
-            assert self._desk is not None, "a device that is alone has no guests"
-            for message, at_ns in arrived:
-                given_up = self._desk.take(message, at_ns)
-                if len(given_up):
-                    self._passed_over.forget(Tokens(guests=given_up))
-            commands += self._desk.let_in(self._door.take_entries)
+        assert self._desk is not None, "a device that is alone has no guests"
+        for message, at_ns in arrived:
+            given_up = self._desk.take(message, at_ns)
+            if len(given_up):
+                self._passed_over.forget(Tokens(guests=given_up))
+        commands += self._desk.let_in(self._door.take_entries)
 
     def _take_replies(self, now_ns: int, replies: list[HopMessage], commands: list[Command]) -> None:
+        assert self._dispatcher is not None, "a device that is alone gets no replies"
         kept = []
         for message in replies:
-            assert self._dispatcher is not None, "a device that is alone gets no replies"
             counts, sends = self._dispatcher.accept(message.hop)
             commands += sends
             kept += [message] if counts and len(message.records) else []

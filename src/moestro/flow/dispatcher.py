@@ -100,7 +100,7 @@ class Dispatcher:
     def __init__(self, settings: PeerSettings, pool: TokenPool) -> None:
         self._settings, self._pool, self._worker = settings, pool, settings.worker
         num_workers = settings.num_workers
-        self._credits: Int64s = np.full(num_workers, settings.num_credits, np.int64)
+        self._credits = [settings.num_credits] * num_workers
         self._backlog: Int64s = np.zeros(num_workers, np.int64)  # told by the last reply, and sent since
         self._epoch = [settings.incarnation << _EPOCH_BITS] * num_workers
         self._next_seq = [0] * num_workers
@@ -233,7 +233,7 @@ class Dispatcher:
             parcel = outbox.popleft()
             if outbox or len(parcel.places) > self._credits[worker]:
                 parcel = self._still_valid(parcel)
-            num_rows = min(len(parcel.places), int(self._credits[worker]))
+            num_rows = min(len(parcel.places), self._credits[worker])
             if num_rows < len(parcel.places):
                 cut = int(parcel.records["row"].searchsorted(num_rows))
                 outbox.appendleft(_numbered(parcel.layer, parcel.records[cut:], parcel.records["place"][cut:]))

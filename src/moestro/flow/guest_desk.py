@@ -14,6 +14,8 @@ from moestro.flow.events import Send, Store
 from moestro.flow.guests import GuestArrival, Guests, Pairs
 from moestro.flow.micro_queues import MicroQueues
 
+_NO_GUESTS = np.empty(0, np.int32)
+
 
 class GuestDesk:
     """Keeps the channels from homes: epochs, numbers of messages, and dispatches that wait for places.
@@ -38,7 +40,7 @@ class GuestDesk:
         Returns:
             Places of guests that their home has given up with this message, int32[n].
         """
-        hop, given_up = message.hop, np.empty(0, np.int32)
+        hop, given_up = message.hop, _NO_GUESTS
         epoch = self._guests.epoch_of(hop.src)
         if hop.epoch < epoch or (hop.epoch == epoch and hop.seq < self._dispatch_seq[hop.src]):
             self.num_dropped += 1

@@ -193,19 +193,19 @@ class Guests:
         if self._num_given_up:
             pairs = pairs.at(self.is_wanted(done).nonzero()[0])
         homes = self._home.take(pairs.places)
-        own = pairs.at(homes.argsort(kind="stable"))
-        records = self._records(own)
         sizes = np.bincount(homes).tolist()
+        if sizes.count(0) < len(sizes) - 1:  # of several homes
+            pairs = pairs.at(homes.argsort(kind="stable"))
+        records = self._records(pairs)
         self._leave(self._count_done(done))
         replies, begin = [], 0
-        for home in [home for home, size in enumerate(sizes) if size]:
-            part = slice(begin, begin + sizes[home])
-            records["row"][part] = np.arange(sizes[home])
-            num_credits, self._credits[home] = self._credits[home], 0
-            replies.append(
-                GuestReply(home, self._epoch_of[home], num_credits, records[part], own.places[part], own.choices[part])
-            )
-            begin = part.stop
+        for home, size in enumerate(sizes):
+            if size:
+                end = begin + size
+                own, (places, choices, _) = records[begin:end], pairs.part(begin, end)
+                own["row"] = np.arange(size)
+                replies.append(GuestReply(home, self._epoch_of[home], self._credits[home], own, places, choices))
+                self._credits[home], begin = 0, end
         return replies
 
     def _records(self, pairs: Pairs) -> HopRecords:
