@@ -152,10 +152,10 @@ class Guests:
     def _enter(self, guests: Int64s, first: HopRecords) -> None:
         """Store the first record of each guest."""
         self._home_place[guests], self._generation[guests] = first["place"], first["generation"]
-        if num_best_effort := np.count_nonzero(first["service_class"]):
+        if num_best_effort := int(np.count_nonzero(first["service_class"])):
             self._service_class[guests] = first["service_class"]
             self.num_best_effort += num_best_effort
-        if num_passed := np.count_nonzero(first["waited_us"]):
+        if num_passed := int(np.count_nonzero(first["waited_us"])):
             self._passed_ns[guests] = first["waited_us"].astype(np.int64) * 1000
             self.num_passed += num_passed
 
@@ -169,11 +169,13 @@ class Guests:
         old = (self._home == home).nonzero()[0]
         self._home[old] = _GIVEN_UP
         self._num_given_up += len(old)
-        return old.astype(np.int32)
+        given_up: Int32s = old.astype(np.int32)
+        return given_up
 
     def is_wanted(self, places: Int32s) -> NDArray[np.bool_]:
         """bool[n], whether the homes of the guests at `places` still wait for them."""
-        return self._home[places] != _GIVEN_UP
+        is_wanted: NDArray[np.bool_] = self._home.take(places) != _GIVEN_UP
+        return is_wanted
 
     def epoch_of(self, home: int) -> int:
         """The present epoch of a home."""
@@ -226,17 +228,17 @@ class Guests:
         guests, num_done = np.unique(places, return_counts=True)
         more = self._more_pairs[guests] - num_done
         is_gone = more < 0
-        self._num_more -= len(places) - np.count_nonzero(is_gone)
+        self._num_more -= len(places) - int(np.count_nonzero(is_gone))
         self._more_pairs[guests] = np.maximum(more, 0)
         return guests[is_gone].astype(np.int64)
 
     def _leave(self, guests: Int64s) -> None:
         """Free the places of guests, and note the credits of their homes."""
         if self.num_best_effort:
-            self.num_best_effort -= np.count_nonzero(self._service_class[guests])
+            self.num_best_effort -= int(np.count_nonzero(self._service_class[guests]))
             self._service_class[guests] = LS
         if self.num_passed:
-            self.num_passed -= np.count_nonzero(self._passed_ns[guests])
+            self.num_passed -= int(np.count_nonzero(self._passed_ns[guests]))
             self._passed_ns[guests] = 0
         homes = self._home.take(guests)
         self._home[guests] = _NOBODY
@@ -245,7 +247,7 @@ class Guests:
         self._free[first : first + len(guests)] = guests
         if self._num_given_up:
             is_wanted = homes != _GIVEN_UP
-            self._num_given_up -= len(homes) - np.count_nonzero(is_wanted)
+            self._num_given_up -= len(homes) - int(np.count_nonzero(is_wanted))
             homes = homes[is_wanted]
         for home, num_credits in enumerate(np.bincount(homes).tolist()):
             self._credits[home] += num_credits
@@ -271,11 +273,12 @@ class Guests:
     def find_earlier(self, service_class: int, before: int) -> Int32s:
         """Places of the guests of a class of entries with a number less than `before`."""
         is_earlier = (self._home != _NOBODY) & (self._service_class == service_class) & (self._entry < before)
-        return is_earlier.nonzero()[0].astype(np.int32)
+        earlier: Int32s = is_earlier.nonzero()[0].astype(np.int32)
+        return earlier
 
     def pass_over(self, places: Int32s, passed_ns: int) -> None:
         """Count that the guests at `places` (distinct) were passed over for `passed_ns`, more than 0."""
-        self.num_passed += len(places) - np.count_nonzero(self._passed_ns[places])
+        self.num_passed += len(places) - int(np.count_nonzero(self._passed_ns[places]))
         self._passed_ns[places] += passed_ns
 
 
