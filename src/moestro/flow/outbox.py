@@ -12,6 +12,8 @@ from moestro.core.views import NUM_CLASSES
 from moestro.core.work import Int32s
 from moestro.flow.token_pool import TokenPool
 
+_FIRST = np.ones(1, np.bool_)
+
 
 class Parcel(NamedTuple):
     """Tokens for one worker.
@@ -98,8 +100,11 @@ def make_parcel(layer: int, records: HopRecords, at: Int32s) -> Parcel:
     if len(at) < 2:
         records["row"] = 0
         return Parcel(layer, records, at)
-    is_new = np.empty(len(at), np.bool_)
-    is_new[0] = True
-    np.not_equal(at[1:], at[:-1], out=is_new[1:])
+    is_new = at[1:] != at[:-1]
+    num_rows = 1 + np.count_nonzero(is_new)
+    if num_rows == len(at):
+        records["row"] = np.arange(num_rows)
+        return Parcel(layer, records, at)
+    is_new = np.concatenate([_FIRST, is_new])
     records["row"] = is_new.cumsum() - 1
     return Parcel(layer, records, at[is_new])
