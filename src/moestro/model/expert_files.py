@@ -1,0 +1,132 @@
+"""Single experts from a checkpoint, for a worker that gets other experts while it runs.
+
+transformers converts a checkpoint's tensors to the network's (it merges experts, renames, dequantizes). So one layer is
+loaded by transformers itself, into a network whose other weights have no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from transformers.utils import logging as hf_logging
+
+from moestro.errors import UnsupportedModelError
+from moestro.model.attention import register_attention
+from moestro.model.expert_slots import ExpertWeights, pick_expert, write_expert
+from moestro.model.experts import register_experts
+from moestro.model.load import (
+    build_skeleton,
+    choose_dtype,
+    draw_weights,
+    finish_dequantizing,
+    pretrained_arguments,
+    read_config,
+)
+from moestro.model.network import Network, find_experts, layer_of_name
+from moestro.model.refuse import find_weights
+from moestro.model.settings import ModelSettings
+
+
+def load_experts(network: Network, settings: ModelSettings, layer: int, logical_of: Mapping[int, int]) -> None:
+    """Load experts of the checkpoint into slots of a network that was cut. No item in flight may use these slots.
+
+    This reads the whole layer once, and takes its memory meanwhile.
+
+    Args:
+        network: the network.
+        settings: those with which the network was loaded.
+        layer: a layer with experts.
+        logical_of: logical expert for each slot that is to be rewritten.
+
+    Raises:
+        UnsupportedModelError: the checkpoint changed since, and lacks the layer.
+    """
+    module = dict(network.experts)[layer]
+    found = read_experts(settings, layer, list(logical_of.values()))
+    for (slot, logical), weights in zip(logical_of.items(), found, strict=True):
+        write_expert(module, slot, logical, weights)
+
+
+def read_experts(settings: ModelSettings, layer: int, experts: Sequence[int]) -> list[ExpertWeights]:
+    """Read experts of one layer, bit for bit as loading the whole network has them.
+
+    Args:
+        settings: those with which the network was loaded.
+        layer: a layer with experts.
+        experts: logical experts.
+
+    Raises:
+        UnsupportedModelError: the checkpoint cannot be loaded, or lacks the layer.
+    """
+    config = read_config(settings)
+    if settings.load_format == "dummy":
+        modules = dict(find_experts(draw_weights(settings, config), config.get_text_config().num_hidden_layers))
+        module = modules[layer]
+    else:
+        _, module = read_layer(settings, config, layer)
+    return [pick_expert(module, expert) for expert in experts]
+
+
+def read_layer(settings: ModelSettings, config: Any, layer: int) -> tuple[Any, Any]:
+    """Read one layer of a checkpoint.
+
+    Args:
+        settings: those of the network.
+        config: config of the checkpoint, from `read_config`.
+        layer: a layer with experts.
+
+    Returns:
+        transformers' network, all other layers of which are on the meta device; and the layer's experts module.
+
+    Raises:
+        UnsupportedModelError: the checkpoint cannot be loaded, or lacks the layer.
+    """
+    register_attention()
+    register_experts()
+    config = deepcopy(config)  # transformers edits what it gets
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    dtype = choose_dtype(settings, config) or config.get_text_config().dtype
+    whole = type(build_skeleton(config))
+    # A weight that is missing is not initialized, and so needs no memory. The name selects transformers' conversions.
+    skips = dict.fromkeys(("initialize_weights", "_move_missing_keys_from_meta_to_device"), _do_nothing)
+    part: Any = type(whole.__name__, (whole,), {"__module__": whole.__module__, **skips})
+    with ExitStack() as files:
+        tensors: dict[str, Any] = {}
+        for path in find_weights(Path(settings.model)):
+            file = files.enter_context(safe_open(path, framework="pt"))
+            names = [name for name in file.keys() if layer_of_name(name) == layer]  # noqa: SIM118
+            tensors |= {name: file.get_slice(name) for name in names}
+            if names and dtype is None:  # transformers would look for it in tensors, and these are slices
+                dtype = file.get_tensor(names[0]).dtype
+        files.enter_context(_without_report())
+        try:
+            model = part.from_pretrained(None, config=config, state_dict=tensors, **pretrained_arguments(config, dtype))
+        except Exception as error:  # torn files, other shapes: each library below raises its own errors
+            raise UnsupportedModelError(f"The weights in {settings.model} cannot be loaded: {error}") from error
+    if is_quantized and dtype is not None:
+        finish_dequantizing(model, dtype)
+    modules = dict(find_experts(model, config.get_text_config().num_hidden_layers))
+    if layer not in modules or any(parameter.is_meta for parameter in modules[layer].parameters()):
+        raise UnsupportedModelError(f"The weights in {settings.model} cannot be loaded: layer {layer} has no experts.")
+    return model, modules[layer]
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Keep transformers from listing all weights that are missing on purpose."""
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
