@@ -46,7 +46,8 @@ class Home:
         )
         ids = self.pool.enter(self.num_entries, made)
         self.num_entries += 1
-        places = self.pool.take_places(self.pool.wave(ids))
+        wave = self.pool.wave(ids)
+        places = self.pool.take_places(wave, self.pool.merges(wave))
         return self.dispatcher.dispatch(0, ids, places, np.tile(np.array([0, 1], np.int32), (len(places), 1)))[1]
 
     def give_credits(self, num: int, **header) -> list:
