@@ -51,8 +51,22 @@ class ServeSettings:
             kv_events.check_ports(self.processes.engines)
             if not scheduler.enable_prefix_caching:
                 raise ConfigError("--kv-events-config publishes the prefix cache: leave --no-enable-prefix-caching out")
-        if self.stepping.mode != "preemptive":
-            return
+        if self.stepping.mode == "ep":
+            self._check_expert_parallelism()
+        if self.stepping.mode == "preemptive":
+            self._check_preemption()
+
+    def _check_expert_parallelism(self) -> None:
+        if self.processes.engines < 2:
+            raise ConfigError(
+                "--mode ep spreads the experts over engines, and --engines 1 is one: give --engines 2 or more, or leave"
+                " --mode out"
+            )
+        if self.paced is not None:
+            raise ConfigError(f"--mode ep does not work with --device {self.paced.device}: leave one of them out")
+
+    def _check_preemption(self) -> None:
+        scheduler = self.scheduler
         if self.paced is not None and self.paced.table is not None:
             raise ConfigError(
                 f"--mode preemptive needs prices of stages, and {self.paced.table} has prices of whole steps: give"

@@ -8,10 +8,10 @@ from moestro.config.launch_spec import LaunchSpec
 from moestro.core.model_info import ModelInfo
 from moestro.engine.rank import Rank
 from moestro.worker.paced import FixedAnswers, make_paced_rank, paced_info, read_words
-from moestro.worker.rank_process import OnPhase, leave, run_process
+from moestro.worker.rank_process import OnPhase, Send, leave, run_process
 
 
-def _build(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
+def _build(spec: LaunchSpec, on_phase: OnPhase, send: Send) -> tuple[Rank, ModelInfo]:
     assert spec.paced is not None, "started for a paced device"
     on_phase("price")
     words, vocab_size = read_words(spec.model.tokenizer or Path(spec.model.model))
