@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from moestro.core.expert_table import ExpertTable
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import SamplingDefaults
 from moestro.core.work import BlockMoves, Forward, StepResult
@@ -88,6 +89,19 @@ _EXACT_DTYPES = ("float32", "float64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WorkerShare:
+    """Part of a network that a worker of a group keeps.
+
+    Attributes:
+        worker: number of the worker in the table.
+        make_table: function of (layers, experts of a layer) that returns the placement of the experts.
+    """
+
+    worker: int
+    make_table: Callable[[int, int], ExpertTable]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckedNetwork:
     """A loaded, checked and packed network, before the memory left for its KV cache is known.
 
@@ -152,7 +166,10 @@ class CheckedNetwork:
 
 
 def open_network(
-    settings: ModelSettings, on_phase: Callable[[str], None] = lambda _: None, rank: int = 0
+    settings: ModelSettings,
+    on_phase: Callable[[str], None] = lambda _: None,
+    rank: int = 0,
+    share: WorkerShare | None = None,
 ) -> CheckedNetwork:
     """Load a network, check it and pack its weights for execution. Arguments and errors as `open_device`."""
     on_phase("read config")
@@ -166,6 +183,9 @@ def open_network(
     probe, num_chosen = check_network(network, wanted_len, settings.block_size)
     if settings.gate_override is not None:
         network.override = make_override(settings.gate_override, network.gate_shape(num_chosen), settings.seed)
+    if share is not None:
+        on_phase("cut weights")
+        network.keep_experts(share.make_table(network.num_layers, network.num_experts).logical_of[share.worker])
     on_phase("pack weights")
     network.pack()
     return CheckedNetwork(
@@ -181,19 +201,23 @@ def open_network(
 
 
 def open_device(
-    settings: ModelSettings, on_phase: Callable[[str], None] = lambda _: None, rank: int = 0
+    settings: ModelSettings,
+    on_phase: Callable[[str], None] = lambda _: None,
+    rank: int = 0,
+    share: WorkerShare | None = None,
 ) -> tuple[TorchDevice, ModelInfo]:
     """Load a network and allocate its whole KV cache.
 
     Args:
         on_phase: called with a phase's name when the phase begins, and with `ready` at the end.
         rank: number that selects one of several accelerators (see `choose_device`).
+        share: part of the network to keep. None means all of it.
 
     Raises:
         ConfigError: the settings are impossible; the text says what to do.
         UnsupportedModelError: this checkpoint cannot run here; the text says why.
     """
-    checked = open_network(settings, on_phase, rank)
+    checked = open_network(settings, on_phase, rank, share)
     on_phase("allocate KV cache")
     pools, info = checked.allocate(settings)
     on_phase("ready")

@@ -10,11 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.moe import ExpertsInterface
 
+from moestro.core.expert_table import EMPTY
 from moestro.model.packing import pack, packed_linear
 
 EXPERTS = "moestro"  # name in the registry
@@ -54,6 +57,7 @@ class Routing:
     Attributes:
         counts: int64[num_layers, num_experts], tokens that each expert computed since `begin`.
         stand_in: function called in place of all experts, with their arguments; None means that the experts compute.
+            An override of the gate is already applied.
     """
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
@@ -79,27 +83,66 @@ class ExpertLayer:
         layer: its layer in the network.
         place: its place among the layers with experts.
         routing: state shared by the network's experts.
-        packed: packed up and down weights of each expert; empty if they are not packed.
+        hidden_size, dtype: hidden size and dtype of the experts' inputs and answers.
+        logical_of: int32[slots], logical expert in each slot; EMPTY means none. None means that the module has all
+            experts, each in the slot of its number.
+        packed: packed up and down weights of each slot, of no element in an empty one; empty if they are not packed.
     """
 
     layer: int
     place: int
     routing: Routing
+    hidden_size: int
+    dtype: torch.dtype
+    logical_of: NDArray[np.int32] | None = None
     packed: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 def tag_experts(modules: list[tuple[int, nn.Module]], routing: Routing) -> None:
     """Attach its context to each experts module. `modules`: (layer, experts module), ascending."""
     for place, (layer, module) in enumerate(modules):
-        setattr(module, _TAG, ExpertLayer(layer, place, routing))
+        experts = cast(PackedExperts, module)
+        up = _weights(experts)[0]
+        hidden_size = up.shape[1] if experts.is_transposed else up.shape[2]
+        setattr(module, _TAG, ExpertLayer(layer, place, routing, hidden_size, up.dtype))
+
+
+def tag_of(module: nn.Module) -> ExpertLayer:
+    """Context of a tagged experts module."""
+    tag = getattr(module, _TAG)
+    assert isinstance(tag, ExpertLayer)
+    return tag
+
+
+def keep_experts(module: nn.Module, logical_of: NDArray[np.int32]) -> None:
+    """Drop all experts of a tagged module that is not packed, except those of some slots.
+
+    Args:
+        module: the module.
+        logical_of: int32[slots], logical expert in each slot; EMPTY means none.
+    """
+    tag = tag_of(module)
+    assert tag.logical_of is None, "experts are kept by logical id, which a cut module no longer has"
+    assert not tag.packed, "experts are packed after they are cut"
+    slots = np.flatnonzero(logical_of != EMPTY)
+    for tensor in _weights(cast(PackedExperts, module)):
+        if tensor is not None:
+            kept = tensor.data.new_zeros(len(logical_of), *tensor.shape[1:])
+            for slot in slots.tolist():
+                kept[slot] = tensor.data[logical_of[slot]]
+            tensor.data = kept
+    setattr(module, _TAG, replace(tag, logical_of=logical_of.copy()))
 
 
 def pack_experts(module: nn.Module) -> None:
     """Pack the weights of a tagged experts module for `run_each` and drop the unpacked ones."""
-    tag, experts = getattr(module, _TAG), cast(PackedExperts, module)
+    tag, experts = tag_of(module), cast(PackedExperts, module)
     up, _, down, _ = _weights(experts)
     each = [(w.T, v.T) if experts.is_transposed else (w, v) for w, v in zip(up, down, strict=True)]
-    setattr(module, _TAG, replace(tag, packed=tuple((pack(w), pack(v)) for w, v in each)))
+    is_empty = np.zeros(len(each), np.bool_) if tag.logical_of is None else tag.logical_of == EMPTY
+    none = (up.new_empty(0), down.new_empty(0))
+    packed = tuple(none if empty else (pack(w), pack(v)) for (w, v), empty in zip(each, is_empty, strict=True))
+    setattr(module, _TAG, replace(tag, packed=packed))
     for weight in (up, down):
         weight.data = weight.data.new_empty(0)
 
@@ -121,12 +164,12 @@ def routed_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k
     Returns:
         [tokens, hidden size], with the dtype of `hidden`.
     """
-    tag = getattr(module, _TAG)
-    assert isinstance(tag, ExpertLayer)
-    if tag.routing.stand_in is not None:
-        return tag.routing.stand_in(module, hidden, top_k_index, top_k_weights)
+    tag = tag_of(module)
     if tag.routing.chosen is not None:
         top_k_index = tag.routing.chosen[tag.place]
+    if tag.routing.stand_in is not None:
+        return tag.routing.stand_in(module, hidden, top_k_index, top_k_weights)
+    assert tag.logical_of is None, "some experts of this module are elsewhere"
     experts = cast(PackedExperts, module)
     flat = top_k_index.reshape(-1)
     by_expert = flat.argsort(stable=True)
@@ -134,11 +177,20 @@ def routed_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k
     counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=hidden.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
     tag.routing.counts[tag.layer, : experts.num_experts] += counts
-    if hidden.is_cuda and can_group(experts, hidden):
-        done = run_grouped(experts, rows, counts)
-    else:
-        done = run_each(experts, rows, counts, tag.packed)
-    return combine(done, by_expert, top_k_weights).to(hidden.dtype)
+    return combine(run_slots(module, rows, counts), by_expert, top_k_weights).to(hidden.dtype)
+
+
+def run_slots(module: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
+    """[rows, hidden size], answers of the experts in a tagged module's slots, not weighted.
+
+    Args:
+        rows: [rows, hidden size], those of slot 0 first.
+        counts: int64[slots], rows of each.
+    """
+    experts = cast(PackedExperts, module)
+    if rows.is_cuda and can_group(experts, rows):
+        return run_grouped(experts, rows, counts)
+    return run_each(experts, rows, counts, tag_of(module).packed)
 
 
 def run_each(
@@ -195,9 +247,7 @@ def run_batches(
 
 def packed_weights(module: nn.Module) -> Sequence[tuple[Tensor, Tensor]]:
     """`ExpertLayer.packed` of a tagged experts module."""
-    tag = getattr(module, _TAG)
-    assert isinstance(tag, ExpertLayer)
-    return tag.packed
+    return tag_of(module).packed
 
 
 def add_contributions(contributions: Tensor, weights: Tensor) -> Tensor:

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from moestro.core.expert_table import EMPTY
 from moestro.core.views import LS
-from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Units
+from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Int32s, Units
 from moestro.errors import UnsupportedModelError
 from moestro.model.attention import STEP_ARGUMENT
-from moestro.model.experts import Routing, is_experts, pack_experts, tag_experts
+from moestro.model.experts import Routing, is_experts, keep_experts, pack_experts, tag_experts
 from moestro.model.gate_override import GateOverride, GateShape
 from moestro.model.packing import can_pack, pack_linears
 from moestro.model.pools import KVPools
@@ -49,6 +50,16 @@ class Network:
         self.routing = Routing(self.num_layers, self.num_experts, self.device) if self.experts else None
         if self.routing is not None:
             tag_experts(self.experts, self.routing)
+
+    def keep_experts(self, logical_of: Int32s) -> None:
+        """Drop the weights of all experts but those of a worker's slots; to be called once, before `pack`.
+
+        Args:
+            logical_of: int32[layers, slots], logical expert in each slot; EMPTY means none.
+        """
+        for layer, module in self.experts:
+            # A table has the experts of the layer that has most.
+            keep_experts(module, np.where(logical_of[layer] < module.num_experts, logical_of[layer], EMPTY))
 
     def pack(self) -> None:
         """Convert the weights to the layout of the CPU's kernels, where such kernels exist.
