@@ -188,6 +188,8 @@ class _ServeProcess:
             info=model.info,
             engines=engines,
             metrics=cluster.metrics,
+            mode=self._settings.stepping.mode,
+            groups=[cluster.supervisor.group_number(engine) for engine in range(len(infos))],
             num_dropped=lambda: cluster.wire.num_dropped,
             num_unrecorded=lambda: record.num_lost if record is not None else 0,
         )

@@ -106,6 +106,10 @@ class Supervisor:
             await asyncio.gather(*tasks, return_exceptions=True)  # One of them may be starting a process.
             await self._processes.stop(self._dismiss)
 
+    def group_number(self, rank: int) -> int:
+        """Return the number of the group that a rank belongs to."""
+        return self._groups.index(self._group_of[rank])
+
     def kill_all(self) -> None:
         """Kill every process now. Any thread may call this method."""
         self._processes.kill_all()
