@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import socket
 import threading
@@ -103,6 +104,11 @@ def test_metrics_show_the_mode_and_the_group(spread):
     assert 1 <= largest[0] * NUM_ENGINES / tokens[0] <= NUM_ENGINES
 
 
+def uncached(answer: object) -> str:
+    """An answer without the number of its prompt's tokens that were cached; engines that restarted have none."""
+    return re.sub(r'"cached_tokens":\d+', "", str(answer))
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_group_of_a_lost_engine_comes_back_and_no_answer_differs(spread, tokenizer, number):
     rng = random.Random(int(number))
@@ -116,9 +122,9 @@ def test_the_group_of_a_lost_engine_comes_back_and_no_answer_differs(spread, tok
     answers, found = asked.answers(), asked_for_scores.answers()
     assert [body for status, body in answers + found if status != 200] == []
     given, wanted = [*answers, *texts(found)], [*expected, *texts(scored)]
-    differing = [(a, b) for a, b in zip(given, wanted, strict=True) if a != b]
+    differing = [(a, b) for a, b in zip(map(uncached, given), map(uncached, wanted), strict=True) if a != b]
     print("near-ties:", differing)
-    assert len(differing) <= NEAR_TIES
+    assert len(differing) <= NEAR_TIES, "more than rounding"
     assert by_engine(spread, "engine_restarts_total") == [count + 1 for count in restarts]
     assert not {*processes} & {*spread.ranks()}
     wait_until(lambda: is_idle(spread))
@@ -126,7 +132,7 @@ def test_the_group_of_a_lost_engine_comes_back_and_no_answer_differs(spread, tok
 
 def test_the_log_names_the_engine_that_was_lost(spread):
     """After the test before this one."""
-    lines = [line for line in spread.text.splitlines() if "of its group end with it and restart in" in line]
+    lines = [line for line in spread.text.splitlines() if "restart together in" in line]
     assert len(lines) == 2
     assert "killed by SIGKILL" in lines[0]
     assert "no message for 4 s (--engine-timeout)" in lines[1]
@@ -161,7 +167,7 @@ def test_engines_of_a_group_restart_together_and_share_the_requests_that_they_lo
     assert [figures[f'moestro:engine_restarts_total{{engine="{engine}"}}'] for engine in (0, 1)] == [1, 1]
     assert total(server, "requests_moved_total") == 6
     wait_until(lambda: ready(server))
-    assert server.text.count("of its group end with it") == 1
+    assert server.text.count("engines 0, 1 restart together in") == 1
     answered = [
         metrics(server)[f'moestro:request_success_total{{engine="{i}",finished_reason="length"}}'] for i in (0, 1)
     ]
@@ -184,10 +190,10 @@ def test_a_group_that_cannot_be_started_any_more_is_given_up(start):
 
 
 def test_an_engine_that_does_not_start_is_named(fake_command, tmp_path):
-    flags = ("--mode", "ep", "--engines", "2", "--seed", "3", "--startup-timeout", "1")
+    flags = ("--mode", "ep", "--engines", "2", "--seed", "3", "--startup-timeout", "8")
     server = Running((*fake_command, *flags), tmp_path, wait=False)
     assert server.process.wait(20) == 1
-    assert "not ready within 1 s (engine 0 after 'pretend', engine 1 after 'pretend')" in server.text
+    assert "not ready within 8 s (engine 0 after 'pretend', engine 1 after 'pretend')" in server.text
 
 
 # --- the start of a group ---------------------------------------------------------------------------------------------
@@ -199,12 +205,13 @@ def place(worker: int) -> GroupPlace:
 
 def test_workers_meet_and_name_the_one_that_does_not_come():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port, errors = listener.getsockname()[1], []
+        port, errors, both_asked = listener.getsockname()[1], [], threading.Barrier(2)
 
         def join(worker: int) -> None:
             try:
                 meet(place(worker), port, os.dup(listener.fileno()) if worker == 0 else None, 1.0)
             except GroupLostError as error:
+                both_asked.wait(10)  # the error holds the store, which worker 0 keeps for the other one too
                 errors.append(str(error))
 
         threads = [threading.Thread(target=join, args=(worker,)) for worker in (0, 2)]

@@ -83,23 +83,26 @@ def meet(place: GroupPlace, port: int, listen_fd: int | None, wait_s: float) -> 
         GroupLostError: some workers did not come; the text names them.
     """
     wait = timedelta(seconds=wait_s)
-    store = distributed.TCPStore(
-        _LOOPBACK,
-        port,
-        place.num_workers,
-        is_master=listen_fd is not None,
-        timeout=wait,
-        wait_for_workers=False,
-        master_listen_fd=listen_fd,
-    )
     keys = [f"worker-{worker}" for worker in range(place.num_workers)]
-    store.set(keys[place.worker], "here")
+    store, is_host = None, listen_fd is not None
     try:
+        store = distributed.TCPStore(
+            _LOOPBACK, port, place.num_workers, is_host, wait, wait_for_workers=False, master_listen_fd=listen_fd
+        )
+        store.set(keys[place.worker], "here")
         store.wait(keys, wait)
     except distributed.DistError as error:
-        absent = ", ".join(str(worker) for worker, key in enumerate(keys) if not store.check([key]))
+        absent = _absent(store, keys)
         raise GroupLostError(f"engine {absent} did not join its group within {wait_s:.0f} s") from error
     return store
+
+
+def _absent(store: distributed.Store | None, keys: list[str]) -> str:
+    """Return the workers that have not come. Without an answer of the store, that is worker 0, which keeps it."""
+    try:
+        return "0" if store is None else ", ".join(str(i) for i, key in enumerate(keys) if not store.check([key]))
+    except distributed.DistError:
+        return "0"
 
 
 class GroupExchange:

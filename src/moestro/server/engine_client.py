@@ -101,13 +101,11 @@ class EngineClient:
 
     def describe_unready(self) -> str:
         """Return which engines are not ready, and the last phase of the start that each of them has completed."""
-        parts = []
-        for engine, (ready, phases) in enumerate(zip(self._ready, self.phases, strict=True)):
-            if not ready.done():
-                parts.append(
-                    f"engine {engine} after {phases[-1].name!r}" if phases else f"engine {engine} at its start"
-                )
-        return ", ".join(parts)
+        return ", ".join(
+            f"engine {engine} after {phases[-1].name!r}" if phases else f"engine {engine} at its start"
+            for engine, (is_up, phases) in enumerate(zip(self._is_up, self.phases, strict=True))
+            if not is_up
+        )
 
     async def all_ready(self) -> list[ModelInfo]:
         """Wait until every engine is ready, and return their model information.

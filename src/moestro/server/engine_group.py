@@ -43,11 +43,10 @@ class EngineGroup:
         return f"engine{'' if self.is_single else 's'} {', '.join(map(str, self.members))}"
 
     def describe_end(self) -> str:
-        """Return which engine ended first, and why."""
+        """Return which engine ended first and why, and which engines restart."""
         assert self.end is not None, "an engine of the group has ended"
         rank, cause = self.end
-        together = "; it" if self.is_single else f"; {self} of its group end with it and"
-        return f"engine {rank} ended: {cause}{together}"
+        return f"engine {rank} ended: {cause}; {'it restarts' if self.is_single else f'{self} restart together'}"
 
     @contextlib.contextmanager
     def launch(self) -> Iterator[tuple[int, socket.socket | None]]:

@@ -191,9 +191,7 @@ class Supervisor:
         if delay_s is None:
             self._give_up(group, group.end[1])
             return
-        logger.error(
-            "%s; %s in %g s", group.describe_end(), "it restarts" if group.is_single else "they restart", delay_s
-        )
+        logger.error("%s in %g s", group.describe_end(), delay_s)
         self._begin(self._restart(group, delay_s))
 
     def _end_with(self, other: int, rank: int) -> None:
