@@ -19,7 +19,7 @@ def scatter(
     for layer in range(num_layers):
         for expert in range(num_experts):
             placed[int(rng.choice(holders))][layer].append(expert)
-        for _ in range(num_copies):
+        for _ in range(num_copies if num_experts else 0):
             worker, expert = int(rng.choice(holders)), int(rng.integers(num_experts))
             if expert not in placed[worker][layer]:
                 placed[worker][layer].append(expert)

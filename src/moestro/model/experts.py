@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.moe import ExpertsInterface
 
-from moestro.core.expert_table import EMPTY
-from moestro.model.packing import pack, packed_linear
+from moestro.model.packing import packed_linear
 
 EXPERTS = "moestro"  # name in the registry
 _TAG = "moestro_layer"
@@ -86,7 +85,8 @@ class ExpertLayer:
         hidden_size, dtype: hidden size and dtype of the experts' inputs and answers.
         logical_of: int32[slots], logical expert in each slot; EMPTY means none. None means that the module has all
             experts, each in the slot of its number.
-        packed: packed up and down weights of each slot, of no element in an empty one; empty if they are not packed.
+        packed: packed up and down weights of each slot, without elements for an empty one; empty if the weights are not
+            packed.
     """
 
     layer: int
@@ -95,14 +95,14 @@ class ExpertLayer:
     hidden_size: int
     dtype: torch.dtype
     logical_of: NDArray[np.int32] | None = None
-    packed: tuple[tuple[Tensor, Tensor], ...] = ()
+    packed: Sequence[tuple[Tensor, Tensor]] = ()
 
 
 def tag_experts(modules: list[tuple[int, nn.Module]], routing: Routing) -> None:
     """Attach its context to each experts module. `modules`: (layer, experts module), ascending."""
     for place, (layer, module) in enumerate(modules):
         experts = cast(PackedExperts, module)
-        up = _weights(experts)[0]
+        up = weights_of(experts)[0]
         hidden_size = up.shape[1] if experts.is_transposed else up.shape[2]
         setattr(module, _TAG, ExpertLayer(layer, place, routing, hidden_size, up.dtype))
 
@@ -114,37 +114,9 @@ def tag_of(module: nn.Module) -> ExpertLayer:
     return tag
 
 
-def keep_experts(module: nn.Module, logical_of: NDArray[np.int32]) -> None:
-    """Drop all experts of a tagged module that is not packed, except those of some slots.
-
-    Args:
-        module: the module.
-        logical_of: int32[slots], logical expert in each slot; EMPTY means none.
-    """
-    tag = tag_of(module)
-    assert tag.logical_of is None, "experts are kept by logical id, which a cut module no longer has"
-    assert not tag.packed, "experts are packed after they are cut"
-    slots = np.flatnonzero(logical_of != EMPTY)
-    for tensor in _weights(cast(PackedExperts, module)):
-        if tensor is not None:
-            kept = tensor.data.new_zeros(len(logical_of), *tensor.shape[1:])
-            for slot in slots.tolist():
-                kept[slot] = tensor.data[logical_of[slot]]
-            tensor.data = kept
-    setattr(module, _TAG, replace(tag, logical_of=logical_of.copy()))
-
-
-def pack_experts(module: nn.Module) -> None:
-    """Pack the weights of a tagged experts module for `run_each` and drop the unpacked ones."""
-    tag, experts = tag_of(module), cast(PackedExperts, module)
-    up, _, down, _ = _weights(experts)
-    each = [(w.T, v.T) if experts.is_transposed else (w, v) for w, v in zip(up, down, strict=True)]
-    is_empty = np.zeros(len(each), np.bool_) if tag.logical_of is None else tag.logical_of == EMPTY
-    none = (up.new_empty(0), down.new_empty(0))
-    packed = tuple(none if empty else (pack(w), pack(v)) for (w, v), empty in zip(each, is_empty, strict=True))
-    setattr(module, _TAG, replace(tag, packed=packed))
-    for weight in (up, down):
-        weight.data = weight.data.new_empty(0)
+def retag(module: nn.Module, **changes: Any) -> None:
+    """Replace fields of a tagged module's `ExpertLayer`."""
+    setattr(module, _TAG, replace(tag_of(module), **changes))
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -231,7 +203,7 @@ def run_batches(
         The row behind the last.
     """
     multiply = packed_linear if packed else torch.matmul if experts.is_transposed else functional.linear
-    up, up_bias, down, down_bias = _weights(experts)  # once: a module finds its parameters slowly
+    up, up_bias, down, down_bias = weights_of(experts)  # once: a module finds its parameters slowly
     for expert, count in batches:
         first, second = packed[expert] if packed else (up[expert], down[expert])
         inner = multiply(rows[start : start + count], first)
@@ -243,11 +215,6 @@ def run_batches(
         out[start : start + count] = _normalize(experts, outer)
         start += count
     return start
-
-
-def packed_weights(module: nn.Module) -> Sequence[tuple[Tensor, Tensor]]:
-    """`ExpertLayer.packed` of a tagged experts module."""
-    return tag_of(module).packed
 
 
 def add_contributions(contributions: Tensor, weights: Tensor) -> Tensor:
@@ -269,7 +236,7 @@ def run_grouped(experts: PackedExperts, rows: Tensor, counts: Tensor) -> Tensor:
     """Compute the result of `run_each` in two grouped products. No count reaches the host: no accelerator waits."""
     ends = counts.cumsum(0).to(torch.int32)
     of_row = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device, dtype=torch.int32), right=True)
-    up, up_bias, down, down_bias = _weights(experts)
+    up, up_bias, down, down_bias = weights_of(experts)
     if not experts.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     inner = functional.grouped_mm(rows, up, offs=ends)
@@ -306,7 +273,7 @@ def combine(rows: Tensor, by_expert: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
-def _weights(experts: PackedExperts) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+def weights_of(experts: PackedExperts) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """(up, its bias, down, its bias) of all experts."""
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     up: Tensor = getattr(experts, name)
@@ -328,5 +295,5 @@ def _normalize(experts: PackedExperts, outer: Tensor) -> Tensor:
 
 def can_group(experts: PackedExperts, rows: Tensor) -> bool:
     """Whether this torch has the grouped kernels, which need bfloat16 and rows of whole 16-byte words."""
-    sizes = (*_weights(experts)[0].shape[1:], *experts.down_proj.shape[1:])
+    sizes = (*weights_of(experts)[0].shape[1:], *experts.down_proj.shape[1:])
     return hasattr(functional, "grouped_mm") and rows.dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes)
