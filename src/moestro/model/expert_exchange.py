@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, distributed
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch re-exports them unmarked
 
 from moestro.errors import GroupLostError
 
@@ -71,7 +72,7 @@ class GroupPlace:
     timeout_s: float
 
 
-def meet(place: GroupPlace, port: int, listen_fd: int | None, wait_s: float) -> distributed.Store:
+def meet(place: GroupPlace, port: int, listen_fd: int | None, wait_s: float) -> Store:
     """Meet the other workers of a group on this machine, and return their common store.
 
     Args:
@@ -86,7 +87,7 @@ def meet(place: GroupPlace, port: int, listen_fd: int | None, wait_s: float) -> 
     keys = [f"worker-{worker}" for worker in range(place.num_workers)]
     store, is_host = None, listen_fd is not None
     try:
-        store = distributed.TCPStore(
+        store = TCPStore(
             _LOOPBACK, port, place.num_workers, is_host, wait, wait_for_workers=False, master_listen_fd=listen_fd
         )
         store.set(keys[place.worker], "here")
@@ -97,7 +98,7 @@ def meet(place: GroupPlace, port: int, listen_fd: int | None, wait_s: float) -> 
     return store
 
 
-def _absent(store: distributed.Store | None, keys: list[str]) -> str:
+def _absent(store: Store | None, keys: list[str]) -> str:
     """Return the workers that have not come. Without an answer of the store, that is worker 0, which keeps it."""
     try:
         return "0" if store is None else ", ".join(str(i) for i, key in enumerate(keys) if not store.check([key]))
@@ -119,7 +120,7 @@ class GroupExchange:
         GroupLostError: another worker did not join in time.
     """
 
-    def __init__(self, place: GroupPlace, store: distributed.Store, device: torch.device) -> None:
+    def __init__(self, place: GroupPlace, store: Store, device: torch.device) -> None:
         self.worker, self.num_workers = place.worker, place.num_workers
         is_cpu = device.type == "cpu"
         with _losing_group():

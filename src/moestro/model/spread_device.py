@@ -7,18 +7,19 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import distributed
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it unmarked
 
 from moestro.core.expert_table import ExpertTable, spread_evenly
 from moestro.core.model_info import ModelInfo
 from moestro.errors import ConfigError, InvariantError
-from moestro.model.device import TorchDevice, WorkerShare, open_network
+from moestro.model.device import TorchDevice, open_device
 from moestro.model.expert_exchange import GroupExchange, GroupPlace
 from moestro.model.load import choose_device
 from moestro.model.network import Network
 from moestro.model.pools import KVPools
 from moestro.model.settings import ModelSettings
 from moestro.model.spread_experts import SpreadExperts
+from moestro.model.worker_share import WorkerShare
 
 
 class SpreadDevice(TorchDevice):
@@ -56,7 +57,7 @@ class SpreadDevice(TorchDevice):
 def open_spread_device(
     settings: ModelSettings,
     place: GroupPlace,
-    meet: Callable[[], distributed.Store],
+    meet: Callable[[], Store],
     on_phase: Callable[[str], None] = lambda _: None,
 ) -> tuple[SpreadDevice, ModelInfo]:
     """Load a network, keep one worker's share of its experts, allocate its KV cache, and join the group.
@@ -82,13 +83,14 @@ def open_spread_device(
         tables.append(_spread(num_layers, num_experts, place.num_workers))
         return tables[0]
 
-    checked = open_network(settings, on_phase, place.worker, WorkerShare(worker=place.worker, make_table=make_table))
-    on_phase("allocate KV cache")
-    pools, info = checked.allocate(settings)
-    on_phase("join the group")
+    def on_load(phase: str) -> None:
+        on_phase("join the group" if phase == "ready" else phase)
+
+    share = WorkerShare(worker=place.worker, make_table=make_table)
+    alone, info = open_device(settings, on_load, place.worker, share)
     exchange = GroupExchange(place, meet(), device)
     on_phase("ready")
-    return SpreadDevice(checked.network, pools, exchange, tables[0]), info
+    return SpreadDevice(alone.network, alone.pools, exchange, tables[0]), info
 
 
 def _spread(num_layers: int, num_experts: int, num_workers: int) -> ExpertTable:

@@ -40,12 +40,12 @@ class WorkerProcesses:
 
     async def start(self, spec: LaunchSpec) -> None:
         """Start the process of a rank that has none. It inherits the socket that its launch spec names."""
-        is_host = spec.group is not None and spec.group.listen_fd is not None
+        inherited = () if spec.group is None or spec.group.listen_fd is None else (spec.group.listen_fd,)
         process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             env=_environment(self._num_ranks),
-            pass_fds=(spec.group.listen_fd,) if is_host else (),
+            pass_fds=inherited,
             start_new_session=True,  # Ctrl-C reaches only the API server, which decides what follows.
         )
         self._processes[spec.rank] = process
