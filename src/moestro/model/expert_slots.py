@@ -77,6 +77,15 @@ def read_expert(module: nn.Module, slot: int) -> ExpertWeights:
     return ExpertWeights(first.clone(), biases[0], second.clone(), biases[1])
 
 
+def pick_expert(module: nn.Module, expert: int) -> ExpertWeights:
+    """Copy the weights of an expert of a module as transformers loads it: not tagged, not cut, not packed."""
+    weights = [None if each is None else each[expert].clone() for each in weights_of(cast(PackedExperts, module))]
+    up, up_bias, down, down_bias = weights
+    assert up is not None
+    assert down is not None
+    return ExpertWeights(up, up_bias, down, down_bias)
+
+
 def write_expert(module: nn.Module, slot: int, logical: int, weights: ExpertWeights) -> None:
     """Replace the expert in a slot of a cut module. No item in flight may use the slot.
 

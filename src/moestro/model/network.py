@@ -46,7 +46,7 @@ class Network:
         self.dtype: torch.dtype = model.dtype
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.override: GateOverride | None = None
-        self.experts = _find_experts(model, self.num_layers)
+        self.experts = find_experts(model, self.num_layers)
         self.bytes_per_expert = max((_bytes_per_expert(module) for _, module in self.experts), default=0)
         self.num_experts = max((int(module.num_experts) for _, module in self.experts), default=0)
         self.num_slots = self.num_experts
@@ -142,12 +142,18 @@ class Network:
         return step.upload(self.override.choose(step.positions, step.token_ids))
 
 
-def _find_experts(model: nn.Module, num_layers: int) -> list[tuple[int, Any]]:
-    """Find (layer, experts module), ascending; the layer is the first number in the module's name."""
+def layer_of_name(name: str) -> int | None:
+    """Layer of a module or tensor: the first number in its name. None means that it belongs to no layer."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+
+
+def find_experts(model: nn.Module, num_layers: int) -> list[tuple[int, Any]]:
+    """Find (layer, experts module), ascending."""
     found = []
     for name, module in model.named_modules():
         if is_experts(module):
-            layer = next(int(part) for part in name.split(".") if part.isdigit())
+            layer = layer_of_name(name)
+            assert layer is not None, "an experts module outside of the layers"
             found.append((layer, module))
     # Layers that do not run may follow those that do: heads for multi-token prediction.
     return sorted((pair for pair in found if pair[0] < num_layers), key=lambda pair: pair[0])
