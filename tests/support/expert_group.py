@@ -102,7 +102,7 @@ def _run_worker(place: GroupPlace, store: str, tasks: list[Task], pipe) -> None:
         spread = SpreadExperts(network, exchange, table)
         rng = np.random.default_rng((number, place.worker))
         done.append(_generate(network, place.worker, rng, (exchange, spread, probe)))
-    exchange.leave()
+    distributed.destroy_process_group()
     pipe.send(done)
 
 

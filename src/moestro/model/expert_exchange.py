@@ -157,10 +157,6 @@ class GroupExchange:
             distributed.all_to_all_single(received_bytes, sent_bytes, num_received, num_sent)
         return received
 
-    def leave(self) -> None:
-        """Leave the group. Another one may be joined afterwards."""
-        distributed.destroy_process_group()
-
 
 @contextlib.contextmanager
 def _losing_group() -> Iterator[None]:
