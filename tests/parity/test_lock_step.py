@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from parity import tiny
 from support.lock_step_processes import answers_alone, answers_of_group
 
 

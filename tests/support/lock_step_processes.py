@@ -125,10 +125,8 @@ def _run(rank: int, checkpoints: list[Path], directory: Path, inbox: Any, outbox
     place = GroupPlace(worker=rank, num_workers=len(PROMPTS), timeout_s=_WAIT_S)
     channel = _QueueChannel(rank, inbox, outbox)
     for number, checkpoint in enumerate(checkpoints):
-        store = str(directory / f"store-{number}")
-        device, _ = open_spread_device(
-            _settings(checkpoint), place, lambda: distributed.FileStore(store, place.num_workers)
-        )  # noqa: B023
+        store = distributed.FileStore(str(directory / f"store-{number}"), place.num_workers)
+        device, _ = open_spread_device(_settings(checkpoint), place, lambda store=store: store)
         made = build_lock_step_rank(SETTINGS, device, lambda step: channel.send(WakeGroup(step)))
         run_rank(made, channel, time.monotonic_ns)
         distributed.destroy_process_group()
