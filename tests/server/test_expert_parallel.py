@@ -37,11 +37,11 @@ from support.running import Running, complete, is_idle, metrics, wait_until
 from moestro.config.serve_settings import ServeSettings
 from moestro.config.server_settings import ProcessSettings
 from moestro.core.expert_table import EMPTY
+from moestro.engine.lock_step import spread_over_ranks
 from moestro.errors import ConfigError, GroupLostError
 from moestro.flow.settings import SteppingSettings
 from moestro.model.expert_exchange import GroupPlace, meet
 from moestro.model.settings import ModelSettings
-from moestro.model.spread_device import _spread
 
 NUM_ENGINES = 3
 PROMPTS = ["def fibonacci(n):\n", "import os\n" * 60, "class Stack:\n    def push(self, item):\n", "x = 1\n" * 90]
@@ -237,13 +237,13 @@ def test_settings_that_contradict_the_mode_are_refused():
     with pytest.raises(ConfigError, match="--engines 1 is one: give --engines 2 or more"):
         settings(1)
     with pytest.raises(ConfigError, match="this model has none: leave --mode out"):
-        _spread(4, 0, 2)
+        spread_over_ranks(4, 0, 2)
     with pytest.raises(ConfigError, match="16 experts a layer, so give --engines 16 or less"):
-        _spread(4, 16, 17)
+        spread_over_ranks(4, 16, 17)
 
 
 def test_experts_are_spread_evenly():
-    table = _spread(2, 16, 3)
+    table = spread_over_ranks(2, 16, 3)
     assert (table.logical_of != EMPTY).sum(axis=2).tolist() == [[6, 6], [5, 5], [5, 5]]
 
 

@@ -14,8 +14,9 @@ import torch
 from support.fake_device import make_request
 from torch import distributed
 
+from moestro.core.expert_table import ExpertTable
 from moestro.core.request import Request
-from moestro.engine.lock_step import build_lock_step_rank
+from moestro.engine.lock_step import build_lock_step_rank, spread_over_ranks
 from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.model.device import open_device
@@ -124,9 +125,13 @@ def _run(rank: int, checkpoints: list[Path], directory: Path, inbox: Any, outbox
     torch.set_num_threads(1)
     place = GroupPlace(worker=rank, num_workers=len(PROMPTS), timeout_s=_WAIT_S)
     channel = _QueueChannel(rank, inbox, outbox)
+
+    def make_table(num_layers: int, num_experts: int) -> ExpertTable:
+        return spread_over_ranks(num_layers, num_experts, place.num_workers)
+
     for number, checkpoint in enumerate(checkpoints):
         store = distributed.FileStore(str(directory / f"store-{number}"), place.num_workers)
-        device, _ = open_spread_device(_settings(checkpoint), place, lambda store=store: store)
+        device, _ = open_spread_device(_settings(checkpoint), place, make_table, lambda store=store: store)
         made = build_lock_step_rank(SETTINGS, device, lambda step: channel.send(WakeGroup(step)))
         run_rank(made, channel, time.monotonic_ns)
         distributed.destroy_process_group()

@@ -49,8 +49,8 @@ class LockStepKvDevice(KvDevice):
         self._rank, self._meeting = rank, meeting
         self.num_idle = 0
 
-    def open_step(self, num_tokens: int) -> np.ndarray:
-        return self._meeting.gather(self._rank, num_tokens)
+    def open_step(self, units) -> np.ndarray:
+        return self._meeting.gather(self._rank, 0 if units is None else int(units.num_tokens.sum()))
 
     def launch(self, item, now_ns: int) -> None:
         super().launch(item, now_ns)

@@ -17,7 +17,7 @@ from moestro.model.settings import ModelSettings
 STACK_DUMP = signal.SIGUSR1  # makes a loaded rank write the stacks of all its threads to stderr
 
 
-class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
+class LockStepSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A group of ranks that compute together, in mode `ep`. All ranks of a group start and end together.
 
     Attributes:
@@ -34,6 +34,10 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     join_by_ns: int
     timeout_s: float
 
+    def join_wait_s(self, now_ns: int) -> float:
+        """Seconds that are left to join."""
+        return max(self.join_by_ns - now_ns, 0) / 1e9
+
 
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's identity, its settings, and the address of the API server."""
@@ -48,7 +52,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     stepping: SteppingSettings
     paced: PacedSettings | None = None
     kv_events: KvEventsSettings | None = None
-    group: GroupSpec | None = None  # None means that the rank computes alone
+    lock_step: LockStepSpec | None = None  # None means that the rank computes alone
 
 
 _LENGTH = struct.Struct(">I")

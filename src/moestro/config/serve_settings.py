@@ -11,7 +11,7 @@ from cyclopts import Group, Parameter
 
 from moestro.config.kv_events_settings import KvEventsSettings, kv_events_from
 from moestro.config.server_settings import ProcessSettings, ServerSettings
-from moestro.cost.settings import PACED, PACED_NETWORK, PacedOptions, PacedSettings
+from moestro.cost.settings import PACED, PACED_NETWORK, PACED_QLLM, PacedOptions, PacedSettings
 from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
 from moestro.flow.settings import SteppingSettings
@@ -62,8 +62,11 @@ class ServeSettings:
                 "--mode ep spreads the experts over engines, and --engines 1 is one: give --engines 2 or more, or leave"
                 " --mode out"
             )
-        if self.paced is not None:
-            raise ConfigError(f"--mode ep does not work with --device {self.paced.device}: leave one of them out")
+        if self.paced is not None and (self.paced.table is not None or self.paced.device == PACED_QLLM):
+            raise ConfigError(
+                f"--mode ep needs prices of attention and of single experts, and {self.paced.device} has none: give"
+                " --device paced:GPU with the name of a GPU, or leave --mode out"
+            )
 
     def _check_preemption(self) -> None:
         scheduler = self.scheduler

@@ -15,11 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
+from moestro.core.expert_table import ExpertTable, spread_evenly
 from moestro.core.load_figures import LoadFigures, LockStepCounts, PassCounts
-from moestro.core.work import Device, Forward, Plan, PlanWanted, Slots, StepResult
+from moestro.core.work import Device, Forward, Plan, PlanWanted, Slots, StepResult, Units
 from moestro.engine.rank import Rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
+from moestro.errors import ConfigError
 
 # New figures cost a message to the API server. An engine without tokens has no other reason to send one at every step.
 _IDLE_STEPS_A_REPORT = 32
@@ -28,11 +30,11 @@ _IDLE_STEPS_A_REPORT = 32
 class LockStepDevice(Device, Protocol):
     """A device that computes the experts of a step for all ranks of a group."""
 
-    def open_step(self, num_tokens: int) -> NDArray[np.int64]:
+    def open_step(self, units: Units | None) -> NDArray[np.int64]:
         """Open a step; the call returns when all ranks of the group have made it.
 
         Args:
-            num_tokens: tokens of this rank in the step; 0 means that it has no plan.
+            units: units of this rank in the step. None means that it has no plan.
 
         Returns:
             int64[ranks], tokens of each rank. If all are 0, there is no step.
@@ -43,7 +45,10 @@ class LockStepDevice(Device, Protocol):
         ...
 
     def take_part(self, now_ns: int) -> None:
-        """Compute the experts of the opened step for the other ranks, in place of `launch`."""
+        """Compute the experts of the opened step for the other ranks, in place of `launch`.
+
+        The call returns when that is done. The rank then takes the requests that came meanwhile into the next step.
+        """
         ...
 
 
@@ -124,7 +129,7 @@ class LockStepExecutor:
 
     def _open_step(self, now_ns: int) -> None:
         plan, self._plan = self._plan, None
-        num_tokens = self._device.open_step(0 if plan is None else plan.num_tokens)
+        num_tokens = self._device.open_step(None if plan is None else plan.units)
         self._step += 1
         if not num_tokens.any():
             self.is_awake, self.reported = False, self._counts
@@ -172,6 +177,22 @@ class LockStepRank(Rank):
     def stats(self) -> LoadFigures:
         """Figures of `Rank.stats`, and the steps of the group."""
         return msgspec.structs.replace(super().stats(), lock_step=self._lock_step.reported)
+
+
+def spread_over_ranks(num_layers: int, num_experts: int, num_ranks: int) -> ExpertTable:
+    """Give each rank consecutive experts, as many as the others or one more.
+
+    Raises:
+        ConfigError: a rank would have none.
+    """
+    if num_experts == 0:
+        raise ConfigError("--mode ep spreads experts over engines, and this model has none: leave --mode out")
+    if num_experts < num_ranks:
+        raise ConfigError(
+            f"--mode ep needs an expert for each engine: the model has {num_experts} experts a layer, so give"
+            f" --engines {num_experts} or less"
+        )
+    return spread_evenly(num_layers, num_experts, list(range(num_ranks)), num_ranks)
 
 
 def build_lock_step_rank(

@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it unmarked
 
-from moestro.core.expert_table import ExpertTable, spread_evenly
+from moestro.core.expert_table import ExpertTable
 from moestro.core.model_info import ModelInfo
+from moestro.core.work import Units
 from moestro.errors import ConfigError, InvariantError
 from moestro.model.device import TorchDevice, open_device
 from moestro.model.expert_exchange import GroupExchange, GroupPlace
@@ -37,13 +38,14 @@ class SpreadDevice(TorchDevice):
         self._exchange, self._table_version = exchange, table.version
         self._spread = SpreadExperts(network, exchange, table)
 
-    def open_step(self, num_tokens: int) -> NDArray[np.int64]:
+    def open_step(self, units: Units | None) -> NDArray[np.int64]:
         """Implement `LockStepDevice.open_step`.
 
         Raises:
             GroupLostError: another worker has ended.
             InvariantError: the workers would exchange tokens by different tables.
         """
+        num_tokens = 0 if units is None else int(units.num_tokens.sum())
         gathered = self._exchange.gather(np.array([num_tokens, self._table_version], np.int64))
         if (gathered[:, 1] != self._table_version).any():
             raise InvariantError(f"the engines of a group have tables {gathered[:, 1].tolist()} of their experts")
@@ -52,17 +54,21 @@ class SpreadDevice(TorchDevice):
     def take_part(self, now_ns: int) -> None:
         """Implement `LockStepDevice.take_part`."""
         self._spread.take_part()
+        if self.network.device.type == "cuda":
+            torch.cuda.current_stream(self.network.device).synchronize()
 
 
 def open_spread_device(
     settings: ModelSettings,
     place: GroupPlace,
+    make_table: Callable[[int, int], ExpertTable],
     meet: Callable[[], Store],
     on_phase: Callable[[str], None] = lambda _: None,
 ) -> tuple[SpreadDevice, ModelInfo]:
     """Load a network, keep one worker's share of its experts, allocate its KV cache, and join the group.
 
     Args:
+        make_table: function of (layers, experts of a layer) that returns the placement of the experts.
         meet: function that waits for the other workers and returns their common store.
         on_phase: as in `open_device`.
 
@@ -77,33 +83,13 @@ def open_spread_device(
             f"--mode ep needs one accelerator for each engine: --engines {place.num_workers}, and torch finds"
             f" {torch.cuda.device_count()}"
         )
-    tables: list[ExpertTable] = []
-
-    def make_table(num_layers: int, num_experts: int) -> ExpertTable:
-        tables.append(_spread(num_layers, num_experts, place.num_workers))
-        return tables[0]
 
     def on_load(phase: str) -> None:
         on_phase("join the group" if phase == "ready" else phase)
 
     share = WorkerShare(worker=place.worker, make_table=make_table)
     alone, info = open_device(settings, on_load, place.worker, share)
+    table = make_table(info.num_layers, info.num_experts)
     exchange = GroupExchange(place, meet(), device)
     on_phase("ready")
-    return SpreadDevice(alone.network, alone.pools, exchange, tables[0]), info
-
-
-def _spread(num_layers: int, num_experts: int, num_workers: int) -> ExpertTable:
-    """Give each worker consecutive experts.
-
-    Raises:
-        ConfigError: a worker would have none.
-    """
-    if num_experts == 0:
-        raise ConfigError("--mode ep spreads experts over engines, and this model has none: leave --mode out")
-    if num_experts < num_workers:
-        raise ConfigError(
-            f"--mode ep needs an expert for each engine: the model has {num_experts} experts a layer, so give"
-            f" --engines {num_experts} or less"
-        )
-    return spread_evenly(num_layers, num_experts, list(range(num_workers)), num_workers)
+    return SpreadDevice(alone.network, alone.pools, exchange, table), info

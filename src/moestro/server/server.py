@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moestro import __version__
-from moestro.config.launch_spec import GroupSpec, LaunchSpec
+from moestro.config.launch_spec import LaunchSpec, LockStepSpec
 from moestro.config.serve_settings import ServeSettings
 from moestro.config.server_settings import ProcessSettings
 from moestro.core.model_info import ModelInfo
@@ -143,7 +143,7 @@ class _ServeProcess:
             paced=self._settings.paced,
             stepping=self._settings.stepping,
             kv_events=self._settings.kv_events,
-            group=None if listener is None else _group_spec(self._settings.processes, rank, listener),
+            lock_step=None if listener is None else _lock_step_spec(self._settings.processes, rank, listener),
         )
 
     async def _load(self, engines: EngineClient) -> tuple[ServedModel, list[ModelInfo]]:
@@ -277,8 +277,8 @@ def _timeouts(processes: ProcessSettings) -> LivenessTimeouts:
 _MEETING_SHARE = 0.9
 
 
-def _group_spec(processes: ProcessSettings, rank: int, listener: socket.socket) -> GroupSpec:
-    return GroupSpec(
+def _lock_step_spec(processes: ProcessSettings, rank: int, listener: socket.socket) -> LockStepSpec:
+    return LockStepSpec(
         num_ranks=processes.engines,
         port=listener.getsockname()[1],
         listen_fd=listener.fileno() if rank == 0 else None,

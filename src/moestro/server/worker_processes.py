@@ -40,12 +40,12 @@ class WorkerProcesses:
 
     async def start(self, spec: LaunchSpec) -> None:
         """Start the process of a rank that has none. It inherits the socket that its launch spec names."""
-        inherited = () if spec.group is None or spec.group.listen_fd is None else (spec.group.listen_fd,)
+        listen_fd = None if spec.lock_step is None else spec.lock_step.listen_fd
         process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             env=_environment(self._num_ranks),
-            pass_fds=inherited,
+            pass_fds=() if listen_fd is None else (listen_fd,),
             start_new_session=True,  # Ctrl-C reaches only the API server, which decides what follows.
         )
         self._processes[spec.rank] = process
