@@ -11,9 +11,10 @@ from parity import tiny
 from support.expert_tables import scatter
 
 from moestro.core.expert_table import EMPTY, ExpertTable, spread_evenly
+from moestro.model.expert_open import open_expert_device
 from moestro.model.expert_slots import read_expert, write_expert
 from moestro.model.experts import tag_of, weights_of
-from moestro.model.staged_open import open_expert_device, open_staged_device
+from moestro.model.staged_open import open_staged_device
 from moestro.model.worker_share import WorkerShare
 
 BUDGET = 24

@@ -15,7 +15,8 @@ from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.executor import FlowExecutor
-from moestro.model.staged_open import open_expert_device, open_staged_device
+from moestro.model.expert_open import open_expert_device
+from moestro.model.staged_open import open_staged_device
 from moestro.model.worker_share import WorkerShare
 
 BLOCK_SIZE, BUDGET, MAX_LEN = 4, 24, 40
@@ -72,6 +73,7 @@ class TorchGroup(LinkedGroup):
                 dtype=layout.dtype,
             )
             executor = FlowExecutor(device, make_policy(worker), 1, peers, Links(self, worker))
+            self.table = tables[0]
             self.devices.append(device)
             self.executors.append(executor)
             if worker < layout.num_homes:
