@@ -64,16 +64,17 @@ class TorchGroup(LinkedGroup):
             else:
                 device, _ = open_expert_device(settings, share)
                 device._runner.num_a_piece = 1
+            if tables:  # an expert worker of a dense network needs none
+                self.table = tables[0]
             peers = PeerSettings(
                 worker=worker,
                 num_workers=num_workers,
-                table=tables[0],
+                table=self.table,
                 num_credits=layout.num_credits,
                 switch_gap=int(rng.integers(0, 6)),
                 dtype=layout.dtype,
             )
             executor = FlowExecutor(device, make_policy(worker), 1, peers, Links(self, worker))
-            self.table = tables[0]
             self.devices.append(device)
             self.executors.append(executor)
             if worker < layout.num_homes:
