@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from parity import tiny
 from support.interrupted_answers import (
     EXACT,
     NEAR_TIES,
@@ -32,7 +33,7 @@ from support.interrupted_answers import (
     tokens_come,
     total,
 )
-from support.running import Running, complete, is_idle, metrics, wait_until
+from support.running import REAL, Running, complete, is_idle, metrics, wait_until
 
 from moestro.config.serve_settings import ServeSettings
 from moestro.config.server_settings import ProcessSettings
@@ -247,8 +248,9 @@ def test_experts_are_spread_evenly():
     assert (table.logical_of != EMPTY).sum(axis=2).tolist() == [[6, 6], [5, 5], [5, 5]]
 
 
-def test_a_model_with_too_few_experts_fails_the_start_with_the_reason(real_command, tmp_path):
-    flags = ("--mode", "ep", "--engines", "17", "--load-format", "dummy")
-    server = Running((*real_command, *flags), tmp_path, wait=False)
+def test_a_model_without_experts_fails_the_start_with_the_reason(demo_dir, tmp_path):
+    checkpoint = str(tiny.save_checkpoint(tmp_path / "dense", tiny.make_config("llama")))
+    flags = ("--mode", "ep", "--engines", "2", "--tokenizer", str(demo_dir))
+    server = Running((*REAL, checkpoint, *flags), tmp_path, wait=False)
     assert server.process.wait(RESTART_S) == 2
-    assert "the model has 16 experts a layer, so give --engines 16 or less" in server.text
+    assert "this model has none: leave --mode out" in server.text
