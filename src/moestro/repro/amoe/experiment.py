@@ -32,7 +32,6 @@ from moestro.repro.results import Claim
 from moestro.repro.settings import ReproSettings
 from moestro.repro.tables import Column, grid_table
 
-SEED = 0
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # figure 3
 _COLUMNS = (
     Column("tokens/s", throughput),
@@ -73,7 +72,7 @@ class AmoeExperiment(Experiment[AmoeFindings]):
         """Runs at rates, and one for all runs with constant numbers of requests of each system."""
         part = self.parts[load]
         num_rates = len(part.rates) + len(part.shares)
-        return len(part.systems) * (num_rates + 1)
+        return len(part.systems) * (num_rates * len(part.seeds) + 1)
 
     def claims(self, findings: AmoeFindings) -> list[Claim]:
         """The paper's claims, in its order."""
@@ -100,8 +99,9 @@ class AmoeExperiment(Experiment[AmoeFindings]):
         rates = part.rates + tuple(share * _most(findings, ASYNC) / lengths.mean_output for share in part.shares)
         for rate in rates:
             for system in part.systems:
-                step(f"{load} at {rate:g}/s: {system}")
-                findings.cells.append(_cell(part, rate, system, findings))
+                for seed in part.seeds:
+                    step(f"{load} at {rate:g}/s: {system}")
+                    findings.cells.append(_cell(part, rate, system, seed, findings))
         return findings
 
 
@@ -129,14 +129,14 @@ def batch_curve(bed: Bed) -> list[BatchPoint]:
 
 def closed_runs(part: Part, system: str) -> list[ClosedRun]:
     """Measure a system with each number of requests of the ladder, and with the most that fit."""
-    lengths, found = LENGTHS[part.lengths], []
-    most = _built(part, system, lengths).most_requests
+    lengths, seed, found = LENGTHS[part.lengths], part.seeds[0], []
+    most = _built(part, system, seed).most_requests
     for number in sorted(
         {*(number for number in part.timing.ladder if number < most), min(most, part.timing.ladder[-1])}
     ):
-        load = closed_load(lengths, number, 1 + num_replacing(part, lengths, number), SEED)
-        rate = closed_throughput(_built(part, system, lengths), load, part.timing.passes)
-        found.append(ClosedRun(load=part.name, system=system, seed=SEED, num_requests=number, tokens_per_s=rate))
+        load = closed_load(lengths, number, 1 + num_replacing(part, lengths, number), seed)
+        rate = closed_throughput(_built(part, system, seed), load, part.timing.passes)
+        found.append(ClosedRun(load=part.name, system=system, seed=seed, num_requests=number, tokens_per_s=rate))
     return found
 
 
@@ -166,20 +166,21 @@ def _most(findings: AmoeFindings, system: str) -> float:
     return max(run.tokens_per_s for run in findings.closed if run.system == system)
 
 
-def _built(part: Part, system: str, lengths: LengthRanges) -> Built:
-    return build(system, part.bed, (lengths.mean_context, lengths.longest), SEED)
+def _built(part: Part, system: str, seed: int) -> Built:
+    lengths = LENGTHS[part.lengths]
+    return build(system, part.bed, (lengths.mean_context, lengths.longest), seed)
 
 
-def _cell(part: Part, rate: float, system: str, findings: AmoeFindings) -> AmoeCell:
+def _cell(part: Part, rate: float, system: str, seed: int, findings: AmoeFindings) -> AmoeCell:
     lengths, timing = LENGTHS[part.lengths], part.timing
     runs = [run for run in findings.closed if run.system == system]
     num_first = 0 if part.is_cold else num_in_progress(runs, rate * lengths.mean_output)
-    built = _built(part, system, lengths)
-    load = open_load(lengths, rate, timing.stop_s, num_first, SEED)
+    built = _built(part, system, seed)
+    load = open_load(lengths, rate, timing.stop_s, num_first, seed)
     seen = serve_open(built, load, timing.begin_s, timing.stop_s)
     attention, experts = _item_means(built, seen, timing.stop_s - timing.begin_s)
     return AmoeCell(
-        load=part.name, rate=rate, system=system, seed=SEED, tokens_per_s=seen.tokens_per_s, itl_ms=seen.itl_ms,
+        load=part.name, rate=rate, system=system, seed=seed, tokens_per_s=seen.tokens_per_s, itl_ms=seen.itl_ms,
         itl_p99_ms=seen.itl_p99_ms, requests_per_s=seen.requests_per_s, bound=built.bound(),
         stall_shares=seen.stall_shares, num_first=num_first, attention_step=attention, expert_step=experts,
         ended_per_s=seen.ended_per_s,

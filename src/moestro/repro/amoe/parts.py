@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moestro.repro.amoe.beds import Bed, Popularity
-from moestro.repro.amoe.systems import ASYNC, BASELINES, EP, PAIRED
+from moestro.repro.amoe.systems import ASYNC, BASELINES, COLOCATED, EP, PAIRED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,9 +19,9 @@ class Timing:
     """
 
     ladder: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-    passes: tuple[int, int] = (4, 6)
-    begin_s: float = 6.0
-    stop_s: float = 14.0
+    passes: tuple[int, int] = (3, 4)
+    begin_s: float = 3.0
+    stop_s: float = 9.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,7 @@ class Part:
         shares: rates as shares of the highest throughput of `async`, in addition.
         is_cold: whether the system is empty at the start, as in figure 12.
         timing: extent of the runs.
+        seeds: seeds of the gate, and of requests at rates. Runs with constant numbers of requests have the first.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Part:
     shares: tuple[float, ...] = ()
     is_cold: bool = False
     timing: Timing = Timing()
+    seeds: tuple[int, ...] = (0,)
 
 
 RATES: dict[str, tuple[float, ...]] = {  # of the authors' scripts
@@ -61,6 +63,7 @@ SKEWED: tuple[Popularity, ...] = ("same", "permuted")
 TOP_1, TOP_2, SIXTEEN = "mixtral-8x7b-mqa-top1", "mixtral-8x7b-mqa", "mixtral-16x7b-mqa-top1"
 MTFS, FLFS, FIFO, URGENT = "async:mtfs", "async:flfs", "async:fifo", "async:urgent"
 RATIOS = tuple(f"async:{homes}+{8 - homes}" for homes in range(2, 7))
+SPREAD_SEEDS = (1, 2, 3, 4, 5)
 DECAYS, LOOKAHEADS, LOOKBACK = (0.5, 0.8, 0.95, 1.0), (0, 3, 7, 15, 31), 10
 TUNED = (
     ASYNC,
@@ -83,7 +86,7 @@ def _panels() -> list[Part]:
             lengths=lengths,
             bed=Bed(network=TOP_1 if top_k == 1 else TOP_2, popularity=popularity),
             rates=rates,
-            systems=(ASYNC, *((PAIRED,) if popularity == "same" else ()), *BASELINES),
+            systems=(ASYNC, PAIRED if popularity == "same" else COLOCATED, *BASELINES),
         )
         for lengths, rates in RATES.items()
         for top_k in (1, 2)
@@ -106,6 +109,7 @@ def _others() -> list[Part]:
         kernels = Bed(popularity=popularity, prices="kernels")
         schedulers, every = (ASYNC, MTFS, FLFS, FIFO, URGENT), (ASYNC, *BASELINES)
         for name, figure, lengths, bed, rates, systems, shares in (
+            ("spread", "9, seeds", "medium", medium, (250,), every, ()),
             ("kernels", "9b", "medium", kernels, (100, 250, 400, 600), every, ()),
             ("one_node", "10", "medium", one_node, RATES["medium"], every, ()),
             ("two_nodes", "10", "medium", nodes, (100, 200, 300, 400, 500), every, ()),
@@ -118,7 +122,7 @@ def _others() -> list[Part]:
             parts.append(
                 Part(
                     name=f"{name}_{popularity}", figure=figure, lengths=lengths, bed=bed, rates=rates,
-                    systems=systems, shares=shares,
+                    systems=systems, shares=shares, seeds=SPREAD_SEEDS if name == "spread" else (0,),
                 )
             )  # fmt: skip
         parts.append(
