@@ -76,10 +76,12 @@ def test_a_group_whose_message_is_lost_is_stuck(monkeypatch):
 
 
 def lose_by_late_message() -> list[int]:
-    """Two ranks wake the group at the same time, and the message of one to the other comes when all sleep again."""
-    group = RankThreads(3, lambda sender, receiver: 0.3 if (sender, receiver) == (0, 1) else 0.0)
-    for channel in group.channels[:2]:
-        channel.inbox.put(Add(make_request("a", range(5), max_tokens=2)))
+    """Rank 0 wakes the group; rank 1 wakes by itself before the message comes, which finds all asleep again."""
+    group = RankThreads(3, lambda sender, receiver: 0.5 if (sender, receiver) == (0, 1) else 0.0)
+    for rank in (0, 1):
+        group.channels[rank].inbox.put(Add(make_request("a", range(5), max_tokens=2)))
+        while group.num_woken == rank:
+            time.sleep(0.001)
     group.wait_until_asleep()
     group.stop()
     return group.lost
