@@ -19,6 +19,7 @@ from moestro.core.request import Request
 from moestro.engine.lock_step import build_lock_step_rank, spread_over_ranks
 from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings
+from moestro.errors import GroupLostError
 from moestro.model.device import open_device
 from moestro.model.expert_exchange import GroupPlace
 from moestro.model.settings import ModelSettings
@@ -133,7 +134,11 @@ def _run(rank: int, checkpoints: list[Path], directory: Path, inbox: Any, outbox
         store = distributed.FileStore(str(directory / f"store-{number}"), place.num_workers)
         device, _ = open_spread_device(_settings(checkpoint), place, make_table, lambda store=store: store)
         made = build_lock_step_rank(SETTINGS, device, lambda step: channel.send(WakeGroup(step)))
-        run_rank(made, channel, time.monotonic_ns)
+        try:
+            run_rank(made, channel, time.monotonic_ns)
+        except GroupLostError:  # the other rank read its shutdown message first, as when a server stops
+            while not any(isinstance(message, Shutdown) for message in channel.receive(_WAIT_S)):
+                pass
         distributed.destroy_process_group()
 
 
