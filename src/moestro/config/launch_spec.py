@@ -17,6 +17,28 @@ from moestro.model.settings import ModelSettings
 STACK_DUMP = signal.SIGUSR1  # makes a loaded rank write the stacks of all its threads to stderr
 
 
+class LockStepSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A group of ranks that compute together, in mode `ep`. All ranks of a group start and end together.
+
+    Attributes:
+        num_ranks: ranks of the group, numbered from 0.
+        port: port of the group's store on the loopback interface; new for each start of the group.
+        listen_fd: descriptor of the socket that listens on `port`, in the process of rank 0; None in the others.
+        join_by_ns: time.monotonic_ns() by which all ranks must have joined.
+        timeout_s: longest wait for another rank within a step, in seconds.
+    """
+
+    num_ranks: int
+    port: int
+    listen_fd: int | None
+    join_by_ns: int
+    timeout_s: float
+
+    def join_wait_s(self, now_ns: int) -> float:
+        """Seconds that are left to join."""
+        return max(self.join_by_ns - now_ns, 0) / 1e9
+
+
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's identity, its settings, and the address of the API server."""
 
@@ -30,6 +52,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     stepping: SteppingSettings
     paced: PacedSettings | None = None
     kv_events: KvEventsSettings | None = None
+    lock_step: LockStepSpec | None = None  # None means that the rank computes alone
 
 
 _LENGTH = struct.Struct(">I")

@@ -11,7 +11,7 @@ from moestro.core.setting_checks import CheckedSettings, at_least
 from moestro.core.views import StepPolicy
 from moestro.flow.registry import STEP_POLICIES, make_step_policy
 
-Mode = Literal["fused", "preemptive"]
+Mode = Literal["fused", "preemptive", "ep"]
 
 _STEP = f"In preemptive mode, what runs next; or FILE.py:NAME.\n\n{STEP_POLICIES.help_text()}"
 
@@ -24,7 +24,9 @@ class ModeSettings(CheckedSettings):
     (
         "fused: one forward pass a step. preemptive: a step stops between any two expert batches when a request with"
         ' "service_class": "ls" arrives, and later continues from there; requests that do not say are "ls". With'
-        " --scheduling-policy qllm --evict-policy least_computed_be_first they also come first where KV is scarce."
+        " --scheduling-policy qllm --evict-policy least_computed_be_first they also come first where KV is scarce. ep:"
+        " expert parallelism over --engines N: each engine has its own requests, attention and KV cache, and holds one"
+        " N-th of the experts, with which it computes for all engines. They step together, and restart together."
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moestro import __version__
-from moestro.config.launch_spec import LaunchSpec
+from moestro.config.launch_spec import LaunchSpec, LockStepSpec
 from moestro.config.serve_settings import ServeSettings
 from moestro.config.server_settings import ProcessSettings
 from moestro.core.model_info import ModelInfo
@@ -120,9 +120,10 @@ class _ServeProcess:
                 router.add_engine()
             engines = EngineClient(router, wire.send, metrics)
             launching = Launching(
-                spec=lambda rank, launch: self._spec(rank, launch, address),
+                spec=lambda rank, launch, listener: self._spec(rank, launch, address, listener),
                 timeouts=_timeouts(processes),
                 command=self._command,
+                is_one_group=self._settings.stepping.mode == "ep",
             )
             supervisor = Supervisor(engines, wire, metrics, launching)
             self._lifecycle.before_exit = [supervisor.kill_all, lambda: shutil.rmtree(directory, ignore_errors=True)]
@@ -130,7 +131,7 @@ class _ServeProcess:
             async with supervisor.running():
                 yield _Cluster(engines, metrics, supervisor, wire)
 
-    def _spec(self, rank: int, launch: int, address: str) -> LaunchSpec:
+    def _spec(self, rank: int, launch: int, address: str, listener: socket.socket | None) -> LaunchSpec:
         return LaunchSpec(
             rank=rank,
             launch=launch,
@@ -142,6 +143,7 @@ class _ServeProcess:
             paced=self._settings.paced,
             stepping=self._settings.stepping,
             kv_events=self._settings.kv_events,
+            lock_step=None if listener is None else _lock_step_spec(self._settings.processes, rank, listener),
         )
 
     async def _load(self, engines: EngineClient) -> tuple[ServedModel, list[ModelInfo]]:
@@ -155,7 +157,8 @@ class _ServeProcess:
                 infos = await engines.all_ready()
         except TimeoutError:
             raise EngineDiedError(
-                f"the engines were not ready within {startup_timeout:g} s: raise --startup-timeout"
+                f"the engines were not ready within {startup_timeout:g} s ({engines.describe_unready()}): raise"
+                " --startup-timeout"
             ) from None
         self._clock.mark_engines(engines.phases)
         served = ServedModel(
@@ -185,6 +188,8 @@ class _ServeProcess:
             info=model.info,
             engines=engines,
             metrics=cluster.metrics,
+            mode=self._settings.stepping.mode,
+            groups=[cluster.supervisor.group_number(engine) for engine in range(len(infos))],
             num_dropped=lambda: cluster.wire.num_dropped,
             num_unrecorded=lambda: record.num_lost if record is not None else 0,
         )
@@ -264,6 +269,21 @@ def _timeouts(processes: ProcessSettings) -> LivenessTimeouts:
         silence_ns=int(processes.engine_timeout * 1e9),
         stall_ns=int(processes.watchdog_timeout * 1e9),
         step_ns=int(processes.step_timeout * 1e9),
+    )
+
+
+# Share of --startup-timeout in which the engines of a group must meet. Those that wait then say which one is missing,
+# before the server ends the start without knowing it.
+_MEETING_SHARE = 0.9
+
+
+def _lock_step_spec(processes: ProcessSettings, rank: int, listener: socket.socket) -> LockStepSpec:
+    return LockStepSpec(
+        num_ranks=processes.engines,
+        port=listener.getsockname()[1],
+        listen_fd=listener.fileno() if rank == 0 else None,
+        join_by_ns=now_ns() + int(_MEETING_SHARE * processes.startup_timeout * 1e9),
+        timeout_s=processes.step_timeout,
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,14 @@ from moestro.config.launch_spec import STACK_DUMP, LaunchSpec
 from moestro.core.clock import NS_PER_S
 from moestro.errors import EngineDiedError, MoestroError, NoEngineError
 from moestro.server.engine_client import EngineClient
+from moestro.server.engine_group import EngineGroup
 from moestro.server.liveness import Liveness, LivenessTimeouts, RankStatus
 from moestro.server.metrics import Metrics
 from moestro.server.rank_socket import RankSocket
-from moestro.server.restarts import MAX_FAILED_STARTS, RestartRule
+from moestro.server.restarts import MAX_FAILED_STARTS
 from moestro.server.worker_processes import WORKER, WorkerProcesses, now_ns
 from moestro.web.pauses import PauseMeter
-from moestro.wire.messages import FromRank, Heartbeat, Ready, Shutdown
+from moestro.wire.messages import FromRank, Heartbeat, Ready, Shutdown, WakeGroup
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +35,17 @@ class Launching:
     """Command and limits for the processes of ranks.
 
     Attributes:
-        spec: Callable that returns the launch spec of a rank's `launch`-th process, from (rank, launch).
+        spec: Callable that returns the launch spec of a rank's `launch`-th process, from (rank, launch, the socket at
+            which the ranks of its group meet, or None).
         timeouts: Liveness timeouts of a rank.
         command: Command of a worker process.
+        is_one_group: Whether the ranks start, end and restart together.
     """
 
-    spec: Callable[[int, int], LaunchSpec]
+    spec: Callable[[int, int, socket.socket | None], LaunchSpec]
     timeouts: LivenessTimeouts
     command: Sequence[str] = WORKER
+    is_one_group: bool = False
 
 
 class _Rank:
@@ -48,12 +53,8 @@ class _Rank:
 
     def __init__(self, timeouts: LivenessTimeouts) -> None:
         self.liveness = Liveness(timeouts, now_ns())
-        self.rule = RestartRule()
-        self.num_launches = 0
         self.is_running = False  # Whether its process runs.
-        self.was_ready = False  # Whether any of its processes was ready.
         self.is_stalled = False
-        self.is_given_up = False
         self.hung = ""  # Reason for which the supervisor killed it.
 
 
@@ -61,7 +62,8 @@ class Supervisor:
     """Starts and monitors all ranks, and passes their messages to `engines`.
 
     A rank that ends before it was ever ready fails the start of the server: `engines.all_ready` raises its cause, and
-    no rank is restarted.
+    no rank is restarted. When a rank of a group ends, the supervisor kills the others before any request looks for
+    another engine, and starts the group again when all of them have ended.
 
     Args:
         engines: Client with the requests in flight and the ranks' load figures.
@@ -80,6 +82,9 @@ class Supervisor:
         self._launching = launching
         self._processes = WorkerProcesses(num_ranks, self._on_exit, launching.command)
         self._ranks = [_Rank(launching.timeouts) for _ in range(num_ranks)]
+        parts = [tuple(range(num_ranks))] if launching.is_one_group else [(rank,) for rank in range(num_ranks)]
+        self._groups = [EngineGroup(members=members) for members in parts]
+        self._group_of = {rank: group for group in self._groups for rank in group.members}
         self._tasks: set[asyncio.Task[None]] = set()
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -88,8 +93,8 @@ class Supervisor:
         """Start every rank's process, and end the processes with the block."""
         self._wire.listen(self._on_message, self._on_broken)
         try:
-            for rank in range(len(self._ranks)):
-                await self._launch(rank)
+            for group in self._groups:
+                await self._launch(group)
             yield
         except BaseException:
             self._processes.kill_all()
@@ -101,6 +106,10 @@ class Supervisor:
             await asyncio.gather(*tasks, return_exceptions=True)  # One of them may be starting a process.
             await self._processes.stop(self._dismiss)
 
+    def group_number(self, rank: int) -> int:
+        """Return the number of the group that a rank belongs to."""
+        return self._groups.index(self._group_of[rank])
+
     def kill_all(self) -> None:
         """Kill every process now. Any thread may call this method."""
         self._processes.kill_all()
@@ -109,15 +118,25 @@ class Supervisor:
         """Begin to monitor the ranks' liveness."""
         self._begin(self._tick_forever())
 
-    # --- life of a rank
+    # --- life of a group
 
-    async def _launch(self, rank: int) -> None:
-        state = self._ranks[rank]
-        self._wire.expect(rank, state.num_launches)
-        state.liveness.launched(now_ns())
-        state.is_running = True
-        await self._processes.start(self._launching.spec(rank, state.num_launches))
-        state.num_launches += 1
+    async def _launch(self, group: EngineGroup) -> None:
+        """Start the processes of a group. A process that cannot be started ends the group."""
+        with group.launch() as (number, listener):
+            for rank in group.members:
+                state = self._ranks[rank]
+                self._wire.expect(rank, number)
+                state.liveness.launched(now_ns())
+                state.is_running = True
+                try:
+                    await self._processes.start(self._launching.spec(rank, number, listener))
+                except OSError as error:
+                    if not group.was_ready:
+                        raise
+                    self._on_exit(rank, f"its process could not be started: {error}")
+                if group.end is not None:  # Another engine has ended meanwhile, when this process did not yet exist.
+                    self._processes.signal(rank, signal.SIGKILL)
+                    return
 
     def _on_message(self, rank: int, message: FromRank) -> None:
         try:
@@ -127,7 +146,7 @@ class Supervisor:
             logger.exception("cannot process a %s of engine %d", type(message).__name__, rank)
 
     def _take_in(self, rank: int, message: FromRank) -> None:
-        state, now = self._ranks[rank], now_ns()
+        state, group, now = self._ranks[rank], self._group_of[rank], now_ns()
         if isinstance(message, Ready) and not self._processes.is_running(rank):
             return  # The last message of a process that has ended.
         state.liveness.heard(now)
@@ -135,10 +154,19 @@ class Supervisor:
             case Heartbeat(num_steps):
                 state.liveness.counted(num_steps, now)
             case Ready():
-                state.was_ready = True
                 state.liveness.ready(now)
-                state.rule.ready(now)
-        self._engines.on_message(rank, message)
+                group.ready[rank] = message
+                if len(group.ready) == len(group.members):
+                    group.was_ready = True
+                    group.rule.ready(now)
+                    self._engines.on_ready({each: ready.info for each, ready in group.ready.items()})
+            case WakeGroup():
+                for other in group.members:
+                    with contextlib.suppress(NoEngineError):  # Its end will restart the group.
+                        if other != rank:
+                            self._wire.send(other, message)
+            case _:
+                self._engines.on_message(rank, message)
 
     def _on_broken(self, rank: int) -> None:
         if self._ranks[rank].is_running:  # Otherwise `_on_exit` has handled its end.
@@ -150,34 +178,42 @@ class Supervisor:
         self._processes.signal(rank, signal.SIGKILL)
 
     def _on_exit(self, rank: int, how: str) -> None:
-        state = self._ranks[rank]
+        state, group = self._ranks[rank], self._group_of[rank]
         state.is_running = state.is_stalled = False
         how, state.hung = state.hung or how, ""
+        for other in group.members:
+            self._end_with(other, rank)
         cause = self._engines.on_exit(rank, how)
-        if not state.was_ready:
+        group.end = group.end or (rank, cause)
+        if not group.was_ready or any(self._ranks[each].is_running for each in group.members):
             return
-        delay_s = state.rule.ended(now_ns())
+        delay_s = group.rule.ended(now_ns())
         if delay_s is None:
-            self._give_up(rank, cause)
+            self._give_up(group, group.end[1])
             return
-        logger.error("engine %d ended: %s; it restarts in %g s", rank, cause, delay_s)
-        self._begin(self._restart(rank, delay_s))
+        logger.error("%s in %g s", group.describe_end(), delay_s)
+        self._begin(self._restart(group, delay_s))
 
-    async def _restart(self, rank: int, delay_s: float) -> None:
+    def _end_with(self, other: int, rank: int) -> None:
+        """Kill another rank of the group of `rank`, which has ended, and route no request to it."""
+        state = self._ranks[other]
+        if state.is_running and not state.hung:
+            self._engines.set_trusted(other, trusted=False)
+            self._kill(other, f"engine {rank} of its group ended")
+
+    async def _restart(self, group: EngineGroup, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
-        self._metrics.engines[rank].num_restarts += 1
-        try:
-            await self._launch(rank)
-        except OSError as error:
-            self._on_exit(rank, f"its process could not be started: {error}")
+        for rank in group.members:
+            self._metrics.engines[rank].num_restarts += 1
+        await self._launch(group)
 
-    def _give_up(self, rank: int, cause: MoestroError) -> None:
+    def _give_up(self, group: EngineGroup, cause: MoestroError) -> None:
         logger.error(
-            "engine %d is not restarted: it ended %d times in a row before it was ready, the last time because: %s",
-            rank, MAX_FAILED_STARTS, cause,
+            "%s not restarted: it ended %d times in a row before it was ready, the last time because: %s",
+            f"{group} is" if group.is_single else f"the group of {group} is", MAX_FAILED_STARTS, cause,
         )  # fmt: skip
-        self._ranks[rank].is_given_up = True
-        if all(state.is_given_up for state in self._ranks) and not self.over.done():
+        group.is_given_up = True
+        if all(each.is_given_up for each in self._groups) and not self.over.done():
             self._engines.fail_unassigned()
             self.over.set_exception(EngineDiedError(f"no engine is left; the last one ended because: {cause}"))
 

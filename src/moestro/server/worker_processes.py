@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,11 +39,13 @@ class WorkerProcesses:
         self._watchers: dict[int, asyncio.Task[None]] = {}
 
     async def start(self, spec: LaunchSpec) -> None:
-        """Start the process of a rank that has none."""
+        """Start the process of a rank that has none. It inherits the socket that its launch spec names."""
+        listen_fd = None if spec.lock_step is None else spec.lock_step.listen_fd
         process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             env=_environment(self._num_ranks),
+            pass_fds=() if listen_fd is None else (listen_fd,),
             start_new_session=True,  # Ctrl-C reaches only the API server, which decides what follows.
         )
         self._processes[spec.rank] = process
@@ -96,9 +99,11 @@ def now_ns() -> int:
 
 
 def _environment(num_ranks: int) -> Mapping[str, str]:
-    """Return the environment of a rank: ranks share the machine's cores, unless the operator has divided them."""
+    """Return the environment of a rank: cores and network of this machine, unless the operator has chosen others."""
     share = max(1, (os.cpu_count() or 1) // num_ranks)
-    return {"OMP_NUM_THREADS": str(share)} | dict(os.environ)
+    # Without an interface, gloo listens on the one that the host's name belongs to: other machines could reach it.
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    return {"OMP_NUM_THREADS": str(share), "GLOO_SOCKET_IFNAME": loopback} | dict(os.environ)
 
 
 def _how(code: int) -> str:

@@ -32,7 +32,17 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the process now."""
 
 
-ToRank = Add | Abort | Shutdown
+class WakeGroup(msgspec.Struct, frozen=True, tag=True):
+    """Take part in a step of the group, in mode `ep`.
+
+    A rank of a group that sleeps sends it when it has a plan; the API server passes it on to the other ranks. `step`
+    counts the handshakes of the group, so that a rank recognizes a message that came after its step.
+    """
+
+    step: int
+
+
+ToRank = Add | Abort | Shutdown | WakeGroup
 
 
 # From a rank to the API server.
@@ -84,7 +94,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     is_config: bool = False  # The cause is a `ConfigError`: the operator's settings cannot be honoured.
 
 
-FromRank = Phase | Ready | Outputs | Heartbeat | Refused | Failed
+FromRank = Phase | Ready | Outputs | Heartbeat | Refused | Failed | WakeGroup
 
 MAX_MESSAGE_BYTES = 64 << 20  # The longest prompt is a few MiB.
 MAX_QUEUED_MESSAGES = 100_000

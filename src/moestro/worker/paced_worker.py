@@ -8,13 +8,17 @@ from moestro.config.launch_spec import LaunchSpec
 from moestro.core.model_info import ModelInfo
 from moestro.engine.rank import Rank
 from moestro.worker.paced import FixedAnswers, make_paced_rank, paced_info, read_words
-from moestro.worker.rank_process import OnPhase, leave, run_process
+from moestro.worker.paced_group import build_paced_group_rank
+from moestro.worker.rank_process import OnPhase, Send, leave, run_process
 
 
-def _build(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
+def _build(spec: LaunchSpec, on_phase: OnPhase, send: Send) -> tuple[Rank, ModelInfo]:
     assert spec.paced is not None, "started for a paced device"
     on_phase("price")
     words, vocab_size = read_words(spec.model.tokenizer or Path(spec.model.model))
+    if spec.lock_step is not None:
+        info = paced_info(spec.paced, spec.model, vocab_size, spec.lock_step.num_ranks)
+        return build_paced_group_rank(spec, spec.lock_step, FixedAnswers(words), info, send), info
     info = paced_info(spec.paced, spec.model, vocab_size)
     return make_paced_rank(spec, spec.paced, FixedAnswers(words), info), info
 

@@ -9,7 +9,7 @@ from moestro.core.clock import FOREVER_NS
 from moestro.core.load_figures import IDLE, LoadFigures
 from moestro.core.request import Output, Request
 from moestro.errors import RequestError
-from moestro.wire.messages import Abort, Add, Outputs, Refused, Shutdown, ToRank
+from moestro.wire.messages import Abort, Add, Outputs, Refused, Shutdown, ToRank, WakeGroup
 from moestro.worker.channel import Channel
 
 
@@ -22,6 +22,10 @@ class Steppable(Protocol):
 
     def abort(self, request_id: str, now_ns: int) -> None:
         """Drop a request."""
+        ...
+
+    def wake(self, step: int) -> None:
+        """Take part in a step of the rank's group."""
         ...
 
     def outputs(self, now_ns: int, is_wanted: Callable[[], bool] = ...) -> list[Output]:
@@ -116,6 +120,8 @@ def _obey(messages: Sequence[ToRank], rank: Steppable, channel: Channel, now_ns:
             case Abort(request_ids):
                 for request_id in request_ids:
                     rank.abort(request_id, now_ns())
+            case WakeGroup(step):
+                rank.wake(step)
             case Shutdown():
                 return False
     return True

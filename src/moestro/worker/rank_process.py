@@ -24,16 +24,22 @@ from moestro.core.work import Device
 from moestro.engine.cache_events import CacheEvents
 from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
 from moestro.engine.settings import SchedulerSettings
-from moestro.errors import ConfigError, MoestroError
-from moestro.wire.messages import Failed, Phase, Ready, identity_of
+from moestro.errors import ConfigError, GroupLostError, MoestroError
+from moestro.wire.messages import Failed, FromRank, Phase, Ready, Shutdown, identity_of
 from moestro.worker.channel import Channel
 from moestro.worker.kv_publisher import KvPublisher
 from moestro.worker.rank_loop import run_rank
 
 OnPhase = Callable[[str], None]  # called when a phase of the start begins
+Send = Callable[[FromRank], None]  # sends a message to the API server
+Build = Callable[[LaunchSpec, OnPhase, Send], tuple[Rank, ModelInfo]]
+
+# A rank that lost its group waits so long for the API server, which ends the whole group when it sees which rank ended
+# first. The API server sees the end of a process at once, and waits 0.2 s for its last messages.
+_GROUP_END_S = 2.0
 
 
-def run_process(build: Callable[[LaunchSpec, OnPhase], tuple[Rank, ModelInfo]]) -> int:
+def run_process(build: Build) -> int:
     """Run one rank; returns its exit status.
 
     Args:
@@ -47,10 +53,15 @@ def run_process(build: Callable[[LaunchSpec, OnPhase], tuple[Rank, ModelInfo]]) 
     logging.basicConfig(level=spec.log_level.upper(), format=f"%(levelname)s engine {spec.rank}: %(message)s")
     channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno())
     try:
-        rank, info = build(spec, _PhaseTimer(spec.launched_ns, channel))
+        rank, info = build(spec, _PhaseTimer(spec.launched_ns, channel), channel.send)
         publish = _publish(spec, rank)
         channel.send(Ready(info))
         run_rank(rank, channel, time.monotonic_ns, publish)
+    except GroupLostError as error:
+        if _is_dismissed(channel):  # The group is stopping, and another rank left first.
+            return 0
+        channel.send(Failed(_cause(error)))
+        return 1
     except Exception as error:
         if not isinstance(error, ConfigError):
             traceback.print_exc()
@@ -60,6 +71,15 @@ def run_process(build: Callable[[LaunchSpec, OnPhase], tuple[Rank, ModelInfo]]) 
         return 0
     finally:
         channel.close()
+
+
+def _is_dismissed(channel: Channel) -> bool:
+    """Wait for a shutdown message. False means that none came within `_GROUP_END_S`."""
+    until_ns = time.monotonic_ns() + int(_GROUP_END_S * 1e9)
+    while (left_ns := until_ns - time.monotonic_ns()) > 0:
+        if any(isinstance(message, Shutdown) for message in channel.receive(left_ns / 1e9)):
+            return True
+    return False
 
 
 def _publish(spec: LaunchSpec, rank: Rank) -> Callable[[], None]:

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from moestro.core.expert_table import ExpertTable
 from moestro.core.views import StepPolicy
 from moestro.cost.capacity import check_experts_fit, kv_blocks, worker_kv_blocks
+from moestro.cost.collectives import all_reduce, all_to_all_of
+from moestro.cost.drawn_step import Deployment
 from moestro.cost.links import Machines
 from moestro.cost.model import Batch, StageCostModel
 from moestro.cost.tensor_parallel import network_share
@@ -29,8 +31,6 @@ from moestro.sim.baselines import (
     plain_replica,
     with_stalls,
 )
-from moestro.sim.collectives import all_reduce, all_to_all_of
-from moestro.sim.drawn_step import Deployment
 from moestro.sim.engine import Ranks
 from moestro.sim.lock_step_group import LockStepGroup
 from moestro.sim.throughput_bound import drawn_visits, least_times, least_work_ns, throughput_bound
