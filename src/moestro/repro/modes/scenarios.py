@@ -18,7 +18,6 @@ BASE = UnevenBed(
     network="mixtral-8x7b", gpu="a100-40g", num_gpus=8, gpus_per_machine=4, popularity="permuted", prices="kernels"
 )
 _ONE_MACHINE = replace(BASE, gpus_per_machine=8)
-_BIG = replace(BASE, gpu="a100-80g")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +41,7 @@ class MapCase:
     lengths: LengthRanges = field(default_factory=lambda: LENGTHS["medium"])
     ladder: tuple[int, ...] = (512, 2048, 8192)
     passes: tuple[int, int] = (4, 6)
-    seeds: tuple[int, ...] = (0, 1)
+    seeds: tuple[int, ...] = (0,)
 
 
 def _scenario(axis: str, about: str, bed: UnevenBed = BASE, **changes: Any) -> MapCase:
@@ -53,9 +52,8 @@ def _scenario(axis: str, about: str, bed: UnevenBed = BASE, **changes: Any) -> M
 
 SCENARIOS = (
     _scenario("base", "permuted", seeds=(0, 1, 2, 3, 4)),
-    _scenario("skew", "none", popularity="uniform"),
-    _scenario("skew", "a quarter", skew=0.13),
-    _scenario("skew", "half", skew=0.27),
+    _scenario("skew", "none", popularity="uniform", seeds=(0, 1)),
+    _scenario("skew", "half", skew=0.27, seeds=(0, 1)),
     _scenario("skew", "same in all layers", popularity="same"),
     _scenario("copies", "one spare slot", num_spares=1, seeds=(0, 1, 2, 3, 4)),
     _scenario("copies", "one spare slot, stale plan", num_spares=1, is_plan_stale=True),
@@ -63,19 +61,16 @@ SCENARIOS = (
     _scenario("network", "Ethernet", across="ethernet-100g"),
     _scenario("network", "latency 100 us more", added_latency_ns=100_000),
     _scenario("network", "latency 500 us more", added_latency_ns=500_000),
-    _scenario("straggler", "one GPU 1.25 x", slow=(1.25,)),
     _scenario("straggler", "one GPU 2 x", slow=(2.0,)),
     _scenario("straggler", "one GPU 2 x, no skew, spare slot", slow=(2.0,), popularity="uniform", num_spares=1),
     _scenario("unequal", "four of eight GPUs 1.5 x", slow=(1.5,) * 4),
-    _scenario("jitter", "10 %", variation=0.1),
     _scenario("jitter", "30 %", variation=0.3),
     _scenario("jitter", "60 %, no skew", variation=0.6, popularity="uniform"),
     _scenario("host", "a quarter", host_factor=0.25),
     _scenario("host", "4 x", host_factor=4.0),
     _scenario("experts", "top-1 of 16 on 16 GPUs", network="mixtral-16x7b-mqa-top1", num_gpus=16, gpus_per_machine=8),
     _scenario("experts", "8 of 128", _ONE_MACHINE, network="qwen3-30b-a3b"),
-    _scenario("memory", "80 GB, one machine", _BIG, gpus_per_machine=8),
-    _scenario("memory", "80 GB, two machines", _BIG),
+    _scenario("memory", "80 GB, one machine", _ONE_MACHINE, gpu="a100-80g"),
     _scenario("lengths", "contexts of 1,000 tokens", lengths=LengthRanges(prompt=(500, 1500), output=(50, 250))),
 )
 QUICK = (replace(SCENARIOS[0], ladder=(512, 2048), passes=(1, 1), seeds=(0,)),)
