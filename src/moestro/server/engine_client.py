@@ -23,7 +23,6 @@ from moestro.wire.messages import (
     Add,
     Failed,
     FromRank,
-    Heartbeat,
     Outputs,
     Phase,
     Ready,
@@ -201,8 +200,6 @@ class EngineClient:
                     for output in message.outputs:
                         with self._ending_on_error(output.request_id):
                             self._deliver(engine, output, now_ns)
-            case Heartbeat():
-                pass
             case Refused():
                 with self._ending_on_error(message.request_id):
                     if state := self._end(message.request_id, None):
@@ -210,12 +207,13 @@ class EngineClient:
             case Phase():
                 self.phases[engine].append(message)
                 logger.info("engine %d: %s took %.2f s", engine, message.name, message.seconds)
-            case Ready():
+            case Ready(info):
+                assert info is not None, "a worker without attention is no engine"
                 self._is_up[engine] = True
-                self._router.set_spec(engine, EngineSpec(num_blocks=message.info.num_blocks))
+                self._router.set_spec(engine, EngineSpec(num_blocks=info.num_blocks))
                 self._router.set_routable(engine, routable=True)
                 if not self._ready[engine].done():
-                    self._ready[engine].set_result(message.info)
+                    self._ready[engine].set_result(info)
                 self.settle_unassigned()
             case Failed():
                 kind = ConfigError if message.is_config else EngineDiedError

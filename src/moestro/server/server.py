@@ -8,8 +8,8 @@ import hashlib
 import shutil
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from moestro.routing.router import Router
 from moestro.routing.settings import RouterSettings
 from moestro.server.api import ApiServer
 from moestro.server.banner import serve_banner
+from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
 from moestro.server.liveness import LivenessTimeouts
 from moestro.server.metrics import Metrics
@@ -45,7 +46,10 @@ from moestro.web.middleware import HttpMiddleware
 from moestro.web.prometheus import Exposition
 from moestro.web.record_file import RecordFile, read_clocks
 from moestro.web.statline import log_forever
+from moestro.wire.messages import ToRank
 from moestro.workload.request_record import Header, RecordedRequest
+
+ENGINE_BEAT_MS, EXPERT_BEAT_MS = 500, 100  # between heartbeats; six are missed within --expert-timeout
 
 Recorded = Header | RecordedRequest
 
@@ -79,6 +83,7 @@ class _Cluster:
     metrics: Metrics
     supervisor: Supervisor
     wire: RankSocket
+    coordinator: Coordinator | None
 
 
 class _ServeProcess:
@@ -96,7 +101,7 @@ class _ServeProcess:
         with bound_socket(self._settings.server.host, self._settings.server.port) as listener:
             async with self._cluster() as cluster:
                 try:
-                    model, infos = await self._load(cluster.engines)
+                    model, infos = await self._load(cluster)
                 except BaseException:
                     self._lifecycle.begin_exit()
                     raise
@@ -110,27 +115,38 @@ class _ServeProcess:
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(private_directory())
             address = f"ipc://{directory / 'ranks'}"
-            wire = stack.enter_context(contextlib.closing(RankSocket(address, processes.engines)))
-            metrics = Metrics(processes.engines)
+            num_engines = self._settings.num_engines
+            num_ranks = num_engines if self._settings.stepping.mode != "async" else self._settings.group.num_places
+            wire = stack.enter_context(contextlib.closing(RankSocket(address, num_ranks)))
+            coordinator = self._coordinator(directory, wire.send)
+            metrics = Metrics(num_engines)
             settings = RouterSettings(
                 block_size=self._settings.model.block_size, max_num_queued=scheduler.max_num_queued_reqs
             )
             router = Router(policy_from(routing.route_policy, routing.route_score), settings)
-            for _ in range(processes.engines):
+            for _ in range(num_engines):
                 router.add_engine()
             engines = EngineClient(router, wire.send, metrics)
+            timeouts = _timeouts(processes)
             launching = Launching(
-                spec=lambda rank, launch: self._spec(rank, launch, address),
-                timeouts=_timeouts(processes),
+                spec=lambda rank, launch: self._spec(rank, launch, address, coordinator),
+                timeouts=timeouts,
+                expert_timeouts=replace(timeouts, silence_ns=int(self._settings.group.expert_timeout * 1e9)),
                 command=self._command,
             )
-            supervisor = Supervisor(engines, wire, metrics, launching)
+            supervisor = Supervisor(engines, wire, metrics, launching, coordinator)
             self._lifecycle.before_exit = [supervisor.kill_all, lambda: shutil.rmtree(directory, ignore_errors=True)]
             self._clock.mark("start the API server")
             async with supervisor.running():
-                yield _Cluster(engines, metrics, supervisor, wire)
+                yield _Cluster(engines, metrics, supervisor, wire, coordinator)
 
-    def _spec(self, rank: int, launch: int, address: str) -> LaunchSpec:
+    def _coordinator(self, directory: Path, send: Callable[[int, ToRank], None]) -> Coordinator | None:
+        if self._settings.stepping.mode != "async":
+            return None
+        return Coordinator(self._settings.group, directory, self._settings.processes.startup_timeout, send)
+
+    def _spec(self, rank: int, launch: int, address: str, coordinator: Coordinator | None) -> LaunchSpec:
+        group = None if coordinator is None else coordinator.spec(rank, launch)
         return LaunchSpec(
             rank=rank,
             launch=launch,
@@ -141,10 +157,12 @@ class _ServeProcess:
             scheduler=self._settings.scheduler,
             paced=self._settings.paced,
             stepping=self._settings.stepping,
-            kv_events=self._settings.kv_events,
+            kv_events=self._settings.kv_events if rank < self._settings.num_engines else None,
+            group=group,
+            beat_ms=ENGINE_BEAT_MS if group is None or group.is_home else EXPERT_BEAT_MS,
         )
 
-    async def _load(self, engines: EngineClient) -> tuple[ServedModel, list[ModelInfo]]:
+    async def _load(self, cluster: _Cluster) -> tuple[ServedModel, list[ModelInfo]]:
         """Load the tokenizer while the engines load, and return the served model with each engine's information."""
         server, model = self._settings.server, self._settings.model
         startup_timeout = self._settings.processes.startup_timeout
@@ -152,12 +170,14 @@ class _ServeProcess:
         tokenizer.warm_chats()
         try:
             async with asyncio.timeout(startup_timeout):
-                infos = await engines.all_ready()
+                if cluster.coordinator is not None:
+                    await cluster.coordinator.all_serve
+                infos = await cluster.engines.all_ready()
         except TimeoutError:
             raise EngineDiedError(
                 f"the engines were not ready within {startup_timeout:g} s: raise --startup-timeout"
             ) from None
-        self._clock.mark_engines(engines.phases)
+        self._clock.mark_engines(cluster.engines.phases)
         served = ServedModel(
             names=server.served_model_name,
             root=model.model,
@@ -221,7 +241,7 @@ class _ServeProcess:
         header = Header(
             model=settings.server.served_model_name[0],
             device=info.device,
-            num_engines=settings.processes.engines,
+            num_engines=settings.num_engines,
             block_size=info.block_size,
             num_blocks=info.num_blocks,
             max_model_len=info.max_model_len,

@@ -13,6 +13,7 @@ from typing import Any
 from moestro.config.launch_spec import STACK_DUMP, LaunchSpec
 from moestro.core.clock import NS_PER_S
 from moestro.errors import EngineDiedError, MoestroError, NoEngineError
+from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
 from moestro.server.liveness import Liveness, LivenessTimeouts, RankStatus
 from moestro.server.metrics import Metrics
@@ -34,21 +35,25 @@ class Launching:
 
     Attributes:
         spec: Callable that returns the launch spec of a rank's `launch`-th process, from (rank, launch).
-        timeouts: Liveness timeouts of a rank.
+        timeouts: Liveness timeouts of an engine.
+        expert_timeouts: Liveness timeouts of a worker without attention.
         command: Command of a worker process.
     """
 
     spec: Callable[[int, int], LaunchSpec]
     timeouts: LivenessTimeouts
+    expert_timeouts: LivenessTimeouts
     command: Sequence[str] = WORKER
 
 
 class _Rank:
-    """State of one rank."""
+    """State of one rank: an engine, or a worker without attention, which comes after all engines."""
 
-    def __init__(self, timeouts: LivenessTimeouts) -> None:
+    def __init__(self, timeouts: LivenessTimeouts, *, is_engine: bool) -> None:
+        self.is_engine = is_engine
         self.liveness = Liveness(timeouts, now_ns())
-        self.rule = RestartRule()
+        self.rule = RestartRule(keeps_state=is_engine)
+        self.owes = True  # Whether it has something to do, and waits for no other.
         self.num_launches = 0
         self.is_running = False  # Whether its process runs.
         self.was_ready = False  # Whether any of its processes was ready.
@@ -67,19 +72,32 @@ class Supervisor:
         engines: Client with the requests in flight and the ranks' load figures.
         wire: Socket to the ranks; accepts messages only from a rank's latest process.
         metrics: Counters of restarts and stalls.
+        coordinator: The group of workers in `async` mode; None means engines that compute alone.
 
     Attributes:
         over: Future that fails with an EngineDiedError once no engine is left and none will be restarted.
     """
 
-    def __init__(self, engines: EngineClient, wire: RankSocket, metrics: Metrics, launching: Launching) -> None:
-        num_ranks = len(metrics.engines)
+    def __init__(
+        self,
+        engines: EngineClient,
+        wire: RankSocket,
+        metrics: Metrics,
+        launching: Launching,
+        coordinator: Coordinator | None = None,
+    ) -> None:
+        num_engines = len(metrics.engines)
+        num_ranks = num_engines if coordinator is None else coordinator.num_places
         self._engines = engines
+        self._coordinator = coordinator
         self._wire = wire
         self._metrics = metrics
         self._launching = launching
         self._processes = WorkerProcesses(num_ranks, self._on_exit, launching.command)
-        self._ranks = [_Rank(launching.timeouts) for _ in range(num_ranks)]
+        self._ranks = [
+            _Rank(launching.timeouts if is_engine else launching.expert_timeouts, is_engine=is_engine)
+            for is_engine in (rank < num_engines for rank in range(num_ranks))
+        ]
         self._tasks: set[asyncio.Task[None]] = set()
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -88,8 +106,10 @@ class Supervisor:
         """Start every rank's process, and end the processes with the block."""
         self._wire.listen(self._on_message, self._on_broken)
         try:
-            for rank in range(len(self._ranks)):
+            for rank in self._initial:
                 await self._launch(rank)
+            if self._coordinator is not None:
+                self._begin(self._watch_start(self._coordinator))
             yield
         except BaseException:
             self._processes.kill_all()
@@ -109,6 +129,18 @@ class Supervisor:
         """Begin to monitor the ranks' liveness."""
         self._begin(self._tick_forever())
 
+    @property
+    def _initial(self) -> Sequence[int]:
+        return range(len(self._ranks)) if self._coordinator is None else self._coordinator.present
+
+    def _name(self, rank: int) -> str:
+        return f"engine {rank}" if self._coordinator is None else str(self._coordinator.name(rank))
+
+    async def _watch_start(self, coordinator: Coordinator) -> None:
+        while not coordinator.all_serve.done():
+            coordinator.check_start(now_ns())
+            await asyncio.sleep(_TICK_S)
+
     # --- life of a rank
 
     async def _launch(self, rank: int) -> None:
@@ -116,6 +148,8 @@ class Supervisor:
         self._wire.expect(rank, state.num_launches)
         state.liveness.launched(now_ns())
         state.is_running = True
+        if self._coordinator is not None:
+            self._coordinator.launched(rank, state.num_launches, now_ns())
         await self._processes.start(self._launching.spec(rank, state.num_launches))
         state.num_launches += 1
 
@@ -124,7 +158,7 @@ class Supervisor:
             self._take_in(rank, message)
         except Exception:  # An error of this process says nothing about the engine.
             self._metrics.num_delivery_errors += 1
-            logger.exception("cannot process a %s of engine %d", type(message).__name__, rank)
+            logger.exception("cannot process a %s of %s", type(message).__name__, self._name(rank))
 
     def _take_in(self, rank: int, message: FromRank) -> None:
         state, now = self._ranks[rank], now_ns()
@@ -132,17 +166,22 @@ class Supervisor:
             return  # The last message of a process that has ended.
         state.liveness.heard(now)
         match message:
-            case Heartbeat(num_steps):
+            case Heartbeat(num_steps, owes):
                 state.liveness.counted(num_steps, now)
+                state.owes = owes
             case Ready():
                 state.was_ready = True
                 state.liveness.ready(now)
                 state.rule.ready(now)
-        self._engines.on_message(rank, message)
+        if self._coordinator is not None:
+            self._coordinator.heard(rank, message, now)
+        if state.is_engine:
+            self._engines.on_message(rank, message)
 
     def _on_broken(self, rank: int) -> None:
         if self._ranks[rank].is_running:  # Otherwise `_on_exit` has handled its end.
-            self._engines.set_trusted(rank, trusted=False)
+            if self._ranks[rank].is_engine:
+                self._engines.set_trusted(rank, trusted=False)
             self._kill(rank, "one of its messages could not be read")
 
     def _kill(self, rank: int, why: str) -> None:
@@ -153,19 +192,27 @@ class Supervisor:
         state = self._ranks[rank]
         state.is_running = state.is_stalled = False
         how, state.hung = state.hung or how, ""
-        cause = self._engines.on_exit(rank, how)
+        cause = self._cause_of_exit(rank, how)
         if not state.was_ready:
             return
         delay_s = state.rule.ended(now_ns())
         if delay_s is None:
             self._give_up(rank, cause)
             return
-        logger.error("engine %d ended: %s; it restarts in %g s", rank, cause, delay_s)
+        logger.error("%s ended: %s; it restarts in %g s", self._name(rank), cause, delay_s)
         self._begin(self._restart(rank, delay_s))
+
+    def _cause_of_exit(self, rank: int, how: str) -> MoestroError:
+        """Tell the engines' client and the group that a process has ended, and return the cause."""
+        cause = None
+        if self._coordinator is not None:
+            cause = self._coordinator.ended(rank, how, now_ns())
+        return self._engines.on_exit(rank, how) if self._ranks[rank].is_engine or cause is None else cause
 
     async def _restart(self, rank: int, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
-        self._metrics.engines[rank].num_restarts += 1
+        if self._ranks[rank].is_engine:
+            self._metrics.engines[rank].num_restarts += 1
         try:
             await self._launch(rank)
         except OSError as error:
@@ -173,8 +220,8 @@ class Supervisor:
 
     def _give_up(self, rank: int, cause: MoestroError) -> None:
         logger.error(
-            "engine %d is not restarted: it ended %d times in a row before it was ready, the last time because: %s",
-            rank, MAX_FAILED_STARTS, cause,
+            "%s is not restarted: it ended %d times in a row before it was ready, the last time because: %s",
+            self._name(rank), MAX_FAILED_STARTS, cause,
         )  # fmt: skip
         self._ranks[rank].is_given_up = True
         if all(state.is_given_up for state in self._ranks) and not self.over.done():
@@ -216,18 +263,23 @@ class Supervisor:
         self._engines.extend_unassigned(pause_ns)
 
     def _look_at(self, rank: int, state: _Rank) -> None:
-        status = state.liveness.judge(self._engines.num_in_flight_on(rank), now_ns())
-        self._engines.set_trusted(rank, trusted=status is RankStatus.FINE and not state.hung)
+        # A worker that waits for others owes nothing; those that it waits for do.
+        num_owed = (self._engines.num_in_flight_on(rank) if state.is_engine else 1) if state.owes else 0
+        status = state.liveness.judge(num_owed, now_ns())
+        if state.is_engine:
+            self._engines.set_trusted(rank, trusted=status is RankStatus.FINE and not state.hung)
         if status is RankStatus.HUNG and not state.hung:
             self._kill(rank, state.liveness.reason)
         if status is RankStatus.STALLED and not state.is_stalled:
-            self._metrics.engines[rank].num_stalls += 1
+            if state.is_engine:
+                self._metrics.engines[rank].num_stalls += 1
             logger.error(
-                "engine %d is out of rotation: %s; the stacks of its threads follow", rank, state.liveness.reason
-            )
+                "%s is out of rotation: %s; the stacks of its threads follow",
+                self._name(rank), state.liveness.reason,
+            )  # fmt: skip
             self._processes.signal(rank, STACK_DUMP)
         if status is RankStatus.FINE and state.is_stalled:
-            logger.warning("engine %d makes progress again", rank)
+            logger.warning("%s makes progress again", self._name(rank))
         state.is_stalled = status is not RankStatus.FINE
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:

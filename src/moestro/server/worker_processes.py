@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from moestro.config.launch_spec import LaunchSpec, write_launch_spec
+from moestro.core.worker_names import WorkerKind
 
 logger = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-m", "moestro.worker.worker")
 PACED_WORKER = (sys.executable, "-m", "moestro.worker.paced_worker")
-_LAST_WORDS_S = 0.2  # Time for the messages that a rank sent just before it ended to arrive.
+_LAST_WORDS_S = 0.2  # Time for the messages that an engine sent just before it ended to arrive.
 _KILL_AFTER_S = 5.0  # Time between the request to exit and the kill.
 
 
@@ -41,12 +42,14 @@ class WorkerProcesses:
         """Start the process of a rank that has none."""
         process = await asyncio.create_subprocess_exec(
             *self._command,
+            spec.name.kind,
+            str(spec.name.number),  # For `ps` alone; the launch spec says the same.
             stdin=asyncio.subprocess.PIPE,
             env=_environment(self._num_ranks),
             start_new_session=True,  # Ctrl-C reaches only the API server, which decides what follows.
         )
         self._processes[spec.rank] = process
-        self._watchers[spec.rank] = asyncio.create_task(self._watch(spec.rank, process))
+        self._watchers[spec.rank] = asyncio.create_task(self._watch(spec, process))
         assert process.stdin is not None
         process.stdin.write(write_launch_spec(spec))  # Stdin stays open: its end means that the API server is gone.
 
@@ -84,10 +87,11 @@ class WorkerProcesses:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
-    async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, spec: LaunchSpec, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
-        await asyncio.sleep(_LAST_WORDS_S)
-        self._on_exit(rank, _how(code))
+        if spec.name.kind is not WorkerKind.EXPERTS or code >= 0:  # Requests wait for the successor of a killed one.
+            await asyncio.sleep(_LAST_WORDS_S)
+        self._on_exit(spec.rank, _how(code))
 
 
 def now_ns() -> int:

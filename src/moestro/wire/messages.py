@@ -32,7 +32,26 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the process now."""
 
 
-ToRank = Add | Abort | Shutdown
+class Members(msgspec.Struct, frozen=True, tag=True):
+    """The workers of a group, as they are from now on. Later messages replace earlier ones.
+
+    Attributes:
+        version: Number of the message; the expert table that it describes has the same.
+        addresses: Address of each worker for the others; "" means that it does not run.
+        launches: Number of each worker's present process; another number than before means a new process.
+        held: Shares of the experts that each worker holds.
+        used: Those of them whose tokens it gets. A worker that does not run keeps the shares that no other one holds,
+            because their tokens wait for it.
+    """
+
+    version: int
+    addresses: tuple[str, ...]
+    launches: tuple[int, ...]
+    held: tuple[tuple[int, ...], ...]
+    used: tuple[tuple[int, ...], ...]
+
+
+ToRank = Add | Abort | Shutdown | Members
 
 
 # From a rank to the API server.
@@ -45,10 +64,18 @@ class Phase(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Announce that the rank accepts requests."""
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """Announce that a worker of a group has loaded its part, and listens to the others."""
 
-    info: ModelInfo
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Announce that the rank accepts requests.
+
+    Attributes:
+        info: Properties of the model. None means a worker without attention, which takes tokens and no requests.
+    """
+
+    info: ModelInfo | None
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
@@ -60,9 +87,13 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Sign of life of the communication thread. A growing `num_steps` shows that the main loop makes progress."""
+    """Sign of life of the communication thread. A growing `num_steps` shows that the main loop makes progress.
+
+    A process that owes nothing need not make progress: it has nothing to do, or waits for other workers.
+    """
 
     num_steps: int
+    owes: bool = True
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -84,7 +115,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     is_config: bool = False  # The cause is a `ConfigError`: the operator's settings cannot be honoured.
 
 
-FromRank = Phase | Ready | Outputs | Heartbeat | Refused | Failed
+FromRank = Phase | Joined | Ready | Outputs | Heartbeat | Refused | Failed
 
 MAX_MESSAGE_BYTES = 64 << 20  # The longest prompt is a few MiB.
 MAX_QUEUED_MESSAGES = 100_000

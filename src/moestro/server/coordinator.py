@@ -1,0 +1,234 @@
+"""Knows the workers of a group: what each holds, how far its start has come, and what the others have to know of it.
+
+Uses no sockets, processes or clock: the supervisor owns the processes, and callers pass the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+
+from moestro.config.launch_spec import GroupSpec, name_of
+from moestro.core.clock import NS_PER_S
+from moestro.core.worker_names import Worker
+from moestro.errors import EngineDiedError, MoestroError, NoEngineError
+from moestro.flow.settings import GroupOptions
+from moestro.wire.messages import Failed, FromRank, Joined, Members, Ready, ToRank
+
+START_S = 60.0  # from the start of a process to its first message
+CONNECT_S = 20.0  # from a worker's arrival in the group until it serves; a worker itself gives up after half of it
+
+
+class MemberPhase(Enum):
+    """How far a worker's process has come. The value says what it does meanwhile."""
+
+    ABSENT = auto()
+    STARTING = auto()
+    LOADING = auto()
+    CONNECTING = auto()
+    SERVING = auto()
+
+
+@dataclass(slots=True)
+class _Member:
+    """A place in the group, and the worker in it.
+
+    Attributes:
+        held: Shares of the experts that the worker holds.
+        launch: Number of its present process.
+        since_ns: Time at which its phase began.
+        is_draining: Whether it gets no tokens any more.
+    """
+
+    held: tuple[int, ...]
+    phase: MemberPhase = MemberPhase.ABSENT
+    launch: int = 0
+    since_ns: int = 0
+    is_draining: bool = False
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it listens to the others."""
+        return self.phase in (MemberPhase.CONNECTING, MemberPhase.SERVING)
+
+
+class Coordinator:
+    """Brings workers together, and tells all of them when one joins or ends.
+
+    Args:
+        options: The workers at the start, and their settings.
+        directory: Directory of the workers' sockets, which only this user can enter.
+        load_s: Time in which a worker must load its part, in seconds.
+        send: Callable that sends a message to a worker; raises `NoEngineError` if it cannot be reached.
+
+    Attributes:
+        all_serve: Future that is done when all workers serve for the first time, or fails with the culprit.
+    """
+
+    def __init__(
+        self, options: GroupOptions, directory: Path, load_s: float, send: Callable[[int, ToRank], None]
+    ) -> None:
+        self._options, self._directory, self._load_s, self._send = options, directory, load_s, send
+        self.num_homes = options.num_homes
+        num_present = options.num_homes + options.num_expert_workers
+        self._members = [_Member(options.shares_of(worker)) for worker in range(num_present)]
+        self._members += [_Member(()) for _ in range(num_present, options.num_places)]
+        self._present = set(range(num_present))  # places whose worker runs, or is to run
+        self._version = 0
+        self._has_begun = False  # whether all workers of the start have joined
+        self._causes: dict[int, MoestroError] = {}
+        self.all_serve: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def num_places(self) -> int:
+        """Places for workers, taken or not."""
+        return len(self._members)
+
+    @property
+    def present(self) -> list[int]:
+        """Places whose worker runs, or is to run."""
+        return sorted(self._present)
+
+    def name(self, worker: int) -> Worker:
+        """Return the name of a worker for messages."""
+        return name_of(worker, self.spec(worker, 0))
+
+    def spec(self, worker: int, launch: int) -> GroupSpec:
+        """Return the place of a worker's `launch`-th process in its group."""
+        return GroupSpec(
+            worker=worker,
+            num_homes=self.num_homes,
+            num_workers=self.num_places,
+            num_shares=self._options.num_shares,
+            shares=self._members[worker].held,
+            is_colocated=self._options.num_expert_workers == 0,
+            address=self._address(worker, launch),
+            stepping=self._options,
+        )
+
+    def _address(self, worker: int, launch: int) -> str:
+        return f"ipc://{self._directory / f'worker-{worker}.{launch}'}"
+
+    # --- life of a worker -------------------------------------------------------------------------------------------
+
+    def launched(self, worker: int, launch: int, now_ns: int) -> None:
+        """Note that a worker's process was started."""
+        member = self._members[worker]
+        member.launch = launch
+        self._enter(member, MemberPhase.STARTING, now_ns)
+
+    def heard(self, worker: int, message: FromRank, now_ns: int) -> None:
+        """Take in a message of a worker."""
+        member = self._members[worker]
+        if member.phase is MemberPhase.STARTING:
+            self._enter(member, MemberPhase.LOADING, now_ns)
+        match message:
+            case Joined():
+                self._enter(member, MemberPhase.CONNECTING, now_ns)
+                self._begin(now_ns)
+            case Ready():
+                self._enter(member, MemberPhase.SERVING, now_ns)
+                if not self.all_serve.done() and all(self._serves(each) for each in self._present):
+                    self.all_serve.set_result(None)
+            case Failed(cause):
+                self._causes[worker] = EngineDiedError(f"{self.name(worker)}: {cause}")
+
+    def ended(self, worker: int, how: str, now_ns: int) -> MoestroError:
+        """Note that a worker's process has ended, and return the cause.
+
+        Args:
+            how: One line that says how the process ended.
+        """
+        cause = self._causes.pop(worker, None) or EngineDiedError(f"{self.name(worker)}: {how}")
+        self._enter(self._members[worker], MemberPhase.ABSENT, now_ns)
+        if not self.all_serve.done():
+            self._fail(cause)
+        elif self._has_begun:
+            self._announce()
+        return cause
+
+    def _serves(self, worker: int) -> bool:
+        return self._members[worker].phase is MemberPhase.SERVING
+
+    def _enter(self, member: _Member, phase: MemberPhase, now_ns: int) -> None:
+        member.phase, member.since_ns = phase, now_ns
+
+    def _fail(self, cause: MoestroError) -> None:
+        self.all_serve.set_exception(cause)
+        self.all_serve.exception()  # Marked as retrieved: of several failures, only the first is awaited.
+
+    # --- start ------------------------------------------------------------------------------------------------------
+
+    def check_start(self, now_ns: int) -> None:
+        """Fail the start of the group if a phase of a worker takes too long; the cause names the worker."""
+        if self.all_serve.done():
+            return
+        for worker in self.present:
+            member = self._members[worker]
+            limit_s = self._limit_s(member.phase)
+            if limit_s is not None and now_ns - member.since_ns > limit_s * NS_PER_S:
+                doing = member.phase.name.lower()
+                self._fail(EngineDiedError(f"{self.name(worker)} was still {doing} after {limit_s:g} s"))
+                return
+
+    def _limit_s(self, phase: MemberPhase) -> float | None:
+        """Longest time of a phase, in seconds. None means that a worker in this phase waits for others."""
+        match phase:
+            case MemberPhase.STARTING:
+                return START_S
+            case MemberPhase.LOADING:
+                return self._load_s
+            case MemberPhase.CONNECTING:
+                return CONNECT_S if self._has_begun else None
+        return None
+
+    def _begin(self, now_ns: int) -> None:
+        """Describe the group to its workers, at first when all of them have joined."""
+        if not self._has_begun:
+            if not all(self._members[worker].is_up for worker in self._present):
+                return
+            self._has_begun = True
+            for worker in self._present:
+                self._members[worker].since_ns = now_ns
+        self._announce()
+
+    # --- members ----------------------------------------------------------------------------------------------------
+
+    def members(self) -> Members:
+        """Describe the group as it is now."""
+        return Members(
+            version=self._version,
+            addresses=tuple(
+                self._address(worker, member.launch) if member.is_up else ""
+                for worker, member in enumerate(self._members)
+            ),
+            launches=tuple(member.launch for member in self._members),
+            held=tuple(member.held for member in self._members),
+            used=self._used(),
+        )
+
+    def _used(self) -> tuple[tuple[int, ...], ...]:
+        """Shares whose tokens each worker gets: what it holds, or, while it does not run, what no other one holds."""
+        takes = [member.is_up and not member.is_draining for member in self._members]
+        covered = {share for member, own in zip(self._members, takes, strict=True) if own for share in member.held}
+        return tuple(
+            ()
+            if member.is_draining
+            else member.held
+            if own
+            else tuple(share for share in member.held if share not in covered)
+            for member, own in zip(self._members, takes, strict=True)
+        )
+
+    def _announce(self) -> None:
+        self._version += 1
+        members = self.members()
+        for worker, member in enumerate(self._members):
+            if member.is_up:
+                try:
+                    self._send(worker, members)
+                except NoEngineError:
+                    continue  # Its process has just ended, and the supervisor will say so.
