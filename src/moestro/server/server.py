@@ -131,7 +131,11 @@ class _ServeProcess:
             launching = Launching(
                 spec=lambda rank, launch: self._spec(rank, launch, address, coordinator),
                 timeouts=timeouts,
-                expert_timeouts=replace(timeouts, silence_ns=int(self._settings.group.expert_timeout * 1e9)),
+                expert_timeouts=replace(
+                    timeouts,
+                    silence_ns=int(self._settings.group.expert_timeout * 1e9),
+                    silence_flag="--expert-timeout",
+                ),
                 command=self._command,
             )
             supervisor = Supervisor(engines, wire, metrics, launching, coordinator)

@@ -25,7 +25,7 @@ from moestro.wire.messages import FromRank, Heartbeat, Ready, Shutdown
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.25
+_TICK_S = 0.1
 _LATE_TICK_S = 2 * _TICK_S  # A longer interval means that this process was stopped.
 
 
@@ -58,6 +58,7 @@ class _Rank:
         self.is_running = False  # Whether its process runs.
         self.was_ready = False  # Whether any of its processes was ready.
         self.is_stalled = False
+        self.is_suspected = False
         self.is_given_up = False
         self.hung = ""  # Reason for which the supervisor killed it.
 
@@ -269,7 +270,10 @@ class Supervisor:
         if state.is_engine:
             self._engines.set_trusted(rank, trusted=status is RankStatus.FINE and not state.hung)
         if status is RankStatus.HUNG and not state.hung:
-            self._kill(rank, state.liveness.reason)
+            # At a second look, because this process may not have read its messages yet.
+            if state.is_suspected:
+                self._kill(rank, state.liveness.reason)
+        state.is_suspected = status is RankStatus.HUNG
         if status is RankStatus.STALLED and not state.is_stalled:
             if state.is_engine:
                 self._metrics.engines[rank].num_stalls += 1

@@ -87,7 +87,7 @@ def run_rank(
         after_step: called after each step, before its outputs are sent.
     """
     told = IDLE
-    wait_s: float | None = None
+    wait_s: float | None = 0  # a worker of a group may have got messages before it was ready
     while True:
         messages = channel.receive(wait_s if rank.has_work else None)
         if not _obey(messages, rank, channel, now_ns):
