@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from moestro.core.clock import NS_PER_S
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivenessTimeouts:
@@ -85,7 +87,7 @@ class Liveness:
             self._stepped_ns = now_ns  # There is nothing to compute.
         silence_ns, idle_ns = now_ns - self._heard_ns, now_ns - self._stepped_ns
         if silence_ns >= self._timeouts.silence_ns:
-            self.reason = f"no message for {silence_ns / 1e9:.2g} s ({self._timeouts.silence_flag})"
+            self.reason = f"no message for {silence_ns / 1e9:.{0 if silence_ns >= NS_PER_S else 1}f} s ({self._timeouts.silence_flag})"
             return RankStatus.HUNG
         if idle_ns >= self._timeouts.stall_ns:
             self.reason = f"no step for {idle_ns / 1e9:.0f} s with {num_in_flight} requests"

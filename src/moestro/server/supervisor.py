@@ -269,10 +269,8 @@ class Supervisor:
         status = state.liveness.judge(num_owed, now_ns())
         if state.is_engine:
             self._engines.set_trusted(rank, trusted=status is RankStatus.FINE and not state.hung)
-        if status is RankStatus.HUNG and not state.hung:
-            # At a second look, because this process may not have read its messages yet.
-            if state.is_suspected:
-                self._kill(rank, state.liveness.reason)
+        if status is RankStatus.HUNG and state.is_suspected and not state.hung:
+            self._kill(rank, state.liveness.reason)  # At the second look: at the first, its messages may be unread.
         state.is_suspected = status is RankStatus.HUNG
         if status is RankStatus.STALLED and not state.is_stalled:
             if state.is_engine:
