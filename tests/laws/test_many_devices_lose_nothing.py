@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.fake_device import make_request
 from support.fake_group import IS_SPARSE, NUM_EXPERTS, FakeGroup, random_table
 from support.fake_stages import VOCAB, expected_tokens, make_shape
+from support.linked_group import serve
 from support.step_policies import ADVERSARIES, STEP_TEXTS, Random
 
 from moestro.core.expert_table import ExpertTable, spread_evenly
@@ -39,35 +40,6 @@ def random_requests(rng: np.random.Generator, num: int) -> list:
         service_class = ServiceClass.LS if rng.random() < 0.5 else ServiceClass.BE
         requests.append(msgspec.structs.replace(request, service_class=service_class))
     return requests
-
-
-def serve(group: FakeGroup, requests: list, *, abort_share: float = 0.0) -> dict[str, list[int]]:
-    """Run everything to its end; tokens of the requests that were not aborted, by id."""
-    rng, waiting, home_of = group.rng, list(requests), {}
-    tokens: dict[str, list[int]] = {}
-    ended, aborted = set(), set()
-    for now_ns in range(200_000):
-        if waiting and rng.random() < 0.1:
-            request, home = waiting.pop(0), int(rng.integers(group.num_homes))
-            home_of[request.request_id] = home
-            group.ranks[home].add(request, now_ns)
-        for home, output in group.turn(now_ns):
-            assert home_of[output.request_id] == home
-            assert output.request_id not in ended | aborted
-            tokens.setdefault(output.request_id, []).extend(output.token_ids)
-            if output.finish_reason is not None:
-                ended.add(output.request_id)
-        if rng.random() < abort_share and home_of:
-            victim = str(rng.choice(list(home_of)))
-            if victim in group.ranks[home_of[victim]].scheduler.by_id:
-                group.ranks[home_of[victim]].abort(victim, now_ns)
-                aborted.add(victim)
-        if not waiting and group.is_idle:
-            for later_ns in range(now_ns, now_ns + 2000):
-                group.turn(later_ns)  # what nobody wants any more runs out
-            group.check_empty()
-            return {name: tokens.get(name, []) for name in ended}
-    raise AssertionError("a token was forgotten, or credits are in a deadlock")
 
 
 SHAPE = make_shape(8, num_chosen=3)

@@ -92,14 +92,20 @@ def drive(device: TorchDevice, prompts: list[list[int]], num_new: int, rng: np.r
     Chunks of 1-9 tokens, random subsets in random order, prefill and decode mixed, blocks in random order, and units
     that want all logits, the last or none. `device.network` must record.
     """
+    sequences = admit(prompts, num_new, rng)
+    while going := [s for s in sequences if len(s.tokens) < s.num_prompt + num_new]:
+        chosen = [going[i] for i in rng.permutation(len(going))[: rng.integers(1, len(going) + 1)]]
+        step(device, chosen, rng)
+    return sequences
+
+
+def admit(prompts: list[list[int]], num_new: int, rng: np.random.Generator) -> list[Driven]:
+    """Sequences in random blocks."""
     blocks = rng.permutation(NUM_BLOCKS).tolist()
     sequences = []
     for prompt in prompts:
         needed = -(-(len(prompt) + num_new) // BLOCK_SIZE)
         sequences.append(Driven(list(prompt), len(prompt), [blocks.pop() for _ in range(needed)]))
-    while going := [s for s in sequences if len(s.tokens) < s.num_prompt + num_new]:
-        chosen = [going[i] for i in rng.permutation(len(going))[: rng.integers(1, len(going) + 1)]]
-        step(device, chosen, rng)
     return sequences
 
 

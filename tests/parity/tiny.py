@@ -204,7 +204,11 @@ def settings_of(directory: Path, **changes: object) -> ModelSettings:
 
 def load(directory: Path, **changes: object) -> Network:
     """The checkpoint on our functions."""
-    settings = settings_of(directory, **changes)
+    return load_settings(settings_of(directory, **changes))
+
+
+def load_settings(settings: ModelSettings) -> Network:
+    """The checkpoint that the settings name, on our functions."""
     return load_network(settings, read_config(settings))[0]
 
 

@@ -117,7 +117,7 @@ class Dispatcher:
         worker, layer, slot = np.nonzero(table.logical_of != EMPTY)
         self._slot_on[worker, layer, table.logical_of[worker, layer, slot]] = slot
         self._may_use = (self._slot_on != EMPTY) & table.is_alive[:, None, None]
-        self._has_copies = self._may_use.sum(axis=0).max(axis=1) > 1  # by layer
+        self._has_copies = self._may_use.sum(axis=0).max(axis=1, initial=0) > 1  # by layer
         # The worker that gets an expert's tokens now: at first the home itself if it has a copy.
         own_first = self._may_use.copy()
         own_first[:, self._may_use[self._worker]] = False

@@ -52,9 +52,16 @@ class TokenForm:
 
     @property
     def place_bytes(self) -> int:
-        """Bytes of a place."""
+        """Bytes of a place; 0 for a dense network, which stores nothing there."""
+        if not self.num_chosen:
+            return 0
         num_vectors = 1 + self.num_chosen + self.keeps_mixed
         return num_vectors * self.hidden_size * self.dtype.itemsize + self.num_chosen * self.weight_dtype.itemsize
+
+    @property
+    def guest_bytes(self) -> int:
+        """Bytes of a guest place; 0 for a dense network, which has none."""
+        return 0 if not self.num_chosen else (1 + self.num_chosen) * self.hidden_size * self.dtype.itemsize
 
 
 class Arena:
@@ -70,7 +77,7 @@ class Arena:
         def tensor(*sizes: int, dtype: torch.dtype = form.dtype) -> Tensor:
             return torch.zeros(*sizes, dtype=dtype, device=device)
 
-        num_all = shape.num_places + shape.num_guests
+        num_all = shape.num_places + shape.num_guests if form.num_chosen else 0
         self._device = device
         self._hidden = tensor(shape.num_rows, form.hidden_size)
         self._columns = [tensor(shape.num_rows, *column.sizes, dtype=column.dtype) for column in form.columns]

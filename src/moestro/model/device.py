@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from moestro.core.model_info import ModelInfo
@@ -29,6 +30,7 @@ from moestro.model.refuse import TESTED_FAMILIES
 from moestro.model.results import PendingResult, compute_result
 from moestro.model.settings import ModelSettings
 from moestro.model.step import PagedStep
+from moestro.model.worker_share import WorkerShare
 
 
 class TorchDevice:
@@ -89,7 +91,7 @@ _EXACT_DTYPES = ("float32", "float64")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckedNetwork:
-    """A loaded, checked and packed network, before the memory left for its KV cache is known.
+    """A loaded and checked network, before it is cut and packed and the memory left for its KV cache is known.
 
     Attributes:
         config: transformers' config.
@@ -116,32 +118,37 @@ class CheckedNetwork:
         Raises:
             ConfigError: the settings are impossible.
         """
-        probe, network, notes, wanted_len = self.probe, self.network, self.notes, self.max_model_len
+        probe, info, wanted_len = self.probe, self.describe(settings), self.max_model_len
         num_blocks = choose_num_blocks(settings, probe.bytes_per_block)
         num_host_blocks = choose_num_host_blocks(settings, probe.bytes_per_block)
         max_model_len = fit_max_model_len(settings, wanted_len, num_blocks, probe.bytes_per_block)
         if max_model_len < wanted_len:
             held = f"the {max_model_len} tokens that the KV cache holds"
-            notes += (f"max_model_len is lowered from {wanted_len} to {held}.",)
-        if self.config.model_type not in TESTED_FAMILIES:
-            name = self.config.model_type
-            notes += (f"model_type {name!r} is not a tested family; it passed a comparison with transformers.",)
+            lowered = f"max_model_len is lowered from {wanted_len} to {held}."
+            info = msgspec.structs.replace(info, max_model_len=max_model_len, notes=(*info.notes, lowered))
         pools = probe.allocate(num_blocks)
         if num_host_blocks:
             pools.allocate_host(num_host_blocks)
+        return pools, msgspec.structs.replace(info, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+
+    def describe(self, settings: ModelSettings) -> ModelInfo:
+        """Properties of the network on a device without KV cache."""
+        network, notes = self.network, self.notes
         dtype = str(network.dtype).removeprefix("torch.")
-        return pools, ModelInfo(
+        if self.config.model_type not in TESTED_FAMILIES:
+            name = self.config.model_type
+            notes += (f"model_type {name!r} is not a tested family; it passed a comparison with transformers.",)
+        return ModelInfo(
             model_id=settings.model,
             model_type=self.config.model_type,
             dtype=dtype,
             device=network.device.type,
-            max_model_len=max_model_len,
+            max_model_len=self.max_model_len,
             vocab_size=network.config.vocab_size,
             eos_token_ids=self.eos_token_ids,
             sampling_defaults=self.sampling_defaults,
-            num_blocks=num_blocks,
+            num_blocks=0,
             block_size=settings.block_size,
-            num_host_blocks=num_host_blocks,
             num_layers=network.num_layers,
             num_experts=network.num_experts,
             num_experts_per_token=self.num_chosen,
@@ -154,7 +161,7 @@ class CheckedNetwork:
 def open_network(
     settings: ModelSettings, on_phase: Callable[[str], None] = lambda _: None, rank: int = 0
 ) -> CheckedNetwork:
-    """Load a network, check it and pack its weights for execution. Arguments and errors as `open_device`."""
+    """Load a network and check it. Arguments and errors as `open_device`."""
     on_phase("read config")
     config = read_config(settings)
     wanted_len = choose_max_model_len(settings, getattr(config.get_text_config(), "max_position_embeddings", None))
@@ -166,8 +173,6 @@ def open_network(
     probe, num_chosen = check_network(network, wanted_len, settings.block_size)
     if settings.gate_override is not None:
         network.override = make_override(settings.gate_override, network.gate_shape(num_chosen), settings.seed)
-    on_phase("pack weights")
-    network.pack()
     return CheckedNetwork(
         config=config,
         network=network,
@@ -181,19 +186,28 @@ def open_network(
 
 
 def open_device(
-    settings: ModelSettings, on_phase: Callable[[str], None] = lambda _: None, rank: int = 0
+    settings: ModelSettings,
+    on_phase: Callable[[str], None] = lambda _: None,
+    rank: int = 0,
+    share: WorkerShare | None = None,
 ) -> tuple[TorchDevice, ModelInfo]:
     """Load a network and allocate its whole KV cache.
 
     Args:
         on_phase: called with a phase's name when the phase begins, and with `ready` at the end.
         rank: number that selects one of several accelerators (see `choose_device`).
+        share: part of the network to keep. None means all of it.
 
     Raises:
         ConfigError: the settings are impossible; the text says what to do.
         UnsupportedModelError: this checkpoint cannot run here; the text says why.
     """
     checked = open_network(settings, on_phase, rank)
+    if share is not None:
+        on_phase("cut weights")
+        share.cut(checked.network)
+    on_phase("pack weights")
+    checked.network.pack()
     on_phase("allocate KV cache")
     pools, info = checked.allocate(settings)
     on_phase("ready")

@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.moe import ExpertsInterface
 
-from moestro.model.packing import pack, packed_linear
+from moestro.model.packing import packed_linear
 
 EXPERTS = "moestro"  # name in the registry
 _TAG = "moestro_layer"
@@ -54,6 +56,7 @@ class Routing:
     Attributes:
         counts: int64[num_layers, num_experts], tokens that each expert computed since `begin`.
         stand_in: function called in place of all experts, with their arguments; None means that the experts compute.
+            An override of the gate is already applied.
     """
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
@@ -79,29 +82,41 @@ class ExpertLayer:
         layer: its layer in the network.
         place: its place among the layers with experts.
         routing: state shared by the network's experts.
-        packed: packed up and down weights of each expert; empty if they are not packed.
+        hidden_size, dtype: hidden size and dtype of the experts' inputs and answers.
+        logical_of: int32[slots], logical expert in each slot; EMPTY means none. None means that the module has all
+            experts, each in the slot of its number.
+        packed: packed up and down weights of each slot, without elements for an empty one; empty if the weights are not
+            packed.
     """
 
     layer: int
     place: int
     routing: Routing
-    packed: tuple[tuple[Tensor, Tensor], ...] = ()
+    hidden_size: int
+    dtype: torch.dtype
+    logical_of: NDArray[np.int32] | None = None
+    packed: Sequence[tuple[Tensor, Tensor]] = ()
 
 
 def tag_experts(modules: list[tuple[int, nn.Module]], routing: Routing) -> None:
     """Attach its context to each experts module. `modules`: (layer, experts module), ascending."""
     for place, (layer, module) in enumerate(modules):
-        setattr(module, _TAG, ExpertLayer(layer, place, routing))
+        experts = cast(PackedExperts, module)
+        up = weights_of(experts)[0]
+        hidden_size = up.shape[1] if experts.is_transposed else up.shape[2]
+        setattr(module, _TAG, ExpertLayer(layer, place, routing, hidden_size, up.dtype))
 
 
-def pack_experts(module: nn.Module) -> None:
-    """Pack the weights of a tagged experts module for `run_each` and drop the unpacked ones."""
-    tag, experts = getattr(module, _TAG), cast(PackedExperts, module)
-    up, _, down, _ = _weights(experts)
-    each = [(w.T, v.T) if experts.is_transposed else (w, v) for w, v in zip(up, down, strict=True)]
-    setattr(module, _TAG, replace(tag, packed=tuple((pack(w), pack(v)) for w, v in each)))
-    for weight in (up, down):
-        weight.data = weight.data.new_empty(0)
+def tag_of(module: nn.Module) -> ExpertLayer:
+    """Context of a tagged experts module."""
+    tag = getattr(module, _TAG)
+    assert isinstance(tag, ExpertLayer)
+    return tag
+
+
+def retag(module: nn.Module, **changes: Any) -> None:
+    """Replace fields of a tagged module's `ExpertLayer`."""
+    setattr(module, _TAG, replace(tag_of(module), **changes))
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -121,12 +136,12 @@ def routed_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k
     Returns:
         [tokens, hidden size], with the dtype of `hidden`.
     """
-    tag = getattr(module, _TAG)
-    assert isinstance(tag, ExpertLayer)
-    if tag.routing.stand_in is not None:
-        return tag.routing.stand_in(module, hidden, top_k_index, top_k_weights)
+    tag = tag_of(module)
     if tag.routing.chosen is not None:
         top_k_index = tag.routing.chosen[tag.place]
+    if tag.routing.stand_in is not None:
+        return tag.routing.stand_in(module, hidden, top_k_index, top_k_weights)
+    assert tag.logical_of is None, "some experts of this module are elsewhere"
     experts = cast(PackedExperts, module)
     flat = top_k_index.reshape(-1)
     by_expert = flat.argsort(stable=True)
@@ -134,11 +149,20 @@ def routed_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k
     counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=hidden.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
     tag.routing.counts[tag.layer, : experts.num_experts] += counts
-    if hidden.is_cuda and can_group(experts, hidden):
-        done = run_grouped(experts, rows, counts)
-    else:
-        done = run_each(experts, rows, counts, tag.packed)
-    return combine(done, by_expert, top_k_weights).to(hidden.dtype)
+    return combine(run_slots(module, rows, counts), by_expert, top_k_weights).to(hidden.dtype)
+
+
+def run_slots(module: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
+    """[rows, hidden size], answers of the experts in a tagged module's slots, not weighted.
+
+    Args:
+        rows: [rows, hidden size], those of slot 0 first.
+        counts: int64[slots], rows of each.
+    """
+    experts = cast(PackedExperts, module)
+    if rows.is_cuda and can_group(experts, rows):
+        return run_grouped(experts, rows, counts)
+    return run_each(experts, rows, counts, tag_of(module).packed)
 
 
 def run_each(
@@ -179,7 +203,7 @@ def run_batches(
         The row behind the last.
     """
     multiply = packed_linear if packed else torch.matmul if experts.is_transposed else functional.linear
-    up, up_bias, down, down_bias = _weights(experts)  # once: a module finds its parameters slowly
+    up, up_bias, down, down_bias = weights_of(experts)  # once: a module finds its parameters slowly
     for expert, count in batches:
         first, second = packed[expert] if packed else (up[expert], down[expert])
         inner = multiply(rows[start : start + count], first)
@@ -191,13 +215,6 @@ def run_batches(
         out[start : start + count] = _normalize(experts, outer)
         start += count
     return start
-
-
-def packed_weights(module: nn.Module) -> Sequence[tuple[Tensor, Tensor]]:
-    """`ExpertLayer.packed` of a tagged experts module."""
-    tag = getattr(module, _TAG)
-    assert isinstance(tag, ExpertLayer)
-    return tag.packed
 
 
 def add_contributions(contributions: Tensor, weights: Tensor) -> Tensor:
@@ -219,7 +236,7 @@ def run_grouped(experts: PackedExperts, rows: Tensor, counts: Tensor) -> Tensor:
     """Compute the result of `run_each` in two grouped products. No count reaches the host: no accelerator waits."""
     ends = counts.cumsum(0).to(torch.int32)
     of_row = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device, dtype=torch.int32), right=True)
-    up, up_bias, down, down_bias = _weights(experts)
+    up, up_bias, down, down_bias = weights_of(experts)
     if not experts.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     inner = functional.grouped_mm(rows, up, offs=ends)
@@ -256,7 +273,7 @@ def combine(rows: Tensor, by_expert: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
-def _weights(experts: PackedExperts) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+def weights_of(experts: PackedExperts) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """(up, its bias, down, its bias) of all experts."""
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     up: Tensor = getattr(experts, name)
@@ -278,5 +295,5 @@ def _normalize(experts: PackedExperts, outer: Tensor) -> Tensor:
 
 def can_group(experts: PackedExperts, rows: Tensor) -> bool:
     """Whether this torch has the grouped kernels, which need bfloat16 and rows of whole 16-byte words."""
-    sizes = (*_weights(experts)[0].shape[1:], *experts.down_proj.shape[1:])
+    sizes = (*weights_of(experts)[0].shape[1:], *experts.down_proj.shape[1:])
     return hasattr(functional, "grouped_mm") and rows.dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes)

@@ -44,7 +44,7 @@ def read_config(settings: ModelSettings) -> Any:
         raise
     except Exception as error:  # transformers' validators raise errors of their own, and other code any kind
         raise UnsupportedModelError(f"transformers does not accept config.json: {error}") from error
-    ignored = _build_skeleton(config)._keys_to_ignore_on_load_unexpected or ()
+    ignored = build_skeleton(config)._keys_to_ignore_on_load_unexpected or ()
     refuse_dtypes(files, raw.get("quantization_config"), ignored)
     return config
 
@@ -67,7 +67,7 @@ def load_network(settings: ModelSettings, config: Any, rank: int = 0) -> tuple[N
     for part in (config, config.get_text_config()):
         part.output_router_logits = False  # a training loss, which every step would compute
     if settings.load_format == "dummy":
-        model, note = _draw_weights(settings, config), "Weights are random (--load-format dummy)."
+        model, note = draw_weights(settings, config), "Weights are random (--load-format dummy)."
     else:
         model, note = _read_weights(settings, config)
     return Network(model.to(device).eval()), (note,) if note else ()
@@ -90,7 +90,7 @@ def choose_device(settings: ModelSettings, rank: int = 0) -> torch.device:
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
-def _build_skeleton(config: Any) -> Any:
+def build_skeleton(config: Any) -> Any:
     """Build the network without memory for weights, unless its modules are refused."""
     try:
         with torch.device("meta"):
@@ -102,22 +102,17 @@ def _build_skeleton(config: Any) -> Any:
 
 
 def _read_weights(settings: ModelSettings, config: Any) -> tuple[Any, str]:
-    quantization = getattr(config, "quantization_config", None)
+    is_quantized = getattr(config, "quantization_config", None) is not None
     dtype: torch.dtype | None = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    if quantization is not None:
-        config.quantization_config = {**quantization, "dequantize": True}
+    if is_quantized:
         dtype = dtype or config.get_text_config().dtype or torch.bfloat16
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             settings.model,
             config=config,
-            dtype=dtype or "auto",
-            attn_implementation=PAGED,
-            experts_implementation=EXPERTS,
-            use_safetensors=True,
-            local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **pretrained_arguments(config, dtype),
         )
     except Exception as error:  # torn files, other shapes: each library below raises its own errors
         raise UnsupportedModelError(f"The weights in {settings.model} cannot be loaded: {error}") from error
@@ -126,10 +121,29 @@ def _read_weights(settings: ModelSettings, config: Any) -> tuple[Any, str]:
         raise UnsupportedModelError(
             f"{settings.model} lacks {len(missing)} of the config's tensors, first {missing[0]}."
         )
-    if quantization is not None and dtype is not None:
+    if is_quantized and dtype is not None:
         _finish_dequantizing(model, dtype)
     unused = sorted(report["unexpected_keys"])
     return model, f"{len(unused)} tensors of the checkpoint are not used, first {unused[0]}." if unused else ""
+
+
+def pretrained_arguments(config: Any, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for Moestro's functions, after the config asks for dequantized weights.
+
+    Args:
+        config: config of the checkpoint, which may be changed.
+        dtype: dtype of the weights. None means the checkpoint's.
+    """
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        config.quantization_config = {**quantization, "dequantize": True}
+    return {
+        "dtype": dtype or "auto",
+        "attn_implementation": PAGED,
+        "experts_implementation": EXPERTS,
+        "use_safetensors": True,
+        "local_files_only": True,
+    }
 
 
 def _finish_dequantizing(model: Any, dtype: torch.dtype) -> None:
@@ -143,7 +157,7 @@ def _finish_dequantizing(model: Any, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _draw_weights(settings: ModelSettings, config: Any) -> Any:
+def draw_weights(settings: ModelSettings, config: Any) -> Any:
     """Draw random weights of the config's shapes, keyed by the seed, of a size that keeps activations near 1.
 
     transformers' own deviation of 0.02 does not serve: in a small network its logits hardly depend on the input.

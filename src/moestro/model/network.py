@@ -8,11 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from moestro.core.expert_table import EMPTY
 from moestro.core.views import LS
-from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Units
+from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Int32s, Units
 from moestro.errors import UnsupportedModelError
 from moestro.model.attention import STEP_ARGUMENT
-from moestro.model.experts import Routing, is_experts, pack_experts, tag_experts
+from moestro.model.expert_slots import keep_experts, pack_experts
+from moestro.model.experts import Routing, is_experts, tag_experts
 from moestro.model.gate_override import GateOverride, GateShape
 from moestro.model.packing import can_pack, pack_linears
 from moestro.model.pools import KVPools
@@ -30,6 +32,7 @@ class Network:
         device, dtype: device and dtype of its weights.
         num_parameters: number of parameters, counting tied ones once.
         num_experts, bytes_per_expert: number in the layer that has most, and size of the largest; 0 for a dense model.
+        num_slots: number of slots that each layer with experts has here; `num_experts` before `keep_experts`.
         routing: shared state of its experts; None for a dense model.
         override: replacement of its gates' choices; None means that the gates choose.
         experts: (layer, experts module), ascending.
@@ -43,22 +46,50 @@ class Network:
         self.dtype: torch.dtype = model.dtype
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.override: GateOverride | None = None
-        self.experts = _find_experts(model, self.num_layers)
+        self.experts = find_experts(model, self.num_layers)
         self.bytes_per_expert = max((_bytes_per_expert(module) for _, module in self.experts), default=0)
         self.num_experts = max((int(module.num_experts) for _, module in self.experts), default=0)
+        self.num_slots = self.num_experts
         self.routing = Routing(self.num_layers, self.num_experts, self.device) if self.experts else None
         if self.routing is not None:
             tag_experts(self.experts, self.routing)
+
+    def keep_experts(self, logical_of: Int32s) -> None:
+        """Drop the weights of all experts but those of a worker's slots; to be called once, before `pack_experts`.
+
+        Args:
+            logical_of: int32[layers, slots], logical expert in each slot; EMPTY means none.
+        """
+        self.num_slots = logical_of.shape[1]
+        for layer, module in self.experts:
+            # A table has the experts of the layer that has most.
+            keep_experts(module, np.where(logical_of[layer] < module.num_experts, logical_of[layer], EMPTY))
+
+    def drop_all_but_experts(self) -> None:
+        """Drop embeddings, attention, norms, gates, shared experts, dense layers and the head.
+
+        Only the modules in `experts` remain; no step can run.
+        """
+        self.model = None
 
     def pack(self) -> None:
         """Convert the weights to the layout of the CPU's kernels, where such kernels exist.
 
         Afterwards only Moestro's functions can run the network, because transformers' experts would miss their weights.
         """
+        self.pack_linears()
+        self.pack_experts()
+
+    def pack_linears(self) -> None:
+        """Do the part of `pack` that concerns linear layers."""
+        if can_pack(self.device, self.dtype):
+            pack_linears(self.model)
+
+    def pack_experts(self) -> None:
+        """Do the part of `pack` that concerns routed experts."""
         if can_pack(self.device, self.dtype):
             for _, module in self.experts:
                 pack_experts(module)
-            pack_linears(self.model)
 
     @torch.inference_mode()
     def logits(self, step: PagedStep) -> Tensor:
@@ -111,12 +142,18 @@ class Network:
         return step.upload(self.override.choose(step.positions, step.token_ids))
 
 
-def _find_experts(model: nn.Module, num_layers: int) -> list[tuple[int, Any]]:
-    """Find (layer, experts module), ascending; the layer is the first number in the module's name."""
+def layer_of_name(name: str) -> int | None:
+    """Layer of a module or tensor: the first number in its name. None means that it belongs to no layer."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+
+
+def find_experts(model: nn.Module, num_layers: int) -> list[tuple[int, Any]]:
+    """Find (layer, experts module), ascending."""
     found = []
     for name, module in model.named_modules():
         if is_experts(module):
-            layer = next(int(part) for part in name.split(".") if part.isdigit())
+            layer = layer_of_name(name)
+            assert layer is not None, "an experts module outside of the layers"
             found.append((layer, module))
     # Layers that do not run may follow those that do: heads for multi-token prediction.
     return sorted((pair for pair in found if pair[0] < num_layers), key=lambda pair: pair[0])

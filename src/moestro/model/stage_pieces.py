@@ -3,50 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moestro.core.stages import Attention, Experts, Merge, Merges, Passage, Sample, StageItem, StageShape
+from moestro.core.stages import Attention, Experts, Merge, Merges, Passage, Sample, StageShape
 from moestro.core.work import Units
-from moestro.model.arena import Arena, Index
-from moestro.model.experts import can_group, combine, run_grouped
+from moestro.model.arena import Index
+from moestro.model.expert_pieces import ExpertRunner, Pieces, Progress
+from moestro.model.experts import combine
 from moestro.model.fragments import Fragment, Fragments
 from moestro.model.layer_stages import Attended
 from moestro.model.pools import KVPools
-from moestro.model.results import PendingResult, compute_result, to_host
+from moestro.model.results import compute_result, to_host
 from moestro.model.staged_network import StagedNetwork
-from moestro.model.upload import upload
 
 _FEW_TOKENS = 64
-
-Pieces = Generator[None, None, None]
-
-
-@dataclass(slots=True, eq=False)
-class Progress:
-    """Progress of an item.
-
-    Attributes:
-        item: the item.
-        is_withdrawn: whether it stops before its next piece.
-        num_batches: batches of an `Experts` begun so far.
-        layer, first_open: position of a `Passage`'s units; see `core.stages.Stopped`.
-        topk_ids: int32[tokens, k] on its way to the host, for units that stopped among the experts of a layer.
-        counts: int64[layers, experts] of a `Passage`.
-        result: result of units that left the last layer.
-    """
-
-    item: StageItem
-    is_withdrawn: bool = False
-    num_batches: int = 0
-    layer: int = 0
-    first_open: int = 0
-    topk_ids: Tensor | None = None
-    counts: Tensor | None = None
-    result: PendingResult | None = None
 
 
 class StageRunner:
@@ -59,15 +32,15 @@ class StageRunner:
         piece_bytes: weight bytes below which several experts form one piece.
 
     Attributes:
+        shape: as above.
+        device: device of the network.
         arena: memory of the tokens inside the network.
     """
 
     def __init__(self, staged: StagedNetwork, pools: KVPools, shape: StageShape, piece_bytes: int) -> None:
-        network = staged.network
-        self._staged, self._shape = staged, shape
-        self._device = network.device
-        self._experts_a_piece = max(piece_bytes // max(network.bytes_per_expert, 1), 1)
-        self.arena = Arena(shape, staged.token_form(shape.num_chosen), network.device)
+        self._staged, self.shape, self.device = staged, shape, staged.network.device
+        self._experts = ExpertRunner(staged.network, staged.token_form(shape.num_chosen), shape, piece_bytes)
+        self.arena = self._experts.arena
         self._fragments = Fragments(staged, pools, self.arena)
 
     def pieces(self, progress: Progress) -> Pieces:
@@ -75,8 +48,8 @@ class StageRunner:
         match progress.item:
             case Attention() as item:
                 return self._attend(item, progress)
-            case Experts() as item:
-                return self._run_experts(item, progress)
+            case Experts():
+                return self._experts.pieces(progress)
             case Merge() as item:
                 return self._merge(item)
             case Passage() as item:
@@ -121,29 +94,14 @@ class StageRunner:
         self.arena.write_hidden(rows, self._complete(item.layer, rows, item.merges))
         yield from ()
 
-    def _run_experts(self, item: Experts, progress: Progress) -> Pieces:
-        if len(item.places):
-            inputs = self.arena.read_inputs(item.places)
-            done, end = torch.empty_like(inputs), 0
-            pairs = list(zip(item.experts.tolist(), item.counts.tolist(), strict=True))
-            for batch in self._batches(item.layer, inputs, pairs):
-                if progress.num_batches:
-                    yield
-                if progress.is_withdrawn:
-                    break
-                end = self._run_batch(item.layer, inputs, done, end, batch)
-                progress.num_batches += len(batch)
-            if end:
-                self.arena.write_contributions(item.places[:end], item.choices[:end], done[:end])
-
     def _pass(self, item: Passage, progress: Progress) -> Pieces:
-        num_layers = self._shape.num_layers
+        num_layers = self.shape.num_layers
         fragment, hidden = self._begin(item)
         # Where looking up costs more than the work itself, an attention and its experts are one piece.
-        is_small = len(item.rows) <= _FEW_TOKENS and self._experts_a_piece >= self._shape.num_experts
-        if self._shape.num_experts:
-            shape = (num_layers, self._shape.num_experts)
-            progress.counts = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        is_small = len(item.rows) <= _FEW_TOKENS and self._experts.num_a_piece >= self.shape.num_experts
+        if self.shape.num_experts:
+            shape = (num_layers, self.shape.num_experts)
+            progress.counts = torch.zeros(shape, dtype=torch.int64, device=self.device)
         for layer in range(item.layer, min(item.until, num_layers)):
             progress.layer = layer
             if layer > item.layer:
@@ -183,13 +141,12 @@ class StageRunner:
         counts = progress.counts[progress.layer]
         counts.scatter_add_(0, ids.reshape(-1), torch.ones_like(by_expert))
         rows = inputs.index_select(0, by_expert // ids.shape[1])
-        if rows.is_cuda and can_group(self._staged.experts_of(progress.layer), rows):
-            # The host does not read the tokens' experts, so the accelerator never waits.
-            done = run_grouped(self._staged.experts_of(progress.layer), rows, counts)
-            return combine(done, by_expert, weights)
+        whole = self._experts.run_whole(progress.layer, rows, counts)
+        if whole is not None:  # the host does not read the tokens' experts, so the accelerator never waits
+            return combine(whole, by_expert, weights)
         done, end = torch.empty_like(rows), 0
         present = [(expert, count) for expert, count in enumerate(counts.tolist()) if count]
-        for batch in self._batches(progress.layer, rows, present):
+        for batch in self._experts.split(progress.layer, rows, present):
             if end:
                 yield
             if progress.is_withdrawn:
@@ -197,7 +154,7 @@ class StageRunner:
                 counts[progress.first_open :] = 0
                 self._stand(fragment, attended, done[:end], progress)
                 return None
-            end = self._run_batch(progress.layer, rows, done, end, batch)
+            end = self._experts.run_batch(progress.layer, rows, done, end, batch)
         return combine(done, by_expert, weights)
 
     def _stand(self, fragment: Fragment, attended: Attended, done: Tensor, progress: Progress) -> None:
@@ -212,26 +169,9 @@ class StageRunner:
             token, choice = np.divmod(pairs, ids.shape[1])
             self.arena.write_contributions(places[token], choice.astype(np.int32), done)
 
-    def _batches(self, layer: int, rows: Tensor, pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """Split (expert, its rows) into pieces."""
-        size = self._experts_a_piece
-        if rows.is_cuda and can_group(self._staged.experts_of(layer), rows):
-            size = len(pairs)
-        return [pairs[first : first + size] for first in range(0, len(pairs), size)]
-
-    def _run_batch(self, layer: int, rows: Tensor, done: Tensor, begin: int, batch: list[tuple[int, int]]) -> int:
-        """Fill `done` from `begin` with the answers of the batch's experts to `rows`. Returns the end of that part."""
-        if rows.is_cuda and can_group(self._staged.experts_of(layer), rows):
-            counts = np.zeros(self._shape.num_experts, np.int64)
-            counts[[expert for expert, _ in batch]] = [count for _, count in batch]
-            module, end = self._staged.experts_of(layer), begin + int(counts.sum())
-            done[begin:end] = run_grouped(module, rows[begin:end], upload(counts, self._device))
-            return end
-        return self._staged.run_batches(layer, batch, rows, done, start=begin)
-
     def _sample(self, item: Sample, progress: Progress) -> Pieces:
         fragment = self._fragments.get(item.units, item.rows)
-        hidden = self._complete_before(self._shape.num_layers, fragment, item.merges)
+        hidden = self._complete_before(self.shape.num_layers, fragment, item.merges)
         self._finish(item.units, fragment, hidden, progress)
         yield from ()
 

@@ -26,13 +26,12 @@ from moestro.core.stages import (
     Stopped,
 )
 from moestro.core.work import BlockMoves, Int32s
+from moestro.model.expert_pieces import PIECE_BYTES, ExpertRunner, Pieces, Progress
 from moestro.model.pools import KVPools
-from moestro.model.stage_pieces import Pieces, Progress, StageRunner
+from moestro.model.stage_pieces import StageRunner
 from moestro.model.staged_network import StagedNetwork
 
 _PIECES_AHEAD = 2  # on an accelerator: one piece in progress, and one so that it never waits for the host
-# A look-up after each expert would cost more than a small expert takes. A CPU reads this many bytes in some 100 µs.
-_PIECE_BYTES = 2 << 20
 _OVER = object()
 
 
@@ -53,25 +52,18 @@ class _LaunchedItem:
     is_over: bool = False
 
 
-class StagedTorchDevice:
-    """Computes stage items.
+class ExpertTorchDevice:
+    """Computes `Experts` items for tokens of other workers: the device of an expert worker.
 
     Args:
-        staged: the network.
-        pools: its KV cache.
-        shape: numbers of rows and places for tokens inside the network.
-        piece_bytes: weight bytes below which several experts form one piece, which nothing interrupts.
+        runner: the experts, and memory of the tokens.
     """
 
-    def __init__(
-        self, staged: StagedNetwork, pools: KVPools, shape: StageShape, piece_bytes: int = _PIECE_BYTES
-    ) -> None:
-        self.shape = shape
-        self.pools = pools
-        self.staged = staged
-        self._device = staged.network.device
+    def __init__(self, runner: ExpertRunner | StageRunner) -> None:
+        self.shape = runner.shape
+        self._runner = runner
+        self._device = runner.device
         self._is_cpu = self._device.type == "cpu"
-        self._runner = StageRunner(staged, pools, shape, piece_bytes)
         self._running: deque[_LaunchedItem] = deque()
 
     @property
@@ -87,8 +79,8 @@ class StagedTorchDevice:
             self._work_ahead()
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
-        """Implement `StagedDevice.move_blocks`."""
-        self.pools.move_blocks(moves)
+        """Raise: a device without attention keeps no KV."""
+        raise AssertionError("a device without attention keeps no KV")
 
     def poll(self, now_ns: int) -> list[StageResult]:
         """Do, or wait for, one piece. Returns the result of the item that this piece completed."""
@@ -149,6 +141,28 @@ class StagedTorchDevice:
                 event.record(torch.cuda.current_stream(self._device))
                 launched.events.append(event)
                 ahead += 1
+
+
+class StagedTorchDevice(ExpertTorchDevice):
+    """Computes stage items.
+
+    Args:
+        staged: the network.
+        pools: its KV cache.
+        shape: numbers of rows and places for tokens inside the network.
+        piece_bytes: weight bytes below which several experts form one piece, which nothing interrupts.
+    """
+
+    def __init__(
+        self, staged: StagedNetwork, pools: KVPools, shape: StageShape, piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        super().__init__(StageRunner(staged, pools, shape, piece_bytes))
+        self.pools = pools
+        self.staged = staged
+
+    def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
+        """Implement `StagedDevice.move_blocks`."""
+        self.pools.move_blocks(moves)
 
 
 def _result(progress: Progress) -> StageResult:

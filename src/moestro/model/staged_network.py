@@ -6,7 +6,7 @@ each layer, and for the end, where calling its last norm and its head directly g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +20,7 @@ from moestro.errors import UnsupportedModelError
 from moestro.model.arena import TokenForm
 from moestro.model.attention import STEP_ARGUMENT
 from moestro.model.check import paged_units
-from moestro.model.experts import Routing, add_contributions, packed_weights, run_batches
+from moestro.model.experts import Routing, add_contributions, run_batches, tag_of
 from moestro.model.layer_arguments import ColumnForm, LayerArguments, Recording
 from moestro.model.layer_stages import (
     Attended,
@@ -80,7 +80,8 @@ class StagedNetwork:
     """Runs the stages of a network.
 
     Args:
-        network: a loaded network, packed if it is to be packed.
+        network: a loaded network with all experts, its linear layers packed if they are to be packed. Its experts may
+            be packed, and cut to those of a worker, afterwards.
 
     Raises:
         UnsupportedModelError: its layers cannot run in stages.
@@ -99,9 +100,8 @@ class StagedNetwork:
         if len(layers) != network.num_layers:
             raise UnsupportedModelError(_refusal(network, "its layers are not in one list"))
         self._stubs = nn.ModuleList(_Stub(layer) for layer in layers)
-        self._experts = dict(network.experts)
-        self._place_of = {layer: place for place, layer in enumerate(self._experts)}
-        self.is_sparse = tuple(layer in self._experts for layer in range(network.num_layers))
+        self._place_of = {layer: place for place, (layer, _) in enumerate(network.experts)}
+        self.is_sparse = tuple(layer in self._place_of for layer in range(network.num_layers))
         with torch.inference_mode():
             probe, other = (_make_probe(network, lengths) for lengths in _PROBES)
             hidden, recording = self.run_front(probe)
@@ -123,7 +123,7 @@ class StagedNetwork:
         """State that the network keeps of a token. `num_chosen`: experts that a token visits in a layer."""
         columns = list(self.arguments.columns)
         if self.network.override is not None:
-            columns.append(ColumnForm((len(self._experts), num_chosen), torch.int64))
+            columns.append(ColumnForm((len(self._place_of), num_chosen), torch.int64))
         return TokenForm(
             hidden_size=self.network.config.hidden_size,
             num_chosen=num_chosen,
@@ -186,17 +186,6 @@ class StagedNetwork:
         if chosen is None or attended.topk_ids is None:
             return attended
         return replace(attended, topk_ids=chosen[:, self._place_of[layer]])
-
-    def run_batches(
-        self, layer: int, batches: Sequence[tuple[int, int]], rows: Tensor, out: Tensor, *, start: int = 0
-    ) -> int:
-        """Run experts as `model.experts.run_batches` does."""
-        module = self._experts[layer]
-        return run_batches(module, batches, rows, out, start=start, packed=packed_weights(module))
-
-    def experts_of(self, layer: int) -> Any:
-        """Experts module of a layer."""
-        return self._experts[layer]
 
     def complete(self, layer: int, attended: Attended, total: Tensor, arguments: dict[str, Any]) -> Tensor:
         """[tokens, hidden size], output of the layer.
@@ -278,6 +267,7 @@ class _Check:
 
     def __init__(self, staged: StagedNetwork, layers: list[nn.Module], step: PagedStep, recording: Recording) -> None:
         self._staged, self._layers, self._network = staged, layers, staged.network
+        self._experts = dict(staged.network.experts)
         self._step, self._recording = step, recording
         columns = staged.arguments.split(recording)
         self._arguments = [staged.arguments.fill(kind, columns.__getitem__, step) for kind in staged.arguments.kind_of]
@@ -325,7 +315,8 @@ class _Check:
         flat, k = ids.reshape(-1).tolist(), ids.shape[1]
         rows = attended.inputs.repeat_interleave(k, dim=0)
         done = torch.empty_like(rows)
-        self._staged.run_batches(layer, [(expert, 1) for expert in flat], rows, done)
+        module = self._experts[layer]
+        run_batches(module, [(expert, 1) for expert in flat], rows, done, packed=tag_of(module).packed)
         total = add_contributions(done.view(len(hidden), k, -1), attended.topk_weights.gather(1, order))
         return stages.complete(attended, total.to(hidden.dtype), self._arguments[layer])
 

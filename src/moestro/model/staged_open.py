@@ -1,4 +1,4 @@
-"""Opens the device that works in stages: the network, its KV cache, and room for the tokens inside the network."""
+"""Opens the devices that work in stages: the network, its KV cache, and room for the tokens inside the network."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from dataclasses import replace
 from moestro.core.model_info import ModelInfo
 from moestro.core.stages import NUM_PLANS, StageShape
 from moestro.errors import ConfigError
+from moestro.model.arena import TokenForm
 from moestro.model.device import CheckedNetwork, open_network
+from moestro.model.expert_pieces import ExpertRunner
 from moestro.model.settings import ModelSettings
-from moestro.model.staged_device import StagedTorchDevice
+from moestro.model.staged_device import ExpertTorchDevice, StagedTorchDevice
 from moestro.model.staged_network import StagedNetwork
+from moestro.model.worker_share import WorkerShare
 
 
 def open_staged_device(
@@ -19,6 +22,7 @@ def open_staged_device(
     max_tokens: int,
     on_phase: Callable[[str], None] = lambda _: None,
     rank: int = 0,
+    share: WorkerShare | None = None,
 ) -> tuple[StagedTorchDevice, ModelInfo]:
     """Open a device that works in stages; otherwise as `open_device`.
 
@@ -26,14 +30,24 @@ def open_staged_device(
         settings: `max_parked_bytes` is the memory for the tokens inside the network, taken from the KV cache's. With
             less than two plans take, a plan that passes another may have to wait until the other's layer is complete.
         max_tokens: tokens of one plan.
+        share: part of the network to keep, for an attention worker or a colocated one. None means all of it.
 
     Raises:
         ConfigError: as `open_device`; or the bytes do not hold one plan; or nothing remains for the KV cache.
         UnsupportedModelError: as `open_device`; or the network cannot run in stages.
     """
     checked = open_network(settings, on_phase, rank)
-    staged = StagedNetwork(checked.network)
+    on_phase("pack weights")
+    checked.network.pack_linears()
+    staged = StagedNetwork(checked.network)  # whose check needs all experts
+    if share is not None:
+        on_phase("cut weights")
+        share.cut(checked.network)
+    checked.network.pack_experts()
+    num_guests = 0 if share is None else share.num_guests
     shape, parked_bytes = _choose_shape(checked, staged, max_tokens, settings.max_parked_bytes)
+    form = staged.token_form(checked.num_chosen)
+    shape, parked_bytes = replace(shape, num_guests=num_guests), parked_bytes + num_guests * form.guest_bytes
     on_phase("allocate KV cache")
     left = settings.kv_cache_bytes - parked_bytes
     if left < 1 and settings.num_gpu_blocks_override is None:
@@ -47,6 +61,50 @@ def open_staged_device(
     return device, info
 
 
+def open_expert_device(
+    settings: ModelSettings,
+    share: WorkerShare,
+    on_phase: Callable[[str], None] = lambda _: None,
+    rank: int = 0,
+) -> tuple[ExpertTorchDevice, ModelInfo]:
+    """Open the device of an expert worker: routed experts alone, without attention and without KV cache.
+
+    Args:
+        settings: as for `open_device`; the sizes of the KV cache are not used.
+        share: experts to keep, and the number of guests.
+        on_phase, rank: as for `open_device`.
+
+    Raises:
+        ConfigError: as `open_device`.
+        UnsupportedModelError: as `open_device`.
+    """
+    checked = open_network(settings, on_phase, rank)
+    network, info = checked.network, checked.describe(settings)
+    on_phase("cut weights")
+    share.cut(network, keeps_attention=False)
+    on_phase("pack weights")
+    network.pack_experts()
+    sparse = {layer for layer, _ in network.experts}
+    shape = StageShape(
+        is_sparse=tuple(layer in sparse for layer in range(network.num_layers)),
+        num_experts=network.num_slots,
+        num_chosen=checked.num_chosen,
+        num_rows=0,
+        num_places=0,
+        num_guests=share.num_guests,
+    )
+    form = TokenForm(
+        hidden_size=network.config.hidden_size,
+        num_chosen=checked.num_chosen,
+        dtype=network.dtype,
+        keeps_mixed=False,
+        columns=(),
+    )
+    device = ExpertTorchDevice(ExpertRunner(network, form, shape))
+    on_phase("ready")
+    return device, info
+
+
 def _choose_shape(
     checked: CheckedNetwork, staged: StagedNetwork, max_tokens: int, max_parked_bytes: int | None
 ) -> tuple[StageShape, int]:
@@ -55,18 +113,19 @@ def _choose_shape(
     form = staged.token_form(checked.num_chosen)
     row_bytes, place_bytes = form.row_bytes, form.place_bytes
     num_rows = NUM_PLANS * max_tokens
-    num_places = num_rows if any(staged.is_sparse) else 1
-    least = num_rows * row_bytes + min(max_tokens, num_places) * place_bytes
+    num_places = num_rows
+    least = num_rows * row_bytes + max_tokens * place_bytes
     if max_parked_bytes is not None:
         if max_parked_bytes < least:
             raise ConfigError(
                 f"--max-parked-bytes {max_parked_bytes} does not hold one step of {max_tokens} tokens: give at least"
                 f" {least}, or lower --max-num-batched-tokens."
             )
-        num_places = min(num_places, (max_parked_bytes - num_rows * row_bytes) // place_bytes)
+        if place_bytes:
+            num_places = min(num_places, (max_parked_bytes - num_rows * row_bytes) // place_bytes)
     shape = StageShape(
         is_sparse=staged.is_sparse,
-        num_experts=network.num_experts,
+        num_experts=network.num_slots,
         num_chosen=checked.num_chosen,
         num_rows=num_rows,
         num_places=num_places,

@@ -1,0 +1,44 @@
+"""The part of a network that a worker of a group keeps."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.model.network import Network
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WorkerShare:
+    """What a worker of a group keeps of a network, and room for tokens of other workers.
+
+    Attributes:
+        worker: number of the worker in the table.
+        make_table: function of (layers, experts of a layer) that returns the placement of the experts. A worker
+            without experts has none in its row of the table; its slots take no memory.
+        num_guests: tokens of other workers that may be among this worker's experts at once; 0 where experts are
+            exchanged in whole steps.
+    """
+
+    worker: int
+    make_table: Callable[[int, int], ExpertTable]
+    num_guests: int = 0
+
+    def cut(self, network: Network, *, keeps_attention: bool = True) -> None:
+        """Drop what the worker does not own. The network's linear layers may be packed, its experts may not.
+
+        Args:
+            network: a network with all weights.
+            keeps_attention: whether the worker keeps everything but the routed experts of others.
+        """
+        logical_of = self.make_table(network.num_layers, network.num_experts).logical_of[self.worker]
+        if (logical_of == EMPTY).all():
+            logical_of = np.empty((len(logical_of), 0), np.int32)
+        network.keep_experts(logical_of)
+        if not keeps_attention:
+            network.drop_all_but_experts()
+        gc.collect()  # modules of transformers may refer to each other

@@ -1,0 +1,72 @@
+"""Single experts from a checkpoint: bit for bit those of the whole network, in whatever form they are stored."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from parity import tiny
+from safetensors.torch import load_file, save_file
+from support.expert_tables import scatter
+from support.quantized_checkpoints import fp8_twins, mxfp4_twins
+
+from moestro.core.expert_table import EMPTY
+from moestro.errors import UnsupportedModelError
+from moestro.model.expert_files import load_experts, read_experts
+from moestro.model.expert_slots import read_expert
+from moestro.model.experts import tag_of
+from moestro.model.settings import ModelSettings
+from moestro.model.worker_share import WorkerShare
+
+SPARSE = [name for name in tiny.FAMILIES if name not in ("qwen2-window", "qwen2", "llama")]
+
+
+def check(settings: ModelSettings) -> None:
+    network = tiny.load_settings(settings)
+    for layer, module in network.experts:
+        found = read_experts(settings, layer, [4, 0, 5], network.dtype)
+        for expert, weights in zip([4, 0, 5], found, strict=True):
+            for ours, theirs in zip(weights, read_expert(module, expert), strict=True):
+                assert (ours is None) == (theirs is None)
+                assert ours is None or (ours.dtype == theirs.dtype and torch.equal(ours, theirs))
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_an_expert_is_that_of_the_whole_network(name, checkpoint):
+    check(tiny.settings_of(checkpoint(name), dtype="float64" if name == "mixtral" else "auto"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("make_twins", [fp8_twins, mxfp4_twins])
+def test_a_quantized_expert_is_dequantized_in_the_same_way(make_twins, dtype, tmp_path):
+    check(tiny.settings_of(make_twins(tmp_path)[0], dtype=dtype))
+
+
+def test_random_weights_are_drawn_again(checkpoint):
+    check(tiny.settings_of(checkpoint("qwen3_moe"), load_format="dummy", seed=5))
+
+
+def test_slots_take_experts_of_the_checkpoint(checkpoint):
+    settings = tiny.settings_of(checkpoint("gpt_oss"))
+    whole, cut = tiny.load_settings(settings), tiny.load_settings(settings)
+    table = scatter(np.random.default_rng(2), (whole.num_layers, whole.num_experts), [0, 1], 2)
+    WorkerShare(worker=0, make_table=lambda *_: table).cut(cut)
+    cut.pack_experts()
+    (layer, module), (_, source) = cut.experts[1], whole.experts[1]
+    slots = [int(np.flatnonzero(table.logical_of[0, layer] == EMPTY)[0]), 0]
+    load_experts(cut, settings, layer, dict(zip(slots, [3, 1], strict=True)))
+    assert tag_of(module).logical_of[slots].tolist() == [3, 1]
+    for slot, logical in zip(slots, [3, 1], strict=True):
+        for ours, theirs in zip(read_expert(module, slot), read_expert(source, logical), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_a_layer_that_went_missing_is_refused(tmp_path):
+    directory = tiny.save_checkpoint(tmp_path, tiny.make_config("qwen3_moe"))
+    tensors = load_file(directory / "model.safetensors")
+    left = {name: tensor for name, tensor in tensors.items() if ".1.mlp." not in name}
+    save_file(left, directory / "model.safetensors", {"format": "pt"})
+    settings = tiny.settings_of(directory)
+    with pytest.raises(UnsupportedModelError, match="layer 1 has no experts"):
+        read_experts(settings, 1, [0], torch.float32)
+    assert read_experts(settings, 0, [0], torch.float32)
