@@ -26,7 +26,7 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
         num_homes: workers with attention.
         num_workers: most workers that the group can have.
         num_shares: parts into which the experts of each layer are divided.
-        shares: shares that this worker holds.
+        held: shares that each worker holds.
         is_colocated: whether the workers with attention hold the experts too.
         address: ZeroMQ address on which it listens to the other workers.
         stepping: step policies and credits.
@@ -36,10 +36,15 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_homes: int
     num_workers: int
     num_shares: int
-    shares: tuple[int, ...]
+    held: tuple[tuple[int, ...], ...]
     is_colocated: bool
     address: str
     stepping: GroupStepSettings
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Shares that this worker holds."""
+        return self.held[self.worker]
 
     @property
     def is_home(self) -> bool:

@@ -103,7 +103,7 @@ class Coordinator:
             num_homes=self.num_homes,
             num_workers=self.num_places,
             num_shares=self._options.num_shares,
-            shares=self._members[worker].held,
+            held=tuple(member.held for member in self._members),
             is_colocated=self._options.num_expert_workers == 0,
             address=self._address(worker, launch),
             stepping=self._options,

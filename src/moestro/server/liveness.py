@@ -87,7 +87,8 @@ class Liveness:
             self._stepped_ns = now_ns  # There is nothing to compute.
         silence_ns, idle_ns = now_ns - self._heard_ns, now_ns - self._stepped_ns
         if silence_ns >= self._timeouts.silence_ns:
-            self.reason = f"no message for {silence_ns / 1e9:.{0 if silence_ns >= NS_PER_S else 1}f} s ({self._timeouts.silence_flag})"
+            digits = 0 if silence_ns >= NS_PER_S else 1
+            self.reason = f"no message for {silence_ns / 1e9:.{digits}f} s ({self._timeouts.silence_flag})"
             return RankStatus.HUNG
         if idle_ns >= self._timeouts.stall_ns:
             self.reason = f"no step for {idle_ns / 1e9:.0f} s with {num_in_flight} requests"
