@@ -77,6 +77,8 @@ class ServeSettings:
                     f"--mode async has an engine for each attention worker: give --attention {self.processes.engines}"
                     " instead of --engines"
                 )
+        elif self.server.admin_port is not None:
+            raise ConfigError("--admin-port is for the workers of --mode async: add it, or leave the port out")
         elif group.attention is not None or group.experts is not None:
             raise ConfigError("--attention and --experts number the workers of --mode async: add it, or leave them out")
 

@@ -132,6 +132,17 @@ class FlowCore:
         """Totals since the start."""
         return self._passed_over.counts
 
+    def waiting_by_layer(self, now_ns: int) -> tuple[Int64s, Int64s]:
+        """Count what waits before each layer, whose last is the sampler, and say for how long the oldest waits.
+
+        Returns:
+            int64[num_layers + 1] tokens of an attention and pairs of experts, and int64[num_layers + 1] ns.
+        """
+        table = self._queues.table()
+        num_waiting = table.n.sum(axis=(0, 2), dtype=np.int64)
+        oldest_ns = table.oldest_ns.min(axis=(0, 2))
+        return num_waiting, np.where(num_waiting > 0, np.maximum(now_ns - oldest_ns, 0), 0)
+
     @property
     def wake_ns(self) -> int | None:
         """Time at which the policy wants to be asked even if no event comes. None means no such time."""

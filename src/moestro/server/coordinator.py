@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 
+import msgspec
+
 from moestro.config.launch_spec import GroupSpec, name_of
 from moestro.core.clock import NS_PER_S
-from moestro.core.worker_names import Worker
+from moestro.core.worker_names import Worker, WorkerKind
 from moestro.errors import EngineDiedError, MoestroError, NoEngineError
 from moestro.flow.settings import GroupOptions
-from moestro.wire.messages import Failed, FromRank, Joined, Members, Ready, ToRank
+from moestro.web.errors import HttpError
+from moestro.wire.messages import Failed, FromRank, Joined, Members, Ready, ToRank, WorkerFigures
 
 START_S = 60.0  # from the start of a process to its first message
 CONNECT_S = 20.0  # from a worker's arrival in the group until it serves; a worker itself gives up after half of it
@@ -41,6 +44,8 @@ class _Member:
         launch: Number of its present process.
         since_ns: Time at which its phase began.
         is_draining: Whether it gets no tokens any more.
+        num_restarts: Processes that took the place of one that had ended.
+        figures: Last figures of its present process; None means none yet.
     """
 
     held: tuple[int, ...]
@@ -48,11 +53,27 @@ class _Member:
     launch: int = 0
     since_ns: int = 0
     is_draining: bool = False
+    num_restarts: int = 0
+    figures: WorkerFigures | None = None
 
     @property
     def is_up(self) -> bool:
         """Whether it listens to the others."""
         return self.phase in (MemberPhase.CONNECTING, MemberPhase.SERVING)
+
+
+class WorkerView(msgspec.Struct, kw_only=True):
+    """State of one worker, as operators see it."""
+
+    name: str
+    kind: WorkerKind
+    number: int
+    phase: str
+    launch: int
+    num_restarts: int
+    is_draining: bool
+    shares: tuple[int, ...]
+    figures: WorkerFigures | None
 
 
 class Coordinator:
@@ -117,7 +138,7 @@ class Coordinator:
     def launched(self, worker: int, launch: int, now_ns: int) -> None:
         """Note that a worker's process was started."""
         member = self._members[worker]
-        member.launch = launch
+        member.launch, member.figures = launch, None
         self._enter(member, MemberPhase.STARTING, now_ns)
 
     def heard(self, worker: int, message: FromRank, now_ns: int) -> None:
@@ -133,6 +154,8 @@ class Coordinator:
                 self._enter(member, MemberPhase.SERVING, now_ns)
                 if not self.all_serve.done() and all(self._serves(each) for each in self._present):
                     self.all_serve.set_result(None)
+            case WorkerFigures():
+                member.figures = message
             case Failed(cause):
                 self._causes[worker] = EngineDiedError(f"{self.name(worker)}: {cause}")
 
@@ -144,11 +167,17 @@ class Coordinator:
         """
         cause = self._causes.pop(worker, None) or EngineDiedError(f"{self.name(worker)}: {how}")
         self._enter(self._members[worker], MemberPhase.ABSENT, now_ns)
+        if self.is_given_up(worker):
+            self._members[worker].held = ()
         if not self.all_serve.done():
             self._fail(cause)
         elif self._has_begun:
             self._announce()
         return cause
+
+    def restarted(self, worker: int) -> None:
+        """Count that a worker is started again."""
+        self._members[worker].num_restarts += 1
 
     def _serves(self, worker: int) -> bool:
         return self._members[worker].phase is MemberPhase.SERVING
@@ -232,3 +261,86 @@ class Coordinator:
                     self._send(worker, members)
                 except NoEngineError:
                     continue  # Its process has just ended, and the supervisor will say so.
+
+    # --- operators --------------------------------------------------------------------------------------------------
+
+    def views(self) -> list[WorkerView]:
+        """Return the state of each worker that runs, or is to run."""
+        return [self.view(worker) for worker in self.present]
+
+    def view(self, worker: int) -> WorkerView:
+        """Return the state of one worker."""
+        member, name = self._members[worker], self.name(worker)
+        return WorkerView(
+            name=str(name),
+            kind=name.kind,
+            number=name.number,
+            phase=member.phase.name.lower(),
+            launch=member.launch,
+            num_restarts=member.num_restarts,
+            is_draining=member.is_draining,
+            shares=member.held,
+            figures=member.figures,
+        )
+
+    def expert_worker(self, number: int) -> int | None:
+        """Return the place of a worker with experts alone by its number; None means that there is none."""
+        worker = self.num_homes + number
+        return worker if worker in self._present else None
+
+    def add(self) -> int:
+        """Take a place for another worker, which holds the share with the fewest copies. Returns the place.
+
+        Raises:
+            HttpError: All places are taken.
+        """
+        free = [
+            worker
+            for worker, member in enumerate(self._members)
+            if worker not in self._present and member.phase is MemberPhase.ABSENT
+        ]
+        if not free:
+            raise HttpError(409, f"The group has no place for more than {len(self._members)} workers.", "no_place")
+        copies = [
+            sum(
+                share in self._members[worker].held and not self._members[worker].is_draining
+                for worker in self._present
+            )
+            for share in range(self._options.num_shares)
+        ]
+        worker = free[0]
+        member = self._members[worker]
+        member.held, member.is_draining, member.num_restarts = (copies.index(min(copies)),), False, 0
+        self._present.add(worker)
+        return worker
+
+    def drain(self, worker: int, *, is_draining: bool) -> None:
+        """Send a worker no more tokens, or send it tokens again.
+
+        Raises:
+            HttpError: No other worker that serves holds one of its shares.
+        """
+        member = self._members[worker]
+        if is_draining:
+            covered = {
+                share
+                for other in self._present - {worker}
+                if self._serves(other) and not self._members[other].is_draining
+                for share in self._members[other].held
+            }
+            if alone := [share for share in member.held if share not in covered]:
+                raise HttpError(
+                    409,
+                    f"No other worker holds the experts of share {alone[0]}: add a worker first.",
+                    "only_copy",
+                )
+        member.is_draining = is_draining
+        self._announce()
+
+    def remove(self, worker: int) -> None:
+        """Give up a drained worker's place; its process ends, and is not started again."""
+        self._present.discard(worker)
+
+    def is_given_up(self, worker: int) -> bool:
+        """Whether a worker was removed, so that its process is not started again."""
+        return worker not in self._present

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
+
 from moestro import __version__
 from moestro.config.launch_spec import LaunchSpec
 from moestro.config.serve_settings import ServeSettings
@@ -35,6 +37,7 @@ from moestro.server.request_builder import ServedModel
 from moestro.server.start_clock import StartClock
 from moestro.server.statline import StatLines
 from moestro.server.supervisor import Launching, Supervisor
+from moestro.server.worker_admin import ADMIN_HOST, WorkerAdmin
 from moestro.server.worker_processes import PACED_WORKER, WORKER, now_ns
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.access import Access
@@ -217,6 +220,7 @@ class _ServeProcess:
         runner = await middleware.runner(
             api.app(Exposition(ServerCollector(sources))), shutdown_timeout=RESPONSE_FLUSH_S
         )
+        admin = await self._open_admin(cluster)
         stats = asyncio.create_task(log_forever(StatLines(engines, cluster.metrics).lines))
         try:
             server = await listen(runner, listener, refusals, settings.max_connections, self._max_per_address)
@@ -232,7 +236,19 @@ class _ServeProcess:
             stats.cancel()
             engines.fail_all(DrainingError())  # Also when a second signal cuts the drain short.
             await runner.cleanup()
+            if admin is not None:
+                await admin.cleanup()
             api.close()
+
+    async def _open_admin(self, cluster: _Cluster) -> web.AppRunner | None:
+        """Serve the plane of operators, if a port is given."""
+        settings = self._settings.server
+        if settings.admin_port is None or cluster.coordinator is None:
+            return None
+        runner = await WorkerAdmin(cluster.coordinator, cluster.supervisor).runner(settings.admin_api_key)
+        with bound_socket(ADMIN_HOST, settings.admin_port) as listener:
+            await web.SockSite(runner, listener.dup()).start()
+        return runner
 
     @contextlib.asynccontextmanager
     async def _recording(self, engines: EngineClient, info: ModelInfo) -> AsyncIterator[RecordFile[Recorded] | None]:

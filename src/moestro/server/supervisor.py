@@ -26,6 +26,7 @@ from moestro.wire.messages import FromRank, Heartbeat, Ready, Shutdown
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
+DRAIN_NS = 30 * NS_PER_S  # For which a worker that is removed may compute what it has.
 _LATE_TICK_S = 2 * _TICK_S  # A longer interval means that this process was stopped.
 
 
@@ -194,6 +195,9 @@ class Supervisor:
         state.is_running = state.is_stalled = False
         how, state.hung = state.hung or how, ""
         cause = self._cause_of_exit(rank, how)
+        if self._coordinator is not None and self._coordinator.is_given_up(rank):
+            logger.info("%s has ended, as it was asked to", self._name(rank))
+            return
         if not state.was_ready:
             return
         delay_s = state.rule.ended(now_ns())
@@ -214,6 +218,8 @@ class Supervisor:
         await asyncio.sleep(delay_s)
         if self._ranks[rank].is_engine:
             self._metrics.engines[rank].num_restarts += 1
+        if self._coordinator is not None:
+            self._coordinator.restarted(rank)
         try:
             await self._launch(rank)
         except OSError as error:
@@ -238,6 +244,41 @@ class Supervisor:
         except NoEngineError:
             pass
         self._processes.signal(rank, signal.SIGKILL)
+
+    # --- workers that operators add and remove
+
+    async def add_worker(self) -> int:
+        """Start another worker with experts, and return its place.
+
+        Raises:
+            HttpError: The group has no place for it.
+        """
+        assert self._coordinator is not None, "engines that compute alone have no group"
+        worker = self._coordinator.add()
+        # What cannot start is restarted and given up like all workers; `was_ready` says that the server serves.
+        state = self._ranks[worker]
+        state.rule, state.was_ready, state.is_given_up = RestartRule(keeps_state=False), True, False
+        await self._launch(worker)
+        return worker
+
+    def remove_worker(self, worker: int) -> None:
+        """Drain a worker with experts, and end its process when its tokens have left.
+
+        Raises:
+            HttpError: No other worker holds its experts.
+        """
+        assert self._coordinator is not None, "engines that compute alone have no group"
+        self._coordinator.drain(worker, is_draining=True)
+        self._coordinator.remove(worker)
+        self._begin(self._dismiss_when_done(worker))
+
+    async def _dismiss_when_done(self, worker: int) -> None:
+        """End a worker that gets no more tokens once it owes none. What it owes after all is sent to others."""
+        deadline_ns = now_ns() + DRAIN_NS
+        await asyncio.sleep(2 * _TICK_S)  # The homes have read by then that they send it no more tokens.
+        while self._ranks[worker].owes and now_ns() < deadline_ns:
+            await asyncio.sleep(_TICK_S)
+        self._dismiss(worker)
 
     # --- liveness
 

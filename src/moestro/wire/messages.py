@@ -96,6 +96,25 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     owes: bool = True
 
 
+class WorkerFigures(msgspec.Struct, frozen=True, tag=True):
+    """Queues and links of a worker of a group. Counts and times are totals of its process.
+
+    Attributes:
+        num_waiting: Tokens before each layer's attention and pairs before its experts; the last entry is the sampler.
+        oldest_ns: For how long the oldest of them waits in its queue, by layer; 0 where none waits.
+        idle_ns: Time in which nothing could run.
+        num_sent, sent_bytes: Messages to each worker, and their bytes.
+        num_dropped: Messages and parts of them that were late, repeated, unreadable, or for a worker that does not run.
+    """
+
+    num_waiting: tuple[int, ...]
+    oldest_ns: tuple[int, ...]
+    idle_ns: int
+    num_sent: tuple[int, ...]
+    sent_bytes: tuple[int, ...]
+    num_dropped: int
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """Refusal of a request, with the fields of its `RequestError`."""
 
@@ -115,7 +134,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     is_config: bool = False  # The cause is a `ConfigError`: the operator's settings cannot be honoured.
 
 
-FromRank = Phase | Joined | Ready | Outputs | Heartbeat | Refused | Failed
+FromRank = Phase | WorkerFigures | Joined | Ready | Outputs | Heartbeat | Refused | Failed
 
 MAX_MESSAGE_BYTES = 64 << 20  # The longest prompt is a few MiB.
 MAX_QUEUED_MESSAGES = 100_000

@@ -6,13 +6,15 @@ import select
 import time
 
 from moestro.config.launch_spec import GroupSpec, name_of
+from moestro.core.clock import NS_PER_S
 from moestro.core.expert_table import SharedExperts
 from moestro.errors import EngineDiedError
 from moestro.flow.executor import FlowExecutor
-from moestro.wire.messages import FromRank, Members, ToRank
+from moestro.wire.messages import FromRank, Members, ToRank, WorkerFigures
 from moestro.worker.channel import Channel
 from moestro.worker.peer_links import PeerLinks
 
+REPORT_NS = NS_PER_S  # between reports of a worker that works
 CONNECT_S = 10  # from the description of the group to the last hello; sockets of one machine take milliseconds
 
 
@@ -35,6 +37,9 @@ class PeerInbox:
         self._group, self._channel, self._links, self._experts = group, channel, links, experts
         self._executor: FlowExecutor | None = None
         self.members: Members | None = None
+        self._idle_ns = self._report_at_ns = 0
+        self._reported = (0, 0)  # steps, and messages sent, at the last report
+        self._has_reported = True  # whether the last report is true still
 
     def use(self, executor: FlowExecutor) -> None:
         """Hand messages to `executor` from now on."""
@@ -71,7 +76,7 @@ class PeerInbox:
     def receive(self, wait_s: float | None) -> list[ToRank]:
         """Implement `RankInbox.receive`."""
         if wait_s != 0 and not self.has_messages():
-            select.select((self._channel.inbox_fd, self._links.fd), (), (), wait_s)
+            self._sleep(wait_s)
         self._channel.clear_inbox_fd()
         others: list[ToRank] = []
         for message in self._channel.receive(0):
@@ -86,7 +91,40 @@ class PeerInbox:
             self._executor.receive(hop_message, now_ns)
         if self._links.to_resend:
             self._resend(now_ns)
+        self._report(now_ns)
         return others
+
+    def _sleep(self, wait_s: float | None) -> None:
+        """Wait for whatever comes first, and count the time in which nothing could run."""
+        before_ns = time.monotonic_ns()
+        report_s = None if self._has_reported else max(self._report_at_ns - before_ns, 0) / NS_PER_S
+        bound_s = min((each for each in (wait_s, report_s) if each is not None), default=None)
+        select.select((self._channel.inbox_fd, self._links.fd), (), (), bound_s)
+        if wait_s is None:
+            self._idle_ns += time.monotonic_ns() - before_ns
+
+    def _report(self, now_ns: int) -> None:
+        """Send the figures of the queues and links, once a second while they change."""
+        activity = self._channel.num_steps, self._links.num_sent
+        if activity != self._reported:
+            self._has_reported = False
+        if self._has_reported or now_ns < self._report_at_ns:
+            return
+        assert self._executor is not None, "there is nothing to report before the worker serves"
+        num_waiting, oldest_ns = self._executor.waiting_by_layer(now_ns)
+        links = self._links
+        self._channel.send(
+            WorkerFigures(
+                num_waiting=tuple(num_waiting.tolist()),
+                oldest_ns=tuple(oldest_ns.tolist()),
+                idle_ns=self._idle_ns,
+                num_sent=tuple(counts.num_messages for counts in links.sent),
+                sent_bytes=tuple(counts.num_bytes for counts in links.sent),
+                num_dropped=self._executor.num_dropped + links.num_garbage + links.num_undelivered,
+            )
+        )
+        self._has_reported, self._reported = True, activity
+        self._report_at_ns = now_ns + REPORT_NS
 
     def _resend(self, now_ns: int) -> None:
         to_resend, self._links.to_resend = self._links.to_resend, set()

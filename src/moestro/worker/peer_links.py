@@ -94,6 +94,11 @@ class PeerLinks:
         """Close all sockets; what is under way is lost."""
         self._context.destroy(linger=0)
 
+    @property
+    def num_sent(self) -> int:
+        """Messages sent to all workers."""
+        return sum(counts.num_messages for counts in self.sent)
+
     # --- sending ----------------------------------------------------------------------------------------------------
 
     def send(self, message: HopMessage, now_ns: int) -> None:
