@@ -301,11 +301,9 @@ class Coordinator:
         ]
         if not free:
             raise HttpError(409, f"The group has no place for more than {len(self._members)} workers.", "no_place")
+        present = [self._members[worker] for worker in self._present]
         copies = [
-            sum(
-                share in self._members[worker].held and not self._members[worker].is_draining
-                for worker in self._present
-            )
+            sum(share in member.held and not member.is_draining for member in present)
             for share in range(self._options.num_shares)
         ]
         worker = free[0]
@@ -320,22 +318,22 @@ class Coordinator:
         Raises:
             HttpError: No other worker that serves holds one of its shares.
         """
+        if is_draining and (alone := self.shares_alone(worker)):
+            text = f"No other worker holds the experts of share {alone[0]}: add a worker first."
+            raise HttpError(409, text, "only_copy")
         member = self._members[worker]
-        if is_draining:
-            covered = {
-                share
-                for other in self._present - {worker}
-                if self._serves(other) and not self._members[other].is_draining
-                for share in self._members[other].held
-            }
-            if alone := [share for share in member.held if share not in covered]:
-                raise HttpError(
-                    409,
-                    f"No other worker holds the experts of share {alone[0]}: add a worker first.",
-                    "only_copy",
-                )
         member.is_draining = is_draining
         self._announce()
+
+    def shares_alone(self, worker: int) -> list[int]:
+        """Return the shares of a worker that no other worker serves."""
+        covered = {
+            share
+            for other in self._present - {worker}
+            if self._serves(other) and not self._members[other].is_draining
+            for share in self._members[other].held
+        }
+        return [share for share in self._members[worker].held if share not in covered]
 
     def remove(self, worker: int) -> None:
         """Give up a drained worker's place; its process ends, and is not started again."""

@@ -28,6 +28,7 @@ from moestro.server.api import ApiServer
 from moestro.server.banner import serve_banner
 from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
+from moestro.server.group_metrics import GroupLines
 from moestro.server.liveness import LivenessTimeouts
 from moestro.server.metrics import Metrics
 from moestro.server.private_directory import private_directory
@@ -214,6 +215,7 @@ class _ServeProcess:
             metrics=cluster.metrics,
             num_dropped=lambda: cluster.wire.num_dropped,
             num_unrecorded=lambda: record.num_lost if record is not None else 0,
+            coordinator=cluster.coordinator,
         )
         refusals = cluster.metrics.refusals
         middleware = HttpMiddleware(self._access, refusals, MAX_BODY_BYTES)
@@ -221,7 +223,7 @@ class _ServeProcess:
             api.app(Exposition(ServerCollector(sources))), shutdown_timeout=RESPONSE_FLUSH_S
         )
         admin = await self._open_admin(cluster)
-        stats = asyncio.create_task(log_forever(StatLines(engines, cluster.metrics).lines))
+        stats = asyncio.create_task(log_forever(_stat_lines(cluster)))
         try:
             server = await listen(runner, listener, refusals, settings.max_connections, self._max_per_address)
             self._lifecycle.is_serving = True
@@ -296,6 +298,15 @@ class _ServeProcess:
         self._clock.mark("listen")
         names, url = server.served_model_name, url_of(listener)
         print_banner(serve_banner(infos, self._clock.phases, names, url, needs_key=bool(server.api_key)))
+
+
+def _stat_lines(cluster: _Cluster) -> Callable[[float], list[str]]:
+    """Return the function that makes the log lines about the last given seconds."""
+    engines = StatLines(cluster.engines, cluster.metrics)
+    if cluster.coordinator is None:
+        return engines.lines
+    workers = GroupLines(cluster.coordinator)
+    return lambda seconds: [*engines.lines(seconds), *workers.lines(seconds)]
 
 
 def _timeouts(processes: ProcessSettings) -> LivenessTimeouts:

@@ -26,6 +26,7 @@ from moestro.wire.messages import FromRank, Heartbeat, Ready, Shutdown
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
+QUIET_NS = NS_PER_S // 2  # For homes to read that they send a removed worker no more tokens.
 DRAIN_NS = 30 * NS_PER_S  # For which a worker that is removed may compute what it has.
 _LATE_TICK_S = 2 * _TICK_S  # A longer interval means that this process was stopped.
 
@@ -100,6 +101,7 @@ class Supervisor:
             _Rank(launching.timeouts if is_engine else launching.expert_timeouts, is_engine=is_engine)
             for is_engine in (rank < num_engines for rank in range(num_ranks))
         ]
+        self._leaving: dict[int, int] = {}  # Time of the removal of each worker that may still have tokens.
         self._tasks: set[asyncio.Task[None]] = set()
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -231,9 +233,16 @@ class Supervisor:
             self._name(rank), MAX_FAILED_STARTS, cause,
         )  # fmt: skip
         self._ranks[rank].is_given_up = True
-        if all(state.is_given_up for state in self._ranks) and not self.over.done():
+        if self.over.done():
+            return
+        if all(state.is_given_up for state in self._ranks if state.is_engine):
             self._engines.fail_unassigned()
             self.over.set_exception(EngineDiedError(f"no engine is left; the last one ended because: {cause}"))
+        elif self._coordinator is not None and not self._ranks[rank].is_engine:
+            if self._coordinator.shares_alone(rank):
+                self.over.set_exception(EngineDiedError(f"no worker is left that has the experts of {cause}"))
+            else:
+                self._coordinator.remove(rank)
 
     def _dismiss(self, rank: int) -> None:
         """Ask a rank to end. A rank that is not ready does not read messages and is killed."""
@@ -270,15 +279,15 @@ class Supervisor:
         assert self._coordinator is not None, "engines that compute alone have no group"
         self._coordinator.drain(worker, is_draining=True)
         self._coordinator.remove(worker)
-        self._begin(self._dismiss_when_done(worker))
+        self._leaving[worker] = now_ns()
 
-    async def _dismiss_when_done(self, worker: int) -> None:
-        """End a worker that gets no more tokens once it owes none. What it owes after all is sent to others."""
-        deadline_ns = now_ns() + DRAIN_NS
-        await asyncio.sleep(2 * _TICK_S)  # The homes have read by then that they send it no more tokens.
-        while self._ranks[worker].owes and now_ns() < deadline_ns:
-            await asyncio.sleep(_TICK_S)
-        self._dismiss(worker)
+    def _dismiss_drained(self) -> None:
+        """End removed workers that have no tokens left. What one owes after all, the homes send to others."""
+        for worker, since_ns in list(self._leaving.items()):
+            passed_ns = now_ns() - since_ns
+            if (passed_ns > QUIET_NS and not self._ranks[worker].owes) or passed_ns > DRAIN_NS:
+                del self._leaving[worker]
+                self._dismiss(worker)
 
     # --- liveness
 
@@ -291,6 +300,7 @@ class Supervisor:
             for rank, state in enumerate(self._ranks):
                 if state.is_running:
                     self._look_at(rank, state)
+            self._dismiss_drained()
             self._engines.settle_unassigned()
             self._engines.retry_aborts()
 
