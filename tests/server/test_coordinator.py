@@ -226,6 +226,7 @@ def figures(idle_ns: int, num_sent: int, waiting: int = 0) -> WorkerFigures:
         num_waiting=(0, waiting),
         oldest_ns=(0, 2_500_000 if waiting else 0),
         idle_ns=idle_ns,
+        lived_ns=2 * idle_ns,
         num_sent=(num_sent, 0),
         sent_bytes=(num_sent * 1000, 0),
         num_dropped=3,
@@ -239,15 +240,15 @@ def test_log_lines_tell_queues_stalls_and_links_of_workers_that_did_anything():
     lines = GroupLines(group.coordinator)
     assert lines.lines(10) == []
     group.hear(figures(4 * NS_PER_S, 2000, waiting=7), 1)
-    told = "queued 7, the oldest for 2.5 ms in layer 1; stalled 40%; sent 200 messages/s, 0.20 MB/s"
+    told = "queued 7, the oldest for 2.5 ms in layer 1; stalled 50%; sent 200 messages/s, 0.20 MB/s"
     assert lines.lines(10) == [f"expert worker 0: {told}"]
     assert lines.lines(10) == []
     group.hear(figures(5 * NS_PER_S, 2100), 1)
-    assert lines.lines(10) == ["expert worker 0: queued 0; stalled 10%; sent 10 messages/s, 0.01 MB/s"]
+    assert lines.lines(10) == ["expert worker 0: queued 0; stalled 50%; sent 10 messages/s, 0.01 MB/s"]
     group.end(1)
     group.serve(1)
     group.hear(figures(NS_PER_S, 50), 1)  # the totals of another process
-    assert lines.lines(10) == ["expert worker 0: queued 0; stalled 10%; sent 5 messages/s, 0.01 MB/s"]
+    assert lines.lines(10) == ["expert worker 0: queued 0; stalled 50%; sent 5 messages/s, 0.01 MB/s"]
 
 
 @in_loop

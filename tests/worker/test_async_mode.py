@@ -25,9 +25,15 @@ PROMPTS = ("def fibonacci(n):", "class Stack:\n    def", "import os\n", "for i i
 
 
 def worker(server: Running, kind: str, number: int) -> psutil.Process:
-    """The process of a worker, by its command line."""
-    (found,) = [each for each in server.ranks() if each.cmdline()[-2:] == [kind, str(number)]]
+    """The process of a worker, by its name."""
+    wait_until(lambda: f"{kind}-{number}" in names(server), 20)
+    (found,) = [each for each in server.ranks() if each.name() == f"{kind}-{number}"]
     return found
+
+
+def names(server: Running) -> list[str]:
+    """Names of the workers' processes, without the one on standby."""
+    return sorted(each.name() for each in server.ranks() if "-" in each.name())
 
 
 def ask_many(server: Running, num: int, **fields: object) -> list[Reply]:
@@ -82,8 +88,20 @@ def expected(paced) -> list[str]:
 
 
 def test_each_process_shows_what_it_is(paced):
-    names = sorted(each.cmdline()[-2:] for each in paced.ranks())
-    assert names == [["attention", "0"], ["attention", "1"], ["experts", "0"], ["experts", "1"]]
+    assert names(paced) == ["attention-0", "attention-1", "experts-0", "experts-1"]
+    lines = sorted(each.cmdline()[-2:] for each in paced.ranks() if "-" in each.name())
+    assert lines == [["attention", "0"], ["attention", "1"], ["experts", "0"], ["experts", "1"]]
+
+
+def test_a_process_on_standby_takes_the_place_of_a_worker_that_dies(paced):
+    def standbys() -> list[psutil.Process]:
+        return [each for each in paced.ranks() if each.cmdline()[-1:] == ["standby"] and "-" not in each.name()]
+
+    wait_until(standbys, 20)
+    (standby,) = standbys()
+    worker(paced, "experts", 0).kill()
+    wait_until(lambda: standby.name() == "experts-0", 20)
+    wait_until(lambda: standbys() not in ([], [standby]), 20)
 
 
 def test_requests_are_balanced_over_the_homes_and_answered(paced, expected):
@@ -133,7 +151,7 @@ def test_workers_are_added_drained_and_removed_while_requests_run(paced, expecte
         assert admin(paced, "POST", "/0/drain", **key)[1]["is_draining"] is True
         assert admin(paced, "POST", "/0/resume", **key)[1]["is_draining"] is False
         assert admin(paced, "DELETE", "/0", **key)[0] == 204
-        wait_until(lambda: len(paced.ranks()) == 4, 20)
+        wait_until(lambda: "experts-0" not in names(paced), 20)
         longer = texts(answers.result())
     assert all(long.startswith(short) for long, short in zip(longer, expected, strict=True))
     assert sorted(workers(paced)) == [1, 2]
@@ -148,8 +166,8 @@ def workers(server) -> dict[int, dict]:
 
 def test_queues_and_links_are_metrics(paced, expected):
     values = metrics(paced)
-    names = {name.partition("{")[0] for name in values}
-    assert names >= {
+    families = {name.partition("{")[0] for name in values}
+    assert families >= {
         "moestro:worker_serving",
         "moestro:worker_restarts_total",
         "moestro:worker_queue_tokens",

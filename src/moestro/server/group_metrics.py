@@ -76,6 +76,7 @@ class _WorkerTotals:
 
     launch: int
     idle_ns: int
+    lived_ns: int
     num_sent: int
     sent_bytes: int
 
@@ -98,11 +99,13 @@ class GroupLines:
             figures = view.figures
             if figures is None:
                 continue
-            now = _WorkerTotals(view.launch, figures.idle_ns, sum(figures.num_sent), sum(figures.sent_bytes))
+            now = _WorkerTotals(
+                view.launch, figures.idle_ns, figures.lived_ns, sum(figures.num_sent), sum(figures.sent_bytes)
+            )
             self._before[view.name] = now
             old = before.get(view.name)
             if old is None or old.launch != now.launch:
-                old = _WorkerTotals(now.launch, 0, 0, 0)
+                old = _WorkerTotals(now.launch, 0, 0, 0, 0)
             if now.num_sent > old.num_sent:
                 lines.append(_line(view, old, now, seconds))
         return lines
@@ -114,7 +117,7 @@ def _line(view: WorkerView, old: _WorkerTotals, now: _WorkerTotals, seconds: flo
     oldest_ns = max(figures.oldest_ns)
     layer = figures.oldest_ns.index(oldest_ns)
     where = f", the oldest for {oldest_ns / 1e6:.1f} ms in layer {layer}" if oldest_ns else ""
-    idle_share = min((now.idle_ns - old.idle_ns) / (seconds * NS_PER_S), 1)
+    idle_share = (now.idle_ns - old.idle_ns) / (now.lived_ns - old.lived_ns)
     return (
         f"{view.name}: queued {sum(figures.num_waiting)}{where}; stalled {idle_share:.0%};"
         f" sent {(now.num_sent - old.num_sent) / seconds:.0f} messages/s,"

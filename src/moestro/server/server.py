@@ -141,6 +141,7 @@ class _ServeProcess:
                     silence_flag="--expert-timeout",
                 ),
                 command=self._command,
+                has_standby=coordinator is not None and self._settings.group.standby,
             )
             supervisor = Supervisor(engines, wire, metrics, launching, coordinator)
             self._lifecycle.before_exit = [supervisor.kill_all, lambda: shutil.rmtree(directory, ignore_errors=True)]

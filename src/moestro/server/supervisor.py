@@ -40,12 +40,14 @@ class Launching:
         timeouts: Liveness timeouts of an engine.
         expert_timeouts: Liveness timeouts of a worker without attention.
         command: Command of a worker process.
+        has_standby: Whether a process waits with loaded libraries to take the place of a worker of a group that ends.
     """
 
     spec: Callable[[int, int], LaunchSpec]
     timeouts: LivenessTimeouts
     expert_timeouts: LivenessTimeouts
     command: Sequence[str] = WORKER
+    has_standby: bool = False
 
 
 class _Rank:
@@ -145,6 +147,10 @@ class Supervisor:
             coordinator.check_start(now_ns())
             await asyncio.sleep(_TICK_S)
 
+    async def _prepare_standby(self) -> None:
+        if self._launching.has_standby:
+            await self._processes.prepare_standby()
+
     # --- life of a rank
 
     async def _launch(self, rank: int) -> None:
@@ -179,6 +185,8 @@ class Supervisor:
                 state.rule.ready(now)
         if self._coordinator is not None:
             self._coordinator.heard(rank, message, now)
+            if isinstance(message, Ready) and self._coordinator.all_serve.done():
+                self._begin(self._prepare_standby())  # Now, because two that load at once would take twice as long.
         if state.is_engine:
             self._engines.on_message(rank, message)
 

@@ -37,26 +37,40 @@ class WorkerProcesses:
         self._command = command
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._watchers: dict[int, asyncio.Task[None]] = {}
+        self._standby: asyncio.subprocess.Process | None = None
 
     async def start(self, spec: LaunchSpec) -> None:
-        """Start the process of a rank that has none."""
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            spec.name.kind,
-            str(spec.name.number),  # For `ps` alone; the launch spec says the same.
-            stdin=asyncio.subprocess.PIPE,
-            env=_environment(self._num_ranks),
-            start_new_session=True,  # Ctrl-C reaches only the API server, which decides what follows.
-        )
+        """Start the process of a rank that has none, or give it the process on standby."""
+        process, self._standby = self._standby, None
+        if process is None or process.returncode is not None:
+            process = await self._spawn(spec.name.kind, str(spec.name.number))
         self._processes[spec.rank] = process
         self._watchers[spec.rank] = asyncio.create_task(self._watch(spec, process))
         assert process.stdin is not None
         process.stdin.write(write_launch_spec(spec))  # Stdin stays open: its end means that the API server is gone.
 
+    async def prepare_standby(self) -> None:
+        """Start a process that loads its libraries and waits for the spec of a rank, unless there is one."""
+        if self._standby is None or self._standby.returncode is not None:
+            self._standby = await self._spawn("standby")
+
+    async def _spawn(self, *name: str) -> asyncio.subprocess.Process:
+        """Start a process. `name` is for `ps` alone; the launch spec says what the process is."""
+        return await asyncio.create_subprocess_exec(
+            *self._command,
+            *name,
+            stdin=asyncio.subprocess.PIPE,
+            env=_environment(self._num_ranks),
+            start_new_session=True,  # Ctrl-C reaches only the API server, which decides what follows.
+        )
+
     async def stop(self, ask: Callable[[int], None], grace_s: float = _KILL_AFTER_S) -> None:
         """End every process: call `ask` with each rank, then kill the processes that run longer than `grace_s`."""
         for watcher in self._watchers.values():
             watcher.cancel()
+        if self._standby is not None and self._standby.returncode is None:
+            self._standby.kill()
+            await self._standby.wait()
         for rank, process in self._processes.items():
             if process.returncode is None:
                 ask(rank)
@@ -74,6 +88,9 @@ class WorkerProcesses:
         """Kill every process now."""
         for rank in self._processes:
             self.signal(rank, signal.SIGKILL)
+        if self._standby is not None and self._standby.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._standby.kill()
 
     def is_running(self, rank: int) -> bool:
         """Return whether `rank` has a process that has not ended."""

@@ -102,7 +102,7 @@ class WorkerFigures(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         num_waiting: Tokens before each layer's attention and pairs before its experts; the last entry is the sampler.
         oldest_ns: For how long the oldest of them waits in its queue, by layer; 0 where none waits.
-        idle_ns: Time in which nothing could run.
+        idle_ns, lived_ns: Time in which nothing could run, and all time since the worker serves.
         num_sent, sent_bytes: Messages to each worker, and their bytes.
         num_dropped: Messages and parts of them that were late, repeated, unreadable, or for a worker that does not run.
     """
@@ -110,6 +110,7 @@ class WorkerFigures(msgspec.Struct, frozen=True, tag=True):
     num_waiting: tuple[int, ...]
     oldest_ns: tuple[int, ...]
     idle_ns: int
+    lived_ns: int
     num_sent: tuple[int, ...]
     sent_bytes: tuple[int, ...]
     num_dropped: int

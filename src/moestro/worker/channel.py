@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _LINGER_MS = 2000
 _RETRY_MS = 20  # until the next try while the API server does not keep up
-_ORPHANED = 3  # exit status of a rank whose parent is gone
+ORPHANED = 3  # exit status of a rank whose parent is gone
 _DEAF = 4  # exit status of a rank whose channel thread failed, so that no message could reach it
 
 
@@ -123,7 +123,7 @@ class Channel:
         while not (self._closing and not self._outbox):
             ready = {fd for fd, _ in poller.poll(_RETRY_MS if self._outbox else self._beat_ms)}
             if self._parent_fd in ready and not os.read(self._parent_fd, 4096):
-                os._exit(_ORPHANED)
+                os._exit(ORPHANED)
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             self._send_all(socket)

@@ -37,6 +37,7 @@ class PeerInbox:
         self._group, self._channel, self._links, self._experts = group, channel, links, experts
         self._executor: FlowExecutor | None = None
         self.members: Members | None = None
+        self._began_ns = time.monotonic_ns()
         self._idle_ns = self._report_at_ns = 0
         self._reported = (0, 0)  # steps, and messages sent, at the last report
         self._has_reported = True  # whether the last report is true still
@@ -118,6 +119,7 @@ class PeerInbox:
                 num_waiting=tuple(num_waiting.tolist()),
                 oldest_ns=tuple(oldest_ns.tolist()),
                 idle_ns=self._idle_ns,
+                lived_ns=now_ns - self._began_ns,
                 num_sent=tuple(counts.num_messages for counts in links.sent),
                 sent_bytes=tuple(counts.num_bytes for counts in links.sent),
                 num_dropped=self._executor.num_dropped + links.num_garbage + links.num_undelivered,

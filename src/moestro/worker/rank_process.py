@@ -5,6 +5,7 @@ The process serves until the API server sends `Shutdown`, or until stdin ends be
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -13,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from moestro.config.launch_spec import STACK_DUMP, LaunchSpec, read_launch_spec
@@ -21,7 +23,7 @@ from moestro.core.model_info import ModelInfo
 from moestro.engine.rank import Rank
 from moestro.errors import ConfigError, MoestroError
 from moestro.wire.messages import Failed, Phase, Ready, identity_of
-from moestro.worker.channel import Channel
+from moestro.worker.channel import ORPHANED, Channel
 from moestro.worker.group_process import LoadPart, OnPhase, serve_group_worker, worker_sizes
 from moestro.worker.rank_builder import publisher_of
 from moestro.worker.rank_loop import run_rank
@@ -38,7 +40,11 @@ def run_process(build: Callable[[LaunchSpec, OnPhase], tuple[Rank, ModelInfo]], 
     faulthandler.enable()
     faulthandler.register(STACK_DUMP)  # needs no interpreter lock: it also works while the main loop hangs in a kernel
     accept_user_code()
-    spec = read_launch_spec(sys.stdin.buffer)
+    try:
+        spec = read_launch_spec(sys.stdin.buffer)
+    except EOFError:  # the API server ended while this process loaded its libraries, or was on standby
+        return ORPHANED
+    _show_name(spec)
     logging.basicConfig(level=spec.log_level.upper(), format=f"%(levelname)s {spec.name}: %(message)s")
     channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno(), spec.beat_ms)
     on_phase = _PhaseTimer(spec.launched_ns, channel)
@@ -59,6 +65,12 @@ def run_process(build: Callable[[LaunchSpec, OnPhase], tuple[Rank, ModelInfo]], 
         return 0
     finally:
         channel.close()
+
+
+def _show_name(spec: LaunchSpec) -> None:
+    """Make the process's name in `ps -o comm` and `top` say what it is; a standby's command line cannot know."""
+    with contextlib.suppress(OSError):  # not Linux
+        Path("/proc/self/comm").write_text(f"{spec.name.kind}-{spec.name.number}")
 
 
 def leave(status: int) -> NoReturn:
