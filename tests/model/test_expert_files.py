@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from parity import tiny
 from safetensors.torch import load_file, save_file
 from support.expert_tables import scatter
 from support.quantized_checkpoints import fp8_twins, mxfp4_twins
+from transformers import AutoModelForCausalLM
 
 from moestro.core.expert_table import EMPTY
 from moestro.errors import UnsupportedModelError
@@ -24,7 +27,7 @@ SPARSE = [name for name in tiny.FAMILIES if name not in ("qwen2-window", "qwen2"
 def check(settings: ModelSettings) -> None:
     network = tiny.load_settings(settings)
     for layer, module in network.experts:
-        found = read_experts(settings, layer, [4, 0, 5], network.dtype)
+        found = read_experts(settings, layer, [4, 0, 5])
         for expert, weights in zip([4, 0, 5], found, strict=True):
             for ours, theirs in zip(weights, read_expert(module, expert), strict=True):
                 assert (ours is None) == (theirs is None)
@@ -40,6 +43,15 @@ def test_an_expert_is_that_of_the_whole_network(name, checkpoint):
 @pytest.mark.parametrize("make_twins", [fp8_twins, mxfp4_twins])
 def test_a_quantized_expert_is_dequantized_in_the_same_way(make_twins, dtype, tmp_path):
     check(tiny.settings_of(make_twins(tmp_path)[0], dtype=dtype))
+
+
+def test_shards_without_a_dtype_in_their_config(tmp_path):
+    whole = tiny.save_checkpoint(tmp_path / "whole", tiny.make_config("qwen3_moe"))
+    AutoModelForCausalLM.from_pretrained(whole).save_pretrained(tmp_path / "shards", max_shard_size="60KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    config = json.loads((tmp_path / "shards" / "config.json").read_text())
+    (tmp_path / "shards" / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "dtype"}))
+    check(tiny.settings_of(tmp_path / "shards", dtype="auto"))
 
 
 def test_random_weights_are_drawn_again(checkpoint):
@@ -68,5 +80,5 @@ def test_a_layer_that_went_missing_is_refused(tmp_path):
     save_file(left, directory / "model.safetensors", {"format": "pt"})
     settings = tiny.settings_of(directory)
     with pytest.raises(UnsupportedModelError, match="layer 1 has no experts"):
-        read_experts(settings, 1, [0], torch.float32)
-    assert read_experts(settings, 0, [0], torch.float32)
+        read_experts(settings, 1, [0])
+    assert read_experts(settings, 0, [0])

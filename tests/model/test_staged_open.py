@@ -11,9 +11,12 @@ from parity import tiny
 from support.expert_tables import scatter
 
 from moestro.core.expert_table import EMPTY, ExpertTable, spread_evenly
+from moestro.model import expert_open
+from moestro.model.device import open_device
+from moestro.model.expert_open import open_expert_device
 from moestro.model.expert_slots import read_expert, write_expert
 from moestro.model.experts import tag_of, weights_of
-from moestro.model.staged_open import open_expert_device, open_staged_device
+from moestro.model.staged_open import open_staged_device
 from moestro.model.worker_share import WorkerShare
 
 BUDGET = 24
@@ -51,6 +54,29 @@ def test_workers_have_the_slots_of_their_row(checkpoint):
     assert (expert.shape.num_experts, expert.shape.num_rows, expert.shape.num_places) == (4, 0, 0)
     assert (info.num_experts, info.num_blocks, info.num_layers) == (EXPERTS, 0, LAYERS)
     assert expert.shape.is_sparse == home.shape.is_sparse
+
+
+@pytest.mark.parametrize("way", ["layer by layer", "whole", "dummy"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_an_expert_worker_has_its_experts_however_they_are_read(name, way, checkpoint, monkeypatch):
+    settings = tiny.settings_of(checkpoint(name), load_format="dummy" if way == "dummy" else "auto")
+    whole = tiny.load_settings(settings)
+    if way == "whole":
+        monkeypatch.setattr(expert_open, "_count_chosen", lambda *_: None)
+    device, info = open_expert_device(settings, share_of(3, [2, 3]))
+    assert device.shape.num_chosen == info.num_experts_per_token == whole.probe(4)[1]
+    assert (info.num_parameters, device.network.bytes_per_expert) == (whole.num_parameters, whole.bytes_per_expert)
+    for (layer, mine), (_, theirs) in zip(device.network.experts, whole.experts, strict=True):
+        for slot in range(device.shape.num_experts):
+            assert tag_of(mine).logical_of[slot] == slot + whole.num_experts // 2, layer
+            assert_equal(read_expert(mine, slot), read_expert(theirs, slot + whole.num_experts // 2))
+
+
+def test_a_device_of_whole_steps_keeps_its_slots(checkpoint):
+    phases = []
+    device, info = open_device(tiny.settings_of(checkpoint("mixtral")), phases.append, share=share_of(1, [0, 1, 2]))
+    assert (device.network.num_slots, info.num_experts) == (2, 6)
+    assert phases[-4:] == ["cut weights", "pack weights", "allocate KV cache", "ready"]
 
 
 def test_what_a_worker_does_not_own_is_freed(checkpoint):

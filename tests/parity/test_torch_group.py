@@ -13,11 +13,13 @@ from support.linked_group import serve
 from support.step_policies import Random
 from support.torch_group import BLOCK_SIZE, Layout, TorchGroup
 
+from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.core.request import ServiceClass
 from moestro.flow.policies.basic import in_order
 from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.flow.registry import make_step_policy
 from moestro.model.arena import Arena
+from moestro.model.expert_files import load_experts
 
 NUM_NEW = 4
 LAYOUTS = {
@@ -84,6 +86,45 @@ def test_half_precision_travels_unchanged(checkpoint):
         group = TorchGroup(np.random.default_rng(1), checkpoint("qwen3_moe"), layout, POLICIES["1+1"])
         found.append(serve(group, make_requests()[:1]))
     assert found[0] == found[1]
+
+
+def exchange_homes(table: ExpertTable) -> tuple[ExpertTable, list[tuple[int, int, int, int]]]:
+    """A table in which one expert of each layer lives on another worker, and (worker, layer, slot, expert) of each."""
+    logical_of, moves = table.logical_of.copy(), []
+    for layer in range(logical_of.shape[1]):
+        worker, slot = np.argwhere(logical_of[:, layer] != EMPTY)[0].tolist()
+        expert = int(logical_of[worker, layer, slot])
+        target = next(w for w in range(len(logical_of) - 1, 0, -1) if (logical_of[w, layer] != EMPTY).any())
+        assert target != worker
+        assert expert not in logical_of[target, layer]
+        empty = int(np.flatnonzero(logical_of[target, layer] == EMPTY)[0])
+        logical_of[worker, layer, slot], logical_of[target, layer, empty] = EMPTY, expert
+        moves.append((target, layer, empty, expert))
+    return ExpertTable(table.version + 1, logical_of, table.num_experts, table.is_alive), moves
+
+
+def test_experts_move_to_other_slots_while_tokens_are_inside(checkpoint, fused):
+    """Empty slots get experts from the checkpoint; then the homes change to a table without the old copies."""
+    directory = checkpoint("deepseek_v3")
+    layout = Layout(num_homes=2, num_expert_workers=2)
+    group = TorchGroup(np.random.default_rng(6), directory, layout, POLICIES["1+1"])
+    table, moves = exchange_homes(group.table)
+    turn, num_inside = group.turn, []
+
+    def turn_and_move(now_ns: int) -> list:
+        if not num_inside and all(executor._core.num_plans for executor in group.executors[:2]):
+            num_inside.append(sum(executor._core.num_plans for executor in group.executors[:2]))
+            for worker, layer, slot, expert in moves:
+                if group.devices[worker].shape.is_sparse[layer]:
+                    settings = tiny.settings_of(directory, dtype="float64")
+                    load_experts(group.devices[worker].network, settings, layer, {slot: expert})
+            for executor in group.executors[:2]:
+                executor.change_table(table, now_ns)
+        return turn(now_ns)
+
+    group.turn = turn_and_move
+    assert serve(group, make_requests()) == fused("deepseek_v3", "float64")
+    assert num_inside
 
 
 READ_CONTRIBUTIONS = Arena.read_contributions

@@ -15,7 +15,8 @@ from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.executor import FlowExecutor
-from moestro.model.staged_open import open_expert_device, open_staged_device
+from moestro.model.expert_open import open_expert_device
+from moestro.model.staged_open import open_staged_device
 from moestro.model.worker_share import WorkerShare
 
 BLOCK_SIZE, BUDGET, MAX_LEN = 4, 24, 40
@@ -63,10 +64,12 @@ class TorchGroup(LinkedGroup):
             else:
                 device, _ = open_expert_device(settings, share)
                 device._runner.num_a_piece = 1
+            if tables:  # an expert worker of a dense network needs none
+                self.table = tables[0]
             peers = PeerSettings(
                 worker=worker,
                 num_workers=num_workers,
-                table=tables[0],
+                table=self.table,
                 num_credits=layout.num_credits,
                 switch_gap=int(rng.integers(0, 6)),
                 dtype=layout.dtype,

@@ -90,54 +90,23 @@ _EXACT_DTYPES = ("float32", "float64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CheckedNetwork:
-    """A loaded and checked network, before it is cut and packed and the memory left for its KV cache is known.
+class CheckpointFacts:
+    """What a checkpoint says about itself, before its weights are read.
 
     Attributes:
         config: transformers' config.
-        network: the network.
-        probe: pools of one block, in the shapes of its K and V.
-        num_chosen: experts that a token visits; 0 for a dense network.
         max_model_len: desired limit, before the KV cache is known.
         eos_token_ids, sampling_defaults: as in `ModelInfo`.
-        notes: sentences for the operator.
     """
 
     config: Any
-    network: Network
-    probe: KVPools
-    num_chosen: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     sampling_defaults: SamplingDefaults
-    notes: tuple[str, ...]
 
-    def allocate(self, settings: ModelSettings) -> tuple[KVPools, ModelInfo]:
-        """Allocate the KV cache that `settings` allow, and host memory if they name any.
-
-        Raises:
-            ConfigError: the settings are impossible.
-        """
-        probe, info, wanted_len = self.probe, self.describe(settings), self.max_model_len
-        num_blocks = choose_num_blocks(settings, probe.bytes_per_block)
-        num_host_blocks = choose_num_host_blocks(settings, probe.bytes_per_block)
-        max_model_len = fit_max_model_len(settings, wanted_len, num_blocks, probe.bytes_per_block)
-        if max_model_len < wanted_len:
-            held = f"the {max_model_len} tokens that the KV cache holds"
-            lowered = f"max_model_len is lowered from {wanted_len} to {held}."
-            info = msgspec.structs.replace(info, max_model_len=max_model_len, notes=(*info.notes, lowered))
-        pools = probe.allocate(num_blocks)
-        if num_host_blocks:
-            pools.allocate_host(num_host_blocks)
-        return pools, msgspec.structs.replace(info, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
-
-    def describe(self, settings: ModelSettings) -> ModelInfo:
-        """Properties of the network on a device without KV cache."""
-        network, notes = self.network, self.notes
+    def describe(self, settings: ModelSettings, network: Network, num_chosen: int) -> ModelInfo:
+        """Properties of a network on a device without KV cache. `num_chosen`: experts that a token visits."""
         dtype = str(network.dtype).removeprefix("torch.")
-        if self.config.model_type not in TESTED_FAMILIES:
-            name = self.config.model_type
-            notes += (f"model_type {name!r} is not a tested family; it passed a comparison with transformers.",)
         return ModelInfo(
             model_id=settings.model,
             model_type=self.config.model_type,
@@ -151,11 +120,70 @@ class CheckedNetwork:
             block_size=settings.block_size,
             num_layers=network.num_layers,
             num_experts=network.num_experts,
-            num_experts_per_token=self.num_chosen,
+            num_experts_per_token=num_chosen,
             num_parameters=network.num_parameters,
-            notes=notes,
             is_exact=dtype in _EXACT_DTYPES,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CheckedNetwork:
+    """A loaded and checked network, before it is cut and packed and the memory left for its KV cache is known.
+
+    Attributes:
+        facts: what the checkpoint says about itself.
+        network: the network.
+        probe: pools of one block, in the shapes of its K and V.
+        num_chosen: experts that a token visits; 0 for a dense network.
+        notes: sentences for the operator.
+    """
+
+    facts: CheckpointFacts
+    network: Network
+    probe: KVPools
+    num_chosen: int
+    notes: tuple[str, ...]
+
+    def allocate(self, settings: ModelSettings) -> tuple[KVPools, ModelInfo]:
+        """Allocate the KV cache that `settings` allow, and host memory if they name any.
+
+        Raises:
+            ConfigError: the settings are impossible.
+        """
+        probe, notes, wanted_len = self.probe, self.notes, self.facts.max_model_len
+        num_blocks = choose_num_blocks(settings, probe.bytes_per_block)
+        num_host_blocks = choose_num_host_blocks(settings, probe.bytes_per_block)
+        max_model_len = fit_max_model_len(settings, wanted_len, num_blocks, probe.bytes_per_block)
+        if max_model_len < wanted_len:
+            held = f"the {max_model_len} tokens that the KV cache holds"
+            notes += (f"max_model_len is lowered from {wanted_len} to {held}.",)
+        name = self.facts.config.model_type
+        if name not in TESTED_FAMILIES:
+            notes += (f"model_type {name!r} is not a tested family; it passed a comparison with transformers.",)
+        pools = probe.allocate(num_blocks)
+        if num_host_blocks:
+            pools.allocate_host(num_host_blocks)
+        return pools, msgspec.structs.replace(
+            self.facts.describe(settings, self.network, self.num_chosen),
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+            notes=notes,
+        )
+
+
+def read_facts(settings: ModelSettings) -> CheckpointFacts:
+    """Read a checkpoint's configuration files, after every refusal that needs no weights. Errors as `open_device`."""
+    config = read_config(settings)
+    wanted_len = choose_max_model_len(settings, getattr(config.get_text_config(), "max_position_embeddings", None))
+    recommended = read_generation_config(Path(settings.model))
+    defaults = sampling_defaults(recommended if settings.generation_config == "auto" else {})
+    return CheckpointFacts(
+        config=config,
+        max_model_len=wanted_len,
+        eos_token_ids=eos_token_ids(recommended, config),
+        sampling_defaults=defaults,
+    )
 
 
 def open_network(
@@ -163,26 +191,14 @@ def open_network(
 ) -> CheckedNetwork:
     """Load a network and check it. Arguments and errors as `open_device`."""
     on_phase("read config")
-    config = read_config(settings)
-    wanted_len = choose_max_model_len(settings, getattr(config.get_text_config(), "max_position_embeddings", None))
-    recommended = read_generation_config(Path(settings.model))
-    defaults = sampling_defaults(recommended if settings.generation_config == "auto" else {})
+    facts = read_facts(settings)
     on_phase("load weights")
-    network, notes = load_network(settings, config, rank)
+    network, notes = load_network(settings, facts.config, rank)
     on_phase("check")
-    probe, num_chosen = check_network(network, wanted_len, settings.block_size)
+    probe, num_chosen = check_network(network, facts.max_model_len, settings.block_size)
     if settings.gate_override is not None:
         network.override = make_override(settings.gate_override, network.gate_shape(num_chosen), settings.seed)
-    return CheckedNetwork(
-        config=config,
-        network=network,
-        probe=probe,
-        num_chosen=num_chosen,
-        max_model_len=wanted_len,
-        eos_token_ids=eos_token_ids(recommended, config),
-        sampling_defaults=defaults,
-        notes=notes,
-    )
+    return CheckedNetwork(facts=facts, network=network, probe=probe, num_chosen=num_chosen, notes=notes)
 
 
 def open_device(

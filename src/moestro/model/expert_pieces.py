@@ -56,14 +56,13 @@ class ExpertRunner:
         piece_bytes: weight bytes below which several experts form one piece.
 
     Attributes:
-        shape: as above.
-        device: device of the network.
+        network, shape: as above.
         arena: memory of the tokens.
         num_a_piece: experts that form one piece.
     """
 
     def __init__(self, network: Network, form: TokenForm, shape: StageShape, piece_bytes: int = PIECE_BYTES) -> None:
-        self.shape, self.device = shape, network.device
+        self.network, self.shape = network, shape
         self._experts = dict(network.experts)
         self.num_a_piece = max(piece_bytes // max(network.bytes_per_expert, 1), 1)
         self.arena = Arena(shape, form, network.device)
@@ -102,7 +101,7 @@ class ExpertRunner:
             counts = np.zeros(self.shape.num_experts, np.int64)
             counts[[slot for slot, _ in batch]] = [count for _, count in batch]
             end = begin + int(counts.sum())
-            done[begin:end] = run_grouped(module, rows[begin:end], upload(counts, self.device))
+            done[begin:end] = run_grouped(module, rows[begin:end], upload(counts, self.network.device))
             return end
         return run_batches(module, batch, rows, done, start=begin, packed=tag_of(module).packed)
 

@@ -78,9 +78,9 @@ def read_expert(module: nn.Module, slot: int) -> ExpertWeights:
 
 
 def pick_expert(module: nn.Module, expert: int) -> ExpertWeights:
-    """Copy the weights of an expert of a module as transformers loads it: not tagged, not cut, not packed."""
-    weights = [None if each is None else each[expert].clone() for each in weights_of(cast(PackedExperts, module))]
-    up, up_bias, down, down_bias = weights
+    """Copy the weights of an expert of a module that is neither tagged nor packed."""
+    weights = weights_of(cast(PackedExperts, module))
+    up, up_bias, down, down_bias = (None if each is None else each.data[expert].clone() for each in weights)
     assert up is not None
     assert down is not None
     return ExpertWeights(up, up_bias, down, down_bias)

@@ -103,9 +103,7 @@ def build_skeleton(config: Any) -> Any:
 
 def _read_weights(settings: ModelSettings, config: Any) -> tuple[Any, str]:
     is_quantized = getattr(config, "quantization_config", None) is not None
-    dtype: torch.dtype | None = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    if is_quantized:
-        dtype = dtype or config.get_text_config().dtype or torch.bfloat16
+    dtype = choose_dtype(settings, config)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             settings.model,
@@ -122,9 +120,19 @@ def _read_weights(settings: ModelSettings, config: Any) -> tuple[Any, str]:
             f"{settings.model} lacks {len(missing)} of the config's tensors, first {missing[0]}."
         )
     if is_quantized and dtype is not None:
-        _finish_dequantizing(model, dtype)
+        finish_dequantizing(model, dtype)
     unused = sorted(report["unexpected_keys"])
     return model, f"{len(unused)} tensors of the checkpoint are not used, first {unused[0]}." if unused else ""
+
+
+def choose_dtype(settings: ModelSettings, config: Any) -> torch.dtype | None:
+    """Dtype of the weights; None means the checkpoint's, as transformers finds it."""
+    if settings.dtype != "auto":
+        chosen: torch.dtype = getattr(torch, settings.dtype)
+        return chosen
+    if getattr(config, "quantization_config", None) is None:
+        return None
+    return config.get_text_config().dtype or torch.bfloat16
 
 
 def pretrained_arguments(config: Any, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -146,7 +154,7 @@ def pretrained_arguments(config: Any, dtype: torch.dtype | None) -> dict[str, An
     }
 
 
-def _finish_dequantizing(model: Any, dtype: torch.dtype) -> None:
+def finish_dequantizing(model: Any, dtype: torch.dtype) -> None:
     """Convert tensors that dequantizing left in the dtype of its scales, or in bfloat16, to the model's dtype.
 
     Tensors that the family keeps in float32 on purpose stay, and so do buffers: rotary frequencies must not be rounded.

@@ -26,6 +26,7 @@ class Network:
 
     Args:
         model: a loaded model in evaluation mode, with the attention and experts functions of this room.
+        device: device of its weights. None means where they are.
 
     Attributes:
         config: text part of the model's config.
@@ -38,11 +39,11 @@ class Network:
         experts: (layer, experts module), ascending.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, device: torch.device | None = None) -> None:
         self.model = model
         self.config = model.config.get_text_config()
         self.num_layers: int = self.config.num_hidden_layers
-        self.device: torch.device = model.device
+        self.device: torch.device = device or model.device
         self.dtype: torch.dtype = model.dtype
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.override: GateOverride | None = None
@@ -64,6 +65,24 @@ class Network:
         for layer, module in self.experts:
             # A table has the experts of the layer that has most.
             keep_experts(module, np.where(logical_of[layer] < module.num_experts, logical_of[layer], EMPTY))
+
+    def adopt_experts(self, layer: int, loaded: nn.Module, slots: Int32s) -> None:
+        """Take the experts of a worker's slots from a module of another network, and pack them.
+
+        Args:
+            layer: a layer whose experts module is on the meta device.
+            loaded: the same module with its weights, which are moved.
+            slots: int32[slots], logical expert in each slot; EMPTY means none.
+        """
+        module = dict(self.experts)[layer]
+        for name, parameter in loaded.named_parameters():
+            parent = module.get_submodule(name.rpartition(".")[0])
+            setattr(parent, name.rpartition(".")[2], parameter)
+        self.num_slots = len(slots)
+        keep_experts(module, np.where(slots < module.num_experts, slots, EMPTY))
+        module.to(self.device)
+        if can_pack(self.device, self.dtype):
+            pack_experts(module)
 
     def drop_all_but_experts(self) -> None:
         """Drop embeddings, attention, norms, gates, shared experts, dense layers and the head.

@@ -32,13 +32,13 @@ class StageRunner:
         piece_bytes: weight bytes below which several experts form one piece.
 
     Attributes:
+        network: the network.
         shape: as above.
-        device: device of the network.
         arena: memory of the tokens inside the network.
     """
 
     def __init__(self, staged: StagedNetwork, pools: KVPools, shape: StageShape, piece_bytes: int) -> None:
-        self._staged, self.shape, self.device = staged, shape, staged.network.device
+        self._staged, self.network, self.shape = staged, staged.network, shape
         self._experts = ExpertRunner(staged.network, staged.token_form(shape.num_chosen), shape, piece_bytes)
         self.arena = self._experts.arena
         self._fragments = Fragments(staged, pools, self.arena)
@@ -101,7 +101,7 @@ class StageRunner:
         is_small = len(item.rows) <= _FEW_TOKENS and self._experts.num_a_piece >= self.shape.num_experts
         if self.shape.num_experts:
             shape = (num_layers, self.shape.num_experts)
-            progress.counts = torch.zeros(shape, dtype=torch.int64, device=self.device)
+            progress.counts = torch.zeros(shape, dtype=torch.int64, device=self.network.device)
         for layer in range(item.layer, min(item.until, num_layers)):
             progress.layer = layer
             if layer > item.layer:

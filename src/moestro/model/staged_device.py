@@ -57,12 +57,17 @@ class ExpertTorchDevice:
 
     Args:
         runner: the experts, and memory of the tokens.
+
+    Attributes:
+        shape: sizes of the device.
+        network: the network, or the part of it that the worker keeps.
     """
 
     def __init__(self, runner: ExpertRunner | StageRunner) -> None:
         self.shape = runner.shape
+        self.network = runner.network
         self._runner = runner
-        self._device = runner.device
+        self._device = runner.network.device
         self._is_cpu = self._device.type == "cpu"
         self._running: deque[_LaunchedItem] = deque()
 

@@ -1,4 +1,4 @@
-"""Opens the devices that work in stages: the network, its KV cache, and room for the tokens inside the network."""
+"""Opens the device that works in stages: the network, its KV cache, and room for the tokens inside the network."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from dataclasses import replace
 from moestro.core.model_info import ModelInfo
 from moestro.core.stages import NUM_PLANS, StageShape
 from moestro.errors import ConfigError
-from moestro.model.arena import TokenForm
 from moestro.model.device import CheckedNetwork, open_network
-from moestro.model.expert_pieces import ExpertRunner
 from moestro.model.settings import ModelSettings
-from moestro.model.staged_device import ExpertTorchDevice, StagedTorchDevice
+from moestro.model.staged_device import StagedTorchDevice
 from moestro.model.staged_network import StagedNetwork
 from moestro.model.worker_share import WorkerShare
 
@@ -57,50 +55,6 @@ def open_staged_device(
         )
     pools, info = checked.allocate(replace(settings, kv_cache_memory_bytes=max(left, 1)))
     device = StagedTorchDevice(staged, pools, shape)
-    on_phase("ready")
-    return device, info
-
-
-def open_expert_device(
-    settings: ModelSettings,
-    share: WorkerShare,
-    on_phase: Callable[[str], None] = lambda _: None,
-    rank: int = 0,
-) -> tuple[ExpertTorchDevice, ModelInfo]:
-    """Open the device of an expert worker: routed experts alone, without attention and without KV cache.
-
-    Args:
-        settings: as for `open_device`; the sizes of the KV cache are not used.
-        share: experts to keep, and the number of guests.
-        on_phase, rank: as for `open_device`.
-
-    Raises:
-        ConfigError: as `open_device`.
-        UnsupportedModelError: as `open_device`.
-    """
-    checked = open_network(settings, on_phase, rank)
-    network, info = checked.network, checked.describe(settings)
-    on_phase("cut weights")
-    share.cut(network, keeps_attention=False)
-    on_phase("pack weights")
-    network.pack_experts()
-    sparse = {layer for layer, _ in network.experts}
-    shape = StageShape(
-        is_sparse=tuple(layer in sparse for layer in range(network.num_layers)),
-        num_experts=network.num_slots,
-        num_chosen=checked.num_chosen,
-        num_rows=0,
-        num_places=0,
-        num_guests=share.num_guests,
-    )
-    form = TokenForm(
-        hidden_size=network.config.hidden_size,
-        num_chosen=checked.num_chosen,
-        dtype=network.dtype,
-        keeps_mixed=False,
-        columns=(),
-    )
-    device = ExpertTorchDevice(ExpertRunner(network, form, shape))
     on_phase("ready")
     return device, info
 

@@ -6,9 +6,8 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.work import Int32s
 from moestro.model.network import Network
 
 
@@ -28,6 +27,12 @@ class WorkerShare:
     make_table: Callable[[int, int], ExpertTable]
     num_guests: int = 0
 
+    def slots(self, network: Network) -> Int32s:
+        """int32[layers, slots], logical expert in each of the worker's slots; EMPTY means none."""
+        table = self.make_table(network.num_layers, network.num_experts)
+        logical_of: Int32s = table.logical_of[self.worker]
+        return logical_of[:, :0] if (logical_of == EMPTY).all() else logical_of
+
     def cut(self, network: Network, *, keeps_attention: bool = True) -> None:
         """Drop what the worker does not own. The network's linear layers may be packed, its experts may not.
 
@@ -35,10 +40,7 @@ class WorkerShare:
             network: a network with all weights.
             keeps_attention: whether the worker keeps everything but the routed experts of others.
         """
-        logical_of = self.make_table(network.num_layers, network.num_experts).logical_of[self.worker]
-        if (logical_of == EMPTY).all():
-            logical_of = np.empty((len(logical_of), 0), np.int32)
-        network.keep_experts(logical_of)
+        network.keep_experts(self.slots(network))
         if not keeps_attention:
             network.drop_all_but_experts()
         gc.collect()  # modules of transformers may refer to each other
