@@ -14,8 +14,9 @@ from moestro.core.work import Device
 from moestro.engine.rank import Rank
 from moestro.errors import ConfigError
 from moestro.model.device import open_device
+from moestro.model.expert_open import open_expert_device
 from moestro.model.staged_device import ExpertTorchDevice
-from moestro.model.staged_open import open_expert_device, open_staged_device
+from moestro.model.staged_open import open_staged_device
 from moestro.model.tensor_frames import TorchFrames
 from moestro.model.worker_share import WorkerShare
 from moestro.worker.group_process import OnPhase, WorkerPart, WorkerSizes
