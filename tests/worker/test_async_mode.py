@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from support.running import REAL, Reply, Running, call, complete, is_idle, metrics, wait_until
+from support.running import REAL, Reply, Running, call, complete, is_idle, metrics, open_stream, wait_until
 
 from moestro.cli import main
 from moestro.wire.messages import WorkerFigures
@@ -184,16 +184,28 @@ def test_queues_and_links_are_metrics(paced, expected):
     assert len(figures["num_waiting"]) == NUM_LAYERS + 1
 
 
-def test_one_worker_of_each_kind_and_workers_with_both_give_the_same_answers(tmp_path, expected):
-    for directory, sizes in ((tmp_path / "1+1", ("1", "1")), (tmp_path / "2+0", ("2", "0"))):
-        directory.mkdir()
-        command = (*REAL, *PACED, "--attention", sizes[0], "--experts", sizes[1])
-        running = Running(command, directory)
-        try:
-            assert texts(ask_many(running, 6)) == expected
-            assert running.stop() == 0
-        finally:
-            running.kill()
+@pytest.mark.parametrize(
+    "sizes",
+    [("1", "--experts", "1", "--expert-credits", "3"), ("2", "--experts", "0")],
+    ids=["1+1 with few credits", "2 with both"],
+)
+def test_groups_of_other_sizes_give_the_same_answers(tmp_path, expected, sizes):
+    running = Running((*REAL, *PACED, "--no-standby", "--attention", *sizes), tmp_path)
+    try:
+        assert len(running.ranks()) == 2
+        assert texts(ask_many(running, 6)) == expected
+        assert running.stop() == 0
+    finally:
+        running.kill()
+
+
+def test_streams_that_clients_leave_free_all_that_they_held(paced, expected):
+    streams = [open_stream(paced, max_tokens=4000) for _ in range(4)]
+    wait_until(lambda: sum(engine["num_running"] for engine in call(paced, "GET", "/load").json["engines"]) == 4, 20)
+    for stream in streams:
+        stream.close()
+    wait_until(lambda: is_idle(paced), 20)
+    assert texts(ask_many(paced, 6)) == expected
 
 
 def test_a_network_gives_the_answers_of_fused_mode_while_workers_die(server, real_command, tmp_path):
