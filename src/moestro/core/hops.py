@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # One record for each (token, choice).
-#   row: index of its vector in the message's tensor.
+#   row: index of its vector in the message's tensor; in a reply, its own index.
 #   place, generation: the home's place, and how often that place was given out; a reply echoes both.
 #   choice: index of the expert among the token's experts, in ascending logical id.
 #   service_class: LS or BE.

@@ -34,7 +34,11 @@ class Link:
 
     def sending_ns(self, num_bytes: int) -> int:
         """Time for which a message of `num_bytes` keeps the sender's side of the link busy, ns."""
-        return self.message_ns + round(num_bytes / self.bytes_per_s * 1e9)
+        return self.message_ns + self.port_ns(num_bytes)
+
+    def port_ns(self, num_bytes: int) -> int:
+        """Time that `num_bytes` take through a port, ns."""
+        return round(num_bytes / self.bytes_per_s * 1e9)
 
     def transfer_ns(self, num_bytes: int) -> int:
         """Time from the start of sending `num_bytes` over an idle link to the arrival, ns."""

@@ -103,7 +103,8 @@ class Rank:
             return None
         if wanted.service_class is None:
             # Requests without room in this plan may follow it where plans overlap, or pass it.
-            self._has_news = wanted.max_tokens is not None or self.scheduler.waiting.num_ls > 0
+            overlaps = wanted.max_tokens is not None
+            self._has_news = self.scheduler.has_unplanned if overlaps else self.scheduler.waiting.num_ls > 0
             plan = plan if self._passes_decodes else self._hastening_prompts(plan)
         self.executor.submit(plan, now_ns)
         return plan

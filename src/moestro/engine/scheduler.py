@@ -119,6 +119,11 @@ class Scheduler:
         """Whether any sequence waits or runs."""
         return bool(len(self.waiting) or len(self.table.running))
 
+    @property
+    def has_unplanned(self) -> bool:
+        """Whether any sequence waits, or runs without a unit in flight."""
+        return bool(len(self.waiting) or len(self.table.idle()))
+
     def has_urgent_prompts(self, now_ns: int) -> bool:
         """Whether a latency-sensitive sequence without a token could be computed now.
 

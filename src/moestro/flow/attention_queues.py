@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.views import ATTENTION, NOBODY_WAITS_NS, NUM_CLASSES, Run
+from moestro.core.views import ATTENTION, BE, LS, NOBODY_WAITS_NS, NUM_CLASSES, Run
 from moestro.core.work import Int32s
 from moestro.flow.queue_columns import QueueColumns
 from moestro.flow.token_pool import TokenPool
 
 Int64s = NDArray[np.int64]
+
+_NO_UNITS = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -31,6 +33,18 @@ class _Room:
     places: int | None
     is_untouched: bool = True
 
+    def admit_all(self, num_tokens: int, num_wanted: int) -> bool:
+        """Admit units if all of them fit.
+
+        Args:
+            num_tokens: tokens of the units.
+            num_wanted: places that they still want.
+        """
+        if num_tokens > min(self.rows, self.max_unit_tokens) or (self.places is not None and num_wanted > self.places):
+            return False
+        self._use(num_tokens, num_wanted)
+        return True
+
     def admit(self, sizes: Int32s, wanted: Int32s) -> NDArray[np.bool_]:
         """Find which units, in order, fit; one that does not is passed over.
 
@@ -38,11 +52,6 @@ class _Room:
             sizes: int32[n], tokens of each unit.
             wanted: int32[n], places that each unit still wants.
         """
-        num_tokens = int(sizes.sum())
-        num_wanted = 0 if self.places is None else int(wanted.sum())
-        if num_tokens <= min(self.rows, self.max_unit_tokens) and num_wanted <= (self.places or 0):
-            self._use(num_tokens, num_wanted)
-            return np.ones(len(sizes), np.bool_)
         fits = np.zeros(len(sizes), np.bool_)
         for index, (size, lacks) in enumerate(zip(sizes.tolist(), wanted.tolist(), strict=True)):
             has_places = self.places is None or lacks <= self.places
@@ -76,21 +85,29 @@ class AttentionQueues:
     def add(self, layer: int, ids: Int64s, now_ns: int) -> None:
         """Units wait from now on for the attention of `layer`, or (layer `num_layers`) for the sampler."""
         self._pool.queued_ns[ids] = now_ns
-        classes = self._pool.service_class[ids]
-        lowest, highest = int(classes.min()), int(classes.max())
-        for service_class in range(lowest, highest + 1):
-            own = ids if lowest == highest else ids[classes == service_class]
+        if not self._pool.num_best_effort:
+            self._add(LS, layer, ids, now_ns)
+            return
+        classes = self._pool.service_class.take(ids)
+        for service_class in (LS, BE):
+            own = ids[classes == service_class]
             if len(own):
-                queue = self._units[service_class]
-                queue[layer] = np.concatenate([queue[layer], own]) if len(queue[layer]) else own
-                self._count_in(service_class, layer, own, now_ns)
+                self._add(service_class, layer, own, now_ns)
+
+    def _add(self, service_class: int, layer: int, ids: Int64s, now_ns: int) -> None:
+        queue = self._units[service_class]
+        queue[layer] = np.concatenate([queue[layer], ids]) if len(queue[layer]) else ids
+        self._count_in(service_class, layer, ids, now_ns)
 
     def _count_in(self, service_class: int, layer: int, ids: Int64s, now_ns: int) -> None:
         """Count units that came now, at the end of their queue."""
-        sizes, columns, at = self._pool.num_tokens[ids], self._columns, (service_class, layer, ATTENTION)
-        num_tokens = int(sizes.sum())
-        if num_tokens > len(ids):
-            columns.num_prefill_tokens[service_class, layer] += sizes.sum(where=sizes > 1)
+        columns, at = self._columns, (service_class, layer, ATTENTION)
+        num_tokens = len(ids)
+        if self._pool.num_decodes < self._pool.num_units:
+            sizes = self._pool.num_tokens.take(ids)
+            num_tokens = int(sizes.sum())
+            if num_tokens > len(ids):
+                columns.num_prefill_tokens[service_class, layer] += sizes.sum(where=sizes > 1)
         self._num_without_place[service_class, layer] += self._pool.num_lacking_places(ids).sum()
         oldest_ns = min(int(columns.oldest_ns[at]), now_ns)
         columns.set_queue(at, int(columns.n[at]) + num_tokens, oldest_ns)
@@ -110,14 +127,22 @@ class AttentionQueues:
             ids = self._units[service_class][layer]
             if len(ids) == 0:
                 continue
+            num_without_place = int(self._num_without_place[service_class, layer])
+            if room.admit_all(int(self._columns.n[service_class, layer, ATTENTION]), num_without_place):
+                taken.append(ids)
+                self._units[service_class][layer] = _NO_UNITS
+                self.recount(service_class, layer)
+                continue
             fits = room.admit(self._pool.num_tokens[ids], self._pool.num_lacking_places(ids))
-            self._units[service_class][layer] = ids[~fits]
             if fits.any():
                 taken.append(ids[fits])
+                self._units[service_class][layer] = ids[~fits]
                 self.recount(service_class, layer)
         if not taken:
-            return np.empty(0, np.int64)
-        return np.sort(taken[0] if len(taken) == 1 else np.concatenate(taken))
+            return _NO_UNITS
+        ids = taken[0].copy() if len(taken) == 1 else np.concatenate(taken)
+        ids.sort()
+        return ids
 
     def drop(self, ids: Int64s) -> None:
         """Take the units `ids` out of every queue."""
@@ -136,7 +161,7 @@ class AttentionQueues:
 
     def is_short_of_places(self, service_class: int) -> bool:
         """Whether units of a class wait for an attention which has places for none of them."""
-        if not (self._num_without_place[service_class] > self._pool.num_free_places).any():
+        if not np.count_nonzero(self._num_without_place[service_class] > self._pool.num_free_places):
             return False
         return bool(self.layers_short_of_places(service_class))
 

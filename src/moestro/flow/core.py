@@ -18,6 +18,7 @@ preempt is not to choose, and whatever was not chosen is exactly where it was.
 from __future__ import annotations
 
 from collections import deque
+from itertools import accumulate
 
 import msgspec
 import numpy as np
@@ -58,7 +59,7 @@ from moestro.flow.events import (
     Withdraw,
 )
 from moestro.flow.guest_desk import GuestDesk
-from moestro.flow.guests import Guests, Pairs
+from moestro.flow.guests import NO_PAIRS, Guests, Pairs
 from moestro.flow.items import ItemMaker, LaunchedItem
 from moestro.flow.micro_queues import MicroQueues
 from moestro.flow.passed_over import PassedOver, Tokens
@@ -67,6 +68,7 @@ from moestro.flow.token_pool import TokenPool
 Int64s = NDArray[np.int64]
 
 _ALONE = 0  # number of a worker without peers
+_EMITTING = (Sample, Passage)  # items that may end in a result of units
 
 
 class FlowCore:
@@ -115,7 +117,7 @@ class FlowCore:
     @property
     def is_shared(self) -> bool:
         """Whether tokens of several plans, or guests, are here, so that some may be passed over by others."""
-        return self.num_plans > 1 or self._guests.num_free < self.shape.num_guests
+        return self._guests.num_free < self.shape.num_guests or self.num_plans > 1
 
     @property
     def num_launched(self) -> int:
@@ -146,12 +148,11 @@ class FlowCore:
     @property
     def wake_ns(self) -> int | None:
         """Time at which the policy wants to be asked even if no event comes. None means no such time."""
-        return min((at for at in (self._wait_until_ns, self._ask_again_ns) if at is not None), default=None)
+        return _earlier(self._wait_until_ns, self._ask_again_ns)
 
     def wants_tick(self, now_ns: int) -> bool:
         """Whether a `Tick` asks the policy: the device has room, or the policy set a time that has come."""
-        wake_ns = self.wake_ns
-        return self.has_room or (wake_ns is not None and now_ns >= wake_ns)
+        return self.has_room or ((wake_ns := self.wake_ns) is not None and now_ns >= wake_ns)
 
     def wanted_plan(self) -> PlanWanted | None:
         """The plan that would be welcome now.
@@ -172,7 +173,7 @@ class FlowCore:
     @property
     def may_emit(self) -> bool:
         """Whether an item with the device ends in a result of units."""
-        return any(isinstance(launched.item, Sample | Passage) for launched in self._launched)
+        return any(isinstance(launched.item, _EMITTING) for launched in self._launched) if self._launched else False
 
     @property
     def has_room(self) -> bool:
@@ -275,29 +276,32 @@ class FlowCore:
         A message that may be more urgent than what runs is taken in at once.
         """
         self._inbox.append((message, now_ns))
-        if message.hop.kind == DISPATCH and LS in message.records["service_class"] and self._runs_best_effort():
+        # What runs is asked first, because that costs nothing where all tokens are of one class.
+        if message.hop.kind == DISPATCH and self._runs_best_effort() and LS in message.records["service_class"]:
             self._open_inbox(now_ns, commands)
             self._withdraw(commands)
 
     def _open_inbox(self, now_ns: int, commands: list[Command]) -> None:
         if self._inbox:
             inbox, self._inbox = self._inbox, []
-            self._take_replies(now_ns, [each for each, _ in inbox if each.hop.kind == REPLY], commands)
-            self._take_dispatches([each for each in inbox if each[0].hop.kind == DISPATCH], commands)
+            replies = [message for message, _ in inbox if message.hop.kind == REPLY]
+            if replies:
+                self._take_replies(now_ns, replies, commands)
+            if len(replies) < len(inbox):
+                self._take_dispatches([each for each in inbox if each[0].hop.kind == DISPATCH], commands)
 
     def _take_dispatches(self, arrived: list[tuple[HopMessage, int]], commands: list[Command]) -> None:
-        if arrived:
-            assert self._desk is not None, "a device that is alone has no guests"
-            for message, at_ns in arrived:
-                given_up = self._desk.take(message, at_ns)
-                if len(given_up):
-                    self._passed_over.forget(Tokens(guests=given_up))
-            commands += self._desk.let_in(self._door.take_entries)
+        assert self._desk is not None, "a device that is alone has no guests"
+        for message, at_ns in arrived:
+            given_up = self._desk.take(message, at_ns)
+            if len(given_up):
+                self._passed_over.forget(Tokens(guests=given_up))
+        commands += self._desk.let_in(self._door.take_entries)
 
     def _take_replies(self, now_ns: int, replies: list[HopMessage], commands: list[Command]) -> None:
+        assert self._dispatcher is not None, "a device that is alone gets no replies"
         kept = []
         for message in replies:
-            assert self._dispatcher is not None, "a device that is alone gets no replies"
             counts, sends = self._dispatcher.accept(message.hop)
             commands += sends
             kept += [message] if counts and len(message.records) else []
@@ -309,17 +313,18 @@ class FlowCore:
         assert self._dispatcher is not None, "a device that is alone gets no replies"
         sizes = [len(message.records) for message in replies]
         records = join_records([message.records for message in replies])
-        workers = np.array([message.hop.src for message in replies], np.int16).repeat(sizes)
+        workers = np.array([message.hop.src for message in replies], np.int16).repeat(np.array(sizes))
         owed = self._dispatcher.owed(records, workers)
         if not len(owed):
             return
-        records = records if len(owed) == len(records) else records[owed]
-        places, choices = records["place"], records["choice"].astype(np.int32)
-        ends = owed.searchsorted(np.cumsum(sizes)).tolist()
+        ends, are_all_owed = list(accumulate(sizes)), len(owed) == len(records)
+        if not are_all_owed:
+            records, ends = records.take(owed), owed.searchsorted(ends).tolist()
+        places, choices = records["place"].astype(np.int32), records["choice"].astype(np.int32)
         for message, begin, end in zip(replies, [0, *ends], ends, strict=False):
             if end > begin:
                 part = slice(begin, end)
-                rows = records["row"][part].astype(np.int64)
+                rows = None if are_all_owed else records["row"][part].astype(np.int64)
                 commands.append(Store(message.tensor, rows, places[part], choices[part]))
         self._pool.passed_elsewhere(places, records["waited_us"])
         complete = self._pool.arrive(places, choices)
@@ -329,12 +334,9 @@ class FlowCore:
     def _join_next_layer(self, now_ns: int, ids: Int64s) -> None:
         """Units that lack no contribution wait for the next attention."""
         layers = self._pool.layer_of(ids)
-        first = int(layers[0])
-        if (layers == first).all():
-            self._queues.attention.add(first + 1, ids, now_ns)
-            return
-        for layer in np.unique(layers).tolist():
-            self._queues.attention.add(layer + 1, ids[layers == layer], now_ns)
+        for layer in np.bincount(layers).nonzero()[0].tolist():
+            is_here = layers == layer
+            self._queues.attention.add(layer + 1, ids if is_here.all() else ids[is_here], now_ns)
 
     def _send_again(self, owed: list[Owed], now_ns: int, commands: list[Command]) -> None:
         assert self._dispatcher is not None, "only a home with peers sends"
@@ -400,26 +402,35 @@ class FlowCore:
             self._queues.attention.add(layer + 1, complete, now_ns)
 
     def _take_experts(self, now_ns: int, item: Experts, num_batches: int, commands: list[Command]) -> None:
-        done = len(item.places) if num_batches == len(item.experts) else int(item.counts[:num_batches].sum())
-        is_own = item.places < self.shape.num_places
-        num_own = int(np.count_nonzero(is_own))
-        if done < len(item.places):
-            self._give_back(item, done, is_own)
-        if num_own < len(item.places):
+        pairs = Pairs(item.places, item.choices, item.experts.repeat(item.counts))
+        if num_batches < len(item.experts):
+            num_done = int(item.counts[:num_batches].sum())
+            self._give_back(item.layer, pairs.part(num_done, len(pairs.places)))
+            pairs = pairs.part(0, num_done)
+        own, guests = self._split(pairs)
+        if len(guests.places):
             assert self._desk is not None, "a device that is alone has no guests"
-            commands += self._desk.reply(item, np.flatnonzero(~is_own[:done]))
+            commands += self._desk.reply(item.layer, guests)
+        if self._desk is not None:
             commands += self._desk.let_in(self._door.take_entries)
-        if num_own:
-            own = np.flatnonzero(is_own[:done])
-            self._arrive(item.layer, item.places[own], item.choices[own], now_ns)
+        if len(own.places):
+            self._arrive(item.layer, own.places, own.choices, now_ns)
 
-    def _give_back(self, item: Experts, done: int, is_own: NDArray[np.bool_]) -> None:
+    def _split(self, pairs: Pairs) -> tuple[Pairs, Pairs]:
+        """Tell pairs of own tokens from those of guests."""
+        is_own = pairs.places < self.shape.num_places
+        num_own = np.count_nonzero(is_own)
+        if num_own == len(is_own):
+            return pairs, NO_PAIRS
+        return (pairs.at(is_own.nonzero()[0]), pairs.at((~is_own).nonzero()[0])) if num_own else (NO_PAIRS, pairs)
+
+    def _give_back(self, layer: int, pairs: Pairs) -> None:
         """Pairs that the device has not computed wait again."""
-        pairs = Pairs(item.places[done:], item.choices[done:], np.repeat(item.experts, item.counts)[done:])
-        own = pairs.at(np.flatnonzero(is_own[done:]))
-        self._queues.experts.add(self._pool, item.layer, own)
-        if self._desk is not None and len(own.places) < len(pairs.places):
-            self._desk.give_back(item.layer, pairs.at(np.flatnonzero(~is_own[done:])))
+        own, guests = self._split(pairs)
+        self._queues.experts.add(self._pool, layer, own)
+        if len(guests.places):
+            assert self._desk is not None, "a device that is alone has no guests"
+            self._desk.give_back(layer, guests)
 
     def _take_stopped(
         self, now_ns: int, launched: LaunchedItem, item: Passage, stopped: Stopped, commands: list[Command]
@@ -462,12 +473,18 @@ class FlowCore:
                     return
                 case Run() as run:
                     self._launch(self._items.make(run), commands)
-                    times = [at for at in (self._ask_again_ns, run.ask_again_ns) if at is not None]
-                    self._ask_again_ns = min(times, default=None)
+                    self._ask_again_ns = _earlier(self._ask_again_ns, run.ask_again_ns)
 
     def _launch(self, launched: LaunchedItem, commands: list[Command]) -> None:
         self._launched.append(launched)
         commands.append(Launch(launched.item))
+
+
+def _earlier(first_ns: int | None, second_ns: int | None) -> int | None:
+    """Return the earlier of two times. None means no time."""
+    if first_ns is None or second_ns is None:
+        return second_ns if first_ns is None else first_ns
+    return min(first_ns, second_ns)
 
 
 def _all_pairs(places: Int32s, topk_ids: Int32s, wanted: NDArray[np.bool_] | None = None) -> Pairs:

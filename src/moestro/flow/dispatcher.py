@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from moestro.core.columns import true_rows
 from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.core.hops import DISPATCH, HOP_RECORD, Hop, HopMessage, HopRecords
+from moestro.core.views import LS
 from moestro.core.work import Int32s
 from moestro.flow.events import Send
 from moestro.flow.guests import Pairs
@@ -27,6 +28,7 @@ Int64s = NDArray[np.int64]
 
 _EPOCH_BITS = 32  # epochs of one life; a loss a millisecond fills them in 50 days
 _NONE = np.empty(0, np.int32)
+_FIRST = np.ones(1, np.bool_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +100,7 @@ class Dispatcher:
     def __init__(self, settings: PeerSettings, pool: TokenPool) -> None:
         self._settings, self._pool, self._worker = settings, pool, settings.worker
         num_workers = settings.num_workers
-        self._credits: Int64s = np.full(num_workers, settings.num_credits, np.int64)
+        self._credits = [settings.num_credits] * num_workers
         self._backlog: Int64s = np.zeros(num_workers, np.int64)  # told by the last reply, and sent since
         self._epoch = [settings.incarnation << _EPOCH_BITS] * num_workers
         self._next_seq = [0] * num_workers
@@ -123,6 +125,8 @@ class Dispatcher:
         own_first[:, self._may_use[self._worker]] = False
         own_first[self._worker] = self._may_use[self._worker]
         self._worker_of = own_first.argmax(axis=0).astype(np.int16)
+        # The slot of the expert on that worker.
+        self._slot_of = np.take_along_axis(self._slot_on, self._worker_of[None], axis=0)[0]
 
     def change_table(self, table: ExpertTable) -> list[Owed]:
         """Use another table.
@@ -159,6 +163,7 @@ class Dispatcher:
         if changes.any():
             self.num_switches += int(np.count_nonzero(changes))
             now[changes] = best[changes]
+            self._slot_of[layer, changes] = self._slot_on[best[changes], layer, changes.nonzero()[0]]
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
@@ -175,7 +180,7 @@ class Dispatcher:
         """
         if self._has_copies[layer]:
             self._choose_copies(layer)
-        owner = self._worker_of[layer][topk_ids]
+        owner = self._worker_of[layer].take(topk_ids)
         self._pool.expect(ids, places, layer, topk_ids, owner)
         return self._hand_over(layer, places, owner)
 
@@ -190,18 +195,19 @@ class Dispatcher:
 
     def _hand_over(self, layer: int, places: Int32s, owner: Int16s) -> tuple[Pairs, list[Send]]:
         """Hand the pairs with an owner over to it."""
-        num_chosen = owner.shape[1]
-        order = owner.reshape(-1).argsort(kind="stable")  # by worker, then by token, then by choice
-        num_owned = np.bincount(owner.reshape(-1) + 1, minlength=len(self._credits) + 1)
+        num_chosen = self._pool.owner.shape[1]
+        owner = owner.reshape(-1)
+        order = owner.argsort(kind="stable")  # by worker, then by token, then by choice
+        num_owned = np.bincount(owner + 1, minlength=len(self._credits) + 1)
         ends = num_owned.cumsum().tolist()
         order = order[ends[0] :]  # the first are pairs without an owner
         token, choice = np.divmod(order, num_chosen) if num_chosen > 1 else (order, np.zeros_like(order))
-        at = places[token]
-        logical = self._pool.topk_ids[at, choice]
-        slots = self._slot_on[owner[token, choice], layer, logical]
+        at = places.take(token)
+        logical = self._pool.topk_ids.reshape(-1).take(at * num_chosen + choice)
+        slots = self._slot_of[layer].take(logical)
         own, sends = Pairs(_NONE, _NONE, _NONE), list[Send]()
         records = self._records(at, choice, slots)
-        for worker in true_rows(num_owned[1:] > 0):
+        for worker in num_owned[1:].nonzero()[0].tolist():
             part = slice(ends[worker] - ends[0], ends[worker + 1] - ends[0])
             if worker == self._worker:
                 own = Pairs(at[part], choice[part].astype(np.int32), slots[part].astype(np.int32))
@@ -213,8 +219,8 @@ class Dispatcher:
     def _records(self, at: Int32s, choice: Int64s, slots: Int16s) -> HopRecords:
         records = np.empty(len(at), HOP_RECORD)
         records["place"], records["choice"], records["slot"] = at, choice, slots
-        records["generation"] = self._pool.generation[at]
-        records["service_class"] = self._pool.classes_at(at)
+        records["generation"] = self._pool.generation.take(at)
+        records["service_class"] = self._pool.classes_at(at) if self._pool.num_best_effort else LS
         records["waited_us"] = 0
         if self._pool.num_passed:
             records["waited_us"] = np.minimum(self._pool.passed_ns_at(at) // 1000, np.iinfo(np.uint32).max)
@@ -227,7 +233,7 @@ class Dispatcher:
             parcel = outbox.popleft()
             if outbox or len(parcel.places) > self._credits[worker]:
                 parcel = self._still_valid(parcel)
-            num_rows = min(len(parcel.places), int(self._credits[worker]))
+            num_rows = min(len(parcel.places), self._credits[worker])
             if num_rows < len(parcel.places):
                 cut = int(parcel.records["row"].searchsorted(num_rows))
                 outbox.appendleft(_numbered(parcel.layer, parcel.records[cut:], parcel.records["place"][cut:]))
@@ -281,8 +287,9 @@ class Dispatcher:
     def owed(self, records: HopRecords, workers: Int16s) -> Int64s:
         """Indices of the records of replies that are owed, int64[n]. `workers`: int16[records], who sent them."""
         places = records["place"]
-        is_owed = self._pool.generation[places] == records["generation"]
-        is_owed &= self._pool.owner[places, records["choice"]] == workers
+        is_owed = self._pool.generation.take(places) == records["generation"]
+        pairs = places * self._pool.owner.shape[1] + records["choice"]
+        is_owed &= self._pool.owner.reshape(-1).take(pairs) == workers
         owed: Int64s = is_owed.nonzero()[0]
         self.num_dropped += len(records) - len(owed)
         return owed
@@ -308,8 +315,11 @@ def _numbered(layer: int, records: HopRecords, at: Int32s) -> _Parcel:
     if len(at) < 2:
         records["row"] = 0
         return _Parcel(layer, records, at)
-    is_new = np.empty(len(at), np.bool_)
-    is_new[0] = True
-    np.not_equal(at[1:], at[:-1], out=is_new[1:])
+    is_new = at[1:] != at[:-1]
+    num_rows = 1 + np.count_nonzero(is_new)
+    if num_rows == len(at):
+        records["row"] = np.arange(num_rows)
+        return _Parcel(layer, records, at)
+    is_new = np.concatenate([_FIRST, is_new])
     records["row"] = is_new.cumsum() - 1
     return _Parcel(layer, records, at[is_new])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,70 +16,60 @@ from moestro.core.work import Int32s, Plan, StepResult
 Int64s = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlanSubmitted:
+class PlanSubmitted(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Event: a plan is to be computed."""
 
     plan: Plan
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Done:
+class Done(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Event: the oldest launched item has a result."""
 
     result: StageResult
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Arrived:
+class Arrived(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Event: a message of another worker is here."""
 
     message: HopMessage
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TableChanged:
+class TableChanged(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Event: experts live elsewhere from now on. What is under way to workers that still compute stays there."""
 
     table: ExpertTable
 
 
-@dataclass(frozen=True, slots=True)
-class PeerLost:
+class PeerLost(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Event: what was sent to this worker and not answered is lost. It is sent again, by the present table."""
 
     worker: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Event: the device may have room for more."""
 
 
 Event = PlanSubmitted | Done | Arrived | TableChanged | PeerLost | Tick
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Launch:
+class Launch(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Command: start this item."""
 
     item: StageItem
 
 
-@dataclass(frozen=True, slots=True)
-class Withdraw:
+class Withdraw(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Command: give up what has not begun of expert batches and passages."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Emit:
+class Emit(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Command: these units are done."""
 
     result: StepResult
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Send:
+class Send(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Command: send a message, whose tensor the device reads now.
 
     Attributes:
@@ -93,19 +83,18 @@ class Send:
     choices: Int32s | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Store:
+class Store(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Command: the device takes in rows of a message's tensor.
 
     Attributes:
         tensor: of the message.
-        rows: int64[n], rows of the tensor.
+        rows: int64[n], rows of the tensor. None means all rows in order.
         places: int32[n], where they go: inputs; with `choices`, contributions.
         choices: int32[n], of a reply. None means a dispatch.
     """
 
     tensor: Any
-    rows: Int64s
+    rows: Int64s | None
     places: Int32s
     choices: Int32s | None
 

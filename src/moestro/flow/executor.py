@@ -159,8 +159,10 @@ class FlowExecutor:
         ready_ns = self._device.ready_at_ns()
         if ready_ns is None and (self._core.num_launched or (self._core.has_room and self._core.wake_ns is None)):
             return None  # only the hardware knows, or the device works when it is polled
-        times = [at for at in (ready_ns, self._core.wake_ns) if at is not None]
-        return min(times, default=FOREVER_NS)
+        wake_ns = self._core.wake_ns
+        if wake_ns is None:
+            return FOREVER_NS if ready_ns is None else ready_ns
+        return wake_ns if ready_ns is None else min(ready_ns, wake_ns)
 
     def recall(self, slots: Slots, now_ns: int) -> Slots:
         """Forget parked units, as if they had never been submitted.
@@ -191,9 +193,9 @@ class FlowExecutor:
                         tensor = self._device.read_inputs(places)
                     else:
                         tensor = self._device.read_contributions(places, choices)
-                    self._links.send(message._replace(tensor=tensor), now_ns)
+                    self._links.send(HopMessage(message.hop, message.records, tensor), now_ns)
                 case Store(tensor, rows, places, choices):
-                    vectors = None if tensor is None else tensor[rows]
+                    vectors = tensor if tensor is None or rows is None else tensor[rows]
                     if choices is None:
                         self._device.store_inputs(places, vectors)
                     else:

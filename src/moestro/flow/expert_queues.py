@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.views import NOBODY_WAITS_NS
+from moestro.core.views import BE, LS, NOBODY_WAITS_NS
 from moestro.core.work import Int32s
 from moestro.flow.guests import Pairs
 from moestro.flow.place_table import PlaceTable
@@ -72,30 +72,33 @@ class ExpertQueues:
 
     def __init__(self, columns: QueueColumns, num_layers: int, num_slots: int) -> None:
         self._columns, self._num_slots = columns, num_slots
+        self._nobody_waits_ns: Int64s = np.full(num_slots, NOBODY_WAITS_NS, np.int64)
         self._segments: list[list[Segment]] = [[] for _ in range(num_layers + 1)]
 
     def add(self, holder: PlaceTable, layer: int, pairs: Pairs) -> None:
         """Pairs wait from now on, since the time that `holder` knows."""
-        classes = holder.classes_at(pairs.places)
-        lowest, highest = (int(classes.min()), int(classes.max())) if len(classes) else (0, -1)
-        for service_class in range(lowest, highest + 1):
-            own = pairs
-            if lowest != highest:
-                index = np.flatnonzero(classes == service_class)
-                own = Pairs(*(each[index] for each in pairs))
-            if len(own.places):
-                self._add_segment(holder, layer, service_class, own)
+        if not len(pairs.places):
+            return
+        if not holder.num_best_effort:
+            self._add_segment(holder, layer, LS, pairs)
+            return
+        is_best_effort = holder.classes_at(pairs.places) == BE
+        for service_class, is_own in ((LS, ~is_best_effort), (BE, is_best_effort)):
+            index = is_own.nonzero()[0]
+            if len(index):
+                self._add_segment(holder, layer, service_class, pairs.at(index))
 
     def _add_segment(self, holder: PlaceTable, layer: int, service_class: int, pairs: Pairs) -> None:
-        order = np.argsort(pairs.slots, kind="stable")
+        places, choices = pairs.places, pairs.choices
         sizes = np.bincount(pairs.slots, minlength=self._num_slots)
-        places = pairs.places[order]
-        self._segments[layer].append(_segment(holder, service_class, places, pairs.choices[order], sizes))
-        queued_ns = holder.queued_ns_at(places)
-        oldest_ns, some = np.full(self._num_slots, NOBODY_WAITS_NS, np.int64), np.flatnonzero(sizes)
-        oldest_ns[some] = queued_ns.min()
-        if oldest_ns[some[0]] < queued_ns.max():
-            oldest_ns[some] = np.minimum.reduceat(queued_ns, (sizes.cumsum() - sizes)[some])
+        if self._num_slots > 1:
+            # NumPy sorts numbers of 16 bits by their digits, three times as fast as wider ones.
+            order = pairs.slots.astype(np.int16).argsort(kind="stable")
+            places, choices = places.take(order), choices.take(order)
+        segment = _segment(holder, service_class, places, choices, sizes)
+        self._segments[layer].append(segment)
+        some, oldest_ns = sizes.nonzero()[0], self._nobody_waits_ns.copy()
+        oldest_ns[some] = np.minimum.reduceat(holder.queued_ns_at(places), segment.begin[some])
         self._columns.add_pairs(service_class, layer, sizes, oldest_ns)
         if len(self._segments[layer]) > _MANY_SEGMENTS:
             self._join_segments(layer)
@@ -118,6 +121,8 @@ class ExpertQueues:
         """Take pairs of one slot, the first classes first."""
         places, choices, left = [], [], max_rows
         for service_class in classes:
+            if not self._columns.n[service_class, layer, 1 + slot]:
+                continue
             for segment in self._of_class(layer, service_class):
                 begin = int(segment.begin[slot])
                 end = min(int(segment.end[slot]), begin + left)
@@ -132,8 +137,8 @@ class ExpertQueues:
         return Batches(
             np.array([slot] if num_taken else [], np.int32),
             np.array([num_taken] if num_taken else [], np.int32),
-            np.concatenate(places) if places else np.empty(0, np.int32),
-            np.concatenate(choices) if choices else np.empty(0, np.int32),
+            _join(places),
+            _join(choices),
         )
 
     def take_every(self, layer: int, max_rows: int, classes: tuple[int, ...]) -> Batches:
@@ -216,6 +221,12 @@ def merge_batches(parts: list[Batches]) -> Batches:
         np.concatenate([part.places for part in parts])[order],
         np.concatenate([part.choices for part in parts])[order],
     )
+
+
+def _join(parts: list[Int32s]) -> Int32s:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
 
 def _segment(holder: PlaceTable, service_class: int, places: Int32s, choices: Int32s, sizes: Int64s) -> Segment:

@@ -9,13 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.hops import REPLY, Hop, HopMessage
-from moestro.core.stages import Experts
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.events import Send, Store
 from moestro.flow.guests import GuestArrival, Guests, Pairs
 from moestro.flow.micro_queues import MicroQueues
 
-Int64s = NDArray[np.int64]
+_NO_GUESTS = np.empty(0, np.int32)
 
 
 class GuestDesk:
@@ -41,7 +40,7 @@ class GuestDesk:
         Returns:
             Places of guests that their home has given up with this message, int32[n].
         """
-        hop, given_up = message.hop, np.empty(0, np.int32)
+        hop, given_up = message.hop, _NO_GUESTS
         epoch = self._guests.epoch_of(hop.src)
         if hop.epoch < epoch or (hop.epoch == epoch and hop.seq < self._dispatch_seq[hop.src]):
             self.num_dropped += 1
@@ -61,44 +60,44 @@ class GuestDesk:
         Args:
             take_entries: numbers some entries, and returns the first number.
         """
-        num_free, arrived, tensors = self._guests.num_free, list[GuestArrival](), []
+        if not self._lobby:
+            return []
+        num_free, arrived = self._guests.num_free, list[GuestArrival]()
         while self._lobby and self._lobby[0][0].hop.num_rows <= num_free:
             message, at_ns = self._lobby.popleft()
             num_free -= message.hop.num_rows
-            arrived.append(GuestArrival(message.hop, message.records, at_ns))
-            tensors.append(message.tensor)
+            arrived.append(GuestArrival(message, at_ns))
         if not arrived:
             return []
         places, pairs = self._guests.admit(take_entries(len(arrived)), arrived)
         self._queue(arrived, pairs)
         stores, begin = [], 0
-        for each, tensor in zip(arrived, tensors, strict=True):
-            own = places[begin : begin + each.hop.num_rows]
-            stores.append(Store(tensor, np.arange(len(own)), own, None))
-            begin += len(own)
+        for message, _ in arrived:
+            end = begin + message.hop.num_rows
+            stores.append(Store(message.tensor, None, places[begin:end], None))
+            begin = end
         return stores
 
     def give_back(self, layer: int, pairs: Pairs) -> None:
         """Let pairs that the device has not computed wait again, except those that their homes have given up."""
         is_wanted = self._guests.is_wanted(pairs.places)
-        self._queues.experts.add(self._guests, layer, pairs.at(np.flatnonzero(is_wanted)))
+        self._queues.experts.add(self._guests, layer, pairs.at(is_wanted.nonzero()[0]))
         self._guests.drop(pairs.places[~is_wanted])
 
     def _queue(self, arrived: list[GuestArrival], pairs: Pairs) -> None:
         """Put pairs into the queues of their layers, those of one layer together."""
-        layers = [each.hop.layer for each in arrived]
+        layers = [message.hop.layer for message, _ in arrived]
         if layers.count(layers[0]) == len(layers):
             self._queues.experts.add(self._guests, layers[0], pairs)
             return
-        layer_of = np.array(layers).repeat([len(each.records) for each in arrived])
+        layer_of = np.array(layers).repeat([len(message.records) for message, _ in arrived])
         for layer in sorted(set(layers)):
             index = (layer_of == layer).nonzero()[0]
-            self._queues.experts.add(self._guests, layer, Pairs(*(each[index] for each in pairs)))
+            self._queues.experts.add(self._guests, layer, pairs.at(index))
 
-    def reply(self, item: Experts, index: Int64s) -> list[Send]:
-        """Send the contributions to guests at `index` of the item's pairs to their homes."""
-        slots = np.repeat(item.experts, item.counts)[index]
-        replies = self._guests.answer(Pairs(item.places[index], item.choices[index], slots))
+    def reply(self, layer: int, pairs: Pairs) -> list[Send]:
+        """Send the contributions of computed pairs of guests to their homes."""
+        replies = self._guests.answer(pairs)
         depths = self._queues.depths() if replies else ()
         return [
             Send(
@@ -109,7 +108,7 @@ class GuestDesk:
                         dst=reply.home,
                         epoch=reply.epoch,
                         seq=self._next_seq(reply.home),
-                        layer=item.layer,
+                        layer=layer,
                         num_rows=len(reply.records),
                         dtype=self._peers.dtype,
                         credits=reply.credits,
@@ -117,8 +116,8 @@ class GuestDesk:
                     ),
                     reply.records,
                 ),
-                reply.pairs.places,
-                reply.pairs.choices,
+                reply.places,
+                reply.choices,
             )
             for reply in replies
         ]

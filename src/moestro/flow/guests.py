@@ -11,12 +11,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.columns import true_rows
-from moestro.core.hops import HOP_RECORD, Hop, HopRecords, join_records
+from moestro.core.hops import HOP_RECORD, HopMessage, HopRecords, join_records
+from moestro.core.views import LS
 from moestro.core.work import Int32s
 from moestro.errors import InvariantError
 
 Int64s = NDArray[np.int64]
+
+_NOBODY, _GIVEN_UP = -1, -2
 
 
 class Pairs(NamedTuple):
@@ -32,14 +34,21 @@ class Pairs(NamedTuple):
 
     def at(self, index: NDArray[np.integer]) -> Pairs:
         """Select pairs by their index."""
-        return Pairs(self.places[index], self.choices[index], self.slots[index])
+        return Pairs(self.places.take(index), self.choices.take(index), self.slots.take(index))
+
+    def part(self, begin: int, end: int) -> Pairs:
+        """View the pairs from `begin` to `end`."""
+        return Pairs(self.places[begin:end], self.choices[begin:end], self.slots[begin:end])
+
+
+_NO_NUMBERS = np.empty(0, np.int32)
+NO_PAIRS = Pairs(_NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS)
 
 
 class GuestArrival(NamedTuple):
     """A dispatch, and the time at which it arrived."""
 
-    hop: Hop
-    records: HopRecords
+    message: HopMessage
     at_ns: int
 
 
@@ -50,18 +59,21 @@ class GuestReply(NamedTuple):
         home, epoch: whose guests these were, and its epoch.
         credits: guest places that are free again.
         records: HOP_RECORD[n], of the reply.
-        pairs: the computed pairs, in the order of `records`.
+        places, choices: int32[n], of the computed pairs, in the order of `records`.
     """
 
     home: int
     epoch: int
     credits: int
     records: HopRecords
-    pairs: Pairs
+    places: Int32s
+    choices: Int32s
 
 
 class Guests:
     """Places of guests; implements `PlaceTable`. Their numbers follow those of the worker's own places.
+
+    All columns are by place, so that no place has to be converted; memory of own places is never touched.
 
     Args:
         first: number of the first guest place.
@@ -71,26 +83,28 @@ class Guests:
     Attributes:
         num_free: guest places left.
         num_passed: guests that were passed over at all.
+        num_best_effort: guests of class BE.
     """
 
     def __init__(self, first: int, num_guests: int, num_workers: int) -> None:
-        self._first = first
-        self._home: Int32s = np.zeros(num_guests, np.int32)
-        self._epoch: Int64s = np.zeros(num_guests, np.int64)
-        self._home_place: Int32s = np.zeros(num_guests, np.int32)
-        self._generation: NDArray[np.uint32] = np.zeros(num_guests, np.uint32)
-        self._service_class: NDArray[np.uint8] = np.zeros(num_guests, np.uint8)
-        self._entry: Int64s = np.zeros(num_guests, np.int64)
-        self._queued_ns: Int64s = np.zeros(num_guests, np.int64)
-        self._passed_ns: Int64s = np.zeros(num_guests, np.int64)
-        self._num_left: Int32s = np.zeros(num_guests, np.int32)
-        self._is_free = np.ones(num_guests, np.bool_)
+        num_places = first + num_guests
+        # Home of each guest; _NOBODY at a free place, and _GIVEN_UP if the home does not wait for the guest any more.
+        self._home: NDArray[np.int16] = np.full(num_places, _NOBODY, np.int16)
+        self._home_place: Int32s = np.zeros(num_places, np.int32)
+        self._generation: NDArray[np.uint32] = np.zeros(num_places, np.uint32)
+        self._service_class: NDArray[np.uint8] = np.zeros(num_places, np.uint8)
+        self._entry: Int64s = np.zeros(num_places, np.int64)
+        self._queued_ns: Int64s = np.zeros(num_places, np.int64)
+        self._passed_ns: Int64s = np.zeros(num_places, np.int64)
+        # Pairs of each guest beyond the first that are not done, and their sum.
+        self._more_pairs: Int32s = np.zeros(num_places, np.int32)
+        self._num_more = 0
+        self._free: Int64s = np.arange(first, num_places)  # the last `num_free` of them
         self.num_free = num_guests
-        self.num_passed = 0
-        self.num_best_effort = 0
+        self.num_passed = self.num_best_effort = self._num_given_up = 0
         # By home: the present epoch, and the credits that go back with the next reply.
-        self._epoch_of: Int64s = np.zeros(num_workers, np.int64)
-        self._credits: Int64s = np.zeros(num_workers, np.int64)
+        self._epoch_of = [0] * num_workers
+        self._credits = [0] * num_workers
 
     def admit(self, entry: int, arrived: Sequence[GuestArrival]) -> tuple[Int32s, Pairs]:
         """Take in the tokens of dispatches.
@@ -106,38 +120,44 @@ class Guests:
         Raises:
             InvariantError: the guests are more than the places, or records do not match their header.
         """
-        records = join_records([each.records for each in arrived])
-        sizes = np.array([each.hop.num_rows for each in arrived])
-        num_rows, row = int(sizes.sum()), records["row"]
-        if len(arrived) > 1:
-            row = row + (sizes.cumsum() - sizes).repeat([len(each.records) for each in arrived])
-        free = self._is_free.nonzero()[0][:num_rows]
-        if len(free) < num_rows:
-            raise InvariantError(f"{num_rows} guests come where {len(free)} places are free")
-        num_pairs = np.bincount(row, minlength=num_rows)
-        if len(num_pairs) != num_rows or not num_pairs.min(initial=1):
-            raise InvariantError(f"dispatches of {num_rows} rows have records of {np.count_nonzero(num_pairs)} rows")
-        self._is_free[free] = False
-        self.num_free -= num_rows
-        self._home[free] = np.array([each.hop.src for each in arrived]).repeat(sizes)
-        self._epoch[free] = np.array([each.hop.epoch for each in arrived]).repeat(sizes)
-        self._queued_ns[free] = np.array([each.at_ns for each in arrived]).repeat(sizes)
-        self._entry[free] = entry + np.arange(len(arrived)).repeat(sizes)
-        self._enter(free, records if len(records) == num_rows else records[num_pairs.cumsum() - num_pairs])
-        self._num_left[free] = num_pairs
-        places = (free + self._first).astype(np.int32)
+        records = join_records([message.records for message, _ in arrived])
+        sizes = [message.hop.num_rows for message, _ in arrived]
+        guests = self._take_places(sum(sizes))
+        self._home[guests] = _each([message.hop.src for message, _ in arrived], sizes)
+        self._queued_ns[guests] = _each([at_ns for _, at_ns in arrived], sizes)
+        self._entry[guests] = _each(list(range(entry, entry + len(arrived))), sizes)
+        places = guests.astype(np.int32)
         choices, slots = records["choice"].astype(np.int32), records["slot"].astype(np.int32)
+        num_records = [len(message.records) for message, _ in arrived]
+        if num_records == sizes:  # no token has two experts here
+            self._enter(guests, records)
+            return places, Pairs(places, choices, slots)
+        row = records["row"] + _each((np.cumsum(sizes) - sizes).tolist(), num_records)
+        num_pairs = np.bincount(row, minlength=len(guests))
+        if len(num_pairs) != len(guests) or not num_pairs.all():
+            raise InvariantError(f"dispatches of {len(guests)} rows have records of {np.count_nonzero(num_pairs)} rows")
+        self._enter(guests, records.take(num_pairs.cumsum() - num_pairs))
+        self._more_pairs[guests] = num_pairs - 1
+        self._num_more += len(records) - len(guests)
         return places, Pairs(places[row], choices, slots)
+
+    def _take_places(self, num: int) -> Int64s:
+        """Take `num` free places, those first that became free last."""
+        if num > self.num_free:
+            raise InvariantError(f"{num} guests come where {self.num_free} places are free")
+        first = len(self._free) - self.num_free
+        self.num_free -= num
+        return self._free[first : first + num].copy()
 
     def _enter(self, guests: Int64s, first: HopRecords) -> None:
         """Store the first record of each guest."""
         self._home_place[guests], self._generation[guests] = first["place"], first["generation"]
-        self._service_class[guests] = first["service_class"]
-        self.num_best_effort += int(np.count_nonzero(first["service_class"]))
-        waited_us = first["waited_us"]
-        if np.count_nonzero(waited_us):
-            self._passed_ns[guests] = waited_us.astype(np.int64) * 1000
-            self.num_passed += int(np.count_nonzero(waited_us))
+        if num_best_effort := int(np.count_nonzero(first["service_class"])):
+            self._service_class[guests] = first["service_class"]
+            self.num_best_effort += num_best_effort
+        if num_passed := int(np.count_nonzero(first["waited_us"])):
+            self._passed_ns[guests] = first["waited_us"].astype(np.int64) * 1000
+            self.num_passed += num_passed
 
     def begin_epoch(self, home: int, epoch: int) -> Int32s:
         """Note that the home has given up what was under way before `epoch`.
@@ -146,22 +166,24 @@ class Guests:
             Places of its earlier guests, int32[n]; the caller takes their waiting pairs out of the queues (`drop`).
         """
         self._epoch_of[home], self._credits[home] = epoch, 0
-        old = np.flatnonzero(~self._is_free & (self._home == home) & (self._epoch < epoch))
-        return (old + self._first).astype(np.int32)
+        old = (self._home == home).nonzero()[0]
+        self._home[old] = _GIVEN_UP
+        self._num_given_up += len(old)
+        given_up: Int32s = old.astype(np.int32)
+        return given_up
 
     def is_wanted(self, places: Int32s) -> NDArray[np.bool_]:
         """bool[n], whether the homes of the guests at `places` still wait for them."""
-        guests = places - self._first
-        is_wanted: NDArray[np.bool_] = self._epoch[guests] == self._epoch_of[self._home[guests]]
+        is_wanted: NDArray[np.bool_] = self._home.take(places) != _GIVEN_UP
         return is_wanted
 
     def epoch_of(self, home: int) -> int:
         """The present epoch of a home."""
-        return int(self._epoch_of[home])
+        return self._epoch_of[home]
 
     def drop(self, places: Int32s) -> None:
         """Forget one pair at each of `places` (which may repeat) that was never computed, without an answer."""
-        self._count_done(places - self._first)
+        self._leave(self._count_done(places))
 
     def answer(self, pairs: Pairs) -> list[GuestReply]:
         """Make the replies for pairs that were computed; guests leave with the last of their pairs.
@@ -169,78 +191,99 @@ class Guests:
         Returns:
             One reply for each home, in order of its number. What a home has given up gets none.
         """
-        guests = pairs.places - self._first
-        homes = self._home[guests]
-        is_wanted = self.is_wanted(pairs.places)
-        wanted, own = guests, pairs
-        if not is_wanted.all():
-            wanted, homes = guests[is_wanted], homes[is_wanted]
-            own = Pairs(*(each[is_wanted] for each in pairs))
-        order = homes.argsort(kind="stable")
-        own = Pairs(*(each[order] for each in own))
-        records = self._records(wanted[order], own)
-        num_of_home = np.bincount(homes, minlength=1)
-        ends = num_of_home.cumsum().tolist()
-        self._count_done(guests)
-        replies = []
-        for home in true_rows(num_of_home > 0):
-            part = slice(ends[home] - int(num_of_home[home]), ends[home])
-            records["row"][part] = np.arange(num_of_home[home])
-            epoch, num_credits = int(self._epoch_of[home]), int(self._credits[home])
-            replies.append(GuestReply(home, epoch, num_credits, records[part], Pairs(*(each[part] for each in own))))
-            self._credits[home] = 0
+        done = pairs.places
+        if self._num_given_up:
+            pairs = pairs.at(self.is_wanted(done).nonzero()[0])
+        homes = self._home.take(pairs.places)
+        sizes = np.bincount(homes).tolist()
+        if sizes.count(0) < len(sizes) - 1:  # of several homes
+            pairs = pairs.at(homes.argsort(kind="stable"))
+        records = self._records(pairs)
+        self._leave(self._count_done(done))
+        replies, begin = [], 0
+        for home, size in enumerate(sizes):
+            if size:
+                end = begin + size
+                own, (places, choices, _) = records[begin:end], pairs.part(begin, end)
+                own["row"] = np.arange(size)
+                replies.append(GuestReply(home, self._epoch_of[home], self._credits[home], own, places, choices))
+                self._credits[home], begin = 0, end
         return replies
 
-    def _records(self, guests: NDArray[np.integer], pairs: Pairs) -> HopRecords:
+    def _records(self, pairs: Pairs) -> HopRecords:
+        guests = pairs.places
         records = np.empty(len(guests), HOP_RECORD)
-        records["place"], records["generation"] = self._home_place[guests], self._generation[guests]
+        records["place"], records["generation"] = self._home_place.take(guests), self._generation.take(guests)
         records["choice"], records["slot"] = pairs.choices, pairs.slots
-        records["service_class"] = self._service_class[guests]
+        records["service_class"] = self._service_class.take(guests) if self.num_best_effort else LS
         records["waited_us"] = 0
         if self.num_passed:
-            records["waited_us"] = np.minimum(self._passed_ns[guests] // 1000, np.iinfo(np.uint32).max)
+            records["waited_us"] = np.minimum(self._passed_ns.take(guests) // 1000, np.iinfo(np.uint32).max)
         return records
 
-    def _count_done(self, guests: NDArray[np.integer]) -> None:
-        """Count one pair of each of `guests` (which may repeat); those without pairs leave."""
-        done = np.bincount(guests)
-        self._num_left[: len(done)] -= done.astype(np.int32)
-        gone = np.flatnonzero((done > 0) & (self._num_left[: len(done)] == 0))
-        if not len(gone):
-            return
-        self._is_free[gone] = True
-        self.num_free += len(gone)
-        self.num_passed -= int(np.count_nonzero(self._passed_ns[gone]))
-        self.num_best_effort -= int(np.count_nonzero(self._service_class[gone]))
-        self._passed_ns[gone] = 0
-        current = gone[self._epoch[gone] == self._epoch_of[self._home[gone]]]
-        self._credits += np.bincount(self._home[current], minlength=len(self._credits))
+    def _count_done(self, places: Int32s) -> Int64s:
+        """Count one pair of each of `places` (which may repeat). Returns the guests without any more."""
+        if not self._num_more:
+            return places.astype(np.int64)
+        guests, num_done = np.unique(places, return_counts=True)
+        more = self._more_pairs[guests] - num_done
+        is_gone = more < 0
+        self._num_more -= len(places) - int(np.count_nonzero(is_gone))
+        self._more_pairs[guests] = np.maximum(more, 0)
+        return guests[is_gone].astype(np.int64)
+
+    def _leave(self, guests: Int64s) -> None:
+        """Free the places of guests, and note the credits of their homes."""
+        if self.num_best_effort:
+            self.num_best_effort -= int(np.count_nonzero(self._service_class[guests]))
+            self._service_class[guests] = LS
+        if self.num_passed:
+            self.num_passed -= int(np.count_nonzero(self._passed_ns[guests]))
+            self._passed_ns[guests] = 0
+        homes = self._home.take(guests)
+        self._home[guests] = _NOBODY
+        self.num_free += len(guests)
+        first = len(self._free) - self.num_free
+        self._free[first : first + len(guests)] = guests
+        if self._num_given_up:
+            is_wanted = homes != _GIVEN_UP
+            self._num_given_up -= len(homes) - int(np.count_nonzero(is_wanted))
+            homes = homes[is_wanted]
+        for home, num_credits in enumerate(np.bincount(homes).tolist()):
+            self._credits[home] += num_credits
 
     # --- ages -------------------------------------------------------------------------------------------------------
 
     def classes_at(self, places: Int32s) -> NDArray[np.uint8]:
         """Implement `PlaceTable`."""
-        return self._service_class[places - self._first]
+        return self._service_class.take(places)
 
     def queued_ns_at(self, places: Int32s) -> Int64s:
         """Implement `PlaceTable`."""
-        return self._queued_ns[places - self._first]
+        return self._queued_ns.take(places)
 
     def passed_ns_at(self, places: Int32s) -> Int64s:
         """Implement `PlaceTable`."""
-        return self._passed_ns[places - self._first]
+        return self._passed_ns.take(places)
 
     def entries_at(self, places: Int32s) -> Int64s:
         """int64[n], number of the entry of each guest."""
-        return self._entry[places - self._first]
+        return self._entry.take(places)
 
     def find_earlier(self, service_class: int, before: int) -> Int32s:
         """Places of the guests of a class of entries with a number less than `before`."""
-        found = np.flatnonzero(~self._is_free & (self._service_class == service_class) & (self._entry < before))
-        return (found + self._first).astype(np.int32)
+        is_earlier = (self._home != _NOBODY) & (self._service_class == service_class) & (self._entry < before)
+        earlier: Int32s = is_earlier.nonzero()[0].astype(np.int32)
+        return earlier
 
     def pass_over(self, places: Int32s, passed_ns: int) -> None:
         """Count that the guests at `places` (distinct) were passed over for `passed_ns`, more than 0."""
-        guests = places - self._first
-        self.num_passed += len(guests) - int(np.count_nonzero(self._passed_ns[guests]))
-        self._passed_ns[guests] += passed_ns
+        self.num_passed += len(places) - int(np.count_nonzero(self._passed_ns[places]))
+        self._passed_ns[places] += passed_ns
+
+
+def _each(values: list[int], sizes: list[int]) -> Int64s | int:
+    """Repeat each value for as many rows as its dispatch has; one value that all share stands for them."""
+    if values.count(values[0]) == len(values):
+        return values[0]
+    return np.array(values).repeat(np.array(sizes))

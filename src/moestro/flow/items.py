@@ -101,12 +101,12 @@ class ItemMaker:
         num_lacking = len(wave.rows) - len(merges)
         item: Attention | Passage | Sample
         if run.until > run.layer and self._is_alone and num_lacking <= self._pool.num_free_places:
-            places = self._pool.take_places(wave) if self._shape.num_chosen else _NO_PLACES
+            places = self._pool.take_places(wave, merges) if self._shape.num_chosen else _NO_PLACES
             item = Passage(run.layer, run.until, wave.units, wave.rows, places, merges)
         elif run.layer == self._shape.num_layers:
             item = Sample(wave.units, wave.rows, merges)
         else:
-            places = self._pool.take_places(wave) if self._shape.is_sparse[run.layer] else _NO_PLACES
+            places = self._pool.take_places(wave, merges) if self._shape.is_sparse[run.layer] else _NO_PLACES
             item = Attention(run.layer, wave.units, wave.rows, places, merges)
         return LaunchedItem(item, wave.ids)
 

@@ -43,17 +43,18 @@ class MicroQueues:
     @property
     def num_pairs(self) -> int:
         """Pairs that wait for an expert."""
-        return int(self._columns.num_expert_tokens.sum())
+        return self._columns.num_pairs
 
     def depths(self) -> tuple[int, ...]:
         """Pairs that wait in each slot, summed over all layers and classes."""
-        return tuple(self._columns.n[:, :, ATTENTION + 1 :].sum(axis=(0, 1)).tolist())
+        return tuple(self._columns.num_of_slot.tolist())
 
     def table(self) -> QueueTable:
         """What a step policy sees; it must not keep it."""
-        columns, runnable = self._columns, self._columns.waits
+        columns = self._columns
+        runnable = columns.n > 0
         if self._pool.num_units and columns.num_waiting > self._pool.num_free_places:
-            runnable = self._without_crowded_attention(runnable)
+            self._leave_out_crowded_attention(runnable)
         passed_ns = self._none_passed
         if self._pool.num_passed or self._guests.num_passed:
             passed_ns = read_only(self._longest_passed_ns())
@@ -62,18 +63,16 @@ class MicroQueues:
             n=n,
             oldest_ns=oldest_ns,
             passed_ns=passed_ns,
-            runnable=read_only(runnable),
+            runnable=runnable,
             num_expert_tokens=num_expert_tokens,
             num_free_places=self._pool.num_free_places,
             num_prefill_tokens=num_prefill_tokens,
         )
 
-    def _without_crowded_attention(self, waits: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Copy `waits`, without the attention queues that have places for none of their units."""
-        runnable = waits.copy()
+    def _leave_out_crowded_attention(self, runnable: NDArray[np.bool_]) -> None:
+        """Take the attention queues that have places for none of their units out of `runnable`."""
         for service_class in range(NUM_CLASSES):
             runnable[service_class, self.attention.layers_short_of_places(service_class), ATTENTION] = False
-        return runnable
 
     def _longest_passed_ns(self) -> Int64s:
         """Make `QueueTable.passed_ns`. It is made for each table, because it is wanted only while units are parked."""

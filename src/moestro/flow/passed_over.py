@@ -72,6 +72,7 @@ class PassedOver:
         self._pool, self._guests, self._queues, self._worker = pool, guests, queues, worker
         self.counts = PassCounts()
         self._passed = Tokens()  # passed over now
+        self._is_any = False  # whether there are any
         self._since_ns = 0
         self._stretch_ns = 0  # for how long tokens have been passed over without a break
         self._latest_entry = -1  # the last entry that was counted as passing
@@ -84,7 +85,7 @@ class PassedOver:
     def elapse(self, now_ns: int) -> None:
         """Charge the time since the last call to the tokens that were passed over in it."""
         passed_ns = now_ns - self._since_ns
-        if passed_ns > 0 and not self._passed.is_empty:
+        if self._is_any and passed_ns > 0:
             if len(self._passed.ids):
                 self._pool.pass_over(self._passed.ids, passed_ns)
             if len(self._passed.guests):
@@ -98,11 +99,12 @@ class PassedOver:
         Args:
             launched: tokens of each item that is with the device, first of the one that runs.
         """
-        self._set(self._waiting_behind(launched) if launched else Tokens())
+        if launched or self._is_any:
+            self._set(self._waiting_behind(launched) if launched else Tokens())
 
     def forget(self, tokens: Tokens) -> None:
         """Leave out tokens that leave without a result."""
-        if not self._passed.is_empty:
+        if self._is_any:
             self._set(self._passed.without(tokens))
 
     def count_withdrawal(self) -> None:
@@ -137,12 +139,13 @@ class PassedOver:
         return latest
 
     def _set(self, passed: Tokens) -> None:
-        if self._passed.is_empty and passed.is_empty:
+        is_any = not passed.is_empty
+        if not (is_any or self._is_any):
             return
-        self._passed = passed
+        self._passed, self._is_any = passed, is_any
         num_tokens = int(self._pool.num_tokens[passed.ids].sum()) + len(passed.guests)
         self._replace(num_parked_tokens=num_tokens, max_parked_tokens=max(num_tokens, self.counts.max_parked_tokens))
-        if passed.is_empty:
+        if not is_any:
             self._replace(passed_over_ns=self.counts.passed_over_ns + self._stretch_ns)
             self._stretch_ns = 0
 

@@ -28,6 +28,11 @@ class PlaceTable(Protocol):
         ...
 
     @property
+    def num_best_effort(self) -> int:
+        """Number of tokens or units of class BE; 0 tells the class of all without a look."""
+        ...
+
+    @property
     def num_passed(self) -> int:
         """Number of tokens or units that were passed over at all."""
         ...

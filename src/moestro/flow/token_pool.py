@@ -58,7 +58,7 @@ class TokenPool:
         queued_ns: int64[rows], by unit, when it came into the queue, or the layer's expert queues, where it waits.
         passed_ns: int64[rows], by unit, for how long it was passed over since it entered; 0 for rows without a unit.
         num_passed: units whose `passed_ns` is not 0.
-        lacking: int32[rows], by unit, contributions of this layer that have not arrived.
+        lacking: int64[rows], by unit, contributions of this layer that have not arrived.
         generation: uint32[places], how often the place was given out. A reply to an older generation is dropped.
         owner: int16[places, chosen], worker that owes the contribution; THERE if none does.
         layer_at: int16[places], layer of the experts that the token visits.
@@ -77,7 +77,7 @@ class TokenPool:
         self.queued_ns: Int64s = np.zeros(num_rows, np.int64)
         self.passed_ns: Int64s = np.zeros(num_rows, np.int64)
         self.num_passed = 0
-        self.lacking: Int32s = np.zeros(num_rows, np.int32)
+        self.lacking: Int64s = np.zeros(num_rows, np.int64)
         self.generation: NDArray[np.uint32] = np.zeros(num_places, np.uint32)
         self.owner: NDArray[np.int16] = np.full((num_places, shape.num_chosen), THERE, np.int16)
         self.layer_at: NDArray[np.int16] = np.zeros(num_places, np.int16)
@@ -162,9 +162,8 @@ class TokenPool:
         key = ids.tobytes()
         wave = self._waves.get(key)
         if wave is None:
-            entries = self.entry_of[ids]
-            if entries[0] != entries[-1] or (entries != entries[0]).any():
-                ids = ids[np.argsort(entries, kind="stable")]
+            if len(self._left) > 1:
+                ids = ids.take(self.entry_of.take(ids).argsort(kind="stable"))
             wave = Wave(ids, self.columns.rows_of(ids), self.columns)
             self._remember(key, wave)
         return wave
@@ -191,8 +190,8 @@ class TokenPool:
 
     def passed_elsewhere(self, places: Int32s, waited_us: NDArray[np.uint32]) -> None:
         """Note for how long other workers say that the tokens at `places` (which may repeat) were passed over."""
-        longer = np.flatnonzero(waited_us)
-        if len(longer):
+        if np.count_nonzero(waited_us):
+            longer = waited_us.nonzero()[0]
             units, told_ns = self.units_at(places[longer]), waited_us[longer].astype(np.int64) * 1000
             before = np.count_nonzero(self.passed_ns[np.unique(units)])
             np.maximum.at(self.passed_ns, units, told_ns)
@@ -202,13 +201,19 @@ class TokenPool:
 
     def num_lacking_places(self, ids: Int64s) -> Int32s:
         """int32[n], tokens of each unit that have no place yet."""
-        return np.where(self._place_of_row[ids] < 0, self.num_tokens[ids], 0).astype(np.int32)
+        lacking: Int32s = self.num_tokens.take(ids) * (self._place_of_row.take(ids) < 0)
+        return lacking
 
-    def take_places(self, wave: Wave) -> Int32s:
-        """Give a place to each token of `wave` that has none. Places that tokens have begin a new generation."""
-        places: Int32s = self._place_of_row[wave.rows]
-        lacks = np.flatnonzero(places < 0)
-        if len(lacks):
+    def take_places(self, wave: Wave, merges: Merges) -> Int32s:
+        """Give a place to each token of `wave` that has none. Places that tokens have begin a new generation.
+
+        Args:
+            merges: the tokens that have one.
+        """
+        places = merges.places
+        if len(merges) < len(wave.rows):
+            places = self._place_of_row.take(wave.rows)
+            lacks = (places < 0).nonzero()[0]
             taken = np.flatnonzero(self._place_is_free)[: len(lacks)].astype(np.int32)
             if len(taken) < len(lacks):
                 raise InvariantError(f"{len(lacks)} tokens go where {len(taken)} places are free")
@@ -218,16 +223,16 @@ class TokenPool:
             self._place_of_row[rows] = taken
             self._unit_of_place[taken] = self._unit_of_row[rows]
             places[lacks] = taken
-        self.generation[places] += 1
+        self.generation[places.astype(np.int64)] += 1  # NumPy converts narrower indices, twice here
         return places
 
     def merges(self, wave: Wave) -> Merges:
         """The tokens of `wave` that have a place, and so contributions that the next item merges."""
-        places: Int32s = self._place_of_row[wave.rows]
-        if len(places) == 0 or places.min() >= 0:
+        places: Int32s = self._place_of_row.take(wave.rows)
+        has_place = places >= 0
+        if np.count_nonzero(has_place) == len(places):
             return Merges(wave.rows, places)
-        some = np.flatnonzero(places >= 0)
-        return Merges(wave.rows[some], places[some])
+        return Merges(wave.rows[has_place], places[has_place])
 
     def release_places(self, merged: Merges) -> None:
         """Free the places of tokens whose contributions were merged."""
@@ -252,11 +257,11 @@ class TokenPool:
 
     def classes_at(self, places: Int32s) -> NDArray[np.uint8]:
         """Implement `PlaceTable`."""
-        return self.service_class[self.units_at(places)]
+        return self.service_class.take(self.units_at(places))
 
     def queued_ns_at(self, places: Int32s) -> Int64s:
         """Implement `PlaceTable`."""
-        return self.queued_ns[self.units_at(places)]
+        return self.queued_ns.take(self.units_at(places))
 
     def passed_ns_at(self, places: Int32s) -> Int64s:
         """Implement `PlaceTable`."""
@@ -286,10 +291,14 @@ class TokenPool:
             topk_ids: int32[tokens, chosen], logical experts.
             owner: int16[tokens, chosen] or one worker, which owes them.
         """
-        self.layer_at[places] = layer
-        self.topk_ids[places] = topk_ids
-        self.owner[places] = owner
-        self.lacking[ids] = self.num_tokens[ids] * self._num_chosen
+        at = places.astype(np.int64)
+        self.layer_at[at] = layer
+        if self._num_chosen > 1:
+            self.topk_ids[at], self.owner[at] = topk_ids, owner
+        else:  # NumPy takes several times as long to store rows of one number
+            self.topk_ids[:, 0][at] = topk_ids[:, 0]
+            self.owner[:, 0][at] = owner if isinstance(owner, int) else owner[:, 0]
+        self.lacking[ids] = self.num_tokens.take(ids) * self._num_chosen
 
     def arrive(self, places: Int32s, choices: Int32s) -> Int64s:
         """Note that contributions which were owed are there, one for each pair.
@@ -304,7 +313,7 @@ class TokenPool:
         owner[pairs] = THERE
         given = np.bincount(self.units_at(places))
         lacking = self.lacking[: len(given)]
-        lacking -= given.astype(np.int32)
+        lacking -= given
         complete: Int64s = ((given > 0) & (lacking == 0)).nonzero()[0]
         return complete
 

@@ -60,15 +60,17 @@ class UnitColumns:
         self._unwritten.clear()
 
     def _write_units(self, ids: Int64s, rows: Int32s, units: Units) -> None:
+        # Units that enter together mostly have consecutive rows, and a slice is written several times as fast.
+        at = slice(int(ids[0]), int(ids[-1]) + 1) if int(ids[-1]) - int(ids[0]) == len(ids) - 1 else ids
         for name in _WRITTEN_LATER:
-            getattr(self, name)[ids] = getattr(units, name)
+            getattr(self, name)[at] = getattr(units, name)
         width = units.block_tables.shape[1]
         if width > self._tables.shape[1]:
             tables = np.zeros((len(self._tables), max(width, 2 * self._tables.shape[1])), np.int32)
             used = np.flatnonzero(self._table_width)
             tables[used, : self._tables.shape[1]] = self._tables[used]
             self._tables = tables
-        self._tables[ids, :width], self._table_width[ids] = units.block_tables, width
+        self._tables[at, :width], self._table_width[at] = units.block_tables, width
         self._has_token_ids = units.token_ids is not None
         if units.token_ids is not None:
             self._token_ids[rows] = units.token_ids
@@ -100,7 +102,7 @@ class UnitColumns:
         self._write()
         if not self._rows:
             return ids.astype(np.int32)
-        num_tokens = self.num_tokens[ids]
+        num_tokens = self.num_tokens.take(ids)
         first = num_tokens.cumsum() - num_tokens
         rows = np.empty(int(num_tokens.sum()), np.int32)
         rows[first] = ids
@@ -112,21 +114,21 @@ class UnitColumns:
         """The units `ids`, in that order, whose tokens have these rows."""
         self._write()
         following = None
-        logits = self.logits[ids]
+        logits = self.logits.take(ids)
         asks = logits & LOGITS_PROMPT != 0
         if np.count_nonzero(asks):
             following = self._next_token_ids[rows[np.repeat(asks, self.num_tokens[ids])]]
         return Units(
-            slot=self.slot[ids],
-            serial=self.serial[ids],
-            service_class=self.service_class[ids],
-            start=self.start[ids],
-            num_tokens=self.num_tokens[ids],
-            write_start=self.write_start[ids],
+            slot=self.slot.take(ids),
+            serial=self.serial.take(ids),
+            service_class=self.service_class.take(ids),
+            start=self.start.take(ids),
+            num_tokens=self.num_tokens.take(ids),
+            write_start=self.write_start.take(ids),
             logits=logits,
-            block_tables=self._tables[ids, : int(self._table_width[ids].max())],
-            sampling=self.sampling[ids],
-            token_ids=self._token_ids[rows] if self._has_token_ids else None,
+            block_tables=self._tables.take(ids, axis=0)[:, : int(self._table_width.take(ids).max())],
+            sampling=self.sampling.take(ids),
+            token_ids=self._token_ids.take(rows) if self._has_token_ids else None,
             next_token_ids=following,
             edits=self._gather_edits(ids) if self._edits else None,
         )

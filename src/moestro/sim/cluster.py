@@ -160,7 +160,8 @@ class Cluster:
             _count_prefill(engine, group.began_ns, now_ns, results)
         output = group.turn(now_ns, self.world.next_ns)
         for engine, gained in zip(self.engines[first:], output, strict=False):
-            self._take(engine, gained, results)
+            if gained.sequences:
+                self._take(engine, gained, results)
             self.signals.turned(engine.number, now_ns)
         if group.next_ns is not None:
             self.world.at(group.next_ns, Kind.STEP, number)

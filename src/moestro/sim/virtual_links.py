@@ -60,16 +60,16 @@ class VirtualLinks:
 
     def send(self, message: HopMessage, now_ns: int) -> None:
         """Send a message."""
-        hop = message.hop
-        link = self._machines.link(hop.src, hop.dst)
-        crosses = self._machines.machine_of[hop.src] != self._machines.machine_of[hop.dst]
+        hop, machine_of = message.hop, self._machines.machine_of
+        source, crosses = hop.src, machine_of[hop.src] != machine_of[hop.dst]
+        link = self._machines.across if crosses else self._machines.within
         num_bytes = _HEADER_BYTES + hop_bytes(self._network, hop.num_rows, len(message.records))
+        port_ns = link.port_ns(num_bytes)
         sends_at = self._sends_at[crosses]
-        sends_at[hop.src] = max(now_ns, sends_at[hop.src]) + link.sending_ns(num_bytes)
+        sends_at[source] = max(now_ns, sends_at[source]) + link.message_ns + port_ns
         self.num_messages += 1
         self.num_bytes += num_bytes
-        port_ns = round(num_bytes / link.bytes_per_s * 1e9)
-        self._arrive(Transfer(message, crosses, port_ns), sends_at[hop.src] + link.latency_ns)
+        self._arrive(Transfer(message, crosses, port_ns), sends_at[source] + link.latency_ns)
 
     def receive(self, transfer: Transfer, now_ns: int) -> int:
         """Let a message that has arrived pass the receiver's port. Returns the time at which it is through."""

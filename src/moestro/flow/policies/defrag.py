@@ -71,6 +71,9 @@ class Defrag(OneQueue):
         """Return the queue with the highest score. This changes nothing."""
         ready = total(view.n) * can_run(view)
         num_groups = int(ready.shape[1])
+        queues = ready.reshape(-1).nonzero()[0]
+        if len(queues) == 1:
+            return int(queues[0])
         if self.lookahead == 0:
             return int(ready.argmax())
         attention, experts = total(view.n[:, :, ATTENTION]), None
