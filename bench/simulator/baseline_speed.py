@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from moestro.config.run_record import run_record
+from moestro.cost.collectives import all_reduce, all_to_all
+from moestro.cost.drawn_step import Deployment
 from moestro.cost.gate import PopularityGate
 from moestro.cost.gpus import A100
 from moestro.cost.hf_config import network_named
@@ -42,8 +44,6 @@ from moestro.sim.baselines import (
     with_stalls,
 )
 from moestro.sim.cluster import Cluster
-from moestro.sim.collectives import all_reduce, all_to_all
-from moestro.sim.drawn_step import Deployment
 from moestro.sim.lock_step_group import LockStepGroup
 from moestro.sim.throughput_bound import drawn_visits, least_times, least_work_ns, throughput_bound
 from moestro.workload.requests import RequestForm, RequestMaker

@@ -10,6 +10,7 @@ MoestroError
 │   ├── DrainingError
 │   └── BusyError
 ├── EngineDiedError             a rank process ended; its requests end with an error
+├── GroupLostError              a rank of a group ended, so the others cannot go on
 └── InvariantError              a bug of ours: stop the rank, keep the report
 
 A `RequestError` is what a client sees: `http_status`, OpenAI's `type` and `code`, and the `param` at fault.
@@ -116,6 +117,10 @@ class BusyError(RequestError):
 
 class EngineDiedError(MoestroError):
     """A rank process ended while requests were on it, or before it was ready; the text carries its cause."""
+
+
+class GroupLostError(MoestroError):
+    """Another rank of the group ended or stopped answering; all ranks of the group start again."""
 
 
 class InvariantError(MoestroError):

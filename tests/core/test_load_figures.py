@@ -5,12 +5,24 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from moestro.core.load_figures import FIGURES, IDLE, ROUTED_FIGURES, LoadFigures, PassCounts, figure_values
+from moestro.core.load_figures import (
+    FIGURES,
+    IDLE,
+    ROUTED_FIGURES,
+    LoadFigures,
+    LockStepCounts,
+    PassCounts,
+    figure_values,
+)
 from moestro.core.views import EngineTable, Figure
 
 
 def test_every_field_has_a_spec():
-    fields = {*LoadFigures.__struct_fields__, *PassCounts.__struct_fields__} - {"pass_counts"}
+    parts = {"pass_counts": PassCounts, "lock_step": LockStepCounts}
+    fields = {
+        *LoadFigures.__struct_fields__,
+        *(name for part in parts.values() for name in part.__struct_fields__),
+    } - parts.keys()
     assert fields == FIGURES.keys()
 
 

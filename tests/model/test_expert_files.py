@@ -21,8 +21,6 @@ from moestro.model.experts import tag_of
 from moestro.model.settings import ModelSettings
 from moestro.model.worker_share import WorkerShare
 
-SPARSE = [name for name in tiny.FAMILIES if name not in ("qwen2-window", "qwen2", "llama")]
-
 
 def check(settings: ModelSettings) -> None:
     network = tiny.load_settings(settings)
@@ -34,7 +32,7 @@ def check(settings: ModelSettings) -> None:
                 assert ours is None or (ours.dtype == theirs.dtype and torch.equal(ours, theirs))
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("name", tiny.SPARSE)
 def test_an_expert_is_that_of_the_whole_network(name, checkpoint):
     check(tiny.settings_of(checkpoint(name), dtype="float64" if name == "mixtral" else "auto"))
 

@@ -13,7 +13,6 @@ from moestro.model.attention import PLAIN, paged_attention
 from moestro.model.experts import routed_experts
 
 NUM_NEW = 6
-DENSE = {"qwen2", "qwen2-window", "llama"}
 WINDOWED = {"mixtral-window", "qwen2-window", "qwen3_moe-window", "gpt_oss"}
 
 
@@ -74,7 +73,7 @@ def _break(network, how: str):
 
 BREAKS = (
     [(name, "positions off by one") for name in tiny.FAMILIES]
-    + [(name, "experts shifted by one") for name in tiny.FAMILIES if name not in DENSE]
+    + [(name, "experts shifted by one") for name in tiny.SPARSE]
     + [(name, "no window") for name in sorted(WINDOWED)]
     + [("gpt_oss", "no sink")]
 )

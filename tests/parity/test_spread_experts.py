@@ -12,13 +12,11 @@ from support.expert_tables import scatter
 from moestro.core.expert_table import EMPTY, ExpertTable, spread_evenly
 from moestro.model.spread_experts import SpreadExperts, _choose_slots
 
-SPARSE = [name for name in tiny.FAMILIES if name not in ("qwen2-window", "qwen2", "llama")]
-
 
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_a_group_of_processes_gives_the_tokens_of_one_process(num_workers, checkpoint, tmp_path):
     """Every family with experts; idle workers, uneven placements with copies, and a skewed gate."""
-    names = SPARSE if num_workers == 2 else ["qwen3_moe", "deepseek_v3", "gpt_oss"]
+    names = tiny.SPARSE if num_workers == 2 else ["qwen3_moe", "deepseek_v3", "gpt_oss"]
     tasks = [Task(checkpoint(name), seed=number if number % 2 else None) for number, name in enumerate(names)]
     tasks.append(Task(checkpoint("qwen3_moe"), override="exponential:2"))
     found = run_group(tasks, num_workers, tmp_path / "store")

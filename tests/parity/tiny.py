@@ -173,6 +173,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "qwen2": ("qwen2", {"intermediate_size": 48}),
     "llama": ("llama", {"intermediate_size": 48, "attention_bias": True}),
 }
+SPARSE = [name for name in FAMILIES if name not in ("qwen2", "qwen2-window", "llama")]  # families with experts
 
 
 def make_config(name: str, **changes: object):

@@ -13,6 +13,9 @@ from support.plain_pipeline import plain_pipeline_ns
 from support.plain_stages import DealingGate, OneExpertGate, PlainStages, decodes, network, step_of
 
 from moestro.core.expert_table import ExpertTable, spread_evenly
+from moestro.cost.collectives import FREE, AllReduce, AllToAll, all_reduce, all_to_all, all_to_all_of
+from moestro.cost.drawn_step import KeyedBatch
+from moestro.cost.expert_rows import SlotRows
 from moestro.cost.gate import PopularityGate
 from moestro.cost.links import NVSWITCH_A100, Link, Machines
 from moestro.cost.model import Batch
@@ -29,9 +32,6 @@ from moestro.sim.baselines import (
     plain_replica,
     with_stalls,
 )
-from moestro.sim.collectives import FREE, AllReduce, AllToAll, all_reduce, all_to_all, all_to_all_of
-from moestro.sim.drawn_step import KeyedBatch
-from moestro.sim.expert_rows import SlotRows
 
 LINK = AllToAll(start_ns=500, bytes_per_s=1e9, row_bytes=40)  # 40 ns a row
 FIXED = PlainStages(network(), attention=(700, 90), expert=(900, 130), sample=(300, 20))

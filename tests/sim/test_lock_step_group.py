@@ -9,6 +9,7 @@ import pytest
 from support.plain_stages import DealingGate, OneExpertGate, PlainStages, network
 from support.routers import router
 
+from moestro.cost.collectives import AllToAll
 from moestro.cost.gate import PopularityGate
 from moestro.cost.model import Batch
 from moestro.cost.popularity import zipf_popularity
@@ -28,7 +29,6 @@ from moestro.sim.baselines import (
     with_stalls,
 )
 from moestro.sim.cluster import Cluster
-from moestro.sim.collectives import AllToAll
 from moestro.sim.lock_step_group import LockStepGroup
 from moestro.sim.results import ANSWERED
 from moestro.sim.staged import StagedRank

@@ -142,6 +142,13 @@ def test_a_preemptive_server_is_replayed_in_its_mode(path):
     assert found["preemptive"].ls_ttft_ms.mean < found["fused"].ls_ttft_ms.mean
 
 
+@pytest.mark.parametrize("mode", ["ep", "async"])
+def test_a_record_of_a_group_is_refused_with_the_way_to_simulate_it(path, mode):
+    record = read_request_record(rewritten(path, stepping={"mode": mode}))
+    with pytest.raises(ConfigError, match=r"a file with a table \[group\]"):
+        what_if(record, (), None)
+
+
 def test_the_host_memory_of_a_server_is_replayed_and_no_table_prices_it(path):
     record = read_request_record(rewritten(path, num_blocks=100, max_model_len=1600, kv_offloading_size=1.0))
     assert what_if(record, (), None).runs[1][1].is_answered.all()

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from parity import drive, tiny
 from support.expert_tables import scatter
+from torch import distributed
 
 from moestro.core.expert_table import ExpertTable, spread_evenly
 from moestro.model.device import TorchDevice
-from moestro.model.expert_exchange import GroupAddress, GroupExchange
+from moestro.model.expert_exchange import GroupExchange, GroupPlace
 from moestro.model.gate_override import make_override
 from moestro.model.network import Network
 from moestro.model.spread_experts import SpreadExperts
@@ -52,8 +53,8 @@ def run_group(tasks: list[Task], num_workers: int, store: Path) -> list[list[Gen
     pipes, processes = [], []
     for worker in range(num_workers):
         parent, child = context.Pipe()
-        address = GroupAddress(url=f"file://{store}", worker=worker, num_workers=num_workers, timeout_s=_TIMEOUT_S)
-        process = context.Process(target=_run_worker, args=(address, tasks, child), daemon=True)
+        place = GroupPlace(worker=worker, num_workers=num_workers, timeout_s=_TIMEOUT_S)
+        process = context.Process(target=_run_worker, args=(place, str(store), tasks, child), daemon=True)
         process.start()
         child.close()  # so that a dead process ends `recv`
         pipes.append(parent)
@@ -88,20 +89,20 @@ def _load(task: Task) -> Network:
     return network
 
 
-def _run_worker(address: GroupAddress, tasks: list[Task], pipe) -> None:
+def _run_worker(place: GroupPlace, store: str, tasks: list[Task], pipe) -> None:
     torch.set_num_threads(1)
-    exchange = GroupExchange(address, torch.device("cpu"))
+    exchange = GroupExchange(place, distributed.FileStore(store, place.num_workers), torch.device("cpu"))
     done = []
     for number, task in enumerate(tasks):
         network = _load(task)
         probe = network.probe(drive.BLOCK_SIZE)[0]
-        table = make_table(task, network, address.num_workers)
-        network.keep_experts(table.logical_of[address.worker])
+        table = make_table(task, network, place.num_workers)
+        network.keep_experts(table.logical_of[place.worker])
         network.pack()
         spread = SpreadExperts(network, exchange, table)
-        rng = np.random.default_rng((number, address.worker))
-        done.append(_generate(network, address.worker, rng, (exchange, spread, probe)))
-    exchange.leave()
+        rng = np.random.default_rng((number, place.worker))
+        done.append(_generate(network, place.worker, rng, (exchange, spread, probe)))
+    distributed.destroy_process_group()
     pipe.send(done)
 
 

@@ -64,6 +64,28 @@ def name_of(worker: int, group: GroupSpec) -> Worker:
     return Worker(WorkerKind.BOTH if group.is_colocated else WorkerKind.ATTENTION, worker)
 
 
+class LockStepSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A group of ranks that compute together, in mode `ep`. All ranks of a group start and end together.
+
+    Attributes:
+        num_ranks: ranks of the group, numbered from 0.
+        port: port of the group's store on the loopback interface; new for each start of the group.
+        listen_fd: descriptor of the socket that listens on `port`, in the process of rank 0; None in the others.
+        join_by_ns: time.monotonic_ns() by which all ranks must have joined.
+        timeout_s: longest wait for another rank within a step, in seconds.
+    """
+
+    num_ranks: int
+    port: int
+    listen_fd: int | None
+    join_by_ns: int
+    timeout_s: float
+
+    def join_wait_s(self, now_ns: int) -> float:
+        """Seconds that are left to join."""
+        return max(self.join_by_ns - now_ns, 0) / 1e9
+
+
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's identity, its settings, and the address of the API server.
 
@@ -80,7 +102,8 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     stepping: SteppingSettings
     paced: PacedSettings | None = None
     kv_events: KvEventsSettings | None = None
-    group: GroupSpec | None = None
+    group: GroupSpec | None = None  # None means no group of mode `async`
+    lock_step: LockStepSpec | None = None  # None means no group of mode `ep`
     beat_ms: int = 500  # time between heartbeats
 
     @property

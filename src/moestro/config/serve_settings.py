@@ -11,7 +11,7 @@ from cyclopts import Group, Parameter
 
 from moestro.config.kv_events_settings import KvEventsSettings, kv_events_from
 from moestro.config.server_settings import ProcessSettings, ServerSettings
-from moestro.cost.settings import PACED, PACED_NETWORK, PacedOptions, PacedSettings
+from moestro.cost.settings import PACED, PACED_NETWORK, PACED_QLLM, PacedOptions, PacedSettings
 from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
 from moestro.flow.settings import GroupOptions, SteppingSettings
@@ -54,9 +54,25 @@ class ServeSettings:
             if not scheduler.enable_prefix_caching:
                 raise ConfigError("--kv-events-config publishes the prefix cache: leave --no-enable-prefix-caching out")
         self._check_group()
-        mode = self.stepping.mode
-        if mode == "fused":
-            return
+        if self.stepping.mode == "ep":
+            self._check_expert_parallelism()
+        if self.stepping.mode in {"preemptive", "async"}:
+            self._check_stages()
+
+    def _check_expert_parallelism(self) -> None:
+        if self.processes.engines < 2:
+            raise ConfigError(
+                "--mode ep spreads the experts over engines, and --engines 1 is one: give --engines 2 or more, or leave"
+                " --mode out"
+            )
+        if self.paced is not None and (self.paced.table is not None or self.paced.device == PACED_QLLM):
+            raise ConfigError(
+                f"--mode ep needs prices of attention and of single experts, and {self.paced.device} has none: give"
+                " --device paced:GPU with the name of a GPU, or leave --mode out"
+            )
+
+    def _check_stages(self) -> None:
+        scheduler, mode = self.scheduler, self.stepping.mode
         if self.paced is not None and self.paced.table is not None:
             raise ConfigError(
                 f"--mode {mode} needs prices of stages, and {self.paced.table} has prices of whole steps: give"

@@ -57,7 +57,7 @@ class ProcessSettings(CheckedSettings):
     """The engine processes: their number, and the time-outs after which one counts as dead."""
 
     engines: Annotated[int, between(1, 1024)] = 1
-    "Number of engines, each a process with the whole model; a router spreads requests over them."
+    "Number of engines; a router spreads requests over them. Each has the whole model, in ep mode its share of experts."
     kv_events_config: str | None = None
     (
         "KV events that each engine publishes for routers, in the form of vLLM:"

@@ -104,6 +104,45 @@ class PassCounts(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
 
 
+class LockStepCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps of a group of engines in `ep` mode, since the start of the group.
+
+    Attributes:
+        num_group_steps: steps of the group; the engine takes part in each of them.
+        num_idle_steps: those in which it had no tokens and computed experts for the others alone.
+        num_group_tokens: tokens of all engines in these steps.
+        num_largest_tokens: tokens of the engine that had most, summed over these steps. Times the number of engines and
+            over `num_group_tokens`, it is the mean imbalance of attention.
+    """
+
+    num_group_steps: Annotated[
+        int,
+        FigureSpec(_COUNTER, FigureUnit.TIMES, "Steps of the engine's group in mode ep.", metric="group_steps"),
+    ] = 0
+    num_idle_steps: Annotated[
+        int,
+        FigureSpec(
+            _COUNTER,
+            FigureUnit.TIMES,
+            "Steps of the group to which the engine brought no tokens.",
+            metric="group_idle_steps",
+        ),
+    ] = 0
+    num_group_tokens: Annotated[
+        int,
+        FigureSpec(_COUNTER, FigureUnit.TOKENS, "Tokens of all engines in steps of the group.", metric="group_tokens"),
+    ] = 0
+    num_largest_tokens: Annotated[
+        int,
+        FigureSpec(
+            _COUNTER,
+            FigureUnit.TOKENS,
+            "Tokens of the busiest engine in each step of the group.",
+            metric="group_largest_tokens",
+        ),
+    ] = 0
+
+
 class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A report of one engine's load; None means that this report does not contain the figure.
 
@@ -119,6 +158,7 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         num_kept_tokens: tokens whose KV preempted requests left in host memory.
         num_restored_tokens: tokens whose KV was copied back.
         pass_counts: plans that passed others, in `preemptive` mode.
+        lock_step: steps of the engine's group, in `ep` mode.
     """
 
     num_running: Annotated[
@@ -224,6 +264,7 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         ),
     ] = None
     pass_counts: PassCounts | None = None
+    lock_step: LockStepCounts | None = None
 
 
 def _specs_of(struct: type[msgspec.Struct]) -> dict[str, FigureSpec]:
@@ -237,10 +278,14 @@ def _specs_of(struct: type[msgspec.Struct]) -> dict[str, FigureSpec]:
 
 
 _OWN_SPECS = _specs_of(LoadFigures)
-_PASS_SPECS = _specs_of(PassCounts)
+# Figures of one mode alone, by the field of `LoadFigures` that holds them.
+_PARTS: Mapping[str, type[PassCounts | LockStepCounts]] = {"pass_counts": PassCounts, "lock_step": LockStepCounts}
+_PART_SPECS = {part: _specs_of(struct) for part, struct in _PARTS.items()}
 
 # Every figure, by the name of its field.
-FIGURES: Mapping[str, FigureSpec] = _OWN_SPECS | _PASS_SPECS
+FIGURES: Mapping[str, FigureSpec] = _OWN_SPECS | {
+    name: spec for specs in _PART_SPECS.values() for name, spec in specs.items()
+}
 # Names of the figures that routers keep.
 ROUTED_FIGURES = tuple(name for name, spec in FIGURES.items() if spec.is_routed)
 # The report of a rank that has no requests and has had none.
@@ -250,7 +295,9 @@ IDLE = msgspec.convert(
 
 
 def figure_values(load: LoadFigures) -> dict[str, float]:
-    """All figures of `load` by name, those of its `pass_counts` among them; 0 where the report has none."""
-    passes = load.pass_counts or PassCounts()
+    """All figures of `load` by name, those of single modes among them; 0 where the report has none."""
     values: dict[str, float] = {name: getattr(load, name) or 0 for name in _OWN_SPECS}
-    return values | {name: getattr(passes, name) for name in _PASS_SPECS}
+    for part, specs in _PART_SPECS.items():
+        counts = getattr(load, part)
+        values |= {name: 0 if counts is None else getattr(counts, name) for name in specs}
+    return values

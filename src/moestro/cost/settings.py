@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
 
 from moestro.core.setting_checks import CheckedSettings
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_named
+from moestro.cost.links import LINKS, link_named
 from moestro.errors import ConfigError
 
 PACED = "paced:"  # begins the name of a device whose durations are modelled
 PACED_NETWORK = "qwen3-30b-a3b"
 PACED_QLLM = "paced:qllm"  # not a GPU, but an engine with its own cost model
+
+_LINK = f"Link between the paced GPUs of --mode ep, one of {', '.join(LINKS)}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +27,11 @@ class PacedOptions(CheckedSettings):
 
     paced_arithmetic: Literal["demo", "none"] = "demo"
     "Answers of a paced device. demo: tokens of the demo model; none: a fixed text, without loading torch."
+    paced_link: Annotated[str, Parameter(help=_LINK)] = "nvswitch-a100"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        link_named(self.paced_link)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from moestro.engine.fused import FusedExecutor
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import StepOutput
+from moestro.errors import InvariantError
 from moestro.flow.executor import FlowExecutor
 
 
@@ -57,6 +58,14 @@ class Rank:
         """Drop a request within one step; unknown ids are ignored. No output follows."""
         self.scheduler.abort(request_id, now_ns)
         self._has_news = True  # it held what another may wait for
+
+    def wake(self, step: int) -> None:
+        """Take part in a step of the rank's group; see `engine.lock_step`.
+
+        Raises:
+            InvariantError: the rank is alone.
+        """
+        raise InvariantError("a rank without a group was told to take part in a step")
 
     def step(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> list[Output]:
         """Take what is ready and submit the next plan. Returns what requests gained.

@@ -135,15 +135,8 @@ class FlowCore:
         return self._passed_over.counts
 
     def waiting_by_layer(self, now_ns: int) -> tuple[Int64s, Int64s]:
-        """Count what waits before each layer, whose last is the sampler, and say for how long the oldest waits.
-
-        Returns:
-            int64[num_layers + 1] tokens of an attention and pairs of experts, and int64[num_layers + 1] ns.
-        """
-        table = self._queues.table()
-        num_waiting = table.n.sum(axis=(0, 2), dtype=np.int64)
-        oldest_ns = table.oldest_ns.min(axis=(0, 2))
-        return num_waiting, np.where(num_waiting > 0, np.maximum(now_ns - oldest_ns, 0), 0)
+        """Implement `MicroQueues.waiting_by_layer`."""
+        return self._queues.waiting_by_layer(now_ns)
 
     @property
     def wake_ns(self) -> int | None:

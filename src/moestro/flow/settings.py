@@ -16,7 +16,7 @@ from moestro.flow.registry import STEP_POLICIES, make_step_policy
 MAX_WORKERS = 1024  # of each kind in a group
 NUM_SPARE = 8  # workers with experts that can be added while the group serves
 
-Mode = Literal["fused", "preemptive", "async"]
+Mode = Literal["fused", "preemptive", "ep", "async"]
 
 _STEP = f"In preemptive mode, what runs next; or FILE.py:NAME.\n\n{STEP_POLICIES.help_text()}"
 
@@ -29,7 +29,9 @@ class ModeSettings(CheckedSettings):
     (
         "fused: one forward pass a step. preemptive: a step stops between any two expert batches when a request with"
         ' "service_class": "ls" arrives, and later continues from there; requests that do not say are "ls". With'
-        " --scheduling-policy qllm --evict-policy least_computed_be_first they also come first where KV is scarce."
+        " --scheduling-policy qllm --evict-policy least_computed_be_first they also come first where KV is scarce. ep:"
+        " expert parallelism over --engines N: each engine has its own requests, attention and KV cache, and holds one"
+        " N-th of the experts, with which it computes for all engines. They step together, and restart together."
         " async: attention and experts are separate workers (--attention, --experts), and a worker waits only for the"
         " tokens that it lacks."
     )

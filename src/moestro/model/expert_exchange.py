@@ -5,6 +5,8 @@ All workers of a group make the same calls in the same order. A worker without t
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -13,8 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, distributed
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch re-exports them unmarked
+
+from moestro.errors import GroupLostError
 
 Int64s = NDArray[np.int64]
+
+_LOOPBACK = "127.0.0.1"
 
 
 class ExpertExchange(Protocol):
@@ -52,67 +59,109 @@ class ExpertExchange(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupAddress:
-    """Place of a worker in a group of `torch.distributed`.
+class GroupPlace:
+    """Place of a worker in a group of processes.
 
     Attributes:
-        url: address of the group's store, as `tcp://HOST:PORT` or `file:///PATH`; new for each start of the group.
         worker, num_workers: number of this worker, and of all.
-        timeout_s: longest wait for another worker, in seconds.
+        timeout_s: longest wait for another worker in an exchange, in seconds.
     """
 
-    url: str
     worker: int
     num_workers: int
     timeout_s: float
 
 
+def meet(place: GroupPlace, port: int, listen_fd: int | None, wait_s: float) -> Store:
+    """Meet the other workers of a group on this machine, and return their common store.
+
+    Args:
+        port: port of the store on the loopback interface.
+        listen_fd: descriptor of the socket that listens there, in the process that keeps the store; else None.
+        wait_s: longest wait, in seconds.
+
+    Raises:
+        GroupLostError: some workers did not come; the text names them.
+    """
+    wait = timedelta(seconds=wait_s)
+    keys = [f"worker-{worker}" for worker in range(place.num_workers)]
+    store, is_host = None, listen_fd is not None
+    try:
+        store = TCPStore(
+            _LOOPBACK, port, place.num_workers, is_host, wait, wait_for_workers=False, master_listen_fd=listen_fd
+        )
+        store.set(keys[place.worker], "here")
+        store.wait(keys, wait)
+    except distributed.DistError as error:
+        absent = _absent(store, keys)
+        raise GroupLostError(f"engine {absent} did not join its group within {wait_s:.0f} s") from error
+    return store
+
+
+def _absent(store: Store | None, keys: list[str]) -> str:
+    """Return the workers that have not come. Without an answer of the store, that is worker 0, which keeps it."""
+    try:
+        return "0" if store is None else ", ".join(str(i) for i, key in enumerate(keys) if not store.check([key]))
+    except distributed.DistError:
+        return "0"
+
+
 class GroupExchange:
     """Exchanges rows over `torch.distributed`: gloo on a CPU, NCCL on CUDA devices.
 
-    A call raises `RuntimeError` where another worker ended, or did not answer in time. The group is then lost.
+    Every call raises `GroupLostError` where another worker ended, or did not answer in time.
 
     Args:
-        address: place of this worker. The call returns when all workers have joined.
+        place: place of this worker. The call returns when all workers have made it.
+        store: common store of the workers; a new one for each start of the group.
         device: device of the tensors.
 
     Raises:
-        RuntimeError: another worker did not join in time.
+        GroupLostError: another worker did not join in time.
     """
 
-    def __init__(self, address: GroupAddress, device: torch.device) -> None:
-        self.worker, self.num_workers = address.worker, address.num_workers
-        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-        distributed.init_process_group(
-            backend,
-            init_method=address.url,
-            rank=address.worker,
-            world_size=address.num_workers,
-            timeout=timedelta(seconds=address.timeout_s),
-        )
+    def __init__(self, place: GroupPlace, store: Store, device: torch.device) -> None:
+        self.worker, self.num_workers = place.worker, place.num_workers
+        is_cpu = device.type == "cpu"
+        with _losing_group():
+            distributed.init_process_group(
+                "gloo" if is_cpu else f"cpu:gloo,{device.type}:nccl",
+                store=store,
+                rank=place.worker,
+                world_size=place.num_workers,
+                timeout=timedelta(seconds=place.timeout_s),
+                device_id=None if is_cpu else device,
+            )
 
     def gather(self, numbers: Int64s) -> Int64s:
         """Gather numbers on the host from all workers, as int64[workers, n]. `numbers`: int64[n], of this worker."""
         own = torch.from_numpy(numbers)
         gathered = [torch.empty_like(own) for _ in range(self.num_workers)]
-        distributed.all_gather(gathered, own)
+        with _losing_group():
+            distributed.all_gather(gathered, own)
         return torch.stack(gathered).numpy()
 
     def exchange_counts(self, counts: Tensor) -> Tensor:
         """Implement `ExpertExchange.exchange_counts`."""
         received = torch.empty_like(counts)
-        distributed.all_to_all_single(received, counts)
+        with _losing_group():
+            distributed.all_to_all_single(received, counts)
         return received
 
     def exchange_rows(self, rows: Tensor, num_sent: list[int], num_received: list[int]) -> Tensor:
         """Implement `ExpertExchange.exchange_rows`."""
         received = rows.new_empty(sum(num_received), rows.shape[1])
         # As bytes, because gloo does not know every dtype.
-        distributed.all_to_all_single(
-            received.view(torch.uint8), rows.contiguous().view(torch.uint8), num_received, num_sent
-        )
+        sent_bytes, received_bytes = rows.contiguous().view(torch.uint8), received.view(torch.uint8)
+        with _losing_group():
+            distributed.all_to_all_single(received_bytes, sent_bytes, num_received, num_sent)
         return received
 
-    def leave(self) -> None:
-        """Leave the group. Another one may be joined afterwards."""
-        distributed.destroy_process_group()
+
+@contextlib.contextmanager
+def _losing_group() -> Iterator[None]:
+    """Turn an error of a collective into a `GroupLostError`. No exchange is possible afterwards."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise GroupLostError(f"the exchange with the other engines of the group failed: {error}") from error

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from moestro.core.load_figures import IDLE
 from moestro.core.model_info import ModelInfo
@@ -98,6 +98,14 @@ class EngineClient:
         """Return the number of requests of one engine that have not ended."""
         return self._router.num_in_flight_on(engine)
 
+    def describe_unready(self) -> str:
+        """Return which engines are not ready, and the last phase of the start that each of them has completed."""
+        return ", ".join(
+            f"engine {engine} after {phases[-1].name!r}" if phases else f"engine {engine} at its start"
+            for engine, (is_up, phases) in enumerate(zip(self._is_up, self.phases, strict=True))
+            if not is_up
+        )
+
     async def all_ready(self) -> list[ModelInfo]:
         """Wait until every engine is ready, and return their model information.
 
@@ -188,6 +196,20 @@ class EngineClient:
 
     # --- from the ranks
 
+    def on_ready(self, infos: Mapping[int, ModelInfo]) -> None:
+        """Add engines to the rotation, all of them before any request is sent to one.
+
+        Args:
+            infos: Model information of each engine that is ready.
+        """
+        for engine, info in infos.items():
+            self._is_up[engine] = True
+            self._router.set_spec(engine, EngineSpec(num_blocks=info.num_blocks))
+            self._router.set_routable(engine, routable=True)
+            if not self._ready[engine].done():
+                self._ready[engine].set_result(info)
+        self.settle_unassigned()
+
     def on_message(self, engine: int, message: FromRank) -> None:
         """Process a message of a rank."""
         match message:
@@ -209,12 +231,7 @@ class EngineClient:
                 logger.info("engine %d: %s took %.2f s", engine, message.name, message.seconds)
             case Ready(info):
                 assert info is not None, "a worker without attention is no engine"
-                self._is_up[engine] = True
-                self._router.set_spec(engine, EngineSpec(num_blocks=info.num_blocks))
-                self._router.set_routable(engine, routable=True)
-                if not self._ready[engine].done():
-                    self._ready[engine].set_result(info)
-                self.settle_unassigned()
+                self.on_ready({engine: info})
             case Failed():
                 kind = ConfigError if message.is_config else EngineDiedError
                 self._causes[engine] = kind(message.cause)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -24,6 +24,8 @@ class Sources:
 
     Attributes:
         model_name: Label by which vLLM's dashboards select.
+        mode: Mode in which the engines compute.
+        groups: Number of each engine's group. Engines of a group compute, and restart, together.
         num_dropped: Callable that returns the number of messages that were invalid or from unknown processes.
         num_unrecorded: Callable that returns the number of requests that `--record` has lost.
         coordinator: The group of workers in `async` mode.
@@ -33,6 +35,8 @@ class Sources:
     info: ModelInfo
     engines: EngineClient
     metrics: Metrics
+    mode: str
+    groups: Sequence[int]
     num_dropped: Callable[[], int]
     num_unrecorded: Callable[[], int]
     coordinator: Coordinator | None = None
@@ -117,6 +121,7 @@ class ServerCollector(Collector):
         yield from self._load_figures("moestro", FigureKind.GAUGE, has_vllm_name=False)
         up = [float(sources.engines.is_routable(i)) for i in range(len(self._label_values))]
         yield self._gauge("moestro:engine_ready", "1 while the engine takes requests.", up)
+        yield self._engine_info("moestro:engine_info")
         refused = CounterMetricFamily("moestro:requests_refused", "Requests refused, by reason.", labels=("reason",))
         for reason, count in sorted(sources.metrics.refusals.items()):
             refused.add_metric((reason,), count)
@@ -166,6 +171,12 @@ class ServerCollector(Collector):
         for labels, metrics in zip(self._label_values, self._sources.metrics.engines, strict=True):
             for reason in FinishReason:
                 family.add_metric((*labels, reason), metrics.ended[reason])
+        return family
+
+    def _engine_info(self, name: str) -> Metric:
+        family = GaugeMetricFamily(name, "Mode of the engine, and its group.", labels=(*_LABELS, "mode", "group"))
+        for labels, group in zip(self._label_values, self._sources.groups, strict=True):
+            family.add_metric((*labels, self._sources.mode, str(group)), 1)
         return family
 
     def _cache_config(self, name: str) -> Metric:

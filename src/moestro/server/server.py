@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from moestro import __version__
-from moestro.config.launch_spec import LaunchSpec
+from moestro.config.launch_spec import LaunchSpec, LockStepSpec
 from moestro.config.serve_settings import ServeSettings
 from moestro.config.server_settings import ProcessSettings
 from moestro.core.model_info import ModelInfo
@@ -133,7 +133,7 @@ class _ServeProcess:
             engines = EngineClient(router, wire.send, metrics)
             timeouts = _timeouts(processes)
             launching = Launching(
-                spec=lambda rank, launch: self._spec(rank, launch, address, coordinator),
+                spec=lambda rank, launch, listener: self._spec((rank, launch), address, coordinator, listener),
                 timeouts=timeouts,
                 expert_timeouts=replace(
                     timeouts,
@@ -141,6 +141,7 @@ class _ServeProcess:
                     silence_flag="--expert-timeout",
                 ),
                 command=self._command,
+                is_one_group=self._settings.stepping.mode == "ep",
                 has_standby=coordinator is not None and self._settings.group.standby,
             )
             supervisor = Supervisor(engines, wire, metrics, launching, coordinator)
@@ -154,7 +155,11 @@ class _ServeProcess:
             return None
         return Coordinator(self._settings.group, directory, self._settings.processes.startup_timeout, send)
 
-    def _spec(self, rank: int, launch: int, address: str, coordinator: Coordinator | None) -> LaunchSpec:
+    def _spec(
+        self, process: tuple[int, int], address: str, coordinator: Coordinator | None, listener: socket.socket | None
+    ) -> LaunchSpec:
+        """Make the launch spec of a process, which is (rank, launch). `listener`: socket at which its group meets."""
+        rank, launch = process
         group = None if coordinator is None else coordinator.spec(rank, launch)
         return LaunchSpec(
             rank=rank,
@@ -168,6 +173,7 @@ class _ServeProcess:
             stepping=self._settings.stepping,
             kv_events=self._settings.kv_events if rank < self._settings.num_engines else None,
             group=group,
+            lock_step=None if listener is None else _lock_step_spec(self._settings.processes, rank, listener),
             beat_ms=ENGINE_BEAT_MS if group is None or group.is_home else EXPERT_BEAT_MS,
         )
 
@@ -184,7 +190,8 @@ class _ServeProcess:
                 infos = await cluster.engines.all_ready()
         except TimeoutError:
             raise EngineDiedError(
-                f"the engines were not ready within {startup_timeout:g} s: raise --startup-timeout"
+                f"the engines were not ready within {startup_timeout:g} s ({cluster.engines.describe_unready()}): raise"
+                " --startup-timeout"
             ) from None
         self._clock.mark_engines(cluster.engines.phases)
         served = ServedModel(
@@ -214,6 +221,8 @@ class _ServeProcess:
             info=model.info,
             engines=engines,
             metrics=cluster.metrics,
+            mode=self._settings.stepping.mode,
+            groups=[cluster.supervisor.group_number(engine) for engine in range(len(infos))],
             num_dropped=lambda: cluster.wire.num_dropped,
             num_unrecorded=lambda: record.num_lost if record is not None else 0,
             coordinator=cluster.coordinator,
@@ -316,6 +325,21 @@ def _timeouts(processes: ProcessSettings) -> LivenessTimeouts:
         silence_ns=int(processes.engine_timeout * 1e9),
         stall_ns=int(processes.watchdog_timeout * 1e9),
         step_ns=int(processes.step_timeout * 1e9),
+    )
+
+
+# Share of --startup-timeout in which the engines of a group must meet. Those that wait then say which one is missing,
+# before the server ends the start without knowing it.
+_MEETING_SHARE = 0.9
+
+
+def _lock_step_spec(processes: ProcessSettings, rank: int, listener: socket.socket) -> LockStepSpec:
+    return LockStepSpec(
+        num_ranks=processes.engines,
+        port=listener.getsockname()[1],
+        listen_fd=listener.fileno() if rank == 0 else None,
+        join_by_ns=now_ns() + int(_MEETING_SHARE * processes.startup_timeout * 1e9),
+        timeout_s=processes.step_timeout,
     )
 
 

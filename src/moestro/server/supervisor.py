@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,14 @@ from moestro.core.clock import NS_PER_S
 from moestro.errors import EngineDiedError, MoestroError, NoEngineError
 from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
+from moestro.server.engine_group import EngineGroup
 from moestro.server.liveness import Liveness, LivenessTimeouts, RankStatus
 from moestro.server.metrics import Metrics
 from moestro.server.rank_socket import RankSocket
 from moestro.server.restarts import MAX_FAILED_STARTS, RestartRule
 from moestro.server.worker_processes import WORKER, WorkerProcesses, now_ns
 from moestro.web.pauses import PauseMeter
-from moestro.wire.messages import FromRank, Heartbeat, Ready, Shutdown
+from moestro.wire.messages import FromRank, Heartbeat, Ready, Shutdown, WakeGroup
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +38,20 @@ class Launching:
     """Command and limits for the processes of ranks.
 
     Attributes:
-        spec: Callable that returns the launch spec of a rank's `launch`-th process, from (rank, launch).
-        timeouts: Liveness timeouts of an engine.
+        spec: Callable that returns the launch spec of a rank's `launch`-th process, from (rank, launch, the socket at
+            which the ranks of its group meet, or None).
+        timeouts: Liveness timeouts of a rank.
         expert_timeouts: Liveness timeouts of a worker without attention.
         command: Command of a worker process.
+        is_one_group: Whether the ranks start, end and restart together.
         has_standby: Whether a process waits with loaded libraries to take the place of a worker of a group that ends.
     """
 
-    spec: Callable[[int, int], LaunchSpec]
+    spec: Callable[[int, int, socket.socket | None], LaunchSpec]
     timeouts: LivenessTimeouts
     expert_timeouts: LivenessTimeouts
     command: Sequence[str] = WORKER
+    is_one_group: bool = False
     has_standby: bool = False
 
 
@@ -55,15 +60,11 @@ class _Rank:
 
     def __init__(self, timeouts: LivenessTimeouts, *, is_engine: bool) -> None:
         self.is_engine = is_engine
-        self.liveness = Liveness(timeouts, now_ns())
-        self.rule = RestartRule(keeps_state=is_engine)
         self.owes = True  # Whether it has something to do, and waits for no other.
-        self.num_launches = 0
-        self.is_running = False  # Whether its process runs.
-        self.was_ready = False  # Whether any of its processes was ready.
-        self.is_stalled = False
         self.is_suspected = False
-        self.is_given_up = False
+        self.liveness = Liveness(timeouts, now_ns())
+        self.is_running = False  # Whether its process runs.
+        self.is_stalled = False
         self.hung = ""  # Reason for which the supervisor killed it.
 
 
@@ -71,13 +72,14 @@ class Supervisor:
     """Starts and monitors all ranks, and passes their messages to `engines`.
 
     A rank that ends before it was ever ready fails the start of the server: `engines.all_ready` raises its cause, and
-    no rank is restarted.
+    no rank is restarted. When a rank of a group ends, the supervisor kills the others before any request looks for
+    another engine, and starts the group again when all of them have ended.
 
     Args:
         engines: Client with the requests in flight and the ranks' load figures.
         wire: Socket to the ranks; accepts messages only from a rank's latest process.
         metrics: Counters of restarts and stalls.
-        coordinator: The group of workers in `async` mode; None means engines that compute alone.
+        coordinator: The group of workers in `async` mode, whose members restart one by one; None in other modes.
 
     Attributes:
         over: Future that fails with an EngineDiedError once no engine is left and none will be restarted.
@@ -103,6 +105,12 @@ class Supervisor:
             _Rank(launching.timeouts if is_engine else launching.expert_timeouts, is_engine=is_engine)
             for is_engine in (rank < num_engines for rank in range(num_ranks))
         ]
+        parts = [tuple(range(num_ranks))] if launching.is_one_group else [(rank,) for rank in range(num_ranks)]
+        self._groups = [
+            EngineGroup(members=members, rule=RestartRule(keeps_state=self._ranks[members[0]].is_engine))
+            for members in parts
+        ]
+        self._group_of = {rank: group for group in self._groups for rank in group.members}
         self._leaving: dict[int, int] = {}  # Time of the removal of each worker that may still have tokens.
         self._tasks: set[asyncio.Task[None]] = set()
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -112,8 +120,8 @@ class Supervisor:
         """Start every rank's process, and end the processes with the block."""
         self._wire.listen(self._on_message, self._on_broken)
         try:
-            for rank in self._initial:
-                await self._launch(rank)
+            for group in self._initial:
+                await self._launch(group)
             if self._coordinator is not None:
                 self._begin(self._watch_start(self._coordinator))
             yield
@@ -127,6 +135,10 @@ class Supervisor:
             await asyncio.gather(*tasks, return_exceptions=True)  # One of them may be starting a process.
             await self._processes.stop(self._dismiss)
 
+    def group_number(self, rank: int) -> int:
+        """Return the number of the group that a rank belongs to."""
+        return self._groups.index(self._group_of[rank])
+
     def kill_all(self) -> None:
         """Kill every process now. Any thread may call this method."""
         self._processes.kill_all()
@@ -136,8 +148,10 @@ class Supervisor:
         self._begin(self._tick_forever())
 
     @property
-    def _initial(self) -> Sequence[int]:
-        return range(len(self._ranks)) if self._coordinator is None else self._coordinator.present
+    def _initial(self) -> Sequence[EngineGroup]:
+        if self._coordinator is None:
+            return self._groups
+        return [self._group_of[rank] for rank in self._coordinator.present]
 
     def _name(self, rank: int) -> str:
         return f"engine {rank}" if self._coordinator is None else str(self._coordinator.name(rank))
@@ -151,17 +165,27 @@ class Supervisor:
         if self._launching.has_standby:
             await self._processes.prepare_standby()
 
-    # --- life of a rank
+    # --- life of a group
 
-    async def _launch(self, rank: int) -> None:
-        state = self._ranks[rank]
-        self._wire.expect(rank, state.num_launches)
-        state.liveness.launched(now_ns())
-        state.is_running = True
-        if self._coordinator is not None:
-            self._coordinator.launched(rank, state.num_launches, now_ns())
-        await self._processes.start(self._launching.spec(rank, state.num_launches))
-        state.num_launches += 1
+    async def _launch(self, group: EngineGroup) -> None:
+        """Start the processes of a group. A process that cannot be started ends the group."""
+        with group.launch() as (number, listener):
+            for rank in group.members:
+                state = self._ranks[rank]
+                self._wire.expect(rank, number)
+                state.liveness.launched(now_ns())
+                state.is_running = True
+                if self._coordinator is not None:
+                    self._coordinator.launched(rank, number, now_ns())
+                try:
+                    await self._processes.start(self._launching.spec(rank, number, listener))
+                except OSError as error:
+                    if not group.was_ready:
+                        raise
+                    self._on_exit(rank, f"its process could not be started: {error}")
+                if group.end is not None:  # Another engine has ended meanwhile, when this process did not yet exist.
+                    self._processes.signal(rank, signal.SIGKILL)
+                    return
 
     def _on_message(self, rank: int, message: FromRank) -> None:
         try:
@@ -171,24 +195,38 @@ class Supervisor:
             logger.exception("cannot process a %s of %s", type(message).__name__, self._name(rank))
 
     def _take_in(self, rank: int, message: FromRank) -> None:
-        state, now = self._ranks[rank], now_ns()
+        state, group, now = self._ranks[rank], self._group_of[rank], now_ns()
         if isinstance(message, Ready) and not self._processes.is_running(rank):
             return  # The last message of a process that has ended.
         state.liveness.heard(now)
+        if self._coordinator is not None:
+            self._coordinator.heard(rank, message, now)
         match message:
             case Heartbeat(num_steps, owes):
                 state.liveness.counted(num_steps, now)
                 state.owes = owes
             case Ready():
-                state.was_ready = True
                 state.liveness.ready(now)
-                state.rule.ready(now)
-        if self._coordinator is not None:
-            self._coordinator.heard(rank, message, now)
-            if isinstance(message, Ready) and self._coordinator.all_serve.done():
-                self._begin(self._prepare_standby())  # Now, because two that load at once would take twice as long.
-        if state.is_engine:
-            self._engines.on_message(rank, message)
+                group.ready[rank] = message
+                if len(group.ready) == len(group.members):
+                    group.was_ready = True
+                    group.rule.ready(now)
+                    self._on_ready(group)
+            case WakeGroup():
+                for other in group.members:
+                    with contextlib.suppress(NoEngineError):  # Its end will restart the group.
+                        if other != rank:
+                            self._wire.send(other, message)
+            case _ if state.is_engine:
+                self._engines.on_message(rank, message)
+
+    def _on_ready(self, group: EngineGroup) -> None:
+        """Let engines take requests, and have another process on standby."""
+        infos = {rank: ready.info for rank, ready in group.ready.items() if ready.info is not None}
+        if infos:
+            self._engines.on_ready(infos)
+        if self._coordinator is not None and self._coordinator.all_serve.done():
+            self._begin(self._prepare_standby())  # Now, because two that load at once would take twice as long.
 
     def _on_broken(self, rank: int) -> None:
         if self._ranks[rank].is_running:  # Otherwise `_on_exit` has handled its end.
@@ -201,56 +239,65 @@ class Supervisor:
         self._processes.signal(rank, signal.SIGKILL)
 
     def _on_exit(self, rank: int, how: str) -> None:
-        state = self._ranks[rank]
+        state, group = self._ranks[rank], self._group_of[rank]
         state.is_running = state.is_stalled = False
         how, state.hung = state.hung or how, ""
+        for other in group.members:
+            self._end_with(other, rank)
         cause = self._cause_of_exit(rank, how)
         if self._coordinator is not None and self._coordinator.is_given_up(rank):
             logger.info("%s has ended, as it was asked to", self._name(rank))
             return
-        if not state.was_ready:
+        group.end = group.end or (rank, cause)
+        if not group.was_ready or any(self._ranks[each].is_running for each in group.members):
             return
-        delay_s = state.rule.ended(now_ns())
+        delay_s = group.rule.ended(now_ns())
         if delay_s is None:
-            self._give_up(rank, cause)
+            self._give_up(group, group.end[1])
             return
-        logger.error("%s ended: %s; it restarts in %g s", self._name(rank), cause, delay_s)
-        self._begin(self._restart(rank, delay_s))
+        logger.error("%s in %g s", group.describe_end(self._name(group.end[0])), delay_s)
+        self._begin(self._restart(group, delay_s))
 
     def _cause_of_exit(self, rank: int, how: str) -> MoestroError:
-        """Tell the engines' client and the group that a process has ended, and return the cause."""
+        """Tell the engines' client and the coordinator that a process has ended, and return the cause."""
         cause = None
         if self._coordinator is not None:
             cause = self._coordinator.ended(rank, how, now_ns())
         return self._engines.on_exit(rank, how) if self._ranks[rank].is_engine or cause is None else cause
 
-    async def _restart(self, rank: int, delay_s: float) -> None:
-        await asyncio.sleep(delay_s)
-        if self._ranks[rank].is_engine:
-            self._metrics.engines[rank].num_restarts += 1
-        if self._coordinator is not None:
-            self._coordinator.restarted(rank)
-        try:
-            await self._launch(rank)
-        except OSError as error:
-            self._on_exit(rank, f"its process could not be started: {error}")
+    def _end_with(self, other: int, rank: int) -> None:
+        """Kill another rank of the group of `rank`, which has ended, and route no request to it."""
+        state = self._ranks[other]
+        if state.is_running and not state.hung:
+            self._engines.set_trusted(other, trusted=False)
+            self._kill(other, f"engine {rank} of its group ended")
 
-    def _give_up(self, rank: int, cause: MoestroError) -> None:
+    async def _restart(self, group: EngineGroup, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        for rank in group.members:
+            if self._ranks[rank].is_engine:
+                self._metrics.engines[rank].num_restarts += 1
+            if self._coordinator is not None:
+                self._coordinator.restarted(rank)
+        await self._launch(group)
+
+    def _give_up(self, group: EngineGroup, cause: MoestroError) -> None:
+        first = group.members[0]
         logger.error(
-            "%s is not restarted: it ended %d times in a row before it was ready, the last time because: %s",
-            self._name(rank), MAX_FAILED_STARTS, cause,
+            "%s not restarted: it ended %d times in a row before it was ready, the last time because: %s",
+            f"{self._name(first)} is" if group.is_single else f"the group of {group} is", MAX_FAILED_STARTS, cause,
         )  # fmt: skip
-        self._ranks[rank].is_given_up = True
+        group.is_given_up = True
         if self.over.done():
             return
-        if all(state.is_given_up for state in self._ranks if state.is_engine):
+        if all(each.is_given_up for each in self._groups if self._ranks[each.members[0]].is_engine):
             self._engines.fail_unassigned()
             self.over.set_exception(EngineDiedError(f"no engine is left; the last one ended because: {cause}"))
-        elif self._coordinator is not None and not self._ranks[rank].is_engine:
-            if self._coordinator.shares_alone(rank):
+        elif self._coordinator is not None and not self._ranks[first].is_engine:
+            if self._coordinator.shares_alone(first):
                 self.over.set_exception(EngineDiedError(f"no worker is left that has the experts of {cause}"))
             else:
-                self._coordinator.remove(rank)
+                self._coordinator.remove(first)
 
     def _dismiss(self, rank: int) -> None:
         """Ask a rank to end. A rank that is not ready does not read messages and is killed."""
@@ -273,9 +320,9 @@ class Supervisor:
         assert self._coordinator is not None, "engines that compute alone have no group"
         worker = self._coordinator.add()
         # What cannot start is restarted and given up like all workers; `was_ready` says that the server serves.
-        state = self._ranks[worker]
-        state.rule, state.was_ready, state.is_given_up = RestartRule(keeps_state=False), True, False
-        await self._launch(worker)
+        group = self._group_of[worker]
+        group.rule, group.was_ready, group.is_given_up = RestartRule(keeps_state=False), True, False
+        await self._launch(group)
         return worker
 
     def remove_worker(self, worker: int) -> None:

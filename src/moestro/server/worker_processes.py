@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,10 +41,14 @@ class WorkerProcesses:
         self._standby: asyncio.subprocess.Process | None = None
 
     async def start(self, spec: LaunchSpec) -> None:
-        """Start the process of a rank that has none, or give it the process on standby."""
+        """Start the process of a rank that has none, or give it the process on standby.
+
+        A new process inherits the socket that its launch spec names.
+        """
         process, self._standby = self._standby, None
         if process is None or process.returncode is not None:
-            process = await self._spawn(spec.name.kind, str(spec.name.number))
+            listen_fd = None if spec.lock_step is None else spec.lock_step.listen_fd
+            process = await self._spawn(spec.name.kind, str(spec.name.number), listen_fd=listen_fd)
         self._processes[spec.rank] = process
         self._watchers[spec.rank] = asyncio.create_task(self._watch(spec, process))
         assert process.stdin is not None
@@ -54,13 +59,14 @@ class WorkerProcesses:
         if self._standby is None or self._standby.returncode is not None:
             self._standby = await self._spawn("standby")
 
-    async def _spawn(self, *name: str) -> asyncio.subprocess.Process:
+    async def _spawn(self, *name: str, listen_fd: int | None = None) -> asyncio.subprocess.Process:
         """Start a process. `name` is for `ps` alone; the launch spec says what the process is."""
         return await asyncio.create_subprocess_exec(
             *self._command,
             *name,
             stdin=asyncio.subprocess.PIPE,
             env=_environment(self._num_ranks),
+            pass_fds=() if listen_fd is None else (listen_fd,),
             start_new_session=True,  # Ctrl-C reaches only the API server, which decides what follows.
         )
 
@@ -117,9 +123,11 @@ def now_ns() -> int:
 
 
 def _environment(num_ranks: int) -> Mapping[str, str]:
-    """Return the environment of a rank: ranks share the machine's cores, unless the operator has divided them."""
+    """Return the environment of a rank: cores and network of this machine, unless the operator has chosen others."""
     share = max(1, (os.cpu_count() or 1) // num_ranks)
-    return {"OMP_NUM_THREADS": str(share)} | dict(os.environ)
+    # Without an interface, gloo listens on the one that the host's name belongs to: other machines could reach it.
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    return {"OMP_NUM_THREADS": str(share), "GLOO_SOCKET_IFNAME": loopback} | dict(os.environ)
 
 
 def _how(code: int) -> str:

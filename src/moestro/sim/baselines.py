@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.expert_table import spread_evenly
+from moestro.cost.collectives import FREE, Collective
+from moestro.cost.drawn_step import Deployment, DrawnStep, ExpertGate, MicroBatchTimes
 from moestro.cost.model import StageCostModel
 from moestro.errors import ConfigError
-from moestro.sim.collectives import FREE, Collective
-from moestro.sim.drawn_step import Deployment, DrawnStep, ExpertGate, MicroBatchTimes
 
 Int64s = NDArray[np.int64]
 
@@ -54,9 +54,7 @@ class StepPricing:
 def lock_step(step: DrawnStep) -> StepPrice:
     """Price a step in which all workers meet before and after the experts of every layer."""
     times = step.micro_batches(1)
-    attention, experts = times.attention_ns[0].max(axis=0), times.experts_ns[0].max(axis=0)
-    duration_ns = times.overhead_ns + int(attention.sum() + experts.sum() + 2 * times.exchange_ns.sum())
-    return StepPrice(duration_ns, times.busy_ns)
+    return StepPrice(times.lock_step_ns, times.busy_ns)
 
 
 LOCK_STEP = StepPricing(price=lock_step)

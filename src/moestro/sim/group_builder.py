@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from moestro.core.expert_table import ExpertTable
 from moestro.cost.capacity import check_experts_fit, worker_kv_blocks
+from moestro.cost.collectives import FREE, all_to_all_of
+from moestro.cost.drawn_step import Deployment
 from moestro.cost.gate import PopularityGate
 from moestro.cost.gpus import gpu_named
 from moestro.cost.links import ANNOUNCE_REMOTELY_NS, FREE_LINK, Machines, link_named, two_phase
@@ -31,8 +33,6 @@ from moestro.sim.baselines import (
     expert_parallel,
     with_stalls,
 )
-from moestro.sim.collectives import FREE, all_to_all_of
-from moestro.sim.drawn_step import Deployment
 from moestro.sim.engine_prices import default_popularity, stage_cost
 from moestro.sim.group_settings import GroupSettings
 from moestro.sim.lock_step_group import LockStepGroup

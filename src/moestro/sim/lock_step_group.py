@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from moestro.core.clock import FOREVER_NS
 from moestro.core.request import Request
 from moestro.core.script import Script
+from moestro.cost.drawn_step import Deployment, KeyedBatch, StepPricer
 from moestro.cost.model import Batch
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import StepOutput
 from moestro.sim.baselines import LOCK_STEP, StepPricing
-from moestro.sim.drawn_step import Deployment, KeyedBatch, StepPricer
 from moestro.sim.group import FusedSeat
 
 Int64s = NDArray[np.int64]

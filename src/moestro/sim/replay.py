@@ -17,6 +17,7 @@ from moestro.errors import ConfigError
 from moestro.flow.settings import SteppingSettings
 from moestro.sim.arrivals import AtTimes
 from moestro.sim.engine_prices import make_prices
+from moestro.sim.group_settings import GROUP_MODES
 from moestro.sim.outcome import SimReport, outcome_of
 from moestro.sim.results import ANSWERED, NOT_YET_NS, Results
 from moestro.sim.scenario import Scenario, make_bounds, run
@@ -69,9 +70,14 @@ def what_if(record: RequestRecord, policies: Sequence[str], cost: str | None) ->
         cost: GPU/NETWORK, qllm/NETWORK, or a table of `moestro calibrate`. None means the device of the record.
 
     Raises:
-        ConfigError: step durations are unknown, or a policy does not exist.
+        ConfigError: step durations are unknown, a policy does not exist, or the engines formed a group.
     """
     header = record.header
+    if header.stepping.get("mode") in GROUP_MODES:
+        raise ConfigError(
+            f"the record comes from engines in mode {header.stepping['mode']!r}, and a replay simulates engines that"
+            " compute alone: simulate the group by a file with a table [group], see docs/simulator.md"
+        )
     engines = _engines(header, cost)
     chosen = tuple(_policy(header, name) for name in dict.fromkeys((header.route_policy, *policies)))
     scenario = Scenario(

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from moestro.core.expert_table import ExpertTable
 from moestro.core.token_keys import request_key
+from moestro.cost.drawn_step import ExpertGate
 from moestro.cost.model import Batch, StageCostModel
-from moestro.sim.drawn_step import ExpertGate
 
 Floats = NDArray[np.float64]
 

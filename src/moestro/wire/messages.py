@@ -51,7 +51,17 @@ class Members(msgspec.Struct, frozen=True, tag=True):
     used: tuple[tuple[int, ...], ...]
 
 
-ToRank = Add | Abort | Shutdown | Members
+class WakeGroup(msgspec.Struct, frozen=True, tag=True):
+    """Take part in a step of the group, in mode `ep`.
+
+    A rank of a group that sleeps sends it when it has a plan; the API server passes it on to the other ranks. `step`
+    counts the handshakes of the group, so that a rank recognizes a message that came after its step.
+    """
+
+    step: int
+
+
+ToRank = Add | Abort | Shutdown | Members | WakeGroup
 
 
 # From a rank to the API server.
@@ -135,7 +145,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     is_config: bool = False  # The cause is a `ConfigError`: the operator's settings cannot be honoured.
 
 
-FromRank = Phase | WorkerFigures | Joined | Ready | Outputs | Heartbeat | Refused | Failed
+FromRank = Phase | WorkerFigures | Joined | Ready | Outputs | Heartbeat | Refused | Failed | WakeGroup
 
 MAX_MESSAGE_BYTES = 64 << 20  # The longest prompt is a few MiB.
 MAX_QUEUED_MESSAGES = 100_000

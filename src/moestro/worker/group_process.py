@@ -26,10 +26,8 @@ from moestro.worker.channel import Channel
 from moestro.worker.group_rank import ExpertRank
 from moestro.worker.peer_inbox import PeerInbox
 from moestro.worker.peer_links import PeerLinks
-from moestro.worker.rank_builder import make_home, publisher_of
+from moestro.worker.rank_builder import OnPhase, make_home, publisher_of
 from moestro.worker.rank_loop import run_rank
-
-OnPhase = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

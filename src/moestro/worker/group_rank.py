@@ -39,6 +39,10 @@ class ExpertRank:
     def abort(self, request_id: str, now_ns: int) -> None:
         """Ignore: there are no requests."""
 
+    def wake(self, step: int) -> None:
+        """Refuse: workers of this group take no steps together."""
+        raise InvariantError("a worker without attention was told to take part in a step")
+
     def outputs(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> list[Output]:
         """Compute, or take what the device has computed; replies leave through the links."""
         self._executor.poll(now_ns, is_wanted)

@@ -56,31 +56,20 @@ class Answers(Protocol):
         ...
 
 
-class PacedDevice:
-    """A `core.work.Device` on the wall clock.
+class TimedAnswers:
+    """Keeps the results of items until their modelled time; what all paced devices have in common.
 
     Args:
-        cost: prices of the items; the rank's own code adds some 0.1 ms a step.
         answers: supplier of the results.
-        warning: function that returns a caveat about the prices so far, or None. The caveat is logged once.
     """
 
-    def __init__(self, cost: CostModel, answers: Answers, warning: Callable[[], str | None] = lambda: None) -> None:
-        self._cost = cost
+    def __init__(self, answers: Answers) -> None:
         self._answers = answers
-        self._warning = warning
-        self._has_warned = False
         self._pending: deque[tuple[int, StepResult]] = deque()
-        self._free_at_ns = 0
 
-    def launch(self, item: Forward, now_ns: int) -> None:
-        """Implement `Device.launch`."""
-        price_ns = self._cost.step_ns(Batch(item.units.start, item.units.num_tokens))
-        if not self._has_warned and (text := self._warning()) is not None:
-            logger.warning("%s", text)
-            self._has_warned = True
-        self._free_at_ns = max(now_ns, self._free_at_ns) + price_ns
-        self._pending.append((self._free_at_ns, self._answers.of(item, now_ns)))
+    def answer_at(self, ready_ns: int, item: Forward, now_ns: int) -> None:
+        """Let `poll` return the result of `item` at `ready_ns`, after those of earlier items."""
+        self._pending.append((ready_ns, self._answers.of(item, now_ns)))
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
         """Refuse: a paced device has no host memory, and `moestro serve` accepts no setting that asks for it."""
@@ -96,6 +85,32 @@ class PacedDevice:
     def ready_at_ns(self) -> int | None:
         """Implement `Device.ready_at_ns`."""
         return self._pending[0][0] if self._pending else None
+
+
+class PacedDevice(TimedAnswers):
+    """A `core.work.Device` on the wall clock.
+
+    Args:
+        cost: prices of the items; the rank's own code adds some 0.1 ms a step.
+        answers: supplier of the results.
+        warning: function that returns a caveat about the prices so far, or None. The caveat is logged once.
+    """
+
+    def __init__(self, cost: CostModel, answers: Answers, warning: Callable[[], str | None] = lambda: None) -> None:
+        super().__init__(answers)
+        self._cost = cost
+        self._warning = warning
+        self._has_warned = False
+        self._free_at_ns = 0
+
+    def launch(self, item: Forward, now_ns: int) -> None:
+        """Implement `Device.launch`."""
+        price_ns = self._cost.step_ns(Batch(item.units.start, item.units.num_tokens))
+        if not self._has_warned and (text := self._warning()) is not None:
+            logger.warning("%s", text)
+            self._has_warned = True
+        self._free_at_ns = max(now_ns, self._free_at_ns) + price_ns
+        self.answer_at(self._free_at_ns, item, now_ns)
 
 
 class FixedAnswers:
@@ -174,8 +189,11 @@ def stage_cost_of(paced: PacedSettings) -> Roofline | StagedEngine:
     return Roofline(RooflineSettings(network=network, gpu=gpu_named(paced.gpu)))
 
 
-def num_blocks_of(paced: PacedSettings, model: ModelSettings) -> int | None:
+def num_blocks_of(paced: PacedSettings, model: ModelSettings, num_ep_ranks: int = 1) -> int | None:
     """KV blocks of the modelled device; None with a table, where the computing network decides.
+
+    Args:
+        num_ep_ranks: devices that share the routed experts.
 
     Raises:
         ConfigError: the network does not fit the GPU.
@@ -187,7 +205,7 @@ def num_blocks_of(paced: PacedSettings, model: ModelSettings) -> int | None:
         return model.kv_cache_memory_bytes // (network.kv_bytes_per_token * model.block_size)
     if paced.device == PACED_QLLM:
         return kv_blocks(in_4_bits(network), A100, model.block_size)
-    return kv_blocks(network, gpu_named(paced.gpu), model.block_size)
+    return kv_blocks(network, gpu_named(paced.gpu), model.block_size, num_ep_ranks=num_ep_ranks)
 
 
 def paced_info(paced: PacedSettings, model: ModelSettings, vocab_size: int, num_blocks: int) -> ModelInfo:

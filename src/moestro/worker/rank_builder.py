@@ -14,8 +14,12 @@ from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.executor import FlowExecutor
+from moestro.wire.messages import FromRank
 from moestro.worker.group_rank import Home
 from moestro.worker.kv_publisher import KvPublisher
+
+OnPhase = Callable[[str], None]  # called when a phase of the start begins
+Send = Callable[[FromRank], None]  # sends a message to the API server
 
 
 def make_rank(spec: LaunchSpec, device: Device, info: ModelInfo) -> Rank:

@@ -9,7 +9,7 @@ from moestro.core.clock import FOREVER_NS
 from moestro.core.load_figures import IDLE, LoadFigures
 from moestro.core.request import Output, Request
 from moestro.errors import RequestError
-from moestro.wire.messages import Abort, Add, FromRank, Outputs, Refused, Shutdown, ToRank
+from moestro.wire.messages import Abort, Add, FromRank, Outputs, Refused, Shutdown, ToRank, WakeGroup
 
 
 class Steppable(Protocol):
@@ -21,6 +21,10 @@ class Steppable(Protocol):
 
     def abort(self, request_id: str, now_ns: int) -> None:
         """Drop a request."""
+        ...
+
+    def wake(self, step: int) -> None:
+        """Take part in a step of the rank's group."""
         ...
 
     def outputs(self, now_ns: int, is_wanted: Callable[[], bool] = ...) -> list[Output]:
@@ -135,6 +139,8 @@ def _obey(messages: Sequence[ToRank], rank: Steppable, channel: RankInbox, now_n
             case Abort(request_ids):
                 for request_id in request_ids:
                     rank.abort(request_id, now_ns())
+            case WakeGroup(step):
+                rank.wake(step)
             case Shutdown():
                 return False
     return True

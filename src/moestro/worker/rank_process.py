@@ -21,15 +21,21 @@ from moestro.config.launch_spec import STACK_DUMP, LaunchSpec, read_launch_spec
 from moestro.config.user_code import accept_user_code
 from moestro.core.model_info import ModelInfo
 from moestro.engine.rank import Rank
-from moestro.errors import ConfigError, MoestroError
-from moestro.wire.messages import Failed, Phase, Ready, identity_of
+from moestro.errors import ConfigError, GroupLostError, MoestroError
+from moestro.wire.messages import Failed, Phase, Ready, Shutdown, identity_of
 from moestro.worker.channel import ORPHANED, Channel
-from moestro.worker.group_process import LoadPart, OnPhase, serve_group_worker, worker_sizes
-from moestro.worker.rank_builder import publisher_of
+from moestro.worker.group_process import LoadPart, serve_group_worker, worker_sizes
+from moestro.worker.rank_builder import OnPhase, Send, publisher_of
 from moestro.worker.rank_loop import run_rank
 
+Build = Callable[[LaunchSpec, OnPhase, Send], tuple[Rank, ModelInfo]]
 
-def run_process(build: Callable[[LaunchSpec, OnPhase], tuple[Rank, ModelInfo]], load_part: LoadPart) -> int:
+# A rank that lost its group waits so long for the API server, which ends the whole group when it sees which rank ended
+# first. The API server sees the end of a process at once, and waits 0.2 s for its last messages.
+_GROUP_END_S = 2.0
+
+
+def run_process(build: Build, load_part: LoadPart) -> int:
     """Run one rank, or one worker of a group; returns the exit status of the process.
 
     Args:
@@ -53,9 +59,14 @@ def run_process(build: Callable[[LaunchSpec, OnPhase], tuple[Rank, ModelInfo]], 
             group = spec.group
             serve_group_worker(spec, group, channel, load_part(spec, worker_sizes(spec, group), on_phase))
         else:
-            rank, info = build(spec, on_phase)
+            rank, info = build(spec, on_phase, channel.send)
             channel.send(Ready(info))
             run_rank(rank, channel, time.monotonic_ns, publisher_of(spec, rank))
+    except GroupLostError as error:
+        if _is_dismissed(channel):  # The group is stopping, and another rank left first.
+            return 0
+        channel.send(Failed(_cause(error)))
+        return 1
     except Exception as error:
         if not isinstance(error, ConfigError):
             traceback.print_exc()
@@ -65,6 +76,15 @@ def run_process(build: Callable[[LaunchSpec, OnPhase], tuple[Rank, ModelInfo]], 
         return 0
     finally:
         channel.close()
+
+
+def _is_dismissed(channel: Channel) -> bool:
+    """Wait for a shutdown message. False means that none came within `_GROUP_END_S`."""
+    until_ns = time.monotonic_ns() + int(_GROUP_END_S * 1e9)
+    while (left_ns := until_ns - time.monotonic_ns()) > 0:
+        if any(isinstance(message, Shutdown) for message in channel.receive(left_ns / 1e9)):
+            return True
+    return False
 
 
 def _show_name(spec: LaunchSpec) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.expert_table import ExpertTable, spread_evenly
 from moestro.cost.gate import PopularityGate
 from moestro.cost.gpus import Gpu, gpu_named
 from moestro.cost.hf_config import network_named
@@ -17,6 +22,7 @@ from moestro.cost.priced_stages import HostOverhead
 from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
 from moestro.cost.staged_engines import AMOE, StagedEngine, amoe
 from moestro.cost.tensor_parallel import network_share
+from moestro.sim.uneven_devices import StageJitter
 
 Popularity = Literal["uniform", "same", "permuted"]
 Prices = Literal["prototype", "kernels"]
@@ -88,6 +94,27 @@ class Bed:
             expert_read_ns=Kernels(share, self.device, num_ep_ranks=1).one_expert_ns(1),
         )
         return StagedEngine(times, share, self.device)
+
+    def table(self, holders: Sequence[int], num_workers: int, seed: int) -> ExpertTable:
+        """Place the experts on the workers `holders`, evenly whatever the seed of the gate."""
+        del seed
+        network = self.shape
+        assert network.experts is not None, "AMoE runs Mixture-of-Experts networks"
+        return spread_evenly(network.num_layers, network.experts.num_experts, list(holders), num_workers)
+
+    @property
+    def slowdown(self) -> NDArray[np.float64] | None:
+        """float64[num_gpus], factor on the times of each GPU. None means 1 for all."""
+        return None
+
+    def jitter(self, *seed: int) -> StageJitter | None:
+        """Draws of factors on stage times. None means that stages of a size take equally long."""
+        return None
+
+    @property
+    def item_host(self) -> HostOverhead:
+        """Host time of an item in `async`; the prototype's prices contain it."""
+        return OUR_HOST if self.prices == "kernels" else HostOverhead()
 
     @property
     def step_host(self) -> HostCost:

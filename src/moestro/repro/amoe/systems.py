@@ -8,17 +8,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import ExpertTable, spread_evenly
+from moestro.core.expert_table import ExpertTable
 from moestro.core.views import StepPolicy
 from moestro.cost.capacity import check_experts_fit, kv_blocks, worker_kv_blocks
+from moestro.cost.collectives import all_reduce, all_to_all_of
+from moestro.cost.drawn_step import Deployment
 from moestro.cost.links import Machines
 from moestro.cost.model import Batch, StageCostModel
-from moestro.cost.priced_stages import HostOverhead
 from moestro.cost.tensor_parallel import network_share
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.flow.registry import make_step_policy
-from moestro.repro.amoe.beds import BLOCK_SIZE, OUR_HOST, Bed
+from moestro.repro.amoe.beds import BLOCK_SIZE, Bed
 from moestro.repro.amoe.tally import ItemTally
 from moestro.sim.baselines import (
     LOCK_STEP,
@@ -30,11 +31,10 @@ from moestro.sim.baselines import (
     plain_replica,
     with_stalls,
 )
-from moestro.sim.collectives import all_reduce, all_to_all_of
-from moestro.sim.drawn_step import Deployment
 from moestro.sim.engine import Ranks
 from moestro.sim.lock_step_group import LockStepGroup
 from moestro.sim.throughput_bound import drawn_visits, least_times, least_work_ns, throughput_bound
+from moestro.sim.uneven_devices import item_factors
 from moestro.sim.worker_group import GroupLayout, WorkerGroup
 
 Int64s = NDArray[np.int64]
@@ -124,7 +124,8 @@ class _Site:
         start = np.full(MAX_NUM_SEQS, round(self.mean_context), np.int64)
         times = least_times(cost, Batch(start, np.ones_like(start)), 2 * MAX_NUM_SEQS)
         visits = drawn_visits(self.bed.gate(self.seed), cost.network.num_layers)
-        return throughput_bound(least_work_ns(visits, times, table, range(num_ranks)))
+        slowdown = self.bed.slowdown if len(table.logical_of) == self.bed.num_gpus else None
+        return throughput_bound(least_work_ns(visits, times, table, range(num_ranks), slowdown))
 
 
 # --- async ------------------------------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ def _workers(kind: str, form: str, site: _Site) -> Built:
     policy, (num_homes, num_expert_workers) = _workers_of(form, bed.num_gpus)
     if kind == COLOCATED:
         num_homes, num_expert_workers = bed.num_gpus, 0
-    table = _table(bed, num_homes, is_paired=kind == PAIRED)
+    table = _table(site, num_homes, is_paired=kind == PAIRED)
     num_slots = table.logical_of.shape[2]
     check_experts_fit(network, bed.device, num_slots)
     num_blocks = worker_kv_blocks(network, bed.device, BLOCK_SIZE, num_slots=0 if num_expert_workers else num_slots)
@@ -144,16 +145,21 @@ def _workers(kind: str, form: str, site: _Site) -> Built:
     def policy_of(worker: int) -> StepPolicy:
         return tallies[int(worker >= num_homes)].watched(make_step_policy(policy, float("inf")))
 
-    is_ours = bed.prices == "kernels"  # AMoE's prototype prepares an item after the one before
     cost = bed.cost()
+
+    def factor_of(worker: int) -> Callable[[], float] | None:
+        slowdown = 1.0 if bed.slowdown is None else float(bed.slowdown[worker])
+        return item_factors(slowdown, bed.jitter(site.seed, worker))
+
     layout = GroupLayout(
         num_homes=num_homes,
         table=table,
         machines=_with_homes_on_each_machine(bed, num_homes, num_expert_workers),
         gate=bed.gate(site.seed),
         policy_of=policy_of,
-        host=OUR_HOST if is_ours else HostOverhead(),
-        launch_ahead=2 if is_ours else 1,
+        host=bed.item_host,
+        launch_ahead=2 if bed.prices == "kernels" else 1,  # AMoE's prototype prepares an item after the one before
+        factor_of=factor_of,
     )
     group = WorkerGroup(site.settings(num_blocks), layout, lambda _: cost)
     return Built(
@@ -173,12 +179,12 @@ def _workers_of(form: str, num_gpus: int) -> tuple[str, tuple[int, int]]:
     return form or _DEFRAG, (num_gpus // 2, num_gpus - num_gpus // 2)
 
 
-def _table(bed: Bed, num_homes: int, *, is_paired: bool) -> ExpertTable:
-    network, holders = bed.shape, list(range(num_homes % bed.num_gpus, bed.num_gpus))
-    assert network.experts is not None, "AMoE runs Mixture-of-Experts networks"
-    table = spread_evenly(network.num_layers, network.experts.num_experts, holders, bed.num_gpus)
+def _table(site: _Site, num_homes: int, *, is_paired: bool) -> ExpertTable:
+    bed = site.bed
+    holders = list(range(num_homes % bed.num_gpus, bed.num_gpus))
+    table = bed.table(holders, bed.num_gpus, site.seed)
     if is_paired:
-        num_experts, logical_of = network.experts.num_experts, table.logical_of.copy()
+        num_experts, logical_of = table.num_experts, table.logical_of.copy()
         assert num_experts == 2 * len(holders), "pairs need two experts for each worker"
         logical_of[holders, :, 0] = np.arange(len(holders), dtype=np.int32)[:, None]
         logical_of[holders, :, 1] = np.arange(num_experts - 1, len(holders) - 1, -1, dtype=np.int32)[:, None]
@@ -214,19 +220,25 @@ def _lock_step(kind: str, form: str, site: _Site) -> Built:
         deployment = disaggregated(cost, gate, num_ranks, bed.num_gpus - num_ranks, exchange)
     else:
         num_ranks = bed.num_gpus
-        num_blocks = kv_blocks(network, bed.device, BLOCK_SIZE, num_ep_ranks=num_ranks)
         exchange = all_to_all_of(bed.machines(announces=False), network)
         deployment = expert_parallel(cost, gate, num_ranks, exchange)
+    deployment = _hosted(deployment, bed, site.seed)
+    holders = [worker for worker in range(bed.num_gpus) if kind != PING_PONG_NAME or worker >= num_ranks]
+    deployment = replace(deployment, table=bed.table(holders, bed.num_gpus, site.seed), slowdown=bed.slowdown)
+    num_slots = deployment.table.logical_of.shape[2]
+    check_experts_fit(network, bed.device, num_slots)
+    if kind != PING_PONG_NAME:
+        num_blocks = worker_kv_blocks(network, bed.device, BLOCK_SIZE, num_slots=num_slots)
     del form
-    group = LockStepGroup(site.settings(num_blocks), _hosted(deployment, bed), _PRICINGS[kind])
+    group = LockStepGroup(site.settings(num_blocks), deployment, _PRICINGS[kind])
     return Built(
         [group], num_ranks, num_ranks * site.most_requests(num_blocks), group.busy_ns.copy, None,
         lambda: site.bound(cost, deployment.table, num_ranks),
     )  # fmt: skip
 
 
-def _hosted(deployment: Deployment, bed: Bed) -> Deployment:
-    return replace(deployment, host=bed.step_host)
+def _hosted(deployment: Deployment, bed: Bed, *seed: int) -> Deployment:
+    return replace(deployment, host=bed.step_host, jitter=bed.jitter(*seed))
 
 
 def _replicas(kind: str, form: str, site: _Site) -> Built:
@@ -235,13 +247,20 @@ def _replicas(kind: str, form: str, site: _Site) -> Built:
     num_gpus, num_blocks = _smallest_replica(bed)
     cost = bed.cost(num_gpus)
     exchange = all_reduce(bed.machines(announces=False).within, network, num_gpus)
-    deployment = _hosted(plain_replica(cost, bed.gate(site.seed), exchange), bed)
+    deployment = plain_replica(cost, bed.gate(site.seed), exchange)
     num_replicas = bed.num_gpus // num_gpus
-    groups = [LockStepGroup(site.settings(num_blocks), deployment) for _ in range(num_replicas)]
+    slowest = np.ones(num_replicas) if bed.slowdown is None else bed.slowdown.reshape(num_replicas, -1).max(axis=1)
+    groups = [
+        LockStepGroup(
+            site.settings(num_blocks),
+            replace(_hosted(deployment, bed, site.seed, replica), slowdown=slowest[replica : replica + 1]),
+        )
+        for replica in range(num_replicas)
+    ]
     return Built(
         list(groups), num_replicas, num_replicas * site.most_requests(num_blocks),
         lambda: np.concatenate([group.busy_ns for group in groups]), None,
-        lambda: num_replicas * site.bound(cost, deployment.table, 1),
+        lambda: float((1 / slowest).sum()) * site.bound(cost, deployment.table, 1),
     )  # fmt: skip
 
 

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from moestro.core.expert_table import ExpertTable
 from moestro.core.token_keys import Keys
+from moestro.cost.collectives import FREE, Collective
+from moestro.cost.expert_rows import ExpertPrices, SlotRows
 from moestro.cost.model import Batch, Int64s, StageCostModel
 from moestro.cost.roofline import HostCost
-from moestro.sim.collectives import FREE, Collective
-from moestro.sim.expert_rows import ExpertPrices, SlotRows
 
 Floats = NDArray[np.float64]
 
@@ -83,6 +83,12 @@ class MicroBatchTimes:
     experts_ns: Int64s
     exchange_ns: Int64s
     overhead_ns: int
+
+    @property
+    def lock_step_ns(self) -> int:
+        """Duration of a step of one micro-batch, in which all workers meet before and after the experts of a layer."""
+        attention, experts = self.attention_ns[0].max(axis=0), self.experts_ns[0].max(axis=0)
+        return self.overhead_ns + int(attention.sum() + experts.sum() + 2 * self.exchange_ns.sum())
 
     @property
     def busy_ns(self) -> Int64s:

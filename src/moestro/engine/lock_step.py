@@ -1,0 +1,202 @@
+"""Ranks in lock-step: all ranks of a group begin each step together, because each computes experts for the others.
+
+A step opens with a handshake, in which each rank tells the others how many tokens it has. A rank without tokens takes
+part in the step. When no rank has any, the group sleeps: no rank waits for another one. A plan on any rank wakes it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.clock import FOREVER_NS
+from moestro.core.expert_table import ExpertTable, spread_evenly
+from moestro.core.load_figures import LoadFigures, LockStepCounts, PassCounts
+from moestro.core.work import Device, Forward, Plan, PlanWanted, Slots, StepResult, Units
+from moestro.engine.rank import Rank
+from moestro.engine.scheduler import Scheduler
+from moestro.engine.settings import SchedulerSettings
+from moestro.errors import ConfigError
+
+# New figures cost a message to the API server. An engine without tokens has no other reason to send one at every step.
+_IDLE_STEPS_A_REPORT = 32
+
+
+class LockStepDevice(Device, Protocol):
+    """A device that computes the experts of a step for all ranks of a group."""
+
+    def open_step(self, units: Units | None) -> NDArray[np.int64]:
+        """Open a step; the call returns when all ranks of the group have made it.
+
+        Args:
+            units: units of this rank in the step. None means that it has no plan.
+
+        Returns:
+            int64[ranks], tokens of each rank. If all are 0, there is no step.
+
+        Raises:
+            GroupLostError: another rank has ended.
+        """
+        ...
+
+    def take_part(self, now_ns: int) -> None:
+        """Compute the experts of the opened step for the other ranks, in place of `launch`.
+
+        The call returns when that is done. The rank then takes the requests that came meanwhile into the next step.
+        """
+        ...
+
+
+class LockStepExecutor:
+    """Launches each plan as one item, in a step of the whole group.
+
+    The number of a step counts the handshakes of the group, so all ranks agree on it. A message to wake the group names
+    the step that its sender waits for. A rank which has opened that step ignores the message: it came late.
+
+    Args:
+        device: computes the items.
+        wake_others: function that is called with the number of a step when a plan ends the group's sleep. It must
+            cause a call of `wake` on each other rank.
+
+    Attributes:
+        pass_counts: zeros, because no plan passes another.
+        reported: steps of the group, at the last one with a plan, and once in `_IDLE_STEPS_A_REPORT` without.
+        is_awake: whether the other ranks wait for this one.
+    """
+
+    pass_counts = PassCounts()
+
+    def __init__(self, device: LockStepDevice, wake_others: Callable[[int], None]) -> None:
+        self._device, self._wake_others = device, wake_others
+        self._step = 0  # handshakes so far
+        self._plan: Plan | None = None
+        self._num_in_flight = 0
+        self._results: deque[StepResult] = deque()
+        self._counts = LockStepCounts()
+        self.is_awake = False
+        self.reported = self._counts
+
+    @property
+    def num_pieces(self) -> int:
+        """Steps in which this rank took part."""
+        return self._counts.num_group_steps
+
+    def wake(self, step: int) -> None:
+        """Take part in `step` if it is the next one: another rank has a plan for it."""
+        self.is_awake |= step == self._step
+
+    def wanted_plan(self) -> PlanWanted | None:
+        """Want one plan at a time."""
+        return None if self._plan is not None or self._num_in_flight else PlanWanted()
+
+    def submit(self, plan: Plan, now_ns: int) -> None:
+        """Keep `plan` for the next step, and wake the group if it sleeps. Its KV copies begin now."""
+        if plan.moves is not None:
+            self._device.move_blocks(plan.moves, now_ns)
+        self._plan = plan
+        if not self.is_awake:
+            self.is_awake = True
+            self._wake_others(self._step)
+
+    def start(self, now_ns: int) -> None:
+        """Do nothing; a step opens in `poll`, after the outputs of the step before have been sent."""
+
+    def recall(self, slots: Slots, now_ns: int) -> Slots:
+        """Recall no unit, as `FusedExecutor`."""
+        return np.empty(0, np.int64)
+
+    def poll(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> StepResult | None:
+        """Open the next step if the group is awake, and take the oldest result that is ready, or None."""
+        if self.is_awake and not self._num_in_flight:
+            self._open_step(now_ns)
+        if self._num_in_flight:
+            self._results.extend(self._device.poll(now_ns))
+        if not self._results:
+            return None
+        self._num_in_flight -= 1
+        return self._results.popleft()
+
+    def ready_at_ns(self) -> int | None:
+        """Implement `Executor.ready_at_ns`. An idle rank of a group that is awake takes part in its next step now."""
+        if self._num_in_flight:
+            return self._device.ready_at_ns()
+        return 0 if self.is_awake else FOREVER_NS
+
+    def _open_step(self, now_ns: int) -> None:
+        plan, self._plan = self._plan, None
+        num_tokens = self._device.open_step(None if plan is None else plan.units)
+        self._step += 1
+        if not num_tokens.any():
+            self.is_awake, self.reported = False, self._counts
+            return
+        self._count(num_tokens, is_idle=plan is None)
+        if plan is None:
+            self._device.take_part(now_ns)
+            return
+        self._device.launch(Forward(plan.units), now_ns)
+        self._num_in_flight += 1
+
+    def _count(self, num_tokens: NDArray[np.int64], *, is_idle: bool) -> None:
+        counts = self._counts
+        self._counts = LockStepCounts(
+            num_group_steps=counts.num_group_steps + 1,
+            num_idle_steps=counts.num_idle_steps + is_idle,
+            num_group_tokens=counts.num_group_tokens + int(num_tokens.sum()),
+            num_largest_tokens=counts.num_largest_tokens + int(num_tokens.max()),
+        )
+        if not is_idle or self._counts.num_idle_steps % _IDLE_STEPS_A_REPORT == 0:
+            self.reported = self._counts
+
+
+class LockStepRank(Rank):
+    """A rank of a group in lock-step.
+
+    Args:
+        scheduler: chooses the tokens of each plan.
+        executor: computes plans together with the other ranks.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: LockStepExecutor) -> None:
+        super().__init__(scheduler, executor)
+        self._lock_step = executor
+
+    def wake(self, step: int) -> None:
+        """Take part in `step` of the group, if it has not begun."""
+        self._lock_step.wake(step)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do, for this rank or for another one."""
+        return self._lock_step.is_awake or super().has_work
+
+    def stats(self) -> LoadFigures:
+        """Figures of `Rank.stats`, and the steps of the group."""
+        return msgspec.structs.replace(super().stats(), lock_step=self._lock_step.reported)
+
+
+def spread_over_ranks(num_layers: int, num_experts: int, num_ranks: int) -> ExpertTable:
+    """Give each rank consecutive experts, as many as the others or one more.
+
+    Raises:
+        ConfigError: a rank would have none.
+    """
+    if num_experts == 0:
+        raise ConfigError("--mode ep spreads experts over engines, and this model has none: leave --mode out")
+    if num_experts < num_ranks:
+        raise ConfigError(
+            f"--mode ep needs an expert for each engine: the model has {num_experts} experts a layer, so give"
+            f" --engines {num_experts} or less"
+        )
+    return spread_evenly(num_layers, num_experts, list(range(num_ranks)), num_ranks)
+
+
+def build_lock_step_rank(
+    settings: SchedulerSettings, device: LockStepDevice, wake_others: Callable[[int], None]
+) -> LockStepRank:
+    """Build a rank in `ep` mode on `device`; `wake_others` as in `LockStepExecutor`."""
+    return LockStepRank(Scheduler(settings), LockStepExecutor(device, wake_others))

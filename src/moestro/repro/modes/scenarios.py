@@ -1,0 +1,81 @@
+"""The scenarios of the map: a testbed, and one change of it at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from moestro.repro.amoe.loads import LENGTHS, LengthRanges
+from moestro.repro.amoe.systems import ASYNC, COLOCATED, EP, OVERLAP, PING_PONG_NAME, REPLICAS
+from moestro.repro.modes.beds import UnevenBed
+
+SYSTEMS = (COLOCATED, ASYNC, EP, OVERLAP, PING_PONG_NAME, REPLICAS)
+OURS = (COLOCATED, ASYNC)
+
+# Mixtral 8x7B on two AWS machines with half of their GPUs: AMoE's GPUs and network, and a network with a public gate.
+# One expert of all layers has 11.3 GB, so that a GPU holds two of them at most.
+BASE = UnevenBed(
+    network="mixtral-8x7b", gpu="a100-40g", num_gpus=8, gpus_per_machine=4, popularity="permuted", prices="kernels"
+)
+_ONE_MACHINE = replace(BASE, gpus_per_machine=8)
+_BIG = replace(BASE, gpu="a100-80g")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapCase:
+    """One row of the map.
+
+    Attributes:
+        name: the load.
+        axis: what is varied, and `about` how.
+        bed: testbed.
+        lengths: lengths of prompts, which are in the cache at the start, and of answers.
+        ladder: constant numbers of requests in progress, ascending.
+        passes: tokens of each request, in the mean, before a run is observed and while it is.
+        seeds: seeds of the popularity, the gate, the requests and the jitter.
+    """
+
+    name: str
+    axis: str
+    about: str
+    bed: UnevenBed
+    lengths: LengthRanges = field(default_factory=lambda: LENGTHS["medium"])
+    ladder: tuple[int, ...] = (512, 2048, 8192)
+    passes: tuple[int, int] = (4, 6)
+    seeds: tuple[int, ...] = (0, 1)
+
+
+def _scenario(axis: str, about: str, bed: UnevenBed = BASE, **changes: Any) -> MapCase:
+    others = {name: changes.pop(name) for name in ("lengths", "seeds") if name in changes}
+    name = f"{axis}_{about}".replace(" ", "_").replace("%", "").replace(",", "")
+    return MapCase(name=name, axis=axis, about=about, bed=replace(bed, **changes), **others)
+
+
+SCENARIOS = (
+    _scenario("base", "permuted", seeds=(0, 1, 2, 3, 4)),
+    _scenario("skew", "none", popularity="uniform"),
+    _scenario("skew", "a quarter", skew=0.13),
+    _scenario("skew", "half", skew=0.27),
+    _scenario("skew", "same in all layers", popularity="same"),
+    _scenario("copies", "one spare slot", num_spares=1, seeds=(0, 1, 2, 3, 4)),
+    _scenario("copies", "one spare slot, stale plan", num_spares=1, is_plan_stale=True),
+    _scenario("network", "one machine, NVSwitch", _ONE_MACHINE),
+    _scenario("network", "Ethernet", across="ethernet-100g"),
+    _scenario("network", "latency 100 us more", added_latency_ns=100_000),
+    _scenario("network", "latency 500 us more", added_latency_ns=500_000),
+    _scenario("straggler", "one GPU 1.25 x", slow=(1.25,)),
+    _scenario("straggler", "one GPU 2 x", slow=(2.0,)),
+    _scenario("straggler", "one GPU 2 x, no skew, spare slot", slow=(2.0,), popularity="uniform", num_spares=1),
+    _scenario("unequal", "four of eight GPUs 1.5 x", slow=(1.5,) * 4),
+    _scenario("jitter", "10 %", variation=0.1),
+    _scenario("jitter", "30 %", variation=0.3),
+    _scenario("jitter", "60 %, no skew", variation=0.6, popularity="uniform"),
+    _scenario("host", "a quarter", host_factor=0.25),
+    _scenario("host", "4 x", host_factor=4.0),
+    _scenario("experts", "top-1 of 16 on 16 GPUs", network="mixtral-16x7b-mqa-top1", num_gpus=16, gpus_per_machine=8),
+    _scenario("experts", "8 of 128", _ONE_MACHINE, network="qwen3-30b-a3b"),
+    _scenario("memory", "80 GB, one machine", _BIG, gpus_per_machine=8),
+    _scenario("memory", "80 GB, two machines", _BIG),
+    _scenario("lengths", "contexts of 1,000 tokens", lengths=LengthRanges(prompt=(500, 1500), output=(50, 250))),
+)
+QUICK = (replace(SCENARIOS[0], ladder=(512, 2048), passes=(1, 1), seeds=(0,)),)

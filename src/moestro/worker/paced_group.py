@@ -1,0 +1,258 @@
+"""Paced ranks of a group in mode `ep`: every step ends for all of them when the cost model says so. No torch here.
+
+Rank 0 prices. The other ranks send it their units when they open a step, over sockets on the loopback interface. It
+draws the experts of all tokens, and tells every rank when the step ends, on the clock that the processes share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.config.launch_spec import LaunchSpec, LockStepSpec
+from moestro.core.model_info import ModelInfo
+from moestro.core.token_keys import Keys, token_keys
+from moestro.core.work import Forward, Units
+from moestro.cost.collectives import all_to_all
+from moestro.cost.drawn_step import Deployment, KeyedBatch, StepPricer
+from moestro.cost.gate import PopularityGate
+from moestro.cost.gpus import gpu_named
+from moestro.cost.hf_config import network_named
+from moestro.cost.links import link_named
+from moestro.cost.model import Batch
+from moestro.cost.roofline import VLLM_HOST, Roofline, RooflineSettings
+from moestro.cost.settings import PacedSettings
+from moestro.engine.lock_step import LockStepRank, build_lock_step_rank, spread_over_ranks
+from moestro.errors import GroupLostError
+from moestro.wire.messages import WakeGroup
+from moestro.worker.paced import Answers, TimedAnswers
+from moestro.worker.rank_builder import Send, scheduler_settings
+from moestro.worker.request_keys import RequestKeys
+
+_LOOPBACK = "127.0.0.1"
+_LENGTH = struct.Struct(">I")
+
+
+class OpenedStep(msgspec.Struct, frozen=True, array_like=True):
+    """Units that a rank brings to a step; empty for a rank without a plan.
+
+    Attributes:
+        rank: the rank.
+        start, num_tokens: int32[n] as bytes, the units.
+        keys: uint64[n] as bytes, keys of their requests.
+    """
+
+    rank: int
+    start: bytes = b""
+    num_tokens: bytes = b""
+    keys: bytes = b""
+
+
+class PricedStep(msgspec.Struct, frozen=True, array_like=True):
+    """A step of the group.
+
+    Attributes:
+        num_tokens: tokens of each rank.
+        end_ns: time.monotonic_ns() at which it ends for all ranks.
+    """
+
+    num_tokens: list[int]
+    end_ns: int
+
+
+class StepGuest:
+    """The connection of a rank to the rank that prices.
+
+    Args:
+        spec: the group.
+
+    Raises:
+        GroupLostError: rank 0 cannot be reached.
+    """
+
+    def __init__(self, spec: LockStepSpec, rank: int) -> None:
+        try:
+            wait_s = spec.join_wait_s(time.monotonic_ns())
+            self._host = socket.create_connection((_LOOPBACK, spec.port), wait_s)
+            self._host.settimeout(spec.timeout_s)
+        except OSError as error:
+            raise GroupLostError(f"engine 0 did not join its group: {error}") from error
+        _send(self._host, OpenedStep(rank))
+
+    def open(self, opened: OpenedStep) -> PricedStep:
+        """Tell the units of this rank, and wait until all ranks have told theirs.
+
+        Raises:
+            GroupLostError: another rank ended.
+        """
+        _send(self._host, opened)
+        return _receive(self._host, PricedStep)
+
+
+class StepHost:
+    """The connections of the rank that prices. The call returns when all ranks are connected.
+
+    Args:
+        spec: the group.
+        pricer: prices of its steps.
+
+    Raises:
+        GroupLostError: a rank did not connect in time.
+    """
+
+    def __init__(self, spec: LockStepSpec, pricer: StepPricer) -> None:
+        assert spec.listen_fd is not None, "rank 0 inherits the socket at which its group meets"
+        self._pricer = pricer
+        self._guests: list[socket.socket] = []
+        connected = {0}
+        with contextlib.ExitStack() as stack, socket.socket(fileno=spec.listen_fd) as listener:
+            while len(connected) < spec.num_ranks:
+                listener.settimeout(max(spec.join_wait_s(time.monotonic_ns()), 1e-3))
+                try:
+                    guest, _ = listener.accept()
+                except TimeoutError as error:
+                    absent = ", ".join(str(rank) for rank in range(spec.num_ranks) if rank not in connected)
+                    raise GroupLostError(f"engine {absent} did not join its group in time") from error
+                self._guests.append(stack.enter_context(guest))
+                guest.settimeout(spec.timeout_s)
+                connected.add(_receive(guest, OpenedStep).rank)
+            stack.pop_all()
+
+    def open(self, opened: OpenedStep) -> PricedStep:
+        """Implement `StepGuest.open`, for all ranks."""
+        every = sorted([opened, *(_receive(guest, OpenedStep) for guest in self._guests)], key=lambda each: each.rank)
+        now_ns = time.monotonic_ns()
+        batches = [_keyed_batch(each) for each in every]
+        end_ns = now_ns
+        if any(batches):
+            end_ns += self._pricer.draw(batches).micro_batches(1).lock_step_ns
+        step = PricedStep([0 if batch is None else len(batch.keys) for batch in batches], end_ns)
+        for guest in self._guests:
+            _send(guest, step)
+        return step
+
+
+class PacedGroupDevice(TimedAnswers):
+    """Answers when the step of the group ends; implements `engine.lock_step.LockStepDevice`.
+
+    Args:
+        group: handshake with the other ranks.
+        rank: this rank.
+        answers: supplier of the results.
+    """
+
+    def __init__(self, group: StepGuest | StepHost, rank: int, answers: Answers) -> None:
+        super().__init__(answers)
+        self._group, self._rank = group, rank
+        self._step = PricedStep([], 0)
+        self.keys_of: Callable[[Units], Keys] | None = None  # set when the rank exists, which knows the requests
+
+    def open_step(self, units: Units | None) -> NDArray[np.int64]:
+        """Implement `LockStepDevice.open_step`."""
+        opened = OpenedStep(self._rank)
+        if units is not None:
+            assert self.keys_of is not None, "set by the builder of the rank"
+            keys = self.keys_of(units)
+            opened = OpenedStep(self._rank, units.start.tobytes(), units.num_tokens.tobytes(), keys.tobytes())
+        self._step = self._group.open(opened)
+        return np.array(self._step.num_tokens, np.int64)
+
+    def launch(self, item: Forward, now_ns: int) -> None:
+        """Implement `Device.launch`."""
+        self.answer_at(self._step.end_ns, item, now_ns)
+
+    def take_part(self, now_ns: int) -> None:
+        """Sleep until the step ends."""
+        time.sleep(max(self._step.end_ns - time.monotonic_ns(), 0) / 1e9)
+
+
+def build_paced_group_rank(
+    spec: LaunchSpec, lock_step: LockStepSpec, answers: Answers, info: ModelInfo, send: Send
+) -> LockStepRank:
+    """Join the group, and build a rank of it.
+
+    Raises:
+        ConfigError: the GPU, the network or the link is unknown, or the network has too few experts.
+        GroupLostError: another rank did not start.
+    """
+    assert spec.paced is not None, "started for a paced device"
+    pricer = make_step_pricer(spec.paced, lock_step.num_ranks, spec.model.seed)
+    group = StepHost(lock_step, pricer) if spec.rank == 0 else StepGuest(lock_step, spec.rank)
+    device = PacedGroupDevice(group, spec.rank, answers)
+    rank = build_lock_step_rank(scheduler_settings(spec, info), device, lambda step: send(WakeGroup(step)))
+    device.keys_of = RequestKeys(rank.scheduler.table).of
+    return rank
+
+
+def make_step_pricer(paced: PacedSettings, num_ranks: int, seed: int) -> StepPricer:
+    """Make the prices of a group whose ranks share the experts evenly: the simulator's `ep`.
+
+    Args:
+        seed: seed of the experts that tokens visit.
+
+    Raises:
+        ConfigError: a name is unknown, or the network has fewer experts than ranks.
+    """
+    network = network_named(paced.network)
+    experts = network.experts
+    table = spread_over_ranks(network.num_layers, 0 if experts is None else experts.num_experts, num_ranks)
+    assert experts is not None, "a dense network is refused"
+    cost = Roofline(RooflineSettings(network=network, gpu=gpu_named(paced.gpu)))
+    assert cost.popularity is not None, "the network has experts"
+    deployment = Deployment(
+        cost=cost,
+        gate=PopularityGate(cost.popularity, experts.top_k, seed),
+        table=table,
+        num_ranks=num_ranks,
+        exchange=all_to_all(link_named(paced.paced_link), network),
+        host=VLLM_HOST,  # as for a rank alone, whose prices contain it
+    )
+    return StepPricer(deployment, num_segments=1)
+
+
+def _keyed_batch(opened: OpenedStep) -> KeyedBatch | None:
+    if not opened.start:
+        return None
+    start, num_tokens = (np.frombuffer(column, np.int32) for column in (opened.start, opened.num_tokens))
+    return KeyedBatch(Batch(start, num_tokens), token_keys(np.frombuffer(opened.keys, np.uint64), start, num_tokens))
+
+
+_Message = TypeVar("_Message", OpenedStep, PricedStep)
+
+
+def _send(connection: socket.socket, message: OpenedStep | PricedStep) -> None:
+    body = msgspec.msgpack.encode(message)
+    with _losing_group():
+        connection.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def _receive(connection: socket.socket, kind: type[_Message]) -> _Message:
+    with _losing_group():
+        length = _LENGTH.unpack(_read(connection, _LENGTH.size))[0]
+        return msgspec.msgpack.decode(_read(connection, length), type=kind)
+
+
+def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    body = bytearray()
+    while len(body) < num_bytes:
+        part = connection.recv(num_bytes - len(body))
+        if not part:
+            raise ConnectionError("another engine closed its connection")
+        body += part
+    return bytes(body)
+
+
+@contextlib.contextmanager
+def _losing_group() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, msgspec.DecodeError) as error:
+        raise GroupLostError(f"the handshake with the other engines of the group failed: {error}") from error

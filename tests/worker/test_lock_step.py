@@ -1,0 +1,109 @@
+"""Ranks that begin each step together: nobody waits for ever, nobody spins, and tokens are those of a rank alone."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from support.fake_device import KvDevice, expected_tokens, make_request
+from support.lock_step_ranks import SETTINGS, RankThreads
+
+from moestro.engine.lock_step import LockStepExecutor, LockStepRank
+from moestro.engine.rank import build_rank
+from moestro.engine.scheduler import Scheduler
+from moestro.errors import InvariantError
+from moestro.wire.messages import Abort, Add
+
+
+def run_history(seed: int, num_ranks: int, device_delay: int = 0, num_requests: int = 24) -> RankThreads:
+    """Requests and aborts at random times on random ranks, until all is quiet. Judges the tokens."""
+    rng = random.Random(seed)
+    group = RankThreads(num_ranks, lambda *_: rng.choice([0.0, 0.0005, 0.004]), device_delay)
+    asked, aborted = {}, set()
+    for number in range(num_requests):
+        rank = rng.randrange(num_ranks)
+        prompt = [rng.randrange(50) for _ in range(rng.randrange(1, 30))]
+        request = make_request(f"r{number}", prompt, max_tokens=rng.randrange(1, 12))
+        asked[request.request_id] = request
+        group.channels[rank].inbox.put(Add(request))
+        if rng.random() < 0.2:
+            aborted.add(request.request_id)
+            group.channels[rank].inbox.put(Abort((request.request_id,)))
+        if rng.random() < 0.5:
+            time.sleep(rng.choice([0.0003, 0.002, 0.008]))
+        if rng.random() < 0.1:
+            group.wait_until_asleep()
+    group.wait_until_asleep()
+    told = {name: [] for name in asked}
+    for channel in group.channels:
+        for output in channel.outputs:
+            told[output.request_id] += output.token_ids
+    if not group.lost:
+        for name, request in asked.items():
+            expected = expected_tokens(request)
+            assert told[name] == (expected[: len(told[name])] if name in aborted else expected)
+    group.stop()
+    return group
+
+
+@pytest.mark.parametrize("device_delay", [0, 3])
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_law_ranks_in_lock_step_serve_everything_and_then_all_sleep(num_ranks, device_delay):
+    group = run_history(num_ranks, num_ranks, device_delay)
+    assert group.lost == []
+    assert not any(rank.has_work for rank in group.ranks)
+    counts = [rank.stats().lock_step for rank in group.ranks]
+    assert len({(each.num_group_steps, each.num_group_tokens, each.num_largest_tokens) for each in counts}) == 1
+    assert [each.num_idle_steps for each in counts] == [device.num_idle for device in group.devices]
+    assert sum(device.num_launched_tokens for device in group.devices) == counts[0].num_group_tokens
+    assert group.num_woken > 1, "the group has slept in between"
+
+
+def test_one_request_alone_needs_all_ranks():
+    group = RankThreads(3, lambda *_: 0.0)
+    group.channels[1].inbox.put(Add(make_request("a", range(5), max_tokens=4)))
+    while not group.channels[1].outputs:
+        time.sleep(0.001)
+    group.wait_until_asleep()
+    group.stop()
+    assert [device.num_idle for device in group.devices] == [4, 0, 4]
+
+
+def test_a_group_whose_message_is_lost_is_stuck(monkeypatch):
+    monkeypatch.setattr(LockStepRank, "wake", lambda self, step: None)
+    assert run_history(3, 2, num_requests=1).lost
+
+
+def lose_by_late_message() -> list[int]:
+    """Rank 0 wakes the group; rank 1 wakes by itself before the message comes, which finds all asleep again."""
+    group = RankThreads(3, lambda sender, receiver: 0.5 if (sender, receiver) == (0, 1) else 0.0)
+    for rank in (0, 1):
+        group.channels[rank].inbox.put(Add(make_request("a", range(5), max_tokens=2)))
+        while group.num_woken == rank:
+            time.sleep(0.001)
+    group.wait_until_asleep()
+    group.stop()
+    return group.lost
+
+
+def test_a_message_that_comes_after_its_step_wakes_nobody(monkeypatch):
+    assert lose_by_late_message() == []
+    monkeypatch.setattr(LockStepExecutor, "wake", lambda self, step: setattr(self, "is_awake", True))
+    assert lose_by_late_message() == [1]
+
+
+def test_a_request_that_is_aborted_at_once_wakes_nobody():
+    woken = []
+    device = KvDevice(SETTINGS.num_blocks, SETTINGS.block_size)
+    rank = LockStepRank(Scheduler(SETTINGS), LockStepExecutor(device, woken.append))
+    rank.add(make_request("a", range(5), max_tokens=4), 0)
+    rank.abort("a", 0)
+    rank.step(0)
+    assert woken == []
+    assert not rank.has_work
+
+
+def test_a_rank_alone_belongs_to_no_group():
+    with pytest.raises(InvariantError, match="without a group"):
+        build_rank(SETTINGS, KvDevice(SETTINGS.num_blocks, SETTINGS.block_size)).wake(0)
