@@ -254,8 +254,8 @@ def test_the_kv_cache_is_what_the_gpu_has_beside_the_weights_unless_told_otherwi
 
 def test_a_context_that_was_asked_for_is_never_clipped():
     paced, few = PacedSettings(device="paced:h20"), {"model": "demo", "num_gpu_blocks_override": 77}
-    assert paced_info(paced, ModelSettings(**few), 4096).max_model_len == 77 * 16
-    assert paced_info(paced, ModelSettings(**few, max_model_len=2000), 4096).max_model_len == 2000  # refused later
+    assert paced_info(paced, ModelSettings(**few), 4096, 77).max_model_len == 77 * 16
+    assert paced_info(paced, ModelSettings(**few, max_model_len=2000), 4096, 77).max_model_len == 2000  # refused later
 
 
 def test_a_table_of_whole_steps_has_no_prices_for_the_preemptive_mode():

@@ -9,12 +9,59 @@ from typing import BinaryIO
 import msgspec
 
 from moestro.config.kv_events_settings import KvEventsSettings
+from moestro.core.worker_names import Worker, WorkerKind
 from moestro.cost.settings import PacedSettings
 from moestro.engine.settings import SchedulerOptions
-from moestro.flow.settings import SteppingSettings
+from moestro.flow.settings import GroupStepSettings, SteppingSettings
 from moestro.model.settings import ModelSettings
 
 STACK_DUMP = signal.SIGUSR1  # makes a loaded rank write the stacks of all its threads to stderr
+
+
+class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's place in its group.
+
+    Attributes:
+        worker: number of the worker. The first ones have attention.
+        num_homes: workers with attention.
+        num_workers: most workers that the group can have.
+        num_shares: parts into which the experts of each layer are divided.
+        held: shares that each worker holds.
+        is_colocated: whether the workers with attention hold the experts too.
+        address: ZeroMQ address on which it listens to the other workers.
+        stepping: step policies and credits.
+    """
+
+    worker: int
+    num_homes: int
+    num_workers: int
+    num_shares: int
+    held: tuple[tuple[int, ...], ...]
+    is_colocated: bool
+    address: str
+    stepping: GroupStepSettings
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Shares that this worker holds."""
+        return self.held[self.worker]
+
+    @property
+    def is_home(self) -> bool:
+        """Whether the worker has attention."""
+        return self.worker < self.num_homes
+
+    @property
+    def name(self) -> Worker:
+        """The worker's name."""
+        return name_of(self.worker, self)
+
+
+def name_of(worker: int, group: GroupSpec) -> Worker:
+    """Return the name of a worker of a group by its number."""
+    if worker >= group.num_homes:
+        return Worker(WorkerKind.EXPERTS, worker - group.num_homes)
+    return Worker(WorkerKind.BOTH if group.is_colocated else WorkerKind.ATTENTION, worker)
 
 
 class LockStepSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +87,10 @@ class LockStepSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's identity, its settings, and the address of the API server."""
+    """A rank's identity, its settings, and the address of the API server.
+
+    `rank` numbers the processes of all kinds: engines first, then workers with experts alone.
+    """
 
     rank: int
     launch: int  # number of restarts of this rank so far
@@ -52,7 +102,14 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     stepping: SteppingSettings
     paced: PacedSettings | None = None
     kv_events: KvEventsSettings | None = None
-    lock_step: LockStepSpec | None = None  # None means that the rank computes alone
+    group: GroupSpec | None = None  # None means no group of mode `async`
+    lock_step: LockStepSpec | None = None  # None means no group of mode `ep`
+    beat_ms: int = 500  # time between heartbeats
+
+    @property
+    def name(self) -> Worker:
+        """The name of the process."""
+        return Worker(WorkerKind.BOTH, self.rank) if self.group is None else self.group.name
 
 
 _LENGTH = struct.Struct(">I")

@@ -14,7 +14,7 @@ from moestro.config.server_settings import ProcessSettings, ServerSettings
 from moestro.cost.settings import PACED, PACED_NETWORK, PACED_QLLM, PacedOptions, PacedSettings
 from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
-from moestro.flow.settings import SteppingSettings
+from moestro.flow.settings import GroupOptions, SteppingSettings
 from moestro.model.settings import DEMO_MODEL, ModelSettings
 from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access_settings import AccessSettings
@@ -29,6 +29,7 @@ _MODEL = _panel("Model", "The model, and how it is loaded.", 1)
 _SCHEDULING = _panel("Scheduling", "The contents of one step of one engine.", 3)
 _SERVER = _panel("Server", "The address of the server, and the access to it.", 4)
 _PROCESSES = _panel("Engines", "The processes behind the API server.", 5)
+_GROUP = _panel("Workers", "The workers of --mode async.", 6)
 
 
 @Parameter(name="*")
@@ -44,17 +45,19 @@ class ServeSettings:
     access: AccessSettings = field(default_factory=AccessSettings)
     processes: Annotated[ProcessSettings, _PROCESSES] = field(default_factory=ProcessSettings)
     routing: Annotated[RoutePolicySettings, _PROCESSES] = field(default_factory=RoutePolicySettings)
+    group: Annotated[GroupOptions, _GROUP] = field(default_factory=GroupOptions)
 
     def __post_init__(self) -> None:
         scheduler = self.scheduler
         if (kv_events := self.kv_events) is not None:
-            kv_events.check_ports(self.processes.engines)
+            kv_events.check_ports(self.num_engines)
             if not scheduler.enable_prefix_caching:
                 raise ConfigError("--kv-events-config publishes the prefix cache: leave --no-enable-prefix-caching out")
+        self._check_group()
         if self.stepping.mode == "ep":
             self._check_expert_parallelism()
-        if self.stepping.mode == "preemptive":
-            self._check_preemption()
+        if self.stepping.mode in {"preemptive", "async"}:
+            self._check_stages()
 
     def _check_expert_parallelism(self) -> None:
         if self.processes.engines < 2:
@@ -68,19 +71,37 @@ class ServeSettings:
                 " --device paced:GPU with the name of a GPU, or leave --mode out"
             )
 
-    def _check_preemption(self) -> None:
-        scheduler = self.scheduler
+    def _check_stages(self) -> None:
+        scheduler, mode = self.scheduler, self.stepping.mode
         if self.paced is not None and self.paced.table is not None:
             raise ConfigError(
-                f"--mode preemptive needs prices of stages, and {self.paced.table} has prices of whole steps: give"
+                f"--mode {mode} needs prices of stages, and {self.paced.table} has prices of whole steps: give"
                 " --device paced:GPU, or leave --mode out"
             )
         if scheduler.max_num_batched_tokens < 2 * scheduler.max_num_seqs:
             raise ConfigError(
-                f"--mode preemptive runs --max-num-seqs {scheduler.max_num_seqs} sequences of each class:"
+                f"--mode {mode} runs --max-num-seqs {scheduler.max_num_seqs} sequences of each class:"
                 f" --max-num-batched-tokens {scheduler.max_num_batched_tokens} must be at least twice as many, so that"
                 " all of them can decode in one step"
             )
+
+    def _check_group(self) -> None:
+        group = self.group
+        if self.stepping.mode == "async":
+            if self.processes.engines != 1:
+                raise ConfigError(
+                    f"--mode async has an engine for each attention worker: give --attention {self.processes.engines}"
+                    " instead of --engines"
+                )
+        elif self.server.admin_port is not None:
+            raise ConfigError("--admin-port is for the workers of --mode async: add it, or leave the port out")
+        elif group.attention is not None or group.experts is not None:
+            raise ConfigError("--attention and --experts number the workers of --mode async: add it, or leave them out")
+
+    @property
+    def num_engines(self) -> int:
+        """Engines behind the API server: in `async` mode, the workers with attention."""
+        return self.group.num_homes if self.stepping.mode == "async" else self.processes.engines
 
     @property
     def paced(self) -> PacedSettings | None:

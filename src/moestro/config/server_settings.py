@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -37,8 +37,15 @@ class ServerSettings(CheckedSettings):
     max_connections: Annotated[int, at_least(1)] = 4096
     "Maximum number of connected clients; a further one is refused with 503 and Retry-After."
 
+    admin_port: Annotated[int | None, PORT] = None
+    "In async mode, port on 127.0.0.1 for operators: /admin/workers. Unset: none."
+    admin_api_key: Annotated[str | None, Parameter(show_default=False)] = field(default=None, repr=False)
+    "Bearer token of the operators' port, which --api-key does not open. Unset: no key is required."
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.admin_api_key == "":
+            raise ConfigError("--admin-api-key is empty: give a key, or leave the flag out")
         if not all(self.api_key):
             raise ConfigError("--api-key is empty: give a key, or leave the flag out to serve without one")
         if not all(self.served_model_name):

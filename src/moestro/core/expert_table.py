@@ -5,6 +5,7 @@ Choices of gates, counts and sums are *logical*. A *slot* is a physical expert o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,57 @@ class ExpertTable:
         worker, layer, slot = np.nonzero(self.logical_of != EMPTY)
         np.add.at(copies, (worker, layer, self.logical_of[worker, layer, slot]), 1)
         return copies
+
+
+def experts_of_shares(num_experts: int, num_shares: int, shares: Sequence[int]) -> NDArray[np.int32]:
+    """Return the experts of some shares, in the order of a worker's slots.
+
+    Args:
+        num_experts: logical experts of a layer.
+        num_shares: equal parts, within one, into which they are divided; a share has consecutive experts.
+        shares: the shares that a worker holds.
+
+    Returns:
+        int32[slots], logical expert in each slot, the same in every layer.
+    """
+    parts = np.array_split(np.arange(num_experts, dtype=np.int32), num_shares)
+    return np.concatenate([np.empty(0, np.int32), *(parts[share] for share in shares)])
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExperts:
+    """A network's routed experts, divided into shares.
+
+    Attributes:
+        num_layers, num_experts: of the network.
+        num_shares: equal parts, within one, into which the experts of each layer are divided.
+    """
+
+    num_layers: int
+    num_experts: int
+    num_shares: int
+
+    def slots_of(self, shares: Sequence[int]) -> NDArray[np.int32]:
+        """int32[slots], logical expert in each slot of a worker that holds `shares`."""
+        return experts_of_shares(self.num_experts, self.num_shares, shares)
+
+    def table(self, version: int, held: Sequence[Sequence[int]], used: Sequence[Sequence[int]]) -> ExpertTable:
+        """Make the table of workers that hold shares.
+
+        Args:
+            version: number of the table.
+            held: shares that each worker holds, which number its slots.
+            used: those of them that get tokens from now on.
+
+        Raises:
+            ValueError: nobody uses a share.
+        """
+        slots_of = [self.slots_of(shares) for shares in held]
+        logical_of = np.full((len(slots_of), self.num_layers, max(map(len, slots_of))), EMPTY, np.int32)
+        for worker, slots in enumerate(slots_of):
+            is_used = np.isin(slots, self.slots_of(used[worker]))
+            logical_of[worker, :, : len(slots)] = np.where(is_used, slots, EMPTY)
+        return ExpertTable(version, logical_of, self.num_experts, np.ones(len(slots_of), np.bool_))
 
 
 def spread_evenly(num_layers: int, num_experts: int, workers: list[int], num_workers: int) -> ExpertTable:

@@ -134,6 +134,10 @@ class FlowCore:
         """Totals since the start."""
         return self._passed_over.counts
 
+    def waiting_by_layer(self, now_ns: int) -> tuple[Int64s, Int64s]:
+        """Implement `MicroQueues.waiting_by_layer`."""
+        return self._queues.waiting_by_layer(now_ns)
+
     @property
     def wake_ns(self) -> int | None:
         """Time at which the policy wants to be asked even if no event comes. None means no such time."""

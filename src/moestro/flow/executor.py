@@ -6,6 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moestro.core.clock import FOREVER_NS
 from moestro.core.expert_table import ExpertTable
 from moestro.core.hops import HopMessage
@@ -78,6 +81,10 @@ class FlowExecutor:
     def num_dropped(self) -> int:
         """Messages and records that were dropped, because they were repeated or nobody waits for them any more."""
         return self._core.num_dropped
+
+    def waiting_by_layer(self, now_ns: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Implement `FlowCore.waiting_by_layer`."""
+        return self._core.waiting_by_layer(now_ns)
 
     @property
     def has_room(self) -> bool:

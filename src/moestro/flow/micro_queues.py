@@ -49,6 +49,16 @@ class MicroQueues:
         """Pairs that wait in each slot, summed over all layers and classes."""
         return tuple(self._columns.num_of_slot.tolist())
 
+    def waiting_by_layer(self, now_ns: int) -> tuple[Int64s, Int64s]:
+        """Count what waits before each layer, whose last is the sampler, and say for how long the oldest waits.
+
+        Returns:
+            int64[num_layers + 1] tokens of an attention and pairs of experts, and int64[num_layers + 1] ns.
+        """
+        num_waiting = self._columns.n.sum(axis=(0, 2), dtype=np.int64)
+        oldest_ns = self._columns.oldest_ns.min(axis=(0, 2))
+        return num_waiting, np.where(num_waiting > 0, np.maximum(now_ns - oldest_ns, 0), 0)
+
     def table(self) -> QueueTable:
         """What a step policy sees; it must not keep it."""
         columns = self._columns

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from moestro.core.setting_checks import CheckedSettings, at_least
+from moestro.core.setting_checks import CheckedSettings, at_least, between
 from moestro.core.views import StepPolicy
+from moestro.errors import ConfigError
 from moestro.flow.registry import STEP_POLICIES, make_step_policy
 
-Mode = Literal["fused", "preemptive", "ep"]
+MAX_WORKERS = 1024  # of each kind in a group
+NUM_SPARE = 8  # workers with experts that can be added while the group serves
+
+Mode = Literal["fused", "preemptive", "ep", "async"]
 
 _STEP = f"In preemptive mode, what runs next; or FILE.py:NAME.\n\n{STEP_POLICIES.help_text()}"
 
@@ -27,6 +32,8 @@ class ModeSettings(CheckedSettings):
         " --scheduling-policy qllm --evict-policy least_computed_be_first they also come first where KV is scarce. ep:"
         " expert parallelism over --engines N: each engine has its own requests, attention and KV cache, and holds one"
         " N-th of the experts, with which it computes for all engines. They step together, and restart together."
+        " async: attention and experts are separate workers (--attention, --experts), and a worker waits only for the"
+        " tokens that it lacks."
     )
 
 
@@ -62,3 +69,79 @@ class PreemptionSettings(CheckedSettings):
 @dataclass(frozen=True, kw_only=True)
 class SteppingSettings(PreemptionSettings, ModeSettings):
     """How one rank computes its steps."""
+
+
+_GROUP_STEP = f"; or FILE.py:NAME.\n\n{STEP_POLICIES.help_text()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupStepSettings(CheckedSettings):
+    """What the workers of a group in `async` mode run next, and how many tokens they send each other."""
+
+    attention_step_policy: Annotated[
+        str, Parameter(help=f"In async mode, what a worker with attention runs next{_GROUP_STEP}")
+    ] = "priority"
+    expert_step_policy: Annotated[
+        str, Parameter(help=f"In async mode, what a worker with experts alone runs next{_GROUP_STEP}")
+    ] = "priority"
+    expert_credits: Annotated[int | None, at_least(1)] = None
+    (
+        "In async mode, tokens of one attention worker that may be at one expert worker at once. Unset: all that it has"
+        " in the network."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for text in (self.attention_step_policy, self.expert_step_policy):
+            make_step_policy(text, math.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions(GroupStepSettings, CheckedSettings):
+    """The workers of a group in `async` mode."""
+
+    attention: Annotated[int | None, between(1, MAX_WORKERS)] = None
+    "In async mode, workers with attention and KV, which are the engines. Unset: 1."
+    experts: Annotated[int | None, between(0, MAX_WORKERS)] = None
+    "In async mode, workers with experts alone. 0: the workers with attention hold the experts too. Unset: 1."
+    expert_copies: Annotated[int, at_least(1)] = 1
+    "In async mode, workers that hold each expert. With 2, tokens of a worker that dies go to the other one at once."
+    standby: bool = True
+    "In async mode, keep a process with loaded libraries, which takes the place of a worker that dies within a second."
+    expert_timeout: Annotated[float, at_least(0.3)] = 0.6
+    "In async mode, seconds without a sign of life after which a worker with experts alone is killed and restarted."
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.expert_copies > self.num_shares:
+            raise ConfigError(
+                f"--expert-copies {self.expert_copies} needs as many workers with experts, and there are"
+                f" {self.num_shares}: raise --experts"
+            )
+
+    @property
+    def num_homes(self) -> int:
+        """Workers with attention."""
+        return 1 if self.attention is None else self.attention
+
+    @property
+    def num_expert_workers(self) -> int:
+        """Workers with experts alone, at the start."""
+        return 1 if self.experts is None else self.experts
+
+    @property
+    def num_places(self) -> int:
+        """Places for workers, some of which workers can take that are added while the group serves."""
+        return self.num_homes + self.num_expert_workers + NUM_SPARE
+
+    @property
+    def num_shares(self) -> int:
+        """Parts into which the experts of a layer are divided: one for each worker that holds experts."""
+        return self.num_expert_workers or self.num_homes
+
+    def shares_of(self, worker: int) -> tuple[int, ...]:
+        """Shares that a worker holds at the start: its own, and those of the workers after it for copies."""
+        holder = worker if self.num_expert_workers == 0 else worker - self.num_homes
+        if not 0 <= holder < self.num_shares:
+            return ()
+        return tuple((holder + copy) % self.num_shares for copy in range(self.expert_copies))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
 from moestro.errors import ConfigError, RequestError, shown
 from moestro.gateway.decision_log import DecisionLog
@@ -20,6 +18,7 @@ from moestro.web.access import Access
 from moestro.web.errors import HttpError
 from moestro.web.lifecycle import RESPONSE_FLUSH_S
 from moestro.web.middleware import HttpMiddleware
+from moestro.web.only_programs import only_programs
 from moestro.web.prometheus import CONTENT_TYPE
 
 _MAX_BODY_BYTES = 64 << 10
@@ -49,7 +48,7 @@ class Admin:
 
     def _app(self, settings: AdminSettings) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
-        app.middlewares.append(_only_programs(settings.admin_host))
+        app.middlewares.append(only_programs(lambda host: host == settings.admin_host or is_loopback(host)))
         app.add_routes(
             [
                 web.get("/metrics", self.metrics),
@@ -118,23 +117,6 @@ class Admin:
         if engine is None:
             raise HttpError(404, f"There is no engine {shown(name)}.", "not_found")
         return engine
-
-
-def _only_programs(admin_host: str) -> Middleware:
-    """Refuse requests of web pages, even under a host name that resolves to this address (DNS rebinding)."""
-
-    @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        host = urlsplit(f"//{request.headers.get('Host', '')}").hostname or ""
-        if "Origin" in request.headers or not (host == admin_host or is_loopback(host) or _is_address(host)):
-            raise HttpError(403, "The admin plane does not answer requests from web pages.", "permission_denied")
-        return await handler(request)
-
-    return middleware
-
-
-def _is_address(host: str) -> bool:
-    return host.replace(".", "").isdigit() or ":" in host
 
 
 def _json(value: object, status: int = 200) -> web.Response:

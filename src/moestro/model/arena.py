@@ -86,6 +86,11 @@ class Arena:
         self._weights = tensor(shape.num_places, form.num_chosen, dtype=form.weight_dtype)
         self._mixed = tensor(shape.num_places if form.keeps_mixed else 0, form.hidden_size)
 
+    @property
+    def vector_form(self) -> tuple[int, torch.dtype]:
+        """Hidden size and dtype of inputs and contributions."""
+        return self._inputs.shape[1], self._inputs.dtype
+
     def index(self, rows: Int32s) -> Index:
         """Turn `rows` (or places) into an index: a slice where they are consecutive, which copies nothing."""
         num = len(rows)

@@ -112,6 +112,11 @@ class ExpertTorchDevice:
         """Return None, because only the hardware knows."""
         return None
 
+    @property
+    def vector_form(self) -> tuple[int, torch.dtype]:
+        """Hidden size and dtype of the vectors that it reads and stores for messages."""
+        return self._runner.arena.vector_form
+
     def read_inputs(self, places: Int32s) -> Tensor:
         """[n, hidden size], inputs of the experts at `places`, which may repeat."""
         with torch.inference_mode():

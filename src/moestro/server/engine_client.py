@@ -23,7 +23,6 @@ from moestro.wire.messages import (
     Add,
     Failed,
     FromRank,
-    Heartbeat,
     Outputs,
     Phase,
     Ready,
@@ -223,8 +222,6 @@ class EngineClient:
                     for output in message.outputs:
                         with self._ending_on_error(output.request_id):
                             self._deliver(engine, output, now_ns)
-            case Heartbeat():
-                pass
             case Refused():
                 with self._ending_on_error(message.request_id):
                     if state := self._end(message.request_id, None):
@@ -233,6 +230,7 @@ class EngineClient:
                 self.phases[engine].append(message)
                 logger.info("engine %d: %s took %.2f s", engine, message.name, message.seconds)
             case Ready(info):
+                assert info is not None, "a worker without attention is no engine"
                 self.on_ready({engine: info})
             case Failed():
                 kind = ConfigError if message.is_config else EngineDiedError

@@ -42,11 +42,11 @@ class EngineGroup:
     def __str__(self) -> str:
         return f"engine{'' if self.is_single else 's'} {', '.join(map(str, self.members))}"
 
-    def describe_end(self) -> str:
-        """Return which engine ended first and why, and which engines restart."""
+    def describe_end(self, name: str) -> str:
+        """Return which engine ended first, by its `name`, and why, and which engines restart."""
         assert self.end is not None, "an engine of the group has ended"
-        rank, cause = self.end
-        return f"engine {rank} ended: {cause}; {'it restarts' if self.is_single else f'{self} restart together'}"
+        _, cause = self.end
+        return f"{name} ended: {cause}; {'it restarts' if self.is_single else f'{self} restart together'}"
 
     @contextlib.contextmanager
     def launch(self) -> Iterator[tuple[int, socket.socket | None]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from moestro.core.clock import NS_PER_S
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivenessTimeouts:
@@ -15,12 +17,14 @@ class LivenessTimeouts:
         silence_ns: Time without a message, although the communication thread sends two a second.
         stall_ns: Time with requests and without a step, after which a rank counts as stalled.
         step_ns: Time with requests and without a step, after which a rank counts as hung; longer than any step.
+        silence_flag: Flag that sets `silence_ns`, for the reason.
     """
 
     start_ns: int
     silence_ns: int
     stall_ns: int
     step_ns: int
+    silence_flag: str = "--engine-timeout"
 
 
 class RankStatus(Enum):
@@ -83,7 +87,8 @@ class Liveness:
             self._stepped_ns = now_ns  # There is nothing to compute.
         silence_ns, idle_ns = now_ns - self._heard_ns, now_ns - self._stepped_ns
         if silence_ns >= self._timeouts.silence_ns:
-            self.reason = f"no message for {silence_ns / 1e9:.0f} s (--engine-timeout)"
+            digits = 0 if silence_ns >= NS_PER_S else 1
+            self.reason = f"no message for {silence_ns / 1e9:.{digits}f} s ({self._timeouts.silence_flag})"
             return RankStatus.HUNG
         if idle_ns >= self._timeouts.stall_ns:
             self.reason = f"no step for {idle_ns / 1e9:.0f} s with {num_in_flight} requests"

@@ -11,7 +11,9 @@ from prometheus_client.registry import Collector
 from moestro.core.load_figures import FIGURES, FigureKind, figure_values
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import FinishReason
+from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
+from moestro.server.group_metrics import group_metrics
 from moestro.server.metrics import ByClass, EngineMetrics, Metrics
 from moestro.web.prometheus import Histogram, buckets, merge
 
@@ -26,6 +28,7 @@ class Sources:
         groups: Number of each engine's group. Engines of a group compute, and restart, together.
         num_dropped: Callable that returns the number of messages that were invalid or from unknown processes.
         num_unrecorded: Callable that returns the number of requests that `--record` has lost.
+        coordinator: The group of workers in `async` mode.
     """
 
     model_name: str
@@ -36,6 +39,7 @@ class Sources:
     groups: Sequence[int]
     num_dropped: Callable[[], int]
     num_unrecorded: Callable[[], int]
+    coordinator: Coordinator | None = None
 
 
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
@@ -88,6 +92,8 @@ class ServerCollector(Collector):
         for prefix in ("moestro", "vllm"):
             yield from self._shared(prefix)
         yield from self._own()
+        if self._sources.coordinator is not None:
+            yield from group_metrics(self._sources.coordinator)
 
     def _shared(self, prefix: str) -> Iterator[Metric]:
         """Yield the metrics that vLLM has too, by the same names; under its prefix also by the same labels."""

@@ -8,10 +8,12 @@ import hashlib
 import shutil
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from aiohttp import web
 
 from moestro import __version__
 from moestro.config.launch_spec import LaunchSpec, LockStepSpec
@@ -24,7 +26,9 @@ from moestro.routing.router import Router
 from moestro.routing.settings import RouterSettings
 from moestro.server.api import ApiServer
 from moestro.server.banner import serve_banner
+from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
+from moestro.server.group_metrics import GroupLines
 from moestro.server.liveness import LivenessTimeouts
 from moestro.server.metrics import Metrics
 from moestro.server.private_directory import private_directory
@@ -34,6 +38,7 @@ from moestro.server.request_builder import ServedModel
 from moestro.server.start_clock import StartClock
 from moestro.server.statline import StatLines
 from moestro.server.supervisor import Launching, Supervisor
+from moestro.server.worker_admin import ADMIN_HOST, WorkerAdmin
 from moestro.server.worker_processes import PACED_WORKER, WORKER, now_ns
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.access import Access
@@ -45,7 +50,10 @@ from moestro.web.middleware import HttpMiddleware
 from moestro.web.prometheus import Exposition
 from moestro.web.record_file import RecordFile, read_clocks
 from moestro.web.statline import log_forever
+from moestro.wire.messages import ToRank
 from moestro.workload.request_record import Header, RecordedRequest
+
+ENGINE_BEAT_MS, EXPERT_BEAT_MS = 500, 100  # between heartbeats; six are missed within --expert-timeout
 
 Recorded = Header | RecordedRequest
 
@@ -79,6 +87,7 @@ class _Cluster:
     metrics: Metrics
     supervisor: Supervisor
     wire: RankSocket
+    coordinator: Coordinator | None
 
 
 class _ServeProcess:
@@ -96,7 +105,7 @@ class _ServeProcess:
         with bound_socket(self._settings.server.host, self._settings.server.port) as listener:
             async with self._cluster() as cluster:
                 try:
-                    model, infos = await self._load(cluster.engines)
+                    model, infos = await self._load(cluster)
                 except BaseException:
                     self._lifecycle.begin_exit()
                     raise
@@ -110,28 +119,48 @@ class _ServeProcess:
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(private_directory())
             address = f"ipc://{directory / 'ranks'}"
-            wire = stack.enter_context(contextlib.closing(RankSocket(address, processes.engines)))
-            metrics = Metrics(processes.engines)
+            num_engines = self._settings.num_engines
+            num_ranks = num_engines if self._settings.stepping.mode != "async" else self._settings.group.num_places
+            wire = stack.enter_context(contextlib.closing(RankSocket(address, num_ranks)))
+            coordinator = self._coordinator(directory, wire.send)
+            metrics = Metrics(num_engines)
             settings = RouterSettings(
                 block_size=self._settings.model.block_size, max_num_queued=scheduler.max_num_queued_reqs
             )
             router = Router(policy_from(routing.route_policy, routing.route_score), settings)
-            for _ in range(processes.engines):
+            for _ in range(num_engines):
                 router.add_engine()
             engines = EngineClient(router, wire.send, metrics)
+            timeouts = _timeouts(processes)
             launching = Launching(
-                spec=lambda rank, launch, listener: self._spec(rank, launch, address, listener),
-                timeouts=_timeouts(processes),
+                spec=lambda rank, launch, listener: self._spec((rank, launch), address, coordinator, listener),
+                timeouts=timeouts,
+                expert_timeouts=replace(
+                    timeouts,
+                    silence_ns=int(self._settings.group.expert_timeout * 1e9),
+                    silence_flag="--expert-timeout",
+                ),
                 command=self._command,
                 is_one_group=self._settings.stepping.mode == "ep",
+                has_standby=coordinator is not None and self._settings.group.standby,
             )
-            supervisor = Supervisor(engines, wire, metrics, launching)
+            supervisor = Supervisor(engines, wire, metrics, launching, coordinator)
             self._lifecycle.before_exit = [supervisor.kill_all, lambda: shutil.rmtree(directory, ignore_errors=True)]
             self._clock.mark("start the API server")
             async with supervisor.running():
-                yield _Cluster(engines, metrics, supervisor, wire)
+                yield _Cluster(engines, metrics, supervisor, wire, coordinator)
 
-    def _spec(self, rank: int, launch: int, address: str, listener: socket.socket | None) -> LaunchSpec:
+    def _coordinator(self, directory: Path, send: Callable[[int, ToRank], None]) -> Coordinator | None:
+        if self._settings.stepping.mode != "async":
+            return None
+        return Coordinator(self._settings.group, directory, self._settings.processes.startup_timeout, send)
+
+    def _spec(
+        self, process: tuple[int, int], address: str, coordinator: Coordinator | None, listener: socket.socket | None
+    ) -> LaunchSpec:
+        """Make the launch spec of a process, which is (rank, launch). `listener`: socket at which its group meets."""
+        rank, launch = process
+        group = None if coordinator is None else coordinator.spec(rank, launch)
         return LaunchSpec(
             rank=rank,
             launch=launch,
@@ -142,11 +171,13 @@ class _ServeProcess:
             scheduler=self._settings.scheduler,
             paced=self._settings.paced,
             stepping=self._settings.stepping,
-            kv_events=self._settings.kv_events,
+            kv_events=self._settings.kv_events if rank < self._settings.num_engines else None,
+            group=group,
             lock_step=None if listener is None else _lock_step_spec(self._settings.processes, rank, listener),
+            beat_ms=ENGINE_BEAT_MS if group is None or group.is_home else EXPERT_BEAT_MS,
         )
 
-    async def _load(self, engines: EngineClient) -> tuple[ServedModel, list[ModelInfo]]:
+    async def _load(self, cluster: _Cluster) -> tuple[ServedModel, list[ModelInfo]]:
         """Load the tokenizer while the engines load, and return the served model with each engine's information."""
         server, model = self._settings.server, self._settings.model
         startup_timeout = self._settings.processes.startup_timeout
@@ -154,13 +185,15 @@ class _ServeProcess:
         tokenizer.warm_chats()
         try:
             async with asyncio.timeout(startup_timeout):
-                infos = await engines.all_ready()
+                if cluster.coordinator is not None:
+                    await cluster.coordinator.all_serve
+                infos = await cluster.engines.all_ready()
         except TimeoutError:
             raise EngineDiedError(
-                f"the engines were not ready within {startup_timeout:g} s ({engines.describe_unready()}): raise"
+                f"the engines were not ready within {startup_timeout:g} s ({cluster.engines.describe_unready()}): raise"
                 " --startup-timeout"
             ) from None
-        self._clock.mark_engines(engines.phases)
+        self._clock.mark_engines(cluster.engines.phases)
         served = ServedModel(
             names=server.served_model_name,
             root=model.model,
@@ -192,13 +225,15 @@ class _ServeProcess:
             groups=[cluster.supervisor.group_number(engine) for engine in range(len(infos))],
             num_dropped=lambda: cluster.wire.num_dropped,
             num_unrecorded=lambda: record.num_lost if record is not None else 0,
+            coordinator=cluster.coordinator,
         )
         refusals = cluster.metrics.refusals
         middleware = HttpMiddleware(self._access, refusals, MAX_BODY_BYTES)
         runner = await middleware.runner(
             api.app(Exposition(ServerCollector(sources))), shutdown_timeout=RESPONSE_FLUSH_S
         )
-        stats = asyncio.create_task(log_forever(StatLines(engines, cluster.metrics).lines))
+        admin = await self._open_admin(cluster)
+        stats = asyncio.create_task(log_forever(_stat_lines(cluster)))
         try:
             server = await listen(runner, listener, refusals, settings.max_connections, self._max_per_address)
             self._lifecycle.is_serving = True
@@ -213,7 +248,19 @@ class _ServeProcess:
             stats.cancel()
             engines.fail_all(DrainingError())  # Also when a second signal cuts the drain short.
             await runner.cleanup()
+            if admin is not None:
+                await admin.cleanup()
             api.close()
+
+    async def _open_admin(self, cluster: _Cluster) -> web.AppRunner | None:
+        """Serve the plane of operators, if a port is given."""
+        settings = self._settings.server
+        if settings.admin_port is None or cluster.coordinator is None:
+            return None
+        runner = await WorkerAdmin(cluster.coordinator, cluster.supervisor).runner(settings.admin_api_key)
+        with bound_socket(ADMIN_HOST, settings.admin_port) as listener:
+            await web.SockSite(runner, listener.dup()).start()
+        return runner
 
     @contextlib.asynccontextmanager
     async def _recording(self, engines: EngineClient, info: ModelInfo) -> AsyncIterator[RecordFile[Recorded] | None]:
@@ -226,7 +273,7 @@ class _ServeProcess:
         header = Header(
             model=settings.server.served_model_name[0],
             device=info.device,
-            num_engines=settings.processes.engines,
+            num_engines=settings.num_engines,
             block_size=info.block_size,
             num_blocks=info.num_blocks,
             max_model_len=info.max_model_len,
@@ -261,6 +308,15 @@ class _ServeProcess:
         self._clock.mark("listen")
         names, url = server.served_model_name, url_of(listener)
         print_banner(serve_banner(infos, self._clock.phases, names, url, needs_key=bool(server.api_key)))
+
+
+def _stat_lines(cluster: _Cluster) -> Callable[[float], list[str]]:
+    """Return the function that makes the log lines about the last given seconds."""
+    engines = StatLines(cluster.engines, cluster.metrics)
+    if cluster.coordinator is None:
+        return engines.lines
+    workers = GroupLines(cluster.coordinator)
+    return lambda seconds: [*engines.lines(seconds), *workers.lines(seconds)]
 
 
 def _timeouts(processes: ProcessSettings) -> LivenessTimeouts:

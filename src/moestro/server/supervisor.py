@@ -14,19 +14,22 @@ from typing import Any
 from moestro.config.launch_spec import STACK_DUMP, LaunchSpec
 from moestro.core.clock import NS_PER_S
 from moestro.errors import EngineDiedError, MoestroError, NoEngineError
+from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
 from moestro.server.engine_group import EngineGroup
 from moestro.server.liveness import Liveness, LivenessTimeouts, RankStatus
 from moestro.server.metrics import Metrics
 from moestro.server.rank_socket import RankSocket
-from moestro.server.restarts import MAX_FAILED_STARTS
+from moestro.server.restarts import MAX_FAILED_STARTS, RestartRule
 from moestro.server.worker_processes import WORKER, WorkerProcesses, now_ns
 from moestro.web.pauses import PauseMeter
 from moestro.wire.messages import FromRank, Heartbeat, Ready, Shutdown, WakeGroup
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.25
+_TICK_S = 0.1
+QUIET_NS = NS_PER_S // 2  # For homes to read that they send a removed worker no more tokens.
+DRAIN_NS = 30 * NS_PER_S  # For which a worker that is removed may compute what it has.
 _LATE_TICK_S = 2 * _TICK_S  # A longer interval means that this process was stopped.
 
 
@@ -38,20 +41,27 @@ class Launching:
         spec: Callable that returns the launch spec of a rank's `launch`-th process, from (rank, launch, the socket at
             which the ranks of its group meet, or None).
         timeouts: Liveness timeouts of a rank.
+        expert_timeouts: Liveness timeouts of a worker without attention.
         command: Command of a worker process.
         is_one_group: Whether the ranks start, end and restart together.
+        has_standby: Whether a process waits with loaded libraries to take the place of a worker of a group that ends.
     """
 
     spec: Callable[[int, int, socket.socket | None], LaunchSpec]
     timeouts: LivenessTimeouts
+    expert_timeouts: LivenessTimeouts
     command: Sequence[str] = WORKER
     is_one_group: bool = False
+    has_standby: bool = False
 
 
 class _Rank:
-    """State of one rank."""
+    """State of one rank: an engine, or a worker without attention, which comes after all engines."""
 
-    def __init__(self, timeouts: LivenessTimeouts) -> None:
+    def __init__(self, timeouts: LivenessTimeouts, *, is_engine: bool) -> None:
+        self.is_engine = is_engine
+        self.owes = True  # Whether it has something to do, and waits for no other.
+        self.is_suspected = False
         self.liveness = Liveness(timeouts, now_ns())
         self.is_running = False  # Whether its process runs.
         self.is_stalled = False
@@ -69,22 +79,39 @@ class Supervisor:
         engines: Client with the requests in flight and the ranks' load figures.
         wire: Socket to the ranks; accepts messages only from a rank's latest process.
         metrics: Counters of restarts and stalls.
+        coordinator: The group of workers in `async` mode, whose members restart one by one; None in other modes.
 
     Attributes:
         over: Future that fails with an EngineDiedError once no engine is left and none will be restarted.
     """
 
-    def __init__(self, engines: EngineClient, wire: RankSocket, metrics: Metrics, launching: Launching) -> None:
-        num_ranks = len(metrics.engines)
+    def __init__(
+        self,
+        engines: EngineClient,
+        wire: RankSocket,
+        metrics: Metrics,
+        launching: Launching,
+        coordinator: Coordinator | None = None,
+    ) -> None:
+        num_engines = len(metrics.engines)
+        num_ranks = num_engines if coordinator is None else coordinator.num_places
         self._engines = engines
+        self._coordinator = coordinator
         self._wire = wire
         self._metrics = metrics
         self._launching = launching
         self._processes = WorkerProcesses(num_ranks, self._on_exit, launching.command)
-        self._ranks = [_Rank(launching.timeouts) for _ in range(num_ranks)]
+        self._ranks = [
+            _Rank(launching.timeouts if is_engine else launching.expert_timeouts, is_engine=is_engine)
+            for is_engine in (rank < num_engines for rank in range(num_ranks))
+        ]
         parts = [tuple(range(num_ranks))] if launching.is_one_group else [(rank,) for rank in range(num_ranks)]
-        self._groups = [EngineGroup(members=members) for members in parts]
+        self._groups = [
+            EngineGroup(members=members, rule=RestartRule(keeps_state=self._ranks[members[0]].is_engine))
+            for members in parts
+        ]
         self._group_of = {rank: group for group in self._groups for rank in group.members}
+        self._leaving: dict[int, int] = {}  # Time of the removal of each worker that may still have tokens.
         self._tasks: set[asyncio.Task[None]] = set()
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -93,8 +120,10 @@ class Supervisor:
         """Start every rank's process, and end the processes with the block."""
         self._wire.listen(self._on_message, self._on_broken)
         try:
-            for group in self._groups:
+            for group in self._initial:
                 await self._launch(group)
+            if self._coordinator is not None:
+                self._begin(self._watch_start(self._coordinator))
             yield
         except BaseException:
             self._processes.kill_all()
@@ -118,6 +147,24 @@ class Supervisor:
         """Begin to monitor the ranks' liveness."""
         self._begin(self._tick_forever())
 
+    @property
+    def _initial(self) -> Sequence[EngineGroup]:
+        if self._coordinator is None:
+            return self._groups
+        return [self._group_of[rank] for rank in self._coordinator.present]
+
+    def _name(self, rank: int) -> str:
+        return f"engine {rank}" if self._coordinator is None else str(self._coordinator.name(rank))
+
+    async def _watch_start(self, coordinator: Coordinator) -> None:
+        while not coordinator.all_serve.done():
+            coordinator.check_start(now_ns())
+            await asyncio.sleep(_TICK_S)
+
+    async def _prepare_standby(self) -> None:
+        if self._launching.has_standby:
+            await self._processes.prepare_standby()
+
     # --- life of a group
 
     async def _launch(self, group: EngineGroup) -> None:
@@ -128,6 +175,8 @@ class Supervisor:
                 self._wire.expect(rank, number)
                 state.liveness.launched(now_ns())
                 state.is_running = True
+                if self._coordinator is not None:
+                    self._coordinator.launched(rank, number, now_ns())
                 try:
                     await self._processes.start(self._launching.spec(rank, number, listener))
                 except OSError as error:
@@ -143,34 +192,46 @@ class Supervisor:
             self._take_in(rank, message)
         except Exception:  # An error of this process says nothing about the engine.
             self._metrics.num_delivery_errors += 1
-            logger.exception("cannot process a %s of engine %d", type(message).__name__, rank)
+            logger.exception("cannot process a %s of %s", type(message).__name__, self._name(rank))
 
     def _take_in(self, rank: int, message: FromRank) -> None:
         state, group, now = self._ranks[rank], self._group_of[rank], now_ns()
         if isinstance(message, Ready) and not self._processes.is_running(rank):
             return  # The last message of a process that has ended.
         state.liveness.heard(now)
+        if self._coordinator is not None:
+            self._coordinator.heard(rank, message, now)
         match message:
-            case Heartbeat(num_steps):
+            case Heartbeat(num_steps, owes):
                 state.liveness.counted(num_steps, now)
+                state.owes = owes
             case Ready():
                 state.liveness.ready(now)
                 group.ready[rank] = message
                 if len(group.ready) == len(group.members):
                     group.was_ready = True
                     group.rule.ready(now)
-                    self._engines.on_ready({each: ready.info for each, ready in group.ready.items()})
+                    self._on_ready(group)
             case WakeGroup():
                 for other in group.members:
                     with contextlib.suppress(NoEngineError):  # Its end will restart the group.
                         if other != rank:
                             self._wire.send(other, message)
-            case _:
+            case _ if state.is_engine:
                 self._engines.on_message(rank, message)
+
+    def _on_ready(self, group: EngineGroup) -> None:
+        """Let engines take requests, and have another process on standby."""
+        infos = {rank: ready.info for rank, ready in group.ready.items() if ready.info is not None}
+        if infos:
+            self._engines.on_ready(infos)
+        if self._coordinator is not None and self._coordinator.all_serve.done():
+            self._begin(self._prepare_standby())  # Now, because two that load at once would take twice as long.
 
     def _on_broken(self, rank: int) -> None:
         if self._ranks[rank].is_running:  # Otherwise `_on_exit` has handled its end.
-            self._engines.set_trusted(rank, trusted=False)
+            if self._ranks[rank].is_engine:
+                self._engines.set_trusted(rank, trusted=False)
             self._kill(rank, "one of its messages could not be read")
 
     def _kill(self, rank: int, why: str) -> None:
@@ -183,7 +244,10 @@ class Supervisor:
         how, state.hung = state.hung or how, ""
         for other in group.members:
             self._end_with(other, rank)
-        cause = self._engines.on_exit(rank, how)
+        cause = self._cause_of_exit(rank, how)
+        if self._coordinator is not None and self._coordinator.is_given_up(rank):
+            logger.info("%s has ended, as it was asked to", self._name(rank))
+            return
         group.end = group.end or (rank, cause)
         if not group.was_ready or any(self._ranks[each].is_running for each in group.members):
             return
@@ -191,8 +255,15 @@ class Supervisor:
         if delay_s is None:
             self._give_up(group, group.end[1])
             return
-        logger.error("%s in %g s", group.describe_end(), delay_s)
+        logger.error("%s in %g s", group.describe_end(self._name(group.end[0])), delay_s)
         self._begin(self._restart(group, delay_s))
+
+    def _cause_of_exit(self, rank: int, how: str) -> MoestroError:
+        """Tell the engines' client and the coordinator that a process has ended, and return the cause."""
+        cause = None
+        if self._coordinator is not None:
+            cause = self._coordinator.ended(rank, how, now_ns())
+        return self._engines.on_exit(rank, how) if self._ranks[rank].is_engine or cause is None else cause
 
     def _end_with(self, other: int, rank: int) -> None:
         """Kill another rank of the group of `rank`, which has ended, and route no request to it."""
@@ -204,18 +275,29 @@ class Supervisor:
     async def _restart(self, group: EngineGroup, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
         for rank in group.members:
-            self._metrics.engines[rank].num_restarts += 1
+            if self._ranks[rank].is_engine:
+                self._metrics.engines[rank].num_restarts += 1
+            if self._coordinator is not None:
+                self._coordinator.restarted(rank)
         await self._launch(group)
 
     def _give_up(self, group: EngineGroup, cause: MoestroError) -> None:
+        first = group.members[0]
         logger.error(
             "%s not restarted: it ended %d times in a row before it was ready, the last time because: %s",
-            f"{group} is" if group.is_single else f"the group of {group} is", MAX_FAILED_STARTS, cause,
+            f"{self._name(first)} is" if group.is_single else f"the group of {group} is", MAX_FAILED_STARTS, cause,
         )  # fmt: skip
         group.is_given_up = True
-        if all(each.is_given_up for each in self._groups) and not self.over.done():
+        if self.over.done():
+            return
+        if all(each.is_given_up for each in self._groups if self._ranks[each.members[0]].is_engine):
             self._engines.fail_unassigned()
             self.over.set_exception(EngineDiedError(f"no engine is left; the last one ended because: {cause}"))
+        elif self._coordinator is not None and not self._ranks[first].is_engine:
+            if self._coordinator.shares_alone(first):
+                self.over.set_exception(EngineDiedError(f"no worker is left that has the experts of {cause}"))
+            else:
+                self._coordinator.remove(first)
 
     def _dismiss(self, rank: int) -> None:
         """Ask a rank to end. A rank that is not ready does not read messages and is killed."""
@@ -226,6 +308,41 @@ class Supervisor:
         except NoEngineError:
             pass
         self._processes.signal(rank, signal.SIGKILL)
+
+    # --- workers that operators add and remove
+
+    async def add_worker(self) -> int:
+        """Start another worker with experts, and return its place.
+
+        Raises:
+            HttpError: The group has no place for it.
+        """
+        assert self._coordinator is not None, "engines that compute alone have no group"
+        worker = self._coordinator.add()
+        # What cannot start is restarted and given up like all workers; `was_ready` says that the server serves.
+        group = self._group_of[worker]
+        group.rule, group.was_ready, group.is_given_up = RestartRule(keeps_state=False), True, False
+        await self._launch(group)
+        return worker
+
+    def remove_worker(self, worker: int) -> None:
+        """Drain a worker with experts, and end its process when its tokens have left.
+
+        Raises:
+            HttpError: No other worker holds its experts.
+        """
+        assert self._coordinator is not None, "engines that compute alone have no group"
+        self._coordinator.drain(worker, is_draining=True)
+        self._coordinator.remove(worker)
+        self._leaving[worker] = now_ns()
+
+    def _dismiss_drained(self) -> None:
+        """End removed workers that have no tokens left. What one owes after all, the homes send to others."""
+        for worker, since_ns in list(self._leaving.items()):
+            passed_ns = now_ns() - since_ns
+            if (passed_ns > QUIET_NS and not self._ranks[worker].owes) or passed_ns > DRAIN_NS:
+                del self._leaving[worker]
+                self._dismiss(worker)
 
     # --- liveness
 
@@ -238,6 +355,7 @@ class Supervisor:
             for rank, state in enumerate(self._ranks):
                 if state.is_running:
                     self._look_at(rank, state)
+            self._dismiss_drained()
             self._engines.settle_unassigned()
             self._engines.retry_aborts()
 
@@ -252,18 +370,24 @@ class Supervisor:
         self._engines.extend_unassigned(pause_ns)
 
     def _look_at(self, rank: int, state: _Rank) -> None:
-        status = state.liveness.judge(self._engines.num_in_flight_on(rank), now_ns())
-        self._engines.set_trusted(rank, trusted=status is RankStatus.FINE and not state.hung)
-        if status is RankStatus.HUNG and not state.hung:
-            self._kill(rank, state.liveness.reason)
+        # A worker that waits for others owes nothing; those that it waits for do.
+        num_owed = (self._engines.num_in_flight_on(rank) if state.is_engine else 1) if state.owes else 0
+        status = state.liveness.judge(num_owed, now_ns())
+        if state.is_engine:
+            self._engines.set_trusted(rank, trusted=status is RankStatus.FINE and not state.hung)
+        if status is RankStatus.HUNG and state.is_suspected and not state.hung:
+            self._kill(rank, state.liveness.reason)  # At the second look: at the first, its messages may be unread.
+        state.is_suspected = status is RankStatus.HUNG
         if status is RankStatus.STALLED and not state.is_stalled:
-            self._metrics.engines[rank].num_stalls += 1
+            if state.is_engine:
+                self._metrics.engines[rank].num_stalls += 1
             logger.error(
-                "engine %d is out of rotation: %s; the stacks of its threads follow", rank, state.liveness.reason
-            )
+                "%s is out of rotation: %s; the stacks of its threads follow",
+                self._name(rank), state.liveness.reason,
+            )  # fmt: skip
             self._processes.signal(rank, STACK_DUMP)
         if status is RankStatus.FINE and state.is_stalled:
-            logger.warning("engine %d makes progress again", rank)
+            logger.warning("%s makes progress again", self._name(rank))
         state.is_stalled = status is not RankStatus.FINE
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:

@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from moestro.config.launch_spec import LaunchSpec, write_launch_spec
+from moestro.core.worker_names import WorkerKind
 
 logger = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-m", "moestro.worker.worker")
 PACED_WORKER = (sys.executable, "-m", "moestro.worker.paced_worker")
-_LAST_WORDS_S = 0.2  # Time for the messages that a rank sent just before it ended to arrive.
+_LAST_WORDS_S = 0.2  # Time for the messages that an engine sent just before it ended to arrive.
 _KILL_AFTER_S = 5.0  # Time between the request to exit and the kill.
 
 
@@ -37,26 +38,45 @@ class WorkerProcesses:
         self._command = command
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._watchers: dict[int, asyncio.Task[None]] = {}
+        self._standby: asyncio.subprocess.Process | None = None
 
     async def start(self, spec: LaunchSpec) -> None:
-        """Start the process of a rank that has none. It inherits the socket that its launch spec names."""
-        listen_fd = None if spec.lock_step is None else spec.lock_step.listen_fd
-        process = await asyncio.create_subprocess_exec(
+        """Start the process of a rank that has none, or give it the process on standby.
+
+        A new process inherits the socket that its launch spec names.
+        """
+        process, self._standby = self._standby, None
+        if process is None or process.returncode is not None:
+            listen_fd = None if spec.lock_step is None else spec.lock_step.listen_fd
+            process = await self._spawn(spec.name.kind, str(spec.name.number), listen_fd=listen_fd)
+        self._processes[spec.rank] = process
+        self._watchers[spec.rank] = asyncio.create_task(self._watch(spec, process))
+        assert process.stdin is not None
+        process.stdin.write(write_launch_spec(spec))  # Stdin stays open: its end means that the API server is gone.
+
+    async def prepare_standby(self) -> None:
+        """Start a process that loads its libraries and waits for the spec of a rank, unless there is one."""
+        if self._standby is None or self._standby.returncode is not None:
+            self._standby = await self._spawn("standby")
+
+    async def _spawn(self, *name: str, listen_fd: int | None = None) -> asyncio.subprocess.Process:
+        """Start a process. `name` is for `ps` alone; the launch spec says what the process is."""
+        return await asyncio.create_subprocess_exec(
             *self._command,
+            *name,
             stdin=asyncio.subprocess.PIPE,
             env=_environment(self._num_ranks),
             pass_fds=() if listen_fd is None else (listen_fd,),
             start_new_session=True,  # Ctrl-C reaches only the API server, which decides what follows.
         )
-        self._processes[spec.rank] = process
-        self._watchers[spec.rank] = asyncio.create_task(self._watch(spec.rank, process))
-        assert process.stdin is not None
-        process.stdin.write(write_launch_spec(spec))  # Stdin stays open: its end means that the API server is gone.
 
     async def stop(self, ask: Callable[[int], None], grace_s: float = _KILL_AFTER_S) -> None:
         """End every process: call `ask` with each rank, then kill the processes that run longer than `grace_s`."""
         for watcher in self._watchers.values():
             watcher.cancel()
+        if self._standby is not None and self._standby.returncode is None:
+            self._standby.kill()
+            await self._standby.wait()
         for rank, process in self._processes.items():
             if process.returncode is None:
                 ask(rank)
@@ -74,6 +94,9 @@ class WorkerProcesses:
         """Kill every process now."""
         for rank in self._processes:
             self.signal(rank, signal.SIGKILL)
+        if self._standby is not None and self._standby.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._standby.kill()
 
     def is_running(self, rank: int) -> bool:
         """Return whether `rank` has a process that has not ended."""
@@ -87,10 +110,11 @@ class WorkerProcesses:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
-    async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, spec: LaunchSpec, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
-        await asyncio.sleep(_LAST_WORDS_S)
-        self._on_exit(rank, _how(code))
+        if spec.name.kind is not WorkerKind.EXPERTS or code >= 0:  # Requests wait for the successor of a killed one.
+            await asyncio.sleep(_LAST_WORDS_S)
+        self._on_exit(spec.rank, _how(code))
 
 
 def now_ns() -> int:

@@ -32,6 +32,25 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the process now."""
 
 
+class Members(msgspec.Struct, frozen=True, tag=True):
+    """The workers of a group, as they are from now on. Later messages replace earlier ones.
+
+    Attributes:
+        version: Number of the message; the expert table that it describes has the same.
+        addresses: Address of each worker for the others; "" means that it does not run.
+        launches: Number of each worker's present process; another number than before means a new process.
+        held: Shares of the experts that each worker holds.
+        used: Those of them whose tokens it gets. A worker that does not run keeps the shares that no other one holds,
+            because their tokens wait for it.
+    """
+
+    version: int
+    addresses: tuple[str, ...]
+    launches: tuple[int, ...]
+    held: tuple[tuple[int, ...], ...]
+    used: tuple[tuple[int, ...], ...]
+
+
 class WakeGroup(msgspec.Struct, frozen=True, tag=True):
     """Take part in a step of the group, in mode `ep`.
 
@@ -42,7 +61,7 @@ class WakeGroup(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
-ToRank = Add | Abort | Shutdown | WakeGroup
+ToRank = Add | Abort | Shutdown | Members | WakeGroup
 
 
 # From a rank to the API server.
@@ -55,10 +74,18 @@ class Phase(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Announce that the rank accepts requests."""
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """Announce that a worker of a group has loaded its part, and listens to the others."""
 
-    info: ModelInfo
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Announce that the rank accepts requests.
+
+    Attributes:
+        info: Properties of the model. None means a worker without attention, which takes tokens and no requests.
+    """
+
+    info: ModelInfo | None
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
@@ -70,9 +97,33 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Sign of life of the communication thread. A growing `num_steps` shows that the main loop makes progress."""
+    """Sign of life of the communication thread. A growing `num_steps` shows that the main loop makes progress.
+
+    A process that owes nothing need not make progress: it has nothing to do, or waits for other workers.
+    """
 
     num_steps: int
+    owes: bool = True
+
+
+class WorkerFigures(msgspec.Struct, frozen=True, tag=True):
+    """Queues and links of a worker of a group. Counts and times are totals of its process.
+
+    Attributes:
+        num_waiting: Tokens before each layer's attention and pairs before its experts; the last entry is the sampler.
+        oldest_ns: For how long the oldest of them waits in its queue, by layer; 0 where none waits.
+        idle_ns, lived_ns: Time in which nothing could run, and all time since the worker serves.
+        num_sent, sent_bytes: Messages to each worker, and their bytes.
+        num_dropped: Messages and parts of them that were late, repeated, unreadable, or for a worker that does not run.
+    """
+
+    num_waiting: tuple[int, ...]
+    oldest_ns: tuple[int, ...]
+    idle_ns: int
+    lived_ns: int
+    num_sent: tuple[int, ...]
+    sent_bytes: tuple[int, ...]
+    num_dropped: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -94,7 +145,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     is_config: bool = False  # The cause is a `ConfigError`: the operator's settings cannot be honoured.
 
 
-FromRank = Phase | Ready | Outputs | Heartbeat | Refused | Failed | WakeGroup
+FromRank = Phase | WorkerFigures | Joined | Ready | Outputs | Heartbeat | Refused | Failed | WakeGroup
 
 MAX_MESSAGE_BYTES = 64 << 20  # The longest prompt is a few MiB.
 MAX_QUEUED_MESSAGES = 100_000

@@ -26,8 +26,7 @@ logger = logging.getLogger(__name__)
 
 _LINGER_MS = 2000
 _RETRY_MS = 20  # until the next try while the API server does not keep up
-_BEAT_MS = 500  # between heartbeats
-_ORPHANED = 3  # exit status of a rank whose parent is gone
+ORPHANED = 3  # exit status of a rank whose parent is gone
 _DEAF = 4  # exit status of a rank whose channel thread failed, so that no message could reach it
 
 
@@ -43,19 +42,22 @@ class Channel:
         address: address on which the API server listens.
         identity: name under which the API server expects this process.
         parent_fd: a pipe whose other end only the parent holds.
+        beat_ms: time between heartbeats.
 
     Attributes:
-        num_steps: set by the main loop, sent with every heartbeat.
+        num_steps, owes: set by the main loop, sent with every heartbeat.
+        inbox_fd: readable after a message came, for main loops that wait for something else too.
     """
 
-    def __init__(self, address: str, identity: bytes, parent_fd: int) -> None:
+    def __init__(self, address: str, identity: bytes, parent_fd: int, beat_ms: int = 500) -> None:
         self.num_steps = 0
+        self.owes = True
+        self._beat_ms = beat_ms
+        self.inbox_fd, self._inbox_write = _wake_pipe()
         self._inbox: SimpleQueue[ToRank] = SimpleQueue()
         self._outbox: deque[FromRank] = deque()
         self._parent_fd = parent_fd
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._wake_read, self._wake_write = _wake_pipe()
         self._closing = False
         self._thread = threading.Thread(target=self._run, args=(address, identity), name="channel", daemon=True)
         self._thread.start()
@@ -69,6 +71,11 @@ class Channel:
         while not self._inbox.empty():
             messages.append(self._inbox.get())
         return messages
+
+    def clear_inbox_fd(self) -> None:
+        """Make `inbox_fd` unreadable until the next message; call it before `receive`."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.inbox_fd, 4096)
 
     def has_messages(self) -> bool:
         """Whether `receive` would return a message now; well under 1 µs."""
@@ -86,8 +93,7 @@ class Channel:
         self._thread.join()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier calls, so the thread is awake already
-            os.write(self._wake_write, b"\0")
+        _write_to_wake(self._wake_write)
 
     # --- the thread
 
@@ -115,16 +121,16 @@ class Channel:
             poller.register(readable, zmq.POLLIN)
         next_beat_ns = 0
         while not (self._closing and not self._outbox):
-            ready = {fd for fd, _ in poller.poll(_RETRY_MS if self._outbox else _BEAT_MS)}
+            ready = {fd for fd, _ in poller.poll(_RETRY_MS if self._outbox else self._beat_ms)}
             if self._parent_fd in ready and not os.read(self._parent_fd, 4096):
-                os._exit(_ORPHANED)
+                os._exit(ORPHANED)
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             self._send_all(socket)
             if time.monotonic_ns() >= next_beat_ns:
-                next_beat_ns = time.monotonic_ns() + _BEAT_MS * 1_000_000
+                next_beat_ns = time.monotonic_ns() + self._beat_ms * 1_000_000
                 with contextlib.suppress(zmq.Again):  # the API server does not keep up; its unread messages are a sign
-                    socket.send(encode(Heartbeat(self.num_steps)), zmq.NOBLOCK)
+                    socket.send(encode(Heartbeat(self.num_steps, self.owes)), zmq.NOBLOCK)
             self._receive_all(socket)
         socket.close()
         context.term()
@@ -144,3 +150,17 @@ class Channel:
             except zmq.Again:
                 return
             self._inbox.put(decode_to_rank(frame))
+            _write_to_wake(self._inbox_write)
+
+
+def _wake_pipe() -> tuple[int, int]:
+    """Return a pipe's ends for reading and writing, neither of which blocks."""
+    ends = os.pipe()
+    for end in ends:
+        os.set_blocking(end, False)
+    return ends
+
+
+def _write_to_wake(end: int) -> None:
+    with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier calls, so the reader is awake already
+        os.write(end, b"\0")

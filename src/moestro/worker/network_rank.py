@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
-from moestro.config.launch_spec import LaunchSpec
+from moestro.config.launch_spec import GroupSpec, LaunchSpec
+from moestro.core.expert_table import ExpertTable, SharedExperts
 from moestro.core.model_info import ModelInfo
 from moestro.core.work import Device
 from moestro.engine.rank import Rank
+from moestro.errors import ConfigError
 from moestro.model.device import open_device
+from moestro.model.expert_open import open_expert_device
+from moestro.model.staged_device import ExpertTorchDevice
 from moestro.model.staged_open import open_staged_device
+from moestro.model.tensor_frames import TorchFrames
+from moestro.model.worker_share import WorkerShare
+from moestro.worker.group_process import WorkerPart, WorkerSizes
 from moestro.worker.paced import PACED_NOTE, NetworkAnswers, make_paced_rank, num_blocks_of
 from moestro.worker.paced_group import build_paced_group_rank
-from moestro.worker.rank_process import OnPhase, Send, make_preemptive_rank, make_rank
+from moestro.worker.paced_part import load_paced_part, num_part_blocks
+from moestro.worker.rank_builder import OnPhase, Send, make_preemptive_rank, make_rank
 from moestro.worker.spread_rank import build_spread_rank
 
 
@@ -53,3 +62,53 @@ def build_network_rank(spec: LaunchSpec, on_phase: OnPhase, send: Send) -> tuple
 def _build_preemptive(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
     device, info = open_staged_device(spec.model, spec.scheduler.max_num_batched_tokens, on_phase, spec.rank)
     return make_preemptive_rank(spec, device, info, launch_ahead=1 if device.works_when_polled else 2), info
+
+
+def load_network_part(spec: LaunchSpec, sizes: WorkerSizes, on_phase: OnPhase) -> WorkerPart:
+    """Load the part of the network that a worker of a group owns.
+
+    Args:
+        on_phase: called with the name of each phase of the load as it begins.
+
+    Raises:
+        ConfigError: the settings cannot be honoured.
+        UnsupportedModelError: the checkpoint cannot run here.
+    """
+    if spec.paced is not None:  # the demo network computes the answers of homes
+        if not sizes.num_rows:
+            return load_paced_part(spec, sizes, None, None)
+        num_blocks = num_part_blocks(spec, spec.paced)
+        model = replace(spec.model, num_gpu_blocks_override=num_blocks)
+        device, info = open_device(model, on_phase, spec.rank)
+        info = msgspec.structs.replace(info, device=spec.paced.device, notes=(*info.notes, PACED_NOTE))
+        return load_paced_part(spec, sizes, NetworkAnswers(device), info)
+    group = spec.group
+    assert group is not None, "a part belongs to a group"
+    share = WorkerShare(worker=group.worker, make_table=partial(_table, group), num_guests=sizes.num_guests)
+    if not sizes.num_rows:
+        expert_device, info = open_expert_device(spec.model, share, on_phase, spec.rank)
+        return _part(expert_device, info, None)
+    max_tokens = spec.scheduler.max_num_batched_tokens
+    home_device, info = open_staged_device(spec.model, max_tokens, on_phase, spec.rank, share)
+    return _part(home_device, info, info)
+
+
+def _table(group: GroupSpec, num_layers: int, num_experts: int) -> ExpertTable:
+    """Make the table by which the workers of a group load their experts."""
+    if num_experts < group.num_shares:
+        has = f"has {num_experts} experts a layer" if num_experts else "is dense"
+        raise ConfigError(
+            f"--mode async spreads experts over {group.num_shares} workers, and the network {has}: lower --experts,"
+            " or take another --mode"
+        )
+    return SharedExperts(num_layers, num_experts, group.num_shares).table(0, group.held, group.held)
+
+
+def _part(device: ExpertTorchDevice, network: ModelInfo, info: ModelInfo | None) -> WorkerPart:
+    return WorkerPart(
+        device=device,
+        num_experts=network.num_experts,
+        info=info,
+        tensors=TorchFrames(device),
+        launch_ahead=1 if device.works_when_polled else 2,
+    )

@@ -35,7 +35,7 @@ from moestro.cost.tables import MeasuredCost, load_table
 from moestro.engine.rank import Rank
 from moestro.errors import ConfigError, InvariantError
 from moestro.model.settings import ModelSettings
-from moestro.worker.rank_process import make_preemptive_rank, make_rank
+from moestro.worker.rank_builder import make_preemptive_rank, make_rank
 from moestro.worker.request_keys import RequestKeys
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ def make_paced_rank(spec: LaunchSpec, paced: PacedSettings, answers: Answers, in
     if paced.table is not None:
         table = MeasuredCost(load_table(paced.table))
         return make_rank(spec, PacedDevice(table, answers, table.warning), info)
-    cost = _stage_cost(paced)
+    cost = stage_cost_of(paced)
     if spec.stepping.mode == "fused":
         return make_rank(spec, PacedDevice(cost, answers), info)
 
@@ -185,7 +185,12 @@ def make_paced_rank(spec: LaunchSpec, paced: PacedSettings, answers: Answers, in
     return rank
 
 
-def _stage_cost(paced: PacedSettings) -> Roofline | StagedEngine:
+def stage_cost_of(paced: PacedSettings) -> Roofline | StagedEngine:
+    """Make the prices of stages of a paced device that is no table.
+
+    Raises:
+        ConfigError: the GPU or the network is unknown.
+    """
     network = network_named(paced.network)
     if paced.device == PACED_QLLM:
         return StagedEngine(QLLM, network)
@@ -211,15 +216,14 @@ def num_blocks_of(paced: PacedSettings, model: ModelSettings, num_ep_ranks: int 
     return kv_blocks(network, gpu_named(paced.gpu), model.block_size, num_ep_ranks=num_ep_ranks)
 
 
-def paced_info(paced: PacedSettings, model: ModelSettings, vocab_size: int, num_ep_ranks: int = 1) -> ModelInfo:
+def paced_info(paced: PacedSettings, model: ModelSettings, vocab_size: int, num_blocks: int) -> ModelInfo:
     """Model information where no network is loaded.
 
     Args:
         vocab_size: vocabulary of the tokenizer for which the answers are made.
-        num_ep_ranks: devices that share the routed experts.
+        num_blocks: KV blocks of the modelled device.
     """
-    network, num_blocks = network_named(paced.network), num_blocks_of(paced, model, num_ep_ranks)
-    assert num_blocks is not None, "a table goes with the demo network"
+    network = network_named(paced.network)
     fitting = min(_MAX_MODEL_LEN, num_blocks * model.block_size)
     return ModelInfo(
         model_id=paced.network,

@@ -34,7 +34,7 @@ from moestro.engine.lock_step import LockStepRank, build_lock_step_rank, spread_
 from moestro.errors import GroupLostError
 from moestro.wire.messages import WakeGroup
 from moestro.worker.paced import Answers, TimedAnswers
-from moestro.worker.rank_process import Send, scheduler_settings
+from moestro.worker.rank_builder import Send, scheduler_settings
 from moestro.worker.request_keys import RequestKeys
 
 _LOOPBACK = "127.0.0.1"

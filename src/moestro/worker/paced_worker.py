@@ -7,21 +7,36 @@ from pathlib import Path
 from moestro.config.launch_spec import LaunchSpec
 from moestro.core.model_info import ModelInfo
 from moestro.engine.rank import Rank
-from moestro.worker.paced import FixedAnswers, make_paced_rank, paced_info, read_words
+from moestro.worker.group_process import WorkerPart, WorkerSizes
+from moestro.worker.paced import FixedAnswers, make_paced_rank, num_blocks_of, paced_info, read_words
 from moestro.worker.paced_group import build_paced_group_rank
-from moestro.worker.rank_process import OnPhase, Send, leave, run_process
+from moestro.worker.paced_part import load_paced_part, num_part_blocks
+from moestro.worker.rank_builder import OnPhase, Send
+from moestro.worker.rank_process import leave, run_process
 
 
 def _build(spec: LaunchSpec, on_phase: OnPhase, send: Send) -> tuple[Rank, ModelInfo]:
     assert spec.paced is not None, "started for a paced device"
     on_phase("price")
     words, vocab_size = read_words(spec.model.tokenizer or Path(spec.model.model))
+    num_ep_ranks = 1 if spec.lock_step is None else spec.lock_step.num_ranks
+    num_blocks = num_blocks_of(spec.paced, spec.model, num_ep_ranks)
+    assert num_blocks is not None, "a table goes with the demo network"
+    info = paced_info(spec.paced, spec.model, vocab_size, num_blocks)
     if spec.lock_step is not None:
-        info = paced_info(spec.paced, spec.model, vocab_size, spec.lock_step.num_ranks)
         return build_paced_group_rank(spec, spec.lock_step, FixedAnswers(words), info, send), info
-    info = paced_info(spec.paced, spec.model, vocab_size)
     return make_paced_rank(spec, spec.paced, FixedAnswers(words), info), info
 
 
+def _load_part(spec: LaunchSpec, sizes: WorkerSizes, on_phase: OnPhase) -> WorkerPart:
+    assert spec.paced is not None, "started for a paced device"
+    on_phase("price")
+    if not sizes.num_rows:
+        return load_paced_part(spec, sizes, None, None)
+    words, vocab_size = read_words(spec.model.tokenizer or Path(spec.model.model))
+    info = paced_info(spec.paced, spec.model, vocab_size, num_part_blocks(spec, spec.paced))
+    return load_paced_part(spec, sizes, FixedAnswers(words), info)
+
+
 if __name__ == "__main__":
-    leave(run_process(_build))
+    leave(run_process(_build, _load_part))

@@ -9,8 +9,7 @@ from moestro.core.clock import FOREVER_NS
 from moestro.core.load_figures import IDLE, LoadFigures
 from moestro.core.request import Output, Request
 from moestro.errors import RequestError
-from moestro.wire.messages import Abort, Add, Outputs, Refused, Shutdown, ToRank, WakeGroup
-from moestro.worker.channel import Channel
+from moestro.wire.messages import Abort, Add, FromRank, Outputs, Refused, Shutdown, ToRank, WakeGroup
 
 
 class Steppable(Protocol):
@@ -55,11 +54,30 @@ class Steppable(Protocol):
         ...
 
 
+class RankInbox(Protocol):
+    """The interface of a rank's end of the connections to other processes; `Channel` and `PeerInbox` implement it."""
+
+    num_steps: int
+    owes: bool
+
+    def receive(self, wait_s: float | None) -> list[ToRank]:
+        """Return the API server's messages. Waits up to `wait_s` for something to arrive (None means no limit)."""
+        ...
+
+    def has_messages(self) -> bool:
+        """Whether something has arrived."""
+        ...
+
+    def send(self, message: FromRank) -> None:
+        """Queue `message` for the API server."""
+        ...
+
+
 _LOOK_AGAIN_S = 50e-6  # a fraction of the shortest step, and long enough for other threads to get the interpreter
 
 
 def run_rank(
-    rank: Steppable, channel: Channel, now_ns: Callable[[], int], after_step: Callable[[], None] = lambda: None
+    rank: Steppable, channel: RankInbox, now_ns: Callable[[], int], after_step: Callable[[], None] = lambda: None
 ) -> None:
     """Serve until a shutdown message.
 
@@ -73,7 +91,7 @@ def run_rank(
         after_step: called after each step, before its outputs are sent.
     """
     told = IDLE
-    wait_s: float | None = None
+    wait_s: float | None = 0  # a worker of a group may have got messages before it was ready
     while True:
         messages = channel.receive(wait_s if rank.has_work else None)
         if not _obey(messages, rank, channel, now_ns):
@@ -95,6 +113,7 @@ def run_rank(
             return
         has_news = bool(messages or outputs or came_meanwhile or rank.num_steps != num_steps)
         wait_s = _wait_s(rank, now_ns, has_news=has_news)
+        channel.owes = wait_s is not None
 
 
 def _wait_s(rank: Steppable, now_ns: Callable[[], int], *, has_news: bool) -> float | None:
@@ -108,7 +127,7 @@ def _wait_s(rank: Steppable, now_ns: Callable[[], int], *, has_news: bool) -> fl
     return 0 if has_news else _LOOK_AGAIN_S
 
 
-def _obey(messages: Sequence[ToRank], rank: Steppable, channel: Channel, now_ns: Callable[[], int]) -> bool:
+def _obey(messages: Sequence[ToRank], rank: Steppable, channel: RankInbox, now_ns: Callable[[], int]) -> bool:
     """Apply the API server's messages. Returns False for a shutdown."""
     for message in messages:
         match message:

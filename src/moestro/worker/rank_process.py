@@ -5,6 +5,7 @@ The process serves until the API server sends `Shutdown`, or until stdin ends be
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -13,25 +14,20 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from pathlib import Path
 from typing import NoReturn
 
 from moestro.config.launch_spec import STACK_DUMP, LaunchSpec, read_launch_spec
 from moestro.config.user_code import accept_user_code
 from moestro.core.model_info import ModelInfo
-from moestro.core.stages import StagedDevice
-from moestro.core.work import Device
-from moestro.engine.cache_events import CacheEvents
-from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
-from moestro.engine.settings import SchedulerSettings
+from moestro.engine.rank import Rank
 from moestro.errors import ConfigError, GroupLostError, MoestroError
-from moestro.wire.messages import Failed, FromRank, Phase, Ready, Shutdown, identity_of
-from moestro.worker.channel import Channel
-from moestro.worker.kv_publisher import KvPublisher
+from moestro.wire.messages import Failed, Phase, Ready, Shutdown, identity_of
+from moestro.worker.channel import ORPHANED, Channel
+from moestro.worker.group_process import LoadPart, serve_group_worker, worker_sizes
+from moestro.worker.rank_builder import OnPhase, Send, publisher_of
 from moestro.worker.rank_loop import run_rank
 
-OnPhase = Callable[[str], None]  # called when a phase of the start begins
-Send = Callable[[FromRank], None]  # sends a message to the API server
 Build = Callable[[LaunchSpec, OnPhase, Send], tuple[Rank, ModelInfo]]
 
 # A rank that lost its group waits so long for the API server, which ends the whole group when it sees which rank ended
@@ -39,24 +35,33 @@ Build = Callable[[LaunchSpec, OnPhase, Send], tuple[Rank, ModelInfo]]
 _GROUP_END_S = 2.0
 
 
-def run_process(build: Build) -> int:
-    """Run one rank; returns its exit status.
+def run_process(build: Build, load_part: LoadPart) -> int:
+    """Run one rank, or one worker of a group; returns the exit status of the process.
 
     Args:
-        build: function that makes the rank and its model information.
+        build: function that makes a rank that has the whole network, and its model information.
+        load_part: function that loads the part of a worker of a group.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API server decides when to leave
     faulthandler.enable()
     faulthandler.register(STACK_DUMP)  # needs no interpreter lock: it also works while the main loop hangs in a kernel
     accept_user_code()
-    spec = read_launch_spec(sys.stdin.buffer)
-    logging.basicConfig(level=spec.log_level.upper(), format=f"%(levelname)s engine {spec.rank}: %(message)s")
-    channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno())
     try:
-        rank, info = build(spec, _PhaseTimer(spec.launched_ns, channel), channel.send)
-        publish = _publish(spec, rank)
-        channel.send(Ready(info))
-        run_rank(rank, channel, time.monotonic_ns, publish)
+        spec = read_launch_spec(sys.stdin.buffer)
+    except EOFError:  # the API server ended while this process loaded its libraries, or was on standby
+        return ORPHANED
+    _show_name(spec)
+    logging.basicConfig(level=spec.log_level.upper(), format=f"%(levelname)s {spec.name}: %(message)s")
+    channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno(), spec.beat_ms)
+    on_phase = _PhaseTimer(spec.launched_ns, channel)
+    try:
+        if spec.group is not None:
+            group = spec.group
+            serve_group_worker(spec, group, channel, load_part(spec, worker_sizes(spec, group), on_phase))
+        else:
+            rank, info = build(spec, on_phase, channel.send)
+            channel.send(Ready(info))
+            run_rank(rank, channel, time.monotonic_ns, publisher_of(spec, rank))
     except GroupLostError as error:
         if _is_dismissed(channel):  # The group is stopping, and another rank left first.
             return 0
@@ -82,13 +87,10 @@ def _is_dismissed(channel: Channel) -> bool:
     return False
 
 
-def _publish(spec: LaunchSpec, rank: Rank) -> Callable[[], None]:
-    """Make the function to call after each step: it publishes the prefix cache, if the settings say so."""
-    if spec.kv_events is None:
-        return lambda: None
-    scheduler = rank.scheduler
-    publisher = KvPublisher(spec.kv_events, spec.rank, CacheEvents(scheduler), scheduler.settings.block_size)
-    return publisher.publish
+def _show_name(spec: LaunchSpec) -> None:
+    """Make the process's name in `ps -o comm` and `top` say what it is; a standby's command line cannot know."""
+    with contextlib.suppress(OSError):  # not Linux
+        Path("/proc/self/comm").write_text(f"{spec.name.kind}-{spec.name.number}")
 
 
 def leave(status: int) -> NoReturn:
@@ -112,29 +114,6 @@ class _PhaseTimer:
         now_ns = time.monotonic_ns()
         self._channel.send(Phase(self._name, (now_ns - self._since_ns) / 1e9))
         self._name, self._since_ns = name, now_ns
-
-
-def make_rank(spec: LaunchSpec, device: Device, info: ModelInfo) -> Rank:
-    """Build the rank that `spec` describes in `fused` mode, on `device`."""
-    return build_rank(scheduler_settings(spec, info), device)
-
-
-def make_preemptive_rank(spec: LaunchSpec, device: StagedDevice, info: ModelInfo, launch_ahead: int = 1) -> Rank:
-    """Build the rank that `spec` describes in `preemptive` mode, on `device`, with as many places for each class."""
-    settings = replace(scheduler_settings(spec, info), max_num_urgent_seqs=spec.scheduler.max_num_seqs)
-    policy = spec.stepping.make_step_policy()
-    return build_preemptive_rank(settings, device, policy, launch_ahead, passes_decodes=spec.stepping.pass_decodes)
-
-
-def scheduler_settings(spec: LaunchSpec, info: ModelInfo) -> SchedulerSettings:
-    """Combine the operator's settings with what the loaded model determines."""
-    return SchedulerSettings(
-        num_blocks=info.num_blocks,
-        num_host_blocks=info.num_host_blocks,
-        block_size=info.block_size,
-        max_model_len=info.max_model_len,
-        **asdict(spec.scheduler),
-    )
 
 
 def _cause(error: Exception) -> str:

@@ -11,7 +11,7 @@ from moestro.engine.lock_step import LockStepRank, build_lock_step_rank, spread_
 from moestro.model.expert_exchange import GroupPlace, meet
 from moestro.model.spread_device import open_spread_device
 from moestro.wire.messages import WakeGroup
-from moestro.worker.rank_process import OnPhase, Send, scheduler_settings
+from moestro.worker.rank_builder import OnPhase, Send, scheduler_settings
 
 
 def build_spread_rank(

@@ -1,0 +1,38 @@
+"""Bytes of the tensors that workers of a group send each other; torch has dtypes that NumPy has not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moestro.model.staged_device import ExpertTorchDevice
+
+
+class TorchFrames:
+    """Turns vectors of a staged device into bytes and back; implements `wire.hop_frames.TensorFrames`.
+
+    Args:
+        device: the device whose vectors are sent and received.
+
+    Attributes:
+        dtype: dtype of the vectors by its name in torch, for instance `bfloat16`.
+    """
+
+    def __init__(self, device: ExpertTorchDevice) -> None:
+        self._hidden_size, self._dtype = device.vector_form
+        self.dtype = str(self._dtype).removeprefix("torch.")
+
+    def pack(self, tensor: Tensor) -> memoryview:
+        """Return the bytes of a tensor [rows, hidden size], which the caller leaves as they are."""
+        return tensor.contiguous().cpu().view(torch.uint8).numpy().data
+
+    def unpack(self, frame: bytes | memoryview, num_rows: int) -> Tensor:
+        """Return the tensor [num_rows, hidden size] of some bytes, on the CPU.
+
+        Raises:
+            ValueError: the number of bytes is another.
+        """
+        if len(frame) != num_rows * self._hidden_size * self._dtype.itemsize:
+            raise ValueError(f"{len(frame)} bytes of tensor for {num_rows} rows of {self._hidden_size} {self.dtype}")
+        # A copy, because torch takes no memory that it may not write.
+        return torch.frombuffer(bytearray(frame), dtype=self._dtype).view(num_rows, self._hidden_size)

@@ -1,0 +1,344 @@
+"""Knows the workers of a group: what each holds, how far its start has come, and what the others have to know of it.
+
+Uses no sockets, processes or clock: the supervisor owns the processes, and callers pass the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+
+import msgspec
+
+from moestro.config.launch_spec import GroupSpec, name_of
+from moestro.core.clock import NS_PER_S
+from moestro.core.worker_names import Worker, WorkerKind
+from moestro.errors import EngineDiedError, MoestroError, NoEngineError
+from moestro.flow.settings import GroupOptions
+from moestro.web.errors import HttpError
+from moestro.wire.messages import Failed, FromRank, Joined, Members, Ready, ToRank, WorkerFigures
+
+START_S = 60.0  # from the start of a process to its first message
+CONNECT_S = 20.0  # from a worker's arrival in the group until it serves; a worker itself gives up after half of it
+
+
+class MemberPhase(Enum):
+    """How far a worker's process has come. The value says what it does meanwhile."""
+
+    ABSENT = auto()
+    STARTING = auto()
+    LOADING = auto()
+    CONNECTING = auto()
+    SERVING = auto()
+
+
+@dataclass(slots=True)
+class _Member:
+    """A place in the group, and the worker in it.
+
+    Attributes:
+        held: Shares of the experts that the worker holds.
+        launch: Number of its present process.
+        since_ns: Time at which its phase began.
+        is_draining: Whether it gets no tokens any more.
+        num_restarts: Processes that took the place of one that had ended.
+        figures: Last figures of its present process; None means none yet.
+    """
+
+    held: tuple[int, ...]
+    phase: MemberPhase = MemberPhase.ABSENT
+    launch: int = 0
+    since_ns: int = 0
+    is_draining: bool = False
+    num_restarts: int = 0
+    figures: WorkerFigures | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it listens to the others."""
+        return self.phase in (MemberPhase.CONNECTING, MemberPhase.SERVING)
+
+
+class WorkerView(msgspec.Struct, kw_only=True):
+    """State of one worker, as operators see it."""
+
+    name: str
+    kind: WorkerKind
+    number: int
+    phase: str
+    launch: int
+    num_restarts: int
+    is_draining: bool
+    shares: tuple[int, ...]
+    figures: WorkerFigures | None
+
+
+class Coordinator:
+    """Brings workers together, and tells all of them when one joins or ends.
+
+    Args:
+        options: The workers at the start, and their settings.
+        directory: Directory of the workers' sockets, which only this user can enter.
+        load_s: Time in which a worker must load its part, in seconds.
+        send: Callable that sends a message to a worker; raises `NoEngineError` if it cannot be reached.
+
+    Attributes:
+        all_serve: Future that is done when all workers serve for the first time, or fails with the culprit.
+    """
+
+    def __init__(
+        self, options: GroupOptions, directory: Path, load_s: float, send: Callable[[int, ToRank], None]
+    ) -> None:
+        self._options, self._directory, self._load_s, self._send = options, directory, load_s, send
+        self.num_homes = options.num_homes
+        num_present = options.num_homes + options.num_expert_workers
+        self._members = [_Member(options.shares_of(worker)) for worker in range(num_present)]
+        self._members += [_Member(()) for _ in range(num_present, options.num_places)]
+        self._present = set(range(num_present))  # places whose worker runs, or is to run
+        self._version = 0
+        self._has_begun = False  # whether all workers of the start have joined
+        self._causes: dict[int, MoestroError] = {}
+        self.all_serve: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def num_places(self) -> int:
+        """Places for workers, taken or not."""
+        return len(self._members)
+
+    @property
+    def present(self) -> list[int]:
+        """Places whose worker runs, or is to run."""
+        return sorted(self._present)
+
+    def name(self, worker: int) -> Worker:
+        """Return the name of a worker for messages."""
+        return name_of(worker, self.spec(worker, 0))
+
+    def spec(self, worker: int, launch: int) -> GroupSpec:
+        """Return the place of a worker's `launch`-th process in its group."""
+        return GroupSpec(
+            worker=worker,
+            num_homes=self.num_homes,
+            num_workers=self.num_places,
+            num_shares=self._options.num_shares,
+            held=tuple(member.held for member in self._members),
+            is_colocated=self._options.num_expert_workers == 0,
+            address=self._address(worker, launch),
+            stepping=self._options,
+        )
+
+    def _address(self, worker: int, launch: int) -> str:
+        return f"ipc://{self._directory / f'worker-{worker}.{launch}'}"
+
+    # --- life of a worker -------------------------------------------------------------------------------------------
+
+    def launched(self, worker: int, launch: int, now_ns: int) -> None:
+        """Note that a worker's process was started."""
+        member = self._members[worker]
+        member.launch, member.figures = launch, None
+        self._enter(member, MemberPhase.STARTING, now_ns)
+
+    def heard(self, worker: int, message: FromRank, now_ns: int) -> None:
+        """Take in a message of a worker."""
+        member = self._members[worker]
+        if member.phase is MemberPhase.STARTING:
+            self._enter(member, MemberPhase.LOADING, now_ns)
+        match message:
+            case Joined():
+                self._enter(member, MemberPhase.CONNECTING, now_ns)
+                self._begin(now_ns)
+            case Ready():
+                self._enter(member, MemberPhase.SERVING, now_ns)
+                if not self.all_serve.done() and all(self._serves(each) for each in self._present):
+                    self.all_serve.set_result(None)
+            case WorkerFigures():
+                member.figures = message
+            case Failed(cause):
+                self._causes[worker] = EngineDiedError(f"{self.name(worker)}: {cause}")
+
+    def ended(self, worker: int, how: str, now_ns: int) -> MoestroError:
+        """Note that a worker's process has ended, and return the cause.
+
+        Args:
+            how: One line that says how the process ended.
+        """
+        cause = self._causes.pop(worker, None) or EngineDiedError(f"{self.name(worker)}: {how}")
+        self._enter(self._members[worker], MemberPhase.ABSENT, now_ns)
+        if self.is_given_up(worker):
+            self._members[worker].held = ()
+        if not self.all_serve.done():
+            self._fail(cause)
+        elif self._has_begun:
+            self._announce()
+        return cause
+
+    def restarted(self, worker: int) -> None:
+        """Count that a worker is started again."""
+        self._members[worker].num_restarts += 1
+
+    def _serves(self, worker: int) -> bool:
+        return self._members[worker].phase is MemberPhase.SERVING
+
+    def _enter(self, member: _Member, phase: MemberPhase, now_ns: int) -> None:
+        member.phase, member.since_ns = phase, now_ns
+
+    def _fail(self, cause: MoestroError) -> None:
+        self.all_serve.set_exception(cause)
+        self.all_serve.exception()  # Marked as retrieved: of several failures, only the first is awaited.
+
+    # --- start ------------------------------------------------------------------------------------------------------
+
+    def check_start(self, now_ns: int) -> None:
+        """Fail the start of the group if a phase of a worker takes too long; the cause names the worker."""
+        if self.all_serve.done():
+            return
+        for worker in self.present:
+            member = self._members[worker]
+            limit_s = self._limit_s(member.phase)
+            if limit_s is not None and now_ns - member.since_ns > limit_s * NS_PER_S:
+                doing = member.phase.name.lower()
+                self._fail(EngineDiedError(f"{self.name(worker)} was still {doing} after {limit_s:g} s"))
+                return
+
+    def _limit_s(self, phase: MemberPhase) -> float | None:
+        """Longest time of a phase, in seconds. None means that a worker in this phase waits for others."""
+        match phase:
+            case MemberPhase.STARTING:
+                return START_S
+            case MemberPhase.LOADING:
+                return self._load_s
+            case MemberPhase.CONNECTING:
+                return CONNECT_S if self._has_begun else None
+        return None
+
+    def _begin(self, now_ns: int) -> None:
+        """Describe the group to its workers, at first when all of them have joined."""
+        if not self._has_begun:
+            if not all(self._members[worker].is_up for worker in self._present):
+                return
+            self._has_begun = True
+            for worker in self._present:
+                self._members[worker].since_ns = now_ns
+        self._announce()
+
+    # --- members ----------------------------------------------------------------------------------------------------
+
+    def members(self) -> Members:
+        """Describe the group as it is now."""
+        return Members(
+            version=self._version,
+            addresses=tuple(
+                self._address(worker, member.launch) if member.is_up else ""
+                for worker, member in enumerate(self._members)
+            ),
+            launches=tuple(member.launch for member in self._members),
+            held=tuple(member.held for member in self._members),
+            used=self._used(),
+        )
+
+    def _used(self) -> tuple[tuple[int, ...], ...]:
+        """Shares whose tokens each worker gets: what it holds, or, while it does not run, what no other one holds."""
+        takes = [member.is_up and not member.is_draining for member in self._members]
+        covered = {share for member, own in zip(self._members, takes, strict=True) if own for share in member.held}
+        return tuple(
+            ()
+            if member.is_draining
+            else member.held
+            if own
+            else tuple(share for share in member.held if share not in covered)
+            for member, own in zip(self._members, takes, strict=True)
+        )
+
+    def _announce(self) -> None:
+        self._version += 1
+        members = self.members()
+        for worker, member in enumerate(self._members):
+            if member.is_up:
+                try:
+                    self._send(worker, members)
+                except NoEngineError:
+                    continue  # Its process has just ended, and the supervisor will say so.
+
+    # --- operators --------------------------------------------------------------------------------------------------
+
+    def views(self) -> list[WorkerView]:
+        """Return the state of each worker that runs, or is to run."""
+        return [self.view(worker) for worker in self.present]
+
+    def view(self, worker: int) -> WorkerView:
+        """Return the state of one worker."""
+        member, name = self._members[worker], self.name(worker)
+        return WorkerView(
+            name=str(name),
+            kind=name.kind,
+            number=name.number,
+            phase=member.phase.name.lower(),
+            launch=member.launch,
+            num_restarts=member.num_restarts,
+            is_draining=member.is_draining,
+            shares=member.held,
+            figures=member.figures,
+        )
+
+    def expert_worker(self, number: int) -> int | None:
+        """Return the place of a worker with experts alone by its number; None means that there is none."""
+        worker = self.num_homes + number
+        return worker if worker in self._present else None
+
+    def add(self) -> int:
+        """Take a place for another worker, which holds the share with the fewest copies. Returns the place.
+
+        Raises:
+            HttpError: All places are taken.
+        """
+        free = [
+            worker
+            for worker, member in enumerate(self._members)
+            if worker not in self._present and member.phase is MemberPhase.ABSENT
+        ]
+        if not free:
+            raise HttpError(409, f"The group has no place for more than {len(self._members)} workers.", "no_place")
+        present = [self._members[worker] for worker in self._present]
+        copies = [
+            sum(share in member.held and not member.is_draining for member in present)
+            for share in range(self._options.num_shares)
+        ]
+        worker = free[0]
+        member = self._members[worker]
+        member.held, member.is_draining, member.num_restarts = (copies.index(min(copies)),), False, 0
+        self._present.add(worker)
+        return worker
+
+    def drain(self, worker: int, *, is_draining: bool) -> None:
+        """Send a worker no more tokens, or send it tokens again.
+
+        Raises:
+            HttpError: No other worker that serves holds one of its shares.
+        """
+        if is_draining and (alone := self.shares_alone(worker)):
+            text = f"No other worker holds the experts of share {alone[0]}: add a worker first."
+            raise HttpError(409, text, "only_copy")
+        member = self._members[worker]
+        member.is_draining = is_draining
+        self._announce()
+
+    def shares_alone(self, worker: int) -> list[int]:
+        """Return the shares of a worker that no other worker serves."""
+        covered = {
+            share
+            for other in self._present - {worker}
+            if self._serves(other) and not self._members[other].is_draining
+            for share in self._members[other].held
+        }
+        return [share for share in self._members[worker].held if share not in covered]
+
+    def remove(self, worker: int) -> None:
+        """Give up a drained worker's place; its process ends, and is not started again."""
+        self._present.discard(worker)
+
+    def is_given_up(self, worker: int) -> bool:
+        """Whether a worker was removed, so that its process is not started again."""
+        return worker not in self._present

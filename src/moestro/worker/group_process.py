@@ -1,0 +1,139 @@
+"""A worker of a group in `async` mode: a home with attention, a worker with experts, or both in one process.
+
+load      open the device of this worker's part, and listen at its address
+join      tell the coordinator; it answers with the members once all have joined
+connect   say hello to the others, and wait for theirs
+serve     the loop of all ranks, with one inbox for the API server, the other workers and timers
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moestro.config.launch_spec import GroupSpec, LaunchSpec
+from moestro.core.expert_table import ExpertTable, SharedExperts
+from moestro.core.model_info import ModelInfo
+from moestro.core.stages import StagedDevice
+from moestro.engine.settings import SchedulerOptions
+from moestro.flow.dispatcher import PeerSettings
+from moestro.flow.executor import FlowExecutor
+from moestro.flow.registry import make_step_policy
+from moestro.wire.hop_frames import Hello, HopLimits, TensorFrames
+from moestro.wire.messages import Joined, Ready
+from moestro.worker.channel import Channel
+from moestro.worker.group_rank import ExpertRank
+from moestro.worker.peer_inbox import PeerInbox
+from moestro.worker.peer_links import PeerLinks
+from moestro.worker.rank_builder import OnPhase, make_home, publisher_of
+from moestro.worker.rank_loop import run_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSizes:
+    """Sizes of a worker's device.
+
+    Attributes:
+        num_rows: tokens that may be in the network at once; 0 without attention.
+        num_guests: tokens of others that may be among the worker's experts; 0 without experts.
+    """
+
+    num_rows: int
+    num_guests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WorkerPart:
+    """What a worker has loaded.
+
+    Attributes:
+        device: computes the worker's part of the network.
+        num_experts: logical experts of a layer of the network.
+        info: the whole network, and the KV cache. None means a worker without attention.
+        tensors: turns the device's tensors into frames.
+        launch_ahead: items with the device at once.
+    """
+
+    device: StagedDevice
+    num_experts: int
+    info: ModelInfo | None
+    tensors: TensorFrames
+    launch_ahead: int = 1
+
+
+# (spec, sizes, called with the name of each phase) -> what the worker has loaded
+LoadPart = Callable[[LaunchSpec, WorkerSizes, OnPhase], WorkerPart]
+
+
+def num_home_rows(limits: SchedulerOptions) -> int:
+    """Compute the tokens that a home has in the network at most.
+
+    A sequence has one unit in flight, and most units are decodes; the classes have as many places each.
+    """
+    return 2 * limits.max_num_seqs + limits.max_num_batched_tokens
+
+
+def worker_sizes(spec: LaunchSpec, group: GroupSpec) -> WorkerSizes:
+    """Compute the sizes of a worker's device from the settings."""
+    num_rows = num_home_rows(spec.scheduler)
+    return WorkerSizes(
+        num_rows=num_rows if group.is_home else 0,
+        num_guests=(group.stepping.expert_credits or num_rows) * group.num_homes if group.shares else 0,
+    )
+
+
+def serve_group_worker(spec: LaunchSpec, group: GroupSpec, channel: Channel, part: WorkerPart) -> None:
+    """Run one worker, which has loaded its part, until the API server asks it to end.
+
+    Raises:
+        EngineDiedError: another worker did not connect.
+    """
+    shape = part.device.shape
+    experts = SharedExperts(shape.num_layers, part.num_experts, group.num_shares)
+    limits = HopLimits(
+        worker=group.worker,
+        num_workers=group.num_workers,
+        num_layers=shape.num_layers,
+        num_chosen=shape.num_chosen,
+        num_slots=shape.num_experts,
+        num_places=shape.num_places,
+        num_guests=shape.num_guests,
+    )
+    links = PeerLinks(Hello(group.worker, spec.launch), group.address, part.tensors, limits)
+    try:
+        inbox = PeerInbox(group, channel, links, experts)
+        channel.send(Joined())
+        members = inbox.await_members()
+        if members is None:
+            return
+        table = experts.table(members.version, members.held, members.used)
+        executor = _executor(spec, group, part, links, table)
+        inbox.use(executor)
+        if not inbox.await_peers():
+            return
+        channel.send(Ready(part.info))
+        if part.info is not None:
+            home = make_home(spec, executor, part.info)
+            run_rank(home, inbox, time.monotonic_ns, publisher_of(spec, home))
+        else:
+            run_rank(ExpertRank(executor), inbox, time.monotonic_ns)
+    finally:
+        links.close()
+
+
+def _executor(
+    spec: LaunchSpec, group: GroupSpec, part: WorkerPart, links: PeerLinks, table: ExpertTable
+) -> FlowExecutor:
+    stepping = group.stepping
+    name = stepping.attention_step_policy if group.is_home else stepping.expert_step_policy
+    peers = PeerSettings(
+        worker=group.worker,
+        num_workers=group.num_workers,
+        table=table,
+        num_credits=stepping.expert_credits or num_home_rows(spec.scheduler),
+        dtype=part.tensors.dtype,
+        incarnation=spec.launch,
+    )
+    policy = make_step_policy(name, spec.stepping.max_be_wait)
+    return FlowExecutor(part.device, policy, part.launch_ahead, peers, links)

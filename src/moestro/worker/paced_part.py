@@ -1,0 +1,94 @@
+"""The paced device of a worker of a group: its share of the stages, at a cost model's prices. No torch here."""
+
+from __future__ import annotations
+
+from moestro.config.launch_spec import LaunchSpec
+from moestro.core.expert_table import experts_of_shares
+from moestro.core.model_info import ModelInfo
+from moestro.core.work import Forward, StepResult, Units
+from moestro.cost.capacity import check_experts_fit, worker_kv_blocks
+from moestro.cost.gate import PopularityGate
+from moestro.cost.gpus import A100, Gpu, gpu_named
+from moestro.cost.hf_config import network_named
+from moestro.cost.networks import NetworkShape
+from moestro.cost.priced_stages import PricedStages, StageSetup, worker_shape
+from moestro.cost.settings import PACED_QLLM, PacedSettings
+from moestro.cost.staged_engines import in_4_bits
+from moestro.errors import ConfigError
+from moestro.wire.hop_frames import NoTensors
+from moestro.worker.group_process import WorkerPart, WorkerSizes
+from moestro.worker.paced import Answers, stage_cost_of
+
+
+def num_part_blocks(spec: LaunchSpec, paced: PacedSettings) -> int:
+    """Compute the KV blocks of the modelled device of a worker with attention.
+
+    Raises:
+        ConfigError: the worker's weights do not fit the GPU, or the network has no experts.
+    """
+    network, model = network_named(paced.network), spec.model
+    num_slots = _num_slots(spec, paced)
+    if model.num_gpu_blocks_override is not None:
+        return model.num_gpu_blocks_override
+    if model.kv_cache_memory_bytes is not None:
+        return model.kv_cache_memory_bytes // (network.kv_bytes_per_token * model.block_size)
+    network, gpu = _modelled(paced)
+    return worker_kv_blocks(network, gpu, model.block_size, num_slots=num_slots)
+
+
+def load_paced_part(
+    spec: LaunchSpec, sizes: WorkerSizes, answers: Answers | None, info: ModelInfo | None
+) -> WorkerPart:
+    """Make the paced device of a worker of a group.
+
+    Args:
+        answers: supplier of the results of units at the sampler; None without attention.
+        info: the network and its KV cache; None without attention.
+
+    Raises:
+        ConfigError: the network has no experts.
+    """
+    assert spec.group is not None
+    assert spec.paced is not None, "loaded for a paced device"
+    cost, num_slots = stage_cost_of(spec.paced), _num_slots(spec, spec.paced)
+    if not spec.group.is_home:
+        check_experts_fit(*_modelled(spec.paced), num_slots)
+    shape = worker_shape(
+        cost.network,
+        num_rows=sizes.num_rows,
+        num_places=sizes.num_rows,
+        num_slots=num_slots,
+        num_guests=sizes.num_guests,
+    )
+    popularity = cost.popularity
+    has_gate = sizes.num_rows > 0 and popularity is not None
+    gate = PopularityGate(popularity, shape.num_chosen) if has_gate and popularity is not None else None
+    setup = StageSetup(shape=shape, block_size=spec.model.block_size, gate=gate)
+
+    def answer(units: Units, now_ns: int) -> StepResult:
+        assert answers is not None, "a worker without attention was asked to sample"
+        return answers.of(Forward(units), now_ns)
+
+    experts = cost.network.experts
+    assert experts is not None, "checked by _num_slots"
+    device = PricedStages(cost, setup, answer)
+    return WorkerPart(device=device, num_experts=experts.num_experts, info=info, tensors=NoTensors())
+
+
+def _modelled(paced: PacedSettings) -> tuple[NetworkShape, Gpu]:
+    network = network_named(paced.network)
+    return (in_4_bits(network), A100) if paced.device == PACED_QLLM else (network, gpu_named(paced.gpu))
+
+
+def _num_slots(spec: LaunchSpec, paced: PacedSettings) -> int:
+    """Experts of each layer that the worker holds."""
+    assert spec.group is not None, "a part belongs to a group"
+    experts = network_named(paced.network).experts
+    if experts is None:
+        raise ConfigError(f"--mode async spreads experts over workers, and {paced.network} has none")
+    if experts.num_experts < spec.group.num_shares:
+        raise ConfigError(
+            f"{paced.network} has {experts.num_experts} experts a layer, too few for {spec.group.num_shares} workers:"
+            " lower --experts"
+        )
+    return len(experts_of_shares(experts.num_experts, spec.group.num_shares, spec.group.shares))

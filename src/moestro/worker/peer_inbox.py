@@ -1,0 +1,202 @@
+"""One inbox for all that reaches a worker of a group: the API server, the other workers, and timers."""
+
+from __future__ import annotations
+
+import select
+import time
+
+from moestro.config.launch_spec import GroupSpec, name_of
+from moestro.core.clock import NS_PER_S
+from moestro.core.expert_table import SharedExperts
+from moestro.errors import EngineDiedError
+from moestro.flow.executor import FlowExecutor
+from moestro.wire.messages import FromRank, Members, ToRank, WorkerFigures
+from moestro.worker.channel import Channel
+from moestro.worker.peer_links import PeerLinks
+
+REPORT_NS = NS_PER_S  # between reports of a worker that works
+CONNECT_S = 10  # from the description of the group to the last hello; sockets of one machine take milliseconds
+
+
+class PeerInbox:
+    """Waits for whatever comes first, hands messages of workers to the executor, and follows the group's changes.
+
+    Implements `worker.rank_loop.RankInbox`.
+
+    Args:
+        group: this worker's place in its group.
+        channel: to the API server.
+        links: to the other workers.
+        experts: how the network's experts are divided.
+
+    Attributes:
+        members: the group as the coordinator described it last; None means not yet.
+    """
+
+    def __init__(self, group: GroupSpec, channel: Channel, links: PeerLinks, experts: SharedExperts) -> None:
+        self._group, self._channel, self._links, self._experts = group, channel, links, experts
+        self._executor: FlowExecutor | None = None
+        self.members: Members | None = None
+        self._began_ns = time.monotonic_ns()
+        self._idle_ns = self._report_at_ns = 0
+        self._reported = (0, 0)  # steps, and messages sent, at the last report
+        self._has_reported = True  # whether the last report is true still
+
+    def use(self, executor: FlowExecutor) -> None:
+        """Hand messages to `executor` from now on."""
+        self._executor = executor
+
+    # --- RankInbox --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_steps(self) -> int:
+        """Steps since the start."""
+        return self._channel.num_steps
+
+    @num_steps.setter
+    def num_steps(self, num_steps: int) -> None:
+        self._channel.num_steps = num_steps
+
+    @property
+    def owes(self) -> bool:
+        """Whether this worker has something to do, and waits for no other."""
+        return self._channel.owes
+
+    @owes.setter
+    def owes(self, owes: bool) -> None:
+        self._channel.owes = owes
+
+    def has_messages(self) -> bool:
+        """Implement `RankInbox.has_messages`; a few µs."""
+        return self._channel.has_messages() or self._links.has_messages()
+
+    def send(self, message: FromRank) -> None:
+        """Implement `RankInbox.send`."""
+        self._channel.send(message)
+
+    def receive(self, wait_s: float | None) -> list[ToRank]:
+        """Implement `RankInbox.receive`."""
+        if wait_s != 0 and not self.has_messages():
+            self._sleep(wait_s)
+        self._channel.clear_inbox_fd()
+        others: list[ToRank] = []
+        for message in self._channel.receive(0):
+            if isinstance(message, Members):
+                self._follow(message)
+            else:
+                others.append(message)
+        if self._executor is None:
+            return others  # messages wait in the socket
+        now_ns = time.monotonic_ns()
+        for hop_message in self._links.receive():
+            self._executor.receive(hop_message, now_ns)
+        if self._links.to_resend:
+            self._resend(now_ns)
+        self._report(now_ns)
+        return others
+
+    def _sleep(self, wait_s: float | None) -> None:
+        """Wait for whatever comes first, and count the time in which nothing could run."""
+        before_ns = time.monotonic_ns()
+        report_s = None if self._has_reported else max(self._report_at_ns - before_ns, 0) / NS_PER_S
+        bound_s = min((each for each in (wait_s, report_s) if each is not None), default=None)
+        select.select((self._channel.inbox_fd, self._links.fd), (), (), bound_s)
+        if wait_s is None:
+            self._idle_ns += time.monotonic_ns() - before_ns
+
+    def _report(self, now_ns: int) -> None:
+        """Send the figures of the queues and links, once a second while they change."""
+        activity = self._channel.num_steps, self._links.num_sent
+        if activity != self._reported:
+            self._has_reported = False
+        if self._has_reported or now_ns < self._report_at_ns:
+            return
+        assert self._executor is not None, "there is nothing to report before the worker serves"
+        num_waiting, oldest_ns = self._executor.waiting_by_layer(now_ns)
+        links = self._links
+        self._channel.send(
+            WorkerFigures(
+                num_waiting=tuple(num_waiting.tolist()),
+                oldest_ns=tuple(oldest_ns.tolist()),
+                idle_ns=self._idle_ns,
+                lived_ns=now_ns - self._began_ns,
+                num_sent=tuple(counts.num_messages for counts in links.sent),
+                sent_bytes=tuple(counts.num_bytes for counts in links.sent),
+                num_dropped=self._executor.num_dropped + links.num_garbage + links.num_undelivered,
+            )
+        )
+        self._has_reported, self._reported = True, activity
+        self._report_at_ns = now_ns + REPORT_NS
+
+    def _resend(self, now_ns: int) -> None:
+        to_resend, self._links.to_resend = self._links.to_resend, set()
+        if self._executor is not None and self._group.is_home:
+            for worker in sorted(to_resend):
+                self._executor.lose(worker, now_ns)
+
+    # --- the group --------------------------------------------------------------------------------------------------
+
+    def await_members(self) -> Members | None:
+        """Wait for the first description of the group. None means that the API server asks the process to end."""
+        while self.members is None:
+            if self.receive(None):  # nothing but a shutdown comes before the worker is ready
+                return None
+        return self.members
+
+    def await_peers(self) -> bool:
+        """Wait for a hello of all workers that exchange messages with this one.
+
+        Returns:
+            False if the API server asks the process to end.
+
+        Raises:
+            EngineDiedError: a worker says nothing; the text names it.
+        """
+        deadline = time.monotonic() + CONNECT_S
+        while missing := self._missing():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                names = ", ".join(str(name_of(worker, self._group)) for worker in missing)
+                raise EngineDiedError(f"{names} did not connect to {self._group.name} within {CONNECT_S} s")
+            if self.receive(left_s):
+                return False
+        return True
+
+    def _missing(self) -> list[int]:
+        """Workers that run and have not said hello."""
+        assert self.members is not None, "called after await_members"
+        processes = zip(self.members.launches, self.members.addresses, strict=True)
+        return [
+            worker
+            for worker, (launch, address) in enumerate(processes)
+            if address and self._is_peer(worker) and self._links.heard[worker] != launch
+        ]
+
+    def _is_peer(self, worker: int) -> bool:
+        """Whether messages pass between `worker` and this one: one is a home, and the other has experts."""
+        group = self._group
+        if worker == group.worker:
+            return False
+        return group.is_colocated or (worker < group.num_homes) != group.is_home
+
+    def _follow(self, members: Members) -> None:
+        """Connect and disconnect workers, change the table, and send again what the former processes owed."""
+        old, self.members = self.members, members
+        now_ns, changed = time.monotonic_ns(), []
+        for worker, address in enumerate(members.addresses):
+            is_new = old is None or (old.addresses[worker], old.launches[worker]) != (address, members.launches[worker])
+            if not is_new or not self._is_peer(worker):
+                continue
+            changed.append(worker)
+            if address:
+                self._links.connect(worker, address)
+            else:
+                self._links.disconnect(worker)
+        if old is None or self._executor is None:
+            return
+        if not self._group.is_home:
+            return
+        if (old.held, old.used) != (members.held, members.used):
+            self._executor.change_table(self._experts.table(members.version, members.held, members.used), now_ns)
+        for worker in changed:
+            self._executor.lose(worker, now_ns)

@@ -1,0 +1,189 @@
+"""Links to the other workers of a group over ZeroMQ. The main loop owns the sockets; ZeroMQ's thread moves the bytes.
+
+Each process has one socket that receives, and one for each worker to which it sends. Messages of a channel keep their
+order. What goes to a worker that does not run is dropped: its home sends it again when the worker is back.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import zmq
+
+from moestro.core.hops import DISPATCH, REPLY, Hop, HopMessage
+from moestro.wire.hop_frames import (
+    Hello,
+    HopLimits,
+    PeerNotice,
+    SendAgain,
+    TensorFrames,
+    decode_frames,
+    encode_hop,
+    encode_notice,
+)
+
+logger = logging.getLogger(__name__)
+
+_MESSAGES_A_TURN = 64  # that are received before the main loop does other things
+_MAX_QUEUED = 20_000  # messages in each direction of a channel; a queue is far shorter, because credits bound it
+_COPIED_BYTES = 16 << 10  # up to here copying a frame is cheaper than tracking it
+
+
+class LinkCounts:
+    """Totals of one direction of a channel.
+
+    Attributes:
+        num_messages, num_bytes: what was sent.
+    """
+
+    __slots__ = ("num_bytes", "num_messages")
+
+    def __init__(self) -> None:
+        self.num_messages = self.num_bytes = 0
+
+
+class PeerLinks:
+    """The links of one worker; implements `flow.executor.Links`.
+
+    Args:
+        hello: what this process says first on each link.
+        address: address on which it listens.
+        tensors: turns the device's tensors into frames and back.
+        limits: bounds that arriving messages keep.
+
+    Attributes:
+        sent: totals of what was sent to each worker.
+        heard: the process of each worker that has said hello, as the number of its launch; -1 means none.
+        to_resend: workers from or to which a message was lost; the main loop takes them out.
+        num_garbage: messages that were dropped, because they could not be read.
+        num_undelivered: messages that were dropped, because their receiver did not run or read.
+    """
+
+    def __init__(self, hello: Hello, address: str, tensors: TensorFrames, limits: HopLimits) -> None:
+        self._hello, self._tensors, self._limits = hello, tensors, limits
+        self._context = zmq.Context()
+        self._inbox: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
+        self._inbox.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
+        self._inbox.bind(address)
+        self.fd = int(self._inbox.FD)
+        self._peers: list[zmq.Socket[bytes] | None] = [None] * limits.num_workers
+        self.sent = [LinkCounts() for _ in range(limits.num_workers)]
+        self.heard = [-1] * limits.num_workers
+        self.to_resend: set[int] = set()
+        self.num_garbage = self.num_undelivered = 0
+        self._next_of: dict[tuple[int, int], tuple[int, int]] = {}  # (worker, kind) -> epoch, next number
+
+    def connect(self, worker: int, address: str) -> None:
+        """Send to a worker's process at `address` from now on, after a hello."""
+        self.disconnect(worker)
+        peer: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
+        peer.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
+        peer.setsockopt(zmq.LINGER, 0)
+        peer.connect(address)
+        self._peers[worker] = peer
+        self._notify(worker, self._hello)
+
+    def disconnect(self, worker: int) -> None:
+        """Send nothing to a worker any more, and drop what it has not read."""
+        peer, self._peers[worker] = self._peers[worker], None
+        if peer is not None:
+            peer.close()
+
+    def close(self) -> None:
+        """Close all sockets; what is under way is lost."""
+        self._context.destroy(linger=0)
+
+    @property
+    def num_sent(self) -> int:
+        """Messages sent to all workers."""
+        return sum(counts.num_messages for counts in self.sent)
+
+    # --- sending ----------------------------------------------------------------------------------------------------
+
+    def send(self, message: HopMessage, now_ns: int) -> None:
+        """Implement `Links.send`."""
+        worker = message.hop.dst
+        frames = encode_hop(message, self._tensors)
+        if not self._send(worker, frames):
+            self.num_undelivered += 1
+            if self._peers[worker] is not None:
+                self._lost(worker, is_home=message.hop.kind == DISPATCH)
+            return
+        counts = self.sent[worker]
+        counts.num_messages += 1
+        counts.num_bytes += sum(memoryview(frame).nbytes for frame in frames)
+
+    def _send(self, worker: int, frames: Any) -> bool:
+        """Send frames, and return whether their receiver has room for them."""
+        peer = self._peers[worker]
+        if peer is None:
+            return False
+        try:
+            peer.send_multipart(frames, zmq.NOBLOCK, copy=memoryview(frames[-1]).nbytes <= _COPIED_BYTES)
+        except zmq.Again:
+            return False
+        return True
+
+    def _notify(self, worker: int, notice: PeerNotice) -> None:
+        self._send(worker, (encode_notice(notice),))
+
+    def _lost(self, worker: int, *, is_home: bool) -> None:
+        """Have the home send again what a worker owes: this worker is the home, or `worker` is."""
+        if is_home:
+            self.to_resend.add(worker)
+        else:
+            self._notify(worker, SendAgain(self._hello.src))
+
+    # --- receiving --------------------------------------------------------------------------------------------------
+
+    def has_messages(self) -> bool:
+        """Whether `receive` would return something; about 1 µs."""
+        return bool(int(self._inbox.EVENTS) & zmq.POLLIN)
+
+    def receive(self) -> list[HopMessage]:
+        """Return messages that have arrived, at most `_MESSAGES_A_TURN`, and take in notices."""
+        messages = []
+        for _ in range(_MESSAGES_A_TURN):
+            try:
+                frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            if (message := self._read([frame.buffer for frame in frames])) is not None:
+                messages.append(message)
+        return messages
+
+    def _read(self, frames: list[memoryview]) -> HopMessage | None:
+        try:
+            message = decode_frames(frames, self._tensors, self._limits)
+        except Exception as error:  # a notice may hold text that is not UTF-8, which raises an error of its own
+            self._drop(error)
+            return None
+        match message:
+            case Hello(src, launch) if 0 <= src < len(self.heard):
+                self.heard[src] = launch
+            case SendAgain(src) if 0 <= src < len(self.heard):
+                self.to_resend.add(src)
+            case HopMessage(hop):
+                self._look_for_gap(hop)
+                return message
+            case _:
+                self._drop(ValueError(f"{message} comes from outside of the group"))
+        return None
+
+    def _look_for_gap(self, hop: Hop) -> None:
+        """Have the home send again if a message before this one is missing."""
+        epoch, seq = self._next_of.get((hop.src, hop.kind), (hop.epoch, 0))
+        if hop.epoch > epoch:
+            seq = 0
+        elif hop.epoch < epoch:
+            return  # the sender does not know yet that this worker gave the epoch up
+        if hop.seq > seq:
+            logger.error("%d messages of worker %d are missing, and are sent for again", hop.seq - seq, hop.src)
+            self._lost(hop.src, is_home=hop.kind == REPLY)
+        self._next_of[hop.src, hop.kind] = (hop.epoch, max(hop.seq + 1, seq))
+
+    def _drop(self, error: Exception) -> None:
+        self.num_garbage += 1
+        if self.num_garbage & (self.num_garbage - 1) == 0:  # the first, second, fourth, …: a flood fills no disk
+            logger.error("a message of another worker was dropped (%d so far): %s", self.num_garbage, error)

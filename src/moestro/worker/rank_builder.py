@@ -1,0 +1,63 @@
+"""Builds the rank of each mode from a launch spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+from moestro.config.launch_spec import LaunchSpec
+from moestro.core.model_info import ModelInfo
+from moestro.core.stages import StagedDevice
+from moestro.core.work import Device
+from moestro.engine.cache_events import CacheEvents
+from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
+from moestro.engine.scheduler import Scheduler
+from moestro.engine.settings import SchedulerSettings
+from moestro.flow.executor import FlowExecutor
+from moestro.wire.messages import FromRank
+from moestro.worker.group_rank import Home
+from moestro.worker.kv_publisher import KvPublisher
+
+OnPhase = Callable[[str], None]  # called when a phase of the start begins
+Send = Callable[[FromRank], None]  # sends a message to the API server
+
+
+def make_rank(spec: LaunchSpec, device: Device, info: ModelInfo) -> Rank:
+    """Build the rank that `spec` describes in `fused` mode, on `device`."""
+    return build_rank(scheduler_settings(spec, info), device)
+
+
+def make_preemptive_rank(spec: LaunchSpec, device: StagedDevice, info: ModelInfo, launch_ahead: int = 1) -> Rank:
+    """Build the rank that `spec` describes in `preemptive` mode, on `device`, with as many places for each class."""
+    policy = spec.stepping.make_step_policy()
+    settings = _for_two_classes(spec, info)
+    return build_preemptive_rank(settings, device, policy, launch_ahead, passes_decodes=spec.stepping.pass_decodes)
+
+
+def make_home(spec: LaunchSpec, executor: FlowExecutor, info: ModelInfo) -> Home:
+    """Build the rank that `spec` describes in `async` mode, with as many places for each class."""
+    return Home(Scheduler(_for_two_classes(spec, info), executor.recall), executor)
+
+
+def _for_two_classes(spec: LaunchSpec, info: ModelInfo) -> SchedulerSettings:
+    return replace(scheduler_settings(spec, info), max_num_urgent_seqs=spec.scheduler.max_num_seqs)
+
+
+def scheduler_settings(spec: LaunchSpec, info: ModelInfo) -> SchedulerSettings:
+    """Combine the operator's settings with what the loaded model determines."""
+    return SchedulerSettings(
+        num_blocks=info.num_blocks,
+        num_host_blocks=info.num_host_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        **asdict(spec.scheduler),
+    )
+
+
+def publisher_of(spec: LaunchSpec, rank: Rank) -> Callable[[], None]:
+    """Make the function to call after each step: it publishes the prefix cache, if the settings say so."""
+    if spec.kv_events is None:
+        return lambda: None
+    scheduler = rank.scheduler
+    publisher = KvPublisher(spec.kv_events, spec.rank, CacheEvents(scheduler), scheduler.settings.block_size)
+    return publisher.publish

@@ -1,0 +1,267 @@
+"""The coordinator of a group: who is told what when workers join, end, are added, drained and removed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from moestro.core.clock import NS_PER_S
+from moestro.errors import EngineDiedError, NoEngineError
+from moestro.flow.settings import GroupOptions
+from moestro.server.coordinator import CONNECT_S, START_S, Coordinator
+from moestro.server.group_metrics import GroupLines, group_metrics
+from moestro.web.errors import HttpError
+from moestro.wire.messages import Failed, Heartbeat, Joined, Ready, WorkerFigures
+
+LOAD_S = 50.0
+
+
+class Group:
+    """A coordinator, and what it sent to each worker. All launches are numbered from 0."""
+
+    def __init__(self, **options) -> None:
+        self.sent: dict[int, list] = {}
+        self.unreachable: set[int] = set()
+        self.launches: dict[int, int] = {}
+        self.now_ns = 0
+        self.coordinator = Coordinator(GroupOptions(**options), Path("/private"), LOAD_S, self._send)
+
+    def _send(self, worker, message) -> None:
+        if worker in self.unreachable:
+            raise NoEngineError
+        self.sent.setdefault(worker, []).append(message)
+
+    def launch(self, *workers) -> None:
+        for worker in workers:
+            self.launches[worker] = self.launches.get(worker, -1) + 1
+            self.coordinator.launched(worker, self.launches[worker], self.now_ns)
+
+    def hear(self, message, *workers) -> None:
+        for worker in workers:
+            self.coordinator.heard(worker, message, self.now_ns)
+
+    def serve(self, *workers) -> None:
+        self.launch(*workers)
+        self.hear(Joined(), *workers)
+        self.hear(Ready(None), *workers)
+
+    def end(self, worker, how="killed") -> Exception:
+        return self.coordinator.ended(worker, how, self.now_ns)
+
+    def check(self, after_s: float) -> BaseException | None:
+        self.now_ns += int(after_s * NS_PER_S)
+        self.coordinator.check_start(self.now_ns)
+        done = self.coordinator.all_serve
+        return done.exception() if done.done() else None
+
+    @property
+    def used(self) -> list:
+        return list(self.coordinator.members().used[:5])
+
+
+def in_loop(test):
+    """Run a test inside an event loop."""
+
+    def run():
+        async def inside():
+            test()
+
+        asyncio.run(inside())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+@in_loop
+def test_the_group_is_described_when_all_have_joined_and_is_ready_when_all_serve():
+    group = Group(attention=2, experts=2)
+    group.launch(0, 1, 2, 3)
+    group.hear(Joined(), 0, 1, 2)
+    assert group.sent == {}
+    group.hear(Joined(), 3)
+    assert sorted(group.sent) == [0, 1, 2, 3]
+    (members,) = group.sent[0]
+    assert members.addresses[:5] == (*(f"ipc:///private/worker-{worker}.0" for worker in range(4)), "")
+    assert members.held[:4] == members.used[:4] == ((), (), (0,), (1,))
+    group.hear(Ready(None), 0, 1, 2)
+    assert not group.coordinator.all_serve.done()
+    group.hear(Ready(None), 3)
+    assert group.coordinator.all_serve.done()
+
+
+@in_loop
+def test_a_worker_without_copies_keeps_its_shares_while_it_restarts():
+    group = Group(attention=1, experts=2)
+    group.serve(0, 1, 2)
+    group.sent.clear()
+    assert "expert worker 1: killed" in str(group.end(2))
+    assert sorted(group.sent) == [0, 1]
+    assert group.sent[0][-1].addresses[2] == ""
+    assert group.used[:3] == [(), (0,), (1,)]
+    group.launch(2)
+    group.hear(Joined(), 2)
+    assert group.sent[0][-1].launches[2] == 1
+    assert group.sent[0][-1].addresses[2] == "ipc:///private/worker-2.1"
+    assert group.sent[0][-1].version > group.sent[0][-2].version
+
+
+@in_loop
+def test_tokens_of_a_worker_with_copies_go_to_these_until_it_is_back():
+    group = Group(attention=1, experts=3, expert_copies=2)
+    group.serve(0, 1, 2, 3)
+    assert group.used[:4] == [(), (0, 1), (1, 2), (2, 0)]
+    group.end(2)
+    assert group.used[:4] == [(), (0, 1), (), (2, 0)]
+    group.end(3)  # share 2 is nowhere now; both wait for it, and the other shares stay where they are
+    assert group.used[:4] == [(), (0, 1), (2,), (2,)]
+    group.launch(2)
+    group.hear(Joined(), 2)
+    assert group.used[:4] == [(), (0, 1), (1, 2), ()]
+
+
+@in_loop
+def test_an_unreachable_worker_does_not_keep_the_others_from_hearing():
+    group = Group(attention=1, experts=2)
+    group.serve(0, 1, 2)
+    group.sent.clear()
+    group.unreachable.add(0)
+    group.end(2)
+    assert list(group.sent) == [1]
+
+
+@pytest.mark.parametrize(
+    ("bring", "limit_s", "text"),
+    [
+        (lambda group: None, START_S, "expert worker 0 was still starting after 60 s"),
+        (lambda group: group.hear(Heartbeat(0), 1), LOAD_S, "expert worker 0 was still loading after 50 s"),
+        (lambda group: group.hear(Joined(), 0, 1), CONNECT_S, "expert worker 0 was still connecting after 20 s"),
+    ],
+)
+def test_the_start_fails_with_the_worker_that_takes_too_long(bring, limit_s, text):
+    def test():
+        group = Group(attention=1, experts=1)
+        group.launch(0, 1)
+        group.hear(Joined(), 0)
+        bring(group)
+        group.hear(Ready(None), 0)
+        assert group.check(limit_s - 1) is None
+        error = group.check(2)
+        assert isinstance(error, EngineDiedError)
+        assert str(error) == text
+
+    in_loop(test)()
+
+
+@in_loop
+def test_the_start_fails_with_the_cause_of_the_first_worker_that_ends():
+    group = Group(attention=1, experts=2)
+    group.launch(0, 1, 2)
+    group.hear(Failed("no memory"), 2)
+    group.end(2)
+    group.end(1)
+    assert str(group.check(0)) == "expert worker 1: no memory"
+
+
+@in_loop
+def test_a_worker_that_is_added_holds_the_share_with_the_fewest_copies():
+    group = Group(attention=1, experts=2)
+    group.serve(0, 1, 2)
+    worker = group.coordinator.add()
+    assert worker == 3
+    assert group.coordinator.spec(3, 0).shares == (0,)
+    group.launch(3)
+    assert group.used[3] == ()  # share 0 has a worker that runs
+    group.hear(Joined(), 3)
+    assert group.used == [(), (0,), (1,), (0,), ()]
+    assert group.coordinator.add() == 4
+    assert group.coordinator.spec(4, 0).shares == (1,)
+    while len(group.coordinator.present) < group.coordinator.num_places:
+        group.coordinator.add()
+    with pytest.raises(HttpError, match="no place"):
+        group.coordinator.add()
+
+
+@in_loop
+def test_only_a_worker_whose_experts_another_one_serves_can_be_drained():
+    group = Group(attention=1, experts=2)
+    group.serve(0, 1, 2)
+    with pytest.raises(HttpError, match="share 0: add a worker"):
+        group.coordinator.drain(1, is_draining=True)
+    group.coordinator.add()
+    group.launch(3)
+    with pytest.raises(HttpError, match="share 0: add a worker"):  # it does not serve yet
+        group.coordinator.drain(1, is_draining=True)
+    group.hear(Joined(), 3)
+    group.hear(Ready(None), 3)
+    group.coordinator.drain(1, is_draining=True)
+    assert group.used[:4] == [(), (), (1,), (0,)]
+    with pytest.raises(HttpError, match="share 0: add a worker"):
+        group.coordinator.drain(3, is_draining=True)
+    group.coordinator.drain(1, is_draining=False)
+    assert group.used[:4] == [(), (0,), (1,), (0,)]
+
+
+@in_loop
+def test_a_removed_worker_leaves_its_place_to_another():
+    group = Group(attention=1, experts=2, expert_copies=2)
+    group.serve(0, 1, 2)
+    group.coordinator.drain(1, is_draining=True)
+    group.coordinator.remove(1)
+    assert group.coordinator.is_given_up(1)
+    assert group.coordinator.expert_worker(0) is None
+    group.end(1)
+    assert [view.number for view in group.coordinator.views()] == [0, 1]
+    assert group.used[:3] == [(), (), (1, 0)]
+    assert group.coordinator.add() == 1
+    group.launch(1)
+    assert group.launches[1] == 1  # the others know its process from the one before
+    group.hear(Joined(), 1)
+    assert group.used[:3] == [(), (0,), (1, 0)]
+
+
+def figures(idle_ns: int, num_sent: int, waiting: int = 0) -> WorkerFigures:
+    return WorkerFigures(
+        num_waiting=(0, waiting),
+        oldest_ns=(0, 2_500_000 if waiting else 0),
+        idle_ns=idle_ns,
+        lived_ns=2 * idle_ns,
+        num_sent=(num_sent, 0),
+        sent_bytes=(num_sent * 1000, 0),
+        num_dropped=3,
+    )
+
+
+@in_loop
+def test_log_lines_tell_queues_stalls_and_links_of_workers_that_did_anything():
+    group = Group(attention=1, experts=1)
+    group.serve(0, 1)
+    lines = GroupLines(group.coordinator)
+    assert lines.lines(10) == []
+    group.hear(figures(4 * NS_PER_S, 2000, waiting=7), 1)
+    told = "queued 7, the oldest for 2.5 ms in layer 1; stalled 50%; sent 200 messages/s, 0.20 MB/s"
+    assert lines.lines(10) == [f"expert worker 0: {told}"]
+    assert lines.lines(10) == []
+    group.hear(figures(5 * NS_PER_S, 2100), 1)
+    assert lines.lines(10) == ["expert worker 0: queued 0; stalled 50%; sent 10 messages/s, 0.01 MB/s"]
+    group.end(1)
+    group.serve(1)
+    group.hear(figures(NS_PER_S, 50), 1)  # the totals of another process
+    assert lines.lines(10) == ["expert worker 0: queued 0; stalled 50%; sent 5 messages/s, 0.01 MB/s"]
+
+
+@in_loop
+def test_metrics_have_a_series_for_each_worker_layer_and_link():
+    group = Group(attention=1, experts=1)
+    group.serve(0, 1)
+    group.hear(figures(NS_PER_S, 5, waiting=7), 1)
+    samples = [sample for metric in group_metrics(group.coordinator) for sample in metric.samples]
+    values = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+    assert values["moestro:worker_serving", "engine 0"] == 1
+    assert values["moestro:worker_queue_tokens", "expert worker 0", "1"] == 7
+    assert values["moestro:worker_queue_age_seconds", "expert worker 0", "1"] == 0.0025
+    assert values["moestro:worker_idle_seconds_total", "expert worker 0"] == 1
+    assert values["moestro:worker_messages_dropped_total", "expert worker 0"] == 3
+    assert values["moestro:link_messages_total", "expert worker 0", "engine 0"] == 5
+    assert values["moestro:link_bytes_total", "expert worker 0", "engine 0"] == 5000

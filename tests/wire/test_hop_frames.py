@@ -1,0 +1,137 @@
+"""Frames of messages between workers: what is sent arrives, and garbage is told from messages."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from moestro.core.hops import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
+from moestro.wire.hop_frames import Hello, HopLimits, NoTensors, SendAgain, decode_frames, encode_hop, encode_notice
+
+LIMITS = HopLimits(worker=2, num_workers=4, num_layers=3, num_chosen=2, num_slots=4, num_places=16, num_guests=8)
+
+
+class Numbers:
+    """Tensors of two float32 a row."""
+
+    dtype = "float32"
+
+    def pack(self, tensor):
+        return tensor.data.cast("B")
+
+    def unpack(self, frame, num_rows):
+        return np.frombuffer(frame, np.float32).reshape(num_rows, 2)
+
+
+def dispatch(num_rows=3, **changes) -> HopMessage:
+    records = np.zeros(2 * num_rows, HOP_RECORD)
+    records["row"] = np.arange(2 * num_rows) // 2
+    records["place"] = records["row"] + 5
+    records["choice"] = np.arange(2 * num_rows) % 2
+    records["slot"] = records["choice"] + 2
+    fields = {"kind": DISPATCH, "src": 0, "dst": 2, "epoch": 1 << 32, "seq": 7, "layer": 1, "num_rows": num_rows}
+    return HopMessage(Hop(**(fields | {"dtype": "float32"} | changes)), records, np.ones((num_rows, 2), np.float32))
+
+
+def reply() -> HopMessage:
+    records = np.zeros(2, HOP_RECORD)
+    records["row"], records["place"] = [0, 1], [3, 15]
+    hop = Hop(kind=REPLY, src=1, dst=2, epoch=0, seq=0, layer=0, num_rows=2, dtype="float32", depths=(3, 0, 1))
+    return HopMessage(hop, records, np.arange(4, dtype=np.float32).reshape(2, 2))
+
+
+def frames_of(message) -> list[bytes]:
+    return [bytes(frame) for frame in encode_hop(message, Numbers())]
+
+
+def decoded(frames):
+    return decode_frames([memoryview(frame) for frame in frames], Numbers(), LIMITS)
+
+
+@pytest.mark.parametrize("message", [dispatch(), dispatch(1), reply()])
+def test_a_message_arrives_as_it_was_sent(message):
+    hop, records, tensor = decoded(frames_of(message))
+    assert hop == message.hop
+    assert (records == message.records).all()
+    assert (tensor == message.tensor).all()
+
+
+@pytest.mark.parametrize("notice", [Hello(3, 1), SendAgain(0)])
+def test_a_notice_arrives_as_it_was_sent(notice):
+    assert decoded([encode_notice(notice)]) == notice
+
+
+def test_a_message_without_a_tensor_has_an_empty_frame():
+    message = dispatch(dtype="")._replace(tensor=None)
+    frames = [bytes(frame) for frame in encode_hop(message, NoTensors())]
+    assert frames[2] == b""
+    assert decode_frames(frames, NoTensors(), LIMITS).tensor is None
+    with pytest.raises(ValueError, match="nothing is computed"):
+        decode_frames([*frames[:2], b"1234"], NoTensors(), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"dst": 1}, "at worker 2"),
+        ({"src": 2}, "at worker 2"),
+        ({"src": 4}, "at worker 2"),
+        ({"layer": 3}, "out of bounds"),
+        ({"layer": -1}, "out of bounds"),
+        ({"seq": -1}, "out of bounds"),
+        ({"credits": -1}, "out of bounds"),
+        ({"num_rows": 9}, "9 guests"),
+        ({"num_rows": 4}, "not in order"),
+        ({"kind": 2}, "kind 2"),
+        ({"dtype": "bfloat16"}, "tensor of 'bfloat16'"),
+    ],
+)
+def test_a_header_that_breaks_a_bound_is_refused(changes, text):
+    message = dispatch()
+    message = message._replace(hop=msgspec.structs.replace(message.hop, **changes))
+    with pytest.raises(ValueError, match=text):
+        decoded(frames_of(message))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("slot", 4), ("slot", -1), ("choice", 2), ("service_class", 2), ("row", -1), ("row", 2)]
+)
+def test_a_record_of_a_dispatch_that_breaks_a_bound_is_refused(field, value):
+    message = dispatch()
+    message.records[field][0] = value
+    with pytest.raises(ValueError, match=r"outside|not in order"):
+        decoded(frames_of(message))
+
+
+@pytest.mark.parametrize(("field", "value"), [("place", 16), ("place", -1), ("choice", 2), ("row", 2)])
+def test_a_record_of_a_reply_that_breaks_a_bound_is_refused(field, value):
+    message = reply()
+    message.records[field][0] = value
+    with pytest.raises(ValueError, match="outside"):
+        decoded(frames_of(message))
+
+
+def test_garbage_is_refused_and_never_breaks_a_bound():
+    """Random changes of bytes, frames left out or cut: an error, or a message within all bounds."""
+    rng = np.random.default_rng(0)
+    num_refused = 0
+    for _ in range(2000):
+        frames = [bytearray(frame) for frame in frames_of(dispatch() if rng.random() < 0.5 else reply())]
+        for _ in range(int(rng.integers(1, 4))):
+            frame = frames[rng.integers(len(frames))]
+            if len(frame) and rng.random() < 0.7:
+                frame[rng.integers(len(frame))] = rng.integers(256)
+            elif rng.random() < 0.5:
+                del frame[int(rng.integers(len(frame) + 1)) :]
+            elif len(frames) > 1:
+                frames.pop(int(rng.integers(len(frames))))
+        try:
+            message = decoded([bytes(frame) for frame in frames])
+        except (ValueError, msgspec.MsgspecError):
+            num_refused += 1
+            continue
+        if isinstance(message, HopMessage):
+            LIMITS.check(message.hop, message.records)
+            assert len(message.tensor) == message.hop.num_rows
+    assert num_refused > 500

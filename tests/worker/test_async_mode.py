@@ -1,0 +1,252 @@
+"""`moestro serve --mode async`: homes and workers with experts as processes, through the real command."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from support.running import REAL, Reply, Running, call, complete, is_idle, metrics, open_stream, wait_until
+
+from moestro.cli import main
+from moestro.wire.messages import WorkerFigures
+
+NETWORK = "mixtral-8x7b-mqa-top1"  # the fewest items a token
+PACED = ("--device", "paced:h200", "--model", NETWORK, "--paced-arithmetic", "none", "--mode", "async")
+NUM_LAYERS = 32
+PROMPTS = ("def fibonacci(n):", "class Stack:\n    def", "import os\n", "for i in range(10):\n", "x = [1, 2, 3]\n")
+
+
+def worker(server: Running, kind: str, number: int) -> psutil.Process:
+    """The process of a worker, by its name."""
+    wait_until(lambda: f"{kind}-{number}" in names(server), 20)
+    (found,) = [each for each in server.ranks() if each.name() == f"{kind}-{number}"]
+    return found
+
+
+def names(server: Running) -> list[str]:
+    """Names of the workers' processes, without the one on standby."""
+    return sorted(each.name() for each in server.ranks() if "-" in each.name())
+
+
+def ask_many(server: Running, num: int, **fields: object) -> list[Reply]:
+    """Send `num` requests of several kinds at once."""
+
+    def ask(i: int) -> Reply:
+        body = {"prompt": PROMPTS[i % 5] * (1 + i % 3), "max_tokens": 4 + i % 5, "ignore_eos": True, "temperature": 0}
+        body |= {"service_class": "be" if i % 3 else "ls"}
+        body |= {"temperature": 0.8, "seed": i, "top_p": 0.9} if i % 4 == 1 else {}
+        body |= {"logprobs": 2} if i % 4 == 2 else {}
+        return complete(server, **(body | fields))
+
+    with ThreadPoolExecutor(num) as pool:
+        return list(pool.map(ask, range(num)))
+
+
+def texts(replies: list[Reply]) -> list[str]:
+    assert [reply.status for reply in replies] == [200] * len(replies)
+    return [reply.json["choices"][0]["text"] for reply in replies]
+
+
+def admin(server: SimpleNamespace, method: str, path: str = "", **headers: str) -> tuple[int, dict]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.admin_port, timeout=20)
+    with contextlib.closing(connection):
+        connection.request(method, f"/admin/workers{path}", headers=headers)
+        response = connection.getresponse()
+        body = response.read()
+    return response.status, json.loads(body) if body else {}
+
+
+@pytest.fixture(scope="module")
+def paced(tmp_path_factory) -> Iterator[Running]:
+    """Two homes and two workers with experts, which answer from a script."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = (*REAL, *PACED, "--attention", "2", "--experts", "2")
+    running = Running((*command, "--admin-port", str(port), "--admin-api-key", "key"), tmp_path_factory.mktemp("paced"))
+    running.admin_port = port
+    yield running
+    processes = running.processes()
+    try:
+        assert running.stop() == 0
+        assert running.left_behind() == []
+        assert not any(process.is_running() for process in processes)
+    finally:
+        running.kill()
+
+
+@pytest.fixture(scope="module")
+def expected(paced) -> list[str]:
+    return texts(ask_many(paced, 6))
+
+
+def test_each_process_shows_what_it_is(paced):
+    assert names(paced) == ["attention-0", "attention-1", "experts-0", "experts-1"]
+    lines = sorted(each.cmdline()[-2:] for each in paced.ranks() if "-" in each.name())
+    assert lines == [["attention", "0"], ["attention", "1"], ["experts", "0"], ["experts", "1"]]
+
+
+def test_a_process_on_standby_takes_the_place_of_a_worker_that_dies(paced):
+    def standbys() -> list[psutil.Process]:
+        return [each for each in paced.ranks() if each.cmdline()[-1:] == ["standby"] and "-" not in each.name()]
+
+    wait_until(standbys, 20)
+    (standby,) = standbys()
+    worker(paced, "experts", 0).kill()
+    wait_until(lambda: standby.name() == "experts-0", 20)
+    wait_until(lambda: standbys() not in ([], [standby]), 20)
+
+
+def test_requests_are_balanced_over_the_homes_and_answered(paced, expected):
+    assert len(set(expected)) > 3
+    wait_until(lambda: is_idle(paced))
+    values = metrics(paced)
+    assert all(values[f'moestro:generation_tokens_total{{engine="{home}"}}'] > 0 for home in range(2))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
+def test_no_request_notices_the_death_of_an_expert_worker(paced, expected, number):
+    old = worker(paced, "experts", 1)
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(ask_many, paced, 6)
+        wait_until(lambda: not is_idle(paced))
+        old.send_signal(number)
+        assert texts(answers.result()) == expected
+    wait_until(lambda: not old.is_running(), 10)
+    wait_until(lambda: worker(paced, "experts", 1).pid != old.pid)
+    assert not sum(value for name, value in metrics(paced).items() if name.startswith("moestro:requests_moved_total"))
+
+
+def test_a_home_s_death_is_an_engine_s_death(paced, expected):
+    old = worker(paced, "attention", 0)
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(ask_many, paced, 6)
+        wait_until(lambda: call(paced, "GET", "/load").json["engines"][0]["num_running"] > 0)
+        old.kill()
+        assert texts(answers.result()) == expected
+    wait_until(lambda: metrics(paced)['moestro:engine_ready{engine="0"}'] == 1, 20)
+    assert metrics(paced)['moestro:engine_restarts_total{engine="0"}'] == 1
+    assert texts(ask_many(paced, 6)) == expected
+
+
+def test_workers_are_added_drained_and_removed_while_requests_run(paced, expected):
+    key = {"Authorization": "Bearer key"}
+    assert admin(paced, "GET")[0] == 401
+    assert admin(paced, "GET", **key, Origin="http://page.example")[0] == 403
+    status, body = admin(paced, "DELETE", "/0", **key)
+    assert (status, body["error"]["code"]) == (409, "only_copy")
+    assert admin(paced, "POST", "/7/drain", **key)[0] == 404
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(ask_many, paced, 6, max_tokens=20)
+        status, added = admin(paced, "POST", **key)
+        assert (status, added["name"], added["shares"]) == (201, "expert worker 2", [0])
+        wait_until(lambda: workers(paced)[2]["phase"] == "serving", 20)
+        assert admin(paced, "POST", "/0/drain", **key)[1]["is_draining"] is True
+        assert admin(paced, "POST", "/0/resume", **key)[1]["is_draining"] is False
+        assert admin(paced, "DELETE", "/0", **key)[0] == 204
+        wait_until(lambda: "experts-0" not in names(paced), 20)
+        longer = texts(answers.result())
+    assert all(long.startswith(short) for long, short in zip(longer, expected, strict=True))
+    assert sorted(workers(paced)) == [1, 2]
+    assert texts(ask_many(paced, 6)) == expected
+
+
+def workers(server) -> dict[int, dict]:
+    """The workers with experts, by number."""
+    found = admin(server, "GET", Authorization="Bearer key")[1]["workers"]
+    return {each["number"]: each for each in found if each["kind"] == "experts"}
+
+
+def test_queues_and_links_are_metrics(paced, expected):
+    values = metrics(paced)
+    families = {name.partition("{")[0] for name in values}
+    assert families >= {
+        "moestro:worker_serving",
+        "moestro:worker_restarts_total",
+        "moestro:worker_queue_tokens",
+        "moestro:worker_queue_age_seconds",
+        "moestro:worker_idle_seconds_total",
+        "moestro:worker_messages_dropped_total",
+        "moestro:link_messages_total",
+        "moestro:link_bytes_total",
+    }
+    link = 'moestro:link_messages_total{destination="expert worker 1",source="engine 1"}'
+    assert values[link] > 0
+    figures = workers(paced)[1]["figures"]
+    assert set(figures) == {"type", *WorkerFigures.__struct_fields__}
+    assert len(figures["num_waiting"]) == NUM_LAYERS + 1
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [("1", "--experts", "1", "--expert-credits", "3"), ("2", "--experts", "0")],
+    ids=["1+1 with few credits", "2 with both"],
+)
+def test_groups_of_other_sizes_give_the_same_answers(tmp_path, expected, sizes):
+    running = Running((*REAL, *PACED, "--no-standby", "--attention", *sizes), tmp_path)
+    try:
+        assert len(running.ranks()) == 2
+        assert texts(ask_many(running, 6)) == expected
+        assert running.stop() == 0
+    finally:
+        running.kill()
+
+
+def test_streams_that_clients_leave_free_all_that_they_held(paced, expected):
+    streams = [open_stream(paced, max_tokens=4000) for _ in range(4)]
+    wait_until(lambda: sum(engine["num_running"] for engine in call(paced, "GET", "/load").json["engines"]) == 4, 20)
+    for stream in streams:
+        stream.close()
+    wait_until(lambda: is_idle(paced), 20)
+    assert texts(ask_many(paced, 6)) == expected
+
+
+def test_a_network_gives_the_answers_of_fused_mode_while_workers_die(server, real_command, tmp_path):
+    fused = texts(ask_many(server, 12))
+    group = ("--mode", "async", "--attention", "2", "--experts", "2")
+    running = Running((*real_command, "--dtype", "float32", *group), tmp_path)
+    try:
+        assert texts(ask_many(running, 12)) == fused
+        with ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(ask_many, running, 12)
+            wait_until(lambda: not is_idle(running))
+            worker(running, "experts", 0).kill()
+            assert texts(answers.result()) == fused
+        wait_until(lambda: is_idle(running))
+        assert running.stop() == 0
+    finally:
+        running.kill()
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--engines", "2"), "give --attention 2 instead of --engines"),
+        (("--expert-copies", "2"), "raise --experts"),
+        (("--device", "paced:h200", "--model", "qwen2-7b", "--paced-arithmetic", "none"), "has none"),
+        (
+            ("--experts", "9", "--model", NETWORK, "--device", "paced:h200", "--paced-arithmetic", "none"),
+            "too few",
+        ),
+        (("--attention-step-policy", "no_such"), "no_such"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused_with_what_to_do(flags, text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--mode", "async", "--port", "0", *flags])
+    assert ended.value.code in (1, 2)
+    assert text in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("flags", [("--attention", "2"), ("--experts", "0"), ("--admin-port", "0")])
+def test_settings_of_async_mode_alone_are_refused_in_other_modes(flags, capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", *flags])
+    assert "--mode async" in capsys.readouterr().err

@@ -1,0 +1,131 @@
+"""Links between workers over real sockets: order, losses, workers that do not run, garbage."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import zmq
+from support.running import wait_until
+
+import moestro.worker.peer_links
+from moestro.core.hops import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
+from moestro.wire.hop_frames import Hello, HopLimits, NoTensors
+from moestro.worker.peer_links import PeerLinks
+
+
+def message(src: int, dst: int, seq: int, kind: int = DISPATCH, epoch: int = 0) -> HopMessage:
+    hop = Hop(kind=kind, src=src, dst=dst, epoch=epoch, seq=seq, layer=0, num_rows=1)
+    return HopMessage(hop, np.zeros(1, HOP_RECORD))
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """A home, number 0, and a worker with experts, number 1; connected."""
+    made = []
+    for worker in range(2):
+        limits = HopLimits(
+            worker=worker, num_workers=3, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_guests=9
+        )
+        made.append(PeerLinks(Hello(worker, 5 + worker), address_of(tmp_path, worker), NoTensors(), limits))
+    home, expert = made
+    home.connect(1, address_of(tmp_path, 1))
+    expert.connect(0, address_of(tmp_path, 0))
+    wait_until(lambda: [home.receive(), expert.receive()] == [[], []] and (home.heard[1], expert.heard[0]) == (6, 5))
+    with contextlib.closing(home), contextlib.closing(expert):
+        yield home, expert
+
+
+def address_of(directory, worker: int) -> str:
+    return f"ipc://{directory}/{worker}"
+
+
+def received(links: PeerLinks, num: int) -> list[int]:
+    seqs: list[int] = []
+
+    def has_all() -> bool:
+        seqs.extend(each.hop.seq for each in links.receive())
+        return len(seqs) >= num
+
+    wait_until(has_all)
+    return seqs
+
+
+def test_messages_of_a_channel_arrive_in_order_and_are_counted(pair):
+    home, expert = pair
+    for seq in range(500):
+        home.send(message(0, 1, seq), 0)
+    assert received(expert, 500) == list(range(500))
+    assert home.sent[1].num_messages == home.num_sent == 500
+    assert home.sent[1].num_bytes > 500 * HOP_RECORD.itemsize
+    assert not home.has_messages()
+    assert not expert.to_resend
+
+
+def test_has_messages_says_whether_something_has_arrived(pair):
+    home, expert = pair
+    assert not expert.has_messages()
+    home.send(message(0, 1, 0), 0)
+    wait_until(expert.has_messages)
+    assert received(expert, 1) == [0]
+
+
+def test_what_goes_to_a_worker_that_does_not_run_is_dropped_and_counted(pair):
+    home, expert = pair
+    home.disconnect(1)
+    home.send(message(0, 1, 0), 0)
+    home.send(message(0, 2, 0), 0)
+    assert home.num_undelivered == 2
+    assert not home.to_resend  # the homes send everything again when it is back
+    assert expert.receive() == []
+
+
+def test_a_missing_reply_makes_the_home_send_again(pair):
+    home, expert = pair
+    for seq in (0, 1, 3):
+        expert.send(message(1, 0, seq, REPLY), 0)
+    assert received(home, 3) == [0, 1, 3]
+    assert home.to_resend == {1}
+
+
+def test_a_missing_dispatch_makes_the_receiver_ask_the_home_to_send_again(pair):
+    home, expert = pair
+    home.send(message(0, 1, 1), 0)
+    assert received(expert, 1) == [1]
+    assert not expert.to_resend
+    wait_until(lambda: home.receive() == [] and home.to_resend == {1})
+
+
+def test_a_new_epoch_begins_with_a_new_count_and_late_messages_of_the_old_one_are_no_gap(pair):
+    home, expert = pair
+    for epoch, seq in ((0, 0), (0, 1), (1, 0), (0, 9), (1, 1)):
+        home.send(message(0, 1, seq, epoch=epoch), 0)
+    assert received(expert, 5) == [0, 1, 0, 9, 1]
+    wait_until(lambda: not expert.has_messages())
+    assert home.receive() == []
+    assert not home.to_resend
+
+
+def test_garbage_is_dropped_and_counted(pair, tmp_path, caplog):
+    home, expert = pair
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.connect(address_of(tmp_path, 1))
+        for frames in ([b"\xff"], [b"", b""], [b"a", b"b", b"c", b"d"], [b"\x93", b"123", b""], [b"\x80", b"", b""]):
+            stranger.send_multipart(frames)
+        home.send(message(0, 1, 0), 0)
+        wait_until(lambda: expert.receive() is not None and expert.num_garbage == 5)
+    home.send(message(0, 1, 1), 0)
+    assert received(expert, 1) == [1]
+    assert len([text for text in caplog.messages if "was dropped" in text]) == 3  # the first, second and fourth
+
+
+def test_a_worker_that_does_not_read_loses_messages_and_the_home_sends_them_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(moestro.worker.peer_links, "_MAX_QUEUED", 10)
+    limits = HopLimits(worker=0, num_workers=2, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_guests=9)
+    with contextlib.closing(PeerLinks(Hello(0, 0), address_of(tmp_path, 0), NoTensors(), limits)) as home:
+        home.connect(1, address_of(tmp_path, 1))  # where nobody listens
+        for seq in range(50):
+            home.send(message(0, 1, seq), 0)
+        assert home.num_undelivered >= 40
+        assert home.to_resend == {1}
