@@ -159,7 +159,7 @@ def paced_rank() -> Rank:
         rank=0, launch=0, address="", launched_ns=0, log_level="info", model=model, scheduler=SchedulerOptions(),
         stepping=SteppingSettings(mode="preemptive"), paced=paced,
     )  # fmt: skip
-    return make_paced_rank(spec, paced, FixedAnswers([7]), paced_info(paced, model, 100))
+    return make_paced_rank(spec, paced, FixedAnswers([7]), paced_info(paced, model, 100, 1000))
 
 
 def experts_of(rank: Rank, name: str) -> np.ndarray:

@@ -16,6 +16,7 @@ from moestro.config.launch_spec import GroupSpec, LaunchSpec
 from moestro.core.expert_table import ExpertTable, SharedExperts
 from moestro.core.model_info import ModelInfo
 from moestro.core.stages import StagedDevice
+from moestro.engine.rank import Rank
 from moestro.engine.settings import SchedulerOptions
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.executor import FlowExecutor
@@ -53,6 +54,7 @@ class WorkerPart:
         info: the whole network, and the KV cache. None means a worker without attention.
         tensors: turns the device's tensors into frames.
         launch_ahead: items with the device at once.
+        on_home: called with the rank of a worker with attention, which is made after its device.
     """
 
     device: StagedDevice
@@ -60,6 +62,7 @@ class WorkerPart:
     info: ModelInfo | None
     tensors: TensorFrames
     launch_ahead: int = 1
+    on_home: Callable[[Rank], None] = lambda _: None
 
 
 # (spec, sizes, called with the name of each phase) -> what the worker has loaded
@@ -115,6 +118,7 @@ def serve_group_worker(spec: LaunchSpec, group: GroupSpec, channel: Channel, par
         channel.send(Ready(part.info))
         if part.info is not None:
             home = make_home(spec, executor, part.info)
+            part.on_home(home)
             run_rank(home, inbox, time.monotonic_ns, publisher_of(spec, home))
         else:
             run_rank(ExpertRank(executor), inbox, time.monotonic_ns)

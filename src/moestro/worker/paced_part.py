@@ -5,6 +5,7 @@ from __future__ import annotations
 from moestro.config.launch_spec import LaunchSpec
 from moestro.core.expert_table import experts_of_shares
 from moestro.core.model_info import ModelInfo
+from moestro.core.token_keys import Keys
 from moestro.core.work import Forward, StepResult, Units
 from moestro.cost.capacity import check_experts_fit, worker_kv_blocks
 from moestro.cost.gate import PopularityGate
@@ -18,6 +19,7 @@ from moestro.errors import ConfigError
 from moestro.wire.hop_frames import NoTensors
 from moestro.worker.group_process import WorkerPart, WorkerSizes
 from moestro.worker.paced import Answers, stage_cost_of
+from moestro.worker.request_keys import RequestKeys
 
 
 def num_part_blocks(spec: LaunchSpec, paced: PacedSettings) -> int:
@@ -71,8 +73,19 @@ def load_paced_part(
 
     experts = cost.network.experts
     assert experts is not None, "checked by _num_slots"
-    device = PricedStages(cost, setup, answer)
-    return WorkerPart(device=device, num_experts=experts.num_experts, info=info, tensors=NoTensors())
+    keys: list[RequestKeys] = []  # of the home, which is made after the device
+
+    def keys_of(units: Units) -> Keys:
+        return keys[0].of(units)
+
+    device = PricedStages(cost, setup, answer, keys_of)
+    return WorkerPart(
+        device=device,
+        num_experts=experts.num_experts,
+        info=info,
+        tensors=NoTensors(),
+        on_home=lambda rank: keys.append(RequestKeys(rank.scheduler.table)),
+    )
 
 
 def _modelled(paced: PacedSettings) -> tuple[NetworkShape, Gpu]:
