@@ -11,6 +11,7 @@ from moestro.core.load_figures import (
     ROUTED_FIGURES,
     LoadFigures,
     LockStepCounts,
+    PaceCounts,
     PassCounts,
     figure_values,
 )
@@ -18,7 +19,7 @@ from moestro.core.views import EngineTable, Figure
 
 
 def test_every_field_has_a_spec():
-    parts = {"pass_counts": PassCounts, "lock_step": LockStepCounts}
+    parts = {"pass_counts": PassCounts, "lock_step": LockStepCounts, "pace": PaceCounts}
     fields = {
         *LoadFigures.__struct_fields__,
         *(name for part in parts.values() for name in part.__struct_fields__),

@@ -102,7 +102,7 @@ def test_log_probabilities_can_be_asked_for(paced):
 
 def test_a_warning_about_prices_is_logged_once(caplog):
     said = iter([None, "beyond the table"] + ["and further"] * 9)
-    run_rank(PacedDevice(COST, FixedAnswers([10, 11, 12]), lambda: next(said)), max_tokens=6)
+    run_rank(PacedDevice(COST, FixedAnswers([10, 11, 12]), warning=lambda: next(said)), max_tokens=6)
     assert caplog.messages == ["beyond the table"]
 
 

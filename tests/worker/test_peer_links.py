@@ -32,7 +32,7 @@ def pair(tmp_path):
     home, expert = made
     home.connect(1, address_of(tmp_path, 1))
     expert.connect(0, address_of(tmp_path, 0))
-    wait_until(lambda: [home.receive(), expert.receive()] == [[], []] and (home.heard[1], expert.heard[0]) == (6, 5))
+    wait_until(lambda: [home.receive(0), expert.receive(0)] == [[], []] and (home.heard[1], expert.heard[0]) == (6, 5))
     with contextlib.closing(home), contextlib.closing(expert):
         yield home, expert
 
@@ -45,7 +45,7 @@ def received(links: PeerLinks, num: int) -> list[int]:
     seqs: list[int] = []
 
     def has_all() -> bool:
-        seqs.extend(each.hop.seq for each in links.receive())
+        seqs.extend(each.hop.seq for each in links.receive(0))
         return len(seqs) >= num
 
     wait_until(has_all)
@@ -78,7 +78,7 @@ def test_what_goes_to_a_worker_that_does_not_run_is_dropped_and_counted(pair):
     home.send(message(0, 2, 0), 0)
     assert home.num_undelivered == 2
     assert not home.to_resend  # the homes send everything again when it is back
-    assert expert.receive() == []
+    assert expert.receive(0) == []
 
 
 def test_a_missing_reply_makes_the_home_send_again(pair):
@@ -94,7 +94,7 @@ def test_a_missing_dispatch_makes_the_receiver_ask_the_home_to_send_again(pair):
     home.send(message(0, 1, 1), 0)
     assert received(expert, 1) == [1]
     assert not expert.to_resend
-    wait_until(lambda: home.receive() == [] and home.to_resend == {1})
+    wait_until(lambda: home.receive(0) == [] and home.to_resend == {1})
 
 
 def test_a_new_epoch_begins_with_a_new_count_and_late_messages_of_the_old_one_are_no_gap(pair):
@@ -103,7 +103,7 @@ def test_a_new_epoch_begins_with_a_new_count_and_late_messages_of_the_old_one_ar
         home.send(message(0, 1, seq, epoch=epoch), 0)
     assert received(expert, 5) == [0, 1, 0, 9, 1]
     wait_until(lambda: not expert.has_messages())
-    assert home.receive() == []
+    assert home.receive(0) == []
     assert not home.to_resend
 
 
@@ -114,7 +114,7 @@ def test_garbage_is_dropped_and_counted(pair, tmp_path, caplog):
         for frames in ([b"\xff"], [b"", b""], [b"a", b"b", b"c", b"d"], [b"\x93", b"123", b""], [b"\x80", b"", b""]):
             stranger.send_multipart(frames)
         home.send(message(0, 1, 0), 0)
-        wait_until(lambda: expert.receive() is not None and expert.num_garbage == 5)
+        wait_until(lambda: expert.receive(0) is not None and expert.num_garbage == 5)
     home.send(message(0, 1, 1), 0)
     assert received(expert, 1) == [1]
     assert len([text for text in caplog.messages if "was dropped" in text]) == 3  # the first, second and fourth

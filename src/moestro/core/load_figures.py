@@ -143,6 +143,46 @@ class LockStepCounts(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
 
 
+class PaceCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Items of a paced device, whose durations are modelled, since its process started.
+
+    Attributes:
+        dilation: factor on all modelled durations.
+        num_items: items whose end was taken in.
+        item_ns: their durations, dilated.
+        late_ns: times from the modelled end of each item until the process took it in. Over `item_ns`, it is the share
+            by which the machine of the process distorts the figures.
+    """
+
+    dilation: Annotated[
+        float,
+        FigureSpec(
+            _GAUGE, FigureUnit.RATIO, "Factor on modelled durations; 0 without a paced device.", metric="pace_dilation"
+        ),
+    ] = 0.0
+    num_items: Annotated[
+        int, FigureSpec(_COUNTER, FigureUnit.TIMES, "Items of a paced device.", metric="paced_items")
+    ] = 0
+    item_ns: Annotated[
+        int,
+        FigureSpec(
+            _COUNTER,
+            FigureUnit.NANOSECONDS,
+            "Durations of the items of a paced device, dilated.",
+            metric="paced_item_seconds",
+        ),
+    ] = 0
+    late_ns: Annotated[
+        int,
+        FigureSpec(
+            _COUNTER,
+            FigureUnit.NANOSECONDS,
+            "Times by which ends of paced items were taken in late.",
+            metric="paced_late_seconds",
+        ),
+    ] = 0
+
+
 class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A report of one engine's load; None means that this report does not contain the figure.
 
@@ -159,6 +199,7 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         num_restored_tokens: tokens whose KV was copied back.
         pass_counts: plans that passed others, in `preemptive` mode.
         lock_step: steps of the engine's group, in `ep` mode.
+        pace: items of a paced device; None in `async` mode, where workers report it.
     """
 
     num_running: Annotated[
@@ -265,6 +306,7 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     ] = None
     pass_counts: PassCounts | None = None
     lock_step: LockStepCounts | None = None
+    pace: PaceCounts | None = None
 
 
 def _specs_of(struct: type[msgspec.Struct]) -> dict[str, FigureSpec]:
@@ -279,7 +321,11 @@ def _specs_of(struct: type[msgspec.Struct]) -> dict[str, FigureSpec]:
 
 _OWN_SPECS = _specs_of(LoadFigures)
 # Figures of one mode alone, by the field of `LoadFigures` that holds them.
-_PARTS: Mapping[str, type[PassCounts | LockStepCounts]] = {"pass_counts": PassCounts, "lock_step": LockStepCounts}
+_PARTS: Mapping[str, type[PassCounts | LockStepCounts | PaceCounts]] = {
+    "pass_counts": PassCounts,
+    "lock_step": LockStepCounts,
+    "pace": PaceCounts,
+}
 _PART_SPECS = {part: _specs_of(struct) for part, struct in _PARTS.items()}
 
 # Every figure, by the name of its field.

@@ -26,6 +26,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         num_layers: transformer blocks.
         num_experts: routed experts of a layer; 0 means a dense model.
         num_experts_per_token: experts that each token visits in a layer; 0 means a dense model.
+        pace_dilation: factor on the modelled durations of a paced device; 1 without one.
         notes: notes for the operator, one sentence each.
         is_exact: whether batch and schedule never change tokens, so that another engine can continue an answer.
     """
@@ -45,5 +46,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     num_experts: int
     num_experts_per_token: int
+    pace_dilation: float = 1.0
     notes: tuple[str, ...] = ()
     is_exact: bool = False

@@ -14,6 +14,7 @@ from moestro.cost.networks import NetworkShape
 from moestro.errors import ConfigError
 
 _ACTIVATION_BYTES = 2
+HOP_HEADER_BYTES = 64  # a packed `Hop`, about
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -178,7 +178,9 @@ class PricedStages:
     Attributes:
         shape: numbers of layers, experts, rows and places.
         works_when_polled: False.
-        busy_ns: time of the items that were taken, without the host's.
+        num_items: items whose end was taken in.
+        busy_ns: their time, without the host's.
+        late_ns: times from the end of each of them until `poll` returned it; 0 on virtual time.
         num_expert_calls: calls of one expert in these items; each reads the expert's weights once.
     """
 
@@ -199,7 +201,8 @@ class PricedStages:
         self._expert_ns = _ExpertPrices(cost)
         self._decode_choices = DecodeChoices(setup.gate, self.shape.num_layers) if setup.gate else None
         self._launched: deque[_PricedItem] = deque()
-        self._moved_at_ns = self.busy_ns = self.num_expert_calls = 0
+        self._moved_at_ns = self.num_expert_calls = 0
+        self.num_items = self.busy_ns = self.late_ns = 0
         self._host_free_ns = 0
 
     def launch(self, item: StageItem, now_ns: int) -> None:
@@ -238,7 +241,9 @@ class PricedStages:
         results: list[StageResult] = []
         while self._launched and self._launched[0].ready_ns <= now_ns:
             launched = self._launched.popleft()
+            self.num_items += 1
             self.busy_ns += launched.ready_ns - launched.start_ns
+            self.late_ns += now_ns - launched.ready_ns
             self.num_expert_calls += self._num_expert_calls(launched)
             results.append(self._result(launched, now_ns))
         return results

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from moestro.core.setting_checks import CheckedSettings
+from moestro.core.setting_checks import CheckedSettings, at_least
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.links import LINKS, link_named
@@ -18,7 +18,7 @@ PACED = "paced:"  # begins the name of a device whose durations are modelled
 PACED_NETWORK = "qwen3-30b-a3b"
 PACED_QLLM = "paced:qllm"  # not a GPU, but an engine with its own cost model
 
-_LINK = f"Link between the paced GPUs of --mode ep, one of {', '.join(LINKS)}."
+_LINK = f"Link between the paced GPUs of --mode ep and async, one of {', '.join(LINKS)}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,8 @@ class PacedOptions(CheckedSettings):
     paced_arithmetic: Literal["demo", "none"] = "demo"
     "Answers of a paced device. demo: tokens of the demo model; none: a fixed text, without loading torch."
     paced_link: Annotated[str, Parameter(help=_LINK)] = "nvswitch-a100"
+    pace_dilation: Annotated[float, at_least(1)] = 1.0
+    "Factor on all modelled durations. At 4, this machine's own work weighs a quarter; divide the load by 4 too."
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from moestro.core.load_figures import LoadFigures
+from moestro.core.load_figures import LoadFigures, PaceCounts
 from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
 from moestro.core.stages import StagedDevice
 from moestro.core.views import BE, StepPolicy
@@ -33,6 +33,7 @@ class Rank:
     Attributes:
         expert_counts: int64[num_layers, num_experts], tokens that each logical expert computed so far. None means a
             dense network.
+        pace_counts: supplier of the counts of a paced device; returns None for another device.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, passes_decodes: bool = True) -> None:
@@ -41,6 +42,7 @@ class Rank:
         self._passes_decodes = passes_decodes
         self._has_news = False  # something happened since the last plan for which more units might be scheduled
         self.expert_counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None = None
+        self.pace_counts: Callable[[], PaceCounts | None] = lambda: None
 
     def add(self, request: Request, now_ns: int) -> int:
         """Put a request in the waiting queue.

@@ -25,7 +25,8 @@ _ERROR_BYTES = 1 << 16
 class _Card(msgspec.Struct):
     id: str
     max_model_len: int | None = None
-    device: str = ""  # Moestro's servers send it
+    device: str = ""  # Moestro's servers send it, and the dilation of paced ones
+    pace_dilation: float = 1.0
 
 
 class _Cards(msgspec.Struct):
@@ -39,12 +40,14 @@ class Endpoint:
     Attributes:
         max_model_len: most tokens of prompt and answer, where the server tells.
         is_paced: whether the server's steps take a modelled time, so that its figures are not measured ones.
+        pace_dilation: factor on these times.
     """
 
     url: str
     model: str
     max_model_len: int | None
     is_paced: bool = False
+    pace_dilation: float = 1.0
 
 
 class BenchClient:
@@ -99,7 +102,7 @@ class BenchClient:
             raise ConfigError(f"{self._settings.root} serves {', '.join(names) or 'no model'}: give one as --model")
         card = cards[0] if asked is None else cards[names.index(asked)]
         url = self._settings.root + _PATHS[self._settings.endpoint_type]
-        return Endpoint(url, card.id, card.max_model_len, card.device.startswith("paced"))
+        return Endpoint(url, card.id, card.max_model_len, card.device.startswith("paced"), card.pace_dilation)
 
     async def _models(self) -> list[_Card]:
         url = f"{self._settings.root}/v1/models"

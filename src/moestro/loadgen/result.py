@@ -19,10 +19,15 @@ _HIDDEN = "***"
 
 
 class BenchConditions(RunRecord, frozen=True, kw_only=True):
-    """Conditions of a bench: those of the client's process, and the server that it measured."""
+    """Conditions of a bench: those of the client's process, and the server that it measured.
+
+    Attributes:
+        pace_dilation: factor on the durations of a paced server. Rates and durations of the result are not corrected.
+    """
 
     url: str
     model: str
+    pace_dilation: float = 1.0
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +63,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def make_conditions(endpoint: Endpoint) -> BenchConditions:
     """The conditions of this process, before the run."""
     record = run_record("paced" if endpoint.is_paced else "measured")
-    return BenchConditions(**msgspec.structs.asdict(record), url=endpoint.url, model=endpoint.model)
+    return BenchConditions(
+        **msgspec.structs.asdict(record),
+        url=endpoint.url,
+        model=endpoint.model,
+        pace_dilation=endpoint.pace_dilation,
+    )
 
 
 def settings_as_told(settings: BenchSettings) -> dict[str, object]:

@@ -153,6 +153,13 @@ async def _find(settings: EndpointSettings) -> Endpoint:
 def _tell(console: Console, settings: BenchSettings, result: Result) -> None:
     report, conditions = result.report, result.conditions
     console.print(f"{conditions.model} at {conditions.url}", markup=False, highlight=False, soft_wrap=True)
+    if conditions.pace_dilation != 1:
+        factor = f"{conditions.pace_dilation:g}"
+        console.print(
+            f"dilated        the server's times are {factor} times the modelled ones: divide durations by {factor}, and"
+            f" multiply rates by {factor}",
+            highlight=False,
+        )
     if result.is_generated and settings.requests.dataset_name != "random":
         console.print("requests       generated, not recorded", highlight=False)
     if result.num_skipped:

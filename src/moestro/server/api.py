@@ -115,7 +115,12 @@ class ApiServer:
     def _card(self, name: str) -> ModelCard:
         model, info = self._model, self._model.info
         return ModelCard(
-            id=name, created=model.created, root=model.root, max_model_len=info.max_model_len, device=info.device
+            id=name,
+            created=model.created,
+            root=model.root,
+            max_model_len=info.max_model_len,
+            device=info.device,
+            pace_dilation=info.pace_dilation,
         )
 
 

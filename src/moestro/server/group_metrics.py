@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from moestro.core.clock import NS_PER_S
+from moestro.core.load_figures import FIGURES, FigureKind, PaceCounts
 from moestro.server.coordinator import Coordinator, WorkerView
 
 _WORKER = ("worker",)
@@ -26,6 +27,7 @@ def group_metrics(coordinator: Coordinator) -> Iterator[Metric]:
     reporting = [view for view in views if view.figures is not None]
     yield from _queues(reporting)
     yield from _links(reporting, coordinator)
+    yield from _pace(reporting)
 
 
 def _queues(views: list[WorkerView]) -> Iterator[Metric]:
@@ -68,6 +70,33 @@ def _links(views: list[WorkerView], coordinator: Coordinator) -> Iterator[Metric
                 messages.add_metric(link, num_sent)
                 num_bytes.add_metric(link, sent)
     yield from (messages, num_bytes)
+
+
+def _pace(views: list[WorkerView]) -> Iterator[Metric]:
+    """Yield what paced workers count; the names are those of an engine's figures, for workers."""
+    figures = [(view.name, view.figures, view.figures.pace) for view in views if view.figures is not None]
+    paced = [(name, told, pace) for name, told, pace in figures if pace is not None]
+    if not paced:
+        return
+    for field in PaceCounts.__struct_fields__:
+        spec = FIGURES[field]
+        make = GaugeMetricFamily if spec.kind is FigureKind.GAUGE else CounterMetricFamily
+        family = make(f"moestro:worker_{spec.metric}", spec.help, labels=_WORKER)
+        for name, _, pace in paced:
+            family.add_metric((name,), spec.metric_value(getattr(pace, field)))
+        yield family
+    messages = CounterMetricFamily(
+        "moestro:worker_paced_messages", "Messages that a modelled link brought.", labels=_WORKER
+    )
+    late = CounterMetricFamily(
+        "moestro:worker_paced_messages_late_seconds",
+        "Times by which messages of modelled links were taken in late.",
+        labels=_WORKER,
+    )
+    for name, told, _ in paced:
+        messages.add_metric((name,), told.num_paced_messages)
+        late.add_metric((name,), told.message_late_ns / NS_PER_S)
+    yield from (messages, late)
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,13 +199,17 @@ class Answer(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """One entry of `GET /v1/models`. `device` is the engines' device; that of a paced engine begins with "paced"."""
+    """One entry of `GET /v1/models`. `device` is the engines' device; that of a paced engine begins with "paced".
+
+    `pace_dilation` is the factor on the durations of a paced engine.
+    """
 
     id: str
     created: int
     root: str
     max_model_len: int
     device: str
+    pace_dilation: float = 1.0
     object: str = "model"
     owned_by: str = "moestro"
     parent: None = None

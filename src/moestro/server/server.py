@@ -31,6 +31,7 @@ from moestro.server.engine_client import EngineClient
 from moestro.server.group_metrics import GroupLines
 from moestro.server.liveness import LivenessTimeouts
 from moestro.server.metrics import Metrics
+from moestro.server.pace_lines import PaceLines
 from moestro.server.private_directory import private_directory
 from moestro.server.prometheus import ServerCollector, Sources
 from moestro.server.rank_socket import RankSocket
@@ -273,6 +274,7 @@ class _ServeProcess:
         header = Header(
             model=settings.server.served_model_name[0],
             device=info.device,
+            pace_dilation=info.pace_dilation,
             num_engines=settings.num_engines,
             block_size=info.block_size,
             num_blocks=info.num_blocks,
@@ -313,10 +315,11 @@ class _ServeProcess:
 def _stat_lines(cluster: _Cluster) -> Callable[[float], list[str]]:
     """Return the function that makes the log lines about the last given seconds."""
     engines = StatLines(cluster.engines, cluster.metrics)
+    pace = PaceLines(cluster.engines, cluster.coordinator)
     if cluster.coordinator is None:
-        return engines.lines
+        return lambda seconds: [*engines.lines(seconds), *pace.lines()]
     workers = GroupLines(cluster.coordinator)
-    return lambda seconds: [*engines.lines(seconds), *workers.lines(seconds)]
+    return lambda seconds: [*engines.lines(seconds), *workers.lines(seconds), *pace.lines()]
 
 
 def _timeouts(processes: ProcessSettings) -> LivenessTimeouts:

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moestro.core.hops import HopMessage
-from moestro.cost.links import Machines, hop_bytes
+from moestro.cost.links import HOP_HEADER_BYTES, Machines, hop_bytes
 from moestro.cost.networks import NetworkShape
-
-_HEADER_BYTES = 64  # a packed `Hop`, about
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +61,7 @@ class VirtualLinks:
         hop, machine_of = message.hop, self._machines.machine_of
         source, crosses = hop.src, machine_of[hop.src] != machine_of[hop.dst]
         link = self._machines.across if crosses else self._machines.within
-        num_bytes = _HEADER_BYTES + hop_bytes(self._network, hop.num_rows, len(message.records))
+        num_bytes = HOP_HEADER_BYTES + hop_bytes(self._network, hop.num_rows, len(message.records))
         port_ns = link.port_ns(num_bytes)
         sends_at = self._sends_at[crosses]
         sends_at[source] = max(now_ns, sends_at[source]) + link.message_ns + port_ns

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from moestro.core.load_figures import LoadFigures
+from moestro.core.load_figures import LoadFigures, PaceCounts
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import Output, Request
 
@@ -115,6 +115,9 @@ class WorkerFigures(msgspec.Struct, frozen=True, tag=True):
         idle_ns, lived_ns: Time in which nothing could run, and all time since the worker serves.
         num_sent, sent_bytes: Messages to each worker, and their bytes.
         num_dropped: Messages and parts of them that were late, repeated, unreadable, or for a worker that does not run.
+        pace: Items of a paced device; None means another device.
+        num_paced_messages: Messages that a modelled link brought.
+        message_late_ns: Times from the modelled arrival of each of them until the worker took it in.
     """
 
     num_waiting: tuple[int, ...]
@@ -124,6 +127,9 @@ class WorkerFigures(msgspec.Struct, frozen=True, tag=True):
     num_sent: tuple[int, ...]
     sent_bytes: tuple[int, ...]
     num_dropped: int
+    pace: PaceCounts | None = None
+    num_paced_messages: int = 0
+    message_late_ns: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from moestro.config.launch_spec import GroupSpec, LaunchSpec
 from moestro.core.expert_table import ExpertTable, SharedExperts
+from moestro.core.load_figures import PaceCounts
 from moestro.core.model_info import ModelInfo
 from moestro.core.stages import StagedDevice
 from moestro.engine.rank import Rank
@@ -25,6 +26,7 @@ from moestro.wire.hop_frames import Hello, HopLimits, TensorFrames
 from moestro.wire.messages import Joined, Ready
 from moestro.worker.channel import Channel
 from moestro.worker.group_rank import ExpertRank
+from moestro.worker.paced_links import LinkPace
 from moestro.worker.peer_inbox import PeerInbox
 from moestro.worker.peer_links import PeerLinks
 from moestro.worker.rank_builder import OnPhase, make_home, publisher_of
@@ -54,6 +56,8 @@ class WorkerPart:
         info: the whole network, and the KV cache. None means a worker without attention.
         tensors: turns the device's tensors into frames.
         launch_ahead: items with the device at once.
+        link_pace: holds messages for as long as a modelled link takes; None with a device that is not paced.
+        pace_counts: supplier of the counts of a paced device.
         on_home: called with the rank of a worker with attention, which is made after its device.
     """
 
@@ -62,6 +66,8 @@ class WorkerPart:
     info: ModelInfo | None
     tensors: TensorFrames
     launch_ahead: int = 1
+    link_pace: LinkPace | None = None
+    pace_counts: Callable[[], PaceCounts | None] = lambda: None
     on_home: Callable[[Rank], None] = lambda _: None
 
 
@@ -103,9 +109,9 @@ def serve_group_worker(spec: LaunchSpec, group: GroupSpec, channel: Channel, par
         num_places=shape.num_places,
         num_guests=shape.num_guests,
     )
-    links = PeerLinks(Hello(group.worker, spec.launch), group.address, part.tensors, limits)
+    links = PeerLinks(Hello(group.worker, spec.launch), group.address, part.tensors, limits, part.link_pace)
     try:
-        inbox = PeerInbox(group, channel, links, experts)
+        inbox = PeerInbox(group, channel, links, experts, part.pace_counts)
         channel.send(Joined())
         members = inbox.await_members()
         if members is None:

@@ -11,6 +11,7 @@ from moestro.config.launch_spec import GroupSpec, LaunchSpec
 from moestro.core.expert_table import ExpertTable, SharedExperts
 from moestro.core.model_info import ModelInfo
 from moestro.core.work import Device
+from moestro.cost.settings import PacedSettings
 from moestro.engine.rank import Rank
 from moestro.errors import ConfigError
 from moestro.model.device import open_device
@@ -20,7 +21,7 @@ from moestro.model.staged_open import open_staged_device
 from moestro.model.tensor_frames import TorchFrames
 from moestro.model.worker_share import WorkerShare
 from moestro.worker.group_process import WorkerPart, WorkerSizes
-from moestro.worker.paced import PACED_NOTE, NetworkAnswers, make_paced_rank, num_blocks_of
+from moestro.worker.paced import NetworkAnswers, make_paced_rank, num_blocks_of, paced_notes
 from moestro.worker.paced_group import build_paced_group_rank
 from moestro.worker.paced_part import load_paced_part, num_part_blocks
 from moestro.worker.rank_builder import OnPhase, Send, make_preemptive_rank, make_rank
@@ -52,7 +53,7 @@ def build_network_rank(spec: LaunchSpec, on_phase: OnPhase, send: Send) -> tuple
     device, info = opened
     if spec.paced is not None:
         answers = NetworkAnswers(device)
-        info = msgspec.structs.replace(info, device=spec.paced.device, notes=(*info.notes, PACED_NOTE))
+        info = _paced(info, spec.paced)
         if lock_step is not None:
             return build_paced_group_rank(spec, lock_step, answers, info, send), info
         return make_paced_rank(spec, spec.paced, answers, info), info
@@ -80,7 +81,7 @@ def load_network_part(spec: LaunchSpec, sizes: WorkerSizes, on_phase: OnPhase) -
         num_blocks = num_part_blocks(spec, spec.paced)
         model = replace(spec.model, num_gpu_blocks_override=num_blocks)
         device, info = open_device(model, on_phase, spec.rank)
-        info = msgspec.structs.replace(info, device=spec.paced.device, notes=(*info.notes, PACED_NOTE))
+        info = _paced(info, spec.paced)
         return load_paced_part(spec, sizes, NetworkAnswers(device), info)
     group = spec.group
     assert group is not None, "a part belongs to a group"
@@ -91,6 +92,12 @@ def load_network_part(spec: LaunchSpec, sizes: WorkerSizes, on_phase: OnPhase) -
     max_tokens = spec.scheduler.max_num_batched_tokens
     home_device, info = open_staged_device(spec.model, max_tokens, on_phase, spec.rank, share)
     return _part(home_device, info, info)
+
+
+def _paced(info: ModelInfo, paced: PacedSettings) -> ModelInfo:
+    """Describe the network that computes the answers of a paced device."""
+    notes = (*info.notes, *paced_notes(paced))
+    return msgspec.structs.replace(info, device=paced.device, pace_dilation=paced.pace_dilation, notes=notes)
 
 
 def _table(group: GroupSpec, num_layers: int, num_experts: int) -> ExpertTable:

@@ -17,6 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from moestro.config.launch_spec import LaunchSpec
+from moestro.core.load_figures import PaceCounts
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import TokenLogprobs
 from moestro.core.stages import NUM_PLANS
@@ -27,7 +28,7 @@ from moestro.cost.gpus import A100, gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch, CostModel
 from moestro.cost.networks import NetworkShape
-from moestro.cost.priced_stages import PricedStages, whole_setup
+from moestro.cost.priced_stages import PricedStages, StageSetup, whole_setup
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.settings import PACED_QLLM, PacedSettings
 from moestro.cost.staged_engines import QLLM, StagedEngine, in_4_bits
@@ -63,15 +64,29 @@ class TimedAnswers:
 
     Args:
         answers: supplier of the results.
+        dilation: factor on modelled durations.
     """
 
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
-        self._pending: deque[tuple[int, StepResult]] = deque()
+    def __init__(self, answers: Answers, dilation: float = 1.0) -> None:
+        self._answers, self.dilation = answers, dilation
+        self._pending: deque[tuple[int, int, StepResult]] = deque()  # end and duration of an item, its result
+        self._num_items = self._item_ns = self._late_ns = 0
 
-    def answer_at(self, ready_ns: int, item: Forward, now_ns: int) -> None:
-        """Let `poll` return the result of `item` at `ready_ns`, after those of earlier items."""
-        self._pending.append((ready_ns, self._answers.of(item, now_ns)))
+    def answer_at(self, ready_ns: int, took_ns: int, item: Forward, now_ns: int) -> None:
+        """Let `poll` return the result of `item`, which takes `took_ns`, at `ready_ns`, after those of earlier ones."""
+        self._pending.append((ready_ns, took_ns, self._answers.of(item, now_ns)))
+
+    def count(self, ready_ns: int, took_ns: int, now_ns: int) -> None:
+        """Count an item of `took_ns` that ended at `ready_ns` and is taken in now."""
+        self._num_items += 1
+        self._item_ns += took_ns
+        self._late_ns += now_ns - ready_ns
+
+    def pace_counts(self) -> PaceCounts:
+        """Return the counts of the items so far."""
+        return PaceCounts(
+            dilation=self.dilation, num_items=self._num_items, item_ns=self._item_ns, late_ns=self._late_ns
+        )
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
         """Refuse: a paced device has no host memory, and `moestro serve` accepts no setting that asks for it."""
@@ -81,7 +96,9 @@ class TimedAnswers:
         """Implement `Device.poll`."""
         ready = []
         while self._pending and self._pending[0][0] <= now_ns:
-            ready.append(self._pending.popleft()[1])
+            ready_ns, took_ns, result = self._pending.popleft()
+            self.count(ready_ns, took_ns, now_ns)
+            ready.append(result)
         return ready
 
     def ready_at_ns(self) -> int | None:
@@ -95,11 +112,18 @@ class PacedDevice(TimedAnswers):
     Args:
         cost: prices of the items; the rank's own code adds some 0.1 ms a step.
         answers: supplier of the results.
+        dilation: factor on the prices.
         warning: function that returns a caveat about the prices so far, or None. The caveat is logged once.
     """
 
-    def __init__(self, cost: CostModel, answers: Answers, warning: Callable[[], str | None] = lambda: None) -> None:
-        super().__init__(answers)
+    def __init__(
+        self,
+        cost: CostModel,
+        answers: Answers,
+        dilation: float = 1.0,
+        warning: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        super().__init__(answers, dilation)
         self._cost = cost
         self._warning = warning
         self._has_warned = False
@@ -107,12 +131,12 @@ class PacedDevice(TimedAnswers):
 
     def launch(self, item: Forward, now_ns: int) -> None:
         """Implement `Device.launch`."""
-        price_ns = self._cost.step_ns(Batch(item.units.start, item.units.num_tokens))
+        price_ns = round(self._cost.step_ns(Batch(item.units.start, item.units.num_tokens)) * self.dilation)
         if not self._has_warned and (text := self._warning()) is not None:
             logger.warning("%s", text)
             self._has_warned = True
         self._free_at_ns = max(now_ns, self._free_at_ns) + price_ns
-        self.answer_at(self._free_at_ns, item, now_ns)
+        self.answer_at(self._free_at_ns, price_ns, item, now_ns)
 
 
 class FixedAnswers:
@@ -165,24 +189,48 @@ def make_paced_rank(spec: LaunchSpec, paced: PacedSettings, answers: Answers, in
     Raises:
         ConfigError: the GPU or the network is unknown.
     """
-    if paced.table is not None:
-        table = MeasuredCost(load_table(paced.table))
-        return make_rank(spec, PacedDevice(table, answers, table.warning), info)
-    cost = stage_cost_of(paced)
     if spec.stepping.mode == "fused":
-        return make_rank(spec, PacedDevice(cost, answers), info)
+        device = _paced_device(paced, answers)
+        rank = make_rank(spec, device, info)
+        rank.pace_counts = device.pace_counts
+        return rank
+    cost = stage_cost_of(paced)
 
     def answer(units: Units, now_ns: int) -> StepResult:
         return answers.of(Forward(units), now_ns)
 
-    setup = whole_setup(cost, NUM_PLANS * spec.scheduler.max_num_batched_tokens, info.block_size)
+    setup = dilated(whole_setup(cost, NUM_PLANS * spec.scheduler.max_num_batched_tokens, info.block_size), paced)
 
     def keys_of(units: Units) -> Keys:  # of the rank's sequences; the rank, which needs the device, comes after it
         return keys.of(units)
 
-    rank = make_preemptive_rank(spec, PricedStages(cost, setup, answer, keys_of), info)
+    stages = PricedStages(cost, setup, answer, keys_of)
+    rank = make_preemptive_rank(spec, stages, info)
     keys = RequestKeys(rank.scheduler.table)
+    rank.pace_counts = lambda: pace_of_stages(stages, paced)
     return rank
+
+
+def _paced_device(paced: PacedSettings, answers: Answers) -> PacedDevice:
+    if paced.table is None:
+        return PacedDevice(stage_cost_of(paced), answers, paced.pace_dilation)
+    table = MeasuredCost(load_table(paced.table))
+    return PacedDevice(table, answers, paced.pace_dilation, table.warning)
+
+
+def dilated(setup: StageSetup, paced: PacedSettings) -> StageSetup:
+    """Multiply the time of each item by the dilation."""
+    return setup if paced.pace_dilation == 1 else replace(setup, factor=lambda: paced.pace_dilation)
+
+
+def pace_of_stages(stages: PricedStages, paced: PacedSettings) -> PaceCounts:
+    """Return the counts of a device that works in stages."""
+    return PaceCounts(
+        dilation=paced.pace_dilation,
+        num_items=stages.num_items,
+        item_ns=stages.busy_ns,
+        late_ns=stages.late_ns,
+    )
 
 
 def stage_cost_of(paced: PacedSettings) -> Roofline | StagedEngine:
@@ -239,12 +287,25 @@ def paced_info(paced: PacedSettings, model: ModelSettings, vocab_size: int, num_
         num_layers=network.num_layers,
         num_experts=network.experts.num_experts if network.experts else 0,
         num_experts_per_token=network.experts.top_k if network.experts else 0,
-        notes=(f"{PACED_NOTE} Answers repeat fixed words.",),
+        pace_dilation=paced.pace_dilation,
+        notes=(*paced_notes(paced), "Answers repeat fixed words."),
         is_exact=True,
     )
 
 
 PACED_NOTE = "Evidence is paced: steps take as long as a cost model says, and nothing here is measured on that device."
+
+
+def paced_notes(paced: PacedSettings) -> tuple[str, ...]:
+    """Notes for the operator about the times of a paced device."""
+    if paced.pace_dilation == 1:
+        return (PACED_NOTE,)
+    factor = f"{paced.pace_dilation:g}"
+    dilation_note = (
+        f"All times are dilated: send requests at 1/{factor} of the modelled rate, divide durations by {factor}, and"
+        f" multiply rates by {factor}."
+    )
+    return PACED_NOTE, dilation_note
 
 
 def num_parameters(network: NetworkShape) -> int:

@@ -62,10 +62,12 @@ class PricedStep(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         num_tokens: tokens of each rank.
         end_ns: time.monotonic_ns() at which it ends for all ranks.
+        took_ns: its duration, dilated.
     """
 
     num_tokens: list[int]
     end_ns: int
+    took_ns: int
 
 
 class StepGuest:
@@ -103,14 +105,15 @@ class StepHost:
     Args:
         spec: the group.
         pricer: prices of its steps.
+        dilation: factor on the prices.
 
     Raises:
         GroupLostError: a rank did not connect in time.
     """
 
-    def __init__(self, spec: LockStepSpec, pricer: StepPricer) -> None:
+    def __init__(self, spec: LockStepSpec, pricer: StepPricer, dilation: float = 1.0) -> None:
         assert spec.listen_fd is not None, "rank 0 inherits the socket at which its group meets"
-        self._pricer = pricer
+        self._pricer, self._dilation = pricer, dilation
         self._guests: list[socket.socket] = []
         connected = {0}
         with contextlib.ExitStack() as stack, socket.socket(fileno=spec.listen_fd) as listener:
@@ -131,10 +134,10 @@ class StepHost:
         every = sorted([opened, *(_receive(guest, OpenedStep) for guest in self._guests)], key=lambda each: each.rank)
         now_ns = time.monotonic_ns()
         batches = [_keyed_batch(each) for each in every]
-        end_ns = now_ns
+        took_ns = 0
         if any(batches):
-            end_ns += self._pricer.draw(batches).micro_batches(1).lock_step_ns
-        step = PricedStep([0 if batch is None else len(batch.keys) for batch in batches], end_ns)
+            took_ns = round(self._pricer.draw(batches).micro_batches(1).lock_step_ns * self._dilation)
+        step = PricedStep([0 if batch is None else len(batch.keys) for batch in batches], now_ns + took_ns, took_ns)
         for guest in self._guests:
             _send(guest, step)
         return step
@@ -147,12 +150,13 @@ class PacedGroupDevice(TimedAnswers):
         group: handshake with the other ranks.
         rank: this rank.
         answers: supplier of the results.
+        dilation: factor on modelled durations.
     """
 
-    def __init__(self, group: StepGuest | StepHost, rank: int, answers: Answers) -> None:
-        super().__init__(answers)
+    def __init__(self, group: StepGuest | StepHost, rank: int, answers: Answers, dilation: float = 1.0) -> None:
+        super().__init__(answers, dilation)
         self._group, self._rank = group, rank
-        self._step = PricedStep([], 0)
+        self._step = PricedStep([], 0, 0)
         self.keys_of: Callable[[Units], Keys] | None = None  # set when the rank exists, which knows the requests
 
     def open_step(self, units: Units | None) -> NDArray[np.int64]:
@@ -167,11 +171,13 @@ class PacedGroupDevice(TimedAnswers):
 
     def launch(self, item: Forward, now_ns: int) -> None:
         """Implement `Device.launch`."""
-        self.answer_at(self._step.end_ns, item, now_ns)
+        self.answer_at(self._step.end_ns, self._step.took_ns, item, now_ns)
 
     def take_part(self, now_ns: int) -> None:
         """Sleep until the step ends."""
-        time.sleep(max(self._step.end_ns - time.monotonic_ns(), 0) / 1e9)
+        step = self._step
+        time.sleep(max(step.end_ns - time.monotonic_ns(), 0) / 1e9)
+        self.count(step.end_ns, step.took_ns, time.monotonic_ns())
 
 
 def build_paced_group_rank(
@@ -185,10 +191,12 @@ def build_paced_group_rank(
     """
     assert spec.paced is not None, "started for a paced device"
     pricer = make_step_pricer(spec.paced, lock_step.num_ranks, spec.model.seed)
-    group = StepHost(lock_step, pricer) if spec.rank == 0 else StepGuest(lock_step, spec.rank)
-    device = PacedGroupDevice(group, spec.rank, answers)
+    dilation = spec.paced.pace_dilation
+    group = StepHost(lock_step, pricer, dilation) if spec.rank == 0 else StepGuest(lock_step, spec.rank)
+    device = PacedGroupDevice(group, spec.rank, answers, dilation)
     rank = build_lock_step_rank(scheduler_settings(spec, info), device, lambda step: send(WakeGroup(step)))
     device.keys_of = RequestKeys(rank.scheduler.table).of
+    rank.pace_counts = device.pace_counts
     return rank
 
 

@@ -11,14 +11,15 @@ from moestro.cost.capacity import check_experts_fit, worker_kv_blocks
 from moestro.cost.gate import PopularityGate
 from moestro.cost.gpus import A100, Gpu, gpu_named
 from moestro.cost.hf_config import network_named
+from moestro.cost.links import link_named, two_phase
 from moestro.cost.networks import NetworkShape
 from moestro.cost.priced_stages import PricedStages, StageSetup, worker_shape
 from moestro.cost.settings import PACED_QLLM, PacedSettings
 from moestro.cost.staged_engines import in_4_bits
 from moestro.errors import ConfigError
-from moestro.wire.hop_frames import NoTensors
 from moestro.worker.group_process import WorkerPart, WorkerSizes
-from moestro.worker.paced import Answers, stage_cost_of
+from moestro.worker.paced import Answers, dilated, pace_of_stages, stage_cost_of
+from moestro.worker.paced_links import LinkPace, StampFrames
 from moestro.worker.request_keys import RequestKeys
 
 
@@ -78,12 +79,15 @@ def load_paced_part(
     def keys_of(units: Units) -> Keys:
         return keys[0].of(units)
 
-    device = PricedStages(cost, setup, answer, keys_of)
+    paced = spec.paced
+    device = PricedStages(cost, dilated(setup, paced), answer, keys_of)
     return WorkerPart(
         device=device,
         num_experts=experts.num_experts,
         info=info,
-        tensors=NoTensors(),
+        tensors=StampFrames(),
+        link_pace=LinkPace(two_phase(link_named(paced.paced_link)), cost.network, paced.pace_dilation),
+        pace_counts=lambda: pace_of_stages(device, paced),
         on_home=lambda rank: keys.append(RequestKeys(rank.scheduler.table)),
     )
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import select
 import time
+from collections.abc import Callable
 
 from moestro.config.launch_spec import GroupSpec, name_of
 from moestro.core.clock import NS_PER_S
 from moestro.core.expert_table import SharedExperts
+from moestro.core.load_figures import PaceCounts
 from moestro.errors import EngineDiedError
 from moestro.flow.executor import FlowExecutor
 from moestro.wire.messages import FromRank, Members, ToRank, WorkerFigures
@@ -28,13 +30,22 @@ class PeerInbox:
         channel: to the API server.
         links: to the other workers.
         experts: how the network's experts are divided.
+        pace_counts: supplier of the counts of a paced device.
 
     Attributes:
         members: the group as the coordinator described it last; None means not yet.
     """
 
-    def __init__(self, group: GroupSpec, channel: Channel, links: PeerLinks, experts: SharedExperts) -> None:
+    def __init__(
+        self,
+        group: GroupSpec,
+        channel: Channel,
+        links: PeerLinks,
+        experts: SharedExperts,
+        pace_counts: Callable[[], PaceCounts | None] = lambda: None,
+    ) -> None:
         self._group, self._channel, self._links, self._experts = group, channel, links, experts
+        self._pace_counts = pace_counts
         self._executor: FlowExecutor | None = None
         self.members: Members | None = None
         self._began_ns = time.monotonic_ns()
@@ -88,7 +99,7 @@ class PeerInbox:
         if self._executor is None:
             return others  # messages wait in the socket
         now_ns = time.monotonic_ns()
-        for hop_message in self._links.receive():
+        for hop_message in self._links.receive(now_ns):
             self._executor.receive(hop_message, now_ns)
         if self._links.to_resend:
             self._resend(now_ns)
@@ -99,7 +110,9 @@ class PeerInbox:
         """Wait for whatever comes first, and count the time in which nothing could run."""
         before_ns = time.monotonic_ns()
         report_s = None if self._has_reported else max(self._report_at_ns - before_ns, 0) / NS_PER_S
-        bound_s = min((each for each in (wait_s, report_s) if each is not None), default=None)
+        due_ns = self._links.ready_at_ns()
+        due_s = None if due_ns is None else max(due_ns - before_ns, 0) / NS_PER_S
+        bound_s = min((each for each in (wait_s, report_s, due_s) if each is not None), default=None)
         select.select((self._channel.inbox_fd, self._links.fd), (), (), bound_s)
         if wait_s is None:
             self._idle_ns += time.monotonic_ns() - before_ns
@@ -123,6 +136,9 @@ class PeerInbox:
                 num_sent=tuple(counts.num_messages for counts in links.sent),
                 sent_bytes=tuple(counts.num_bytes for counts in links.sent),
                 num_dropped=self._executor.num_dropped + links.num_garbage + links.num_undelivered,
+                pace=self._pace_counts(),
+                num_paced_messages=0 if links.pace is None else links.pace.num_messages,
+                message_late_ns=0 if links.pace is None else links.pace.late_ns,
             )
         )
         self._has_reported, self._reported = True, activity

@@ -22,6 +22,7 @@ from moestro.wire.hop_frames import (
     encode_hop,
     encode_notice,
 )
+from moestro.worker.paced_links import LinkPace
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class PeerLinks:
         address: address on which it listens.
         tensors: turns the device's tensors into frames and back.
         limits: bounds that arriving messages keep.
+        pace: holds messages for as long as a modelled link takes; None means that the real ones are used as they are.
 
     Attributes:
         sent: totals of what was sent to each worker.
@@ -60,8 +62,11 @@ class PeerLinks:
         num_undelivered: messages that were dropped, because their receiver did not run or read.
     """
 
-    def __init__(self, hello: Hello, address: str, tensors: TensorFrames, limits: HopLimits) -> None:
+    def __init__(
+        self, hello: Hello, address: str, tensors: TensorFrames, limits: HopLimits, pace: LinkPace | None = None
+    ) -> None:
         self._hello, self._tensors, self._limits = hello, tensors, limits
+        self.pace = pace
         self._context = zmq.Context()
         self._inbox: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
         self._inbox.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
@@ -104,6 +109,8 @@ class PeerLinks:
     def send(self, message: HopMessage, now_ns: int) -> None:
         """Implement `Links.send`."""
         worker = message.hop.dst
+        if self.pace is not None:
+            message = self.pace.stamp(message, now_ns)
         frames = encode_hop(message, self._tensors)
         if not self._send(worker, frames):
             self.num_undelivered += 1
@@ -138,11 +145,15 @@ class PeerLinks:
     # --- receiving --------------------------------------------------------------------------------------------------
 
     def has_messages(self) -> bool:
-        """Whether `receive` would return something; about 1 µs."""
+        """Whether something has arrived at the socket; about 1 µs."""
         return bool(int(self._inbox.EVENTS) & zmq.POLLIN)
 
-    def receive(self) -> list[HopMessage]:
-        """Return messages that have arrived, at most `_MESSAGES_A_TURN`, and take in notices."""
+    def ready_at_ns(self) -> int | None:
+        """Time at which a message is due that the pace holds; None if there is none."""
+        return None if self.pace is None else self.pace.ready_at_ns()
+
+    def receive(self, now_ns: int) -> list[HopMessage]:
+        """Return messages that have arrived, and take in notices; at most `_MESSAGES_A_TURN` of both are read."""
         messages = []
         for _ in range(_MESSAGES_A_TURN):
             try:
@@ -151,7 +162,7 @@ class PeerLinks:
                 break
             if (message := self._read([frame.buffer for frame in frames])) is not None:
                 messages.append(message)
-        return messages
+        return messages if self.pace is None else self.pace.deliver(messages, now_ns)
 
     def _read(self, frames: list[memoryview]) -> HopMessage | None:
         try:

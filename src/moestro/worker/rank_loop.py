@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from moestro.core.clock import FOREVER_NS
-from moestro.core.load_figures import IDLE, LoadFigures
+from moestro.core.load_figures import IDLE, LoadFigures, PaceCounts
 from moestro.core.request import Output, Request
 from moestro.errors import RequestError
 from moestro.wire.messages import Abort, Add, FromRank, Outputs, Refused, Shutdown, ToRank, WakeGroup
@@ -77,7 +79,11 @@ _LOOK_AGAIN_S = 50e-6  # a fraction of the shortest step, and long enough for ot
 
 
 def run_rank(
-    rank: Steppable, channel: RankInbox, now_ns: Callable[[], int], after_step: Callable[[], None] = lambda: None
+    rank: Steppable,
+    channel: RankInbox,
+    now_ns: Callable[[], int],
+    after_step: Callable[[], None] = lambda: None,
+    pace_counts: Callable[[], PaceCounts | None] = lambda: None,
 ) -> None:
     """Serve until a shutdown message.
 
@@ -89,6 +95,8 @@ def run_rank(
     Args:
         now_ns: the wall clock; the API server's `arrival_ns` must use the same clock.
         after_step: called after each step, before its outputs are sent.
+        pace_counts: supplier of the counts of a paced device, which accompany other news: they change too often to be
+            news themselves.
     """
     told = IDLE
     wait_s: float | None = 0  # a worker of a group may have got messages before it was ready
@@ -107,7 +115,9 @@ def run_rank(
         after_step()
         load = rank.stats()
         if outputs or load != told:
-            channel.send(Outputs(tuple(outputs), load, as_of_ns))
+            pace = pace_counts()
+            reported = load if pace is None else msgspec.structs.replace(load, pace=pace)
+            channel.send(Outputs(tuple(outputs), reported, as_of_ns))
             told = load
         if not goes_on:
             return

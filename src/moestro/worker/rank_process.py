@@ -61,7 +61,7 @@ def run_process(build: Build, load_part: LoadPart) -> int:
         else:
             rank, info = build(spec, on_phase, channel.send)
             channel.send(Ready(info))
-            run_rank(rank, channel, time.monotonic_ns, publisher_of(spec, rank))
+            run_rank(rank, channel, time.monotonic_ns, publisher_of(spec, rank), rank.pace_counts)
     except GroupLostError as error:
         if _is_dismissed(channel):  # The group is stopping, and another rank left first.
             return 0

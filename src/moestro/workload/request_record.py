@@ -34,6 +34,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         format: FORMAT.
         model: served model name.
         device: device as its engines call it; the name of a paced one begins with "paced".
+        pace_dilation: factor on the durations of a paced device, by which all times of the record are longer.
         num_engines, block_size, num_blocks, max_model_len: sizes of the server and of each engine.
         kv_offloading_size: GiB of host memory of each engine for the KV of preempted requests.
         limits: settings of each engine's scheduler, by the names of `SchedulerSettings`.
@@ -45,6 +46,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     format: str = FORMAT
     model: str
     device: str
+    pace_dilation: float = 1.0
     num_engines: int
     block_size: int
     num_blocks: int
@@ -142,7 +144,7 @@ def read_request_record(path: Path) -> RequestRecord:
     """Read the record in `path`.
 
     Requests of consecutive servers with equal settings are joined on the wall clock. The time between two servers, in
-    which none ran, stays in the arrivals.
+    which none ran, stays in the arrivals. Times of a dilated paced server are divided by its dilation.
 
     Raises:
         ConfigError: the file cannot be read, is no record, or holds servers that cannot be joined; the text names the
@@ -156,6 +158,8 @@ def read_request_record(path: Path) -> RequestRecord:
         _check_joins(path, first, run)
     requests = first.requests if len(runs) == 1 else [request for run in runs for request in _on_wall_clock(run)]
     requests.sort(key=lambda request: (request.arrival_ns, request.request_id))
+    if first.header.pace_dilation != 1:
+        requests = list(_undilated(requests, first.header.pace_dilation))
     return RequestRecord(first.header, requests)
 
 
@@ -217,6 +221,14 @@ def _check_joins(path: Path, first: _Run, run: _Run) -> None:
             f"{where} and one of the two headers lacks its wall-clock time, so they cannot be joined: put its lines"
             " into a file of their own"
         )
+
+
+def _undilated(requests: list[RecordedRequest], dilation: float) -> Iterator[RecordedRequest]:
+    start_ns = requests[0].arrival_ns
+    for request in requests:
+        times = {name: getattr(request, name) for name in _TIMES}
+        moved = {name: start_ns + round((time_ns - start_ns) / dilation) for name, time_ns in times.items() if time_ns}
+        yield msgspec.structs.replace(request, **moved)
 
 
 def _on_wall_clock(run: _Run) -> Iterator[RecordedRequest]:
