@@ -129,6 +129,14 @@ def rewritten(path, **changes):
     return path
 
 
+def test_a_record_of_a_dilated_server_is_read_in_modelled_time(path):
+    plain = read_request_record(path).requests
+    dilated = read_request_record(rewritten(path, pace_dilation=4.0))
+    assert dilated.arrival_ns.tolist() == [i * 75_000_000 for i in range(60)]
+    for before, after in zip(plain, dilated.requests, strict=True):
+        assert after.last_token_ns - after.arrival_ns == (before.last_token_ns - before.arrival_ns) / 4
+
+
 def test_a_preemptive_server_is_replayed_in_its_mode(path):
     """The latency-sensitive three quarters of the requests are answered earlier than step by step."""
     limits = HEADER.limits | {"scheduling_policy": "qllm", "max_num_seqs": 4}

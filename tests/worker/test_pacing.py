@@ -14,6 +14,7 @@ from support.running import REAL, Running, call, complete, is_idle, metrics, wai
 from moestro.core.hops import DISPATCH, HOP_RECORD, Hop, HopMessage
 from moestro.core.load_figures import LoadFigures, PaceCounts
 from moestro.core.work import Forward
+from moestro.core.worker_names import WorkerKind
 from moestro.cost.gpus import H20
 from moestro.cost.hf_config import network_named
 from moestro.cost.links import HOP_HEADER_BYTES, NVSWITCH_A100, Machines, hop_bytes, two_phase
@@ -25,9 +26,11 @@ from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.flow.policies.qllm import ExpertLevelPreemption
+from moestro.server.coordinator import WorkerView
+from moestro.server.group_metrics import group_metrics
 from moestro.server.pace_lines import PaceLines
 from moestro.sim.virtual_links import Transfer, VirtualLinks
-from moestro.wire.messages import Add, Outputs, Shutdown
+from moestro.wire.messages import Add, Outputs, Shutdown, WorkerFigures
 from moestro.worker.paced import FixedAnswers, PacedDevice, dilated, pace_of_stages
 from moestro.worker.paced_group import OpenedStep, PacedGroupDevice, PricedStep
 from moestro.worker.paced_links import LinkPace, StampFrames
@@ -260,6 +263,42 @@ def test_a_run_that_is_late_is_said_to_be_invalid_once_an_interval(caplog):
     assert caplog.records[0].levelname == "WARNING"
     engines.loads = (LoadFigures(), pace(10, 0))  # it was started again
     assert lines.lines() == ["engine 1: paced, times dilated x 2; 10 items of 1000 us, taken in 0 us late (0.0%)"]
+
+
+class FakeCoordinator:
+    """A coordinator of two workers, of which one has reported."""
+
+    def __init__(self, counts: PaceCounts) -> None:
+        figures = WorkerFigures(
+            num_waiting=(0,), oldest_ns=(0,), idle_ns=0, lived_ns=1, num_sent=(0, 0), sent_bytes=(0, 0), num_dropped=0,
+            pace=counts, num_paced_messages=7, message_late_ns=2_000_000_000,
+        )  # fmt: skip
+        place = {"launch": 0, "num_restarts": 0, "is_draining": False, "shares": (), "phase": "serving"}
+        self._views = [
+            WorkerView(name="engine 0", kind=WorkerKind.ATTENTION, number=0, figures=None, **place),
+            WorkerView(name="expert worker 0", kind=WorkerKind.EXPERTS, number=0, figures=figures, **place),
+        ]
+
+    def views(self) -> list[WorkerView]:
+        return self._views
+
+    def name(self, worker: int) -> str:
+        return self._views[worker].name
+
+
+def test_workers_of_a_group_have_lines_and_metrics_of_their_own():
+    counts = PaceCounts(dilation=4, num_items=10, item_ns=30_000_000, late_ns=300_000)
+    coordinator = FakeCoordinator(counts)
+    said = "expert worker 0: paced, times dilated x 4; 10 items of 3000 us, taken in 30 us late (1.0%)"
+    assert PaceLines(FakeEngines(), coordinator).lines() == [said]
+    samples = [sample for metric in group_metrics(coordinator) for sample in metric.samples]
+    values = {sample.name: sample.value for sample in samples if sample.labels.get("worker") == "expert worker 0"}
+    assert values["moestro:worker_pace_dilation"] == 4
+    assert values["moestro:worker_paced_items_total"] == 10
+    assert values["moestro:worker_paced_item_seconds_total"] == 0.03
+    assert values["moestro:worker_paced_late_seconds_total"] == 0.0003
+    assert values["moestro:worker_paced_messages_total"] == 7
+    assert values["moestro:worker_paced_messages_late_seconds_total"] == 2
 
 
 # --- the real command -------------------------------------------------------------------------------------------------
