@@ -252,17 +252,19 @@ def test_a_run_that_is_late_is_said_to_be_invalid_once_an_interval(caplog):
     lines = PaceLines(engines, None)
     assert lines.lines() == []
     engines.loads = (LoadFigures(), pace(100, 100 * 50_000))
-    said = "engine 1: paced, times dilated x 2; 100 items of 1000 us, taken in 50 us late (5.0%)"
+    said = "engine 1: paced, times dilated x 2; 100 items of 1000 us taken in 50 us late: 5.0% of an item"
     assert lines.lines() == [said]
     assert lines.lines() == []
     assert not caplog.messages
     engines.loads = (LoadFigures(), pace(200, 100 * 50_000 + 100 * 51_000))
     assert lines.lines() == []
     [warning] = caplog.messages
-    assert "taken in 51 us late (5.1%), above the 5% of a valid run: raise --pace-dilation" in warning
+    assert "taken in 51 us late: 5.1% of an item, above the 5% of a valid run: raise --pace-dilation" in warning
     assert caplog.records[0].levelname == "WARNING"
     engines.loads = (LoadFigures(), pace(10, 0))  # it was started again
-    assert lines.lines() == ["engine 1: paced, times dilated x 2; 10 items of 1000 us, taken in 0 us late (0.0%)"]
+    assert lines.lines() == [
+        "engine 1: paced, times dilated x 2; 10 items of 1000 us taken in 0 us late: 0.0% of an item"
+    ]
 
 
 class FakeCoordinator:
@@ -271,7 +273,7 @@ class FakeCoordinator:
     def __init__(self, counts: PaceCounts) -> None:
         figures = WorkerFigures(
             num_waiting=(0,), oldest_ns=(0,), idle_ns=0, lived_ns=1, num_sent=(0, 0), sent_bytes=(0, 0), num_dropped=0,
-            pace=counts, num_paced_messages=7, message_late_ns=2_000_000_000,
+            pace=counts,
         )  # fmt: skip
         place = {"launch": 0, "num_restarts": 0, "is_draining": False, "shares": (), "phase": "serving"}
         self._views = [
@@ -287,10 +289,13 @@ class FakeCoordinator:
 
 
 def test_workers_of_a_group_have_lines_and_metrics_of_their_own():
-    counts = PaceCounts(dilation=4, num_items=10, item_ns=30_000_000, late_ns=300_000)
+    counts = PaceCounts(
+        dilation=4, num_items=10, item_ns=30_000_000, late_ns=300_000, num_messages=7, message_late_ns=700_000
+    )
     coordinator = FakeCoordinator(counts)
-    said = "expert worker 0: paced, times dilated x 4; 10 items of 3000 us, taken in 30 us late (1.0%)"
-    assert PaceLines(FakeEngines(), coordinator).lines() == [said]
+    [line] = PaceLines(FakeEngines(), coordinator).lines()
+    assert line.startswith("expert worker 0: paced, times dilated x 4; 10 items of 3000 us taken in 30 us late, ")
+    assert line.endswith("late, 7 messages 100 us late: 3.3% of an item")
     samples = [sample for metric in group_metrics(coordinator) for sample in metric.samples]
     values = {sample.name: sample.value for sample in samples if sample.labels.get("worker") == "expert worker 0"}
     assert values["moestro:worker_pace_dilation"] == 4
@@ -298,7 +303,15 @@ def test_workers_of_a_group_have_lines_and_metrics_of_their_own():
     assert values["moestro:worker_paced_item_seconds_total"] == 0.03
     assert values["moestro:worker_paced_late_seconds_total"] == 0.0003
     assert values["moestro:worker_paced_messages_total"] == 7
-    assert values["moestro:worker_paced_messages_late_seconds_total"] == 2
+    assert values["moestro:worker_paced_messages_late_seconds_total"] == 0.0007
+
+
+def test_late_messages_make_a_run_invalid_too(caplog):
+    counts = PaceCounts(
+        dilation=4, num_items=10, item_ns=30_000_000, late_ns=300_000, num_messages=7, message_late_ns=1_400_000
+    )
+    assert PaceLines(FakeEngines(), FakeCoordinator(counts)).lines() == []
+    assert "7 messages 200 us late: 6.7% of an item, above the 5% of a valid run" in caplog.text
 
 
 # --- the real command -------------------------------------------------------------------------------------------------

@@ -152,6 +152,8 @@ class PaceCounts(msgspec.Struct, frozen=True, kw_only=True):
         item_ns: their durations, dilated.
         late_ns: times from the modelled end of each item until the process took it in. Over `item_ns`, it is the share
             by which the machine of the process distorts the figures.
+        num_messages: messages of other workers that a modelled link brought, in `async` mode.
+        message_late_ns: times from the modelled arrival of each message until the process took it in.
     """
 
     dilation: Annotated[
@@ -179,6 +181,18 @@ class PaceCounts(msgspec.Struct, frozen=True, kw_only=True):
             FigureUnit.NANOSECONDS,
             "Times by which ends of paced items were taken in late.",
             metric="paced_late_seconds",
+        ),
+    ] = 0
+    num_messages: Annotated[
+        int, FigureSpec(_COUNTER, FigureUnit.TIMES, "Messages that a modelled link brought.", metric="paced_messages")
+    ] = 0
+    message_late_ns: Annotated[
+        int,
+        FigureSpec(
+            _COUNTER,
+            FigureUnit.NANOSECONDS,
+            "Times by which messages of modelled links were taken in late.",
+            metric="paced_messages_late_seconds",
         ),
     ] = 0
 

@@ -74,29 +74,17 @@ def _links(views: list[WorkerView], coordinator: Coordinator) -> Iterator[Metric
 
 def _pace(views: list[WorkerView]) -> Iterator[Metric]:
     """Yield what paced workers count; the names are those of an engine's figures, for workers."""
-    figures = [(view.name, view.figures, view.figures.pace) for view in views if view.figures is not None]
-    paced = [(name, told, pace) for name, told, pace in figures if pace is not None]
+    figures = [(view.name, view.figures.pace) for view in views if view.figures is not None]
+    paced = [(name, pace) for name, pace in figures if pace is not None]
     if not paced:
         return
     for field in PaceCounts.__struct_fields__:
         spec = FIGURES[field]
         make = GaugeMetricFamily if spec.kind is FigureKind.GAUGE else CounterMetricFamily
         family = make(f"moestro:worker_{spec.metric}", spec.help, labels=_WORKER)
-        for name, _, pace in paced:
+        for name, pace in paced:
             family.add_metric((name,), spec.metric_value(getattr(pace, field)))
         yield family
-    messages = CounterMetricFamily(
-        "moestro:worker_paced_messages", "Messages that a modelled link brought.", labels=_WORKER
-    )
-    late = CounterMetricFamily(
-        "moestro:worker_paced_messages_late_seconds",
-        "Times by which messages of modelled links were taken in late.",
-        labels=_WORKER,
-    )
-    for name, told, _ in paced:
-        messages.add_metric((name,), told.num_paced_messages)
-        late.add_metric((name,), told.message_late_ns / NS_PER_S)
-    yield from (messages, late)
 
 
 @dataclass(frozen=True, slots=True)

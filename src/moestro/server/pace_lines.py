@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 
 from moestro.core.load_figures import PaceCounts
@@ -11,8 +12,8 @@ from moestro.server.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
 
-# Mean lateness over mean duration of items, above which a paced run is invalid: a device that is later stands for a
-# slower one. Half of the 10 % within which paced and simulated runs are to agree.
+# Mean lateness of items, or of messages between workers, over the mean duration of items, above which a paced run is
+# invalid: a device that is later stands for a slower one. Half of the 10 % by which paced and simulated may differ.
 MAX_LATE_SHARE = 0.05
 
 
@@ -35,7 +36,7 @@ class PaceLines:
             gained = _since(before.get(name), now)
             if not gained.num_items:
                 continue
-            if gained.late_ns > MAX_LATE_SHARE * gained.item_ns:
+            if _late_share(gained) > MAX_LATE_SHARE:
                 logger.warning(
                     "%s, above the %.0f%% of a valid run: raise --pace-dilation, or lower the load of this machine",
                     _line(name, gained),
@@ -63,13 +64,28 @@ def _since(old: PaceCounts | None, now: PaceCounts) -> PaceCounts:
         num_items=now.num_items - old.num_items,
         item_ns=now.item_ns - old.item_ns,
         late_ns=now.late_ns - old.late_ns,
+        num_messages=now.num_messages - old.num_messages,
+        message_late_ns=now.message_late_ns - old.message_late_ns,
     )
 
 
+def _late_share(gained: PaceCounts) -> float:
+    """Return the larger mean lateness, of items or of messages, over the mean duration of items."""
+    item_ns, late_ns, message_late_ns = _means_ns(gained)
+    worst_ns = max(late_ns, message_late_ns)
+    return worst_ns / item_ns if item_ns else math.inf
+
+
+def _means_ns(gained: PaceCounts) -> tuple[float, float, float]:
+    """Return the mean duration and the mean lateness of an item, and the mean lateness of a message."""
+    num_items, num_messages = gained.num_items, max(gained.num_messages, 1)
+    return gained.item_ns / num_items, gained.late_ns / num_items, gained.message_late_ns / num_messages
+
+
 def _line(name: str, gained: PaceCounts) -> str:
-    item_us, late_us = gained.item_ns / gained.num_items / 1e3, gained.late_ns / gained.num_items / 1e3
-    share = f" ({late_us / item_us:.1%})" if item_us else ""
+    item_us, late_us, message_late_us = (mean_ns / 1e3 for mean_ns in _means_ns(gained))
+    messages = f", {gained.num_messages} messages {message_late_us:.0f} us late" if gained.num_messages else ""
     return (
-        f"{name}: paced, times dilated x {gained.dilation:g}; {gained.num_items} items of {item_us:.0f} us, taken in"
-        f" {late_us:.0f} us late{share}"
+        f"{name}: paced, times dilated x {gained.dilation:g}; {gained.num_items} items of {item_us:.0f} us taken in"
+        f" {late_us:.0f} us late{messages}: {_late_share(gained):.1%} of an item"
     )

@@ -116,8 +116,6 @@ class WorkerFigures(msgspec.Struct, frozen=True, tag=True):
         num_sent, sent_bytes: Messages to each worker, and their bytes.
         num_dropped: Messages and parts of them that were late, repeated, unreadable, or for a worker that does not run.
         pace: Items of a paced device; None means another device.
-        num_paced_messages: Messages that a modelled link brought.
-        message_late_ns: Times from the modelled arrival of each of them until the worker took it in.
     """
 
     num_waiting: tuple[int, ...]
@@ -128,8 +126,6 @@ class WorkerFigures(msgspec.Struct, frozen=True, tag=True):
     sent_bytes: tuple[int, ...]
     num_dropped: int
     pace: PaceCounts | None = None
-    num_paced_messages: int = 0
-    message_late_ns: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from moestro.config.launch_spec import LaunchSpec
 from moestro.core.expert_table import experts_of_shares
+from moestro.core.load_figures import PaceCounts
 from moestro.core.model_info import ModelInfo
 from moestro.core.token_keys import Keys
 from moestro.core.work import Forward, StepResult, Units
@@ -81,13 +84,19 @@ def load_paced_part(
 
     paced = spec.paced
     device = PricedStages(cost, dilated(setup, paced), answer, keys_of)
+    link_pace = LinkPace(two_phase(link_named(paced.paced_link)), cost.network, paced.pace_dilation)
+
+    def pace_counts() -> PaceCounts:
+        counts = pace_of_stages(device, paced)
+        return replace(counts, num_messages=link_pace.num_messages, message_late_ns=link_pace.late_ns)
+
     return WorkerPart(
         device=device,
         num_experts=experts.num_experts,
         info=info,
         tensors=StampFrames(),
-        link_pace=LinkPace(two_phase(link_named(paced.paced_link)), cost.network, paced.pace_dilation),
-        pace_counts=lambda: pace_of_stages(device, paced),
+        link_pace=link_pace,
+        pace_counts=pace_counts,
         on_home=lambda rank: keys.append(RequestKeys(rank.scheduler.table)),
     )
 

@@ -137,8 +137,6 @@ class PeerInbox:
                 sent_bytes=tuple(counts.num_bytes for counts in links.sent),
                 num_dropped=self._executor.num_dropped + links.num_garbage + links.num_undelivered,
                 pace=self._pace_counts(),
-                num_paced_messages=0 if links.pace is None else links.pace.num_messages,
-                message_late_ns=0 if links.pace is None else links.pace.late_ns,
             )
         )
         self._has_reported, self._reported = True, activity

@@ -66,7 +66,7 @@ class PeerLinks:
         self, hello: Hello, address: str, tensors: TensorFrames, limits: HopLimits, pace: LinkPace | None = None
     ) -> None:
         self._hello, self._tensors, self._limits = hello, tensors, limits
-        self.pace = pace
+        self._pace = pace
         self._context = zmq.Context()
         self._inbox: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
         self._inbox.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
@@ -109,8 +109,8 @@ class PeerLinks:
     def send(self, message: HopMessage, now_ns: int) -> None:
         """Implement `Links.send`."""
         worker = message.hop.dst
-        if self.pace is not None:
-            message = self.pace.stamp(message, now_ns)
+        if self._pace is not None:
+            message = self._pace.stamp(message, now_ns)
         frames = encode_hop(message, self._tensors)
         if not self._send(worker, frames):
             self.num_undelivered += 1
@@ -150,7 +150,7 @@ class PeerLinks:
 
     def ready_at_ns(self) -> int | None:
         """Time at which a message is due that the pace holds; None if there is none."""
-        return None if self.pace is None else self.pace.ready_at_ns()
+        return None if self._pace is None else self._pace.ready_at_ns()
 
     def receive(self, now_ns: int) -> list[HopMessage]:
         """Return messages that have arrived, and take in notices; at most `_MESSAGES_A_TURN` of both are read."""
@@ -162,7 +162,7 @@ class PeerLinks:
                 break
             if (message := self._read([frame.buffer for frame in frames])) is not None:
                 messages.append(message)
-        return messages if self.pace is None else self.pace.deliver(messages, now_ns)
+        return messages if self._pace is None else self._pace.deliver(messages, now_ns)
 
     def _read(self, frames: list[memoryview]) -> HopMessage | None:
         try:
