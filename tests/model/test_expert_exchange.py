@@ -39,4 +39,4 @@ def test_a_lost_worker_is_an_error_and_not_a_hang(ends, tmp_path):
         assert time.monotonic() - begin < 25
     finally:
         peer.kill()
-        exchange.leave()
+        distributed.destroy_process_group()

@@ -12,7 +12,7 @@ from moestro.model.expert_exchange import GroupExchange, GroupPlace
 
 
 def run_peer(place: GroupPlace, path: str, is_ready, *, ends: bool) -> None:
-    """Take part in one exchange over the store at `path`, and then in no other. `is_ready`: set when all is imported."""
+    """Take part in one exchange over the store at `path`, and in no other. `is_ready`: set when all is imported."""
     is_ready.set()
     exchange = GroupExchange(place, distributed.FileStore(path, place.num_workers), torch.device("cpu"))
     exchange.exchange_counts(torch.zeros(place.num_workers, 1, dtype=torch.int64))

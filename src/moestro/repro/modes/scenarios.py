@@ -69,7 +69,9 @@ SCENARIOS = (
     _scenario("host", "a quarter", host_factor=0.25),
     _scenario("host", "4 x", host_factor=4.0),
     _scenario("experts", "top-1 of 16 on 16 GPUs", network="mixtral-16x7b-mqa-top1", num_gpus=16, gpus_per_machine=8),
-    _scenario("experts", "8 of 128", _ONE_MACHINE, network="qwen3-30b-a3b"),
+    replace(
+        _scenario("experts", "8 of 128", _ONE_MACHINE, network="qwen3-30b-a3b"), ladder=(512,), passes=(2, 2)
+    ),  # few requests, because each of many small items takes the simulator as long as a large one
     _scenario("memory", "80 GB, one machine", _ONE_MACHINE, gpu="a100-80g"),
     _scenario("lengths", "contexts of 1,000 tokens", lengths=LengthRanges(prompt=(500, 1500), output=(50, 250))),
 )
