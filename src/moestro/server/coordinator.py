@@ -338,6 +338,9 @@ class Coordinator:
     def remove(self, worker: int) -> None:
         """Give up a drained worker's place; its process ends, and is not started again."""
         self._present.discard(worker)
+        member = self._members[worker]
+        if member.phase is MemberPhase.ABSENT:  # Otherwise it holds them until its process ends.
+            member.held = ()
 
     def is_given_up(self, worker: int) -> bool:
         """Whether a worker was removed, so that its process is not started again."""

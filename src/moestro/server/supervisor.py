@@ -246,6 +246,7 @@ class Supervisor:
             self._end_with(other, rank)
         cause = self._cause_of_exit(rank, how)
         if self._coordinator is not None and self._coordinator.is_given_up(rank):
+            self._leaving.pop(rank, None)  # Another worker may take the place.
             logger.info("%s has ended, as it was asked to", self._name(rank))
             return
         group.end = group.end or (rank, cause)
@@ -273,7 +274,10 @@ class Supervisor:
             self._kill(other, f"engine {rank} of its group ended")
 
     async def _restart(self, group: EngineGroup, delay_s: float) -> None:
+        number = group.num_launches
         await asyncio.sleep(delay_s)
+        if group.num_launches != number or (self._coordinator and self._coordinator.is_given_up(group.members[0])):
+            return  # An operator has removed the worker meanwhile, and may have added another one in its place.
         for rank in group.members:
             if self._ranks[rank].is_engine:
                 self._metrics.engines[rank].num_restarts += 1
@@ -334,7 +338,8 @@ class Supervisor:
         assert self._coordinator is not None, "engines that compute alone have no group"
         self._coordinator.drain(worker, is_draining=True)
         self._coordinator.remove(worker)
-        self._leaving[worker] = now_ns()
+        if self._ranks[worker].is_running:
+            self._leaving[worker] = now_ns()
 
     def _dismiss_drained(self) -> None:
         """End removed workers that have no tokens left. What one owes after all, the homes send to others."""
