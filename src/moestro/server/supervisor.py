@@ -344,10 +344,12 @@ class Supervisor:
     def _dismiss_drained(self) -> None:
         """End removed workers that have no tokens left. What one owes after all, the homes send to others."""
         for worker, since_ns in list(self._leaving.items()):
-            passed_ns = now_ns() - since_ns
-            if (passed_ns > QUIET_NS and not self._ranks[worker].owes) or passed_ns > DRAIN_NS:
+            now = now_ns()
+            if (now - since_ns > QUIET_NS and not self._ranks[worker].owes) or now - since_ns > DRAIN_NS:
                 del self._leaving[worker]
                 self._dismiss(worker)
+                if self._coordinator is not None:
+                    self._coordinator.dismissed(worker, now)
 
     # --- liveness
 
