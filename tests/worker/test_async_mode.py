@@ -266,6 +266,7 @@ def test_a_network_gives_the_answers_of_fused_mode_while_workers_die(server, rea
     [
         (("--engines", "2"), "give --attention 2 instead of --engines"),
         (("--expert-copies", "2"), "raise --experts"),
+        (("--admin-api-key", "key"), "add the port"),
         (("--device", "paced:h200", "--model", "qwen2-7b", "--paced-arithmetic", "none"), "has none"),
         (
             ("--experts", "9", "--model", NETWORK, "--device", "paced:h200", "--paced-arithmetic", "none"),

@@ -395,7 +395,8 @@ class Supervisor:
             self._processes.signal(rank, STACK_DUMP)
         if status is RankStatus.FINE and state.is_stalled:
             logger.warning("%s makes progress again", self._name(rank))
-        state.is_stalled = status is not RankStatus.FINE
+        # One late message is no stall, and the log has not named it one.
+        state.is_stalled = status is RankStatus.STALLED or (state.is_stalled and status is RankStatus.HUNG)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` in the background. A failure of `work` is a bug and ends the server."""
