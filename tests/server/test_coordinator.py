@@ -221,6 +221,33 @@ def test_a_removed_worker_leaves_its_place_to_another():
     assert group.used[:3] == [(), (0,), (1, 0)]
 
 
+@in_loop
+def test_a_worker_that_was_asked_to_end_hears_nothing_and_keeps_its_place_until_it_has_ended():
+    group = Group(attention=1, experts=3, expert_copies=3)
+    group.serve(0, 1, 2, 3)
+    for worker in (1, 2):
+        group.coordinator.drain(worker, is_draining=True)
+        group.coordinator.remove(worker)
+    num_before = {worker: len(group.sent[worker]) for worker in (1, 2, 3)}
+    group.coordinator.dismissed(1, group.now_ns)
+    group.coordinator.dismissed(2, group.now_ns)
+    group.end(1)
+    assert [len(group.sent[worker]) - num_before[worker] for worker in (1, 2, 3)] == [0, 0, 1]
+    assert group.sent[3][-1].addresses[1:3] == ("", "")
+    assert group.coordinator.add() == 1
+    assert group.coordinator.add() == 4  # not 2, whose process still runs
+
+
+@in_loop
+def test_a_worker_that_is_removed_while_it_does_not_run_holds_nothing():
+    group = Group(attention=1, experts=2, expert_copies=2)
+    group.serve(0, 1, 2)
+    group.end(1)
+    group.coordinator.drain(1, is_draining=True)
+    group.coordinator.remove(1)
+    assert group.coordinator.members().held[1] == ()
+
+
 def figures(idle_ns: int, num_sent: int, waiting: int = 0) -> WorkerFigures:
     return WorkerFigures(
         num_waiting=(0, waiting),

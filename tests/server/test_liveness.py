@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from moestro.server.liveness import Liveness, LivenessTimeouts, RankStatus
+from moestro.server.metrics import Metrics
 from moestro.server.restarts import FIRST_DELAY_S, LAST_DELAY_S, MAX_FAILED_STARTS, STEADY_S, RestartRule
+from moestro.server.supervisor import Launching, Supervisor
 from moestro.web.pauses import PauseMeter
 
 S = 10**9
@@ -130,3 +134,38 @@ def test_a_rank_is_given_up_after_failed_starts_in_a_row_and_not_for_failures_af
         assert rule.ended(1) is not None
     assert all(rule.ended(1) is not None for _ in range(MAX_FAILED_STARTS - 1))
     assert rule.ended(1) is None
+
+
+def test_only_an_engine_that_was_reported_as_stalled_is_reported_as_recovered(caplog):
+    class Engines:
+        def num_in_flight_on(self, engine: int) -> int:
+            return 1
+
+        def set_trusted(self, engine: int, *, trusted: bool) -> None:
+            self.is_trusted = trusted
+
+    class Judge:
+        reason = "no step for 40 s"
+
+        def __init__(self, *statuses: RankStatus) -> None:
+            self.left = list(statuses)
+
+        def judge(self, num_owed: int, now_ns: int) -> RankStatus:
+            return self.left.pop(0)
+
+    async def test():
+        launching = Launching(spec=lambda rank, launch, listener: None, timeouts=TIMEOUTS, expert_timeouts=TIMEOUTS)
+        engines = Engines()
+        supervisor = Supervisor(engines, None, Metrics(1), launching)
+        (state,) = supervisor._ranks
+        for statuses, num_lines in (
+            ((RankStatus.HUNG, RankStatus.FINE), 0),
+            ((RankStatus.STALLED, RankStatus.HUNG, RankStatus.FINE), 1),
+        ):
+            state.liveness = Judge(*statuses)
+            for _ in statuses:
+                supervisor._look_at(0, state)
+            assert engines.is_trusted
+            assert caplog.text.count("engine 0 makes progress again") == num_lines
+
+    asyncio.run(test())

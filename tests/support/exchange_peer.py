@@ -6,15 +6,16 @@ import os
 import time
 
 import torch
+from torch import distributed
 
-from moestro.model.expert_exchange import GroupAddress, GroupExchange
+from moestro.model.expert_exchange import GroupExchange, GroupPlace
 
 
-def run_peer(address: GroupAddress, is_ready, *, ends: bool) -> None:
-    """Take part in one exchange, and then in no other. `is_ready`: an event, set when all is imported."""
+def run_peer(place: GroupPlace, path: str, is_ready, *, ends: bool) -> None:
+    """Take part in one exchange over the store at `path`, and in no other. `is_ready`: set when all is imported."""
     is_ready.set()
-    exchange = GroupExchange(address, torch.device("cpu"))
-    exchange.exchange_counts(torch.zeros(address.num_workers, 1, dtype=torch.int64))
+    exchange = GroupExchange(place, distributed.FileStore(path, place.num_workers), torch.device("cpu"))
+    exchange.exchange_counts(torch.zeros(place.num_workers, 1, dtype=torch.int64))
     if ends:
         os._exit(1)
     time.sleep(60)

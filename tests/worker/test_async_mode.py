@@ -7,8 +7,10 @@ import http.client
 import json
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -64,14 +66,19 @@ def admin(server: SimpleNamespace, method: str, path: str = "", **headers: str) 
     return response.status, json.loads(body) if body else {}
 
 
+def with_admin_port(directory: Path, *flags: str) -> Running:
+    """A paced server that operators can reach."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    running = Running((*REAL, *PACED, *flags, "--admin-port", str(port), "--admin-api-key", "key"), directory)
+    running.admin_port = port
+    return running
+
+
 @pytest.fixture(scope="module")
 def paced(tmp_path_factory) -> Iterator[Running]:
     """Two homes and two workers with experts, which answer from a script."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = (*REAL, *PACED, "--attention", "2", "--experts", "2")
-    running = Running((*command, "--admin-port", str(port), "--admin-api-key", "key"), tmp_path_factory.mktemp("paced"))
-    running.admin_port = port
+    running = with_admin_port(tmp_path_factory.mktemp("paced"), "--attention", "2", "--experts", "2")
     yield running
     processes = running.processes()
     try:
@@ -143,6 +150,7 @@ def test_workers_are_added_drained_and_removed_while_requests_run(paced, expecte
     status, body = admin(paced, "DELETE", "/0", **key)
     assert (status, body["error"]["code"]) == (409, "only_copy")
     assert admin(paced, "POST", "/7/drain", **key)[0] == 404
+    assert admin(paced, "DELETE", f"/{'1' * 5000}", **key)[0] == 404
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(ask_many, paced, 6, max_tokens=20)
         status, added = admin(paced, "POST", **key)
@@ -156,6 +164,34 @@ def test_workers_are_added_drained_and_removed_while_requests_run(paced, expecte
     assert all(long.startswith(short) for long, short in zip(longer, expected, strict=True))
     assert sorted(workers(paced)) == [1, 2]
     assert texts(ask_many(paced, 6)) == expected
+
+
+@pytest.mark.parametrize("is_restarting", [False, True], ids=["which serves", "which waits for its restart"])
+def test_a_worker_takes_the_place_of_one_that_died_while_it_was_removed(tmp_path, is_restarting):
+    key = {"Authorization": "Bearer key"}
+    running = with_admin_port(tmp_path, "--experts", "2", "--expert-copies", "2", "--no-standby")
+    try:
+        if is_restarting:  # the second end in a row delays the next start
+            for _ in range(2):
+                old = worker(running, "experts", 1)
+                old.kill()
+                wait_until(lambda: workers(running)[1]["phase"] in ("absent", "starting"))
+        else:
+            old = worker(running, "experts", 1)
+        assert admin(running, "DELETE", "/1", **key)[0] == 204
+        if not is_restarting:
+            old.kill()
+        wait_until(lambda: not old.is_running())
+        status, added = admin(running, "POST", **key)
+        assert (status, added["number"]) == (201, 1)
+        wait_until(lambda: workers(running)[1]["phase"] == "serving", 20)
+        time.sleep(1.5)  # the delay of the restart, and the time after which a removed worker is dismissed
+        state = workers(running)[1]
+        assert (state["phase"], state["launch"], state["num_restarts"]) == ("serving", added["launch"], 0)
+        assert names(running) == ["attention-0", "experts-0", "experts-1"]
+        assert running.stop() == 0
+    finally:
+        running.kill()
 
 
 def workers(server) -> dict[int, dict]:
@@ -230,6 +266,7 @@ def test_a_network_gives_the_answers_of_fused_mode_while_workers_die(server, rea
     [
         (("--engines", "2"), "give --attention 2 instead of --engines"),
         (("--expert-copies", "2"), "raise --experts"),
+        (("--admin-api-key", "key"), "add the port"),
         (("--device", "paced:h200", "--model", "qwen2-7b", "--paced-arithmetic", "none"), "has none"),
         (
             ("--experts", "9", "--model", NETWORK, "--device", "paced:h200", "--paced-arithmetic", "none"),

@@ -46,6 +46,8 @@ class ServerSettings(CheckedSettings):
         super().__post_init__()
         if self.admin_api_key == "":
             raise ConfigError("--admin-api-key is empty: give a key, or leave the flag out")
+        if self.admin_api_key is not None and self.admin_port is None:
+            raise ConfigError("--admin-api-key protects --admin-port: add the port, or leave the key out")
         if not all(self.api_key):
             raise ConfigError("--api-key is empty: give a key, or leave the flag out to serve without one")
         if not all(self.served_model_name):

@@ -33,6 +33,7 @@ class MemberPhase(Enum):
     LOADING = auto()
     CONNECTING = auto()
     SERVING = auto()
+    ENDING = auto()
 
 
 @dataclass(slots=True)
@@ -338,6 +339,13 @@ class Coordinator:
     def remove(self, worker: int) -> None:
         """Give up a drained worker's place; its process ends, and is not started again."""
         self._present.discard(worker)
+        member = self._members[worker]
+        if member.phase is MemberPhase.ABSENT:  # Otherwise it holds them until its process ends.
+            member.held = ()
+
+    def dismissed(self, worker: int, now_ns: int) -> None:
+        """Note that a removed worker was asked to end: it listens no more, though its process may still run."""
+        self._enter(self._members[worker], MemberPhase.ENDING, now_ns)
 
     def is_given_up(self, worker: int) -> bool:
         """Whether a worker was removed, so that its process is not started again."""

@@ -246,6 +246,7 @@ class Supervisor:
             self._end_with(other, rank)
         cause = self._cause_of_exit(rank, how)
         if self._coordinator is not None and self._coordinator.is_given_up(rank):
+            self._leaving.pop(rank, None)  # Another worker may take the place.
             logger.info("%s has ended, as it was asked to", self._name(rank))
             return
         group.end = group.end or (rank, cause)
@@ -273,7 +274,10 @@ class Supervisor:
             self._kill(other, f"engine {rank} of its group ended")
 
     async def _restart(self, group: EngineGroup, delay_s: float) -> None:
+        number = group.num_launches
         await asyncio.sleep(delay_s)
+        if group.num_launches != number or (self._coordinator and self._coordinator.is_given_up(group.members[0])):
+            return  # An operator has removed the worker meanwhile, and may have added another one in its place.
         for rank in group.members:
             if self._ranks[rank].is_engine:
                 self._metrics.engines[rank].num_restarts += 1
@@ -334,15 +338,18 @@ class Supervisor:
         assert self._coordinator is not None, "engines that compute alone have no group"
         self._coordinator.drain(worker, is_draining=True)
         self._coordinator.remove(worker)
-        self._leaving[worker] = now_ns()
+        if self._ranks[worker].is_running:
+            self._leaving[worker] = now_ns()
 
     def _dismiss_drained(self) -> None:
         """End removed workers that have no tokens left. What one owes after all, the homes send to others."""
         for worker, since_ns in list(self._leaving.items()):
-            passed_ns = now_ns() - since_ns
-            if (passed_ns > QUIET_NS and not self._ranks[worker].owes) or passed_ns > DRAIN_NS:
+            now = now_ns()
+            if (now - since_ns > QUIET_NS and not self._ranks[worker].owes) or now - since_ns > DRAIN_NS:
                 del self._leaving[worker]
                 self._dismiss(worker)
+                if self._coordinator is not None:
+                    self._coordinator.dismissed(worker, now)
 
     # --- liveness
 
@@ -388,7 +395,8 @@ class Supervisor:
             self._processes.signal(rank, STACK_DUMP)
         if status is RankStatus.FINE and state.is_stalled:
             logger.warning("%s makes progress again", self._name(rank))
-        state.is_stalled = status is not RankStatus.FINE
+        # One late message is no stall, and the log has not named it one.
+        state.is_stalled = status is RankStatus.STALLED or (state.is_stalled and status is RankStatus.HUNG)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` in the background. A failure of `work` is a bug and ends the server."""

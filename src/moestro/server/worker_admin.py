@@ -18,6 +18,7 @@ from moestro.web.only_programs import only_programs
 
 ADMIN_HOST = "127.0.0.1"
 _MAX_BODY_BYTES = 1 << 10
+_MAX_DIGITS = 9  # of a worker's number; Python refuses to read thousands
 
 
 class WorkerAdmin:
@@ -76,7 +77,8 @@ class WorkerAdmin:
     def _worker(self, http: web.Request) -> int:
         """Return the place of the worker with experts of a path's number."""
         number = http.match_info["number"]
-        worker = self._coordinator.expert_worker(int(number)) if number.isascii() and number.isdigit() else None
+        is_number = number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS
+        worker = self._coordinator.expert_worker(int(number)) if is_number else None
         if worker is None:
             raise HttpError(404, f"There is no expert worker {shown(number)}.", "not_found")
         return worker
