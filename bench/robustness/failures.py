@@ -141,6 +141,8 @@ class Disturbance:
         self.whole = self.whole or frozenset(before)
         name = self.rng.choice([name for name in sorted(before) if name.startswith(self.way.victims)])
         number = self.rng.choice([signal.SIGKILL, signal.SIGSTOP])
+        if self.way.is_engine:
+            self._wait_for_requests(int(name.rpartition("-")[2]))
         victim, at = before[name], time.monotonic()
         victim.send_signal(number)
         while not is_dead(victim):
@@ -152,6 +154,13 @@ class Disturbance:
             time.sleep(0.1)
         self.kills.append(Kill(at, number.name, name, dead_at - at, time.monotonic() - at))
         print(f"{number.name} of {name}: dead {dead_at - at:.2f} s, whole {self.kills[-1].whole_s:.2f} s", flush=True)
+
+    def _wait_for_requests(self, engine: int) -> None:
+        """Wait until an engine has requests again; those that moved after the last kill ran on the other one."""
+        began = time.monotonic()
+        while not self.server.load()["engines"][engine]["num_running"]:
+            self._check(began, f"engine {engine} gets no requests")
+            time.sleep(0.1)
 
     def _is_whole(self, victim: psutil.Process) -> bool:
         now = workers(self.server)

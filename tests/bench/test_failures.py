@@ -85,7 +85,7 @@ def test_a_killed_expert_worker_changes_no_answer(tmp_path):
     ran = subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, text=True, timeout=240, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     figures = json.loads(results.read_text())["ways"]["expert_worker"]
-    assert figures["answers"]["equal"] >= 8
+    assert figures["answers"]["equal"] >= 4  # one of each user
     assert figures["counters"] == {"requests_moved_total": 0, "streams_resumed_total": 0, "worker_restarts_total": 1}
     assert {"API server", "attention-0", "attention-1", "experts-0", "experts-1"} <= figures["idle"].keys()
     assert picture.stat().st_size > 10_000
