@@ -26,31 +26,21 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
 
 from moestro.config.run_record import run_record
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from shared.completions import TOKENS, Answer, ask, bodies, judge, session
 from shared.results import make_parser, save
 from shared.server import Server, moestro
 
 PORT, ENGINES, RATE, SECONDS = 8194, 2, 12.0, 5.0
-TOKENS, HANGS_S = 200, 60
-SAMPLING: list[dict[str, Any]] = [
-    {"temperature": 0},
-    {"temperature": 1.0, "seed": 1},
-    {"temperature": 1.0, "seed": 2, "presence_penalty": 0.5},
-]
-BODIES: list[dict[str, Any]] = [
-    {"prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, **sampling}
-    for prompt in ("import", "def f(x):", "class A:")
-    for sampling in SAMPLING
-]
+HANGS_S = 60
+BODIES = bodies()
 WAYS = {
     "float32": ("--dtype", "float32"),
     "bfloat16": ("--dtype", "bfloat16"),
@@ -58,80 +48,9 @@ WAYS = {
 }
 
 
-@dataclass
-class Answer:
-    """The answer to one request: its end, its text, its tokens by the server's count, and the times of its chunks."""
-
-    end: str = "LOST: a stream that ends without an end"
-    text: str = ""
-    num_tokens: int = 0
-    chunk_times: list[float] = field(default_factory=list)
-
-
-async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], *, stream: bool) -> Answer:
-    """Send one request."""
-    answer = Answer()
-    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    try:
-        async with session.post(f"{url}/v1/completions", json=body | options) as response:
-            if response.status != 200:
-                answer.end = f"refused with {response.status}"
-            elif stream:
-                await read(response, answer)
-            else:
-                take(answer, await response.json())
-                answer.end = "answered whole"
-    except TimeoutError:
-        answer.end = "LOST: it hangs"
-    except aiohttp.ClientError:
-        answer.end = "cut off after it had begun" if answer.chunk_times else "not connected"
-    return answer
-
-
-async def read(response: aiohttp.ClientResponse, answer: Answer) -> None:
-    """Read a stream to its end."""
-    async for line in response.content:
-        if line.startswith(b'data: {"error"'):
-            had_begun = bool(answer.chunk_times)
-            answer.end = "error event after it had begun" if had_begun else "LOST: an error before it had begun"
-            return
-        if line.strip() == b"data: [DONE]":
-            answer.end = "answered whole"
-        elif line.startswith(b"data: "):
-            answer.chunk_times.append(time.monotonic())
-            take(answer, json.loads(line[6:]))
-
-
-def take(answer: Answer, said: dict[str, Any]) -> None:
-    """Add a chunk or a whole answer to `answer`."""
-    answer.text += "".join(choice["text"] for choice in said["choices"])
-    answer.num_tokens = (said.get("usage") or {}).get("completion_tokens", answer.num_tokens)
-
-
-def judge(answer: Answer, expected: set[str] | None) -> str:
-    """Name the end of a request, for counts.
-
-    Args:
-        answer: answer to judge.
-        expected: undisturbed texts of the request. None means that the text may differ.
-    """
-    if answer.end != "answered whole":
-        return answer.end
-    if answer.num_tokens != TOKENS:
-        return f"LOST or DOUBLED: {answer.num_tokens} tokens of {TOKENS}"
-    if expected is not None and answer.text not in expected:
-        return "DIFFERS from all undisturbed answers"
-    return answer.end
-
-
-def session() -> aiohttp.ClientSession:
-    timeout = aiohttp.ClientTimeout(total=HANGS_S)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
-
-
 async def undisturbed(url: str, seed: int) -> list[set[str]]:
     """Return the undisturbed texts of each body, alone and under the load of `seed`."""
-    async with session() as client:
+    async with session(HANGS_S) as client:
         texts = [{(await ask(client, url, body, stream=False)).text} for body in BODIES]
     for which, answer in await load(url, seed):
         texts[which].add(answer.text)
@@ -141,7 +60,7 @@ async def undisturbed(url: str, seed: int) -> list[set[str]]:
 async def load(url: str, seed: int) -> list[tuple[int, Answer]]:
     """Send one load, and return its answers, each with the number of its body."""
     rng, asked = random.Random(seed), []
-    async with session() as client:
+    async with session(HANGS_S) as client:
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
             which = rng.randrange(len(BODIES))
@@ -191,7 +110,7 @@ def kill_an_engine(seed: int, way: str) -> dict[str, object]:
         num_moved = int(sum(server.samples("moestro:requests_moved_total")))
     ends = Counter(judge(answer, texts[which] if way == "float32" else None) for which, answer in answers)
     # The streams with the longest pause are those that continued on another engine.
-    stalls = sorted((stall_s(answer, killed_at) for _, answer in answers), reverse=True)[:num_resumed]
+    stalls = sorted((answer.longest_gap_s(killed_at) for _, answer in answers), reverse=True)[:num_resumed]
     return {
         "ends": dict(ends),
         "texts_of_a_body_undisturbed": max(map(len, texts)),
@@ -200,12 +119,6 @@ def kill_an_engine(seed: int, way: str) -> dict[str, object]:
         "stall_s": {"median": round(stalls[len(stalls) // 2], 2), "max": round(stalls[0], 2)} if stalls else None,
         "engine_back_after_s": round(restarted_s, 1),
     }
-
-
-def stall_s(answer: Answer, moment: float) -> float:
-    """Return the longest gap between two chunks of which the second arrived after `moment`, or 0."""
-    gaps = zip(answer.chunk_times, answer.chunk_times[1:], strict=False)
-    return max((after - before for before, after in gaps if after > moment), default=0.0)
 
 
 def stop(seed: int, *, twice: bool) -> dict[str, object]:
