@@ -78,7 +78,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What was observed of one server.
+    """Observations of one server.
 
     Attributes:
         began: time.monotonic() of the first request.

@@ -18,9 +18,9 @@ from moestro.repro.amoe.loads import LENGTHS, closed_load
 from moestro.repro.amoe.serving import closed_throughput
 from moestro.repro.amoe.systems import build
 from moestro.repro.modes.beds import UnevenBed, with_copies
+from moestro.repro.modes.cases import BASE, CASES, QUICK, SYSTEMS, MapCase
 from moestro.repro.modes.experiment import ModesExperiment, make_experiment
 from moestro.repro.modes.findings import ModesFindings
-from moestro.repro.modes.scenarios import BASE, QUICK, SCENARIOS, SYSTEMS, MapCase
 from moestro.repro.runner import reproduce, save_pictures
 from moestro.repro.settings import ReproSettings
 
@@ -120,13 +120,13 @@ def test_faults_slow_lock_step_down(change, slower):
 
 def test_a_division_that_does_not_fit_has_no_runs():
     """Three experts of 11.3 GB do not fit 40 GB."""
-    scenario = replace(TINY, bed=replace(BASE, num_spares=1), ladder=(4,), seeds=(0,))
-    runs = ModesExperiment((scenario,)).run("tiny", lambda _: None).closed
+    case = replace(TINY, bed=replace(BASE, num_spares=1), ladder=(4,), seeds=(0,))
+    runs = ModesExperiment((case,)).run("tiny", lambda _: None).closed
     assert {run.system for run in runs} == set(SYSTEMS) - {"async", "ping_pong"}
 
 
-def test_names_of_scenarios_differ_and_the_verb_knows_them(capsys):
-    assert len({scenario.name for scenario in SCENARIOS}) == len(SCENARIOS)
+def test_names_of_cases_differ_and_the_verb_knows_them(capsys):
+    assert len({case.name for case in CASES}) == len(CASES)
     assert make_experiment(ReproSettings(quick=True)).loads == [QUICK[0].name]
     assert make_experiment(ReproSettings(loads=("base_permuted",))).loads == ["base_permuted"]
     with pytest.raises(ConfigError, match="no load nothing"):

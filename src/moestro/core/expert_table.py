@@ -94,7 +94,7 @@ class SharedExperts:
             used: those of them that get tokens from now on.
 
         Raises:
-            ValueError: nobody uses a share.
+            ValueError: a share has no worker that uses it.
         """
         slots_of = [self.slots_of(shares) for shares in held]
         logical_of = np.full((len(slots_of), self.num_layers, max(map(len, slots_of))), EMPTY, np.int32)

@@ -39,7 +39,7 @@ class ModeSettings(CheckedSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class PreemptionSettings(CheckedSettings):
-    """What a rank in `preemptive` mode runs next."""
+    """Choice of what a rank in `preemptive` mode runs next."""
 
     step_policy: Annotated[str, Parameter(help=_STEP)] = "qllm"
     pass_decodes: bool = False
@@ -76,7 +76,7 @@ _GROUP_STEP = f"; or FILE.py:NAME.\n\n{STEP_POLICIES.help_text()}"
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStepSettings(CheckedSettings):
-    """What the workers of a group in `async` mode run next, and how many tokens they send each other."""
+    """Step policies, copies and credits of the workers of a group in `async` mode."""
 
     attention_step_policy: Annotated[
         str, Parameter(help=f"In async mode, what a worker with attention runs next{_GROUP_STEP}")

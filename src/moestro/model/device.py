@@ -91,7 +91,7 @@ _EXACT_DTYPES = ("float32", "float64")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckpointFacts:
-    """What a checkpoint says about itself, before its weights are read.
+    """Facts of a checkpoint that are known before its weights are read.
 
     Attributes:
         config: transformers' config.

@@ -13,7 +13,7 @@ from moestro.model.network import Network
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WorkerShare:
-    """What a worker of a group keeps of a network, and room for tokens of other workers.
+    """Share of a network that a worker of a group keeps, and its room for tokens of other workers.
 
     Attributes:
         worker: number of the worker in the table.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic
+from typing import Generic, Protocol, TypeVar
 
 from rich.console import RenderableType
 
+from moestro.errors import ConfigError
 from moestro.repro.results import Claim, FindingsT
 
 
@@ -51,3 +52,53 @@ class Experiment(ABC, Generic[FindingsT]):
     @abstractmethod
     def tables(self, findings: FindingsT) -> Iterator[RenderableType]:
         """The findings as tables for a terminal."""
+
+
+class NamedPart(Protocol):
+    """A load with everything that decides its findings besides the code."""
+
+    @property
+    def name(self) -> str:
+        """Name of the load."""
+        ...
+
+
+PartT = TypeVar("PartT", bound=NamedPart)
+
+
+class PartsExperiment(Experiment[FindingsT], Generic[FindingsT, PartT]):
+    """An experiment whose loads are parts, each with a plan of its own.
+
+    Args:
+        parts: what is run.
+
+    Attributes:
+        parts: parts by name.
+    """
+
+    def __init__(self, parts: Sequence[PartT]) -> None:
+        self.parts = {part.name: part for part in parts}
+
+    @property
+    def loads(self) -> list[str]:
+        """The names of the parts."""
+        return list(self.parts)
+
+    def plan_of(self, load: str) -> object:
+        """The part."""
+        return self.parts[load]
+
+
+def chosen_parts(parts: Sequence[PartT], names: Sequence[str] | None) -> tuple[PartT, ...]:
+    """Return the parts with these names, in the order of the names. None means all parts.
+
+    Raises:
+        ConfigError: no part has one of the names.
+    """
+    if names is None:
+        return tuple(parts)
+    known = {part.name: part for part in parts}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"no load {', '.join(unknown)}; known: {', '.join(known)}")
+    return tuple(known[name] for name in names)

@@ -9,8 +9,7 @@ from typing import Any, Generic
 
 from rich.console import RenderableType
 
-from moestro.errors import ConfigError
-from moestro.repro.experiment import Experiment
+from moestro.repro.experiment import Experiment, chosen_parts
 from moestro.repro.results import Cell, CellT, FindingsT
 from moestro.repro.settings import ReproSettings
 from moestro.repro.tables import Column, grid_table
@@ -50,13 +49,7 @@ class GridPlan:
         Raises:
             ConfigError: no load has one of the names.
         """
-        if names is None:
-            return self
-        known = {load.name: load for load in self.loads}
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise ConfigError(f"no load {', '.join(unknown)}; known: {', '.join(known)}")
-        return replace(self, loads=tuple(known[name] for name in names))
+        return self if names is None else replace(self, loads=chosen_parts(self.loads, names))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a group's workers report, for Prometheus and for the log."""
+"""Figures that the workers of a group report, for Prometheus and for the log."""
 
 from __future__ import annotations
 

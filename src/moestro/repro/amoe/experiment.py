@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from rich.console import RenderableType
 
-from moestro.errors import ConfigError
 from moestro.repro.amoe.beds import Bed
 from moestro.repro.amoe.claims import claims_of
+from moestro.repro.amoe.closed_runs import Ladder
 from moestro.repro.amoe.findings import (
     AmoeCell,
     AmoeFindings,
@@ -23,11 +23,11 @@ from moestro.repro.amoe.findings import (
     requests,
     throughput,
 )
-from moestro.repro.amoe.loads import LENGTHS, LengthRanges, closed_load, open_load
+from moestro.repro.amoe.loads import LENGTHS, open_load
 from moestro.repro.amoe.parts import QUICK, WHOLE, Part
-from moestro.repro.amoe.serving import Seen, closed_throughput, serve_open
+from moestro.repro.amoe.serving import Seen, serve_open
 from moestro.repro.amoe.systems import ABOUT, ASYNC, Built, build
-from moestro.repro.experiment import Experiment
+from moestro.repro.experiment import PartsExperiment, chosen_parts
 from moestro.repro.results import Claim
 from moestro.repro.settings import ReproSettings
 from moestro.repro.tables import Column, grid_table
@@ -43,30 +43,11 @@ _COLUMNS = (
 )
 
 
-class AmoeExperiment(Experiment[AmoeFindings]):
-    """Runs parts.
-
-    Args:
-        parts: what is run.
-
-    Attributes:
-        parts: parts by name.
-    """
+class AmoeExperiment(PartsExperiment[AmoeFindings, Part]):
+    """Runs parts."""
 
     findings_type = AmoeFindings
     drawing = "moestro.repro.amoe.draw"
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = {part.name: part for part in parts}
-
-    @property
-    def loads(self) -> list[str]:
-        """The names of the parts."""
-        return list(self.parts)
-
-    def plan_of(self, load: str) -> object:
-        """The part."""
-        return self.parts[load]
 
     def num_runs(self, load: str) -> int:
         """Runs at rates, and one for all runs with constant numbers of requests of each system."""
@@ -94,7 +75,7 @@ class AmoeExperiment(Experiment[AmoeFindings]):
         findings = AmoeFindings(batch_curve={part.bed.gpu + " " + part.bed.prices: batch_curve(part.bed)})
         for system in part.systems:
             step(f"{load}: {system}, constant numbers of requests")
-            findings.closed += closed_runs(part, system)
+            findings.closed += _ladder(part).run(system, part.seeds[0])
         lengths = LENGTHS[part.lengths]
         rates = part.rates + tuple(share * _most(findings, ASYNC) / lengths.mean_output for share in part.shares)
         for rate in rates:
@@ -111,38 +92,13 @@ def make_experiment(settings: ReproSettings) -> AmoeExperiment:
     Raises:
         ConfigError: --loads names one that is not in the plan.
     """
-    parts = QUICK if settings.quick else WHOLE
-    if settings.loads is not None:
-        known = {part.name: part for part in parts}
-        unknown = [name for name in settings.loads if name not in known]
-        if unknown:
-            raise ConfigError(f"no load {', '.join(unknown)}; known: {', '.join(known)}")
-        parts = tuple(known[name] for name in settings.loads)
-    return AmoeExperiment(parts)
+    return AmoeExperiment(chosen_parts(QUICK if settings.quick else WHOLE, settings.loads))
 
 
 def batch_curve(bed: Bed) -> list[BatchPoint]:
     """Price one expert layer at each batch size (figure 3)."""
     cost = bed.cost()
     return [BatchPoint(size, size / cost.expert_ns(size) * 1e9) for size in _BATCH_SIZES]
-
-
-def closed_runs(part: Part, system: str) -> list[ClosedRun]:
-    """Measure a system with each number of requests of the ladder, and with the most that fit."""
-    lengths, seed, found = LENGTHS[part.lengths], part.seeds[0], []
-    most = _built(part, system, seed).most_requests
-    for number in sorted(
-        {*(number for number in part.timing.ladder if number < most), min(most, part.timing.ladder[-1])}
-    ):
-        load = closed_load(lengths, number, 1 + num_replacing(part, lengths, number), seed)
-        rate = closed_throughput(_built(part, system, seed), load, part.timing.passes)
-        found.append(ClosedRun(load=part.name, system=system, seed=seed, num_requests=number, tokens_per_s=rate))
-    return found
-
-
-def num_replacing(part: Part, lengths: LengthRanges, num_requests: int) -> int:
-    """New requests that surely suffice for a run with a constant number of requests."""
-    return round(2 * num_requests * sum(part.timing.passes) / lengths.mean_output) + num_requests // 4
 
 
 def num_in_progress(runs: Sequence[ClosedRun], tokens_per_s: float) -> int:
@@ -162,20 +118,22 @@ def num_in_progress(runs: Sequence[ClosedRun], tokens_per_s: float) -> int:
     return round(low + share * (high - low))
 
 
+def _ladder(part: Part) -> Ladder:
+    timing = part.timing
+    return Ladder(
+        load=part.name, bed=part.bed, lengths=LENGTHS[part.lengths], numbers=timing.ladder, passes=timing.passes
+    )
+
+
 def _most(findings: AmoeFindings, system: str) -> float:
     return max(run.tokens_per_s for run in findings.closed if run.system == system)
-
-
-def _built(part: Part, system: str, seed: int) -> Built:
-    lengths = LENGTHS[part.lengths]
-    return build(system, part.bed, (lengths.mean_context, lengths.longest), seed)
 
 
 def _cell(part: Part, rate: float, system: str, seed: int, findings: AmoeFindings) -> AmoeCell:
     lengths, timing = LENGTHS[part.lengths], part.timing
     runs = [run for run in findings.closed if run.system == system]
     num_first = 0 if part.is_cold else num_in_progress(runs, rate * lengths.mean_output)
-    built = _built(part, system, seed)
+    built = build(system, part.bed, (lengths.mean_context, lengths.longest), seed)
     load = open_load(lengths, rate, timing.stop_s, num_first, seed)
     seen = serve_open(built, load, timing.begin_s, timing.stop_s)
     attention, experts = _item_means(built, seen, timing.stop_s - timing.begin_s)

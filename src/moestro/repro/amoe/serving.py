@@ -29,7 +29,7 @@ Int64s = NDArray[np.int64]
 
 @dataclass(slots=True)
 class Observation:
-    """What is seen of a run from `begin_ns` on, and when it stops.
+    """Observation of a run from `begin_ns` on, and the end of the run.
 
     Attributes:
         stop_ns: time at which all groups stop.

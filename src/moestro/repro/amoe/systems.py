@@ -26,8 +26,6 @@ from moestro.sim.baselines import (
     PING_PONG,
     TWO_BATCH_OVERLAP,
     StepPricing,
-    disaggregated,
-    expert_parallel,
     plain_replica,
     with_stalls,
 )
@@ -91,10 +89,12 @@ def build(system: str, bed: Bed, lengths: tuple[float, int], seed: int) -> Built
         ConfigError: the name is unknown, or the network does not fit.
     """
     kind, _, form = system.partition(":")
-    if kind not in ABOUT:
+    if kind not in ABOUT or (form and kind not in {ASYNC, PAIRED, COLOCATED}):
         raise ConfigError(f"no system {kind!r}; known: {', '.join(ABOUT)}")
-    make = _workers if kind in {ASYNC, PAIRED, COLOCATED} else _replicas if kind == REPLICAS else _lock_step
-    return make(kind, form, _Site(bed, lengths[0], lengths[1], seed))
+    site = _Site(bed, lengths[0], lengths[1], seed)
+    if kind in {ASYNC, PAIRED, COLOCATED}:
+        return _workers(kind, form, site)
+    return _replicas(site) if kind == REPLICAS else _lock_step(kind, site)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,27 +209,26 @@ _PRICINGS: dict[str, StepPricing] = {
 }  # fmt: skip
 
 
-def _lock_step(kind: str, form: str, site: _Site) -> Built:
+def _lock_step(kind: str, site: _Site) -> Built:
     bed, network, cost = site.bed, site.bed.shape, site.bed.cost()
-    gate = bed.gate(site.seed)
-    if kind == PING_PONG_NAME:
-        num_ranks = bed.num_gpus // 2
-        num_blocks = worker_kv_blocks(network, bed.device, BLOCK_SIZE)
+    is_apart = kind == PING_PONG_NAME
+    num_ranks = bed.num_gpus // 2 if is_apart else bed.num_gpus
+    machines = bed.machines(announces=False)
+    if is_apart:
         machines = _with_homes_on_each_machine(bed, num_ranks, bed.num_gpus - num_ranks)
-        exchange = all_to_all_of(machines, network)
-        deployment = disaggregated(cost, gate, num_ranks, bed.num_gpus - num_ranks, exchange)
-    else:
-        num_ranks = bed.num_gpus
-        exchange = all_to_all_of(bed.machines(announces=False), network)
-        deployment = expert_parallel(cost, gate, num_ranks, exchange)
-    deployment = _hosted(deployment, bed, site.seed)
-    holders = [worker for worker in range(bed.num_gpus) if kind != PING_PONG_NAME or worker >= num_ranks]
-    deployment = replace(deployment, table=bed.table(holders, bed.num_gpus, site.seed), slowdown=bed.slowdown)
+    deployment = Deployment(
+        cost=cost,
+        gate=bed.gate(site.seed),
+        table=bed.table(range(num_ranks if is_apart else 0, bed.num_gpus), bed.num_gpus, site.seed),
+        num_ranks=num_ranks,
+        exchange=all_to_all_of(machines, network),
+        host=bed.step_host,
+        slowdown=bed.slowdown,
+        jitter=bed.jitter(site.seed),
+    )
     num_slots = deployment.table.logical_of.shape[2]
     check_experts_fit(network, bed.device, num_slots)
-    if kind != PING_PONG_NAME:
-        num_blocks = worker_kv_blocks(network, bed.device, BLOCK_SIZE, num_slots=num_slots)
-    del form
+    num_blocks = worker_kv_blocks(network, bed.device, BLOCK_SIZE, num_slots=0 if is_apart else num_slots)
     group = LockStepGroup(site.settings(num_blocks), deployment, _PRICINGS[kind])
     return Built(
         [group], num_ranks, num_ranks * site.most_requests(num_blocks), group.busy_ns.copy, None,
@@ -237,23 +236,18 @@ def _lock_step(kind: str, form: str, site: _Site) -> Built:
     )  # fmt: skip
 
 
-def _hosted(deployment: Deployment, bed: Bed, *seed: int) -> Deployment:
-    return replace(deployment, host=bed.step_host, jitter=bed.jitter(*seed))
-
-
-def _replicas(kind: str, form: str, site: _Site) -> Built:
+def _replicas(site: _Site) -> Built:
     bed, network = site.bed, site.bed.shape
-    del kind, form
     num_gpus, num_blocks = _smallest_replica(bed)
     cost = bed.cost(num_gpus)
     exchange = all_reduce(bed.machines(announces=False).within, network, num_gpus)
-    deployment = plain_replica(cost, bed.gate(site.seed), exchange)
+    deployment = replace(plain_replica(cost, bed.gate(site.seed), exchange), host=bed.step_host)
     num_replicas = bed.num_gpus // num_gpus
     slowest = np.ones(num_replicas) if bed.slowdown is None else bed.slowdown.reshape(num_replicas, -1).max(axis=1)
     groups = [
         LockStepGroup(
             site.settings(num_blocks),
-            replace(_hosted(deployment, bed, site.seed, replica), slowdown=slowest[replica : replica + 1]),
+            replace(deployment, jitter=bed.jitter(site.seed, replica), slowdown=slowest[replica : replica + 1]),
         )
         for replica in range(num_replicas)
     ]

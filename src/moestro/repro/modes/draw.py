@@ -1,21 +1,21 @@
-"""Pictures of the map: what `async` gains in every scenario, and throughput against ITL where it matters."""
+"""Pictures of the map: what `async` gains in every case, and throughput against ITL where it matters."""
 
 from __future__ import annotations
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from moestro.repro.modes.cases import SYSTEMS, MapCase
 from moestro.repro.modes.experiment import GOAL, ModesExperiment
 from moestro.repro.modes.findings import ITL_BOUNDS_MS, ModesFindings
-from moestro.repro.modes.scenarios import SYSTEMS, MapCase
 
 _COLUMNS = 4
 
 
 def pictures(experiment: ModesExperiment, findings: ModesFindings) -> dict[str, Figure]:
-    """The gains of all scenarios, and the curves of each."""
-    names = findings.scenarios
-    return {"map": _map(findings, names), "curves": _curves([experiment.scenarios[name] for name in names], findings)}
+    """The gains of all cases, and the curves of each."""
+    names = findings.cases
+    return {"map": _map(findings, names), "curves": _curves([experiment.parts[name] for name in names], findings)}
 
 
 def _map(findings: ModesFindings, names: list[str]) -> Figure:
@@ -40,23 +40,21 @@ def _map(findings: ModesFindings, names: list[str]) -> Figure:
     return figure
 
 
-def _curves(scenarios: list[MapCase], findings: ModesFindings) -> Figure:
-    """Throughput against ITL of every system, a panel for each scenario, first seed."""
-    num_rows = -(-len(scenarios) // _COLUMNS)
+def _curves(cases: list[MapCase], findings: ModesFindings) -> Figure:
+    """Throughput against ITL of every system, a panel for each case, first seed."""
+    num_rows = -(-len(cases) // _COLUMNS)
     figure = Figure(figsize=(4.0 * _COLUMNS, 3.0 * num_rows), layout="constrained")
     panels = figure.subplots(num_rows, _COLUMNS, squeeze=False).ravel()
-    for axes, scenario in zip(panels, scenarios, strict=False):
+    for axes, case in zip(panels, cases, strict=False):
         for system in SYSTEMS:
             runs = [
-                run
-                for run in findings.closed
-                if (run.load, run.system, run.seed) == (scenario.name, system, scenario.seeds[0])
+                run for run in findings.closed if (run.load, run.system, run.seed) == (case.name, system, case.seeds[0])
             ]
             axes.plot([run.tokens_per_s for run in runs], [run.itl_ms for run in runs], "o-", ms=3, label=system)
-        axes.set(title=f"{scenario.axis}: {scenario.about}", yscale="log", xlim=(0, None))
+        axes.set(title=f"{case.axis}: {case.about}", yscale="log", xlim=(0, None))
         axes.title.set_fontsize("small")
         axes.grid(alpha=0.3)
-    for axes in panels[len(scenarios) :]:
+    for axes in panels[len(cases) :]:
         axes.set_axis_off()
     panels[0].legend(fontsize="x-small")
     figure.supxlabel("output tokens a second, simulated")

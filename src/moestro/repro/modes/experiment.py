@@ -1,20 +1,19 @@
-"""The map: every system with constant numbers of requests in every scenario."""
+"""The map: every system with constant numbers of requests in every case."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from rich.console import RenderableType
 from rich.table import Table
 
 from moestro.errors import ConfigError
+from moestro.repro.amoe.closed_runs import Ladder
 from moestro.repro.amoe.findings import ClosedRun
-from moestro.repro.amoe.loads import closed_load
-from moestro.repro.amoe.serving import closed_throughput
-from moestro.repro.amoe.systems import ABOUT, build
-from moestro.repro.experiment import Experiment
+from moestro.repro.amoe.systems import ABOUT
+from moestro.repro.experiment import PartsExperiment, chosen_parts
+from moestro.repro.modes.cases import CASES, QUICK, SYSTEMS, MapCase
 from moestro.repro.modes.findings import ITL_BOUNDS_MS, ModesFindings
-from moestro.repro.modes.scenarios import QUICK, SCENARIOS, SYSTEMS, MapCase
 from moestro.repro.results import Claim
 from moestro.repro.settings import ReproSettings
 
@@ -22,47 +21,28 @@ GOAL = 1.5  # times the best of the others
 _BATCH_ITL_MS = ITL_BOUNDS_MS[1]
 
 
-class ModesExperiment(Experiment[ModesFindings]):
-    """Runs scenarios.
-
-    Args:
-        scenarios: what is run.
-
-    Attributes:
-        scenarios: scenarios by name.
-    """
+class ModesExperiment(PartsExperiment[ModesFindings, MapCase]):
+    """Runs cases."""
 
     findings_type = ModesFindings
     drawing = "moestro.repro.modes.draw"
 
-    def __init__(self, scenarios: Sequence[MapCase]) -> None:
-        self.scenarios = {scenario.name: scenario for scenario in scenarios}
-
-    @property
-    def loads(self) -> list[str]:
-        """The names of the scenarios."""
-        return list(self.scenarios)
-
-    def plan_of(self, load: str) -> object:
-        """The scenario."""
-        return self.scenarios[load]
-
     def num_runs(self, load: str) -> int:
         """One for all numbers of requests of a system and a seed."""
-        return len(SYSTEMS) * len(self.scenarios[load].seeds)
+        return len(SYSTEMS) * len(self.parts[load].seeds)
 
     def run(self, load: str, step: Callable[[str], None]) -> ModesFindings:
-        """Run one scenario."""
-        scenario, findings = self.scenarios[load], ModesFindings()
+        """Run one case."""
+        case, findings = self.parts[load], ModesFindings()
         for system in SYSTEMS:
-            for seed in scenario.seeds:
+            for seed in case.seeds:
                 step(f"{load}: {system}, seed {seed}")
-                findings.closed += _runs(scenario, system, seed)
+                findings.closed += _runs(case, system, seed)
         return findings
 
     def claims(self, findings: ModesFindings) -> list[Claim]:
-        """Our goal: a scenario in which `async` has 1.5 times the throughput of the best of the others."""
-        known = [name for name in findings.scenarios if len(findings.seeds(name)) >= 5]
+        """Our goal: a case in which `async` has 1.5 times the throughput of the best of the others."""
+        known = [name for name in findings.cases if len(findings.seeds(name)) >= 5]
         gains = {name: findings.gain(name, _BATCH_ITL_MS) for name in known}
         if not gains:
             return []
@@ -81,11 +61,11 @@ class ModesExperiment(Experiment[ModesFindings]):
         """A table for each bound on ITL, then a line about each system."""
         for itl_ms in ITL_BOUNDS_MS:
             table = Table(
-                "scenario", *SYSTEMS, "async / best other",
+                "case", *SYSTEMS, "async / best other",
                 title=f"1,000 output tokens a second at a mean ITL of at most {itl_ms:g} ms",
                 caption="simulated; means over seeds, in brackets the least and the most",
             )  # fmt: skip
-            for name in findings.scenarios:
+            for name in findings.cases:
                 most = [findings.most(name, system, itl_ms).mean() / 1e3 for system in SYSTEMS]
                 gain = findings.gain(name, itl_ms)
                 table.add_row(
@@ -103,29 +83,12 @@ def make_experiment(settings: ReproSettings) -> ModesExperiment:
     Raises:
         ConfigError: --loads names one that is not in the plan.
     """
-    scenarios: Sequence[MapCase] = QUICK if settings.quick else SCENARIOS
-    if settings.loads is not None:
-        known = {scenario.name: scenario for scenario in scenarios}
-        unknown = [name for name in settings.loads if name not in known]
-        if unknown:
-            raise ConfigError(f"no load {', '.join(unknown)}; known: {', '.join(known)}")
-        scenarios = tuple(known[name] for name in settings.loads)
-    return ModesExperiment(scenarios)
+    return ModesExperiment(chosen_parts(QUICK if settings.quick else CASES, settings.loads))
 
 
-def _runs(scenario: MapCase, system: str, seed: int) -> list[ClosedRun]:
-    """Measure a system with each number of requests that fits, and with the most that fit."""
-    lengths, ladder = scenario.lengths, scenario.ladder
+def _runs(case: MapCase, system: str, seed: int) -> list[ClosedRun]:
+    ladder = Ladder(load=case.name, bed=case.bed, lengths=case.lengths, numbers=case.ladder, passes=case.passes)
     try:
-        most = build(system, scenario.bed, (lengths.mean_context, lengths.longest), seed).most_requests
+        return ladder.run(system, seed)
     except ConfigError:  # the network does not fit so divided
         return []
-    numbers = sorted({*(number for number in ladder if number < most), min(most, ladder[-1])})
-    runs = []
-    for number in numbers:
-        num_more = round(2 * number * sum(scenario.passes) / lengths.mean_output) + number // 4 + 1
-        built = build(system, scenario.bed, (lengths.mean_context, lengths.longest), seed)
-        load = closed_load(lengths, number, num_more, seed)
-        rate = closed_throughput(built, load, scenario.passes)
-        runs.append(ClosedRun(load=scenario.name, system=system, seed=seed, num_requests=number, tokens_per_s=rate))
-    return runs

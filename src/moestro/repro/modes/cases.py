@@ -1,4 +1,4 @@
-"""The scenarios of the map: a testbed, and one change of it at a time."""
+"""The cases of the map: a testbed, and one change of it at a time."""
 
 from __future__ import annotations
 
@@ -44,35 +44,35 @@ class MapCase:
     seeds: tuple[int, ...] = (0,)
 
 
-def _scenario(axis: str, about: str, bed: UnevenBed = BASE, **changes: Any) -> MapCase:
+def _case(axis: str, about: str, bed: UnevenBed = BASE, **changes: Any) -> MapCase:
     others = {name: changes.pop(name) for name in ("lengths", "seeds") if name in changes}
     name = f"{axis}_{about}".replace(" ", "_").replace("%", "").replace(",", "")
     return MapCase(name=name, axis=axis, about=about, bed=replace(bed, **changes), **others)
 
 
-SCENARIOS = (
-    _scenario("base", "permuted", seeds=(0, 1, 2, 3, 4)),
-    _scenario("skew", "none", popularity="uniform", seeds=(0, 1)),
-    _scenario("skew", "half", skew=0.27, seeds=(0, 1)),
-    _scenario("skew", "same in all layers", popularity="same"),
-    _scenario("copies", "one spare slot", num_spares=1, seeds=(0, 1, 2, 3, 4)),
-    _scenario("copies", "one spare slot, stale plan", num_spares=1, is_plan_stale=True),
-    _scenario("network", "one machine, NVSwitch", _ONE_MACHINE),
-    _scenario("network", "Ethernet", across="ethernet-100g"),
-    _scenario("network", "latency 100 us more", added_latency_ns=100_000),
-    _scenario("network", "latency 500 us more", added_latency_ns=500_000),
-    _scenario("straggler", "one GPU 2 x", slow=(2.0,)),
-    _scenario("straggler", "one GPU 2 x, no skew, spare slot", slow=(2.0,), popularity="uniform", num_spares=1),
-    _scenario("unequal", "four of eight GPUs 1.5 x", slow=(1.5,) * 4),
-    _scenario("jitter", "30 %", variation=0.3, seeds=(0, 1, 2, 3, 4)),
-    _scenario("jitter", "60 %, no skew", variation=0.6, popularity="uniform"),
-    _scenario("host", "a quarter", host_factor=0.25),
-    _scenario("host", "4 x", host_factor=4.0),
-    _scenario("experts", "top-1 of 16 on 16 GPUs", network="mixtral-16x7b-mqa-top1", num_gpus=16, gpus_per_machine=8),
+CASES = (
+    _case("base", "permuted", seeds=(0, 1, 2, 3, 4)),
+    _case("skew", "none", popularity="uniform", seeds=(0, 1)),
+    _case("skew", "half", skew=0.27, seeds=(0, 1)),
+    _case("skew", "same in all layers", popularity="same"),
+    _case("copies", "one spare slot", num_spares=1, seeds=(0, 1, 2, 3, 4)),
+    _case("copies", "one spare slot, stale plan", num_spares=1, is_plan_stale=True),
+    _case("network", "one machine, NVSwitch", _ONE_MACHINE),
+    _case("network", "Ethernet", across="ethernet-100g"),
+    _case("network", "latency 100 us more", added_latency_ns=100_000),
+    _case("network", "latency 500 us more", added_latency_ns=500_000),
+    _case("straggler", "one GPU 2 x", slow=(2.0,)),
+    _case("straggler", "one GPU 2 x, no skew, spare slot", slow=(2.0,), popularity="uniform", num_spares=1),
+    _case("unequal", "four of eight GPUs 1.5 x", slow=(1.5,) * 4),
+    _case("jitter", "30 %", variation=0.3, seeds=(0, 1, 2, 3, 4)),
+    _case("jitter", "60 %, no skew", variation=0.6, popularity="uniform"),
+    _case("host", "a quarter", host_factor=0.25),
+    _case("host", "4 x", host_factor=4.0),
+    _case("experts", "top-1 of 16 on 16 GPUs", network="mixtral-16x7b-mqa-top1", num_gpus=16, gpus_per_machine=8),
     replace(
-        _scenario("experts", "8 of 128", _ONE_MACHINE, network="qwen3-30b-a3b"), ladder=(512,), passes=(2, 2)
+        _case("experts", "8 of 128", _ONE_MACHINE, network="qwen3-30b-a3b"), ladder=(512,), passes=(2, 2)
     ),  # few requests, because each of many small items takes the simulator as long as a large one
-    _scenario("memory", "80 GB, one machine", _ONE_MACHINE, gpu="a100-80g"),
-    _scenario("lengths", "contexts of 1,000 tokens", lengths=LengthRanges(prompt=(500, 1500), output=(50, 250))),
+    _case("memory", "80 GB, one machine", _ONE_MACHINE, gpu="a100-80g"),
+    _case("lengths", "contexts of 1,000 tokens", lengths=LengthRanges(prompt=(500, 1500), output=(50, 250))),
 )
-QUICK = (replace(SCENARIOS[0], ladder=(512, 2048), passes=(1, 1), seeds=(0,)),)
+QUICK = (replace(CASES[0], ladder=(512, 2048), passes=(1, 1), seeds=(0,)),)
