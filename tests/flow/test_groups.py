@@ -153,13 +153,20 @@ def told(worker: int, depth: int) -> Hop:
     return Hop(kind=REPLY, src=worker, dst=0, epoch=0, seq=0, layer=0, num_rows=0, depths=(depth,))
 
 
-@pytest.mark.parametrize(("gap", "depth", "chosen"), [(10, 10, 1), (10, 11, 2), (0, 1, 2)])
-def test_a_home_changes_to_the_other_copy_when_its_backlog_is_less_by_more_than_the_gap(gap, depth, chosen):
+def test_copies_get_experts_in_turn_at_first():
+    """Else one worker would idle until the backlog of the other exceeds the gap, which few credits never allow."""
+    assert make_dispatcher(switch_gap=1 << 40)._worker_of[0].tolist() == [1, 2] * (NUM_EXPERTS // 2)
+
+
+@pytest.mark.parametrize(("gap", "depth", "changes"), [(10, 10, False), (10, 11, True), (0, 1, True)])
+def test_a_home_changes_to_the_other_copy_when_its_backlog_is_less_by_more_than_the_gap(gap, depth, changes):
     dispatcher = make_dispatcher(gap)
+    on_busy_worker = dispatcher._worker_of[0] == 1
     dispatcher.accept(told(1, depth))
     dispatcher._choose_copies(0)
-    assert (dispatcher._worker_of[0] == chosen).all()
-    assert dispatcher.num_switches == (NUM_EXPERTS if chosen == 2 else 0)
+    assert (dispatcher._worker_of[0][on_busy_worker] == (2 if changes else 1)).all()
+    assert (dispatcher._worker_of[0][~on_busy_worker] == 2).all()
+    assert dispatcher.num_switches == (NUM_EXPERTS // 2 if changes else 0)
 
 
 def test_a_table_in_which_an_expert_lives_nowhere_is_refused():

@@ -109,13 +109,21 @@ class Dispatcher:
         self._slot_on[worker, layer, table.logical_of[worker, layer, slot]] = slot
         self._may_use = (self._slot_on != EMPTY) & table.is_alive[:, None, None]
         self._has_copies = self._may_use.sum(axis=0).max(axis=1, initial=0) > 1  # by layer
-        # The worker that gets an expert's tokens now: at first the home itself if it has a copy.
-        own_first = self._may_use.copy()
-        own_first[:, self._may_use[self._worker]] = False
-        own_first[self._worker] = self._may_use[self._worker]
-        self._worker_of = own_first.argmax(axis=0).astype(np.int16)
+        self._worker_of = self._first_workers()  # int16[layers, experts], which get an expert's tokens now
         # The slot of the expert on that worker.
         self._slot_of = np.take_along_axis(self._slot_on, self._worker_of[None], axis=0)[0]
+
+    def _first_workers(self) -> Int16s:
+        """Workers that get each expert's tokens at first: the home itself if it has a copy, else copies in turn.
+
+        In turn, so that no worker idles while the backlog differs too little for a change; by expert and alike in all
+        homes, so that an expert's tokens meet in one batch.
+        """
+        may_use = self._may_use
+        num_copies = np.maximum(may_use.sum(axis=0), 1)
+        turn = np.arange(may_use.shape[2]) % num_copies
+        workers = (may_use & (may_use.cumsum(axis=0) > turn)).argmax(axis=0)
+        return np.where(may_use[self._worker], self._worker, workers).astype(np.int16)
 
     def change_table(self, table: ExpertTable) -> list[Owed]:
         """Use another table.
