@@ -76,7 +76,7 @@ def test_the_number_in_progress_lies_between_the_runs_around_the_throughput():
 @pytest.mark.parametrize("system", [*ABOUT, "async:mtfs", "async:2+6", "async:defrag:lookahead=3"])
 def test_a_system_serves_a_constant_number_of_requests_below_its_bound(system):
     built = build(system, PART.bed, LIMITS, 0)
-    rate = closed_throughput(built, closed_load(LENGTH, 12, 12, 0), (1, 1))
+    rate = closed_throughput(built, closed_load(LENGTH, 12, 12, 0), (1, 1)).tokens_per_s
     assert 0 < rate < built.bound()
     assert built.most_requests >= 64 * built.num_seats
 
@@ -89,7 +89,9 @@ def test_an_unknown_system_is_an_error(system):
 
 def test_stalls_lengthen_steps_and_overlap_never_does():
     rates = {
-        system: closed_throughput(build(system, PART.bed, LIMITS, 0), closed_load(LENGTH, 2048, 512, 0), (1, 2))
+        system: closed_throughput(
+            build(system, PART.bed, LIMITS, 0), closed_load(LENGTH, 2048, 512, 0), (1, 2)
+        ).tokens_per_s
         for system in (EP, EP_STALLS, OVERLAP)
     }
     assert rates[EP_STALLS] < rates[EP] <= rates[OVERLAP]

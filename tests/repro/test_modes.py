@@ -14,12 +14,12 @@ from moestro.core.expert_table import EMPTY
 from moestro.cost.popularity import exponential_popularity
 from moestro.errors import ConfigError
 from moestro.repro.amoe.findings import ClosedRun
-from moestro.repro.amoe.loads import LENGTHS, closed_load
+from moestro.repro.amoe.loads import LENGTHS, LengthRanges, Replacing, closed_load
 from moestro.repro.amoe.serving import closed_throughput
 from moestro.repro.amoe.systems import build
 from moestro.repro.modes.beds import UnevenBed, with_copies
 from moestro.repro.modes.cases import BASE, CASES, QUICK, SYSTEMS, MapCase
-from moestro.repro.modes.experiment import ModesExperiment, make_experiment
+from moestro.repro.modes.experiment import ModesExperiment, _runs, make_experiment
 from moestro.repro.modes.findings import ModesFindings
 from moestro.repro.runner import reproduce, save_pictures
 from moestro.repro.settings import ReproSettings
@@ -112,7 +112,7 @@ def test_every_system_is_run_shown_and_drawn(found):
 def test_faults_slow_lock_step_down(change, slower):
     def rate(bed):
         built = build("ep", bed, (LENGTH.mean_context, LENGTH.longest), 0)
-        return closed_throughput(built, closed_load(LENGTH, 64, 32, 0), (1, 1))
+        return closed_throughput(built, closed_load(LENGTH, 64, 32, 0), (1, 1)).tokens_per_s
 
     plain = replace(BASE, gpus_per_machine=8)
     assert (rate(replace(plain, **change)) < 0.9 * rate(plain)) is slower
@@ -170,3 +170,32 @@ def test_the_goal_is_judged_by_the_least_of_five_seeds():
     assert claims(200.0) == []
     assert claims(*[160.0] * 5)[0].holds is True
     assert claims(*[160.0] * 4, 140.0)[0].holds is False
+
+
+# --- classes and prompts ----------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_ends_is_replaced_by_one_of_its_class():
+    load = closed_load(LENGTH, 20, 10, 0, num_sensitive=5)
+    is_ls = load.rows.is_ls
+    assert is_ls[:20].tolist() == [True, False, False, False] * 5
+    arrivals = Replacing(load)
+    assert all(is_ls[arrivals.next_turn(row, 0)[0]] == is_ls[row] for row in range(20) if row % 4 == 0 or row < 12)
+    assert sum(arrivals.next_turn(1, 0) is not None for _ in range(10)) == 1  # ten of a class are there, and nine came
+
+
+def test_with_two_classes_the_itl_is_that_of_the_latency_sensitive_requests():
+    case = replace(TINY, bed=BASE, ladder=(16,), num_sensitive=4, step_policy="priority")
+    (found,) = _runs(case, "async_colocated", 0)
+    assert (found.system, found.num_sensitive) == ("async_colocated", 4)
+    assert 0 < found.sensitive_tokens_per_s < found.tokens_per_s
+    assert found.itl_ms == pytest.approx(4e3 / found.sensitive_tokens_per_s)
+
+
+def test_prompts_that_are_computed_cost_throughput():
+    def rate(computes_prompts):
+        built = build("ep", BASE, (LENGTH.mean_context, LENGTH.longest), 0)
+        short = LengthRanges(prompt=(200, 200), output=(2, 4))
+        return closed_throughput(built, closed_load(short, 16, 64, 0), (3, 3), computes_prompts=computes_prompts)
+
+    assert rate(True).tokens_per_s < 0.5 * rate(False).tokens_per_s

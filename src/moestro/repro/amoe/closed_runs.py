@@ -21,6 +21,8 @@ class Ladder:
         lengths: lengths of prompts and answers.
         numbers: numbers of requests, ascending.
         passes: tokens of each request, in the mean, before a run is observed and while it is.
+        num_sensitive: latency-sensitive requests in each run; the others are best effort. None means that all are.
+        computes_prompts: whether prompts are computed, except those of the requests in progress at the start.
     """
 
     load: str
@@ -28,6 +30,8 @@ class Ladder:
     lengths: LengthRanges
     numbers: tuple[int, ...]
     passes: tuple[int, int]
+    num_sensitive: int | None = None
+    computes_prompts: bool = False
 
     def run(self, system: str, seed: int) -> list[ClosedRun]:
         """Measure a system with each number of requests that fits, and with the most that fit.
@@ -39,9 +43,14 @@ class Ladder:
         most = build(system, self.bed, limits, seed).most_requests
         fitting = {number for number in self.numbers if number < most}
         for number in sorted({*fitting, min(most, self.numbers[-1])}):
-            load = closed_load(self.lengths, number, self._num_replacing(number), seed)
-            rate = closed_throughput(build(system, self.bed, limits, seed), load, self.passes)
-            found.append(ClosedRun(load=self.load, system=system, seed=seed, num_requests=number, tokens_per_s=rate))
+            load = closed_load(self.lengths, number, self._num_replacing(number), seed, self.num_sensitive)
+            built = build(system, self.bed, limits, seed)
+            rates = closed_throughput(built, load, self.passes, computes_prompts=self.computes_prompts)
+            run = ClosedRun(
+                load=self.load, system=system, seed=seed, num_requests=number, tokens_per_s=rates.tokens_per_s,
+                num_sensitive=self.num_sensitive, sensitive_tokens_per_s=rates.sensitive_tokens_per_s,
+            )  # fmt: skip
+            found.append(run)
         return found
 
     def _num_replacing(self, num_requests: int) -> int:

@@ -42,18 +42,28 @@ class AmoeCell(Cell, frozen=True, kw_only=True):
 
 
 class ClosedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run with a constant number of requests. Its mean ITL is their number divided by the throughput."""
+    """A run with a constant number of requests.
+
+    Attributes:
+        tokens_per_s: output tokens a second.
+        num_sensitive: requests that are latency-sensitive. None means that all are alike.
+        sensitive_tokens_per_s: their output tokens a second.
+    """
 
     load: str
     system: str
     seed: int
     num_requests: int
     tokens_per_s: float
+    num_sensitive: int | None = None
+    sensitive_tokens_per_s: float = 0.0
 
     @property
     def itl_ms(self) -> float:
-        """Mean time between tokens, by Little's law."""
-        return self.num_requests / self.tokens_per_s * 1e3
+        """Mean time between tokens by Little's law, of the latency-sensitive requests where there are others."""
+        if self.num_sensitive is None:
+            return self.num_requests / self.tokens_per_s * 1e3
+        return self.num_sensitive / self.sensitive_tokens_per_s * 1e3
 
 
 class BatchPoint(msgspec.Struct, frozen=True):

@@ -73,7 +73,13 @@ def in_progress(lengths: LengthRanges, num_requests: int, rng: np.random.Generat
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimedRows:
-    """Requests and their arrival times, int64[n], ascending. `num_first` of them are in progress at the start."""
+    """Requests and their arrival times.
+
+    Attributes:
+        rows: the requests.
+        offsets_ns: int64[n], ascending; of a closed load, those of the requests in progress.
+        num_first: requests in progress at the start, which come first.
+    """
 
     rows: Rows
     offsets_ns: Int64s
@@ -98,25 +104,41 @@ def open_load(lengths: LengthRanges, rate: float, seconds: float, num_first: int
     return TimedRows(rows, times[order], num_first)
 
 
-def closed_load(lengths: LengthRanges, num_first: int, num_more: int, seed: int) -> TimedRows:
-    """Make `num_first` requests in progress, and the requests that replace them; times are those of the former."""
+def closed_load(
+    lengths: LengthRanges, num_first: int, num_more: int, seed: int, num_sensitive: int | None = None
+) -> TimedRows:
+    """Make `num_first` requests in progress, and those that replace them; times are those of the former.
+
+    Args:
+        num_more: requests that may replace others, of each class.
+        num_sensitive: latency-sensitive requests of the first, which stand evenly among the best-effort ones. None
+            means that all are.
+    """
     rng = np.random.default_rng([seed, 2])
     kept, left = in_progress(lengths, num_first, rng)
-    prompt, output = fresh(lengths, num_more, rng)
+    prompt, output = fresh(lengths, num_more if num_sensitive is None else 2 * num_more, rng)
+    is_ls = None
+    if num_sensitive is not None:
+        turns = np.arange(num_first) * num_sensitive // num_first
+        is_ls = np.concatenate([np.diff(turns, prepend=-1) > 0, np.arange(2 * num_more) < num_more])
     rows = Rows(
         num_prompt_tokens=np.concatenate([kept, prompt]),
         num_output_tokens=np.concatenate([left, output]),
+        is_ls=is_ls,
         is_generated=True,
     )
     return TimedRows(rows, (np.arange(num_first) * (SPREAD_S * NS_PER_S / num_first)).astype(np.int64), num_first)
 
 
 class Replacing:
-    """Closed loop: a new request arrives when one ends, as long as there are new ones; implements `sim.Arrivals`."""
+    """Closed loop: when a request ends, a new one of its class arrives if there is one; implements `sim.Arrivals`."""
 
     def __init__(self, load: TimedRows) -> None:
         self.start_ns = load.offsets_ns
-        self._next, self._end = load.num_first, len(load.rows)
+        is_ls = load.rows.is_ls
+        self._is_ls = np.ones(len(load.rows), np.bool_) if is_ls is None else is_ls
+        new = np.arange(load.num_first, len(load.rows))
+        self._new = {each: iter(new[self._is_ls[new] == each].tolist()) for each in (False, True)}
 
     @property
     def first_rows(self) -> Int64s:
@@ -124,8 +146,6 @@ class Replacing:
         return np.arange(len(self.start_ns))
 
     def next_turn(self, row: int, ended_ns: int) -> tuple[int, int] | None:
-        """Return the next new request, which arrives at once."""
-        if self._next == self._end:
-            return None
-        self._next += 1
-        return self._next - 1, ended_ns
+        """Return the next new request of the class, which arrives at once."""
+        new = next(self._new[bool(self._is_ls[row])], None)
+        return None if new is None else (new, ended_ns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from moestro.core.clock import NS_PER_S
 from moestro.core.request import Request
 from moestro.core.script import Script
+from moestro.core.views import LS
 from moestro.engine.step_output import StepOutput
 from moestro.repro.amoe.beds import BLOCK_SIZE
 from moestro.repro.amoe.loads import Replacing, TimedRows
@@ -35,7 +37,10 @@ class Observation:
         stop_ns: time at which all groups stop.
         most_tokens: output tokens after which all groups stop. None means no limit.
         num_tokens: output tokens since the start.
+        is_by_class: whether tokens of latency-sensitive requests are counted apart, in `sensitive`.
+        num_with_kv: requests that still enter with the KV of their prompts. None means all.
         at_ns, tokens: time of each turn in which a group's requests gain tokens, and output tokens up to its end.
+        sensitive: those of latency-sensitive requests.
         gaps_ns: times between consecutive tokens of a request that end after `begin_ns`.
         ended_ns: ends of requests.
         busy_ns: time for which each worker had computed at `begin_ns`, int64[workers]; None before.
@@ -46,8 +51,12 @@ class Observation:
     stop_ns: int
     most_tokens: int | None = None
     num_tokens: int = 0
+    is_by_class: bool = False
+    num_sensitive: int = 0
+    num_with_kv: int | None = None
     at_ns: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    sensitive: list[int] = field(default_factory=list)
     gaps_ns: list[int] = field(default_factory=list)
     ended_ns: list[int] = field(default_factory=list)
     busy_ns: Int64s | None = None
@@ -56,6 +65,25 @@ class Observation:
     def is_over(self) -> bool:
         """Whether enough tokens were seen."""
         return self.most_tokens is not None and self.num_tokens >= self.most_tokens
+
+    def enters_with_kv(self) -> bool:
+        """Whether the request that enters now has the KV of its prompt: those in progress at the start have it."""
+        if self.num_with_kv is None:
+            return True
+        self.num_with_kv -= 1
+        return self.num_with_kv >= 0
+
+    def gained(self, output: StepOutput) -> None:
+        """Count the tokens of an output."""
+        self.num_tokens += len(output.sequences)
+        if self.is_by_class:
+            self.num_sensitive += sum(sequence.service_class == LS for sequence in output.sequences)
+
+    def turned(self, now_ns: int) -> None:
+        """Note the tokens up to the end of a turn."""
+        self.at_ns.append(now_ns)
+        self.tokens.append(self.num_tokens)
+        self.sensitive.append(self.num_sensitive)
 
     def at(self, now_ns: int) -> None:
         """Note the workers' times when the observation begins."""
@@ -90,7 +118,7 @@ class ObservedRanks:
 
     @property
     def tells_prefill(self) -> bool:
-        """False, because no prefill is computed."""
+        """False, because nobody asks how far prompts are."""
         return False
 
     @property
@@ -100,7 +128,8 @@ class ObservedRanks:
         return None if at_ns is None or at_ns >= observation.stop_ns or observation.is_over else at_ns
 
     def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
-        """Add a request, which has the KV of its prompt."""
+        """Add a request."""
+        self._group.seats[seat].has_prompt_kv = self._observation.enters_with_kv()
         return self._group.add(seat, request, script, now_ns)
 
     def catch_up(self, before_ns: int) -> None:
@@ -116,7 +145,7 @@ class ObservedRanks:
         for last_ns, output in zip(self._last_ns, outputs, strict=True):
             if not output.sequences:
                 continue
-            observation.num_tokens += len(output.sequences)
+            observation.gained(output)
             for sequence, reason in zip(output.sequences, output.finish_reasons, strict=True):
                 before_ns = last_ns.get(sequence.serial)
                 if before_ns is not None and is_seen:
@@ -127,8 +156,7 @@ class ObservedRanks:
                     last_ns.pop(sequence.serial, None)
                     observation.ended_ns.append(now_ns)
         if any(output.sequences for output in outputs):
-            observation.at_ns.append(now_ns)
-            observation.tokens.append(observation.num_tokens)
+            observation.turned(now_ns)
         return outputs
 
 
@@ -163,26 +191,42 @@ def serve_open(built: Built, load: TimedRows, begin_s: float, stop_s: float) -> 
 _LONGEST_S = 60.0  # of a run with a constant number of requests
 
 
-def closed_throughput(built: Built, load: TimedRows, passes: tuple[int, int]) -> float:
-    """Serve a constant number of requests, and return the output tokens a second.
+class ClosedRates(NamedTuple):
+    """Output tokens a second, and those of latency-sensitive requests if the load has both classes."""
+
+    tokens_per_s: float
+    sensitive_tokens_per_s: float
+
+
+def closed_throughput(
+    built: Built, load: TimedRows, passes: tuple[int, int], *, computes_prompts: bool = False
+) -> ClosedRates:
+    """Serve a constant number of requests.
 
     Args:
         passes: tokens of each request, in the mean, before the observation and in it.
+        computes_prompts: whether requests that replace others have their prompts computed.
     """
     first, last = passes[0] * load.num_first, sum(passes) * load.num_first
-    observation = Observation(built, round(_LONGEST_S * NS_PER_S), round(_LONGEST_S * NS_PER_S), most_tokens=last)
+    observation = Observation(
+        built, round(_LONGEST_S * NS_PER_S), round(_LONGEST_S * NS_PER_S), most_tokens=last,
+        is_by_class=load.rows.is_ls is not None, num_with_kv=load.num_first if computes_prompts else None,
+    )  # fmt: skip
     _run(built, observation, load, Replacing(load))
     begin = int(np.searchsorted(observation.tokens, first))
     assert begin + 1 < len(observation.tokens), "the run ended before it was observed"
     seconds = (observation.at_ns[-1] - observation.at_ns[begin]) / NS_PER_S
-    return (observation.tokens[-1] - observation.tokens[begin]) / seconds
+    sensitive = observation.sensitive
+    return ClosedRates(
+        (observation.tokens[-1] - observation.tokens[begin]) / seconds,
+        (sensitive[-1] - sensitive[begin]) / seconds,
+    )
 
 
 def _run(built: Built, observation: Observation, load: TimedRows, arrivals: Arrivals) -> None:
     router = Router(ROUTE_POLICIES.make("least_loaded"), RouterSettings(block_size=BLOCK_SIZE, seed=0))
     for group in built.groups:
         for seat in group.seats:
-            seat.has_prompt_kv = True
             num_blocks = seat.rank.scheduler.settings.num_blocks
             router.set_routable(router.add_engine(EngineSpec(num_blocks=num_blocks)), routable=True)
     maker = RequestMaker(load.rows, RequestForm(block_size=BLOCK_SIZE, names_blocks=False))

@@ -31,6 +31,10 @@ class MapCase:
         lengths: lengths of prompts, which are in the cache at the start, and of answers.
         ladder: constant numbers of requests in progress, ascending.
         passes: tokens of each request, in the mean, before a run is observed and while it is.
+        num_sensitive: latency-sensitive requests in each run, whose ITL is bounded; the others are best effort. None
+            means that all are.
+        computes_prompts: whether prompts are computed beside decodes.
+        step_policy: step policy of `async`; "" means that of the systems.
         seeds: seeds of the popularity, the gate, the requests and the jitter.
     """
 
@@ -41,11 +45,17 @@ class MapCase:
     lengths: LengthRanges = field(default_factory=lambda: LENGTHS["medium"])
     ladder: tuple[int, ...] = (512, 2048, 8192)
     passes: tuple[int, int] = (4, 6)
+    num_sensitive: int | None = None
+    computes_prompts: bool = False
+    step_policy: str = ""
     seeds: tuple[int, ...] = (0,)
 
 
+_OWN_FIELDS = ("lengths", "seeds", "num_sensitive", "computes_prompts", "step_policy")
+
+
 def _case(axis: str, about: str, bed: UnevenBed = BASE, **changes: Any) -> MapCase:
-    others = {name: changes.pop(name) for name in ("lengths", "seeds") if name in changes}
+    others = {name: changes.pop(name) for name in _OWN_FIELDS if name in changes}
     name = f"{axis}_{about}".replace(" ", "_").replace("%", "").replace(",", "")
     return MapCase(name=name, axis=axis, about=about, bed=replace(bed, **changes), **others)
 
@@ -74,5 +84,8 @@ CASES = (
     ),  # few requests, because each of many small items takes the simulator as long as a large one
     _case("memory", "80 GB, one machine", _ONE_MACHINE, gpu="a100-80g"),
     _case("lengths", "contexts of 1,000 tokens", lengths=LengthRanges(prompt=(500, 1500), output=(50, 250))),
+    _case("classes", "128 chats, the rest best effort", num_sensitive=128, step_policy="priority"),
+    _case("classes", "256 chats, the rest best effort", num_sensitive=256, step_policy="priority"),
+    _case("prompts", "computed", computes_prompts=True),
 )
 QUICK = (replace(CASES[0], ladder=(512, 2048), passes=(1, 1), seeds=(0,)),)

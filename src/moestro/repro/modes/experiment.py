@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import msgspec
 from rich.console import RenderableType
 from rich.table import Table
 
@@ -12,7 +13,7 @@ from moestro.repro.amoe.closed_runs import Ladder
 from moestro.repro.amoe.findings import ClosedRun
 from moestro.repro.amoe.systems import ABOUT
 from moestro.repro.experiment import PartsExperiment, chosen_parts
-from moestro.repro.modes.cases import CASES, QUICK, SYSTEMS, MapCase
+from moestro.repro.modes.cases import CASES, OURS, QUICK, SYSTEMS, MapCase
 from moestro.repro.modes.findings import ITL_BOUNDS_MS, ModesFindings
 from moestro.repro.results import Claim
 from moestro.repro.settings import ReproSettings
@@ -87,8 +88,12 @@ def make_experiment(settings: ReproSettings) -> ModesExperiment:
 
 
 def _runs(case: MapCase, system: str, seed: int) -> list[ClosedRun]:
-    ladder = Ladder(load=case.name, bed=case.bed, lengths=case.lengths, numbers=case.ladder, passes=case.passes)
+    ladder = Ladder(
+        load=case.name, bed=case.bed, lengths=case.lengths, numbers=case.ladder, passes=case.passes,
+        num_sensitive=case.num_sensitive, computes_prompts=case.computes_prompts,
+    )  # fmt: skip
+    form = f"{system}:{case.step_policy}" if case.step_policy and system in OURS else system
     try:
-        return ladder.run(system, seed)
+        return [msgspec.structs.replace(run, system=system) for run in ladder.run(form, seed)]
     except ConfigError:  # the network does not fit so divided
         return []
