@@ -207,7 +207,8 @@ def _lock_step(kind: str, site: _Site) -> Built:
     num_ranks = bed.num_gpus // 2 if is_apart else bed.num_gpus
     machines = bed.machines(announces=False)
     if is_apart:
-        machines = with_both_kinds(machines, num_ranks, bed.num_gpus - num_ranks)
+        # The stored results announce the messages of ping-pong, too; a collective would not need to.
+        machines = with_both_kinds(bed.machines(announces=True), num_ranks, bed.num_gpus - num_ranks)
     deployment = Deployment(
         cost=cost,
         gate=bed.gate(site.seed),
