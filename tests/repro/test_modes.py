@@ -14,7 +14,7 @@ from moestro.core.expert_table import EMPTY
 from moestro.cost.popularity import exponential_popularity
 from moestro.errors import ConfigError
 from moestro.repro.amoe.findings import ClosedRun
-from moestro.repro.amoe.loads import LENGTHS, LengthRanges, Replacing, closed_load
+from moestro.repro.amoe.loads import LENGTHS, LengthRanges, closed_load
 from moestro.repro.amoe.serving import closed_throughput
 from moestro.repro.amoe.systems import build
 from moestro.repro.modes.beds import UnevenBed, with_copies
@@ -23,6 +23,7 @@ from moestro.repro.modes.experiment import ModesExperiment, _runs, make_experime
 from moestro.repro.modes.findings import ModesFindings
 from moestro.repro.runner import reproduce, save_pictures
 from moestro.repro.settings import ReproSettings
+from moestro.sim.closed_loop import Replacing
 
 LENGTH = LENGTHS["medium"]
 TINY = MapCase(

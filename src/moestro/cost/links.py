@@ -130,6 +130,20 @@ class Machines:
         return self.within if self.machine_of[source] == self.machine_of[target] else self.across
 
 
+def with_both_kinds(machines: Machines, num_homes: int, num_expert_workers: int) -> Machines:
+    """Return `machines` with attention and expert workers on each of them, as evenly as they go.
+
+    Args:
+        machines: machines of all workers.
+        num_homes: attention workers, which are the first ones.
+        num_expert_workers: expert workers, which follow.
+    """
+    num_machines = max(machines.machine_of) + 1
+    machine_of = [worker * num_machines // num_homes for worker in range(num_homes)]
+    machine_of += [worker * num_machines // num_expert_workers for worker in range(num_expert_workers)]
+    return replace(machines, machine_of=tuple(machine_of))
+
+
 def hop_bytes(network: NetworkShape, num_rows: int, num_records: int) -> int:
     """Bytes of a message between workers: one hidden state for each row, and a record for each (token, choice).
 

@@ -14,7 +14,7 @@ from moestro.cost.collectives import FREE, all_to_all_of
 from moestro.cost.drawn_step import Deployment
 from moestro.cost.gate import PopularityGate
 from moestro.cost.gpus import gpu_named
-from moestro.cost.links import ANNOUNCE_REMOTELY_NS, FREE_LINK, Machines, link_named, two_phase
+from moestro.cost.links import ANNOUNCE_REMOTELY_NS, FREE_LINK, Machines, link_named, two_phase, with_both_kinds
 from moestro.cost.model import StageCostModel
 from moestro.cost.networks import ExpertShape, NetworkShape
 from moestro.cost.popularity import PopularityForm
@@ -145,7 +145,7 @@ def make_group(setup: GroupSetup, policy: PolicySettings, bounds: SchedulerSetti
         jitter=StageJitter(jitter, setup.seed, number) if jitter else None,
         host=_host(setup.engines),
     )
-    return LockStepGroup(bounds, uneven, _pricing(policy))
+    return LockStepGroup(bounds, uneven, pricing_of(policy))
 
 
 def deployment_of(setup: GroupSetup, policy: PolicySettings) -> Deployment:
@@ -159,12 +159,15 @@ def deployment_of(setup: GroupSetup, policy: PolicySettings) -> Deployment:
 
 def _machines(setup: GroupSetup, policy: PolicySettings) -> Machines:
     group = setup.group
-    if policy.free_links:
-        return Machines(machine_of=group.machine_of, within=FREE_LINK, across=FREE_LINK)
     within, across = link_named(group.link_within), link_named(group.link_across)
     if policy.mode == "async" and group.two_phase:
         within, across = two_phase(within), two_phase(across, ANNOUNCE_REMOTELY_NS)
-    return Machines(machine_of=group.machine_of, within=within, across=across)
+    if policy.free_links:
+        within = across = FREE_LINK
+    machines = Machines(machine_of=group.machine_of, within=within, across=across)
+    if not policy.num_expert_workers:
+        return machines
+    return with_both_kinds(machines, policy.num_attention_workers(group), policy.num_expert_workers)
 
 
 def _layout(setup: GroupSetup, policy: PolicySettings, table: ExpertTable, number: int) -> GroupLayout:
@@ -196,7 +199,8 @@ def _host(engines: SimEngineSettings) -> HostCost:
     return HostCost(step_ns=(engines.host_step_us or 0) * 1e3, sequence_ns=(engines.host_sequence_us or 0) * 1e3)
 
 
-def _pricing(policy: PolicySettings) -> StepPricing:
+def pricing_of(policy: PolicySettings) -> StepPricing:
+    """Return the baseline of a mode in lock-step."""
     if policy.mode == "afd":
         return PING_PONG
     if policy.mode == "ep-overlap":

@@ -21,7 +21,8 @@ class GroupSettings(CheckedSettings):
 
     Attributes:
         num_workers: GPUs of a group.
-        workers_per_machine: workers of a machine; consecutive ones are together.
+        workers_per_machine: workers of a machine; consecutive ones are together. Workers with attention and workers
+            with experts alone are spread over all machines alike.
         link_within, link_across: links inside a machine and between machines, by their names in `cost.links`.
         two_phase: whether a message of `async` is announced before it is sent, as in AMoE.
         slowdown: factor on the stage times of each worker, from worker 0 on; 1 for the remaining workers.

@@ -13,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S
+from moestro.sim.closed_loop import SPREAD_S, TimedRows
 from moestro.workload.arrivals import poisson
 from moestro.workload.rows import Rows
 
 Int64s = NDArray[np.int64]
-
-SPREAD_S = 0.3  # the requests in progress enter over this time, so that they do not form one wave of equal depth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,21 +70,6 @@ def in_progress(lengths: LengthRanges, num_requests: int, rng: np.random.Generat
     return prompt + done, output - done
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TimedRows:
-    """Requests and their arrival times.
-
-    Attributes:
-        rows: the requests.
-        offsets_ns: int64[n], ascending; of a closed load, those of the requests in progress.
-        num_first: requests in progress at the start, which come first.
-    """
-
-    rows: Rows
-    offsets_ns: Int64s
-    num_first: int
-
-
 def open_load(lengths: LengthRanges, rate: float, seconds: float, num_first: int, seed: int) -> TimedRows:
     """Make requests that arrive at a rate for some seconds, beside `num_first` in progress."""
     rng = np.random.default_rng([seed, 0])
@@ -128,24 +112,3 @@ def closed_load(
         is_generated=True,
     )
     return TimedRows(rows, (np.arange(num_first) * (SPREAD_S * NS_PER_S / num_first)).astype(np.int64), num_first)
-
-
-class Replacing:
-    """Closed loop: when a request ends, a new one of its class arrives if there is one; implements `sim.Arrivals`."""
-
-    def __init__(self, load: TimedRows) -> None:
-        self.start_ns = load.offsets_ns
-        is_ls = load.rows.is_ls
-        self._is_ls = np.ones(len(load.rows), np.bool_) if is_ls is None else is_ls
-        new = np.arange(load.num_first, len(load.rows))
-        self._new = {each: iter(new[self._is_ls[new] == each].tolist()) for each in (False, True)}
-
-    @property
-    def first_rows(self) -> Int64s:
-        """Rows of the requests in progress."""
-        return np.arange(len(self.start_ns))
-
-    def next_turn(self, row: int, ended_ns: int) -> tuple[int, int] | None:
-        """Return the next new request of the class, which arrives at once."""
-        new = next(self._new[bool(self._is_ls[row])], None)
-        return None if new is None else (new, ended_ns)

@@ -13,7 +13,7 @@ from moestro.core.views import StepPolicy
 from moestro.cost.capacity import check_experts_fit, kv_blocks, worker_kv_blocks
 from moestro.cost.collectives import all_reduce, all_to_all_of
 from moestro.cost.drawn_step import Deployment
-from moestro.cost.links import Machines
+from moestro.cost.links import with_both_kinds
 from moestro.cost.model import Batch, StageCostModel
 from moestro.cost.tensor_parallel import network_share
 from moestro.engine.settings import SchedulerSettings
@@ -145,7 +145,9 @@ def _workers(kind: str, form: str, site: _Site) -> Built:
     def policy_of(worker: int) -> StepPolicy:
         return tallies[int(worker >= num_homes)].watched(make_step_policy(policy, float("inf")))
 
-    cost = bed.cost()
+    cost, machines = bed.cost(), bed.machines(announces=True)
+    if num_expert_workers:
+        machines = with_both_kinds(machines, num_homes, num_expert_workers)
 
     def factor_of(worker: int) -> Callable[[], float] | None:
         slowdown = 1.0 if bed.slowdown is None else float(bed.slowdown[worker])
@@ -154,7 +156,7 @@ def _workers(kind: str, form: str, site: _Site) -> Built:
     layout = GroupLayout(
         num_homes=num_homes,
         table=table,
-        machines=_with_homes_on_each_machine(bed, num_homes, num_expert_workers),
+        machines=machines,
         gate=bed.gate(site.seed),
         policy_of=policy_of,
         host=bed.item_host,
@@ -192,16 +194,6 @@ def _table(site: _Site, num_homes: int, *, is_paired: bool) -> ExpertTable:
     return table
 
 
-def _with_homes_on_each_machine(bed: Bed, num_homes: int, num_expert_workers: int) -> Machines:
-    machines = bed.machines(announces=True)
-    if num_expert_workers == 0:
-        return machines
-    num_machines = max(machines.machine_of) + 1
-    machine_of = [worker * num_machines // num_homes for worker in range(num_homes)]
-    machine_of += [worker * num_machines // num_expert_workers for worker in range(num_expert_workers)]
-    return replace(machines, machine_of=tuple(machine_of))
-
-
 # --- lock-step --------------------------------------------------------------------------------------------------------
 
 _PRICINGS: dict[str, StepPricing] = {
@@ -215,7 +207,8 @@ def _lock_step(kind: str, site: _Site) -> Built:
     num_ranks = bed.num_gpus // 2 if is_apart else bed.num_gpus
     machines = bed.machines(announces=False)
     if is_apart:
-        machines = _with_homes_on_each_machine(bed, num_ranks, bed.num_gpus - num_ranks)
+        # The stored results announce the messages of ping-pong, too; a collective would not need to.
+        machines = with_both_kinds(bed.machines(announces=True), num_ranks, bed.num_gpus - num_ranks)
     deployment = Deployment(
         cost=cost,
         gate=bed.gate(site.seed),
