@@ -127,8 +127,7 @@ class Standby:
             return ForkedWorker(pid, write)
 
     async def _start(self) -> None:
-        if self._control is not None:
-            self._control.close()
+        await self.end()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(0)  # the event loop waits for it
         self._has_forked = False
@@ -158,3 +157,6 @@ class Standby:
         self.kill()
         if self._process is not None:
             await self._process.wait()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
