@@ -210,6 +210,15 @@ def test_a_worker_takes_the_place_of_one_that_died_while_it_was_removed(tmp_path
         running.kill()
 
 
+def test_stopped_workers_do_not_outlive_an_api_server_that_was_killed(tmp_path):
+    running = Running((*REAL, *PACED), tmp_path)
+    processes = running.ranks()
+    for each in processes:
+        each.suspend()
+    running.kill()
+    wait_until(lambda: not any(each.is_running() and each.status() != "zombie" for each in processes))
+
+
 def workers(server) -> dict[int, dict]:
     """The workers with experts, by number."""
     found = admin(server, "GET", Authorization="Bearer key")[1]["workers"]
