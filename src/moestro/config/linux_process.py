@@ -64,6 +64,30 @@ def has_opened_gpu() -> bool:
     return False
 
 
+def has_gpu() -> bool:
+    """Whether this machine has a GPU of NVIDIA with a driver."""
+    return Path("/proc/driver/nvidia").exists()
+
+
+def available_memory_bytes() -> int | None:
+    """Read how much memory new processes can take, of the machine or of this container. None means unknown."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    with contextlib.suppress(OSError, ValueError):  # no limit is "max"
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        found.append(limit - used + _cgroup_cache_bytes(group))
+    return min(found, default=None)
+
+
+def _cgroup_cache_bytes(group: Path) -> int:
+    """Memory of a container's page cache, which gives way."""
+    lines = (group / "memory.stat").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
+
+
 def _prctl(option: int, value: int) -> bool:
     if not sys.platform.startswith("linux"):
         return False

@@ -224,6 +224,19 @@ class Coordinator:
                 self._fail(EngineDiedError(f"{self.name(worker)} was still {doing} after {limit_s:g} s"))
                 return
 
+    def describe_start(self) -> str:
+        """Return how many workers serve, and what the others do, each phase with its first worker."""
+        phases = [(self._members[worker].phase, worker) for worker in self.present]
+        parts = []
+        for phase in MemberPhase:
+            found = [worker for each, worker in phases if each is phase]
+            if phase is not MemberPhase.SERVING and found:
+                doing = "not started" if phase is MemberPhase.ABSENT else phase.name.lower()
+                more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+                parts.append(f"{self.name(found[0])}{more} {doing}")
+        num_serving = sum(phase is MemberPhase.SERVING for phase, _ in phases)
+        return f"{num_serving} of {len(phases)} workers serve; {', '.join(parts)}"
+
     def _limit_s(self, phase: MemberPhase) -> float | None:
         """Longest time of a phase, in seconds. None means that a worker in this phase waits for others."""
         match phase:
