@@ -27,7 +27,8 @@ def group_metrics(coordinator: Coordinator) -> Iterator[Metric]:
     for view in views:
         serving.add_metric((view.name,), float(view.phase == "serving"))
         restarts.add_metric((view.name,), view.num_restarts)
-        doubts.add_metric((view.name,), view.num_doubts)
+        if view.shares:
+            doubts.add_metric((view.name,), view.num_doubts)
     yield from (serving, restarts, doubts)
     reporting = [view for view in views if view.figures is not None]
     yield from _queues(reporting)
@@ -50,7 +51,8 @@ def _queues(views: list[WorkerView]) -> Iterator[Metric]:
     )
     dropped = CounterMetricFamily(
         "moestro:worker_messages_dropped",
-        "Messages of workers that were late, repeated, unreadable, or for a worker that does not run.",
+        "Messages and contributions of workers that came for nothing: their request was aborted or preempted, or a"
+        " worker had ended. Also repeated and unreadable ones.",
         labels=_WORKER,
     )
     for view in views:
