@@ -210,6 +210,28 @@ def test_a_worker_takes_the_place_of_one_that_died_while_it_was_removed(tmp_path
         running.kill()
 
 
+def test_copies_answer_for_a_stopped_worker_which_is_used_again_when_it_goes_on(tmp_path, expected):
+    flags = ("--attention", "1", "--experts", "2", "--expert-copies", "2", "--expert-timeout", "100")
+    running = Running((*REAL, *PACED, *flags), tmp_path)
+
+    def sent_to(number: int) -> float:
+        link = f'moestro:link_messages_total{{destination="expert worker {number}",source="engine 0"}}'
+        return metrics(running).get(link, 0)
+
+    try:
+        stopped = worker(running, "experts", 1)
+        stopped.suspend()
+        assert texts(ask_many(running, 6)) == expected
+        assert metrics(running)['moestro:worker_doubts_total{worker="expert worker 1"}'] == 1
+        num_before = sent_to(1)
+        stopped.resume()
+        wait_until(lambda: texts(ask_many(running, 6)) == expected and sent_to(1) > num_before, 60)
+        assert worker(running, "experts", 1) == stopped
+        assert running.stop() == 0
+    finally:
+        running.kill()
+
+
 def test_stopped_workers_do_not_outlive_an_api_server_that_was_killed(tmp_path):
     running = Running((*REAL, *PACED), tmp_path)
     processes = running.ranks()

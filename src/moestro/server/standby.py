@@ -133,7 +133,7 @@ class Standby:
         self._has_forked = False
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
-                *self._command, *STANDBY, stdin=theirs, env=self._environment, start_new_session=True
+                *self._command, *STANDBY, stdin=theirs.fileno(), env=self._environment, start_new_session=True
             )
 
     async def _ask(self, name: str, stdin: int) -> int:
