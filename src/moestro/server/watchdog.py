@@ -138,13 +138,15 @@ class Watchdog:
         )
 
     def _log_stall(self, rank: int, state: RankState) -> None:
-        name = self._control.name(rank)
         if state.status is RankStatus.STALLED and not state.is_stalled:
             if state.is_engine:
                 self._metrics.engines[rank].num_stalls += 1
-            logger.error("%s is out of rotation: %s; the stacks of its threads follow", name, state.liveness.reason)
+            logger.error(
+                "%s is out of rotation: %s; the stacks of its threads follow",
+                self._control.name(rank), state.liveness.reason,
+            )  # fmt: skip
             self._control.signal(rank, STACK_DUMP)
         if state.status is RankStatus.FINE and state.is_stalled:
-            logger.warning("%s makes progress again", name)
+            logger.warning("%s makes progress again", self._control.name(rank))
         # One late message is no stall, and the log has not named it one.
         state.is_stalled = state.status is RankStatus.STALLED or (state.is_stalled and state.status in _SILENT)
