@@ -8,11 +8,12 @@ Four ways, with the demo model in float32:
 
 * expert_worker: `--mode async --attention 2 --experts 2`, whose expert workers get SIGKILL or SIGSTOP by the seed.
 * expert_worker_two_copies: the same with `--expert-copies 2`.
-* home: the same group, whose workers with attention are killed. Each is an engine, and its requests move.
+* home: the same group, whose workers with attention are killed. Each is an engine, and its requests move. A stopped
+  one keeps its streams until `--engine-timeout` (10 s); new requests go around it at once.
 * ep: `--mode ep --engines 2`, whose two ranks restart together.
 
 Four users send greedy and sampled streams one after the other. A kill comes at a random moment after the group is
-whole again. If it comes before the process on standby has loaded its libraries, the restart waits for them.
+whole again.
 
 A calm `fused` server says what each answer must be. A greedy answer may differ only where the calm server's two best
 tokens are within 1e-5 of each other (a near-tie); each such case is printed with the gap. The margin of a sampled token
@@ -61,6 +62,7 @@ WHOLE_AGAIN_S = 180  # the longest delay of a restart is 60 s, and a busy machin
 IDLE_S, SETTLED_PERCENT, SETTLES_S = 5.0, 2.0, 60.0
 # The delay of an engine's restart doubles with each of its ends, up to 60 s; as long, requests wait for an engine.
 ENGINE_KILLS = 4
+BEGUN = 20  # tokens of an engine, after which one of its streams has begun
 ASYNC = ("--mode", "async", "--attention", "2", "--experts", "2")
 
 
@@ -142,7 +144,7 @@ class Disturbance:
         name = self.rng.choice([name for name in sorted(before) if name.startswith(self.way.victims)])
         number = self.rng.choice([signal.SIGKILL, signal.SIGSTOP])
         if self.way.is_engine:
-            self._wait_for_requests(int(name.rpartition("-")[2]))
+            self._wait_for_streams(int(name.rpartition("-")[2]))
         victim, at = before[name], time.monotonic()
         victim.send_signal(number)
         while not is_dead(victim):
@@ -153,14 +155,24 @@ class Disturbance:
             self._check(at, f"the group is not whole after {number.name} of {name}")
             time.sleep(0.1)
         self.kills.append(Kill(at, number.name, name, dead_at - at, time.monotonic() - at))
-        print(f"{number.name} of {name}: dead {dead_at - at:.2f} s, whole {self.kills[-1].whole_s:.2f} s", flush=True)
+        took = f"dead {dead_at - at:.2f} s, whole {self.kills[-1].whole_s:.2f} s"
+        print(f"{len(self.kills)}: {number.name} of {name}: {took}", flush=True)
 
-    def _wait_for_requests(self, engine: int) -> None:
-        """Wait until an engine has requests again; those that moved after the last kill ran on the other one."""
-        began = time.monotonic()
-        while not self.server.load()["engines"][engine]["num_running"]:
+    def _wait_for_streams(self, engine: int) -> None:
+        """Wait until streams of an engine have begun; those that moved after the last kill run on the other one.
+
+        A gap is between two tokens, so a stream that waits for its first one shows none.
+        """
+        began, num_before = time.monotonic(), self._num_tokens(engine)
+        while self._num_tokens(engine) < num_before + BEGUN or not self._is_running(engine):
             self._check(began, f"engine {engine} gets no requests")
             time.sleep(0.1)
+
+    def _num_tokens(self, engine: int) -> float:
+        return self.server.samples("moestro:generation_tokens_total")[engine]
+
+    def _is_running(self, engine: int) -> bool:
+        return bool(self.server.load()["engines"][engine]["num_running"])
 
     def _is_whole(self, victim: psutil.Process) -> bool:
         now = workers(self.server)
@@ -220,7 +232,12 @@ async def run_way(way: Way, schedule: Schedule) -> Run:
         server.wait_until_idle()
         counters = {
             name: int(sum(server.samples(f"moestro:{name}")))
-            for name in ("requests_moved_total", "streams_resumed_total", "worker_restarts_total")
+            for name in (
+                "requests_moved_total",
+                "streams_resumed_total",
+                "worker_restarts_total",
+                "worker_doubts_total",
+            )
         }
         return Run(began, began + calm_s, ended, disturbance.kills, asked, counters, idle_costs(server))
 
@@ -237,8 +254,8 @@ def idle_costs(server: Server) -> dict[str, dict[str, float]]:
         before = {process: sum(process.cpu_times()[:2]) for process in names}
         time.sleep(IDLE_S)
         shares = {each: 100 * (sum(each.cpu_times()[:2]) - before[each]) / IDLE_S for each in names}
-        # The process on standby loads its libraries after the last kill.
-        if all(shares[each] < SETTLED_PERCENT for each in standby) or time.monotonic() > deadline:
+        # The last answers may still end.
+        if all(share < SETTLED_PERCENT for share in shares.values()) or time.monotonic() > deadline:
             break
     return {
         name: {"cpu_percent": round(shares[each], 2), "pss_mb": round(each.memory_full_info().pss / 1e6)}

@@ -19,7 +19,7 @@ TITLES = {
 
 
 def draw_failures(ways: dict[str, Any], path: Path) -> None:
-    """Write the picture, a row for each way: the first minute with kills, and the median over all kills around one.
+    """Write the picture, a row for each way: the first minute with kills, and the medians over all kills around one.
 
     Args:
         ways: figures of each way, as `failures_report.report` returns them.
@@ -30,11 +30,12 @@ def draw_failures(ways: dict[str, Any], path: Path) -> None:
     for (name, figures), (over_time, around_kill) in zip(ways.items(), rows, strict=True):
         _draw_time(over_time, figures)
         over_time.set(title=f"killed: {TITLES[name]}", ylabel="tokens/s")
-        _draw_around(around_kill, figures["around"])
+        _draw_around(around_kill, figures)
         around_kill.set(title=f"around {len(figures['kills'])} kills: median, and 10 to 90 %")
     rows[-1, 0].set(xlabel="seconds")
     rows[-1, 1].set(xlabel="seconds from the signal")
-    figure.suptitle("Throughput while workers are killed (SIGKILL red) and stopped (SIGSTOP orange)")
+    rows[0, 1].legend(loc="lower right", fontsize="small")
+    figure.suptitle("Throughput while workers are killed (SIGKILL) and stopped (SIGSTOP)")
     figure.savefig(path, dpi=110)
 
 
@@ -49,8 +50,11 @@ def _draw_time(axes: Any, figures: dict[str, Any]) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _draw_around(axes: Any, around: dict[str, Any]) -> None:
-    seconds = around["from_s"] + around["bin_s"] * (0.5 + np.arange(len(around["median"])))
-    axes.plot(seconds, around["median"], color="tab:blue", linewidth=1)
-    axes.fill_between(seconds, around["p10"], around["p90"], color="tab:blue", alpha=0.2)
+def _draw_around(axes: Any, figures: dict[str, Any]) -> None:
+    around = figures["around"]
+    axes.axhline(figures["tokens_per_s"]["calm"], color="grey", linewidth=1, linestyle="--", label="without kills")
+    for name, rates in sorted(around["signals"].items()):
+        seconds = around["from_s"] + around["bin_s"] * (0.5 + np.arange(len(rates["median"])))
+        axes.plot(seconds, rates["median"], color=COLOURS[name], linewidth=1.2, label=name)
+        axes.fill_between(seconds, rates["p10"], rates["p90"], color=COLOURS[name], alpha=0.15, linewidth=0)
     axes.axvline(0, color="black", linewidth=1)

@@ -123,7 +123,11 @@ def report(run: Run, calm: list[Calm]) -> dict[str, Any]:
             for kill, gap in zip(run.kills, stalls, strict=True)
         ],
         "series": {"bin_s": SERIES_BIN_S, "tokens_per_s": histogram(tokens, run.began, run.ended, SERIES_BIN_S)},
-        "around": {"bin_s": AROUND_BIN_S, "from_s": AROUND_S[0], **around(tokens, [kill.at for kill in run.kills])},
+        "around": {
+            "bin_s": AROUND_BIN_S,
+            "from_s": AROUND_S[0],
+            "signals": {kind: around(tokens, [run.kills[i].at for i in which]) for kind, which in kinds.items()},
+        },
     }
 
 

@@ -122,6 +122,74 @@ def test_tokens_of_a_worker_with_copies_go_to_these_until_it_is_back():
 
 
 @in_loop
+def test_copies_take_over_from_a_silent_worker_and_give_back_when_it_speaks():
+    group = Group(attention=1, experts=2, expert_copies=2)
+    group.serve(0, 1, 2)
+    group.sent.clear()
+    for _ in range(3):
+        group.coordinator.doubt(1, is_silent=True)
+    (members,) = group.sent[0]
+    assert members.used[:3] == ((), (), (1, 0))
+    assert members.alive[:3] == (True, False, True)  # homes send what it owes to the copies
+    assert members.addresses[1], "it may speak again"
+    group.coordinator.doubt(1, is_silent=False)
+    assert group.sent[0][-1].used[:3] == ((), (0, 1), (1, 0))
+    assert all(group.sent[0][-1].alive)
+    assert group.coordinator.view(1).num_doubts == 1
+
+
+@in_loop
+def test_the_only_worker_with_experts_is_waited_for_although_it_is_silent():
+    group = Group(attention=1, experts=2, expert_copies=2)
+    group.serve(0, 1, 2)
+    group.coordinator.doubt(1, is_silent=True)
+    group.coordinator.doubt(2, is_silent=True)
+    members = group.coordinator.members()
+    assert members.used[:3] == ((), (0, 1), (1, 0))
+    assert all(members.alive)
+    single = Group(attention=1, experts=1)
+    single.serve(0, 1)
+    single.sent.clear()
+    single.coordinator.doubt(1, is_silent=True)
+    assert single.sent == {}
+    assert single.coordinator.view(1).num_doubts == 0
+
+
+@in_loop
+def test_the_doubt_ends_with_the_process():
+    group = Group(attention=1, experts=2, expert_copies=2)
+    group.serve(0, 1, 2)
+    group.coordinator.doubt(1, is_silent=True)
+    group.end(1)
+    assert all(group.coordinator.members().alive)
+    group.launch(1)
+    group.hear(Joined(), 1)
+    assert group.used[:3] == [(), (0, 1), (1, 0)]
+
+
+@in_loop
+def test_a_worker_is_given_up_only_if_another_one_has_its_experts_now_or_after_its_restart():
+    group = Group(attention=1, experts=2, expert_copies=2)
+    group.serve(0, 1, 2)
+    group.end(1)
+    group.end(2)  # it will be started again
+    assert group.coordinator.give_up(1)
+    assert group.coordinator.is_given_up(1)
+    assert group.used[:3] == [(), (), (1, 0)]
+    assert not group.coordinator.give_up(2)
+
+
+@in_loop
+def test_a_drained_worker_is_used_again_when_the_last_other_copy_is_given_up():
+    group = Group(attention=1, experts=2, expert_copies=2)
+    group.serve(0, 1, 2)
+    group.coordinator.drain(2, is_draining=True)
+    group.end(1)
+    assert group.coordinator.give_up(1)
+    assert group.used[:3] == [(), (), (1, 0)]
+
+
+@in_loop
 def test_an_unreachable_worker_does_not_keep_the_others_from_hearing():
     group = Group(attention=1, experts=2)
     group.serve(0, 1, 2)

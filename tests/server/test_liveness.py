@@ -13,7 +13,7 @@ from moestro.server.supervisor import Launching, Supervisor
 from moestro.web.pauses import PauseMeter
 
 S = 10**9
-TIMEOUTS = LivenessTimeouts(start_ns=100 * S, silence_ns=60 * S, stall_ns=30 * S, step_ns=300 * S)
+TIMEOUTS = LivenessTimeouts(start_ns=100 * S, doubt_ns=55 * S, silence_ns=60 * S, stall_ns=30 * S, step_ns=300 * S)
 
 
 def ready_rank() -> Liveness:
@@ -36,7 +36,9 @@ def test_a_rank_without_requests_needs_only_to_be_heard():
 
 def test_silence_means_that_the_process_stands_still_whatever_it_has_to_do():
     liveness = ready_rank()
-    assert liveness.judge(0, 59 * S) is RankStatus.FINE
+    assert liveness.judge(0, 54 * S) is RankStatus.FINE
+    assert liveness.judge(0, 55 * S) is RankStatus.SILENT
+    assert liveness.judge(0, 59 * S) is RankStatus.SILENT
     assert liveness.judge(0, 60 * S) is RankStatus.HUNG
     assert "--engine-timeout" in liveness.reason
 
@@ -164,7 +166,7 @@ def test_only_an_engine_that_was_reported_as_stalled_is_reported_as_recovered(ca
         ):
             state.liveness = Judge(*statuses)
             for _ in statuses:
-                supervisor._look_at(0, state)
+                supervisor._watchdog.look_at(0, state, 0)
             assert engines.is_trusted
             assert caplog.text.count("engine 0 makes progress again") == num_lines
 

@@ -116,6 +116,27 @@ def test_health_is_503_only_while_no_engine_is_ready(start):
     assert status(server, "/readyz") == 200
 
 
+def test_requests_go_around_a_silent_engine_until_it_speaks_again(start):
+    server = start("--engines", "2", "--route-policy", "round_robin")
+    silent = server.ranks()[0]
+    silent.suspend()
+    wait_until(lambda: sum(metrics(server)[f'moestro:engine_ready{{engine="{i}"}}'] for i in (0, 1)) == 1)
+    assert [complete(server, max_tokens=2).status for _ in range(4)] == [200] * 4
+    silent.resume()
+    wait_until(lambda: all(metrics(server)[f'moestro:engine_ready{{engine="{i}"}}'] for i in (0, 1)))
+    assert silent in server.ranks()
+
+
+def test_the_last_engine_keeps_its_requests_while_it_is_silent(start):
+    server = start()
+    (silent,) = server.ranks()
+    silent.suspend()
+    time.sleep(1.5)  # twice the silence after which another engine would get the request
+    answer = Later(server, max_tokens=2)
+    silent.resume()
+    assert answer.wait().status == 200
+
+
 def test_an_engine_that_says_what_cannot_be_read_is_killed_and_started_again(start):
     server = start()
     reply = complete(server, priority=BABBLE)

@@ -100,15 +100,31 @@ def test_each_process_shows_what_it_is(paced):
     assert lines == [["attention", "0"], ["attention", "1"], ["experts", "0"], ["experts", "1"]]
 
 
-def test_a_process_on_standby_takes_the_place_of_a_worker_that_dies(paced):
-    def standbys() -> list[psutil.Process]:
-        return [each for each in paced.ranks() if each.cmdline()[-1:] == ["standby"] and "-" not in each.name()]
+def standbys(server) -> list[psutil.Process]:
+    return [each for each in server.ranks() if each.cmdline()[-1:] == ["standby"]]
 
-    wait_until(standbys, 20)
-    (standby,) = standbys()
-    worker(paced, "experts", 0).kill()
-    wait_until(lambda: standby.name() == "experts-0", 20)
-    wait_until(lambda: standbys() not in ([], [standby]), 20)
+
+def test_one_process_forks_the_workers_and_their_successors(paced):
+    (standby,) = standbys(paced)
+    for _ in range(2):
+        old = [worker(paced, "experts", number) for number in range(2)]
+        for each in old:
+            each.kill()
+        wait_until(lambda gone=old: all(each not in gone for each in paced.ranks()), 20)
+        wait_until(lambda: all(each["phase"] == "serving" for each in workers(paced).values()), 20)
+    assert standbys(paced) == [standby]
+    assert {each.ppid() for each in paced.ranks()} == {paced.process.pid}
+    assert metrics(paced)['moestro:worker_restarts_total{worker="expert worker 1"}'] == 2
+
+
+def test_workers_are_replaced_although_the_process_on_standby_has_ended(paced, expected):
+    (standby,) = standbys(paced)
+    standby.kill()
+    old = worker(paced, "experts", 0)
+    old.kill()
+    assert texts(ask_many(paced, 6)) == expected
+    wait_until(lambda: standbys(paced) not in ([], [standby]), 20)
+    assert worker(paced, "experts", 0).pid != old.pid
 
 
 def test_requests_are_balanced_over_the_homes_and_answered(paced, expected):
@@ -192,6 +208,37 @@ def test_a_worker_takes_the_place_of_one_that_died_while_it_was_removed(tmp_path
         assert running.stop() == 0
     finally:
         running.kill()
+
+
+def test_copies_answer_for_a_stopped_worker_which_is_used_again_when_it_goes_on(tmp_path, expected):
+    flags = ("--attention", "1", "--experts", "2", "--expert-copies", "2", "--expert-timeout", "100")
+    running = Running((*REAL, *PACED, *flags), tmp_path)
+
+    def sent_to(number: int) -> float:
+        link = f'moestro:link_messages_total{{destination="expert worker {number}",source="engine 0"}}'
+        return metrics(running).get(link, 0)
+
+    try:
+        stopped = worker(running, "experts", 1)
+        stopped.suspend()
+        assert texts(ask_many(running, 6)) == expected
+        assert metrics(running)['moestro:worker_doubts_total{worker="expert worker 1"}'] == 1
+        num_before = sent_to(1)
+        stopped.resume()
+        wait_until(lambda: texts(ask_many(running, 6)) == expected and sent_to(1) > num_before, 60)
+        assert worker(running, "experts", 1) == stopped
+        assert running.stop() == 0
+    finally:
+        running.kill()
+
+
+def test_stopped_workers_do_not_outlive_an_api_server_that_was_killed(tmp_path):
+    running = Running((*REAL, *PACED), tmp_path)
+    processes = running.ranks()
+    for each in processes:
+        each.suspend()
+    running.kill()
+    wait_until(lambda: not any(each.is_running() and each.status() != "zombie" for each in processes))
 
 
 def workers(server) -> dict[int, dict]:

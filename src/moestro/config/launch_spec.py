@@ -15,6 +15,7 @@ from moestro.engine.settings import SchedulerOptions
 from moestro.flow.settings import GroupStepSettings, SteppingSettings
 from moestro.model.settings import ModelSettings
 
+STANDBY = ("forks-workers", "standby")  # last arguments of the process that forks the others
 STACK_DUMP = signal.SIGUSR1  # makes a loaded rank write the stacks of all its threads to stderr
 
 

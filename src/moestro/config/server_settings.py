@@ -68,7 +68,7 @@ class ProcessSettings(CheckedSettings):
     )
     startup_timeout: Annotated[float, at_least(1)] = 600.0
     "Seconds in which engines must become ready."
-    engine_timeout: Annotated[float, at_least(2)] = 10.0  # a rank sends a message twice a second
+    engine_timeout: Annotated[float, at_least(2)] = 10.0  # a rank sends a message four times a second
     "Seconds without a message, while the server runs, after which an engine is killed and restarted."
     watchdog_timeout: Annotated[float, at_least(1)] = 30.0
     "Seconds without a step, despite requests, after which an engine's stacks are dumped and it gets no new ones."

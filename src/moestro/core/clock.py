@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 NS_PER_S = 1_000_000_000
+NS_PER_MS = 1_000_000
 FOREVER_NS = 1 << 62  # a time that never comes; a time or a duration may still be added to it
 
 

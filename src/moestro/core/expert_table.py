@@ -85,13 +85,20 @@ class SharedExperts:
         """int32[slots], logical expert in each slot of a worker that holds `shares`."""
         return experts_of_shares(self.num_experts, self.num_shares, shares)
 
-    def table(self, version: int, held: Sequence[Sequence[int]], used: Sequence[Sequence[int]]) -> ExpertTable:
+    def table(
+        self,
+        version: int,
+        held: Sequence[Sequence[int]],
+        used: Sequence[Sequence[int]],
+        alive: Sequence[bool] | None = None,
+    ) -> ExpertTable:
         """Make the table of workers that hold shares.
 
         Args:
             version: number of the table.
             held: shares that each worker holds, which number its slots.
             used: those of them that get tokens from now on.
+            alive: whether to wait for what each worker owes; None means all.
 
         Raises:
             ValueError: a share has no worker that uses it.
@@ -101,7 +108,8 @@ class SharedExperts:
         for worker, slots in enumerate(slots_of):
             is_used = np.isin(slots, self.slots_of(used[worker]))
             logical_of[worker, :, : len(slots)] = np.where(is_used, slots, EMPTY)
-        return ExpertTable(version, logical_of, self.num_experts, np.ones(len(slots_of), np.bool_))
+        is_alive = np.ones(len(slots_of), np.bool_) if alive is None else np.array(alive, np.bool_)
+        return ExpertTable(version, logical_of, self.num_experts, is_alive)
 
 
 def spread_evenly(num_layers: int, num_experts: int, workers: list[int], num_workers: int) -> ExpertTable:

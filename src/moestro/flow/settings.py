@@ -105,9 +105,12 @@ class GroupOptions(GroupStepSettings, CheckedSettings):
     experts: Annotated[int | None, between(0, MAX_WORKERS)] = None
     "In async mode, workers with experts alone. 0: the workers with attention hold the experts too. Unset: 1."
     expert_copies: Annotated[int, at_least(1)] = 1
-    "In async mode, workers that hold each expert. With 2, tokens of a worker that dies go to the other one at once."
+    (
+        "In async mode, workers that hold each expert. With 2, the other one takes over when a worker ends, or is"
+        " silent for 0.2 s."
+    )
     standby: bool = True
-    "In async mode, keep a process with loaded libraries, which takes the place of a worker that dies within a second."
+    "In async mode, keep a process that has loaded the libraries and forks all workers, which then start in a second."
     expert_timeout: Annotated[float, at_least(0.3)] = 0.6
     "In async mode, seconds without a sign of life after which a worker with experts alone is killed and restarted."
 

@@ -68,17 +68,18 @@ def read_experts(settings: ModelSettings, layer: int, experts: Sequence[int]) ->
         modules = dict(find_experts(draw_weights(settings, config), config.get_text_config().num_hidden_layers))
         module = modules[layer]
     else:
-        _, module = read_layer(settings, config, layer)
+        _, module = read_layer(settings, config, layer, type(build_skeleton(config)))
     return [pick_expert(module, expert) for expert in experts]
 
 
-def read_layer(settings: ModelSettings, config: Any, layer: int) -> tuple[Any, Any]:
+def read_layer(settings: ModelSettings, config: Any, layer: int, whole: type[Any]) -> tuple[Any, Any]:
     """Read one layer of a checkpoint.
 
     Args:
         settings: those of the network.
         config: config of the checkpoint, from `read_config`.
         layer: a layer with experts.
+        whole: class of the network, from `build_skeleton`.
 
     Returns:
         transformers' network, all other layers of which are on the meta device; and the layer's experts module.
@@ -91,7 +92,6 @@ def read_layer(settings: ModelSettings, config: Any, layer: int) -> tuple[Any, A
     config = deepcopy(config)  # transformers edits what it gets
     is_quantized = getattr(config, "quantization_config", None) is not None
     dtype = choose_dtype(settings, config) or config.get_text_config().dtype
-    whole = type(build_skeleton(config))
     # A weight that is missing is not initialized, and so needs no memory. The name selects transformers' conversions.
     skips = dict.fromkeys(("initialize_weights", "_move_missing_keys_from_meta_to_device"), _do_nothing)
     part: Any = type(whole.__name__, (whole,), {"__module__": whole.__module__, **skips})

@@ -74,7 +74,7 @@ def _load_share(settings: ModelSettings, facts: CheckpointFacts, share: WorkerSh
     layers = [layer for layer, _ in find_experts(skeleton, facts.config.get_text_config().num_hidden_layers)]
     if not layers:
         return Network(skeleton, choose_device(settings, rank)), 0
-    model, loaded = read_layer(settings, facts.config, layers[0])
+    model, loaded = read_layer(settings, facts.config, layers[0], type(skeleton))
     network = Network(model, choose_device(settings, rank))
     num_chosen = _count_chosen(network, loaded)
     if num_chosen is None:
@@ -82,7 +82,7 @@ def _load_share(settings: ModelSettings, facts: CheckpointFacts, share: WorkerSh
     slots = share.slots(network)
     for layer in layers:
         if layer != layers[0]:
-            _, loaded = read_layer(settings, facts.config, layer)
+            _, loaded = read_layer(settings, facts.config, layer, type(skeleton))
         network.adopt_experts(layer, loaded, slots[layer])
     network.drop_all_but_experts()
     return network, num_chosen

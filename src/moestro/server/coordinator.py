@@ -45,7 +45,9 @@ class _Member:
         launch: Number of its present process.
         since_ns: Time at which its phase began.
         is_draining: Whether it gets no tokens any more.
+        is_silent: Whether its process may be stopped. Copies get its tokens meanwhile, and what it owes.
         num_restarts: Processes that took the place of one that had ended.
+        num_doubts: Times at which it was silent.
         figures: Last figures of its present process; None means none yet.
     """
 
@@ -54,7 +56,9 @@ class _Member:
     launch: int = 0
     since_ns: int = 0
     is_draining: bool = False
+    is_silent: bool = False
     num_restarts: int = 0
+    num_doubts: int = 0
     figures: WorkerFigures | None = None
 
     @property
@@ -72,6 +76,7 @@ class WorkerView(msgspec.Struct, kw_only=True):
     phase: str
     launch: int
     num_restarts: int
+    num_doubts: int
     is_draining: bool
     shares: tuple[int, ...]
     figures: WorkerFigures | None
@@ -139,7 +144,7 @@ class Coordinator:
     def launched(self, worker: int, launch: int, now_ns: int) -> None:
         """Note that a worker's process was started."""
         member = self._members[worker]
-        member.launch, member.figures = launch, None
+        member.launch, member.figures, member.is_silent = launch, None, False
         self._enter(member, MemberPhase.STARTING, now_ns)
 
     def heard(self, worker: int, message: FromRank, now_ns: int) -> None:
@@ -167,6 +172,7 @@ class Coordinator:
             how: One line that says how the process ended.
         """
         cause = self._causes.pop(worker, None) or EngineDiedError(f"{self.name(worker)}: {how}")
+        self._members[worker].is_silent = False
         self._enter(self._members[worker], MemberPhase.ABSENT, now_ns)
         if self.is_given_up(worker):
             self._members[worker].held = ()
@@ -175,6 +181,20 @@ class Coordinator:
         elif self._has_begun:
             self._announce()
         return cause
+
+    def doubt(self, worker: int, *, is_silent: bool) -> None:
+        """Note whether a worker's process may be stopped, and tell the homes if copies take its place or give it back.
+
+        A worker that was silent in vain has lost nothing but time: what it owed is computed twice.
+        """
+        member = self._members[worker]
+        if member.is_silent == is_silent:
+            return
+        before = self._used()
+        member.is_silent = is_silent
+        if self._used() != before:
+            member.num_doubts += is_silent
+            self._announce()
 
     def restarted(self, worker: int) -> None:
         """Count that a worker is started again."""
@@ -203,6 +223,19 @@ class Coordinator:
                 doing = member.phase.name.lower()
                 self._fail(EngineDiedError(f"{self.name(worker)} was still {doing} after {limit_s:g} s"))
                 return
+
+    def describe_start(self) -> str:
+        """Return how many workers serve, and what the others do, each phase with its first worker."""
+        phases = [(self._members[worker].phase, worker) for worker in self.present]
+        parts = []
+        for phase in MemberPhase:
+            found = [worker for each, worker in phases if each is phase]
+            if phase is not MemberPhase.SERVING and found:
+                doing = "not started" if phase is MemberPhase.ABSENT else phase.name.lower()
+                more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+                parts.append(f"{self.name(found[0])}{more} {doing}")
+        num_serving = sum(phase is MemberPhase.SERVING for phase, _ in phases)
+        return f"{num_serving} of {len(phases)} workers serve; {', '.join(parts)}"
 
     def _limit_s(self, phase: MemberPhase) -> float | None:
         """Longest time of a phase, in seconds. None means that a worker in this phase waits for others."""
@@ -237,12 +270,13 @@ class Coordinator:
             ),
             launches=tuple(member.launch for member in self._members),
             held=tuple(member.held for member in self._members),
-            used=self._used(),
+            used=(used := self._used()),
+            alive=tuple(bool(own) or not member.is_silent for member, own in zip(self._members, used, strict=True)),
         )
 
     def _used(self) -> tuple[tuple[int, ...], ...]:
-        """Shares whose tokens each worker gets: what it holds, or, while it does not run, what no other one holds."""
-        takes = [member.is_up and not member.is_draining for member in self._members]
+        """Shares whose tokens each worker gets: what it holds, or, while it may not run, what no other one holds."""
+        takes = [member.is_up and not member.is_draining and not member.is_silent for member in self._members]
         covered = {share for member, own in zip(self._members, takes, strict=True) if own for share in member.held}
         return tuple(
             ()
@@ -279,6 +313,7 @@ class Coordinator:
             phase=member.phase.name.lower(),
             launch=member.launch,
             num_restarts=member.num_restarts,
+            num_doubts=member.num_doubts,
             is_draining=member.is_draining,
             shares=member.held,
             figures=member.figures,
@@ -309,7 +344,8 @@ class Coordinator:
         ]
         worker = free[0]
         member = self._members[worker]
-        member.held, member.is_draining, member.num_restarts = (copies.index(min(copies)),), False, 0
+        member.held, member.is_draining = (copies.index(min(copies)),), False
+        member.num_restarts = member.num_doubts = 0
         self._present.add(worker)
         return worker
 
@@ -335,6 +371,23 @@ class Coordinator:
             for share in self._members[other].held
         }
         return [share for share in self._members[worker].held if share not in covered]
+
+    def give_up(self, worker: int) -> bool:
+        """Remove a worker that does not start, if others have its experts: now, or when they have started again.
+
+        Returns:
+            Whether the group can go on without it.
+        """
+        others = [self._members[other] for other in self._present - {worker}]
+        for share in self._members[worker].held:
+            holders = [member for member in others if share in member.held]
+            if not holders:
+                return False
+            if all(member.is_draining for member in holders):
+                holders[0].is_draining = False  # The operator's wish waits for another copy.
+        self.remove(worker)
+        self._announce()
+        return True
 
     def remove(self, worker: int) -> None:
         """Give up a drained worker's place; its process ends, and is not started again."""

@@ -34,6 +34,7 @@ from moestro.workload.request_record import RecordedRequest
 logger = logging.getLogger(__name__)
 
 
+_MOST_NAMED = 8  # engines in a line of the log
 UNASSIGNED_S = 60.0  # Time that a request which lost its engine waits for another one, in seconds.
 
 
@@ -99,12 +100,17 @@ class EngineClient:
         return self._router.num_in_flight_on(engine)
 
     def describe_unready(self) -> str:
-        """Return which engines are not ready, and the last phase of the start that each of them has completed."""
-        return ", ".join(
-            f"engine {engine} after {phases[-1].name!r}" if phases else f"engine {engine} at its start"
-            for engine, (is_up, phases) in enumerate(zip(self._is_up, self.phases, strict=True))
-            if not is_up
-        )
+        """Return some engines that are not ready, and the last phase of the start that each of them has completed."""
+        unready = [engine for engine, is_up in enumerate(self._is_up) if not is_up]
+        parts = [
+            f"engine {engine} after {self.phases[engine][-1].name!r}"
+            if self.phases[engine]
+            else f"engine {engine} at its start"
+            for engine in unready[:_MOST_NAMED]
+        ]
+        if len(unready) > _MOST_NAMED:
+            parts.append(f"{len(unready) - _MOST_NAMED} more")
+        return ", ".join(parts)
 
     async def all_ready(self) -> list[ModelInfo]:
         """Wait until every engine is ready, and return their model information.

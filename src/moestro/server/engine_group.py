@@ -45,8 +45,9 @@ class EngineGroup:
     def describe_end(self, name: str) -> str:
         """Return which engine ended first, by its `name`, and why, and which engines restart."""
         assert self.end is not None, "an engine of the group has ended"
-        _, cause = self.end
-        return f"{name} ended: {cause}; {'it restarts' if self.is_single else f'{self} restart together'}"
+        cause = str(self.end[1])
+        culprit = cause if cause.startswith(f"{name}:") else f"{name}: {cause}"
+        return f"{culprit}; {'it restarts' if self.is_single else f'{self} restart together'}"
 
     @contextlib.contextmanager
     def launch(self) -> Iterator[tuple[int, socket.socket | None]]:

@@ -19,11 +19,17 @@ def group_metrics(coordinator: Coordinator) -> Iterator[Metric]:
     views = coordinator.views()
     serving = GaugeMetricFamily("moestro:worker_serving", "1 while the worker serves.", labels=_WORKER)
     restarts = CounterMetricFamily("moestro:worker_restarts", "Restarts of the worker's process.", labels=_WORKER)
+    doubts = CounterMetricFamily(
+        "moestro:worker_doubts",
+        "Times at which the worker was silent, so that workers with copies took over its tokens.",
+        labels=_WORKER,
+    )
     for view in views:
         serving.add_metric((view.name,), float(view.phase == "serving"))
         restarts.add_metric((view.name,), view.num_restarts)
-    yield serving
-    yield restarts
+        if view.shares:
+            doubts.add_metric((view.name,), view.num_doubts)
+    yield from (serving, restarts, doubts)
     reporting = [view for view in views if view.figures is not None]
     yield from _queues(reporting)
     yield from _links(reporting, coordinator)
@@ -45,7 +51,8 @@ def _queues(views: list[WorkerView]) -> Iterator[Metric]:
     )
     dropped = CounterMetricFamily(
         "moestro:worker_messages_dropped",
-        "Messages of workers that were late, repeated, unreadable, or for a worker that does not run.",
+        "Messages and contributions of workers that came for nothing: their request was aborted or preempted, or a"
+        " worker had ended. Also repeated and unreadable ones.",
         labels=_WORKER,
     )
     for view in views:

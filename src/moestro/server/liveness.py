@@ -14,13 +14,15 @@ class LivenessTimeouts:
 
     Attributes:
         start_ns: Time from the launch of a process to its first `Ready`.
-        silence_ns: Time without a message, although the communication thread sends two a second.
+        doubt_ns: Time without a message after which others get the rank's work, if they can do it.
+        silence_ns: Time without a message after which the rank counts as hung.
         stall_ns: Time with requests and without a step, after which a rank counts as stalled.
         step_ns: Time with requests and without a step, after which a rank counts as hung; longer than any step.
         silence_flag: Flag that sets `silence_ns`, for the reason.
     """
 
     start_ns: int
+    doubt_ns: int
     silence_ns: int
     stall_ns: int
     step_ns: int
@@ -31,6 +33,7 @@ class RankStatus(Enum):
     """Liveness of a rank."""
 
     FINE = auto()
+    SILENT = auto()  # The rank may be stopped: it gets no new work that another one can do.
     STALLED = auto()  # The rank may recover: a long step looks the same.
     HUNG = auto()  # The supervisor kills the rank.
 
@@ -38,9 +41,9 @@ class RankStatus(Enum):
 class Liveness:
     """Tracks the signs of life of one rank.
 
-    Two threads of the rank send them. The communication thread sends a message twice a second, independent of the main
-    loop, so silence means that the whole process is stopped. The main loop counts its steps. An unchanged count while
-    there are requests means that nothing is computed, or that one step takes very long.
+    Two threads of the rank send them. The communication thread sends heartbeats, independent of the main loop, so
+    silence means that the whole process is stopped, or that the machine is overloaded. The main loop counts its steps.
+    An unchanged count while there are requests means that nothing is computed, or that one step takes very long.
 
     Attributes:
         is_ready: Whether the current process accepts requests.
@@ -95,7 +98,9 @@ class Liveness:
         if idle_ns >= self._timeouts.step_ns:
             self.reason += " (--step-timeout)"
             return RankStatus.HUNG
-        return RankStatus.STALLED if idle_ns >= self._timeouts.stall_ns else RankStatus.FINE
+        if idle_ns >= self._timeouts.stall_ns:
+            return RankStatus.STALLED
+        return RankStatus.SILENT if silence_ns >= self._timeouts.doubt_ns else RankStatus.FINE
 
     def _judge_start(self, now_ns: int) -> RankStatus:
         if now_ns - self._launched_ns < self._timeouts.start_ns:

@@ -63,13 +63,18 @@ class RankSocket:
             raise ConfigError(f"cannot listen on {address} ({error}): set TMPDIR to a short writable path") from error
         self._loop = asyncio.get_running_loop()
 
-    def listen(self, deliver: Callable[[int, FromRank], None], on_broken: Callable[[int], None]) -> None:
+    def listen(
+        self, deliver: Callable[[int, FromRank], None], on_broken: Callable[[int], None], name: Callable[[int], str]
+    ) -> None:
         """Call `deliver` on the event loop with (rank, message), and `on_broken` with the rank of an invalid message.
+
+        `name` returns a rank's name for the log.
 
         `deliver` must not raise: the messages behind the failed one would wait until the next one arrives.
         """
         self._deliver = deliver
         self._on_broken = on_broken
+        self._name = name
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._loop.call_soon(self._drain)
 
@@ -88,7 +93,7 @@ class RankSocket:
         try:
             self._socket.send_multipart((self._identities[rank], encode(message)), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            logger.warning("rank %d cannot be reached: %s", rank, error)
+            logger.warning("%s cannot be reached: %s", self._name(rank), error)
             raise NoEngineError from error
         # The descriptor is edge-triggered, and sending may have consumed an edge: read again.
         self._loop.call_soon(self._drain)
@@ -126,7 +131,9 @@ class RankSocket:
             message = _decoded(frames)
         except Exception as error:  # Text that is not UTF-8 raises an exception of its own.
             self.num_dropped += 1
-            logger.error("a message of rank %d cannot be read: %s (%d dropped so far)", rank, error, self.num_dropped)
+            logger.error(
+                "a message of %s cannot be read: %s (%d dropped so far)", self._name(rank), error, self.num_dropped
+            )
             self._ranks[frames[0]] = _RETIRED
             self._on_broken(rank)
             return

@@ -19,6 +19,7 @@ from moestro import __version__
 from moestro.config.launch_spec import LaunchSpec, LockStepSpec
 from moestro.config.serve_settings import ServeSettings
 from moestro.config.server_settings import ProcessSettings
+from moestro.core.clock import NS_PER_MS
 from moestro.core.model_info import ModelInfo
 from moestro.errors import DrainingError, EngineDiedError
 from moestro.routing.registry import policy_from
@@ -36,6 +37,7 @@ from moestro.server.private_directory import private_directory
 from moestro.server.prometheus import ServerCollector, Sources
 from moestro.server.rank_socket import RankSocket
 from moestro.server.request_builder import ServedModel
+from moestro.server.start_checks import check_start
 from moestro.server.start_clock import StartClock
 from moestro.server.statline import StatLines
 from moestro.server.supervisor import Launching, Supervisor
@@ -54,7 +56,10 @@ from moestro.web.statline import log_forever
 from moestro.wire.messages import ToRank
 from moestro.workload.request_record import Header, RecordedRequest
 
-ENGINE_BEAT_MS, EXPERT_BEAT_MS = 500, 100  # between heartbeats; six are missed within --expert-timeout
+# Between heartbeats. Each costs the API server 0.1 ms, so only workers with copies, which can take over at once, send
+# many: a copy has the tokens of a stopped worker after 0.13 to 0.22 s (DOUBT_BEATS, and two looks of the watchdog).
+ENGINE_BEAT_MS, EXPERT_BEAT_MS, COPIED_BEAT_MS = 250, 100, 40
+DOUBT_BEATS = 3  # missed, until others get the work of a silent rank
 
 Recorded = Header | RecordedRequest
 
@@ -69,6 +74,8 @@ def serve(settings: ServeSettings, command: Sequence[str] | None = None) -> None
         ConfigError: The settings cannot be honoured; the text says what to do.
         EngineDiedError: An engine failed before it was ready; the text is its cause.
     """
+    if command is None:
+        check_start(settings)
     run_server(
         lambda lifecycle: _ServeProcess(settings, command or _command(settings), lifecycle).run(),
         log_level=settings.server.log_level,
@@ -138,6 +145,7 @@ class _ServeProcess:
                 timeouts=timeouts,
                 expert_timeouts=replace(
                     timeouts,
+                    doubt_ns=DOUBT_BEATS * self._expert_beat_ms * NS_PER_MS,
                     silence_ns=int(self._settings.group.expert_timeout * 1e9),
                     silence_flag="--expert-timeout",
                 ),
@@ -175,8 +183,12 @@ class _ServeProcess:
             kv_events=self._settings.kv_events if rank < self._settings.num_engines else None,
             group=group,
             lock_step=None if listener is None else _lock_step_spec(self._settings.processes, rank, listener),
-            beat_ms=ENGINE_BEAT_MS if group is None or group.is_home else EXPERT_BEAT_MS,
+            beat_ms=ENGINE_BEAT_MS if group is None or group.is_home else self._expert_beat_ms,
         )
+
+    @property
+    def _expert_beat_ms(self) -> int:
+        return COPIED_BEAT_MS if self._settings.group.expert_copies > 1 else EXPERT_BEAT_MS
 
     async def _load(self, cluster: _Cluster) -> tuple[ServedModel, list[ModelInfo]]:
         """Load the tokenizer while the engines load, and return the served model with each engine's information."""
@@ -184,6 +196,7 @@ class _ServeProcess:
         startup_timeout = self._settings.processes.startup_timeout
         tokenizer = await asyncio.to_thread(Tokenizer, model.tokenizer or Path(model.model))
         tokenizer.warm_chats()
+        progress = asyncio.create_task(log_forever(lambda _: [_describe_start(cluster)]))
         try:
             async with asyncio.timeout(startup_timeout):
                 if cluster.coordinator is not None:
@@ -194,6 +207,8 @@ class _ServeProcess:
                 f"the engines were not ready within {startup_timeout:g} s ({cluster.engines.describe_unready()}): raise"
                 " --startup-timeout"
             ) from None
+        finally:
+            progress.cancel()
         self._clock.mark_engines(cluster.engines.phases)
         served = ServedModel(
             names=server.served_model_name,
@@ -312,6 +327,12 @@ class _ServeProcess:
         print_banner(serve_banner(infos, self._clock.phases, names, url, needs_key=bool(server.api_key)))
 
 
+def _describe_start(cluster: _Cluster) -> str:
+    if cluster.coordinator is not None:
+        return f"waiting: {cluster.coordinator.describe_start()}"
+    return f"waiting for {cluster.engines.describe_unready()}"
+
+
 def _stat_lines(cluster: _Cluster) -> Callable[[float], list[str]]:
     """Return the function that makes the log lines about the last given seconds."""
     engines = StatLines(cluster.engines, cluster.metrics)
@@ -325,6 +346,7 @@ def _stat_lines(cluster: _Cluster) -> Callable[[float], list[str]]:
 def _timeouts(processes: ProcessSettings) -> LivenessTimeouts:
     return LivenessTimeouts(
         start_ns=int(processes.startup_timeout * 1e9),
+        doubt_ns=DOUBT_BEATS * ENGINE_BEAT_MS * NS_PER_MS,
         silence_ns=int(processes.engine_timeout * 1e9),
         stall_ns=int(processes.watchdog_timeout * 1e9),
         step_ns=int(processes.step_timeout * 1e9),

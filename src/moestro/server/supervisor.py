@@ -11,26 +11,24 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moestro.config.launch_spec import STACK_DUMP, LaunchSpec
+from moestro.config.launch_spec import LaunchSpec
 from moestro.core.clock import NS_PER_S
 from moestro.errors import EngineDiedError, MoestroError, NoEngineError
 from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
 from moestro.server.engine_group import EngineGroup
-from moestro.server.liveness import Liveness, LivenessTimeouts, RankStatus
+from moestro.server.liveness import LivenessTimeouts
 from moestro.server.metrics import Metrics
 from moestro.server.rank_socket import RankSocket
 from moestro.server.restarts import MAX_FAILED_STARTS, RestartRule
+from moestro.server.watchdog import TICK_S, RankControl, RankState, Watchdog
 from moestro.server.worker_processes import WORKER, WorkerProcesses, now_ns
-from moestro.web.pauses import PauseMeter
 from moestro.wire.messages import FromRank, Heartbeat, Ready, Shutdown, WakeGroup
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.1
 QUIET_NS = NS_PER_S // 2  # For homes to read that they send a removed worker no more tokens.
 DRAIN_NS = 30 * NS_PER_S  # For which a worker that is removed may compute what it has.
-_LATE_TICK_S = 2 * _TICK_S  # A longer interval means that this process was stopped.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +42,7 @@ class Launching:
         expert_timeouts: Liveness timeouts of a worker without attention.
         command: Command of a worker process.
         is_one_group: Whether the ranks start, end and restart together.
-        has_standby: Whether a process waits with loaded libraries to take the place of a worker of a group that ends.
+        has_standby: Whether a process loads the libraries once, and forks the ranks.
     """
 
     spec: Callable[[int, int, socket.socket | None], LaunchSpec]
@@ -53,19 +51,6 @@ class Launching:
     command: Sequence[str] = WORKER
     is_one_group: bool = False
     has_standby: bool = False
-
-
-class _Rank:
-    """State of one rank: an engine, or a worker without attention, which comes after all engines."""
-
-    def __init__(self, timeouts: LivenessTimeouts, *, is_engine: bool) -> None:
-        self.is_engine = is_engine
-        self.owes = True  # Whether it has something to do, and waits for no other.
-        self.is_suspected = False
-        self.liveness = Liveness(timeouts, now_ns())
-        self.is_running = False  # Whether its process runs.
-        self.is_stalled = False
-        self.hung = ""  # Reason for which the supervisor killed it.
 
 
 class Supervisor:
@@ -100,11 +85,15 @@ class Supervisor:
         self._wire = wire
         self._metrics = metrics
         self._launching = launching
-        self._processes = WorkerProcesses(num_ranks, self._on_exit, launching.command)
+        self._processes = WorkerProcesses(
+            num_ranks, self._on_exit, launching.command, has_standby=launching.has_standby
+        )
         self._ranks = [
-            _Rank(launching.timeouts if is_engine else launching.expert_timeouts, is_engine=is_engine)
+            RankState(launching.timeouts if is_engine else launching.expert_timeouts, now_ns(), is_engine=is_engine)
             for is_engine in (rank < num_engines for rank in range(num_ranks))
         ]
+        control = RankControl(self._name, self._kill, self._processes.signal)
+        self._watchdog = Watchdog(self._ranks, engines, coordinator, metrics, control)
         parts = [tuple(range(num_ranks))] if launching.is_one_group else [(rank,) for rank in range(num_ranks)]
         self._groups = [
             EngineGroup(members=members, rule=RestartRule(keeps_state=self._ranks[members[0]].is_engine))
@@ -118,10 +107,9 @@ class Supervisor:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Start every rank's process, and end the processes with the block."""
-        self._wire.listen(self._on_message, self._on_broken)
+        self._wire.listen(self._on_message, self._on_broken, self._name)
         try:
-            for group in self._initial:
-                await self._launch(group)
+            self._begin(self._launch_all(self._initial))
             if self._coordinator is not None:
                 self._begin(self._watch_start(self._coordinator))
             yield
@@ -159,29 +147,26 @@ class Supervisor:
     async def _watch_start(self, coordinator: Coordinator) -> None:
         while not coordinator.all_serve.done():
             coordinator.check_start(now_ns())
-            await asyncio.sleep(_TICK_S)
-
-    async def _prepare_standby(self) -> None:
-        if self._launching.has_standby:
-            await self._processes.prepare_standby()
+            await asyncio.sleep(TICK_S)
 
     # --- life of a group
+
+    async def _launch_all(self, groups: Sequence[EngineGroup]) -> None:
+        """Start groups. The first process of all may have to wait until the libraries are loaded."""
+        for group in groups:
+            await self._launch(group)
 
     async def _launch(self, group: EngineGroup) -> None:
         """Start the processes of a group. A process that cannot be started ends the group."""
         with group.launch() as (number, listener):
             for rank in group.members:
-                state = self._ranks[rank]
                 self._wire.expect(rank, number)
-                state.liveness.launched(now_ns())
-                state.is_running = True
+                self._ranks[rank].launched(now_ns())
                 if self._coordinator is not None:
                     self._coordinator.launched(rank, number, now_ns())
                 try:
                     await self._processes.start(self._launching.spec(rank, number, listener))
                 except OSError as error:
-                    if not group.was_ready:
-                        raise
                     self._on_exit(rank, f"its process could not be started: {error}")
                 if group.end is not None:  # Another engine has ended meanwhile, when this process did not yet exist.
                     self._processes.signal(rank, signal.SIGKILL)
@@ -221,12 +206,10 @@ class Supervisor:
                 self._engines.on_message(rank, message)
 
     def _on_ready(self, group: EngineGroup) -> None:
-        """Let engines take requests, and have another process on standby."""
+        """Let engines take requests."""
         infos = {rank: ready.info for rank, ready in group.ready.items() if ready.info is not None}
         if infos:
             self._engines.on_ready(infos)
-        if self._coordinator is not None and self._coordinator.all_serve.done():
-            self._begin(self._prepare_standby())  # Now, because two that load at once would take twice as long.
 
     def _on_broken(self, rank: int) -> None:
         if self._ranks[rank].is_running:  # Otherwise `_on_exit` has handled its end.
@@ -235,13 +218,13 @@ class Supervisor:
             self._kill(rank, "one of its messages could not be read")
 
     def _kill(self, rank: int, why: str) -> None:
-        self._ranks[rank].hung = f"killed: {why}"
+        self._ranks[rank].why_killed = f"killed: {why}"
         self._processes.signal(rank, signal.SIGKILL)
 
     def _on_exit(self, rank: int, how: str) -> None:
         state, group = self._ranks[rank], self._group_of[rank]
-        state.is_running = state.is_stalled = False
-        how, state.hung = state.hung or how, ""
+        state.ended()
+        how = state.why_killed or how
         for other in group.members:
             self._end_with(other, rank)
         cause = self._cause_of_exit(rank, how)
@@ -256,7 +239,8 @@ class Supervisor:
         if delay_s is None:
             self._give_up(group, group.end[1])
             return
-        logger.error("%s in %g s", group.describe_end(self._name(group.end[0])), delay_s)
+        when = f"in {delay_s:g} s" if delay_s else "at once"
+        logger.error("%s %s", group.describe_end(self._name(group.end[0])), when)
         self._begin(self._restart(group, delay_s))
 
     def _cause_of_exit(self, rank: int, how: str) -> MoestroError:
@@ -269,7 +253,7 @@ class Supervisor:
     def _end_with(self, other: int, rank: int) -> None:
         """Kill another rank of the group of `rank`, which has ended, and route no request to it."""
         state = self._ranks[other]
-        if state.is_running and not state.hung:
+        if state.is_running and not state.why_killed:
             self._engines.set_trusted(other, trusted=False)
             self._kill(other, f"engine {rank} of its group ended")
 
@@ -297,11 +281,10 @@ class Supervisor:
         if all(each.is_given_up for each in self._groups if self._ranks[each.members[0]].is_engine):
             self._engines.fail_unassigned()
             self.over.set_exception(EngineDiedError(f"no engine is left; the last one ended because: {cause}"))
-        elif self._coordinator is not None and not self._ranks[first].is_engine:
-            if self._coordinator.shares_alone(first):
-                self.over.set_exception(EngineDiedError(f"no worker is left that has the experts of {cause}"))
-            else:
-                self._coordinator.remove(first)
+        elif (
+            self._coordinator is not None and not self._ranks[first].is_engine and not self._coordinator.give_up(first)
+        ):
+            self.over.set_exception(EngineDiedError(f"no worker is left that has the experts of {cause}"))
 
     def _dismiss(self, rank: int) -> None:
         """Ask a rank to end. A rank that is not ready does not read messages and is killed."""
@@ -354,49 +337,12 @@ class Supervisor:
     # --- liveness
 
     async def _tick_forever(self) -> None:
-        pauses = PauseMeter(now_ns(), int(_LATE_TICK_S * 1e9))
         while True:
-            await asyncio.sleep(_TICK_S)
-            if pause_ns := pauses.tick(now_ns()):
-                self._forgive(pause_ns)
-            for rank, state in enumerate(self._ranks):
-                if state.is_running:
-                    self._look_at(rank, state)
+            await asyncio.sleep(TICK_S)
+            self._watchdog.tick(now_ns())
             self._dismiss_drained()
             self._engines.settle_unassigned()
             self._engines.retry_aborts()
-
-    def _forgive(self, pause_ns: int) -> None:
-        """Exclude a time in which this process was stopped from the timeouts of engines and unassigned requests."""
-        if pause_ns >= NS_PER_S:
-            logger.warning(
-                "this process was stopped for %.0f s; the engines' timeouts exclude that time", pause_ns / 1e9
-            )
-        for state in self._ranks:
-            state.liveness.paused(pause_ns, now_ns())
-        self._engines.extend_unassigned(pause_ns)
-
-    def _look_at(self, rank: int, state: _Rank) -> None:
-        # A worker that waits for others owes nothing; those that it waits for do.
-        num_owed = (self._engines.num_in_flight_on(rank) if state.is_engine else 1) if state.owes else 0
-        status = state.liveness.judge(num_owed, now_ns())
-        if state.is_engine:
-            self._engines.set_trusted(rank, trusted=status is RankStatus.FINE and not state.hung)
-        if status is RankStatus.HUNG and state.is_suspected and not state.hung:
-            self._kill(rank, state.liveness.reason)  # At the second look: at the first, its messages may be unread.
-        state.is_suspected = status is RankStatus.HUNG
-        if status is RankStatus.STALLED and not state.is_stalled:
-            if state.is_engine:
-                self._metrics.engines[rank].num_stalls += 1
-            logger.error(
-                "%s is out of rotation: %s; the stacks of its threads follow",
-                self._name(rank), state.liveness.reason,
-            )  # fmt: skip
-            self._processes.signal(rank, STACK_DUMP)
-        if status is RankStatus.FINE and state.is_stalled:
-            logger.warning("%s makes progress again", self._name(rank))
-        # One late message is no stall, and the log has not named it one.
-        state.is_stalled = status is RankStatus.STALLED or (state.is_stalled and status is RankStatus.HUNG)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` in the background. A failure of `work` is a bug and ends the server."""

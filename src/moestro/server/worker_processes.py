@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from moestro.config.launch_spec import LaunchSpec, write_launch_spec
-from moestro.core.worker_names import WorkerKind
+from moestro.core.worker_names import Worker, WorkerKind
+from moestro.server.standby import ChildProcess, Standby
 
 logger = logging.getLogger(__name__)
 
@@ -30,53 +31,61 @@ class WorkerProcesses:
         num_ranks: Number of ranks that share the machine.
         on_exit: Callback with (rank, how it ended), called once for each process that `stop` did not end.
         command: Command to run; its process reads a `LaunchSpec` from stdin.
+        has_standby: Whether one process loads the libraries and forks the others. Such ranks inherit no sockets.
     """
 
-    def __init__(self, num_ranks: int, on_exit: Callable[[int, str], None], command: Sequence[str] = WORKER) -> None:
-        self._num_ranks = num_ranks
+    def __init__(
+        self,
+        num_ranks: int,
+        on_exit: Callable[[int, str], None],
+        command: Sequence[str] = WORKER,
+        *,
+        has_standby: bool = False,
+    ) -> None:
         self._on_exit = on_exit
         self._command = command
-        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._environment = _environment(num_ranks)
+        self._standby = Standby(command, self._environment) if has_standby else None
+        self._processes: dict[int, ChildProcess] = {}
+        self._names: dict[int, Worker] = {}
         self._watchers: dict[int, asyncio.Task[None]] = {}
-        self._standby: asyncio.subprocess.Process | None = None
 
     async def start(self, spec: LaunchSpec) -> None:
-        """Start the process of a rank that has none, or give it the process on standby.
+        """Start the process of a rank that has none.
 
-        A new process inherits the socket that its launch spec names.
+        Raises:
+            OSError: The system cannot start a process.
         """
-        process, self._standby = self._standby, None
-        if process is None or process.returncode is not None:
-            listen_fd = None if spec.lock_step is None else spec.lock_step.listen_fd
-            process = await self._spawn(spec.name.kind, str(spec.name.number), listen_fd=listen_fd)
-        self._processes[spec.rank] = process
+        process: ChildProcess | None = None
+        if self._standby is not None:
+            process = await self._standby.fork(f"{spec.name.kind} {spec.name.number}", write_launch_spec(spec))
+        if process is None:
+            process = await self._spawn(spec)
+        self._processes[spec.rank], self._names[spec.rank] = process, spec.name
         self._watchers[spec.rank] = asyncio.create_task(self._watch(spec, process))
-        assert process.stdin is not None
-        process.stdin.write(write_launch_spec(spec))  # Stdin stays open: its end means that the API server is gone.
 
-    async def prepare_standby(self) -> None:
-        """Start a process that loads its libraries and waits for the spec of a rank, unless there is one."""
-        if self._standby is None or self._standby.returncode is not None:
-            self._standby = await self._spawn("standby")
-
-    async def _spawn(self, *name: str, listen_fd: int | None = None) -> asyncio.subprocess.Process:
-        """Start a process. `name` is for `ps` alone; the launch spec says what the process is."""
-        return await asyncio.create_subprocess_exec(
+    async def _spawn(self, spec: LaunchSpec) -> ChildProcess:
+        """Start a process, which inherits the socket that its launch spec names."""
+        listen_fd = None if spec.lock_step is None else spec.lock_step.listen_fd
+        process = await asyncio.create_subprocess_exec(
             *self._command,
-            *name,
+            spec.name.kind,  # This and the number are for `ps` alone.
+            str(spec.name.number),
             stdin=asyncio.subprocess.PIPE,
-            env=_environment(self._num_ranks),
+            env=self._environment,
             pass_fds=() if listen_fd is None else (listen_fd,),
             start_new_session=True,  # Ctrl-C reaches only the API server, which decides what follows.
         )
+        assert process.stdin is not None
+        process.stdin.write(write_launch_spec(spec))  # Stdin stays open: its end means that the API server is gone.
+        return process
 
     async def stop(self, ask: Callable[[int], None], grace_s: float = _KILL_AFTER_S) -> None:
         """End every process: call `ask` with each rank, then kill the processes that run longer than `grace_s`."""
         for watcher in self._watchers.values():
             watcher.cancel()
-        if self._standby is not None and self._standby.returncode is None:
-            self._standby.kill()
-            await self._standby.wait()
+        if self._standby is not None:
+            await self._standby.end()
         for rank, process in self._processes.items():
             if process.returncode is None:
                 ask(rank)
@@ -86,7 +95,7 @@ class WorkerProcesses:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                     await process.wait()
             except TimeoutError:
-                logger.warning("engine %d did not exit within %g s: killed", rank, grace_s)
+                logger.warning("%s did not exit within %g s: killed", self._names[rank], grace_s)
                 process.kill()
                 await process.wait()
 
@@ -94,9 +103,8 @@ class WorkerProcesses:
         """Kill every process now."""
         for rank in self._processes:
             self.signal(rank, signal.SIGKILL)
-        if self._standby is not None and self._standby.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._standby.kill()
+        if self._standby is not None:
+            self._standby.kill()
 
     def is_running(self, rank: int) -> bool:
         """Return whether `rank` has a process that has not ended."""
@@ -110,7 +118,7 @@ class WorkerProcesses:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
-    async def _watch(self, spec: LaunchSpec, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, spec: LaunchSpec, process: ChildProcess) -> None:
         code = await process.wait()
         if spec.name.kind is not WorkerKind.EXPERTS or code >= 0:  # Requests wait for the successor of a killed one.
             await asyncio.sleep(_LAST_WORDS_S)

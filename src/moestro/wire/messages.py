@@ -42,6 +42,7 @@ class Members(msgspec.Struct, frozen=True, tag=True):
         held: Shares of the experts that each worker holds.
         used: Those of them whose tokens it gets. A worker that does not run keeps the shares that no other one holds,
             because their tokens wait for it.
+        alive: Whether to wait for what each worker owes. False means that it is silent, and that others have copies.
     """
 
     version: int
@@ -49,6 +50,7 @@ class Members(msgspec.Struct, frozen=True, tag=True):
     launches: tuple[int, ...]
     held: tuple[tuple[int, ...], ...]
     used: tuple[tuple[int, ...], ...]
+    alive: tuple[bool, ...]
 
 
 class WakeGroup(msgspec.Struct, frozen=True, tag=True):

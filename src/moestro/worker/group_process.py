@@ -116,7 +116,7 @@ def serve_group_worker(spec: LaunchSpec, group: GroupSpec, channel: Channel, par
         members = inbox.await_members()
         if members is None:
             return
-        table = experts.table(members.version, members.held, members.used)
+        table = experts.table(members.version, members.held, members.used, members.alive)
         executor = _executor(spec, group, part, links, table)
         inbox.use(executor)
         if not inbox.await_peers():

@@ -210,7 +210,8 @@ class PeerInbox:
             return
         if not self._group.is_home:
             return
-        if (old.held, old.used) != (members.held, members.used):
-            self._executor.change_table(self._experts.table(members.version, members.held, members.used), now_ns)
+        if (old.held, old.used, old.alive) != (members.held, members.used, members.alive):
+            table = self._experts.table(members.version, members.held, members.used, members.alive)
+            self._executor.change_table(table, now_ns)
         for worker in changed:
             self._executor.lose(worker, now_ns)

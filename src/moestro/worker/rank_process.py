@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from moestro.config.launch_spec import STACK_DUMP, LaunchSpec, read_launch_spec
+from moestro.config.linux_process import die_with_parent
 from moestro.config.user_code import accept_user_code
 from moestro.core.model_info import ModelInfo
 from moestro.engine.rank import Rank
@@ -27,6 +28,7 @@ from moestro.worker.channel import ORPHANED, Channel
 from moestro.worker.group_process import LoadPart, serve_group_worker, worker_sizes
 from moestro.worker.rank_builder import OnPhase, Send, publisher_of
 from moestro.worker.rank_loop import run_rank
+from moestro.worker.standby import fork_workers, is_standby
 
 Build = Callable[[LaunchSpec, OnPhase, Send], tuple[Rank, ModelInfo]]
 
@@ -38,17 +40,22 @@ _GROUP_END_S = 2.0
 def run_process(build: Build, load_part: LoadPart) -> int:
     """Run one rank, or one worker of a group; returns the exit status of the process.
 
+    In the process on standby, run the worker of each process that it forks.
+
     Args:
         build: function that makes a rank that has the whole network, and its model information.
         load_part: function that loads the part of a worker of a group.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API server decides when to leave
+    die_with_parent()  # if the API server ended before, stdin has ended too
+    if is_standby() and not fork_workers():
+        return ORPHANED
     faulthandler.enable()
     faulthandler.register(STACK_DUMP)  # needs no interpreter lock: it also works while the main loop hangs in a kernel
     accept_user_code()
     try:
         spec = read_launch_spec(sys.stdin.buffer)
-    except EOFError:  # the API server ended while this process loaded its libraries, or was on standby
+    except EOFError:  # the API server ended while this process loaded its libraries
         return ORPHANED
     _show_name(spec)
     logging.basicConfig(level=spec.log_level.upper(), format=f"%(levelname)s {spec.name}: %(message)s")

@@ -1,0 +1,162 @@
+"""Keeps a process on standby, which has loaded a worker's libraries and forks workers (`worker.standby`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from moestro.config.launch_spec import STANDBY
+from moestro.config.linux_process import adopt_orphans
+
+logger = logging.getLogger(__name__)
+
+_LOAD_S = 60.0  # Time in which it must load the libraries and fork its first worker.
+_FORK_S = 2.0  # Time for each later worker; one takes some hundredths of a second.
+
+
+class ChildProcess(Protocol):
+    """The part of `asyncio.subprocess.Process` that supervision uses."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status; negative means the signal that killed it, None that it runs."""
+
+    async def wait(self) -> int:
+        """Wait for the end, and return the exit status."""
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal. Raise ProcessLookupError if the process has ended."""
+
+    def kill(self) -> None:
+        """Send SIGKILL, as `send_signal`."""
+
+
+class ForkedWorker:
+    """A child of this process that the process on standby has forked; implements `ChildProcess`.
+
+    Args:
+        pid: Its process id.
+        stdin: Descriptor of the pipe to its stdin; closed when it ends.
+
+    Attributes:
+        returncode: As in `ChildProcess`.
+    """
+
+    def __init__(self, pid: int, stdin: int) -> None:
+        self._pid, self._stdin = pid, stdin
+        self.returncode: int | None = None
+        self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._pidfd = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._ended)
+
+    def _ended(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        _, status = os.waitpid(self._pid, 0)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        os.close(self._pidfd)
+        os.close(self._stdin)
+        if not self._end.done():
+            self._end.set_result(self.returncode)
+
+    async def wait(self) -> int:
+        """Implement `ChildProcess.wait`."""
+        return await asyncio.shield(self._end)
+
+    def send_signal(self, number: int) -> None:
+        """Implement `ChildProcess.send_signal`. Its id is not used again before `_ended`."""
+        if self.returncode is None:
+            os.kill(self._pid, number)
+
+    def kill(self) -> None:
+        """Implement `ChildProcess.kill`."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Standby:
+    """Starts workers within some hundredths of a second, because their libraries are loaded already.
+
+    Args:
+        command: Command of a worker.
+        environment: Environment of a worker.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._command, self._environment = command, environment
+        self._process: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+        self._has_forked = False
+        self._turn = asyncio.Lock()
+        self._is_possible = adopt_orphans()
+
+    async def fork(self, name: str, stdin: bytes) -> ForkedWorker | None:
+        """Start a worker. The first one waits until the libraries are loaded.
+
+        Args:
+            name: Name for `ps`.
+            stdin: What the worker reads first. Its stdin stays open until it ends.
+
+        Returns:
+            The worker; None means that it has to be started in another way.
+        """
+        if not self._is_possible:
+            return None
+        async with self._turn:
+            if self._process is None or self._process.returncode is not None:
+                await self._start()
+            read, write = os.pipe()
+            try:
+                pid = await self._ask(name, read)
+                os.write(write, stdin)
+            except OSError as error:  # TimeoutError is one.
+                os.close(write)
+                logger.warning("the process on standby forks no worker: %s", str(error) or "it does not answer")
+                self._is_possible = self._has_forked  # Without a first worker, another one would end the same way.
+                await self.end()
+                return None
+            except BaseException:
+                os.close(write)
+                raise
+            finally:
+                os.close(read)
+            return ForkedWorker(pid, write)
+
+    async def _start(self) -> None:
+        await self.end()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(0)  # the event loop waits for it
+        self._has_forked = False
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, *STANDBY, stdin=theirs.fileno(), env=self._environment, start_new_session=True
+            )
+
+    async def _ask(self, name: str, stdin: int) -> int:
+        assert self._control is not None, "called after _start"
+        async with asyncio.timeout(_FORK_S if self._has_forked else _LOAD_S):
+            socket.send_fds(self._control, [name.encode()], [stdin])
+            answer = await asyncio.get_running_loop().sock_recv(self._control, 64)
+        if not answer:
+            raise ConnectionResetError("it has ended")
+        self._has_forked = True
+        return int(answer)
+
+    def kill(self) -> None:
+        """Kill the process. Workers that it has forked live on."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def end(self) -> None:
+        """Kill the process, and wait for its end."""
+        self.kill()
+        if self._process is not None:
+            await self._process.wait()
+        if self._control is not None:
+            self._control.close()
+            self._control = None

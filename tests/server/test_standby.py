@@ -1,0 +1,89 @@
+"""The process on standby: it forks workers that are children of the server, and fails without harm."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+import psutil
+import pytest
+
+from moestro.server.standby import Standby
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="elsewhere each worker loads its libraries"
+)
+
+WORKER = """
+import sys
+from moestro.worker.standby import fork_workers, is_standby
+assert is_standby()
+if fork_workers():
+    text = sys.stdin.buffer.read(5)
+    sys.exit(7 if text == b"hello" and not sys.stdin.buffer.read() else 1)
+"""
+
+
+def run(test, script: str = WORKER) -> None:
+    async def inside():
+        standby = Standby((sys.executable, "-c", script), dict(os.environ))
+        try:
+            await test(standby)
+        finally:
+            await standby.end()
+
+    asyncio.run(inside())
+
+
+def children() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_workers_are_children_of_the_server_with_their_own_name_stdin_and_end():
+    async def test(standby):
+        workers = [await standby.fork(f"experts {number}", b"hello") for number in range(3)]
+        found = [each for each in children() if each.cmdline()[-2:-1] == ["experts"]]
+        assert sorted(each.cmdline()[-1] for each in found) == ["0", "1", "2"]
+        assert {os.getsid(each.pid) for each in found} == {each.pid for each in found}
+        workers[1].kill()
+        assert await workers[1].wait() == -signal.SIGKILL
+        assert (workers[0].returncode, workers[2].returncode) == (None, None)
+        workers[1].kill()  # has ended: its id may belong to another process
+        await standby.end()
+        assert await standby.fork("experts 3", b"hello") is not None
+        assert [each.returncode for each in workers] == [None, -9, None]
+        for each in workers[::2]:
+            os.close(each._stdin)
+            each._stdin = os.open(os.devnull, os.O_RDONLY)
+            assert await each.wait() == 7
+
+    run(test)
+
+
+def test_a_standby_that_cannot_start_is_not_tried_again():
+    async def test(standby):
+        assert await standby.fork("experts 0", b"") is None
+        process = standby._process
+        assert await standby.fork("experts 0", b"") is None
+        assert standby._process is process
+
+    run(test, "raise SystemExit(3)")
+
+
+def test_a_stopped_standby_is_replaced(monkeypatch):
+    monkeypatch.setattr("moestro.server.standby._FORK_S", 0.2)
+
+    async def test(standby):
+        first = await standby.fork("experts 0", b"hello")
+        standby._process.send_signal(signal.SIGSTOP)
+        assert await standby.fork("experts 1", b"hello") is None  # this one loads its own libraries
+        second = await standby.fork("experts 2", b"hello")
+        assert first is not None
+        assert second is not None
+        first.kill()
+        second.kill()
+        assert await first.wait() == await second.wait() == -signal.SIGKILL
+
+    run(test)
