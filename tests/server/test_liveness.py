@@ -43,6 +43,22 @@ def test_silence_means_that_the_process_stands_still_whatever_it_has_to_do():
     assert "--engine-timeout" in liveness.reason
 
 
+def test_a_rank_whose_heartbeats_were_late_is_doubted_later_for_a_while():
+    liveness = Liveness(
+        LivenessTimeouts(start_ns=S, doubt_ns=3 * S, silence_ns=100 * S, stall_ns=S**2, step_ns=S**2), 0
+    )
+    liveness.ready(0)
+    beat(liveness, 1)
+    assert liveness.judge(0, 4 * S) is RankStatus.SILENT
+    beat(liveness, 5)  # after 4 s
+    assert liveness.judge(0, 12 * S) is RankStatus.FINE
+    assert liveness.judge(0, 13 * S) is RankStatus.SILENT
+    for now_s in range(6, 206):
+        beat(liveness, now_s)
+    assert liveness.judge(0, 207 * S) is RankStatus.FINE
+    assert liveness.judge(0, 208 * S) is RankStatus.SILENT
+
+
 def test_a_rank_that_is_heard_but_makes_no_step_is_stalled_and_in_the_end_hung():
     liveness = ready_rank()
     verdicts = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -214,7 +215,7 @@ def test_a_pause_of_the_server_itself_costs_no_engine_and_no_request(strict, sto
     assert queued.wait().status == 200
     time.sleep(1)  # a few looks at the engine
     assert strict.ranks() == [rank]
-    assert "this process was stopped for 3 s" in strict.text
+    assert re.search("this process was stopped for [345] s", strict.text)
     assert status(strict) == 200
 
 

@@ -7,6 +7,11 @@ from enum import Enum, auto
 
 from moestro.core.clock import NS_PER_S
 
+# A rank is doubted only after a silence this many times as long as the longest between its last heartbeats. So an
+# overloaded machine causes one false alarm, and not one after the other.
+PATIENCE = 2
+FORGETTING = 0.99  # by which each heartbeat shortens the longest silence that is remembered: by half in 69 of them
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivenessTimeouts:
@@ -14,7 +19,8 @@ class LivenessTimeouts:
 
     Attributes:
         start_ns: Time from the launch of a process to its first `Ready`.
-        doubt_ns: Time without a message after which others get the rank's work, if they can do it.
+        doubt_ns: Time without a message after which others get the rank's work, if they can do it; longer while
+            heartbeats come late (`PATIENCE`).
         silence_ns: Time without a message after which the rank counts as hung.
         stall_ns: Time with requests and without a step, after which a rank counts as stalled.
         step_ns: Time with requests and without a step, after which a rank counts as hung; longer than any step.
@@ -58,20 +64,23 @@ class Liveness:
     def launched(self, now_ns: int) -> None:
         """Reset the state for a new process."""
         self.is_ready = False
-        self._launched_ns = self._heard_ns = self._stepped_ns = now_ns
-        self._num_steps = 0
+        self._launched_ns = self._heard_ns = self._stepped_ns = self._beat_ns = now_ns
+        self._num_steps = self._usual_silence_ns = 0
 
     def ready(self, now_ns: int) -> None:
         """Record that the rank accepts requests."""
         self.is_ready = True
-        self._stepped_ns = now_ns
+        self._stepped_ns = self._beat_ns = now_ns
+        self._usual_silence_ns = 0
 
     def heard(self, now_ns: int) -> None:
         """Record that a message arrived."""
         self._heard_ns = now_ns
 
     def counted(self, num_steps: int, now_ns: int) -> None:
-        """Record the number of steps that the rank has begun."""
+        """Record a heartbeat, with the number of steps that the rank has begun."""
+        remembered_ns = int(FORGETTING * self._usual_silence_ns)
+        self._usual_silence_ns, self._beat_ns = max(now_ns - self._beat_ns, remembered_ns), now_ns
         if num_steps != self._num_steps:
             self._num_steps = num_steps
             self._stepped_ns = now_ns
@@ -79,6 +88,7 @@ class Liveness:
     def paused(self, pause_ns: int, now_ns: int) -> None:
         """Exclude the last `pause_ns`, in which the API server itself was stopped."""
         self._launched_ns = min(self._launched_ns + pause_ns, now_ns)
+        self._beat_ns = min(self._beat_ns + pause_ns, now_ns)
         self._heard_ns = min(self._heard_ns + pause_ns, now_ns)
         self._stepped_ns = min(self._stepped_ns + pause_ns, now_ns)
 
@@ -100,7 +110,8 @@ class Liveness:
             return RankStatus.HUNG
         if idle_ns >= self._timeouts.stall_ns:
             return RankStatus.STALLED
-        return RankStatus.SILENT if silence_ns >= self._timeouts.doubt_ns else RankStatus.FINE
+        doubt_ns = max(self._timeouts.doubt_ns, PATIENCE * self._usual_silence_ns)
+        return RankStatus.SILENT if silence_ns >= doubt_ns else RankStatus.FINE
 
     def _judge_start(self, now_ns: int) -> RankStatus:
         if now_ns - self._launched_ns < self._timeouts.start_ns:
