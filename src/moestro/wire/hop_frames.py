@@ -100,11 +100,13 @@ class Announcement(msgspec.Struct, frozen=True, gc=False):
         hop: header of the message.
         meeting: number of the channel.
         number: how many tensors the sender has sent on the channel before.
+        num_bytes: size of the tensor. gloo ends a process that gets more bytes than it asked for.
     """
 
     hop: Hop
     meeting: int
     number: int
+    num_bytes: int
 
 
 class AnnouncedHop(NamedTuple):
@@ -208,7 +210,10 @@ def decode_frames(
             return said
         case [header, body]:
             announcement = _decode_announcement(header)
-            return AnnouncedHop(announcement, _decode_records(announcement.hop, body, tensors, limits))
+            records = _decode_records(announcement.hop, body, tensors, limits)
+            if announcement.num_bytes != tensors.num_bytes(announcement.hop.num_rows):
+                raise ValueError(f"{announcement.num_bytes} bytes of tensor for {announcement.hop.num_rows} rows")
+            return AnnouncedHop(announcement, records)
         case [header, body, tensor]:
             hop = _decode_hop(header)
             records = _decode_records(hop, body, tensors, limits)

@@ -26,7 +26,7 @@ _CLOSE_S = 2.0  # for which a close waits for threads
 MAX_MEETINGS = 8  # of two processes; then a channel that breaks again and again is given up
 
 
-class Channel(Protocol):
+class ChannelEnd(Protocol):
     """One end of a channel for tensors; `model.tensor_channel.TensorChannel` implements it."""
 
     is_open: bool
@@ -58,7 +58,7 @@ class Channel(Protocol):
 
 
 # (0 at one end and 1 at the other, called with what the other end must hear, called after news) -> the end
-OpenChannel = Callable[[int, Callable[[str, bytes], None], Callable[[], None]], Channel]
+OpenChannel = Callable[[int, Callable[[str, bytes], None], Callable[[], None]], ChannelEnd]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class _Peer:
     """
 
     launch: int = -1
-    channel: Channel | None = None
+    channel: ChannelEnd | None = None
     meeting: int = -1
     may_meet: bool = True
     num_sent: int = 0
@@ -122,7 +122,7 @@ class TwoPhaseLinks:
         self._own, self._settings, self._tensors, self._tell = own, settings, tensors, tell
         self._peers = [_Peer() for _ in range(num_workers)]
         self._told: deque[tuple[int, Meet]] = deque()  # from the threads of channels
-        self._closed: list[Channel] = []  # channels whose threads may still run
+        self._closed: list[ChannelEnd] = []  # channels whose threads may still run
         self.fd, self._wake_fd = os.pipe()
         for end in (self.fd, self._wake_fd):
             os.set_blocking(end, False)
@@ -164,7 +164,7 @@ class TwoPhaseLinks:
             self._meet(message.hop.dst, peer.meeting + 1)
         if peer.channel is None or peer.channel.is_broken or not peer.channel.is_open:
             return None
-        return Announcement(message.hop, peer.meeting, peer.num_sent)
+        return Announcement(message.hop, peer.meeting, peer.num_sent, num_bytes)
 
     def send_tensor(self, worker: int, frame: Frame) -> None:
         """Send the tensor of the message that was announced last. `frame`: in writable memory."""
@@ -200,7 +200,7 @@ class TwoPhaseLinks:
         else:
             peer.num_announced += 1
             peer.waiting.append(message)
-            peer.not_asked.append(self._tensors.num_bytes(announcement.hop.num_rows))
+            peer.not_asked.append(announcement.num_bytes)
             self._ask(peer)
 
     def keep(self, message: HopMessage) -> bool:
