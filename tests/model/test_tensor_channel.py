@@ -35,6 +35,9 @@ class Ends:
         have_begun.set()
         wait_until(lambda: all(end.is_open for end in self.ends), JOIN_S)
 
+    def is_broken(self) -> bool:
+        return all(end.is_broken for end in self.ends)
+
     def close(self) -> None:
         for end in self.ends:
             end.close()
@@ -107,7 +110,7 @@ def test_a_close_ends_all_waits_at_both_ends_and_leaves_no_thread(makers, is_sen
             else:  # what nobody sends
                 end.expect(5)
         both.ends[0].close()
-        wait_until(lambda: both.ends[1].is_broken, JOIN_S)
+        wait_until(both.is_broken, JOIN_S)
         both.close()
     wait_until(lambda: (process.num_threads(), process.num_fds()) <= before, JOIN_S)
 

@@ -29,7 +29,9 @@ Tell = Callable[[str, bytes], None]
 Wake = Callable[[], None]
 
 MEET_S = 10.0  # for which one end waits for the other; within a machine a meeting takes milliseconds
-_FOREVER = timedelta(days=365)  # liveness ends a process that stands still, and its end breaks the channel
+# gloo says nothing when a connection ends in the middle of a tensor: the wait for it ends by this limit alone. The end
+# of a process is known long before, from the coordinator. A transfer that takes longer breaks the channel.
+TRANSFER_S = 10.0
 _AT_ONCE = timedelta(milliseconds=1)
 _DATA, _NEVER_SENT = 0, 1  # tags
 
@@ -118,7 +120,10 @@ class TensorChannel:
         return self._arrived.popleft() if self._arrived else None
 
     def close(self) -> None:
-        """Give up what is under way in both directions; a few milliseconds. The other end fails at once."""
+        """Give up what is under way in both directions; a few milliseconds. The other end fails, mostly at once.
+
+        Threads that wait for part of a tensor end after `TRANSFER_S`.
+        """
         self.is_broken = True
         self._meeting.close()
         group, self._group = self._group, None
@@ -134,7 +139,7 @@ class TensorChannel:
     def join(self, wait_s: float) -> bool:
         """Wait for the threads of a closed channel, up to `wait_s` for each. Returns whether they have ended.
 
-        A thread that meets the other end may take `MEET_S`.
+        They may take `MEET_S` while they meet the other end, and `TRANSFER_S` in the middle of a tensor.
         """
         threads = [thread for thread in (self._receiver, self._sender) if thread is not None]
         for thread in threads:
@@ -152,7 +157,7 @@ class TensorChannel:
         while (item := self._receives.get()) is not None:
             work, buffer = item
             with self._breaking():
-                work.wait(_FOREVER)
+                work.wait(timedelta(seconds=TRANSFER_S))
                 if not self.is_broken:
                     self._arrived.append(buffer)
             del work, item
@@ -163,7 +168,7 @@ class TensorChannel:
     def _end_sends(self) -> None:
         while (item := self._sends.get()) is not None:
             with self._breaking():
-                item[0].wait(_FOREVER)
+                item[0].wait(timedelta(seconds=TRANSFER_S))
             del item
             if self.is_broken:
                 self._wake()

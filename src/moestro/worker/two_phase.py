@@ -225,7 +225,6 @@ class TwoPhaseLinks:
             if peer.channel is not None and peer.channel.is_broken:
                 self._give_up(worker)
                 self._take(peer, messages)
-        self._closed = [channel for channel in self._closed if not channel.join(0)]
         return messages
 
     def _take(self, peer: _Peer, messages: list[HopMessage]) -> None:
@@ -283,7 +282,7 @@ class TwoPhaseLinks:
         if peer.channel is None:
             return
         peer.channel.close()
-        self._closed.append(peer.channel)
+        self._closed = [*(channel for channel in self._closed if not channel.join(0)), peer.channel]
         peer.channel, peer.num_sent, peer.num_announced, peer.asked_bytes = None, 0, 0, 0
         peer.asked.clear()
         peer.not_asked.clear()
