@@ -9,17 +9,22 @@ import signal
 import threading
 import time
 from collections import deque
+from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 from support.link_peer import ByteFrames, address_of, make_links, run_peer
 from support.running import wait_until
 
+from moestro.config.launch_spec import GroupSpec
 from moestro.core.hops import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
-from moestro.model.tensor_channel import TRANSFER_S
+from moestro.flow.settings import GroupStepSettings
+from moestro.model.tensor_channel import TRANSFER_S, TensorChannels
 from moestro.wire.hop_frames import AnnouncedHop, Announcement, Hello, Meet
 from moestro.worker import two_phase
+from moestro.worker.group_process import _two_phase as two_phase_of
 from moestro.worker.two_phase import MAX_MEETINGS, TwoPhase, TwoPhaseLinks
 
 WAIT_S = 20
@@ -285,6 +290,26 @@ def test_an_end_of_the_peer_gives_up_its_tensors_and_keeps_what_came_whole(pair)
 def test_a_rendezvous_of_another_process_is_ignored(pair, notice):
     pair.links[1].heard(notice)
     assert pair.ends[1] == []
+
+
+def test_encrypted_links_and_devices_that_compute_nothing_send_everything_inline():
+    group = GroupSpec(
+        worker=0,
+        num_homes=1,
+        num_workers=2,
+        num_shares=1,
+        held=((), (0,)),
+        is_colocated=False,
+        address="tcp://10.0.0.7:5555",
+        stepping=GroupStepSettings(inline_limit=7),
+    )
+    part = SimpleNamespace(open_channel=TensorChannels(group.host).open)
+    assert group.host == "10.0.0.7"
+    assert two_phase_of(group, part).inline_limit == 7
+    assert two_phase_of(msgspec.structs.replace(group, is_encrypted=True), part) is None
+    assert two_phase_of(group, SimpleNamespace(open_channel=None)) is None
+    assert msgspec.structs.replace(group, address="ipc:///tmp/a:b").host == "127.0.0.1"
+    assert msgspec.structs.replace(group, address="tcp://[fd00::1]:99").host == "fd00::1"
 
 
 # --- over real connections ------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from moestro.errors import ConfigError
 from moestro.flow.registry import STEP_POLICIES, make_step_policy
 
 MAX_WORKERS = 1024  # of each kind in a group
-INLINE_LIMIT = 1 << 20  # bytes; bench/micro/links.py sweeps it
+INLINE_LIMIT = 4 << 20  # bytes, up to which inline costs less; bench/micro/links.py sweeps it
 NUM_SPARE = 8  # workers with experts that can be added while the group serves
 
 Mode = Literal["fused", "preemptive", "ep", "async"]
