@@ -8,6 +8,7 @@ Four ways, with the demo model in float32:
 
 * expert_worker: `--mode async --attention 2 --experts 2`, whose expert workers get SIGKILL or SIGSTOP by the seed.
 * expert_worker_two_copies: the same with `--expert-copies 2`.
+* expert_worker_two_phase: expert_worker with `--inline-limit 0`, so that kills come while tensors are under way.
 * home: the same group, whose workers with attention are killed. Each is an engine, and its requests move.
 * ep: `--mode ep --engines 2`, whose two ranks restart together.
 
@@ -81,6 +82,7 @@ class Way:
 WAYS = {
     "expert_worker": Way(ASYNC, "experts-", is_engine=False),
     "expert_worker_two_copies": Way((*ASYNC, "--expert-copies", "2"), "experts-", is_engine=False),
+    "expert_worker_two_phase": Way((*ASYNC, "--inline-limit", "0"), "experts-", is_engine=False),
     "home": Way(ASYNC, "attention-", is_engine=True),
     "ep": Way(("--mode", "ep", "--engines", "2"), "", is_engine=True),
 }

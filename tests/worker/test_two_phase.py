@@ -21,7 +21,8 @@ from support.running import wait_until
 from moestro.config.launch_spec import GroupSpec
 from moestro.core.hops import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
 from moestro.flow.settings import GroupStepSettings
-from moestro.model.tensor_channel import TRANSFER_S, TensorChannels
+from moestro.model import tensor_channel
+from moestro.model.tensor_channel import TensorChannels
 from moestro.wire.hop_frames import AnnouncedHop, Announcement, Hello, Meet
 from moestro.worker import two_phase
 from moestro.worker.group_process import _two_phase as two_phase_of
@@ -362,7 +363,8 @@ def test_real_links_bring_every_message_whole_and_in_order(tmp_path, seed):
 
 
 @pytest.mark.parametrize("sends_tensors", [False, True], ids=["before the tensor is sent", "while tensors are sent"])
-def test_a_process_that_is_killed_during_a_receive_is_a_loss_and_leaves_nothing(tmp_path, sends_tensors):
+def test_a_process_that_is_killed_during_a_receive_is_a_loss_and_leaves_nothing(tmp_path, monkeypatch, sends_tensors):
+    monkeypatch.setattr(tensor_channel, "TRANSFER_S", 4.0)
     width = 24 << 20 if sends_tensors else 1000
     before = set(threading.enumerate())
     context = multiprocessing.get_context("spawn")
@@ -399,4 +401,4 @@ def test_a_process_that_is_killed_during_a_receive_is_a_loss_and_leaves_nothing(
         home.receive(0)
         assert not home._two_phase._peers[1].waiting
         assert not home._two_phase._peers[1].asked
-        wait_until(lambda: home.receive(0) == [] and set(threading.enumerate()) == before, TRANSFER_S + WAIT_S)
+        wait_until(lambda: home.receive(0) == [] and set(threading.enumerate()) == before, WAIT_S)
