@@ -4,10 +4,11 @@
     python bench/robustness/failures.py [--kills 100] [--seed 0] [--pause 0.5 10] [--ways NAME ...] \\
         [--json bench/results/robustness/failures.json] [--plot bench/results/robustness/failures.png]
 
-Four ways, with the demo model in float32:
+Five ways, with the demo model in float32:
 
 * expert_worker: `--mode async --attention 2 --experts 2`, whose expert workers get SIGKILL or SIGSTOP by the seed.
 * expert_worker_two_copies: the same with `--expert-copies 2`.
+* expert_worker_two_phase: expert_worker with `--inline-limit 0`, so that kills come while tensors are under way.
 * home: the same group, whose workers with attention are killed. Each is an engine, and its requests move. A stopped
   one keeps its streams until `--engine-timeout` (10 s); new requests go around it at once.
 * ep: `--mode ep --engines 2`, whose two ranks restart together.
@@ -83,6 +84,7 @@ class Way:
 WAYS = {
     "expert_worker": Way(ASYNC, "experts-", is_engine=False),
     "expert_worker_two_copies": Way((*ASYNC, "--expert-copies", "2"), "experts-", is_engine=False),
+    "expert_worker_two_phase": Way((*ASYNC, "--inline-limit", "0"), "experts-", is_engine=False),
     "home": Way(ASYNC, "attention-", is_engine=True),
     "ep": Way(("--mode", "ep", "--engines", "2"), "", is_engine=True),
 }

@@ -13,6 +13,7 @@ SHOWN_S = 60.0
 TITLES = {
     "expert_worker": "expert worker of 2+2",
     "expert_worker_two_copies": "expert worker of 2+2, two copies of each expert",
+    "expert_worker_two_phase": "expert worker of 2+2, all tensors in two phases",
     "home": "attention worker of 2+2",
     "ep": "rank of ep, 2 engines",
 }

@@ -325,6 +325,8 @@ def figures(idle_ns: int, num_sent: int, waiting: int = 0) -> WorkerFigures:
         num_sent=(num_sent, 0),
         sent_bytes=(num_sent * 1000, 0),
         num_dropped=3,
+        num_two_phase=(2, 0),
+        two_phase_bytes=(1500, 0),
     )
 
 
@@ -359,4 +361,6 @@ def test_metrics_have_a_series_for_each_worker_layer_and_link():
     assert values["moestro:worker_idle_seconds_total", "expert worker 0"] == 1
     assert values["moestro:worker_messages_dropped_total", "expert worker 0"] == 3
     assert values["moestro:link_messages_total", "expert worker 0", "engine 0"] == 5
+    assert values["moestro:link_two_phase_messages_total", "expert worker 0", "engine 0"] == 2
+    assert values["moestro:link_two_phase_bytes_total", "expert worker 0", "engine 0"] == 1500
     assert values["moestro:link_bytes_total", "expert worker 0", "engine 0"] == 5000

@@ -7,7 +7,19 @@ import numpy as np
 import pytest
 
 from moestro.core.hops import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
-from moestro.wire.hop_frames import Hello, HopLimits, NoTensors, SendAgain, decode_frames, encode_hop, encode_notice
+from moestro.wire.hop_frames import (
+    AnnouncedHop,
+    Announcement,
+    Hello,
+    HopLimits,
+    Meet,
+    NoTensors,
+    SendAgain,
+    decode_frames,
+    encode_announced,
+    encode_hop,
+    encode_notice,
+)
 
 LIMITS = HopLimits(worker=2, num_workers=4, num_layers=3, num_chosen=2, num_slots=4, num_places=16, num_guests=8)
 
@@ -20,7 +32,11 @@ class Numbers:
     def pack(self, tensor):
         return tensor.data.cast("B")
 
+    def num_bytes(self, num_rows):
+        return 8 * num_rows
+
     def unpack(self, frame, num_rows):
+        assert memoryview(frame).readonly  # so that a device copies it
         return np.frombuffer(frame, np.float32).reshape(num_rows, 2)
 
 
@@ -57,7 +73,30 @@ def test_a_message_arrives_as_it_was_sent(message):
     assert (tensor == message.tensor).all()
 
 
-@pytest.mark.parametrize("notice", [Hello(3, 1), SendAgain(0)])
+def announced_frames(message, num_bytes: int) -> list[bytes]:
+    announced = AnnouncedHop(Announcement(message.hop, 3, 7, num_bytes), message.records)
+    return [bytes(frame) for frame in encode_announced(announced)]
+
+
+@pytest.mark.parametrize("message", [dispatch(), reply()])
+def test_an_announcement_arrives_as_it_was_sent(message):
+    announcement, records = decoded(announced_frames(message, 8 * message.hop.num_rows))
+    assert announcement == Announcement(message.hop, 3, 7, 8 * message.hop.num_rows)
+    assert (records == message.records).all()
+
+
+def test_an_announcement_of_another_size_or_out_of_bounds_is_refused():
+    with pytest.raises(ValueError, match="9 bytes of tensor for 3 rows"):
+        decoded(announced_frames(dispatch(), 9))
+    with pytest.raises(ValueError, match="at worker 2"):
+        decoded(announced_frames(dispatch(dst=1), 24))
+    huge = reply()
+    huge = huge._replace(hop=msgspec.structs.replace(huge.hop, num_rows=1 << 40))
+    with pytest.raises(ValueError, match="contributions for 2 records"):
+        decoded(announced_frames(huge, 8 << 40))
+
+
+@pytest.mark.parametrize("notice", [Hello(3, 1), SendAgain(0), Meet(1, 2, 0, "0/1", b"address")])
 def test_a_notice_arrives_as_it_was_sent(notice):
     assert decoded([encode_notice(notice)]) == notice
 

@@ -16,6 +16,7 @@ from moestro.flow.settings import GroupStepSettings, SteppingSettings
 from moestro.model.settings import ModelSettings
 
 STANDBY = ("forks-workers", "standby")  # last arguments of the process that forks the others
+_LOOPBACK = "127.0.0.1"
 STACK_DUMP = signal.SIGUSR1  # makes a loaded rank write the stacks of all its threads to stderr
 
 
@@ -30,7 +31,9 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
         held: shares that each worker holds.
         is_colocated: whether the workers with attention hold the experts too.
         address: ZeroMQ address on which it listens to the other workers.
-        stepping: step policies and credits.
+        stepping: step policies, credits and the limit of inline tensors.
+        is_encrypted: whether what passes between workers must be encrypted. Then all tensors go inline, because gloo
+            does not encrypt.
     """
 
     worker: int
@@ -41,6 +44,13 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     is_colocated: bool
     address: str
     stepping: GroupStepSettings
+    is_encrypted: bool = False
+
+    @property
+    def host(self) -> str:
+        """Host on which the worker listens to the others."""
+        transport, _, place = self.address.partition("://")
+        return place.rpartition(":")[0].strip("[]") if transport == "tcp" else _LOOPBACK
 
     @property
     def shares(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from moestro.errors import ConfigError
 from moestro.flow.registry import STEP_POLICIES, make_step_policy
 
 MAX_WORKERS = 1024  # of each kind in a group
+INLINE_LIMIT = 4 << 20  # bytes, up to which inline costs less; bench/micro/links.py sweeps it
 NUM_SPARE = 8  # workers with experts that can be added while the group serves
 
 Mode = Literal["fused", "preemptive", "ep", "async"]
@@ -88,6 +89,11 @@ class GroupStepSettings(CheckedSettings):
     (
         "In async mode, tokens of one attention worker that may be at one expert worker at once. Unset: all that it has"
         " in the network."
+    )
+    inline_limit: Annotated[int, at_least(0)] = INLINE_LIMIT
+    (
+        "In async mode, bytes of a tensor up to which it goes with its message over ZeroMQ. A larger one follows over"
+        " torch.distributed (gloo) once its receiver is ready for it. Paced devices send no tensors."
     )
 
     def __post_init__(self) -> None:

@@ -77,6 +77,30 @@ def _links(views: list[WorkerView], coordinator: Coordinator) -> Iterator[Metric
                 messages.add_metric(link, num_sent)
                 num_bytes.add_metric(link, sent)
     yield from (messages, num_bytes)
+    yield from _two_phase(views, coordinator)
+
+
+def _two_phase(views: list[WorkerView], coordinator: Coordinator) -> Iterator[Metric]:
+    labels = ("source", "destination")
+    messages = CounterMetricFamily(
+        "moestro:link_two_phase_messages",
+        "Those messages whose tensors followed on a channel of their own.",
+        labels=labels,
+    )
+    num_bytes = CounterMetricFamily(
+        "moestro:link_two_phase_bytes",
+        "Bytes of messages whose tensors followed on a channel of their own.",
+        labels=labels,
+    )
+    for view in views:
+        assert view.figures is not None, "views without figures are left out"
+        totals = zip(view.figures.num_two_phase, view.figures.two_phase_bytes, strict=True)
+        for worker, (num_sent, sent) in enumerate(totals):
+            if num_sent:
+                link = (view.name, str(coordinator.name(worker)))
+                messages.add_metric(link, num_sent)
+                num_bytes.add_metric(link, sent)
+    yield from (messages, num_bytes)
 
 
 def _pace(views: list[WorkerView]) -> Iterator[Metric]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -29,8 +29,12 @@ class TensorFrames(Protocol):
         """Return the bytes of a tensor [rows, hidden size] from the device; nobody changes them later."""
         ...
 
+    def num_bytes(self, num_rows: int) -> int:
+        """Size of the frame of `num_rows` rows."""
+        ...
+
     def unpack(self, frame: Frame, num_rows: int) -> Any:
-        """Return the tensor of a frame, for the device to copy at once.
+        """Return the tensor of a frame, for the device to copy at once. It may keep to the memory of a writable frame.
 
         Raises:
             ValueError: the frame has another size.
@@ -46,6 +50,10 @@ class NoTensors:
     def pack(self, tensor: Any) -> Frame:
         """Implement `TensorFrames.pack`."""
         return b""
+
+    def num_bytes(self, num_rows: int) -> int:
+        """Implement `TensorFrames.num_bytes`."""
+        return 0
 
     def unpack(self, frame: Frame, num_rows: int) -> Any:
         """Implement `TensorFrames.unpack`."""
@@ -66,10 +74,56 @@ class SendAgain(msgspec.Struct, frozen=True, tag=True):
     src: int
 
 
-PeerNotice = Hello | SendAgain
+class Meet(msgspec.Struct, frozen=True, tag=True):
+    """One value of the rendezvous of a channel for tensors between two processes.
+
+    Attributes:
+        src, launch: the sender.
+        meeting: number of the channel between the two processes.
+        key, value: what the sender stored.
+    """
+
+    src: int
+    launch: int
+    meeting: int
+    key: str
+    value: bytes
+
+
+PeerNotice = Hello | SendAgain | Meet
+
+
+class Announcement(msgspec.Struct, frozen=True, gc=False):
+    """Header of a message whose tensor follows on a channel for tensors.
+
+    Attributes:
+        hop: header of the message.
+        meeting: number of the channel.
+        number: how many tensors the sender has sent on the channel before.
+        num_bytes: size of the tensor. gloo ends a process that gets more bytes than it asked for.
+    """
+
+    hop: Hop
+    meeting: int
+    number: int
+    num_bytes: int
+
+
+class AnnouncedHop(NamedTuple):
+    """A message without its tensor, which follows on a channel.
+
+    Attributes:
+        announcement: header.
+        records: HOP_RECORD[n].
+    """
+
+    announcement: Announcement
+    records: HopRecords
+
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_hop = msgspec.msgpack.Decoder(Hop).decode
+_decode_announcement = msgspec.msgpack.Decoder(Announcement).decode
 _decode_notice = msgspec.msgpack.Decoder(PeerNotice).decode
 
 
@@ -115,6 +169,8 @@ class HopLimits:
         elif hop.kind == REPLY:
             _check_below(records["place"], self.num_places, "place")
             _check_below(row, hop.num_rows, "row")
+            if hop.num_rows != len(records):
+                raise ValueError(f"{hop.num_rows} contributions for {len(records)} records")
         else:
             raise ValueError(f"a message of kind {hop.kind}")
         _check_below(records["choice"], self.num_chosen, "choice")
@@ -130,12 +186,19 @@ def encode_hop(message: HopMessage, tensors: TensorFrames) -> tuple[Frame, Frame
     return _encode(message.hop), message.records.data, tensors.pack(message.tensor)
 
 
+def encode_announced(announced: AnnouncedHop) -> tuple[Frame, Frame]:
+    """Encode a message whose tensor follows as two frames: header, records."""
+    return _encode(announced.announcement), announced.records.data
+
+
 def encode_notice(notice: PeerNotice) -> bytes:
     """Encode a message of one frame."""
     return _encode(notice)
 
 
-def decode_frames(frames: Sequence[Frame], tensors: TensorFrames, limits: HopLimits) -> HopMessage | PeerNotice:
+def decode_frames(
+    frames: Sequence[Frame], tensors: TensorFrames, limits: HopLimits
+) -> HopMessage | AnnouncedHop | PeerNotice:
     """Decode a message that one of the encoders made.
 
     Raises:
@@ -145,12 +208,25 @@ def decode_frames(frames: Sequence[Frame], tensors: TensorFrames, limits: HopLim
         case [notice]:
             said: PeerNotice = _decode_notice(notice)
             return said
+        case [header, body]:
+            announcement = _decode_announcement(header)
+            records = _decode_records(announcement.hop, body, tensors, limits)
+            if announcement.num_bytes != tensors.num_bytes(announcement.hop.num_rows):
+                raise ValueError(f"{announcement.num_bytes} bytes of tensor for {announcement.hop.num_rows} rows")
+            return AnnouncedHop(announcement, records)
         case [header, body, tensor]:
-            if len(body) % _RECORD_WIDTH:
-                raise ValueError(f"records of {len(body)} bytes")
-            hop, records = _decode_hop(header), np.frombuffer(body, HOP_RECORD)
-            limits.check(hop, records)
-            if hop.dtype != tensors.dtype:
-                raise ValueError(f"a tensor of {hop.dtype!r} where {tensors.dtype!r} is computed")
-            return HopMessage(hop, records, tensors.unpack(tensor, hop.num_rows))
+            hop = _decode_hop(header)
+            records = _decode_records(hop, body, tensors, limits)
+            # Read-only, so that it is copied: numbers in the memory of ZeroMQ need not be aligned.
+            return HopMessage(hop, records, tensors.unpack(memoryview(tensor).toreadonly(), hop.num_rows))
     raise ValueError(f"a message of {len(frames)} frames")
+
+
+def _decode_records(hop: Hop, body: Frame, tensors: TensorFrames, limits: HopLimits) -> HopRecords:
+    if len(body) % _RECORD_WIDTH:
+        raise ValueError(f"records of {len(body)} bytes")
+    records = np.frombuffer(body, HOP_RECORD)
+    limits.check(hop, records)
+    if hop.dtype != tensors.dtype:
+        raise ValueError(f"a tensor of {hop.dtype!r} where {tensors.dtype!r} is computed")
+    return records

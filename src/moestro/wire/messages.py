@@ -118,6 +118,7 @@ class WorkerFigures(msgspec.Struct, frozen=True, tag=True):
         num_sent, sent_bytes: Messages to each worker, and their bytes.
         num_dropped: Messages and parts of them that were late, repeated, unreadable, or for a worker that does not run.
         pace: Items of a paced device; None means another device.
+        num_two_phase, two_phase_bytes: Those of the messages whose tensors went on a channel of their own.
     """
 
     num_waiting: tuple[int, ...]
@@ -128,6 +129,8 @@ class WorkerFigures(msgspec.Struct, frozen=True, tag=True):
     sent_bytes: tuple[int, ...]
     num_dropped: int
     pace: PaceCounts | None = None
+    num_two_phase: tuple[int, ...] = ()
+    two_phase_bytes: tuple[int, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -31,6 +31,7 @@ from moestro.worker.peer_inbox import PeerInbox
 from moestro.worker.peer_links import PeerLinks
 from moestro.worker.rank_builder import OnPhase, make_home, publisher_of
 from moestro.worker.rank_loop import run_rank
+from moestro.worker.two_phase import OpenChannel, TwoPhase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,7 @@ class WorkerPart:
         launch_ahead: items with the device at once.
         link_pace: holds messages for as long as a modelled link takes; None with a device that is not paced.
         pace_counts: supplier of the counts of a paced device.
+        open_channel: opens a channel for large tensors to another worker; None with a device that computes nothing.
         on_home: called with the rank of a worker with attention, which is made after its device.
     """
 
@@ -68,6 +70,7 @@ class WorkerPart:
     launch_ahead: int = 1
     link_pace: LinkPace | None = None
     pace_counts: Callable[[], PaceCounts | None] = lambda: None
+    open_channel: OpenChannel | None = None
     on_home: Callable[[Rank], None] = lambda _: None
 
 
@@ -109,7 +112,8 @@ def serve_group_worker(spec: LaunchSpec, group: GroupSpec, channel: Channel, par
         num_places=shape.num_places,
         num_guests=shape.num_guests,
     )
-    links = PeerLinks(Hello(group.worker, spec.launch), group.address, part.tensors, limits, part.link_pace)
+    way = _two_phase(group, part) if part.link_pace is None else part.link_pace
+    links = PeerLinks(Hello(group.worker, spec.launch), group.address, part.tensors, limits, way)
     try:
         inbox = PeerInbox(group, channel, links, experts, part.pace_counts)
         channel.send(Joined())
@@ -130,6 +134,13 @@ def serve_group_worker(spec: LaunchSpec, group: GroupSpec, channel: Channel, par
             run_rank(ExpertRank(executor), inbox, time.monotonic_ns)
     finally:
         links.close()
+
+
+def _two_phase(group: GroupSpec, part: WorkerPart) -> TwoPhase | None:
+    """Return how large tensors travel; None means with their messages."""
+    if part.open_channel is None or group.is_encrypted:
+        return None
+    return TwoPhase(inline_limit=group.stepping.inline_limit, open_channel=part.open_channel)
 
 
 def _executor(

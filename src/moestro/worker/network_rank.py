@@ -18,6 +18,7 @@ from moestro.model.device import open_device
 from moestro.model.expert_open import open_expert_device
 from moestro.model.staged_device import ExpertTorchDevice
 from moestro.model.staged_open import open_staged_device
+from moestro.model.tensor_channel import TensorChannels
 from moestro.model.tensor_frames import TorchFrames
 from moestro.model.worker_share import WorkerShare
 from moestro.worker.group_process import WorkerPart, WorkerSizes
@@ -88,10 +89,10 @@ def load_network_part(spec: LaunchSpec, sizes: WorkerSizes, on_phase: OnPhase) -
     share = WorkerShare(worker=group.worker, make_table=partial(_table, group), num_guests=sizes.num_guests)
     if not sizes.num_rows:
         expert_device, info = open_expert_device(spec.model, share, on_phase, spec.rank)
-        return _part(expert_device, info, None)
+        return _part(expert_device, info, None, group)
     max_tokens = spec.scheduler.max_num_batched_tokens
     home_device, info = open_staged_device(spec.model, max_tokens, on_phase, spec.rank, share)
-    return _part(home_device, info, info)
+    return _part(home_device, info, info, group)
 
 
 def _paced(info: ModelInfo, paced: PacedSettings) -> ModelInfo:
@@ -111,11 +112,12 @@ def _table(group: GroupSpec, num_layers: int, num_experts: int) -> ExpertTable:
     return SharedExperts(num_layers, num_experts, group.num_shares).table(0, group.held, group.held)
 
 
-def _part(device: ExpertTorchDevice, network: ModelInfo, info: ModelInfo | None) -> WorkerPart:
+def _part(device: ExpertTorchDevice, network: ModelInfo, info: ModelInfo | None, group: GroupSpec) -> WorkerPart:
     return WorkerPart(
         device=device,
         num_experts=network.num_experts,
         info=info,
         tensors=TorchFrames(device),
         launch_ahead=1 if device.works_when_polled else 2,
+        open_channel=TensorChannels(group.host).open,
     )

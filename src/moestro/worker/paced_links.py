@@ -30,6 +30,10 @@ class StampFrames:
         """Return the bytes of a stamp."""
         return _STAMP.pack(tensor)
 
+    def num_bytes(self, num_rows: int) -> int:
+        """Implement `TensorFrames.num_bytes`."""
+        return _STAMP.size
+
     def unpack(self, frame: bytes | memoryview, num_rows: int) -> int:
         """Return the stamp in a frame.
 

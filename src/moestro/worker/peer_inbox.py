@@ -113,7 +113,7 @@ class PeerInbox:
         due_ns = self._links.ready_at_ns()
         due_s = None if due_ns is None else max(due_ns - before_ns, 0) / NS_PER_S
         bound_s = min((each for each in (wait_s, report_s, due_s) if each is not None), default=None)
-        select.select((self._channel.inbox_fd, self._links.fd), (), (), bound_s)
+        select.select((self._channel.inbox_fd, *self._links.fds), (), (), bound_s)
         if wait_s is None:
             self._idle_ns += time.monotonic_ns() - before_ns
 
@@ -135,6 +135,8 @@ class PeerInbox:
                 lived_ns=now_ns - self._began_ns,
                 num_sent=tuple(counts.num_messages for counts in links.sent),
                 sent_bytes=tuple(counts.num_bytes for counts in links.sent),
+                num_two_phase=tuple(counts.num_two_phase for counts in links.sent),
+                two_phase_bytes=tuple(counts.two_phase_bytes for counts in links.sent),
                 num_dropped=self._executor.num_dropped + links.num_garbage + links.num_undelivered,
                 pace=self._pace_counts(),
             )
@@ -203,7 +205,7 @@ class PeerInbox:
                 continue
             changed.append(worker)
             if address:
-                self._links.connect(worker, address)
+                self._links.connect(worker, address, members.launches[worker])
             else:
                 self._links.disconnect(worker)
         if old is None or self._executor is None:

@@ -1,7 +1,8 @@
 """Links to the other workers of a group over ZeroMQ. The main loop owns the sockets; ZeroMQ's thread moves the bytes.
 
 Each process has one socket that receives, and one for each worker to which it sends. Messages of a channel keep their
-order. What goes to a worker that does not run is dropped: its home sends it again when the worker is back.
+order. What goes to a worker that does not run is dropped: its home sends it again when the worker is back. Large
+tensors may go apart from their messages (`worker/two_phase.py`).
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ import zmq
 
 from moestro.core.hops import DISPATCH, REPLY, Hop, HopMessage
 from moestro.wire.hop_frames import (
+    AnnouncedHop,
+    Frame,
     Hello,
     HopLimits,
+    Meet,
     PeerNotice,
     SendAgain,
     TensorFrames,
     decode_frames,
+    encode_announced,
     encode_hop,
     encode_notice,
 )
 from moestro.worker.paced_links import LinkPace
+from moestro.worker.two_phase import TwoPhase, TwoPhaseLinks
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +42,21 @@ class LinkCounts:
 
     Attributes:
         num_messages, num_bytes: what was sent.
+        num_two_phase, two_phase_bytes: those whose tensors went on a channel of their own.
     """
 
-    __slots__ = ("num_bytes", "num_messages")
+    __slots__ = ("num_bytes", "num_messages", "num_two_phase", "two_phase_bytes")
 
     def __init__(self) -> None:
-        self.num_messages = self.num_bytes = 0
+        self.num_messages = self.num_bytes = self.num_two_phase = self.two_phase_bytes = 0
+
+    def add(self, num_bytes: int, *, is_two_phase: bool) -> None:
+        """Count a message."""
+        self.num_messages += 1
+        self.num_bytes += num_bytes
+        if is_two_phase:
+            self.num_two_phase += 1
+            self.two_phase_bytes += num_bytes
 
 
 class PeerLinks:
@@ -52,10 +67,12 @@ class PeerLinks:
         address: address on which it listens.
         tensors: turns the device's tensors into frames and back.
         limits: bounds that arriving messages keep.
-        pace: holds messages for as long as a modelled link takes; None means that the real ones are used as they are.
+        way: a `LinkPace` holds messages for as long as a modelled link takes; `TwoPhase` says which tensors go on
+            channels of their own. None means that all go with their messages.
 
     Attributes:
         sent: totals of what was sent to each worker.
+        fds: descriptors, one of which is readable after something has arrived.
         heard: the process of each worker that has said hello, as the number of its launch; -1 means none.
         to_resend: workers from or to which a message was lost; the main loop takes them out.
         num_garbage: messages that were dropped, because they could not be read.
@@ -63,15 +80,23 @@ class PeerLinks:
     """
 
     def __init__(
-        self, hello: Hello, address: str, tensors: TensorFrames, limits: HopLimits, pace: LinkPace | None = None
+        self,
+        hello: Hello,
+        address: str,
+        tensors: TensorFrames,
+        limits: HopLimits,
+        way: LinkPace | TwoPhase | None = None,
     ) -> None:
         self._hello, self._tensors, self._limits = hello, tensors, limits
-        self._pace = pace
+        self._pace = way if isinstance(way, LinkPace) else None
+        self._two_phase = (
+            TwoPhaseLinks(hello, limits.num_workers, way, tensors, self._notify) if isinstance(way, TwoPhase) else None
+        )
         self._context = zmq.Context()
         self._inbox: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
         self._inbox.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
         self._inbox.bind(address)
-        self.fd = int(self._inbox.FD)
+        self.fds = [int(self._inbox.FD)] + ([] if self._two_phase is None else [self._two_phase.fd])
         self._peers: list[zmq.Socket[bytes] | None] = [None] * limits.num_workers
         self.sent = [LinkCounts() for _ in range(limits.num_workers)]
         self.heard = [-1] * limits.num_workers
@@ -79,9 +104,11 @@ class PeerLinks:
         self.num_garbage = self.num_undelivered = 0
         self._next_of: dict[tuple[int, int], tuple[int, int]] = {}  # (worker, kind) -> epoch, next number
 
-    def connect(self, worker: int, address: str) -> None:
-        """Send to a worker's process at `address` from now on, after a hello."""
+    def connect(self, worker: int, address: str, launch: int) -> None:
+        """Send to a worker's `launch`-th process, at `address`, from now on, after a hello."""
         self.disconnect(worker)
+        if self._two_phase is not None:
+            self._two_phase.connect(worker, launch)
         peer: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
         peer.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
         peer.setsockopt(zmq.LINGER, 0)
@@ -94,9 +121,13 @@ class PeerLinks:
         peer, self._peers[worker] = self._peers[worker], None
         if peer is not None:
             peer.close()
+        if self._two_phase is not None:
+            self._two_phase.disconnect(worker)
 
     def close(self) -> None:
         """Close all sockets; what is under way is lost."""
+        if self._two_phase is not None:
+            self._two_phase.close()
         self._context.destroy(linger=0)
 
     @property
@@ -112,14 +143,29 @@ class PeerLinks:
         if self._pace is not None:
             message = self._pace.stamp(message, now_ns)
         frames = encode_hop(message, self._tensors)
-        if not self._send(worker, frames):
+        num_bytes = sum(memoryview(frame).nbytes for frame in frames)
+        is_sent = self._announce(message, frames[-1])
+        is_two_phase = is_sent is not None
+        if is_sent is None:
+            is_sent = self._send(worker, frames)
+        if not is_sent:
             self.num_undelivered += 1
             if self._peers[worker] is not None:
                 self._lost(worker, is_home=message.hop.kind == DISPATCH)
             return
-        counts = self.sent[worker]
-        counts.num_messages += 1
-        counts.num_bytes += sum(memoryview(frame).nbytes for frame in frames)
+        self.sent[worker].add(num_bytes, is_two_phase=is_two_phase)
+
+    def _announce(self, message: HopMessage, tensor: Frame) -> bool | None:
+        """Send a message in two phases, and return whether its receiver has room. None means to send it in one."""
+        if self._two_phase is None:
+            return None
+        announcement = self._two_phase.announce(message, memoryview(tensor).nbytes)
+        if announcement is None:
+            return None
+        is_sent = self._send(message.hop.dst, encode_announced(AnnouncedHop(announcement, message.records)))
+        if is_sent:
+            self._two_phase.send_tensor(message.hop.dst, tensor)
+        return is_sent
 
     def _send(self, worker: int, frames: Any) -> bool:
         """Send frames, and return whether their receiver has room for them."""
@@ -145,7 +191,9 @@ class PeerLinks:
     # --- receiving --------------------------------------------------------------------------------------------------
 
     def has_messages(self) -> bool:
-        """Whether something has arrived at the socket; about 1 µs."""
+        """Whether something has arrived; about 1 µs."""
+        if self._two_phase is not None and self._two_phase.has_news:
+            return True
         return bool(int(self._inbox.EVENTS) & zmq.POLLIN)
 
     def ready_at_ns(self) -> int | None:
@@ -162,6 +210,12 @@ class PeerLinks:
                 break
             if (message := self._read([frame.buffer for frame in frames])) is not None:
                 messages.append(message)
+        if self._two_phase is not None:
+            messages += self._two_phase.receive()
+            for worker in self._two_phase.lost:  # a broken channel loses what both directions had under way
+                self._lost(worker, is_home=True)
+                self._lost(worker, is_home=False)
+            self._two_phase.lost.clear()
         return messages if self._pace is None else self._pace.deliver(messages, now_ns)
 
     def _read(self, frames: list[memoryview]) -> HopMessage | None:
@@ -177,7 +231,13 @@ class PeerLinks:
                 self.to_resend.add(src)
             case HopMessage(hop):
                 self._look_for_gap(hop)
-                return message
+                return None if self._two_phase is not None and self._two_phase.keep(message) else message
+            case AnnouncedHop(announcement) if self._two_phase is not None:
+                self._look_for_gap(announcement.hop)
+                self._two_phase.announced(message)
+            case Meet(src) if 0 <= src < len(self.heard):
+                if self._two_phase is not None:
+                    self._two_phase.heard(message)
             case _:
                 self._drop(ValueError(f"{message} comes from outside of the group"))
         return None

@@ -1,0 +1,296 @@
+"""Links in two phases: a message is announced over ZeroMQ, and its tensor follows once the receiver has asked for it.
+
+Channels for tensors are opened when a worker first sends another one a large tensor. Until a channel is open, and when
+it cannot be opened, tensors go with their messages. Messages keep their order: what comes after an announcement waits
+until the tensor has arrived. A channel that breaks loses its tensors, and the homes send them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from moestro.core.hops import HopMessage
+from moestro.wire.hop_frames import AnnouncedHop, Announcement, Frame, Hello, Meet, TensorFrames
+
+logger = logging.getLogger(__name__)
+
+MAX_ASKED_BYTES = 32 << 20  # that a channel may bring before they are taken; one larger tensor may come alone
+_CLOSE_S = 2.0  # for which a close waits for threads
+MAX_MEETINGS = 8  # of two processes; then a channel that breaks again and again is given up
+
+
+class ChannelEnd(Protocol):
+    """One end of a channel for tensors; `model.tensor_channel.TensorChannel` implements it."""
+
+    is_open: bool
+    is_broken: bool
+
+    def heard(self, key: str, value: bytes) -> None:
+        """Take in what the other end told."""
+        ...
+
+    def send(self, frame: memoryview) -> None:
+        """Send the bytes of writable memory; the call does not wait."""
+        ...
+
+    def expect(self, num_bytes: int) -> None:
+        """Ask the other end for its next bytes."""
+        ...
+
+    def take(self) -> memoryview | None:
+        """Return the oldest bytes that have arrived."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        ...
+
+    def join(self, wait_s: float) -> bool:
+        """Wait for the threads of a closed channel, up to `wait_s`. Returns whether they have ended."""
+        ...
+
+
+# (0 at one end and 1 at the other, called with what the other end must hear, called after news) -> the end
+OpenChannel = Callable[[int, Callable[[str, bytes], None], Callable[[], None]], ChannelEnd]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoPhase:
+    """Choice of the messages whose tensors go on channels.
+
+    Attributes:
+        inline_limit: size of a tensor up to which it goes with its message, bytes.
+        open_channel: opens a channel.
+    """
+
+    inline_limit: int
+    open_channel: OpenChannel
+
+
+@dataclass(slots=True)
+class _Peer:
+    """Channel to one worker's process, and what waits for it.
+
+    Attributes:
+        launch: number of the process; -1 means that the worker does not run.
+        meeting: number of the channel; -1 means that there was none with this process.
+        may_meet: whether this end may open another channel.
+        num_sent, num_announced: tensors sent, and announced by the other end, on this channel.
+        waiting: messages in the order in which they came, the first of which lacks its tensor.
+        not_asked: sizes of announced tensors that the other end was not asked for, bytes.
+        asked: sizes of those that it was asked for, bytes.
+    """
+
+    launch: int = -1
+    channel: ChannelEnd | None = None
+    meeting: int = -1
+    may_meet: bool = True
+    num_sent: int = 0
+    num_announced: int = 0
+    waiting: deque[HopMessage | AnnouncedHop] = field(default_factory=deque)
+    not_asked: deque[int] = field(default_factory=deque)
+    asked: deque[int] = field(default_factory=deque)
+    asked_bytes: int = 0
+
+
+class TwoPhaseLinks:
+    """Channels of one worker to all others.
+
+    Args:
+        own: this process.
+        num_workers: workers of the group.
+        settings: which tensors go on channels.
+        tensors: turns frames into the device's tensors.
+        tell: called with a worker and a notice for it.
+
+    Attributes:
+        fd: readable after something has happened on a channel.
+        has_news: whether something has happened on a channel since the last `receive`.
+        lost: workers on whose channel tensors may have been lost; the caller takes them out.
+    """
+
+    def __init__(
+        self, own: Hello, num_workers: int, settings: TwoPhase, tensors: TensorFrames, tell: Callable[[int, Meet], None]
+    ) -> None:
+        self._own, self._settings, self._tensors, self._tell = own, settings, tensors, tell
+        self._peers = [_Peer() for _ in range(num_workers)]
+        self._told: deque[tuple[int, Meet]] = deque()  # from the threads of channels
+        self._closed: list[ChannelEnd] = []  # channels whose threads may still run
+        self.fd, self._wake_fd = os.pipe()
+        for end in (self.fd, self._wake_fd):
+            os.set_blocking(end, False)
+        self.has_news = False
+        self.lost: set[int] = set()
+
+    def connect(self, worker: int, launch: int) -> None:
+        """Take in that a worker's process runs now. What its earlier process sent whole is still delivered."""
+        self._close(worker)
+        self._peers[worker] = _Peer(launch, waiting=self._peers[worker].waiting)
+
+    def disconnect(self, worker: int) -> None:
+        """Close the channel to a worker that does not run any more."""
+        self.connect(worker, -1)
+
+    def close(self) -> None:
+        """Close all channels."""
+        for worker in range(len(self._peers)):
+            self._close(worker)
+        deadline = time.monotonic() + _CLOSE_S
+        have_ended = [channel.join(max(deadline - time.monotonic(), 0)) for channel in self._closed]
+        if all(have_ended):
+            for end in (self.fd, self._wake_fd):  # otherwise a thread may still write there
+                os.close(end)
+        self._closed.clear()
+
+    # --- sending ----------------------------------------------------------------------------------------------------
+
+    def announce(self, message: HopMessage, num_bytes: int) -> Announcement | None:
+        """Return the header of a message whose tensor goes on a channel. None means with the message.
+
+        Args:
+            num_bytes: size of the tensor.
+        """
+        if num_bytes <= self._settings.inline_limit:
+            return None
+        peer = self._peers[message.hop.dst]
+        if peer.channel is None and peer.may_meet and peer.launch >= 0:
+            self._meet(message.hop.dst, peer.meeting + 1)
+        if peer.channel is None or peer.channel.is_broken or not peer.channel.is_open:
+            return None
+        return Announcement(message.hop, peer.meeting, peer.num_sent, num_bytes)
+
+    def send_tensor(self, worker: int, frame: Frame) -> None:
+        """Send the tensor of the message that was announced last. `frame`: in writable memory."""
+        peer = self._peers[worker]
+        assert peer.channel is not None, "an announced tensor has a channel"
+        peer.num_sent += 1
+        peer.channel.send(memoryview(frame))
+
+    # --- receiving --------------------------------------------------------------------------------------------------
+
+    def heard(self, notice: Meet) -> None:
+        """Take in a value of the rendezvous of a channel, which another worker may have begun."""
+        peer = self._peers[notice.src]
+        if peer.launch < 0 or notice.launch != peer.launch or notice.meeting < peer.meeting:
+            return  # another process, or a channel that this end has given up
+        if notice.meeting > peer.meeting:
+            if peer.channel is not None:
+                self._give_up(notice.src)
+            self._meet(notice.src, notice.meeting)
+        if peer.channel is not None:
+            peer.channel.heard(notice.key, notice.value)
+
+    def announced(self, message: AnnouncedHop) -> None:
+        """Take in a message whose tensor follows."""
+        announcement = message.announcement
+        worker = announcement.hop.src
+        peer = self._peers[worker]
+        if peer.channel is None or announcement.meeting != peer.meeting:
+            self.lost.add(worker)  # this end has given the channel up
+        elif announcement.number != peer.num_announced:
+            logger.error("announcements of worker %d are missing, and its channel is given up", worker)
+            self._give_up(worker)
+        else:
+            peer.num_announced += 1
+            peer.waiting.append(message)
+            peer.not_asked.append(announcement.num_bytes)
+            self._ask(peer)
+
+    def keep(self, message: HopMessage) -> bool:
+        """Keep a message if earlier ones of its sender wait for their tensors. Returns whether they do."""
+        waiting = self._peers[message.hop.src].waiting
+        if waiting:
+            waiting.append(message)
+        return bool(waiting)
+
+    def receive(self) -> list[HopMessage]:
+        """Return messages that lack nothing any more, those of each sender in order, and note broken channels."""
+        if not self.has_news:
+            return []
+        self.has_news = False  # before anything is looked at, so that no news is missed
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, 4096)
+        while self._told:
+            self._tell(*self._told.popleft())
+        messages: list[HopMessage] = []
+        for worker, peer in enumerate(self._peers):
+            self._take(peer, messages)
+            if peer.channel is not None and peer.channel.is_broken:
+                self._give_up(worker)
+                self._take(peer, messages)
+        return messages
+
+    def _take(self, peer: _Peer, messages: list[HopMessage]) -> None:
+        """Move messages that lack nothing to `messages`."""
+        while peer.waiting:
+            first = peer.waiting[0]
+            if isinstance(first, AnnouncedHop):
+                frame = None if peer.channel is None else peer.channel.take()
+                if frame is None:
+                    break
+                peer.asked_bytes -= peer.asked.popleft()
+                hop = first.announcement.hop
+                first = HopMessage(hop, first.records, self._tensors.unpack(frame, hop.num_rows))
+            messages.append(first)
+            peer.waiting.popleft()
+        self._ask(peer)
+
+    def _ask(self, peer: _Peer) -> None:
+        """Ask for announced tensors, as many as may be under way."""
+        channel = peer.channel
+        if channel is None or not channel.is_open or channel.is_broken:
+            return
+        while peer.not_asked and (not peer.asked or peer.asked_bytes + peer.not_asked[0] <= MAX_ASKED_BYTES):
+            num_bytes = peer.not_asked.popleft()
+            peer.asked.append(num_bytes)
+            peer.asked_bytes += num_bytes
+            channel.expect(num_bytes)
+
+    # --- channels ---------------------------------------------------------------------------------------------------
+
+    def _meet(self, worker: int, meeting: int) -> None:
+        """Begin to open a channel."""
+
+        def tell(key: str, value: bytes) -> None:
+            self._told.append((worker, Meet(self._own.src, self._own.launch, meeting, key, value)))
+            self._wake()
+
+        peer = self._peers[worker]
+        peer.meeting = meeting
+        peer.channel = self._settings.open_channel(int(self._own.src > worker), tell, self._wake)
+
+    def _give_up(self, worker: int) -> None:
+        """Close a channel between two processes that run."""
+        peer = self._peers[worker]
+        assert peer.channel is not None, "only a channel is given up"
+        if not peer.channel.is_open or peer.meeting + 1 >= MAX_MEETINGS:
+            peer.may_meet = False
+            logger.warning("worker %d has no channel for tensors, which go over ZeroMQ instead", worker)
+        self.lost.add(worker)
+        self._close(worker)
+
+    def _close(self, worker: int) -> None:
+        """Close a channel, and drop the messages that lack their tensors."""
+        peer = self._peers[worker]
+        if peer.channel is None:
+            return
+        peer.channel.close()
+        self._closed = [*(channel for channel in self._closed if not channel.join(0)), peer.channel]
+        peer.channel, peer.num_sent, peer.num_announced, peer.asked_bytes = None, 0, 0, 0
+        peer.asked.clear()
+        peer.not_asked.clear()
+        peer.waiting = deque(message for message in peer.waiting if isinstance(message, HopMessage))
+        self.has_news = True  # the messages that are left lack nothing
+
+    def _wake(self) -> None:
+        """Note news; called by the threads of channels."""
+        self.has_news = True
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier news
+            os.write(self._wake_fd, b"\0")
