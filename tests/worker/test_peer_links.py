@@ -11,6 +11,7 @@ from support.running import wait_until
 
 import moestro.worker.peer_links
 from moestro.core.hops import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
+from moestro.wire.curve import ListenAddress
 from moestro.wire.hop_frames import Hello, HopLimits, NoTensors
 from moestro.worker.peer_links import PeerLinks
 
@@ -28,7 +29,7 @@ def pair(tmp_path):
         limits = HopLimits(
             worker=worker, num_workers=3, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_guests=9
         )
-        made.append(PeerLinks(Hello(worker, 5 + worker), address_of(tmp_path, worker), NoTensors(), limits))
+        made.append(PeerLinks(Hello(worker, 5 + worker), listen_address(tmp_path, worker), NoTensors(), limits))
     home, expert = made
     home.connect(1, address_of(tmp_path, 1))
     expert.connect(0, address_of(tmp_path, 0))
@@ -39,6 +40,10 @@ def pair(tmp_path):
 
 def address_of(directory, worker: int) -> str:
     return f"ipc://{directory}/{worker}"
+
+
+def listen_address(directory, worker: int) -> ListenAddress:
+    return ListenAddress(address_of(directory, worker))
 
 
 def received(links: PeerLinks, num: int) -> list[int]:
@@ -123,7 +128,7 @@ def test_garbage_is_dropped_and_counted(pair, tmp_path, caplog):
 def test_a_worker_that_does_not_read_loses_messages_and_the_home_sends_them_again(monkeypatch, tmp_path):
     monkeypatch.setattr(moestro.worker.peer_links, "_MAX_QUEUED", 10)
     limits = HopLimits(worker=0, num_workers=2, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_guests=9)
-    with contextlib.closing(PeerLinks(Hello(0, 0), address_of(tmp_path, 0), NoTensors(), limits)) as home:
+    with contextlib.closing(PeerLinks(Hello(0, 0), listen_address(tmp_path, 0), NoTensors(), limits)) as home:
         home.connect(1, address_of(tmp_path, 1))  # where nobody listens
         for seq in range(50):
             home.send(message(0, 1, seq), 0)

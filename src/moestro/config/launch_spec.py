@@ -9,6 +9,7 @@ from typing import BinaryIO
 import msgspec
 
 from moestro.config.kv_events_settings import KvEventsSettings
+from moestro.core.curve_keys import CurveKeys
 from moestro.core.worker_names import Worker, WorkerKind
 from moestro.cost.settings import PacedSettings
 from moestro.engine.settings import SchedulerOptions
@@ -28,7 +29,6 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
         num_shares: parts into which the experts of each layer are divided.
         held: shares that each worker holds.
         is_colocated: whether the workers with attention hold the experts too.
-        address: ZeroMQ address on which it listens to the other workers.
         stepping: step policies and credits.
     """
 
@@ -38,7 +38,6 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_shares: int
     held: tuple[tuple[int, ...], ...]
     is_colocated: bool
-    address: str
     stepping: GroupStepSettings
 
     @property
@@ -71,7 +70,7 @@ class LockStepSpec(msgspec.Struct, frozen=True, kw_only=True):
         num_ranks: ranks of the group, numbered from 0.
         port: port of the group's store on the loopback interface; new for each start of the group.
         listen_fd: descriptor of the socket that listens on `port`, in the process of rank 0; None in the others.
-        join_by_ns: time.monotonic_ns() by which all ranks must have joined.
+        join_by_ns: time.monotonic_ns() by which all ranks, which run on one machine, must have joined.
         timeout_s: longest wait for another rank within a step, in seconds.
     """
 
@@ -95,7 +94,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     launch: int  # number of restarts of this rank so far
     address: str
-    launched_ns: int  # time.monotonic_ns() at which the API server started this process
+    launched_ns: int  # time at which the API server started this process, on its clock
     log_level: str
     model: ModelSettings
     scheduler: SchedulerOptions
@@ -105,6 +104,9 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     group: GroupSpec | None = None  # None means no group of mode `async`
     lock_step: LockStepSpec | None = None  # None means no group of mode `ep`
     beat_ms: int = 500  # time between heartbeats
+    # ZeroMQ address at which it listens to the other workers of its group; the port * lets the system choose one.
+    peer_address: str = ""
+    keys: CurveKeys | None = None  # None means that all processes run on the API server's machine
 
     @property
     def name(self) -> Worker:

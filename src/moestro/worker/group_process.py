@@ -8,7 +8,6 @@ serve     the loop of all ranks, with one inbox for the API server, the other wo
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from moestro.engine.settings import SchedulerOptions
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.executor import FlowExecutor
 from moestro.flow.registry import make_step_policy
+from moestro.wire.curve import ListenAddress
 from moestro.wire.hop_frames import Hello, HopLimits, TensorFrames
 from moestro.wire.messages import Joined, Ready
 from moestro.worker.channel import Channel
@@ -109,10 +109,11 @@ def serve_group_worker(spec: LaunchSpec, group: GroupSpec, channel: Channel, par
         num_places=shape.num_places,
         num_guests=shape.num_guests,
     )
-    links = PeerLinks(Hello(group.worker, spec.launch), group.address, part.tensors, limits, part.link_pace)
+    endpoint = ListenAddress(spec.peer_address, spec.keys)
+    links = PeerLinks(Hello(group.worker, spec.launch), endpoint, part.tensors, limits, part.link_pace)
     try:
         inbox = PeerInbox(group, channel, links, experts, part.pace_counts)
-        channel.send(Joined())
+        channel.send(Joined(links.address))
         members = inbox.await_members()
         if members is None:
             return
@@ -125,9 +126,9 @@ def serve_group_worker(spec: LaunchSpec, group: GroupSpec, channel: Channel, par
         if part.info is not None:
             home = make_home(spec, executor, part.info)
             part.on_home(home)
-            run_rank(home, inbox, time.monotonic_ns, publisher_of(spec, home))
+            run_rank(home, inbox, channel.now_ns, publisher_of(spec, home))
         else:
-            run_rank(ExpertRank(executor), inbox, time.monotonic_ns)
+            run_rank(ExpertRank(executor), inbox, channel.now_ns)
     finally:
         links.close()
 

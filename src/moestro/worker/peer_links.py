@@ -12,6 +12,7 @@ from typing import Any
 import zmq
 
 from moestro.core.hops import DISPATCH, REPLY, Hop, HopMessage
+from moestro.wire.curve import Doorkeeper, ListenAddress, secure_client
 from moestro.wire.hop_frames import (
     Hello,
     HopLimits,
@@ -49,12 +50,13 @@ class PeerLinks:
 
     Args:
         hello: what this process says first on each link.
-        address: address on which it listens.
+        endpoint: where it listens.
         tensors: turns the device's tensors into frames and back.
         limits: bounds that arriving messages keep.
         pace: holds messages for as long as a modelled link takes; None means that the real ones are used as they are.
 
     Attributes:
+        address: address at which it listens, with its port.
         sent: totals of what was sent to each worker.
         heard: the process of each worker that has said hello, as the number of its launch; -1 means none.
         to_resend: workers from or to which a message was lost; the main loop takes them out.
@@ -63,14 +65,22 @@ class PeerLinks:
     """
 
     def __init__(
-        self, hello: Hello, address: str, tensors: TensorFrames, limits: HopLimits, pace: LinkPace | None = None
+        self,
+        hello: Hello,
+        endpoint: ListenAddress,
+        tensors: TensorFrames,
+        limits: HopLimits,
+        pace: LinkPace | None = None,
     ) -> None:
         self._hello, self._tensors, self._limits = hello, tensors, limits
         self._pace = pace
         self._context = zmq.Context()
         self._inbox: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
         self._inbox.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
-        self._inbox.bind(address)
+        self._keys = endpoint.keys
+        self._doorkeeper = None if endpoint.keys is None else Doorkeeper(self._inbox, endpoint.keys)
+        self._inbox.bind(endpoint.address)
+        self.address = str(self._inbox.getsockopt_string(zmq.LAST_ENDPOINT))
         self.fd = int(self._inbox.FD)
         self._peers: list[zmq.Socket[bytes] | None] = [None] * limits.num_workers
         self.sent = [LinkCounts() for _ in range(limits.num_workers)]
@@ -85,6 +95,7 @@ class PeerLinks:
         peer: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
         peer.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
         peer.setsockopt(zmq.LINGER, 0)
+        secure_client(peer, self._keys)
         peer.connect(address)
         self._peers[worker] = peer
         self._notify(worker, self._hello)
@@ -97,7 +108,15 @@ class PeerLinks:
 
     def close(self) -> None:
         """Close all sockets; what is under way is lost."""
-        self._context.destroy(linger=0)
+        for worker in range(len(self._peers)):
+            self.disconnect(worker)
+        self._inbox.close(linger=0)
+        self._context.term()
+
+    @property
+    def num_refused(self) -> int:
+        """Connections of strangers, who did not prove the keys."""
+        return 0 if self._doorkeeper is None else self._doorkeeper.num_refused
 
     @property
     def num_sent(self) -> int:
