@@ -22,8 +22,6 @@ class LauncherSettings(CheckedSettings):
     "With --launcher ray, HOST:PORT of the cluster's head. Unset: RAY_ADDRESS, else the cluster that runs here."
     ray_worker_cpus: Annotated[int, between(1, 1024)] = 1
     "With --launcher ray, cores that each process reserves, and threads with which it computes."
-    ray_placement_strategy: Literal["PACK", "SPREAD"] = "PACK"
-    "With --launcher ray, PACK: few nodes, so that most links are short. SPREAD: many, so that one takes less with it."
     ray_timeout: Annotated[float, at_least(1)] = 60.0
     "With --launcher ray, seconds in which the cluster must have room for the processes."
 

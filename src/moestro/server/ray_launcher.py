@@ -1,8 +1,8 @@
 """Places worker processes on the nodes of a Ray cluster. The only module that imports Ray.
 
-Each worker reserves a bundle of a placement group. An actor on the bundle's node, a `NodeAgent`, starts the process.
-Ray finds nodes for all bundles of a group that lost theirs, or for none of them. A worker that lost its bundle therefore
-gets another one, of a placement group of its own; the lost ones are used again as soon as they have a node.
+Each process has a placement group of one bundle. An actor on the bundle's node, a `NodeAgent`, starts the process. A
+process whose node is gone gets another group, and the former is given back. One group for all would not do: Ray finds
+nodes for all lost bundles of a group or for none of them, and makes the groups of everybody else wait meanwhile.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_S = 5.0
 _WAIT_S = 0.5  # Time of one look at a placement group, after which a cancelled start ends.
-_AGENT_S = 30.0  # Ray starts an interpreter in about a second, on a busy node in several.
-_ANSWER_S = 5.0
+_AGENT_S = 20.0  # Ray starts an interpreter in about a second, on a busy node in several.
+_SPARE_S = 2.0  # Time in which there must be room for a process on standby.
+_ANSWER_S = 3.0
 _SIGKILL_S = 1.0  # Time in which a killed process's end must be reported; its node is else taken for dead.
-_REST_S = 60.0  # Ray itself takes up to half a minute to find that a machine has gone.
 _ACTOR_THREADS = 4  # of one agent: one waits for the end of the process, the others answer.
 
 T = TypeVar("T")
@@ -84,30 +84,24 @@ class RayCluster:
         nodes = f"{len(alive)} node{'' if len(alive) == 1 else 's'}"
         return f"{nodes}, and {' and '.join(parts) or 'no CPU'} free"
 
-    def reserve(self, bundles: list[dict[str, float]], strategy: str) -> PlacementGroup:
-        """Reserve bundles, together or not at all; it returns at once."""
-        return placement_group(bundles, strategy=strategy)
+    def reserve(self, bundle: dict[str, float]) -> PlacementGroup:
+        """Reserve a bundle on some node; it returns at once. Ray prefers the node that has most to spare."""
+        return placement_group([bundle])
 
-    def has_node(self, group: PlacementGroup, bundle: int) -> bool:
-        """Whether a bundle is on a node that lives, as far as Ray knows."""
-        table = placement_group_table(group)
-        node_id = table["bundles_to_node_id"].get(bundle)
-        return table["state"] == "CREATED" and any(node["NodeID"] == node_id for node in _alive())
-
-    def host_of(self, group: PlacementGroup, bundle: int) -> tuple[str, str] | None:
-        """Return the address and the id of the node that has a bundle; None means that it has just gone."""
-        node_id = placement_group_table(group)["bundles_to_node_id"][bundle]
+    def host_of(self, group: PlacementGroup) -> tuple[str, str] | None:
+        """Return the address and the id of the node that has a group's bundle; None means that it has just gone."""
+        node_id = placement_group_table(group)["bundles_to_node_id"].get(0)
         return next(((node["NodeManagerAddress"], node_id) for node in _alive() if node["NodeID"] == node_id), None)
 
-    def agent(self, group: PlacementGroup, bundle: int, resources: dict[str, float]) -> Any:
-        """Return the handle of a new agent on a bundle; it starts in the background."""
+    def agent(self, group: PlacementGroup, resources: dict[str, float]) -> Any:
+        """Return the handle of a new agent on a group's bundle; it starts in the background."""
         return (
             ray.remote(NodeAgent)
             .options(
                 num_cpus=resources["CPU"],
                 num_gpus=resources.get("GPU", 0),
                 max_concurrency=_ACTOR_THREADS,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
             )
             .remote()
         )
@@ -117,11 +111,13 @@ class RayCluster:
         with contextlib.suppress(RayError):
             ray.kill(agent)
 
-    def leave(self, groups: Sequence[PlacementGroup]) -> None:
-        """Give reservations back, and leave the cluster. Ray ends what this process has left there."""
-        for group in groups:
-            with contextlib.suppress(RayError):
-                remove_placement_group(group)
+    def release(self, group: PlacementGroup) -> None:
+        """Give a reservation back."""
+        with contextlib.suppress(RayError):
+            remove_placement_group(group)
+
+    def leave(self) -> None:
+        """Leave the cluster. Ray ends what this process has left there."""
         ray.shutdown()
 
 
@@ -167,17 +163,15 @@ def _check_reachable(address: str) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Seat:
-    """A bundle for one worker process.
+    """Room for one process.
 
     Attributes:
-        agent: The agent there; None means that it does not live.
-        rests_until_s: Time on `time.monotonic` until which the bundle is not used, because its node did not answer.
+        group: Placement group of one bundle.
+        agent: The agent there; None means that it was lost, or has not been started.
     """
 
     group: PlacementGroup
-    bundle: int
     agent: Any = None
-    rests_until_s: float = 0.0
 
 
 class RayProcess:
@@ -187,13 +181,20 @@ class RayProcess:
         seat: Bundle on which it runs; given back at its end.
         node: Address and id of the bundle's node.
         on_end: Callback with the seat when the process has ended.
+        end_agent: Function that ends an agent.
     """
 
-    def __init__(self, seat: _Seat, node: tuple[str, str], on_end: Callable[[_Seat], None]) -> None:
+    def __init__(
+        self,
+        seat: _Seat,
+        node: tuple[str, str],
+        on_end: Callable[[_Seat], None],
+        end_agent: Callable[[Any], None],
+    ) -> None:
         address, node_id = node
         self.place = f"{address} (Ray node {node_id})"
         self.peer_address = f"tcp://{address}:*"
-        self._seat, self._on_end = seat, on_end
+        self._seat, self._on_end, self._end_agent = seat, on_end, end_agent
         self._agent = seat.agent
         self._end: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
@@ -206,8 +207,10 @@ class RayProcess:
 
     async def write(self, data: bytes) -> None:
         """Implement `StartedProcess.write`."""
-        with contextlib.suppress(RayError):  # The watcher notices too.
-            await self._agent.write.remote(data)
+        try:
+            await _answer(self._agent.write.remote(data), _ANSWER_S)
+        except EngineDiedError:  # A process on standby may be on a node that is gone, which nobody has noticed.
+            self._give_up()
 
     def signal(self, number: int) -> None:
         """Implement `StartedProcess.signal`."""
@@ -235,8 +238,7 @@ class RayProcess:
         """Take the node for dead: it did not report the end of a killed process. The actor must not come back."""
         if not self.has_ended:
             self._seat.agent = None
-            self._seat.rests_until_s = time.monotonic() + _REST_S
-            ray.kill(self._agent)
+            self._end_agent(self._agent)
             self._finish(ProcessEnd(f"its node {self.place} does not answer", was_killed=True))
 
     def _finish(self, end: ProcessEnd) -> None:
@@ -258,49 +260,45 @@ class RayLauncher:
         self.keys: CurveKeys | None = new_curve_keys()
         self.server_address = f"tcp://{cluster.address}:*"
         self._cluster, self._needs, self._arguments = cluster, needs, tuple(command[1:])
-        self._groups: list[PlacementGroup] = []
-        self._free: list[_Seat] = []  # Those with an agent come first.
         self._seats: list[_Seat] = []
+        self._free: list[_Seat] = []  # Those whose process has ended; all have an agent.
         self._bundle: dict[str, float] = {"CPU": float(needs.options.ray_worker_cpus)}
 
     async def open(self) -> None:
-        """Implement `Launcher.open`: reserve bundles for all processes of the start, and start their agents."""
-        device, options = self._needs.device, self._needs.options
-        if device == "cuda" or (device == "auto" and await asyncio.to_thread(self._cluster.has_gpus)):
+        """Implement `Launcher.open`: reserve room for all processes of the start, and start their agents."""
+        needs = self._needs
+        if needs.device == "cuda" or (needs.device == "auto" and await asyncio.to_thread(self._cluster.has_gpus)):
             self._bundle["GPU"] = 1.0
-        bundles = [self._bundle] * self._needs.num_processes
-        group = self._cluster.reserve(bundles, options.ray_placement_strategy)
-        self._groups.append(group)
-        if not await self._has_room(group, options.ray_timeout):
-            raise ConfigError(await asyncio.to_thread(self._describe_lack))
-        self._free = [_Seat(group, bundle) for bundle in range(len(bundles))]
-        self._seats = list(self._free)
-        await asyncio.gather(*(self._occupy(seat) for seat in self._free))
+        self._seats = [_Seat(self._cluster.reserve(self._bundle)) for _ in range(needs.num_processes)]
+        deadline_s = time.monotonic() + needs.options.ray_timeout
+        for seat in self._seats:
+            if not await self._has_room(seat, deadline_s):
+                raise ConfigError(await asyncio.to_thread(self._describe_lack, needs.num_processes))
+        await asyncio.gather(*(self._occupy(seat) for seat in self._seats))
+        self._free = list(self._seats)
 
-    async def _has_room(self, group: PlacementGroup, timeout_s: float) -> bool:
-        deadline_s = time.monotonic() + timeout_s
-        while not await asyncio.to_thread(group.wait, _WAIT_S):
+    async def _has_room(self, seat: _Seat, deadline_s: float) -> bool:
+        while not await asyncio.to_thread(seat.group.wait, _WAIT_S):
             if time.monotonic() > deadline_s:
                 return False
         return True
 
-    def _describe_lack(self) -> str:
+    def _describe_lack(self, num_processes: int) -> str:
         each = " and ".join(f"{count:g} {kind}" for kind, count in self._bundle.items())
         return (
-            f"Ray has no room for {self._needs.num_processes} processes of {each} each after"
-            f" {self._needs.options.ray_timeout:g} s: the cluster has {self._cluster.describe_room()}. They wait for"
-            " nodes or for others' work: add nodes, start fewer workers or none on standby (--no-standby), or raise"
-            " --ray-timeout"
+            f"Ray has no room for {num_processes} process{'es' if num_processes > 1 else ''} of {each} each after"
+            f" {self._needs.options.ray_timeout:g} s: the cluster has {self._cluster.describe_room()}. Add nodes, end"
+            " other work, start fewer workers or none on standby (--no-standby), or raise --ray-timeout"
         )
 
     async def _occupy(self, seat: _Seat) -> None:
-        """Start an agent on a seat that has none, and check its node.
+        """Start an agent on a seat, and check its node.
 
         Raises:
             ConfigError: The node lacks something.
             EngineDiedError: The agent does not answer.
         """
-        seat.agent = self._cluster.agent(seat.group, seat.bundle, self._bundle)
+        seat.agent = self._cluster.agent(seat.group, self._bundle)
         facts: NodeFacts = await _answer(seat.agent.describe.remote(self._needs.paths), _AGENT_S)
         address, _ = await self._node_of(seat)
         if facts.version != __version__:
@@ -313,79 +311,62 @@ class RayLauncher:
             raise ConfigError(text)
 
     async def _node_of(self, seat: _Seat) -> tuple[str, str]:
-        node = await asyncio.to_thread(self._cluster.host_of, seat.group, seat.bundle)
+        node = await asyncio.to_thread(self._cluster.host_of, seat.group)
         if node is None:
             raise EngineDiedError("a node of the Ray cluster has just gone")
         return node
 
     async def spawn(self, name: Sequence[str], listen_fd: int | None = None) -> StartedProcess:
-        """Implement `Launcher.spawn`: on a free bundle, or a new one."""
+        """Implement `Launcher.spawn`."""
         assert listen_fd is None, "a socket of this machine is of no use on another one"
-        return await self._start(await self._take_seat() or await self._new_seat(), name)
+        return await self._spawn(name, self._needs.options.ray_timeout)
 
     async def spawn_standby(self) -> StartedProcess:
-        """Implement `Launcher.spawn_standby`: on a free bundle."""
-        seat = await self._take_seat()
-        if seat is None:
-            raise OSError("no bundle of Ray's is free for it")
-        return await self._start(seat, ("standby",))
+        """Implement `Launcher.spawn_standby`: a worker that waits for room waits longer."""
+        return await self._spawn(("standby",), _SPARE_S)
 
-    async def _take_seat(self) -> _Seat | None:
-        """Take a free bundle that has an agent, or else a node."""
-        now_s = time.monotonic()
-        for seat in list(self._free):
-            is_usable = seat.agent is not None or (
-                seat.rests_until_s < now_s and await asyncio.to_thread(self._cluster.has_node, seat.group, seat.bundle)
-            )
-            if is_usable and seat in self._free:  # Another start may have taken it meanwhile.
-                self._free.remove(seat)
-                return seat
-        return None
-
-    async def _start(self, seat: _Seat, name: Sequence[str]) -> RayProcess:
-        """Start a process on a seat, which is given back if that fails. Raises OSError."""
+    async def _spawn(self, name: Sequence[str], timeout_s: float) -> StartedProcess:
+        """Start a process where another one has ended, or elsewhere if there is room in time. Raises OSError."""
+        seat = self._free.pop() if self._free else None
         try:
-            if seat.agent is None:
+            if seat is None:
+                seat = _Seat(self._cluster.reserve(self._bundle))
+                self._seats.append(seat)
+                if not await self._has_room(seat, time.monotonic() + timeout_s):
+                    raise EngineDiedError(await asyncio.to_thread(self._describe_lack, 1))
                 await self._occupy(seat)
             num_threads = self._needs.options.ray_worker_cpus
             await _answer(seat.agent.start.remote((*self._arguments, *name), num_threads), _ANSWER_S)
             node = await self._node_of(seat)
         except BaseException as error:
-            if seat.agent is not None:
-                self._cluster.end(seat.agent)
-            seat.agent = None
-            self._free.append(seat)
+            if seat is not None:
+                self._drop(seat)
             if isinstance(error, ConfigError | EngineDiedError):
                 raise OSError(str(error)) from error
             raise
-        return RayProcess(seat, node, self._give_back)
-
-    async def _new_seat(self) -> _Seat:
-        """Reserve a bundle for a worker that operators add."""
-        group = self._cluster.reserve([self._bundle], "PACK")
-        if not await self._has_room(group, self._needs.options.ray_timeout):
-            room = await asyncio.to_thread(self._cluster.describe_room)
-            remove_placement_group(group)
-            raise OSError(f"Ray has no room for one more process: the cluster has {room}")
-        self._groups.append(group)
-        seat = _Seat(group, 0)
-        self._seats.append(seat)
-        return seat
+        return RayProcess(seat, node, self._give_back, self._cluster.end)
 
     def _give_back(self, seat: _Seat) -> None:
         if seat.agent is None:
-            self._free.append(seat)
+            self._drop(seat)
         else:
-            self._free.insert(0, seat)
+            self._free.append(seat)
+
+    def _drop(self, seat: _Seat) -> None:
+        if seat.agent is not None:
+            self._cluster.end(seat.agent)
+        self._seats.remove(seat)
+        self._cluster.release(seat.group)
 
     async def close(self) -> None:
         """Implement `Launcher.close`."""
-        self.kill_all()
-        self._cluster.leave(self._groups)
+        for seat in list(self._seats):
+            self._drop(seat)
+        self._cluster.leave()
 
     def kill_all(self) -> None:
         """Implement `Launcher.kill_all`."""
-        for seat in self._seats:
+        for seat in list(self._seats):
             if seat.agent is not None:
                 self._cluster.end(seat.agent)
 

@@ -270,6 +270,7 @@ class _ServeProcess:
             mode=self._settings.stepping.mode,
             groups=[cluster.supervisor.group_number(engine) for engine in range(len(infos))],
             num_dropped=lambda: cluster.wire.num_dropped,
+            num_refused=lambda: cluster.wire.num_refused,
             num_unrecorded=lambda: record.num_lost if record is not None else 0,
             coordinator=cluster.coordinator,
         )

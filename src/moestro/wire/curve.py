@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
 
 from moestro.core.curve_keys import CurveKeys
 
@@ -72,20 +70,19 @@ class Doorkeeper:
     """Admits only holders of the client's key to a listening socket, and counts the connections that it refuses.
 
     A thread answers ZeroMQ's questions about keys and reads the socket's events, so that strangers cannot fill a queue.
+    It ends with the context.
 
     Args:
         socket: Socket that is going to listen, the only one of its context that does.
         keys: Keys of the group.
-        on_lost: Callback on the thread when a connection of a member ended.
 
     Attributes:
-        num_refused: Connections without the right keys, or that speak another protocol.
+        num_refused: Refused connections of ZeroMQ's protocol. It closes those of other protocols without an event.
     """
 
-    def __init__(self, socket: zmq.Socket[Any], keys: CurveKeys, on_lost: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, socket: zmq.Socket[Any], keys: CurveKeys) -> None:
         context = socket.context
         self.num_refused = 0
-        self._on_lost = on_lost
         self._client_key = z85.decode(keys.client_public)
         self._zap = context.socket(zmq.REP)
         self._zap.bind(_ZAP_ADDRESS)  # Before the first connection: without it, ZeroMQ would admit every key.
@@ -93,7 +90,7 @@ class Doorkeeper:
         socket.curve_publickey, socket.curve_secretkey = keys.server_public, keys.server_secret
         socket.zap_domain = b"moestro"
         _notice_lost_machines(socket)
-        self._events = socket.get_monitor_socket(_REFUSALS | zmq.Event.DISCONNECTED)
+        self._events = socket.get_monitor_socket(_REFUSALS)
         threading.Thread(target=self._run, name="doorkeeper", daemon=True).start()
 
     def _run(self) -> None:
@@ -106,7 +103,8 @@ class Doorkeeper:
                     if socket is self._zap:
                         self._zap.send_multipart(self._verdict(self._zap.recv_multipart()))
                     else:
-                        self._note(recv_monitor_message(self._events)["event"])
+                        self._events.recv_multipart()
+                        self.num_refused += 1
         except zmq.ContextTerminated:
             pass
         finally:
@@ -119,9 +117,3 @@ class Doorkeeper:
         is_member = len(frames) == 7 and frames[5] == b"CURVE" and frames[6] == self._client_key
         status, text = (b"200", b"OK") if is_member else (b"400", b"unknown key")
         return [_ZAP_VERSION, request_id, status, text, b"member" if is_member else b"", b""]
-
-    def _note(self, event: int) -> None:
-        if event & _REFUSALS:
-            self.num_refused += 1
-        else:
-            self._on_lost()

@@ -16,6 +16,7 @@ from moestro.wire.messages import FromRank, Members, ToRank, WorkerFigures
 from moestro.worker.channel import Channel
 from moestro.worker.peer_links import PeerLinks
 
+LOOK_NS = NS_PER_S  # between looks for connections between machines that broke
 REPORT_NS = NS_PER_S  # between reports of a worker that works
 CONNECT_S = 10  # from the description of the group to the last hello; sockets of one machine take milliseconds
 
@@ -49,7 +50,7 @@ class PeerInbox:
         self._executor: FlowExecutor | None = None
         self.members: Members | None = None
         self._began_ns = channel.now_ns()
-        self._idle_ns = self._report_at_ns = 0
+        self._idle_ns = self._report_at_ns = self._look_at_ns = 0
         self._reported = (0, 0)  # steps, and messages sent, at the last report
         self._has_reported = True  # whether the last report is true still
 
@@ -101,6 +102,9 @@ class PeerInbox:
         now_ns = self._channel.now_ns()
         for hop_message in self._links.receive(now_ns):
             self._executor.receive(hop_message, now_ns)
+        if now_ns >= self._look_at_ns:
+            self._look_at_ns = now_ns + LOOK_NS
+            self._links.find_breaks()
         if self._links.to_resend:
             self._resend(now_ns)
         self._report(now_ns)
@@ -112,7 +116,8 @@ class PeerInbox:
         report_s = None if self._has_reported else max(self._report_at_ns - before_ns, 0) / NS_PER_S
         due_ns = self._links.ready_at_ns()
         due_s = None if due_ns is None else max(due_ns - before_ns, 0) / NS_PER_S
-        bound_s = min((each for each in (wait_s, report_s, due_s) if each is not None), default=None)
+        look_s = LOOK_NS / NS_PER_S if self._links.may_break else None  # what waits for a lost message would not wake
+        bound_s = min((each for each in (wait_s, report_s, due_s, look_s) if each is not None), default=None)
         select.select((self._channel.inbox_fd, self._links.fd), (), (), bound_s)
         if wait_s is None:
             self._idle_ns += self._channel.now_ns() - before_ns

@@ -1,0 +1,96 @@
+"""`moestro serve --launcher ray` through the real command, on a Ray cluster of several nodes on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support.ray_servers import node_ids
+from support.running import Reply, Running, complete, is_idle, metrics, wait_until
+
+pytest.importorskip("ray")
+
+PROMPTS = ("def fibonacci(n):", "class Stack:\n    def", "import os\n", "for i in range(10):\n")
+START_S = 120.0
+
+
+class RayNodes:
+    """The cluster of `support.ray_nodes`, in a process of its own."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
+        script = Path(__file__).parents[1] / "support" / "ray_nodes.py"
+        self._process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        self.address = self._process.stdout.readline().strip()
+        assert ":" in self.address
+
+    def remove(self, node_id: str) -> None:
+        self._process.stdin.write(node_id + "\n")
+        self._process.stdin.flush()
+
+    def stop(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    cluster = RayNodes()
+    yield cluster
+    cluster.stop()
+
+
+def ask_many(server: Running, num: int, max_tokens: int) -> list[Reply]:
+    def ask(i: int) -> Reply:
+        sampling = {"temperature": 0.8, "seed": i} if i % 3 == 1 else {"temperature": 0}
+        return complete(server, prompt=PROMPTS[i % 4] * (1 + i % 2), max_tokens=max_tokens, ignore_eos=True, **sampling)
+
+    with ThreadPoolExecutor(num) as pool:
+        return list(pool.map(ask, range(num)))
+
+
+def texts(replies: list[Reply]) -> list[str]:
+    assert [reply.status for reply in replies] == [200] * len(replies)
+    return [reply.json["choices"][0]["text"] for reply in replies]
+
+
+def test_workers_on_several_nodes_answer_as_fused_mode_while_a_node_is_lost(server, real_command, nodes, tmp_path):
+    fused = texts(ask_many(server, 6, 12))
+    group = ("--mode", "async", "--attention", "2", "--experts", "2", "--launcher", "ray", "--ray-address")
+    running = Running((*real_command, "--dtype", "float32", *group, nodes.address), tmp_path, ready_s=START_S)
+    try:
+        assert texts(ask_many(running, 6, 12)) == fused
+        before = node_ids(running)
+        assert sorted(before) == ["engine 0", "engine 1", "expert worker 0", "expert worker 1"]
+        lost = before["expert worker 0"]
+        assert lost not in (before["engine 0"], before["engine 1"])
+        with ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(ask_many, running, 6, 12)
+            wait_until(lambda: not is_idle(running), 20)
+            nodes.remove(lost)
+            while node_ids(running)["expert worker 0"] == lost:
+                assert texts(answers.result()) == fused
+                answers = pool.submit(ask_many, running, 6, 12)
+            assert texts(answers.result()) == fused
+        values = metrics(running)
+        assert values['moestro:worker_restarts_total{worker="expert worker 0"}'] == 1
+        assert not sum(value for name, value in values.items() if name.startswith("moestro:requests_moved_total"))
+        assert values["moestro:worker_connections_refused_total"] == 0
+        wait_until(lambda: is_idle(running), 20)
+        assert running.stop(timeout_s=40) == 0
+        assert running.left_behind() == []
+    finally:
+        running.kill()
