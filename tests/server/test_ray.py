@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from support.ray_servers import node_ids
-from support.running import Reply, Running, complete, is_idle, metrics, wait_until
+from support.running import REAL, Reply, Running, complete, is_idle, metrics, wait_until
 
 pytest.importorskip("ray")
 
@@ -39,6 +42,15 @@ class RayNodes:
     def remove(self, node_id: str) -> None:
         self._process.stdin.write(node_id + "\n")
         self._process.stdin.flush()
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes of Moestro's workers on all nodes."""
+        found = []
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if any(part.startswith("moestro.worker.") for part in process.cmdline()):
+                    found.append(process)
+        return found
 
     def stop(self) -> None:
         self._process.stdin.close()
@@ -92,5 +104,30 @@ def test_workers_on_several_nodes_answer_as_fused_mode_while_a_node_is_lost(serv
         wait_until(lambda: is_idle(running), 20)
         assert running.stop(timeout_s=40) == 0
         assert running.left_behind() == []
+    finally:
+        running.kill()
+
+
+def test_replicas_run_on_nodes_restart_there_and_end_with_the_api_server(nodes, tmp_path):
+    paced = ("--device", "paced:h200", "--model", "mixtral-8x7b-mqa-top1", "--paced-arithmetic", "none")
+    ray = ("--engines", "2", "--launcher", "ray", "--ray-address", nodes.address)
+    running = Running((*REAL, *paced, *ray), tmp_path, ready_s=START_S)
+    try:
+        assert len(set(node_ids(running).values())) == 2
+        expected = texts(ask_many(running, 6, 8))
+        before = nodes.workers()
+        assert len(before) == 2
+        with ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(ask_many, running, 6, 8)
+            wait_until(lambda: not is_idle(running), 20)
+            before[0].send_signal(signal.SIGKILL)
+            assert texts(answers.result()) == expected
+        wait_until(lambda: "was killed by SIGKILL" in running.text, 20)
+        wait_until(lambda: len([each for each in nodes.workers() if each not in before]) == 1, 30)
+        assert texts(ask_many(running, 6, 8)) == expected
+        left = nodes.workers()
+        running.kill()
+        psutil.wait_procs(left, 30)
+        assert not any(each.is_running() for each in left)
     finally:
         running.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from support.namespaces import Namespaces, why_not
 from support.ray_servers import node_addresses
@@ -41,14 +43,16 @@ def machines(tmp_path) -> Iterator[Namespaces]:
             nodes.append(start_node(namespaces, machine, address, tmp_path))
         yield namespaces
     finally:
-        for node in reversed(nodes):
-            node.terminate()
+        left = [each for node in nodes for each in psutil.Process(node.pid).children(recursive=True)]
         for node in nodes:
-            try:
-                node.wait(20)
-            except subprocess.TimeoutExpired:
-                node.kill()
-                node.wait()
+            node.terminate()
+        psutil.wait_procs(left, 5)  # a machine without a network ends slowly
+        for each in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        for node in nodes:
+            node.kill()
+            node.wait()
         namespaces.close()
 
 

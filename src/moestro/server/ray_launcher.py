@@ -273,7 +273,7 @@ class RayLauncher:
         deadline_s = time.monotonic() + needs.options.ray_timeout
         for seat in self._seats:
             if not await self._has_room(seat, deadline_s):
-                raise ConfigError(await asyncio.to_thread(self._describe_lack, needs.num_processes))
+                raise ConfigError(await self._describe_lack(needs.num_processes, needs.options.ray_timeout))
         await asyncio.gather(*(self._occupy(seat) for seat in self._seats))
         self._free = list(self._seats)
 
@@ -283,11 +283,12 @@ class RayLauncher:
                 return False
         return True
 
-    def _describe_lack(self, num_processes: int) -> str:
+    async def _describe_lack(self, num_processes: int, timeout_s: float) -> str:
+        room = await asyncio.to_thread(self._cluster.describe_room)
         each = " and ".join(f"{count:g} {kind}" for kind, count in self._bundle.items())
         return (
             f"Ray has no room for {num_processes} process{'es' if num_processes > 1 else ''} of {each} each after"
-            f" {self._needs.options.ray_timeout:g} s: the cluster has {self._cluster.describe_room()}. Add nodes, end"
+            f" {timeout_s:g} s: the cluster has {room}. Add nodes, end"
             " other work, start fewer workers or none on standby (--no-standby), or raise --ray-timeout"
         )
 
@@ -333,7 +334,7 @@ class RayLauncher:
                 seat = _Seat(self._cluster.reserve(self._bundle))
                 self._seats.append(seat)
                 if not await self._has_room(seat, time.monotonic() + timeout_s):
-                    raise EngineDiedError(await asyncio.to_thread(self._describe_lack, 1))
+                    raise EngineDiedError(await self._describe_lack(1, timeout_s))
                 await self._occupy(seat)
             num_threads = self._needs.options.ray_worker_cpus
             await _answer(seat.agent.start.remote((*self._arguments, *name), num_threads), _ANSWER_S)
