@@ -189,6 +189,17 @@ async def test_a_process_whose_node_is_gone_gets_room_elsewhere_and_gives_the_fo
 
 
 @in_loop
+async def test_a_process_does_not_start_on_free_room_whose_node_is_gone():
+    cluster = FakeCluster(room=2)
+    launcher = launcher_on(cluster, 2)
+    await launcher.open()
+    cluster.agents[1].is_deaf = True
+    await launcher.spawn(("both", "0"))
+    assert cluster.agents[0].started
+    assert cluster.num_reserved == 1
+
+
+@in_loop
 async def test_a_node_that_does_not_answer_a_kill_counts_as_gone():
     cluster = FakeCluster(room=1)
     launcher = launcher_on(cluster, 1)

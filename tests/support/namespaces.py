@@ -19,13 +19,13 @@ def why_not() -> str:
     """Why this machine cannot have namespaces; "" if it can."""
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
         return "needs root, iproute2 and util-linux"
-    probe = f"moestro-probe-{os.getpid()}"
+    probe, bridge = f"moestro-probe-{os.getpid()}", f"mop{os.getpid()}"
     if _ip("netns", "add", probe).returncode:
         return "this machine permits no network namespaces"
     _ip("netns", "del", probe)
-    if _ip("link", "add", "mo-probe", "type", "bridge").returncode:
+    if _ip("link", "add", bridge, "type", "bridge").returncode:
         return "this machine permits no bridges"
-    _ip("link", "del", "mo-probe")
+    _ip("link", "del", bridge)
     return ""
 
 

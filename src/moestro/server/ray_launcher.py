@@ -327,12 +327,26 @@ class RayLauncher:
         return await self._spawn(("standby",), _SPARE_S)
 
     async def _spawn(self, name: Sequence[str], timeout_s: float) -> StartedProcess:
-        """Start a process where another one has ended, or elsewhere if there is room in time. Raises OSError."""
-        seat = self._free.pop() if self._free else None
+        """Start a process where another one has ended, or elsewhere if there is room in time.
+
+        Raises:
+            OSError: There is no room, or the node does not answer.
+        """
+        while self._free:
+            with contextlib.suppress(OSError):  # The node has gone since, and nobody has noticed.
+                return await self._start(self._free.pop(), name)
+        seat = _Seat(self._cluster.reserve(self._bundle))
+        self._seats.append(seat)
+        return await self._start(seat, name, timeout_s)
+
+    async def _start(self, seat: _Seat, name: Sequence[str], timeout_s: float = 0.0) -> StartedProcess:
+        """Start a process on a seat, and give the seat back if this fails.
+
+        Args:
+            timeout_s: Time in which a seat without an agent must get its room.
+        """
         try:
-            if seat is None:
-                seat = _Seat(self._cluster.reserve(self._bundle))
-                self._seats.append(seat)
+            if seat.agent is None:
                 if not await self._has_room(seat, time.monotonic() + timeout_s):
                     raise EngineDiedError(await self._describe_lack(1, timeout_s))
                 await self._occupy(seat)
@@ -340,8 +354,7 @@ class RayLauncher:
             await _answer(seat.agent.start.remote((*self._arguments, *name), num_threads), _ANSWER_S)
             node = await self._node_of(seat)
         except BaseException as error:
-            if seat is not None:
-                self._drop(seat)
+            self._drop(seat)
             if isinstance(error, ConfigError | EngineDiedError):
                 raise OSError(str(error)) from error
             raise
@@ -354,6 +367,8 @@ class RayLauncher:
             self._free.append(seat)
 
     def _drop(self, seat: _Seat) -> None:
+        if seat not in self._seats:
+            return  # The launcher was closed.
         if seat.agent is not None:
             self._cluster.end(seat.agent)
         self._seats.remove(seat)

@@ -182,7 +182,7 @@ class Supervisor:
                     await self._processes.start(self._launching.spec(rank, number, listener))
                 except OSError as error:
                     if not group.was_ready:
-                        raise
+                        raise EngineDiedError(f"{self._name(rank)} could not be started: {error}") from error
                     self._on_exit(rank, f"its process could not be started: {error}")
                 if group.end is not None:  # Another engine has ended meanwhile, when this process did not yet exist.
                     self._processes.signal(rank, signal.SIGKILL)
