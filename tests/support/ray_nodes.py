@@ -1,4 +1,4 @@
-"""A Ray cluster of four nodes on this machine, with two cores each, by name.
+"""A Ray cluster of three nodes on this machine, with two cores each, by name.
 
 Prints the head's address. A line of stdin with the beginning of a node's id removes that node; the end of stdin ends
 the cluster.
@@ -10,7 +10,7 @@ import sys
 
 from ray.cluster_utils import Cluster
 
-NUM_NODES = 3
+NUM_NODES = 2  # beside the head
 _STORE_BYTES = 80 << 20  # Ray's least
 
 

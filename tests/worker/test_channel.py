@@ -23,6 +23,7 @@ from moestro.core.request import Request, SamplingParams, ServiceClass
 from moestro.errors import ConfigError, NoEngineError
 from moestro.server.private_directory import private_directory
 from moestro.server.rank_socket import RankSocket
+from moestro.wire.curve import new_curve_keys
 from moestro.wire.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -113,6 +114,37 @@ def test_messages_go_both_ways(address, parent_fd):
         assert await inbox.get() == (1, Failed("bye"))
 
     on_loop(address, test)
+
+
+def test_members_meet_over_tcp_and_a_stranger_is_refused_and_counted(parent_fd):
+    keys = new_curve_keys()
+
+    async def inside():
+        wire = RankSocket("tcp://127.0.0.1:*", 1, keys)
+        inbox: asyncio.Queue = asyncio.Queue()
+        wire.listen(lambda rank, message: take(inbox, rank, message), lambda rank: inbox.put_nowait((rank, BROKEN)))
+        assert wire.address.startswith("tcp://127.0.0.1:")
+        try:
+            async with asyncio.timeout(20):
+                channel = Channel(wire.address, identity_of(0, 0), parent_fd, keys=keys)
+                channel.send(Phase("load", 1.5))
+                assert await inbox.get() == (0, Phase("load", 1.5))
+                with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+                    stranger.setsockopt(zmq.LINGER, 0)
+                    stranger.setsockopt(zmq.IDENTITY, identity_of(0, 0))
+                    stranger.connect(wire.address)
+                    stranger.send(encode(Failed("let me in")))
+                    while not wire.num_refused:
+                        await asyncio.sleep(0.01)
+                wire.send(0, ADD)
+                assert await asyncio.to_thread(channel.receive, None) == [ADD]
+                await asyncio.to_thread(channel.close)
+                assert inbox.empty()
+                assert wire.num_dropped == 0
+        finally:
+            wire.close()
+
+    asyncio.run(inside())
 
 
 def test_a_flood_arrives_whole_and_in_order(address, parent_fd):
