@@ -18,6 +18,7 @@ import msgspec
 import pytest
 import zmq
 from support.fake_rank import FakeRank
+from support.running import wait_until
 
 from moestro.core.request import Request, SamplingParams, ServiceClass
 from moestro.errors import ConfigError, NoEngineError
@@ -134,8 +135,7 @@ def test_members_meet_over_tcp_and_a_stranger_is_refused_and_counted(parent_fd):
                     stranger.setsockopt(zmq.IDENTITY, identity_of(0, 0))
                     stranger.connect(wire.address)
                     stranger.send(encode(Failed("let me in")))
-                    while not wire.num_refused:
-                        await asyncio.sleep(0.01)
+                    await asyncio.to_thread(wait_until, lambda: wire.num_refused)
                 wire.send(0, ADD)
                 assert await asyncio.to_thread(channel.receive, None) == [ADD]
                 await asyncio.to_thread(channel.close)
