@@ -38,7 +38,7 @@ _CONNECT_S = 5.0
 _WAIT_S = 0.5  # Time of one look at a placement group, after which a cancelled start ends.
 _AGENT_S = 20.0  # Ray starts an interpreter in about a second, on a busy node in several.
 _SPARE_S = 2.0  # Time in which there must be room for a process on standby.
-_ANSWER_S = 3.0
+_ANSWER_S = 5.0  # An agent answers in milliseconds; one that does not may be on a machine that has gone.
 _SIGKILL_S = 1.0  # Time in which a killed process's end must be reported; its node is else taken for dead.
 _ACTOR_THREADS = 4  # of one agent: one waits for the end of the process, the others answer.
 

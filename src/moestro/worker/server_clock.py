@@ -19,8 +19,7 @@ _ANSWER_S = 10.0
 def server_clock(channel: Channel) -> Callable[[], int]:
     """Measure how far the API server's clock is from this machine's, and return a function that reads it, in ns.
 
-    The error is at most half of the fastest round trip. Later drift is not corrected: clocks that NTP disciplines drift
-    less than 1 ms an hour.
+    The error is at most half of the fastest round trip. Later drift is not corrected.
 
     Raises:
         EngineDiedError: the API server does not answer.
