@@ -87,19 +87,21 @@ def test_workers_on_several_nodes_answer_as_fused_mode_while_a_node_is_lost(serv
         assert texts(ask_many(running, 6, 12)) == fused
         before = node_ids(running)
         assert sorted(before) == ["engine 0", "engine 1", "expert worker 0", "expert worker 1"]
-        lost = before["expert worker 0"]
-        assert lost not in (before["engine 0"], before["engine 1"])
+        with_engines = {before["engine 0"], before["engine 1"]}
+        lost = min((before["expert worker 0"], before["expert worker 1"]), key=with_engines.__contains__)
+        victims = [worker for worker, node in before.items() if node == lost]
         with ThreadPoolExecutor(1) as pool:
             answers = pool.submit(ask_many, running, 6, 12)
             wait_until(lambda: not is_idle(running), 20)
             nodes.remove(lost)
-            while node_ids(running)["expert worker 0"] == lost:
+            while any(node_ids(running)[victim] == lost for victim in victims):
                 assert texts(answers.result()) == fused
                 answers = pool.submit(ask_many, running, 6, 12)
             assert texts(answers.result()) == fused
         values = metrics(running)
-        assert values['moestro:worker_restarts_total{worker="expert worker 0"}'] == 1
-        assert not sum(value for name, value in values.items() if name.startswith("moestro:requests_moved_total"))
+        assert all(values[f'moestro:worker_restarts_total{{worker="{victim}"}}'] >= 1 for victim in victims)
+        num_moved = sum(value for name, value in values.items() if name.startswith("moestro:requests_moved_total"))
+        assert lost in with_engines or not num_moved
         assert values["moestro:worker_connections_refused_total"] == 0
         wait_until(lambda: is_idle(running), 20)
         assert running.stop(timeout_s=40) == 0
