@@ -51,8 +51,10 @@ EFFECTS = {
     "web",
 }  # sockets, processes and the wall clock
 ONLY_IN = {"torch": {"model"}, "transformers": {"model", "text"}} | dict.fromkeys(
-    ("zmq", "aiohttp", "socket", "asyncio"), EFFECTS
+    ("aiohttp", "socket", "asyncio"), EFFECTS
 )
+ONLY_IN["zmq"] = EFFECTS | {"wire"}  # keys and admission of the sockets that both ends of a wire have
+ONLY_IN["ray"] = {"server"}
 BANNED_NAMES = {"utils", "helpers", "common", "misc", "manager"}
 READS_CLOCK = {*EFFECTS, "config"}  # config stamps a run's record with the time of its start
 # Rooms whose words are clock-free: time enters as an integer that somebody hands in.

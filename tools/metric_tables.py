@@ -47,7 +47,9 @@ def _server() -> Collector:
     metrics = Metrics(1)
     metrics.refusals["a_code"] = 1
     engines = SimpleNamespace(loads=[IDLE], is_routable=lambda engine: True)
-    return ServerCollector(Sources("a-model", MagicMock(), engines, metrics, "fused", [0], lambda: 0, lambda: 0))
+    return ServerCollector(
+        Sources("a-model", MagicMock(), engines, metrics, "fused", [0], lambda: 0, lambda: 0, lambda: 0)
+    )
 
 
 def _route() -> Collector:

@@ -26,6 +26,7 @@ from moestro.config.run_record import run_record
 from moestro.core.hops import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
 from moestro.model.tensor_channel import TensorChannels
 from moestro.model.tensor_frames import TorchFrames
+from moestro.wire.curve import ListenAddress
 from moestro.wire.hop_frames import Hello, HopLimits
 from moestro.worker.peer_links import PeerLinks
 from moestro.worker.two_phase import TwoPhase
@@ -57,7 +58,7 @@ class End:
         frames = TorchFrames(SimpleNamespace(vector_form=(HIDDEN_SIZE, torch.float32)))
         settings = TwoPhase(inline_limit=WAYS[way], open_channel=TensorChannels("127.0.0.1").open)
         addresses = [f"ipc://{directory}/{way}-{each}" for each in range(2)]
-        self.links = PeerLinks(Hello(worker, 0), addresses[worker], frames, limits, settings)
+        self.links = PeerLinks(Hello(worker, 0), ListenAddress(addresses[worker]), frames, limits, settings)
         self.links.connect(1 - worker, addresses[1 - worker], 0)
 
     def send(self, num_rows: int, tensor: torch.Tensor) -> None:

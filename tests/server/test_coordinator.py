@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ class Group:
         self.unreachable: set[int] = set()
         self.launches: dict[int, int] = {}
         self.now_ns = 0
-        self.coordinator = Coordinator(GroupOptions(**options), Path("/private"), LOAD_S, self._send)
+        self.coordinator = Coordinator(GroupOptions(**options), LOAD_S, self._send)
 
     def _send(self, worker, message) -> None:
         if worker in self.unreachable:
@@ -42,9 +41,13 @@ class Group:
         for worker in workers:
             self.coordinator.heard(worker, message, self.now_ns)
 
+    def join(self, *workers) -> None:
+        for worker in workers:
+            self.hear(Joined(f"tcp://node-{worker}:{self.launches[worker]}"), worker)
+
     def serve(self, *workers) -> None:
         self.launch(*workers)
-        self.hear(Joined(), *workers)
+        self.join(*workers)
         self.hear(Ready(None), *workers)
 
     def end(self, worker, how="killed") -> Exception:
@@ -78,12 +81,12 @@ def in_loop(test):
 def test_the_group_is_described_when_all_have_joined_and_is_ready_when_all_serve():
     group = Group(attention=2, experts=2)
     group.launch(0, 1, 2, 3)
-    group.hear(Joined(), 0, 1, 2)
+    group.join(0, 1, 2)
     assert group.sent == {}
-    group.hear(Joined(), 3)
+    group.join(3)
     assert sorted(group.sent) == [0, 1, 2, 3]
     (members,) = group.sent[0]
-    assert members.addresses[:5] == (*(f"ipc:///private/worker-{worker}.0" for worker in range(4)), "")
+    assert members.addresses[:5] == (*(f"tcp://node-{worker}:0" for worker in range(4)), "")
     assert members.held[:4] == members.used[:4] == ((), (), (0,), (1,))
     group.hear(Ready(None), 0, 1, 2)
     assert not group.coordinator.all_serve.done()
@@ -101,9 +104,9 @@ def test_a_worker_without_copies_keeps_its_shares_while_it_restarts():
     assert group.sent[0][-1].addresses[2] == ""
     assert group.used[:3] == [(), (0,), (1,)]
     group.launch(2)
-    group.hear(Joined(), 2)
+    group.join(2)
     assert group.sent[0][-1].launches[2] == 1
-    assert group.sent[0][-1].addresses[2] == "ipc:///private/worker-2.1"
+    assert group.sent[0][-1].addresses[2] == "tcp://node-2:1"
     assert group.sent[0][-1].version > group.sent[0][-2].version
 
 
@@ -117,7 +120,7 @@ def test_tokens_of_a_worker_with_copies_go_to_these_until_it_is_back():
     group.end(3)  # share 2 is nowhere now; both wait for it, and the other shares stay where they are
     assert group.used[:4] == [(), (0, 1), (2,), (2,)]
     group.launch(2)
-    group.hear(Joined(), 2)
+    group.join(2)
     assert group.used[:4] == [(), (0, 1), (1, 2), ()]
 
 
@@ -163,7 +166,7 @@ def test_the_doubt_ends_with_the_process():
     group.end(1)
     assert all(group.coordinator.members().alive)
     group.launch(1)
-    group.hear(Joined(), 1)
+    group.hear(Joined("ipc://1"), 1)
     assert group.used[:3] == [(), (0, 1), (1, 0)]
 
 
@@ -204,14 +207,14 @@ def test_an_unreachable_worker_does_not_keep_the_others_from_hearing():
     [
         (lambda group: None, START_S, "expert worker 0 was still starting after 60 s"),
         (lambda group: group.hear(Heartbeat(0), 1), LOAD_S, "expert worker 0 was still loading after 50 s"),
-        (lambda group: group.hear(Joined(), 0, 1), CONNECT_S, "expert worker 0 was still connecting after 20 s"),
+        (lambda group: group.join(0, 1), CONNECT_S, "expert worker 0 was still connecting after 20 s"),
     ],
 )
 def test_the_start_fails_with_the_worker_that_takes_too_long(bring, limit_s, text):
     def test():
         group = Group(attention=1, experts=1)
         group.launch(0, 1)
-        group.hear(Joined(), 0)
+        group.join(0)
         bring(group)
         group.hear(Ready(None), 0)
         assert group.check(limit_s - 1) is None
@@ -238,13 +241,13 @@ def test_a_worker_that_is_added_holds_the_share_with_the_fewest_copies():
     group.serve(0, 1, 2)
     worker = group.coordinator.add()
     assert worker == 3
-    assert group.coordinator.spec(3, 0).shares == (0,)
+    assert group.coordinator.spec(3).shares == (0,)
     group.launch(3)
     assert group.used[3] == ()  # share 0 has a worker that runs
-    group.hear(Joined(), 3)
+    group.join(3)
     assert group.used == [(), (0,), (1,), (0,), ()]
     assert group.coordinator.add() == 4
-    assert group.coordinator.spec(4, 0).shares == (1,)
+    assert group.coordinator.spec(4).shares == (1,)
     while len(group.coordinator.present) < group.coordinator.num_places:
         group.coordinator.add()
     with pytest.raises(HttpError, match="no place"):
@@ -261,7 +264,7 @@ def test_only_a_worker_whose_experts_another_one_serves_can_be_drained():
     group.launch(3)
     with pytest.raises(HttpError, match="share 0: add a worker"):  # it does not serve yet
         group.coordinator.drain(1, is_draining=True)
-    group.hear(Joined(), 3)
+    group.join(3)
     group.hear(Ready(None), 3)
     group.coordinator.drain(1, is_draining=True)
     assert group.used[:4] == [(), (), (1,), (0,)]
@@ -285,7 +288,7 @@ def test_a_removed_worker_leaves_its_place_to_another():
     assert group.coordinator.add() == 1
     group.launch(1)
     assert group.launches[1] == 1  # the others know its process from the one before
-    group.hear(Joined(), 1)
+    group.join(1)
     assert group.used[:3] == [(), (0,), (1, 0)]
 
 

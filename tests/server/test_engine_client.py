@@ -578,7 +578,9 @@ def test_a_message_that_cannot_be_taken_in_is_logged_and_counted_and_says_nothin
     def test():
         metrics = Metrics(1)
         timeouts = LivenessTimeouts(start_ns=1, doubt_ns=1, silence_ns=1, stall_ns=1, step_ns=1)
-        launching = Launching(spec=lambda rank, launch, listener: None, timeouts=timeouts, expert_timeouts=timeouts)
+        launching = Launching(
+            spec=lambda rank, launch, listener: None, launcher=None, timeouts=timeouts, expert_timeouts=timeouts
+        )
         supervisor = Supervisor(FailingEngines(), None, metrics, launching)
         supervisor._on_message(0, Phase("load", 0.0))
         assert metrics.num_delivery_errors == 1

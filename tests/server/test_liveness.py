@@ -172,7 +172,9 @@ def test_only_an_engine_that_was_reported_as_stalled_is_reported_as_recovered(ca
             return self.left.pop(0)
 
     async def test():
-        launching = Launching(spec=lambda rank, launch, listener: None, timeouts=TIMEOUTS, expert_timeouts=TIMEOUTS)
+        launching = Launching(
+            spec=lambda rank, launch, listener: None, launcher=None, timeouts=TIMEOUTS, expert_timeouts=TIMEOUTS
+        )
         engines = Engines()
         supervisor = Supervisor(engines, None, Metrics(1), launching)
         (state,) = supervisor._ranks

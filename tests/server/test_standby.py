@@ -43,30 +43,32 @@ def children() -> list[psutil.Process]:
 
 def test_workers_are_children_of_the_server_with_their_own_name_stdin_and_end():
     async def test(standby):
-        workers = [await standby.fork(f"experts {number}", b"hello") for number in range(3)]
+        workers = [await standby.fork(f"experts {number}", "") for number in range(3)]
+        for each in workers:
+            await each.write(b"hello")
         found = [each for each in children() if each.cmdline()[-2:-1] == ["experts"]]
         assert sorted(each.cmdline()[-1] for each in found) == ["0", "1", "2"]
         assert {os.getsid(each.pid) for each in found} == {each.pid for each in found}
-        workers[1].kill()
-        assert await workers[1].wait() == -signal.SIGKILL
-        assert (workers[0].returncode, workers[2].returncode) == (None, None)
-        workers[1].kill()  # has ended: its id may belong to another process
+        workers[1].signal(signal.SIGKILL)
+        assert "SIGKILL" in (await workers[1].wait()).how
+        assert [each.has_ended for each in workers] == [False, True, False]
+        workers[1].signal(signal.SIGKILL)  # has ended: its id may belong to another process
         await standby.end()
-        assert await standby.fork("experts 3", b"hello") is not None
-        assert [each.returncode for each in workers] == [None, -9, None]
+        assert await standby.fork("experts 3", "") is not None
+        assert [each.has_ended for each in workers] == [False, True, False]
         for each in workers[::2]:
             os.close(each._stdin)
             each._stdin = os.open(os.devnull, os.O_RDONLY)
-            assert await each.wait() == 7
+            assert "status 7" in (await each.wait()).how
 
     run(test)
 
 
 def test_a_standby_that_cannot_start_is_not_tried_again():
     async def test(standby):
-        assert await standby.fork("experts 0", b"") is None
+        assert await standby.fork("experts 0", "") is None
         process = standby._process
-        assert await standby.fork("experts 0", b"") is None
+        assert await standby.fork("experts 0", "") is None
         assert standby._process is process
 
     run(test, "raise SystemExit(3)")
@@ -76,14 +78,14 @@ def test_a_stopped_standby_is_replaced(monkeypatch):
     monkeypatch.setattr("moestro.server.standby._FORK_S", 0.2)
 
     async def test(standby):
-        first = await standby.fork("experts 0", b"hello")
+        first = await standby.fork("experts 0", "")
         standby._process.send_signal(signal.SIGSTOP)
-        assert await standby.fork("experts 1", b"hello") is None  # this one loads its own libraries
-        second = await standby.fork("experts 2", b"hello")
+        assert await standby.fork("experts 1", "") is None  # this one loads its own libraries
+        second = await standby.fork("experts 2", "")
         assert first is not None
         assert second is not None
-        first.kill()
-        second.kill()
-        assert await first.wait() == await second.wait() == -signal.SIGKILL
+        for each in (first, second):
+            each.signal(signal.SIGKILL)
+            assert (await each.wait()).was_killed
 
     run(test)

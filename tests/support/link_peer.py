@@ -8,6 +8,7 @@ import numpy as np
 
 from moestro.core.hops import HOP_RECORD, REPLY, Hop, HopMessage
 from moestro.model.tensor_channel import TensorChannels
+from moestro.wire.curve import ListenAddress
 from moestro.wire.hop_frames import Hello, HopLimits
 from moestro.worker.peer_links import PeerLinks
 from moestro.worker.two_phase import TwoPhase, TwoPhaseLinks
@@ -39,7 +40,9 @@ def make_links(directory, worker: int, launch: int, width: int, inline_limit: in
         worker=worker, num_workers=2, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_guests=9
     )
     way = TwoPhase(inline_limit=inline_limit, open_channel=TensorChannels("127.0.0.1").open)
-    return PeerLinks(Hello(worker, launch), address_of(directory, worker, launch), ByteFrames(width), limits, way)
+    return PeerLinks(
+        Hello(worker, launch), ListenAddress(address_of(directory, worker, launch)), ByteFrames(width), limits, way
+    )
 
 
 def address_of(directory, worker: int, launch: int) -> str:

@@ -29,7 +29,7 @@ ANSWER_S = 90  # many at once, on a busy machine
 class Running:
     """Starts `command` on a free port and waits until it serves. `directory` becomes its TMPDIR and holds its log."""
 
-    def __init__(self, command: Sequence[str], directory: Path, *, wait: bool = True) -> None:
+    def __init__(self, command: Sequence[str], directory: Path, *, wait: bool = True, ready_s: float = READY_S) -> None:
         self.directory = directory
         self.log = directory / "log"
         environment = os.environ | {"TMPDIR": str(directory), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
@@ -37,12 +37,12 @@ class Running:
             self.process = subprocess.Popen(
                 [*command, "--port", "0"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
             )
-        self.url = self._wait_until_ready() if wait else ""
+        self.url = self._wait_until_ready(ready_s) if wait else ""
 
-    def _wait_until_ready(self) -> str:
-        deadline = time.monotonic() + READY_S
+    def _wait_until_ready(self, ready_s: float) -> str:
+        deadline = time.monotonic() + ready_s
         while time.monotonic() < deadline and self.process.poll() is None:
-            if found := re.search(r"curl (http://127\.0\.0\.1:\d+)", self.text):
+            if found := re.search(r"curl (http://[\d.]+:\d+)", self.text):
                 return found[1]
             time.sleep(0.02)
         self.kill()

@@ -18,11 +18,13 @@ import msgspec
 import pytest
 import zmq
 from support.fake_rank import FakeRank
+from support.running import wait_until
 
 from moestro.core.request import Request, SamplingParams, ServiceClass
 from moestro.errors import ConfigError, NoEngineError
 from moestro.server.private_directory import private_directory
 from moestro.server.rank_socket import RankSocket
+from moestro.wire.curve import new_curve_keys
 from moestro.wire.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -80,7 +82,9 @@ def on_loop(address: str, test) -> RankSocket:
     async def inside() -> RankSocket:
         wire = RankSocket(address, 2)
         inbox: asyncio.Queue = asyncio.Queue()
-        wire.listen(lambda rank, message: take(inbox, rank, message), lambda rank: inbox.put_nowait((rank, BROKEN)))
+        wire.listen(
+            lambda rank, message: take(inbox, rank, message), lambda rank: inbox.put_nowait((rank, BROKEN)), str
+        )
         try:
             async with asyncio.timeout(10):
                 await test(wire, inbox)
@@ -115,6 +119,38 @@ def test_messages_go_both_ways(address, parent_fd):
     on_loop(address, test)
 
 
+def test_members_meet_over_tcp_and_a_stranger_is_refused_and_counted(parent_fd):
+    keys = new_curve_keys()
+
+    async def inside():
+        wire = RankSocket("tcp://127.0.0.1:*", 1, keys)
+        inbox: asyncio.Queue = asyncio.Queue()
+        wire.listen(
+            lambda rank, message: take(inbox, rank, message), lambda rank: inbox.put_nowait((rank, BROKEN)), str
+        )
+        assert wire.address.startswith("tcp://127.0.0.1:")
+        try:
+            async with asyncio.timeout(20):
+                channel = Channel(wire.address, identity_of(0, 0), parent_fd, keys=keys)
+                channel.send(Phase("load", 1.5))
+                assert await inbox.get() == (0, Phase("load", 1.5))
+                with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+                    stranger.setsockopt(zmq.LINGER, 0)
+                    stranger.setsockopt(zmq.IDENTITY, identity_of(0, 0))
+                    stranger.connect(wire.address)
+                    stranger.send(encode(Failed("let me in")))
+                    await asyncio.to_thread(wait_until, lambda: wire.num_refused)
+                wire.send(0, ADD)
+                assert await asyncio.to_thread(channel.receive, None) == [ADD]
+                await asyncio.to_thread(channel.close)
+                assert inbox.empty()
+                assert wire.num_dropped == 0
+        finally:
+            wire.close()
+
+    asyncio.run(inside())
+
+
 def test_a_flood_arrives_whole_and_in_order(address, parent_fd):
     async def test(wire, inbox):
         channel = Channel(address, identity_of(0, 0), parent_fd)
@@ -143,7 +179,7 @@ def test_a_rank_that_is_not_there_cannot_be_reached(address):
 def test_a_rank_speaks_twice_a_second_and_says_how_many_steps_it_has_begun(address, parent_fd):
     async def test() -> None:
         wire, beats = RankSocket(address, 1), asyncio.Queue()
-        wire.listen(lambda rank, message: beats.put_nowait(message), lambda rank: None)
+        wire.listen(lambda rank, message: beats.put_nowait(message), lambda rank: None, str)
         channel = Channel(address, identity_of(0, 0), parent_fd)
         assert await beats.get() == Heartbeat(0)
         channel.num_steps = 7

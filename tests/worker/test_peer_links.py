@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import socket
+import threading
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from support.running import wait_until
 
 import moestro.worker.peer_links
 from moestro.core.hops import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
+from moestro.wire.curve import ListenAddress, new_curve_keys
 from moestro.wire.hop_frames import Hello, HopLimits, NoTensors
 from moestro.worker.peer_links import PeerLinks
 
@@ -28,7 +31,7 @@ def pair(tmp_path):
         limits = HopLimits(
             worker=worker, num_workers=3, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_guests=9
         )
-        made.append(PeerLinks(Hello(worker, 5 + worker), address_of(tmp_path, worker), NoTensors(), limits))
+        made.append(PeerLinks(Hello(worker, 5 + worker), listen_address(tmp_path, worker), NoTensors(), limits))
     home, expert = made
     home.connect(1, address_of(tmp_path, 1), 6)
     expert.connect(0, address_of(tmp_path, 0), 5)
@@ -39,6 +42,10 @@ def pair(tmp_path):
 
 def address_of(directory, worker: int) -> str:
     return f"ipc://{directory}/{worker}"
+
+
+def listen_address(directory, worker: int) -> ListenAddress:
+    return ListenAddress(address_of(directory, worker))
 
 
 def received(links: PeerLinks, num: int) -> list[int]:
@@ -123,9 +130,85 @@ def test_garbage_is_dropped_and_counted(pair, tmp_path, caplog):
 def test_a_worker_that_does_not_read_loses_messages_and_the_home_sends_them_again(monkeypatch, tmp_path):
     monkeypatch.setattr(moestro.worker.peer_links, "_MAX_QUEUED", 10)
     limits = HopLimits(worker=0, num_workers=2, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_guests=9)
-    with contextlib.closing(PeerLinks(Hello(0, 0), address_of(tmp_path, 0), NoTensors(), limits)) as home:
+    with contextlib.closing(PeerLinks(Hello(0, 0), listen_address(tmp_path, 0), NoTensors(), limits)) as home:
         home.connect(1, address_of(tmp_path, 1), 6)  # where nobody listens
         for seq in range(50):
             home.send(message(0, 1, seq), 0)
         assert home.num_undelivered >= 40
         assert home.to_resend == {1}
+
+
+class Relay:
+    """Forwards connections to another port of this machine, and can cut them, as a network does that fails."""
+
+    def __init__(self, address: str) -> None:
+        self._port = int(address.rpartition(":")[2])
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._ends: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._port))
+                self._ends += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+
+    def cut(self) -> None:
+        ends, self._ends = self._ends, []
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+
+@pytest.fixture
+def distant():
+    """A home and a worker with experts on tcp, each behind a relay: (home, expert, relay to expert, relay to home)."""
+    keys = new_curve_keys()
+    with contextlib.ExitStack() as stack:
+        made, relays = [], []
+        for worker in range(2):
+            limits = HopLimits(
+                worker=worker, num_workers=2, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_guests=9
+            )
+            links = PeerLinks(Hello(worker, 5), ListenAddress("tcp://127.0.0.1:*", keys), NoTensors(), limits)
+            made.append(stack.enter_context(contextlib.closing(links)))
+            relays.append(stack.enter_context(contextlib.closing(Relay(links.address))))
+        home, expert = made
+        home.connect(1, relays[1].address, 5)
+        expert.connect(0, relays[0].address, 5)
+        wait_until(lambda: home.receive(0) == expert.receive(0) == [] and home.heard[1] == expert.heard[0] == 5, 20)
+        yield home, expert, relays[1], relays[0]
+
+
+def test_a_home_sends_again_when_its_connection_to_a_worker_breaks(distant):
+    home, expert, relay, _ = distant
+    home.send(message(0, 1, 0), 0)
+    assert received(expert, 1) == [0]
+    home.find_breaks()
+    assert not home.to_resend
+    relay.cut()
+    wait_until(lambda: home.find_breaks() or home.to_resend == {1}, 20)
+    home.send(message(0, 1, 1), 0)
+    assert received(expert, 1) == [1]
+
+
+def test_a_worker_has_the_home_send_again_when_its_connection_to_it_breaks(distant):
+    home, expert, _, relay = distant
+    relay.cut()
+    wait_until(lambda: expert.find_breaks() or home.receive(0) or home.to_resend == {1}, 20)
+    assert home.num_refused == expert.num_refused == 0

@@ -11,6 +11,7 @@ EXTRAS = {
     "serve": ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "huggingface_hub", "jinja2"),
     "tokenizer": ("transformers", "tokenizers", "huggingface_hub", "jinja2"),
     "plots": ("matplotlib",),
+    "ray": ("ray",),
 }
 
 

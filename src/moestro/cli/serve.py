@@ -20,6 +20,8 @@ def serve(
         return
     # A paced device without arithmetic computes nothing, so a tokenizer is enough.
     require_extra("tokenizer" if settings.pacing.paced_arithmetic == "none" else "serve", "moestro serve")
+    if settings.launching.launcher == "ray":
+        require_extra("ray", "--launcher ray")
     from moestro.server.checkpoint import locate_model
     from moestro.server.server import serve as run
 

@@ -9,6 +9,7 @@ from typing import BinaryIO
 import msgspec
 
 from moestro.config.kv_events_settings import KvEventsSettings
+from moestro.core.curve_keys import CurveKeys
 from moestro.core.worker_names import Worker, WorkerKind
 from moestro.cost.settings import PacedSettings
 from moestro.engine.settings import SchedulerOptions
@@ -16,7 +17,6 @@ from moestro.flow.settings import GroupStepSettings, SteppingSettings
 from moestro.model.settings import ModelSettings
 
 STANDBY = ("forks-workers", "standby")  # last arguments of the process that forks the others
-_LOOPBACK = "127.0.0.1"
 STACK_DUMP = signal.SIGUSR1  # makes a loaded rank write the stacks of all its threads to stderr
 
 
@@ -30,10 +30,7 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
         num_shares: parts into which the experts of each layer are divided.
         held: shares that each worker holds.
         is_colocated: whether the workers with attention hold the experts too.
-        address: ZeroMQ address on which it listens to the other workers.
         stepping: step policies, credits and the limit of inline tensors.
-        is_encrypted: whether what passes between workers must be encrypted. Then all tensors go inline, because gloo
-            does not encrypt.
     """
 
     worker: int
@@ -42,15 +39,7 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_shares: int
     held: tuple[tuple[int, ...], ...]
     is_colocated: bool
-    address: str
     stepping: GroupStepSettings
-    is_encrypted: bool = False
-
-    @property
-    def host(self) -> str:
-        """Host on which the worker listens to the others."""
-        transport, _, place = self.address.partition("://")
-        return place.rpartition(":")[0].strip("[]") if transport == "tcp" else _LOOPBACK
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -82,7 +71,7 @@ class LockStepSpec(msgspec.Struct, frozen=True, kw_only=True):
         num_ranks: ranks of the group, numbered from 0.
         port: port of the group's store on the loopback interface; new for each start of the group.
         listen_fd: descriptor of the socket that listens on `port`, in the process of rank 0; None in the others.
-        join_by_ns: time.monotonic_ns() by which all ranks must have joined.
+        join_by_ns: time.monotonic_ns() by which all ranks, which run on one machine, must have joined.
         timeout_s: longest wait for another rank within a step, in seconds.
     """
 
@@ -106,7 +95,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     launch: int  # number of restarts of this rank so far
     address: str
-    launched_ns: int  # time.monotonic_ns() at which the API server started this process
+    launched_ns: int  # time at which the API server started this process, on its clock
     log_level: str
     model: ModelSettings
     scheduler: SchedulerOptions
@@ -116,6 +105,9 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     group: GroupSpec | None = None  # None means no group of mode `async`
     lock_step: LockStepSpec | None = None  # None means no group of mode `ep`
     beat_ms: int = 500  # time between heartbeats
+    # ZeroMQ address at which it listens to the other workers of its group; the port * lets the system choose one.
+    peer_address: str = ""
+    keys: CurveKeys | None = None  # None means that all processes run on the API server's machine
 
     @property
     def name(self) -> Worker:

@@ -10,6 +10,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from moestro.config.kv_events_settings import KvEventsSettings, kv_events_from
+from moestro.config.launcher_settings import LauncherSettings
 from moestro.config.server_settings import ProcessSettings, ServerSettings
 from moestro.cost.settings import PACED, PACED_NETWORK, PACED_QLLM, PacedOptions, PacedSettings
 from moestro.engine.settings import SchedulerOptions
@@ -44,6 +45,7 @@ class ServeSettings:
     server: Annotated[ServerSettings, _SERVER] = field(default_factory=ServerSettings)
     access: AccessSettings = field(default_factory=AccessSettings)
     processes: Annotated[ProcessSettings, _PROCESSES] = field(default_factory=ProcessSettings)
+    launching: Annotated[LauncherSettings, _PROCESSES] = field(default_factory=LauncherSettings)
     routing: Annotated[RoutePolicySettings, _PROCESSES] = field(default_factory=RoutePolicySettings)
     group: Annotated[GroupOptions, _GROUP] = field(default_factory=GroupOptions)
 
@@ -58,6 +60,23 @@ class ServeSettings:
             self._check_expert_parallelism()
         if self.stepping.mode in {"preemptive", "async"}:
             self._check_stages()
+        if self.launching.launcher == "ray":
+            self._check_machines()
+
+    def _check_machines(self) -> None:
+        """Refuse what works on one machine only."""
+        mode = self.stepping.mode
+        if mode == "ep":
+            raise ConfigError(
+                "--launcher ray runs --mode fused, preemptive and async: --mode ep exchanges on one machine"
+            )
+        if mode == "async" and self.model.device.startswith(PACED):
+            raise ConfigError(
+                f"--device {self.model.device} with --mode async stamps messages with the clock of one machine, and"
+                " --launcher ray has several: leave one of them out"
+            )
+        if self.kv_events is not None:
+            raise ConfigError("--kv-events-config publishes without encryption: leave it or --launcher ray out")
 
     def _check_expert_parallelism(self) -> None:
         if self.processes.engines < 2:

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from pathlib import Path
 
 import msgspec
 
@@ -43,6 +42,7 @@ class _Member:
     Attributes:
         held: Shares of the experts that the worker holds.
         launch: Number of its present process.
+        address: ZeroMQ address at which that process listens to the others; "" until it has joined.
         since_ns: Time at which its phase began.
         is_draining: Whether it gets no tokens any more.
         is_silent: Whether its process may be stopped. Copies get its tokens meanwhile, and what it owes.
@@ -54,6 +54,7 @@ class _Member:
     held: tuple[int, ...]
     phase: MemberPhase = MemberPhase.ABSENT
     launch: int = 0
+    address: str = ""
     since_ns: int = 0
     is_draining: bool = False
     is_silent: bool = False
@@ -87,7 +88,6 @@ class Coordinator:
 
     Args:
         options: The workers at the start, and their settings.
-        directory: Directory of the workers' sockets, which only this user can enter.
         load_s: Time in which a worker must load its part, in seconds.
         send: Callable that sends a message to a worker; raises `NoEngineError` if it cannot be reached.
 
@@ -95,10 +95,8 @@ class Coordinator:
         all_serve: Future that is done when all workers serve for the first time, or fails with the culprit.
     """
 
-    def __init__(
-        self, options: GroupOptions, directory: Path, load_s: float, send: Callable[[int, ToRank], None]
-    ) -> None:
-        self._options, self._directory, self._load_s, self._send = options, directory, load_s, send
+    def __init__(self, options: GroupOptions, load_s: float, send: Callable[[int, ToRank], None]) -> None:
+        self._options, self._load_s, self._send = options, load_s, send
         self.num_homes = options.num_homes
         num_present = options.num_homes + options.num_expert_workers
         self._members = [_Member(options.shares_of(worker)) for worker in range(num_present)]
@@ -121,10 +119,10 @@ class Coordinator:
 
     def name(self, worker: int) -> Worker:
         """Return the name of a worker for messages."""
-        return name_of(worker, self.spec(worker, 0))
+        return name_of(worker, self.spec(worker))
 
-    def spec(self, worker: int, launch: int) -> GroupSpec:
-        """Return the place of a worker's `launch`-th process in its group."""
+    def spec(self, worker: int) -> GroupSpec:
+        """Return the place of a worker in its group."""
         return GroupSpec(
             worker=worker,
             num_homes=self.num_homes,
@@ -132,19 +130,15 @@ class Coordinator:
             num_shares=self._options.num_shares,
             held=tuple(member.held for member in self._members),
             is_colocated=self._options.num_expert_workers == 0,
-            address=self._address(worker, launch),
             stepping=self._options,
         )
-
-    def _address(self, worker: int, launch: int) -> str:
-        return f"ipc://{self._directory / f'worker-{worker}.{launch}'}"
 
     # --- life of a worker -------------------------------------------------------------------------------------------
 
     def launched(self, worker: int, launch: int, now_ns: int) -> None:
         """Note that a worker's process was started."""
         member = self._members[worker]
-        member.launch, member.figures, member.is_silent = launch, None, False
+        member.launch, member.address, member.figures, member.is_silent = launch, "", None, False
         self._enter(member, MemberPhase.STARTING, now_ns)
 
     def heard(self, worker: int, message: FromRank, now_ns: int) -> None:
@@ -153,7 +147,8 @@ class Coordinator:
         if member.phase is MemberPhase.STARTING:
             self._enter(member, MemberPhase.LOADING, now_ns)
         match message:
-            case Joined():
+            case Joined(address):
+                member.address = address
                 self._enter(member, MemberPhase.CONNECTING, now_ns)
                 self._begin(now_ns)
             case Ready():
@@ -264,10 +259,7 @@ class Coordinator:
         """Describe the group as it is now."""
         return Members(
             version=self._version,
-            addresses=tuple(
-                self._address(worker, member.launch) if member.is_up else ""
-                for worker, member in enumerate(self._members)
-            ),
+            addresses=tuple(member.address if member.is_up else "" for member in self._members),
             launches=tuple(member.launch for member in self._members),
             held=tuple(member.held for member in self._members),
             used=(used := self._used()),

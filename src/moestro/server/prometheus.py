@@ -27,6 +27,7 @@ class Sources:
         mode: Mode in which the engines compute.
         groups: Number of each engine's group. Engines of a group compute, and restart, together.
         num_dropped: Callable that returns the number of messages that were invalid or from unknown processes.
+        num_refused: Callable that returns the number of connections without the keys of this server.
         num_unrecorded: Callable that returns the number of requests that `--record` has lost.
         coordinator: The group of workers in `async` mode.
     """
@@ -38,6 +39,7 @@ class Sources:
     mode: str
     groups: Sequence[int]
     num_dropped: Callable[[], int]
+    num_refused: Callable[[], int]
     num_unrecorded: Callable[[], int]
     coordinator: Coordinator | None = None
 
@@ -128,6 +130,8 @@ class ServerCollector(Collector):
         yield refused
         text = "Messages that could not be read, or came from unknown processes."
         yield CounterMetricFamily("moestro:messages_dropped", text, value=sources.num_dropped())
+        text = "Connections to the API server's port for workers without the keys of this start."
+        yield CounterMetricFamily("moestro:worker_connections_refused", text, value=sources.num_refused())
         text = "Messages of engines that the server failed to process; the affected requests end with an error."
         yield CounterMetricFamily("moestro:delivery_errors", text, value=sources.metrics.num_delivery_errors)
         text = "Lines that --record could not write; nothing is recorded after the first of them."

@@ -9,8 +9,10 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from moestro.core.curve_keys import CurveKeys
 from moestro.errors import ConfigError, NoEngineError
 from moestro.web.log_limit import LogLimit
+from moestro.wire.curve import Doorkeeper
 from moestro.wire.messages import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED_MESSAGES,
@@ -35,11 +37,16 @@ class RankSocket:
     a message says nothing about the rank; `deliver` handles it. Messages of a replaced process are stale and ignored.
 
     Args:
-        address: Address ipc://... in a directory that only this user can enter.
+        address: Address ipc://... in a directory that only this user can enter, or tcp://... with the port *.
         num_ranks: Number of ranks; ranks are numbered from 0.
+        keys: Keys that members of a tcp address prove; None means an ipc address.
+
+    Attributes:
+        address: Address at which it listens, with its port.
+        num_dropped: Messages that could not be read, or came from unknown processes.
     """
 
-    def __init__(self, address: str, num_ranks: int) -> None:
+    def __init__(self, address: str, num_ranks: int, keys: CurveKeys | None = None) -> None:
         self._identities = [identity_of(rank, 0) for rank in range(num_ranks)]
         self._ranks = {identity: rank for rank, identity in enumerate(self._identities)}
         self._deliver: Callable[[int, FromRank], None] | None = None
@@ -56,12 +63,21 @@ class RankSocket:
             (zmq.LINGER, 0),
         ):
             self._socket.setsockopt(option, value)
+        self._doorkeeper = None if keys is None else Doorkeeper(self._socket, keys)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
-            self._context.destroy()
-            raise ConfigError(f"cannot listen on {address} ({error}): set TMPDIR to a short writable path") from error
+            self._socket.close(linger=0)
+            self._context.term()
+            remedy = "set TMPDIR to a short writable path" if keys is None else "it must be an address of this machine"
+            raise ConfigError(f"cannot listen on {address} ({error}): {remedy}") from error
+        self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._loop = asyncio.get_running_loop()
+
+    @property
+    def num_refused(self) -> int:
+        """Connections of strangers, who did not prove the keys."""
+        return 0 if self._doorkeeper is None else self._doorkeeper.num_refused
 
     def listen(
         self, deliver: Callable[[int, FromRank], None], on_broken: Callable[[int], None], name: Callable[[int], str]
@@ -102,7 +118,8 @@ class RankSocket:
         """Close the socket. The last messages sent may be lost."""
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.fileno())
-            self._context.destroy()
+            self._socket.close(linger=0)
+            self._context.term()
 
     def _drain(self) -> None:
         for _ in range(_MESSAGES_A_TURN):

@@ -30,7 +30,9 @@ from moestro.server.banner import serve_banner
 from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
 from moestro.server.group_metrics import GroupLines
+from moestro.server.launcher import PACED_WORKER, WORKER, Launcher, opened
 from moestro.server.liveness import LivenessTimeouts
+from moestro.server.local_launcher import LocalLauncher
 from moestro.server.metrics import Metrics
 from moestro.server.pace_lines import PaceLines
 from moestro.server.private_directory import private_directory
@@ -42,7 +44,7 @@ from moestro.server.start_clock import StartClock
 from moestro.server.statline import StatLines
 from moestro.server.supervisor import Launching, Supervisor
 from moestro.server.worker_admin import ADMIN_HOST, WorkerAdmin
-from moestro.server.worker_processes import PACED_WORKER, WORKER, now_ns
+from moestro.server.worker_processes import now_ns
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.access import Access
 from moestro.web.banner import print_banner
@@ -53,6 +55,7 @@ from moestro.web.middleware import HttpMiddleware
 from moestro.web.prometheus import Exposition
 from moestro.web.record_file import RecordFile, read_clocks
 from moestro.web.statline import log_forever
+from moestro.wire.curve import ListenAddress
 from moestro.wire.messages import ToRank
 from moestro.workload.request_record import Header, RecordedRequest
 
@@ -76,8 +79,9 @@ def serve(settings: ServeSettings, command: Sequence[str] | None = None) -> None
     """
     if command is None:
         check_start(settings)
+    make_launcher = _launcher_maker(settings, command or _command(settings))
     run_server(
-        lambda lifecycle: _ServeProcess(settings, command or _command(settings), lifecycle).run(),
+        lambda lifecycle: _ServeProcess(settings, make_launcher, lifecycle).run(),
         log_level=settings.server.log_level,
         shutdown_timeout_s=settings.server.shutdown_timeout,
     )
@@ -85,6 +89,35 @@ def serve(settings: ServeSettings, command: Sequence[str] | None = None) -> None
 
 def _command(settings: ServeSettings) -> Sequence[str]:
     return PACED_WORKER if settings.paced is not None and settings.paced.paced_arithmetic == "none" else WORKER
+
+
+def _launcher_maker(settings: ServeSettings, command: Sequence[str]) -> Callable[[Path, int], Launcher]:
+    """Return the function (private directory, ranks) -> launcher. A process joins a Ray cluster once, before all else.
+
+    Raises:
+        ConfigError: There is no such cluster.
+    """
+    has_standby = settings.stepping.mode == "async" and settings.group.standby
+    if settings.launching.launcher == "local":
+        return lambda directory, num_ranks: LocalLauncher(directory, num_ranks, command, has_standby=has_standby)
+    from moestro.server.ray_launcher import RayLauncher, RayNeeds, join_cluster  # noqa: PLC0415 - Ray is optional
+
+    cluster = join_cluster(settings.launching.ray_address)
+    num_processes, group = settings.num_engines, settings.group
+    if settings.stepping.mode == "async":
+        num_processes += group.num_expert_workers + has_standby
+    needs = RayNeeds(
+        num_processes=num_processes, device=settings.model.device, paths=_paths(settings), options=settings.launching,
+        has_standby=has_standby,
+    )  # fmt: skip
+    return lambda _directory, _num_ranks: RayLauncher(cluster, needs, command)
+
+
+def _paths(settings: ServeSettings) -> tuple[str, ...]:
+    """Files and directories that each worker reads."""
+    if settings.paced is not None and settings.paced.paced_arithmetic == "none":
+        return ()
+    return (settings.model.model,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +134,13 @@ class _Cluster:
 class _ServeProcess:
     """One run of the server."""
 
-    def __init__(self, settings: ServeSettings, command: Sequence[str], lifecycle: Lifecycle) -> None:
+    def __init__(
+        self, settings: ServeSettings, make_launcher: Callable[[Path, int], Launcher], lifecycle: Lifecycle
+    ) -> None:
         self._settings = settings
         self._access = Access.of(settings.server.api_key, settings.access)
         self._max_per_address = settings.access.max_connections_per_address
-        self._command = command
+        self._make_launcher = make_launcher
         self._lifecycle = lifecycle
         self._clock = StartClock()
 
@@ -126,11 +161,13 @@ class _ServeProcess:
         processes, scheduler, routing = self._settings.processes, self._settings.scheduler, self._settings.routing
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(private_directory())
-            address = f"ipc://{directory / 'ranks'}"
             num_engines = self._settings.num_engines
             num_ranks = num_engines if self._settings.stepping.mode != "async" else self._settings.group.num_places
-            wire = stack.enter_context(contextlib.closing(RankSocket(address, num_ranks)))
-            coordinator = self._coordinator(directory, wire.send)
+            launcher = self._make_launcher(directory, num_ranks)
+            wire = stack.enter_context(
+                contextlib.closing(RankSocket(launcher.server_address, num_ranks, launcher.keys))
+            )
+            coordinator = self._coordinator(wire.send)
             metrics = Metrics(num_engines)
             settings = RouterSettings(
                 block_size=self._settings.model.block_size, max_num_queued=scheduler.max_num_queued_reqs
@@ -141,7 +178,7 @@ class _ServeProcess:
             engines = EngineClient(router, wire.send, metrics)
             timeouts = _timeouts(processes)
             launching = Launching(
-                spec=lambda rank, launch, listener: self._spec((rank, launch), address, coordinator, listener),
+                spec=lambda rank, launch, listener: self._spec((rank, launch), endpoint, coordinator, listener),
                 timeouts=timeouts,
                 expert_timeouts=replace(
                     timeouts,
@@ -149,31 +186,41 @@ class _ServeProcess:
                     silence_ns=int(self._settings.group.expert_timeout * 1e9),
                     silence_flag="--expert-timeout",
                 ),
-                command=self._command,
+                launcher=launcher,
                 is_one_group=self._settings.stepping.mode == "ep",
-                has_standby=coordinator is not None and self._settings.group.standby,
             )
             supervisor = Supervisor(engines, wire, metrics, launching, coordinator)
+            endpoint = ListenAddress(wire.address, launcher.keys)
             self._lifecycle.before_exit = [supervisor.kill_all, lambda: shutil.rmtree(directory, ignore_errors=True)]
             self._clock.mark("start the API server")
-            async with supervisor.running():
+            async with opened(launcher), supervisor.running():
                 yield _Cluster(engines, metrics, supervisor, wire, coordinator)
 
-    def _coordinator(self, directory: Path, send: Callable[[int, ToRank], None]) -> Coordinator | None:
+    def _coordinator(self, send: Callable[[int, ToRank], None]) -> Coordinator | None:
         if self._settings.stepping.mode != "async":
             return None
-        return Coordinator(self._settings.group, directory, self._settings.processes.startup_timeout, send)
+        return Coordinator(self._settings.group, self._settings.processes.startup_timeout, send)
 
     def _spec(
-        self, process: tuple[int, int], address: str, coordinator: Coordinator | None, listener: socket.socket | None
+        self,
+        process: tuple[int, int],
+        endpoint: ListenAddress,
+        coordinator: Coordinator | None,
+        listener: socket.socket | None,
     ) -> LaunchSpec:
-        """Make the launch spec of a process, which is (rank, launch). `listener`: socket at which its group meets."""
+        """Make the launch spec of a process, which is (rank, launch).
+
+        Args:
+            endpoint: where the API server listens to its ranks.
+            listener: socket at which the process's group meets.
+        """
         rank, launch = process
-        group = None if coordinator is None else coordinator.spec(rank, launch)
+        group = None if coordinator is None else coordinator.spec(rank)
         return LaunchSpec(
             rank=rank,
             launch=launch,
-            address=address,
+            address=endpoint.address,
+            keys=endpoint.keys,
             launched_ns=now_ns(),
             log_level=self._settings.server.log_level,
             model=self._settings.model,
@@ -240,6 +287,7 @@ class _ServeProcess:
             mode=self._settings.stepping.mode,
             groups=[cluster.supervisor.group_number(engine) for engine in range(len(infos))],
             num_dropped=lambda: cluster.wire.num_dropped,
+            num_refused=lambda: cluster.wire.num_refused,
             num_unrecorded=lambda: record.num_lost if record is not None else 0,
             coordinator=cluster.coordinator,
         )

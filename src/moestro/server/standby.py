@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from moestro.config.launch_spec import STANDBY
 from moestro.config.linux_process import adopt_orphans
+from moestro.server.launcher import ProcessEnd
 
 logger = logging.getLogger(__name__)
 
@@ -20,62 +19,51 @@ _LOAD_S = 60.0  # Time in which it must load the libraries and fork its first wo
 _FORK_S = 2.0  # Time for each later worker; one takes some hundredths of a second.
 
 
-class ChildProcess(Protocol):
-    """The part of `asyncio.subprocess.Process` that supervision uses."""
-
-    @property
-    def returncode(self) -> int | None:
-        """Exit status; negative means the signal that killed it, None that it runs."""
-
-    async def wait(self) -> int:
-        """Wait for the end, and return the exit status."""
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal. Raise ProcessLookupError if the process has ended."""
-
-    def kill(self) -> None:
-        """Send SIGKILL, as `send_signal`."""
-
-
 class ForkedWorker:
-    """A child of this process that the process on standby has forked; implements `ChildProcess`.
+    """A child of this process that the process on standby has forked; implements `StartedProcess`.
 
     Args:
         pid: Its process id.
         stdin: Descriptor of the pipe to its stdin; closed when it ends.
-
-    Attributes:
-        returncode: As in `ChildProcess`.
+        peer_address: As in `StartedProcess`.
     """
 
-    def __init__(self, pid: int, stdin: int) -> None:
+    place = ""
+
+    def __init__(self, pid: int, stdin: int, peer_address: str) -> None:
         self._pid, self._stdin = pid, stdin
-        self.returncode: int | None = None
-        self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.peer_address = peer_address
+        self._end: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()
         self._pidfd = os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._ended)
 
     def _ended(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         _, status = os.waitpid(self._pid, 0)
-        self.returncode = os.waitstatus_to_exitcode(status)
         os.close(self._pidfd)
         os.close(self._stdin)
-        if not self._end.done():
-            self._end.set_result(self.returncode)
+        self._end.set_result(ProcessEnd.of(os.waitstatus_to_exitcode(status)))
 
-    async def wait(self) -> int:
-        """Implement `ChildProcess.wait`."""
+    @property
+    def has_ended(self) -> bool:
+        """Implement `StartedProcess.has_ended`."""
+        return self._end.done()
+
+    async def write(self, data: bytes) -> None:
+        """Implement `StartedProcess.write`. A launch spec is far smaller than a pipe's buffer of 64 KiB."""
+        if not self.has_ended:
+            with contextlib.suppress(BrokenPipeError):  # It has just ended.
+                os.write(self._stdin, data)
+
+    def signal(self, number: int) -> None:
+        """Implement `StartedProcess.signal`. The process id is not used again before `_ended`."""
+        if not self.has_ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, number)
+
+    async def wait(self) -> ProcessEnd:
+        """Implement `StartedProcess.wait`."""
         return await asyncio.shield(self._end)
-
-    def send_signal(self, number: int) -> None:
-        """Implement `ChildProcess.send_signal`. Its id is not used again before `_ended`."""
-        if self.returncode is None:
-            os.kill(self._pid, number)
-
-    def kill(self) -> None:
-        """Implement `ChildProcess.kill`."""
-        self.send_signal(signal.SIGKILL)
 
 
 class Standby:
@@ -94,12 +82,12 @@ class Standby:
         self._turn = asyncio.Lock()
         self._is_possible = adopt_orphans()
 
-    async def fork(self, name: str, stdin: bytes) -> ForkedWorker | None:
+    async def fork(self, name: str, peer_address: str) -> ForkedWorker | None:
         """Start a worker. The first one waits until the libraries are loaded.
 
         Args:
             name: Name for `ps`.
-            stdin: What the worker reads first. Its stdin stays open until it ends.
+            peer_address: Address at which the worker may listen to others.
 
         Returns:
             The worker; None means that it has to be started in another way.
@@ -112,7 +100,6 @@ class Standby:
             read, write = os.pipe()
             try:
                 pid = await self._ask(name, read)
-                os.write(write, stdin)
             except OSError as error:  # TimeoutError is one.
                 os.close(write)
                 logger.warning("the process on standby forks no worker: %s", str(error) or "it does not answer")
@@ -124,7 +111,7 @@ class Standby:
                 raise
             finally:
                 os.close(read)
-            return ForkedWorker(pid, write)
+            return ForkedWorker(pid, write, peer_address)
 
     async def _start(self) -> None:
         await self.end()

@@ -17,13 +17,14 @@ from moestro.errors import EngineDiedError, MoestroError, NoEngineError
 from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
 from moestro.server.engine_group import EngineGroup
+from moestro.server.launcher import Launcher
 from moestro.server.liveness import LivenessTimeouts
 from moestro.server.metrics import Metrics
 from moestro.server.rank_socket import RankSocket
 from moestro.server.restarts import MAX_FAILED_STARTS, RestartRule
 from moestro.server.watchdog import TICK_S, RankControl, RankState, Watchdog
-from moestro.server.worker_processes import WORKER, WorkerProcesses, now_ns
-from moestro.wire.messages import FromRank, Heartbeat, Ready, Shutdown, WakeGroup
+from moestro.server.worker_processes import WorkerProcesses, now_ns
+from moestro.wire.messages import ClockReading, FromRank, Heartbeat, ReadClock, Ready, Shutdown, WakeGroup
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +41,15 @@ class Launching:
             which the ranks of its group meet, or None).
         timeouts: Liveness timeouts of a rank.
         expert_timeouts: Liveness timeouts of a worker without attention.
-        command: Command of a worker process.
+        launcher: Starts processes of workers.
         is_one_group: Whether the ranks start, end and restart together.
-        has_standby: Whether a process loads the libraries once, and forks the ranks.
     """
 
     spec: Callable[[int, int, socket.socket | None], LaunchSpec]
     timeouts: LivenessTimeouts
     expert_timeouts: LivenessTimeouts
-    command: Sequence[str] = WORKER
+    launcher: Launcher
     is_one_group: bool = False
-    has_standby: bool = False
 
 
 class Supervisor:
@@ -85,9 +84,7 @@ class Supervisor:
         self._wire = wire
         self._metrics = metrics
         self._launching = launching
-        self._processes = WorkerProcesses(
-            num_ranks, self._on_exit, launching.command, has_standby=launching.has_standby
-        )
+        self._processes = WorkerProcesses(launching.launcher, self._on_exit)
         self._ranks = [
             RankState(launching.timeouts if is_engine else launching.expert_timeouts, now_ns(), is_engine=is_engine)
             for is_engine in (rank < num_engines for rank in range(num_ranks))
@@ -190,6 +187,8 @@ class Supervisor:
             case Heartbeat(num_steps, owes):
                 state.liveness.counted(num_steps, now)
                 state.owes = owes
+            case ReadClock(asked_ns):
+                self._wire.send(rank, ClockReading(asked_ns, now_ns()))
             case Ready():
                 state.liveness.ready(now)
                 group.ready[rank] = message
@@ -198,18 +197,23 @@ class Supervisor:
                     group.rule.ready(now)
                     self._on_ready(group)
             case WakeGroup():
-                for other in group.members:
-                    with contextlib.suppress(NoEngineError):  # Its end will restart the group.
-                        if other != rank:
-                            self._wire.send(other, message)
+                self._wake_others(rank, message)
             case _ if state.is_engine:
                 self._engines.on_message(rank, message)
 
+    def _wake_others(self, rank: int, message: WakeGroup) -> None:
+        for other in self._group_of[rank].members:
+            with contextlib.suppress(NoEngineError):  # Its end will restart the group.
+                if other != rank:
+                    self._wire.send(other, message)
+
     def _on_ready(self, group: EngineGroup) -> None:
-        """Let engines take requests."""
+        """Let engines take requests, and have another process on standby."""
         infos = {rank: ready.info for rank, ready in group.ready.items() if ready.info is not None}
         if infos:
             self._engines.on_ready(infos)
+        if self._coordinator is not None and self._coordinator.all_serve.done():
+            self._begin(self._launching.launcher.prepare_standby())  # Now, because two that load would both be late.
 
     def _on_broken(self, rank: int) -> None:
         if self._ranks[rank].is_running:  # Otherwise `_on_exit` has handled its end.

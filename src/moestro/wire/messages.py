@@ -53,6 +53,18 @@ class Members(msgspec.Struct, frozen=True, tag=True):
     alive: tuple[bool, ...]
 
 
+class ClockReading(msgspec.Struct, frozen=True, tag=True):
+    """Tell a rank on another machine the time of the API server's clock.
+
+    Attributes:
+        asked_ns: Time of the rank's question, on its own clock.
+        server_ns: Time of the answer, on the API server's clock.
+    """
+
+    asked_ns: int
+    server_ns: int
+
+
 class WakeGroup(msgspec.Struct, frozen=True, tag=True):
     """Take part in a step of the group, in mode `ep`.
 
@@ -63,10 +75,16 @@ class WakeGroup(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
-ToRank = Add | Abort | Shutdown | Members | WakeGroup
+ToRank = Add | Abort | Shutdown | Members | ClockReading | WakeGroup
 
 
 # From a rank to the API server.
+
+
+class ReadClock(msgspec.Struct, frozen=True, tag=True):
+    """Ask for a `ClockReading`; `asked_ns` comes back in it."""
+
+    asked_ns: int
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):
@@ -77,7 +95,9 @@ class Phase(msgspec.Struct, frozen=True, tag=True):
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
-    """Announce that a worker of a group has loaded its part, and listens to the others."""
+    """Announce that a worker of a group has loaded its part, and listens to the others at `address`."""
+
+    address: str
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -152,7 +172,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     is_config: bool = False  # The cause is a `ConfigError`: the operator's settings cannot be honoured.
 
 
-FromRank = Phase | WorkerFigures | Joined | Ready | Outputs | Heartbeat | Refused | Failed | WakeGroup
+FromRank = ReadClock | Phase | WorkerFigures | Joined | Ready | Outputs | Heartbeat | Refused | Failed | WakeGroup
 
 MAX_MESSAGE_BYTES = 64 << 20  # The longest prompt is a few MiB.
 MAX_QUEUED_MESSAGES = 100_000

@@ -8,10 +8,13 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 import zmq
 
+from moestro.core.curve_keys import CurveKeys
+from moestro.wire.curve import secure_client
 from moestro.wire.messages import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED_MESSAGES,
@@ -26,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _LINGER_MS = 2000
 _RETRY_MS = 20  # until the next try while the API server does not keep up
-ORPHANED = 3  # exit status of a rank whose parent is gone
+ORPHANED = 3  # exit status of a rank whose parent, or the connection to it, is gone
 _DEAF = 4  # exit status of a rank whose channel thread failed, so that no message could reach it
 
 
@@ -43,16 +46,21 @@ class Channel:
         identity: name under which the API server expects this process.
         parent_fd: a pipe whose other end only the parent holds.
         beat_ms: time between heartbeats.
+        keys: keys of the sockets; None means an API server on this machine.
 
     Attributes:
         num_steps, owes: set by the main loop, sent with every heartbeat.
+        now_ns: reads the API server's clock; another machine replaces it, see `worker.server_clock`.
         inbox_fd: readable after a message came, for main loops that wait for something else too.
     """
 
-    def __init__(self, address: str, identity: bytes, parent_fd: int, beat_ms: int = 500) -> None:
+    def __init__(
+        self, address: str, identity: bytes, parent_fd: int, beat_ms: int = 500, keys: CurveKeys | None = None
+    ) -> None:
         self.num_steps = 0
         self.owes = True
-        self._beat_ms = beat_ms
+        self.now_ns: Callable[[], int] = time.monotonic_ns
+        self._beat_ms, self._keys = beat_ms, keys
         self.inbox_fd, self._inbox_write = _wake_pipe()
         self._inbox: SimpleQueue[ToRank] = SimpleQueue()
         self._outbox: deque[FromRank] = deque()
@@ -115,14 +123,19 @@ class Channel:
             (zmq.LINGER, _LINGER_MS),
         ):
             socket.setsockopt(option, value)
+        secure_client(socket, self._keys)
+        losses = None if self._keys is None else socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.connect(address)
         poller = zmq.Poller()
-        for readable in (socket, self._wake_read, self._parent_fd):
+        for readable in (socket, self._wake_read, self._parent_fd, *(() if losses is None else (losses,))):
             poller.register(readable, zmq.POLLIN)
         next_beat_ns = 0
         while not (self._closing and not self._outbox):
             ready = {fd for fd, _ in poller.poll(_RETRY_MS if self._outbox else self._beat_ms)}
             if self._parent_fd in ready and not os.read(self._parent_fd, 4096):
+                os._exit(ORPHANED)
+            if losses in ready:  # messages may be lost, so that requests would never end: the next process has none
+                logger.error("the connection to the API server broke")
                 os._exit(ORPHANED)
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
@@ -132,6 +145,9 @@ class Channel:
                 with contextlib.suppress(zmq.Again):  # the API server does not keep up; its unread messages are a sign
                     socket.send(encode(Heartbeat(self.num_steps, self.owes)), zmq.NOBLOCK)
             self._receive_all(socket)
+        if losses is not None:
+            socket.disable_monitor()
+            losses.close(linger=0)
         socket.close()
         context.term()
 

@@ -8,7 +8,6 @@ serve     the loop of all ranks, with one inbox for the API server, the other wo
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from moestro.engine.settings import SchedulerOptions
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.executor import FlowExecutor
 from moestro.flow.registry import make_step_policy
+from moestro.wire.curve import ListenAddress
 from moestro.wire.hop_frames import Hello, HopLimits, TensorFrames
 from moestro.wire.messages import Joined, Ready
 from moestro.worker.channel import Channel
@@ -59,7 +59,8 @@ class WorkerPart:
         launch_ahead: items with the device at once.
         link_pace: holds messages for as long as a modelled link takes; None with a device that is not paced.
         pace_counts: supplier of the counts of a paced device.
-        open_channel: opens a channel for large tensors to another worker; None with a device that computes nothing.
+        open_channel: opens a channel for large tensors to another worker. None means that all tensors go with their
+            messages, as with a device that computes nothing, or encrypted ones.
         on_home: called with the rank of a worker with attention, which is made after its device.
     """
 
@@ -112,11 +113,12 @@ def serve_group_worker(spec: LaunchSpec, group: GroupSpec, channel: Channel, par
         num_places=shape.num_places,
         num_guests=shape.num_guests,
     )
+    endpoint = ListenAddress(spec.peer_address, spec.keys)
     way = _two_phase(group, part) if part.link_pace is None else part.link_pace
-    links = PeerLinks(Hello(group.worker, spec.launch), group.address, part.tensors, limits, way)
+    links = PeerLinks(Hello(group.worker, spec.launch), endpoint, part.tensors, limits, way)
     try:
         inbox = PeerInbox(group, channel, links, experts, part.pace_counts)
-        channel.send(Joined())
+        channel.send(Joined(links.address))
         members = inbox.await_members()
         if members is None:
             return
@@ -129,16 +131,16 @@ def serve_group_worker(spec: LaunchSpec, group: GroupSpec, channel: Channel, par
         if part.info is not None:
             home = make_home(spec, executor, part.info)
             part.on_home(home)
-            run_rank(home, inbox, time.monotonic_ns, publisher_of(spec, home))
+            run_rank(home, inbox, channel.now_ns, publisher_of(spec, home))
         else:
-            run_rank(ExpertRank(executor), inbox, time.monotonic_ns)
+            run_rank(ExpertRank(executor), inbox, channel.now_ns)
     finally:
         links.close()
 
 
 def _two_phase(group: GroupSpec, part: WorkerPart) -> TwoPhase | None:
     """Return how large tensors travel; None means with their messages."""
-    if part.open_channel is None or group.is_encrypted:
+    if part.open_channel is None:
         return None
     return TwoPhase(inline_limit=group.stepping.inline_limit, open_channel=part.open_channel)
 

@@ -28,6 +28,8 @@ from moestro.worker.paced_part import load_paced_part, num_part_blocks
 from moestro.worker.rank_builder import OnPhase, Send, make_preemptive_rank, make_rank
 from moestro.worker.spread_rank import build_spread_rank
 
+_LOOPBACK = "127.0.0.1"
+
 
 def build_network_rank(spec: LaunchSpec, on_phase: OnPhase, send: Send) -> tuple[Rank, ModelInfo]:
     """Load the network that `spec` names, and build the rank that runs it.
@@ -89,10 +91,10 @@ def load_network_part(spec: LaunchSpec, sizes: WorkerSizes, on_phase: OnPhase) -
     share = WorkerShare(worker=group.worker, make_table=partial(_table, group), num_guests=sizes.num_guests)
     if not sizes.num_rows:
         expert_device, info = open_expert_device(spec.model, share, on_phase, spec.rank)
-        return _part(expert_device, info, None, group)
+        return _part(expert_device, info, None, spec)
     max_tokens = spec.scheduler.max_num_batched_tokens
     home_device, info = open_staged_device(spec.model, max_tokens, on_phase, spec.rank, share)
-    return _part(home_device, info, info, group)
+    return _part(home_device, info, info, spec)
 
 
 def _paced(info: ModelInfo, paced: PacedSettings) -> ModelInfo:
@@ -112,12 +114,12 @@ def _table(group: GroupSpec, num_layers: int, num_experts: int) -> ExpertTable:
     return SharedExperts(num_layers, num_experts, group.num_shares).table(0, group.held, group.held)
 
 
-def _part(device: ExpertTorchDevice, network: ModelInfo, info: ModelInfo | None, group: GroupSpec) -> WorkerPart:
+def _part(device: ExpertTorchDevice, network: ModelInfo, info: ModelInfo | None, spec: LaunchSpec) -> WorkerPart:
     return WorkerPart(
         device=device,
         num_experts=network.num_experts,
         info=info,
         tensors=TorchFrames(device),
         launch_ahead=1 if device.works_when_polled else 2,
-        open_channel=TensorChannels(group.host).open,
+        open_channel=TensorChannels(_LOOPBACK).open if spec.keys is None else None,  # gloo does not encrypt
     )

@@ -16,6 +16,7 @@ from moestro.wire.messages import FromRank, Members, ToRank, WorkerFigures
 from moestro.worker.channel import Channel
 from moestro.worker.peer_links import PeerLinks
 
+LOOK_NS = NS_PER_S  # between looks for connections between machines that broke
 REPORT_NS = NS_PER_S  # between reports of a worker that works
 CONNECT_S = 10  # from the description of the group to the last hello; sockets of one machine take milliseconds
 
@@ -48,8 +49,8 @@ class PeerInbox:
         self._pace_counts = pace_counts
         self._executor: FlowExecutor | None = None
         self.members: Members | None = None
-        self._began_ns = time.monotonic_ns()
-        self._idle_ns = self._report_at_ns = 0
+        self._began_ns = channel.now_ns()
+        self._idle_ns = self._report_at_ns = self._look_at_ns = 0
         self._reported = (0, 0)  # steps, and messages sent, at the last report
         self._has_reported = True  # whether the last report is true still
 
@@ -98,9 +99,12 @@ class PeerInbox:
                 others.append(message)
         if self._executor is None:
             return others  # messages wait in the socket
-        now_ns = time.monotonic_ns()
+        now_ns = self._channel.now_ns()
         for hop_message in self._links.receive(now_ns):
             self._executor.receive(hop_message, now_ns)
+        if now_ns >= self._look_at_ns:
+            self._look_at_ns = now_ns + LOOK_NS
+            self._links.find_breaks()
         if self._links.to_resend:
             self._resend(now_ns)
         self._report(now_ns)
@@ -108,14 +112,15 @@ class PeerInbox:
 
     def _sleep(self, wait_s: float | None) -> None:
         """Wait for whatever comes first, and count the time in which nothing could run."""
-        before_ns = time.monotonic_ns()
+        before_ns = self._channel.now_ns()
         report_s = None if self._has_reported else max(self._report_at_ns - before_ns, 0) / NS_PER_S
         due_ns = self._links.ready_at_ns()
         due_s = None if due_ns is None else max(due_ns - before_ns, 0) / NS_PER_S
-        bound_s = min((each for each in (wait_s, report_s, due_s) if each is not None), default=None)
+        look_s = LOOK_NS / NS_PER_S if self._links.may_break else None  # what waits for a lost message would not wake
+        bound_s = min((each for each in (wait_s, report_s, due_s, look_s) if each is not None), default=None)
         select.select((self._channel.inbox_fd, *self._links.fds), (), (), bound_s)
         if wait_s is None:
-            self._idle_ns += time.monotonic_ns() - before_ns
+            self._idle_ns += self._channel.now_ns() - before_ns
 
     def _report(self, now_ns: int) -> None:
         """Send the figures of the queues and links, once a second while they change."""
@@ -137,7 +142,7 @@ class PeerInbox:
                 sent_bytes=tuple(counts.num_bytes for counts in links.sent),
                 num_two_phase=tuple(counts.num_two_phase for counts in links.sent),
                 two_phase_bytes=tuple(counts.two_phase_bytes for counts in links.sent),
-                num_dropped=self._executor.num_dropped + links.num_garbage + links.num_undelivered,
+                num_dropped=self._executor.num_dropped + links.num_garbage + links.num_undelivered + links.num_refused,
                 pace=self._pace_counts(),
             )
         )
@@ -198,7 +203,7 @@ class PeerInbox:
     def _follow(self, members: Members) -> None:
         """Connect and disconnect workers, change the table, and send again what the former processes owed."""
         old, self.members = self.members, members
-        now_ns, changed = time.monotonic_ns(), []
+        now_ns, changed = self._channel.now_ns(), []
         for worker, address in enumerate(members.addresses):
             is_new = old is None or (old.addresses[worker], old.launches[worker]) != (address, members.launches[worker])
             if not is_new or not self._is_peer(worker):

@@ -13,6 +13,7 @@ from typing import Any
 import zmq
 
 from moestro.core.hops import DISPATCH, REPLY, Hop, HopMessage
+from moestro.wire.curve import Doorkeeper, ListenAddress, secure_client
 from moestro.wire.hop_frames import (
     AnnouncedHop,
     Frame,
@@ -64,13 +65,14 @@ class PeerLinks:
 
     Args:
         hello: what this process says first on each link.
-        address: address on which it listens.
+        endpoint: where it listens.
         tensors: turns the device's tensors into frames and back.
         limits: bounds that arriving messages keep.
         way: a `LinkPace` holds messages for as long as a modelled link takes; `TwoPhase` says which tensors go on
             channels of their own. None means that all go with their messages.
 
     Attributes:
+        address: address at which it listens, with its port.
         sent: totals of what was sent to each worker.
         fds: descriptors, one of which is readable after something has arrived.
         heard: the process of each worker that has said hello, as the number of its launch; -1 means none.
@@ -82,7 +84,7 @@ class PeerLinks:
     def __init__(
         self,
         hello: Hello,
-        address: str,
+        endpoint: ListenAddress,
         tensors: TensorFrames,
         limits: HopLimits,
         way: LinkPace | TwoPhase | None = None,
@@ -95,9 +97,13 @@ class PeerLinks:
         self._context = zmq.Context()
         self._inbox: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
         self._inbox.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
-        self._inbox.bind(address)
+        self._keys = endpoint.keys
+        self._doorkeeper = None if endpoint.keys is None else Doorkeeper(self._inbox, endpoint.keys)
+        self._inbox.bind(endpoint.address)
+        self.address = str(self._inbox.getsockopt_string(zmq.LAST_ENDPOINT))
         self.fds = [int(self._inbox.FD)] + ([] if self._two_phase is None else [self._two_phase.fd])
         self._peers: list[zmq.Socket[bytes] | None] = [None] * limits.num_workers
+        self._breaks: dict[int, zmq.Socket[bytes]] = {}  # events of the connections to other machines, by worker
         self.sent = [LinkCounts() for _ in range(limits.num_workers)]
         self.heard = [-1] * limits.num_workers
         self.to_resend: set[int] = set()
@@ -112,6 +118,9 @@ class PeerLinks:
         peer: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
         peer.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
         peer.setsockopt(zmq.LINGER, 0)
+        secure_client(peer, self._keys)
+        if self._keys is not None:
+            self._breaks[worker] = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         peer.connect(address)
         self._peers[worker] = peer
         self._notify(worker, self._hello)
@@ -120,15 +129,31 @@ class PeerLinks:
         """Send nothing to a worker any more, and drop what it has not read."""
         peer, self._peers[worker] = self._peers[worker], None
         if peer is not None:
+            if (events := self._breaks.pop(worker, None)) is not None:
+                peer.disable_monitor()
+                events.close(linger=0)
             peer.close()
         if self._two_phase is not None:
             self._two_phase.disconnect(worker)
 
     def close(self) -> None:
         """Close all sockets; what is under way is lost."""
+        for worker in range(len(self._peers)):
+            self.disconnect(worker)
         if self._two_phase is not None:
             self._two_phase.close()
-        self._context.destroy(linger=0)
+        self._inbox.close(linger=0)
+        self._context.term()
+
+    @property
+    def may_break(self) -> bool:
+        """Whether connections leave this machine, so that `find_breaks` has to be called."""
+        return self._keys is not None
+
+    @property
+    def num_refused(self) -> int:
+        """Connections of strangers, who did not prove the keys."""
+        return 0 if self._doorkeeper is None else self._doorkeeper.num_refused
 
     @property
     def num_sent(self) -> int:
@@ -187,6 +212,18 @@ class PeerLinks:
             self.to_resend.add(worker)
         else:
             self._notify(worker, SendAgain(self._hello.src))
+
+    def find_breaks(self) -> None:
+        """Have the homes send again what connections may have lost that broke, about 2 µs a worker.
+
+        ZeroMQ connects again by itself. What the former connection had taken may not have arrived, whatever it was.
+        """
+        for worker, events in self._breaks.items():
+            if events.poll(0):
+                while events.poll(0):
+                    events.recv_multipart()
+                self._lost(worker, is_home=True)
+                self._lost(worker, is_home=False)
 
     # --- receiving --------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from moestro.worker.channel import ORPHANED, Channel
 from moestro.worker.group_process import LoadPart, serve_group_worker, worker_sizes
 from moestro.worker.rank_builder import OnPhase, Send, publisher_of
 from moestro.worker.rank_loop import run_rank
+from moestro.worker.server_clock import server_clock
 from moestro.worker.standby import fork_workers, is_standby
 
 Build = Callable[[LaunchSpec, OnPhase, Send], tuple[Rank, ModelInfo]]
@@ -61,16 +62,9 @@ def run_process(build: Build, load_part: LoadPart) -> int:
     logging.basicConfig(level=spec.log_level.upper(), format=f"%(levelname)s {spec.name}: %(message)s")
     if spec.paced is not None:
         _sharpen_timers()
-    channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno(), spec.beat_ms)
-    on_phase = _PhaseTimer(spec.launched_ns, channel)
+    channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno(), spec.beat_ms, spec.keys)
     try:
-        if spec.group is not None:
-            group = spec.group
-            serve_group_worker(spec, group, channel, load_part(spec, worker_sizes(spec, group), on_phase))
-        else:
-            rank, info = build(spec, on_phase, channel.send)
-            channel.send(Ready(info))
-            run_rank(rank, channel, time.monotonic_ns, publisher_of(spec, rank), rank.pace_counts)
+        _serve(spec, channel, build, load_part)
     except GroupLostError as error:
         if _is_dismissed(channel):  # The group is stopping, and another rank left first.
             return 0
@@ -85,6 +79,19 @@ def run_process(build: Build, load_part: LoadPart) -> int:
         return 0
     finally:
         channel.close()
+
+
+def _serve(spec: LaunchSpec, channel: Channel, build: Build, load_part: LoadPart) -> None:
+    if spec.keys is not None:  # the API server may be on another machine
+        channel.now_ns = server_clock(channel)
+    on_phase = _PhaseTimer(spec.launched_ns, channel)
+    if spec.group is not None:
+        group = spec.group
+        serve_group_worker(spec, group, channel, load_part(spec, worker_sizes(spec, group), on_phase))
+    else:
+        rank, info = build(spec, on_phase, channel.send)
+        channel.send(Ready(info))
+        run_rank(rank, channel, channel.now_ns, publisher_of(spec, rank), rank.pace_counts)
 
 
 def _is_dismissed(channel: Channel) -> bool:
@@ -129,7 +136,7 @@ class _PhaseTimer:
         self._channel = channel
 
     def __call__(self, name: str) -> None:
-        now_ns = time.monotonic_ns()
+        now_ns = self._channel.now_ns()
         self._channel.send(Phase(self._name, (now_ns - self._since_ns) / 1e9))
         self._name, self._since_ns = name, now_ns
 

@@ -1,0 +1,135 @@
+"""`moestro serve --launcher ray` through the real command, on a Ray cluster of several nodes on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from support.ray_servers import node_ids
+from support.running import REAL, Reply, Running, complete, is_idle, metrics, wait_until
+
+pytest.importorskip("ray")
+
+PROMPTS = ("def fibonacci(n):", "class Stack:\n    def", "import os\n", "for i in range(10):\n")
+START_S = 120.0
+
+
+class RayNodes:
+    """The cluster of `support.ray_nodes`, in a process of its own."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
+        script = Path(__file__).parents[1] / "support" / "ray_nodes.py"
+        self._process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        self.address = self._process.stdout.readline().strip()
+        assert ":" in self.address
+
+    def remove(self, node_id: str) -> None:
+        self._process.stdin.write(node_id + "\n")
+        self._process.stdin.flush()
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes of Moestro's workers on all nodes."""
+        found = []
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if any(part.startswith("moestro.worker.") for part in process.cmdline()):
+                    found.append(process)
+        return found
+
+    def stop(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    cluster = RayNodes()
+    yield cluster
+    cluster.stop()
+
+
+def ask_many(server: Running, num: int, max_tokens: int) -> list[Reply]:
+    def ask(i: int) -> Reply:
+        sampling = {"temperature": 0.8, "seed": i} if i % 3 == 1 else {"temperature": 0}
+        return complete(server, prompt=PROMPTS[i % 4] * (1 + i % 2), max_tokens=max_tokens, ignore_eos=True, **sampling)
+
+    with ThreadPoolExecutor(num) as pool:
+        return list(pool.map(ask, range(num)))
+
+
+def texts(replies: list[Reply]) -> list[str]:
+    assert [reply.status for reply in replies] == [200] * len(replies)
+    return [reply.json["choices"][0]["text"] for reply in replies]
+
+
+def test_workers_on_several_nodes_answer_as_fused_mode_while_a_node_is_lost(server, real_command, nodes, tmp_path):
+    fused = texts(ask_many(server, 6, 12))
+    group = ("--mode", "async", "--attention", "2", "--experts", "2", "--launcher", "ray", "--ray-address")
+    running = Running((*real_command, "--dtype", "float32", *group, nodes.address), tmp_path, ready_s=START_S)
+    try:
+        assert texts(ask_many(running, 6, 12)) == fused
+        before = node_ids(running)
+        assert sorted(before) == ["engine 0", "engine 1", "expert worker 0", "expert worker 1"]
+        with_engines = {before["engine 0"], before["engine 1"]}
+        lost = min((before["expert worker 0"], before["expert worker 1"]), key=with_engines.__contains__)
+        victims = [worker for worker, node in before.items() if node == lost]
+        with ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(ask_many, running, 6, 12)
+            wait_until(lambda: not is_idle(running), 20)
+            nodes.remove(lost)
+            while any(node_ids(running)[victim] == lost for victim in victims):
+                assert texts(answers.result()) == fused
+                answers = pool.submit(ask_many, running, 6, 12)
+            assert texts(answers.result()) == fused
+        values = metrics(running)
+        assert all(values[f'moestro:worker_restarts_total{{worker="{victim}"}}'] >= 1 for victim in victims)
+        num_moved = sum(value for name, value in values.items() if name.startswith("moestro:requests_moved_total"))
+        assert lost in with_engines or not num_moved
+        assert values["moestro:worker_connections_refused_total"] == 0
+        wait_until(lambda: is_idle(running), 20)
+        assert running.stop(timeout_s=40) == 0
+        assert running.left_behind() == []
+    finally:
+        running.kill()
+
+
+def test_replicas_run_on_nodes_restart_there_and_end_with_the_api_server(nodes, tmp_path):
+    paced = ("--device", "paced:h200", "--model", "mixtral-8x7b-mqa-top1", "--paced-arithmetic", "none")
+    ray = ("--engines", "2", "--launcher", "ray", "--ray-address", nodes.address)
+    running = Running((*REAL, *paced, *ray), tmp_path, ready_s=START_S)
+    try:
+        assert len(set(node_ids(running).values())) == 2
+        expected = texts(ask_many(running, 6, 8))
+        before = nodes.workers()
+        assert len(before) == 2
+        with ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(ask_many, running, 6, 8)
+            wait_until(lambda: not is_idle(running), 20)
+            before[0].send_signal(signal.SIGKILL)
+            assert texts(answers.result()) == expected
+        wait_until(lambda: "was killed by SIGKILL" in running.text, 20)
+        wait_until(lambda: len([each for each in nodes.workers() if each not in before]) == 1, 30)
+        assert texts(ask_many(running, 6, 8)) == expected
+        left = nodes.workers()
+        running.kill()
+        psutil.wait_procs(left, 30)
+        assert not any(each.is_running() for each in left)
+    finally:
+        running.kill()
