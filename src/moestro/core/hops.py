@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -39,7 +39,8 @@ def join_records(parts: Sequence[HopRecords]) -> HopRecords:
     """
     if len(parts) == 1:
         return parts[0]
-    joined: HopRecords = np.frombuffer(b"".join(parts), HOP_RECORD)
+    # Arrays are buffers, which NumPy's annotations say from Python 3.12 on.
+    joined: HopRecords = np.frombuffer(b"".join(cast(Sequence[bytes], parts)), HOP_RECORD)
     return joined
 
 
