@@ -1,6 +1,6 @@
-"""Compares layered prefill with chunked prefill in simulation, and sweeps the chunk and the number of groups.
+"""Compares layered prefill with chunked prefill in simulation, at the paper's models and lengths.
 
-    python bench/simulator/layered_prefill.py [--chat TRACE] [--long TRACE] [--seeds 5] \\
+    python bench/simulator/layered_prefill.py [--chat TRACE] [--long TRACE] [--seeds 3] \\
         [--json bench/results/simulator/layered_prefill.json]
 
 Everything is simulated: the production scheduler, flow and step policies on one priced H100. The baseline computes each
@@ -41,18 +41,20 @@ from shared.results import make_parser, save
 
 GPU, BLOCK_SIZE, MAX_NUM_SEQS, LONGEST = gpu_named("h100"), 16, 256, 16_384
 NETWORKS = ("qwen3-30b-a3b", "gpt-oss-20b")  # those of the paper
-CHUNKS = (512, 1024, 2048)
-GROUPS = (2, 4, 8, 16)  # most groups of a wave; it has one for each 512 tokens
+CHUNKS = (512, 1024)
+NUM_GROUPS = 16  # most groups of a wave; it has one for each 512 tokens
 WHOLE = 8192  # tokens of one wave, as in the paper's code
 PAPERS_CHUNKS, PAPERS_GROUPS = "chunks of 512", "16 groups"
 SLACK = 1.05  # a baseline may have gaps longer by this factor, so that noise of the seeds does not exclude it
-# Requests a second, at which decodes and prompts share most steps.
+# Requests a second: decodes and prompts share most steps, below the saturation of chunks of 512 and near it.
 RATES = {
-    ("long", "qwen3-30b-a3b"): (1.2,), ("long", "gpt-oss-20b"): (4,),
-    ("chat", "qwen3-30b-a3b"): (10,), ("chat", "gpt-oss-20b"): (30,),
+    ("long", "qwen3-30b-a3b"): (0.6, 1.2), ("long", "gpt-oss-20b"): (2, 4),
+    ("chat", "qwen3-30b-a3b"): (4, 10), ("chat", "gpt-oss-20b"): (10, 30),
 }  # fmt: skip
 NUM_REQUESTS = {"chat": 80, "long": 24}
-GENERATED = {"chat": (1155, 211), "long": (9000, 250)}  # mean tokens of prompts and answers without a trace
+# Mean tokens of prompts and answers without a trace, and the shape of their gamma distributions, (mean / deviation)²:
+# ShareGPT's, and those of the paper's trace arxiv_summarization below 16,384 tokens.
+GENERATED = {"chat": ((1155, 1.5), (211, 1.5)), "long": ((7200, 4.4), (210, 5.0))}
 
 
 class GroupedRoofline(Roofline):
@@ -89,16 +91,15 @@ class Load(NamedTuple):
 def systems() -> dict[str, System]:
     """Return all systems by name."""
     chunked = {f"chunks of {size}": System("in_order", size) for size in CHUNKS}
-    layered = {f"{num} groups": System(f"layered_prefill:num_groups={num}", WHOLE) for num in GROUPS}
-    return chunked | layered
+    return chunked | {PAPERS_GROUPS: System(f"layered_prefill:num_groups={NUM_GROUPS}", WHOLE)}
 
 
 def draw_load(kind: str, trace: Path | None, rate: float, seed: int) -> Load:
     """Draw lengths from the trace, or around its published means, and Poisson arrivals."""
     rng, num = np.random.default_rng(seed), NUM_REQUESTS[kind]
     if trace is None:
-        prompts, answers = (np.minimum(rng.gamma(1.5, mean / 1.5, num).astype(np.int64) + 1, LONGEST)
-                            for mean in GENERATED[kind])  # fmt: skip
+        prompts, answers = (np.minimum(rng.gamma(shape, mean / shape, num).astype(np.int64) + 1, LONGEST)
+                            for mean, shape in GENERATED[kind])  # fmt: skip
     else:
         rows = read_trace(trace)
         fits = np.flatnonzero((rows.num_prompt_tokens <= LONGEST) & (rows.num_output_tokens > 1))
@@ -223,7 +224,7 @@ def main() -> None:
     parser.add_argument("--chat", type=Path, help="trace of chats; without one, lengths are generated")
     parser.add_argument("--long", type=Path, help="trace of long prompts")
     parser.add_argument("--loads", nargs="+", default=["long", "chat"], choices=["long", "chat"])
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     asked: argparse.Namespace = parser.parse_args()
     traces = {"chat": asked.chat, "long": asked.long}

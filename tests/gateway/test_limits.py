@@ -8,6 +8,7 @@ import dataclasses
 import random
 import socket
 import time
+from collections import Counter
 
 import pytest
 from gateway.rig import CHAT, FakeEngine, Received, Wire, looped, request_bytes, rig
@@ -118,11 +119,11 @@ async def test_a_chat_of_half_a_million_messages_does_not_hold_up_the_others():
         body = b'{"model": "m", "messages": [' + message * 550_000 + message[:-1] + b"]}"
         swarm.ask(body=body)
         answering = asyncio.ensure_future(swarm.answer())
-        longest, loop = 0.0, asyncio.get_running_loop()
+        longest = 0.0
         while not answering.done():
-            since = loop.time()
+            since = time.thread_time()
             await asyncio.sleep(0.001)
-            longest = max(longest, loop.time() - since)
+            longest = max(longest, time.thread_time() - since)
         assert answering.result().status == 200
         assert engine.received[0].body == body
         assert longest < 1.5
@@ -284,36 +285,38 @@ async def test_requests_sent_ahead_are_left_unread_when_they_are_many():
 
 
 async def longest_turn(work: asyncio.Future) -> float:
-    """How long the loop stood still at most, until `work` was done."""
-    longest, loop = 0.0, asyncio.get_running_loop()
+    """CPU seconds of the loop's longest turn until `work` was done; the load of the machine does not count."""
+    longest = 0.0
     while not work.done():
-        since = loop.time()
+        since = time.thread_time()
         await asyncio.sleep(0)
-        longest = max(longest, loop.time() - since)
+        longest = max(longest, time.thread_time() - since)
     return longest
 
 
 @looped
 async def test_thousands_of_requests_in_one_read_are_answered_in_order_and_hold_up_nobody():
-    """Each answer is 1 ms here, as that of a router with many engines; all in one turn would be 0.6 s."""
     async with rig(FakeEngine("e")) as it:
         handler, caller = it.app.clients.handler, await it.caller()
         handle = handler.handle
 
-        def slowly(client, incoming):
-            until = time.perf_counter() + 0.001
-            while time.perf_counter() < until:
-                pass
+        turn, turns = 0, []
+
+        def counted(client, incoming):
+            turns.append(turn)
             return handle(client, incoming)
 
-        handler.handle = slowly
+        handler.handle = counted
         caller.send(b"GET /health HTTP/1.1\r\nHost:\r\n\r\n" * 600 + b"GET /nowhere HTTP/1.1\r\nHost:\r\n\r\n")
 
         async def answers():
             return [(await caller.answer()).status for _ in range(601)]
 
         answering = asyncio.ensure_future(answers())
-        assert await longest_turn(answering) < 0.3
+        while not answering.done():
+            await asyncio.sleep(0)
+            turn += 1
+        assert max(Counter(turns).values()) <= 2, "the loop has other work between two answers"
         assert answering.result() == [200] * 600 + [404]
 
 

@@ -61,7 +61,7 @@ def test_every_way_to_fail_is_counted_under_its_own_name():
     with Endpoint(*behaviours) as endpoint:
         measured, shown = run(
             endpoint,
-            endpoint=EndpointSettings(base_url=endpoint.url, timeout=1.0),
+            endpoint=EndpointSettings(base_url=endpoint.url, timeout=3.0),
             requests=replace(SMALL, num_prompts=18),
         )
     report = measured.result.report
@@ -76,7 +76,7 @@ def test_every_way_to_fail_is_counted_under_its_own_name():
     assert report.num_output_tokens == 2 * 5 + 2 * 4
     assert report.num_input_tokens == 4 * 20
     assert report.cached_share == pytest.approx(0.1)
-    assert report.ttft_ms.p99 < 1000, "the failed ones' times are not among the latencies"
+    assert report.ttft_ms.p99 < 3000, "the failed ones' times are not among the latencies"
 
 
 def test_a_body_asks_for_exact_length_usage_and_token_ids_of_no_other_request():
@@ -128,9 +128,10 @@ def test_latency_counts_from_the_scheduled_arrival_also_while_the_client_holds_a
         lines = measured.records.timelines
         assert np.diff(lines.arrival_ns).tolist() == [1_000_000] * 11, "a rate is a schedule"
         assert measured.result.report.ttft_ms.p99 > 400, "the last one waited for eleven"
-        assert np.median(measured.records.late_ns) < 1e8, "a wait for a turn is not the client's slowness"
+        assert np.median(measured.records.late_ns) < np.median(lines.ttft_ns) / 2, "a wait for a turn is not slowness"
         closed, _ = run(endpoint, arrivals=ArrivalSettings(max_concurrency=1, num_warmups=0))
-        assert closed.result.report.ttft_ms.p50 < 400, "without a rate a request arrives when its turn comes"
+        lines = closed.records.timelines
+        assert np.all(lines.arrival_ns[1:] >= lines.last_token_ns[:-1]), "without a rate an arrival is its turn"
 
 
 def test_requests_are_sent_in_order_and_warm_up_is_not_counted():

@@ -110,11 +110,22 @@ def uncached(answer: object) -> str:
     return re.sub(r'"cached_tokens":\d+', "", str(answer))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_group_of_a_lost_engine_comes_back_and_no_answer_differs(spread, tokenizer, number):
-    rng = random.Random(int(number))
-    bodies = [*streams(tokenizer.encode("日é🙂", add_special_tokens=False)), *WHOLE]
+@pytest.fixture(scope="module")
+def bodies(tokenizer) -> list[tuple[str, dict]]:
+    """Requests whose answers are compared to the byte."""
+    return [*streams(tokenizer.encode("日é🙂", add_special_tokens=False)), *WHOLE]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(spread, bodies) -> tuple[list, list]:
+    """Answers to `bodies` and to the scored requests of a group that loses nothing."""
     expected, scored = (Asked(spread, salted(each, 0)).answers() for each in (bodies, SCORED))
+    return expected, scored
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_group_of_a_lost_engine_comes_back_and_no_answer_differs(spread, bodies, undisturbed, number):
+    rng, (expected, scored) = random.Random(int(number)), undisturbed
     restarts, processes = by_engine(spread, "engine_restarts_total"), spread.ranks()
     asked, asked_for_scores = Asked(spread, salted(bodies, 1)), Asked(spread, salted(SCORED, 1))
     tokens_come(spread, rng.randrange(20, 300))
@@ -161,7 +172,9 @@ def start(fake_command, tmp_path):
 def test_engines_of_a_group_restart_together_and_share_the_requests_that_they_lost(start):
     server = start(*EXACT)
     processes = server.ranks()
-    expected, found = disturbed(server, stream(TEXT), stream(TEXT, stop=["never"]), completion(TEXT))
+    long = {"max_tokens": 1000}  # 2 s, so that none ends before the kill
+    bodies = stream(TEXT, **long), stream(TEXT, **long, stop=["never"]), completion(TEXT, **long)
+    expected, found = disturbed(server, *bodies)
     assert found == expected
     assert not {*processes} & {*server.ranks()}
     figures = metrics(server)

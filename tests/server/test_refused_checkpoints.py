@@ -8,7 +8,6 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from support.running import REAL, Running
 
 from moestro.errors import ConfigError
@@ -43,20 +42,8 @@ def nest_deeply(checkpoint):
     return "config.json is nested more than 32 levels deep."
 
 
-def quantize(checkpoint):
-    tensors = load_file(checkpoint / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
-    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
-    return "tensor model.norm.weight is of dtype I8; F64, F32, F16, BF16 are read."
-
-
-def link_out(checkpoint):
-    (checkpoint / "model.safetensors").rename(checkpoint.parent / "elsewhere")
-    (checkpoint / "model.safetensors").symlink_to(checkpoint.parent / "elsewhere")
-    return "outside of the checkpoint's directory: put a copy in its place."
-
-
-@pytest.mark.parametrize("spoil", [name_a_pickle, nest_deeply, quantize, link_out])
+# All other reasons are in tests/model/test_refuse.py; these two come from the worker and from the API server.
+@pytest.mark.parametrize("spoil", [name_a_pickle, nest_deeply])
 def test_it_is_status_2_with_the_reason_last(spoil, checkpoint, tmp_path):
     reason = spoil(checkpoint)
     server = Running((*REAL, str(checkpoint)), tmp_path, wait=False)

@@ -69,6 +69,10 @@ class Running:
         """The engines."""
         return [each for each in self.processes() if not _is_renderer(each)]
 
+    def cpu_s(self) -> float:
+        """CPU seconds that its first process has used. Unlike a duration, the load of the machine does not count."""
+        return sum(psutil.Process(self.process.pid).cpu_times()[:2])
+
     def left_behind(self) -> list[str]:
         """Directories that should be gone once it has ended."""
         return [path.name for path in self.directory.iterdir() if path.name.startswith("moestro-")]
@@ -108,7 +112,7 @@ def metrics(server: Running) -> dict[str, float]:
     return {re.sub(r',?model_name="[^"]*"', "", name): float(value) for name, value in pairs}
 
 
-def wait_until(condition, timeout_s: float = 5.0) -> None:
+def wait_until(condition, timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

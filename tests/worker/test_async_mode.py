@@ -293,7 +293,8 @@ def test_streams_that_clients_leave_free_all_that_they_held(paced, expected):
 
 def test_a_network_gives_the_answers_of_fused_mode_while_workers_die(server, real_command, tmp_path):
     fused = texts(ask_many(server, 12))
-    group = ("--mode", "async", "--attention", "2", "--experts", "2")
+    # A process on standby would load torch twice here; it becomes a worker in the tests above.
+    group = ("--mode", "async", "--attention", "2", "--experts", "2", "--no-standby")
     running = Running((*real_command, "--dtype", "float32", *group), tmp_path)
     try:
         assert texts(ask_many(running, 12)) == fused

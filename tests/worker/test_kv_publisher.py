@@ -143,7 +143,7 @@ def test_the_routers_own_subscription_finds_all_that_was_stored_before_it_came(p
         with zmq.Context() as context:
             source = KvSource(f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}")
             task = asyncio.create_task(KvSubscription(context, source, feed, lambda: 0, log).run())
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not (feed.stream.is_complete and feed.num_blocks):  # noqa: ASYNC110 - nobody is told of it
                     await asyncio.sleep(0.02)
             task.cancel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -29,16 +29,18 @@ HOP_RECORD = np.dtype(
 )
 HopRecords = NDArray[np.void]
 
-_RAW = np.dtype((np.void, HOP_RECORD.itemsize))
-
 DISPATCH, REPLY = 0, 1
 
 
 def join_records(parts: Sequence[HopRecords]) -> HopRecords:
-    """Concatenate records, several times as fast as NumPy does where it compares all field names."""
+    """Concatenate contiguous records; the result is read-only.
+
+    The bytes are joined, because NumPy compares all field names of the parts, which takes 30 us.
+    """
     if len(parts) == 1:
         return parts[0]
-    joined: HopRecords = np.concatenate([part.view(_RAW) for part in parts]).view(HOP_RECORD)
+    # Arrays are buffers, which NumPy's annotations say from Python 3.12 on.
+    joined: HopRecords = np.frombuffer(b"".join(cast(Sequence[bytes], parts)), HOP_RECORD)
     return joined
 
 

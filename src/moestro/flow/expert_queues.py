@@ -90,15 +90,19 @@ class ExpertQueues:
 
     def _add_segment(self, holder: PlaceTable, layer: int, service_class: int, pairs: Pairs) -> None:
         places, choices = pairs.places, pairs.choices
-        sizes = np.bincount(pairs.slots, minlength=self._num_slots)
-        if self._num_slots > 1:
+        if self._num_slots == 1:  # nothing to sort, and nothing to count
+            sizes = np.array([len(places)])
+            segment = Segment(holder, service_class, places, choices, np.zeros(1, np.int64), sizes, len(places))
+            oldest_ns = holder.queued_ns_at(places).min(keepdims=True)
+        else:
+            sizes = np.bincount(pairs.slots, minlength=self._num_slots)
             # NumPy sorts numbers of 16 bits by their digits, three times as fast as wider ones.
             order = pairs.slots.astype(np.int16).argsort(kind="stable")
             places, choices = places.take(order), choices.take(order)
-        segment = _segment(holder, service_class, places, choices, sizes)
+            segment = _segment(holder, service_class, places, choices, sizes)
+            some, oldest_ns = sizes.nonzero()[0], self._nobody_waits_ns.copy()
+            oldest_ns[some] = np.minimum.reduceat(holder.queued_ns_at(places), segment.begin[some])
         self._segments[layer].append(segment)
-        some, oldest_ns = sizes.nonzero()[0], self._nobody_waits_ns.copy()
-        oldest_ns[some] = np.minimum.reduceat(holder.queued_ns_at(places), segment.begin[some])
         self._columns.add_pairs(service_class, layer, sizes, oldest_ns)
         if len(self._segments[layer]) > _MANY_SEGMENTS:
             self._join_segments(layer)

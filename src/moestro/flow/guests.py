@@ -123,16 +123,17 @@ class Guests:
         records = join_records([message.records for message, _ in arrived])
         sizes = [message.hop.num_rows for message, _ in arrived]
         guests = self._take_places(sum(sizes))
-        self._home[guests] = _each([message.hop.src for message, _ in arrived], sizes)
-        self._queued_ns[guests] = _each([at_ns for _, at_ns in arrived], sizes)
-        self._entry[guests] = _each(list(range(entry, entry + len(arrived))), sizes)
+        index = _dispatch_of_rows(sizes)
+        self._home[guests] = _each([message.hop.src for message, _ in arrived], index)
+        self._queued_ns[guests] = _each([at_ns for _, at_ns in arrived], index)
+        self._entry[guests] = index + entry
         places = guests.astype(np.int32)
         choices, slots = records["choice"].astype(np.int32), records["slot"].astype(np.int32)
         num_records = [len(message.records) for message, _ in arrived]
         if num_records == sizes:  # no token has two experts here
             self._enter(guests, records)
             return places, Pairs(places, choices, slots)
-        row = records["row"] + _each((np.cumsum(sizes) - sizes).tolist(), num_records)
+        row = records["row"] + _each((np.cumsum(sizes) - sizes).tolist(), _dispatch_of_rows(num_records))
         num_pairs = np.bincount(row, minlength=len(guests))
         if len(num_pairs) != len(guests) or not num_pairs.all():
             raise InvariantError(f"dispatches of {len(guests)} rows have records of {np.count_nonzero(num_pairs)} rows")
@@ -196,10 +197,11 @@ class Guests:
             pairs = pairs.at(self.is_wanted(done).nonzero()[0])
         homes = self._home.take(pairs.places)
         sizes = np.bincount(homes).tolist()
+        are_all_last = not (self._num_more or self._num_given_up)
         if sizes.count(0) < len(sizes) - 1:  # of several homes
             pairs = pairs.at(homes.argsort(kind="stable"))
         records = self._records(pairs)
-        self._leave(self._count_done(done))
+        self._leave(self._count_done(done), sizes if are_all_last else None)
         replies, begin = [], 0
         for home, size in enumerate(sizes):
             if size:
@@ -232,24 +234,31 @@ class Guests:
         self._more_pairs[guests] = np.maximum(more, 0)
         return guests[is_gone].astype(np.int64)
 
-    def _leave(self, guests: Int64s) -> None:
-        """Free the places of guests, and note the credits of their homes."""
+    def _leave(self, guests: Int64s, num_by_home: list[int] | None = None) -> None:
+        """Free the places of guests, and note the credits of their homes.
+
+        Args:
+            guests: int64[n], distinct places.
+            num_by_home: guests of each home, where the caller has counted them.
+        """
         if self.num_best_effort:
             self.num_best_effort -= int(np.count_nonzero(self._service_class[guests]))
             self._service_class[guests] = LS
         if self.num_passed:
             self.num_passed -= int(np.count_nonzero(self._passed_ns[guests]))
             self._passed_ns[guests] = 0
-        homes = self._home.take(guests)
+        homes = self._home.take(guests) if num_by_home is None else None
         self._home[guests] = _NOBODY
         self.num_free += len(guests)
         first = len(self._free) - self.num_free
         self._free[first : first + len(guests)] = guests
-        if self._num_given_up:
-            is_wanted = homes != _GIVEN_UP
-            self._num_given_up -= len(homes) - int(np.count_nonzero(is_wanted))
-            homes = homes[is_wanted]
-        for home, num_credits in enumerate(np.bincount(homes).tolist()):
+        if homes is not None:
+            if self._num_given_up:
+                is_wanted = homes != _GIVEN_UP
+                self._num_given_up -= len(homes) - int(np.count_nonzero(is_wanted))
+                homes = homes[is_wanted]
+            num_by_home = np.bincount(homes).tolist()
+        for home, num_credits in enumerate(num_by_home or ()):
             self._credits[home] += num_credits
 
     # --- ages -------------------------------------------------------------------------------------------------------
@@ -282,8 +291,13 @@ class Guests:
         self._passed_ns[places] += passed_ns
 
 
-def _each(values: list[int], sizes: list[int]) -> Int64s | int:
-    """Repeat each value for as many rows as its dispatch has; one value that all share stands for them."""
+def _dispatch_of_rows(sizes: list[int]) -> Int64s | int:
+    """int64[rows], number of the dispatch of each row, for dispatches of `sizes` rows; 0 stands for those of one."""
+    return np.arange(len(sizes)).repeat(np.array(sizes)) if len(sizes) > 1 else 0
+
+
+def _each(values: list[int], index: Int64s | int) -> Int64s | int:
+    """Return `values` by the number of the dispatch; one value that all dispatches share stands for all rows."""
     if values.count(values[0]) == len(values):
         return values[0]
-    return np.array(values).repeat(np.array(sizes))
+    return np.array(values).take(index)
