@@ -23,17 +23,15 @@ from moestro.core.token_keys import Keys, token_keys
 from moestro.core.work import Forward, Units
 from moestro.cost.collectives import all_to_all
 from moestro.cost.drawn_step import Deployment, KeyedBatch, StepPricer
-from moestro.cost.gate import PopularityGate
-from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.links import link_named
 from moestro.cost.model import Batch
-from moestro.cost.roofline import VLLM_HOST, Roofline, RooflineSettings
+from moestro.cost.roofline import VLLM_HOST
 from moestro.cost.settings import PacedSettings
 from moestro.engine.lock_step import LockStepRank, build_lock_step_rank, spread_over_ranks
 from moestro.errors import GroupLostError
 from moestro.wire.messages import WakeGroup
-from moestro.worker.paced import Answers, TimedAnswers
+from moestro.worker.paced import Answers, TimedAnswers, paced_gate, stage_cost_of
 from moestro.worker.rank_builder import Send, scheduler_settings
 from moestro.worker.request_keys import RequestKeys
 
@@ -212,12 +210,10 @@ def make_step_pricer(paced: PacedSettings, num_ranks: int, seed: int) -> StepPri
     network = network_named(paced.network)
     experts = network.experts
     table = spread_over_ranks(network.num_layers, 0 if experts is None else experts.num_experts, num_ranks)
-    assert experts is not None, "a dense network is refused"
-    cost = Roofline(RooflineSettings(network=network, gpu=gpu_named(paced.gpu)))
-    assert cost.popularity is not None, "the network has experts"
+    cost = stage_cost_of(paced)
     deployment = Deployment(
         cost=cost,
-        gate=PopularityGate(cost.popularity, experts.top_k, seed),
+        gate=paced_gate(cost, paced, seed),
         table=table,
         num_ranks=num_ranks,
         exchange=all_to_all(link_named(paced.paced_link), network),
