@@ -18,6 +18,7 @@ own with another seed, which are not compared.
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -53,14 +54,14 @@ MEASURED = (
     System("async 2+2", "async", (*DEMO, "--attention", "2", "--experts", "2"), 2),
     System("async 2 colocated", "async", (*DEMO, "--attention", "2", "--experts", "0"), 2),
 )
-MEASURED_LOAD = Load(num_requests=64, num_users=16, num_shared=32, num_own=32, outputs=(24, 40), num_warm=2, seed=1)
+MEASURED_LOAD = Load(num_requests=32, num_users=16, num_shared=32, num_own=32, outputs=(16, 32), num_warm=2, seed=1)
 
 GPU, NETWORK, LINK, POLICY, ROUTE = "a100", "mixtral-8x7b", "nvswitch-a100", "priority", "least_loaded"
 NUM_SEQS, NUM_BATCHED_TOKENS = 64, 2048
 GATES = {"uniform": "uniform", "skewed": f"exponential:{AMOE_RATE}"}
 WORKERS = {"async": (8, 4), "ep": (8, 0)}  # workers, and those of them with experts alone
-PACED_LOAD = Load(num_requests=384, num_users=256, num_shared=2000, num_own=32, outputs=(4, 12), num_warm=8, seed=1)
-HOST_LOAD = replace(PACED_LOAD, num_requests=256, seed=99)  # its runs give the host's times and nothing else
+PACED_LOAD = Load(num_requests=192, num_users=160, num_shared=4000, num_own=32, outputs=(4, 8), num_warm=8, seed=1)
+HOST_LOAD = replace(PACED_LOAD, seed=99)  # its runs give the host's times and nothing else
 
 
 def paced_system(mode: str, gate: str, dilation: float) -> System:
@@ -137,7 +138,7 @@ def make_arguments() -> object:
     parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of the servers' logs")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds; 0 leaves the part out")
-    parser.add_argument("--dilations", type=float, nargs="*", default=[16, 32], help="none leaves the paced part out")
+    parser.add_argument("--dilations", type=float, nargs="*", default=[32, 64], help="none leaves the paced part out")
     parser.add_argument("--modes", nargs="*", default=list(WORKERS), choices=list(WORKERS))
     parser.add_argument("--gates", nargs="*", default=list(GATES), choices=list(GATES))
     parser.add_argument("--requests", type=int, default=PACED_LOAD.num_requests, help="requests of a paced run")
@@ -147,6 +148,7 @@ def make_arguments() -> object:
 
 def main() -> None:
     args = make_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end too
     conditions = run_record(
         "measured", note="the rows of `paced` are paced, those of `simulated` and `forecast` are so"
     )
@@ -159,7 +161,7 @@ def main() -> None:
         rows = measure_demo(args.work, args.rounds, advance) if args.rounds else []
         alone = []
         for mode in hosts:
-            alone.append(measure_paced(args.work, mode, "uniform", first, replace(HOST_LOAD, num_requests=256)))
+            alone.append(measure_paced(args.work, mode, "uniform", first, HOST_LOAD))
             advance()
         paced = []
         for mode, gate, dilation in systems:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 
 _KINDS = {"attention": "attention workers, tokens", "experts": "expert workers, (token, expert) pairs"}
@@ -26,7 +27,9 @@ def draw(path: Path, paced: list[dict], simulated: list[dict], dilation: float) 
         most = max(np.max(own["queues"][kind]), np.max(other["queues"][kind]), 1)
         for row, (what, run, scale) in enumerate((("paced", own, dilation), ("simulated", other, 1.0))):
             axes = grid[row, column]
-            mesh = axes.pcolormesh(*_cells(run["queues"], kind, scale), cmap="viridis", vmin=0, vmax=most)
+            # Waves of prompts are a hundred times as deep as those of decodes.
+            norm = SymLogNorm(linthresh=1, vmin=0, vmax=most)
+            mesh = axes.pcolormesh(*_cells(run["queues"], kind, scale), cmap="viridis", norm=norm)
             axes.set_title(f"{what}, {own['gate']} gate\n{_KINDS[kind]}", fontsize=9)
             axes.set_xlabel("modelled time, ms")
         figure.colorbar(mesh, ax=grid[:, column], location="bottom", shrink=0.8, label="mean of the workers")

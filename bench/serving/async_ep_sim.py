@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -110,6 +109,7 @@ class WatchedGroup:
         self.group = group
         self.token_ns: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.busy_ns: np.ndarray | None = None  # at the start of the load
+        self._look_at_ns = _WARM_NS
         self.at_ns: list[int] = []
         self.depths: list[np.ndarray] = []
 
@@ -121,15 +121,17 @@ class WatchedGroup:
         if now_ns >= _WARM_NS:
             if self.busy_ns is None:
                 self.busy_ns = self.group.busy_ns.copy()
-            if not self.at_ns or now_ns >= self.at_ns[-1] + _LOOK_NS:
+            if now_ns >= self._look_at_ns:
                 self._look(now_ns)
-        outputs = self.group.turn(now_ns, until_ns)
+        # The group comes back for the next look, even if no request gains a token before.
+        outputs = self.group.turn(now_ns, min(until_ns, max(self._look_at_ns, now_ns + 1)))
         for seat, output in enumerate(outputs):
             for sequence in output.sequences:
                 self.token_ns[seat, sequence.serial].append(now_ns)
         return outputs
 
     def _look(self, now_ns: int) -> None:
+        self._look_at_ns = now_ns + _LOOK_NS
         if isinstance(self.group, WorkerGroup):
             self.at_ns.append(now_ns)
             self.depths.append(np.array([each.waiting_by_layer(now_ns)[0] for each in self.group.executors]))
@@ -210,8 +212,3 @@ def _queues(case: Case, watched: WatchedGroup) -> dict[str, list]:
         "attention": depths[:, :num_homes].mean(axis=1).round(1).tolist(),
         "experts": depths[:, num_homes:].mean(axis=1).round(1).tolist(),
     }
-
-
-def mean_stall(shares: Sequence[float]) -> float:
-    """Return the mean of stall shares."""
-    return float(np.mean(shares))
