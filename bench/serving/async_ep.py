@@ -41,6 +41,7 @@ from serving.async_ep_figures import (
 from serving.async_ep_load import Load
 from serving.async_ep_servers import System, measure, serving
 from serving.async_ep_sim import Case, HostTimes, simulate
+from serving.async_ep_tables import print_tables
 from shared.results import make_parser, save
 
 PORT = 8460
@@ -156,7 +157,8 @@ def main() -> None:
     load, first = replace(PACED_LOAD, num_requests=args.requests), (args.dilations or [1])[0]
     systems = [(m, g, d) for g in args.gates for d in args.dilations for m in args.modes]
     hosts = args.modes if args.dilations else []
-    total = len(MEASURED) * (args.rounds + 1) * (args.rounds > 0) + len(hosts) + 2 * len(systems) + len(systems)
+    total = len(MEASURED) * (args.rounds + 1) * (args.rounds > 0)
+    total += len(hosts) + 2 * len(systems) + len(hosts) * len(args.gates)
     with progress("async_ep", total) as advance:
         rows = measure_demo(args.work, args.rounds, advance) if args.rounds else []
         alone = []
@@ -182,16 +184,11 @@ def main() -> None:
         from serving.async_ep_picture import draw  # noqa: PLC0415 - only where a picture is asked for
 
         draw(args.png, paced, simulated, first)
-    for row in found["measured"]["summary"]:
-        print(row)
-    for row in found["compared"]:
-        print(row)
-    for row in found["forecast"]:
-        print(row)
-    print(found["host"]["for_simulation"], found["host"]["for_forecast"])
     for row in (*alone, *paced, *simulated):
         row.pop("queues", None)
-    save(args.json, conditions, {**found, "paced_rows": paced, "simulated_rows": simulated})
+    found |= {"paced_rows": paced, "simulated_rows": simulated}
+    print_tables(found)
+    save(args.json, conditions, found)
 
 
 if __name__ == "__main__":
