@@ -55,13 +55,13 @@ MEASURED = (
     System("async 2+2", "async", (*DEMO, "--attention", "2", "--experts", "2"), 2),
     System("async 2 colocated", "async", (*DEMO, "--attention", "2", "--experts", "0"), 2),
 )
-MEASURED_LOAD = Load(num_requests=32, num_users=16, num_shared=32, num_own=32, outputs=(16, 32), num_warm=2, seed=1)
+MEASURED_LOAD = Load(num_requests=24, num_users=16, num_shared=32, num_own=32, outputs=(16, 32), num_warm=2, seed=1)
 
 GPU, NETWORK, LINK, POLICY, ROUTE = "a100", "mixtral-8x7b", "nvswitch-a100", "priority", "least_loaded"
 NUM_SEQS, NUM_BATCHED_TOKENS = 64, 2048
 GATES = {"uniform": "uniform", "skewed": f"exponential:{AMOE_RATE}"}
 WORKERS = {"async": (8, 4), "ep": (8, 0)}  # workers, and those of them with experts alone
-PACED_LOAD = Load(num_requests=192, num_users=160, num_shared=4000, num_own=32, outputs=(4, 8), num_warm=8, seed=1)
+PACED_LOAD = Load(num_requests=176, num_users=160, num_shared=4000, num_own=32, outputs=(4, 8), num_warm=8, seed=1)
 HOST_LOAD = replace(PACED_LOAD, seed=99)  # its runs give the host's times and nothing else
 
 
@@ -109,8 +109,10 @@ def measure_demo(work: Path, num_rounds: int, advance: Callable[[], None]) -> li
         ]
         for number in range(num_rounds + 1):
             for server in servers:
-                found = measure(server, replace(MEASURED_LOAD, seed=1 + number))
-                if number:  # the first round warms the processes up
+                if not number:  # a short round warms the processes up
+                    measure(server, replace(MEASURED_LOAD, num_requests=8, seed=0))
+                else:
+                    found = measure(server, replace(MEASURED_LOAD, seed=number))
                     rows.append({"round": number, "system": server.system.name, **measured_figures(found)})
                 advance()
     return rows
