@@ -61,7 +61,7 @@ GPU, NETWORK, LINK, POLICY, ROUTE = "a100", "mixtral-8x7b", "nvswitch-a100", "pr
 NUM_SEQS, NUM_BATCHED_TOKENS = 64, 2048
 GATES = {"uniform": "uniform", "skewed": f"exponential:{AMOE_RATE}"}
 WORKERS = {"async": (8, 4), "ep": (8, 0)}  # workers, and those of them with experts alone
-PACED_LOAD = Load(num_requests=176, num_users=160, num_shared=4000, num_own=32, outputs=(4, 8), num_warm=8, seed=1)
+PACED_LOAD = Load(num_requests=176, num_users=160, num_shared=4000, num_own=32, outputs=(3, 6), num_warm=8, seed=1)
 HOST_LOAD = replace(PACED_LOAD, seed=99)  # its runs give the host's times and nothing else
 
 
