@@ -16,16 +16,18 @@ from support.running import REAL, Running, call, complete, is_idle, load, wait_u
 
 from moestro.cli import main
 from moestro.config.launch_spec import LaunchSpec
-from moestro.config.serve_settings import ServeSettings
+from moestro.config.serve_settings import ServeSettings, with_derived
 from moestro.core.request import ServiceClass
+from moestro.core.token_keys import request_key
 from moestro.core.work import Forward
 from moestro.cost.capacity import kv_blocks
 from moestro.cost.gpus import H20
 from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
+from moestro.cost.popularity import PopularityForm
 from moestro.cost.priced_stages import PricedStages, whole_setup
 from moestro.cost.roofline import Roofline, RooflineSettings
-from moestro.cost.settings import PacedSettings
+from moestro.cost.settings import PacedSettings, overridden_popularity
 from moestro.cost.staged_engines import in_4_bits
 from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
 from moestro.engine.settings import SchedulerOptions, SchedulerSettings
@@ -41,8 +43,10 @@ from moestro.worker.paced import (
     make_paced_rank,
     num_blocks_of,
     num_parameters,
+    paced_gate,
     paced_info,
     read_words,
+    stage_cost_of,
 )
 from moestro.workload.request_record import read_request_record
 
@@ -266,6 +270,37 @@ def test_a_table_of_whole_steps_has_no_prices_for_the_preemptive_mode():
     paced = PacedSettings(device="paced:table.json")
     with pytest.raises(ConfigError, match=r"needs prices of stages, and table\.json has prices of whole steps"):
         ServeSettings(stepping=preemptive, pacing=paced)
+
+
+def test_a_gate_override_replaces_the_popularity_of_a_paced_gpu():
+    def popularity(device: str, override: str | None) -> PopularityForm | None:
+        model = ModelSettings(device=device, gate_override=override, seed=5)
+        paced = with_derived(ServeSettings(model=model), Path).paced
+        assert paced is not None
+        return paced.popularity
+
+    assert popularity("paced:h20", None) is None
+    assert popularity("paced:h20", "uniform") == PopularityForm(family="uniform")
+    skewed = PopularityForm(family="exponential", skew=0.5, hot_ids="permuted", seed=5)
+    assert popularity("paced:h20", "exponential:0.5") == skewed
+    assert popularity("paced:table.json", "exponential:0.5") is None  # its durations are measured
+    with pytest.raises(ConfigError, match="a paced GPU draws them: give uniform or exponential:LAMBDA"):
+        popularity("paced:h20", "trace:choices.npy")
+
+
+def test_tokens_of_a_paced_gpu_visit_the_experts_of_the_override():
+    keys, counts = request_key(0) + np.arange(40_000, dtype=np.uint64), {}
+    for override in ("uniform", "exponential:0.5"):
+        paced = PacedSettings(
+            device="paced:a100", network="mixtral-8x7b", popularity=overridden_popularity(override, seed=5)
+        )
+        gate = paced_gate(stage_cost_of(paced), paced, seed=5)
+        assert gate is not None
+        counts[override] = gate.count(keys, range(2)) / len(keys)  # of two layers
+    assert np.allclose(counts["uniform"], 2 / 8, atol=0.01)
+    hottest = counts["exponential:0.5"].argmax(axis=1)
+    assert counts["exponential:0.5"].max(axis=1).min() > 0.6  # nearly every second choice
+    assert hottest[0] != hottest[1]  # layers are shuffled
 
 
 @pytest.mark.parametrize(("name", "billions"), [("qwen3-30b-a3b", 30.5), ("mixtral-8x7b", 46.7), ("deepseek-v3", 671)])

@@ -150,7 +150,7 @@ class FixedGroup:
 
     def open(self, own: OpenedStep):
         num_tokens = int(np.frombuffer(own.num_tokens, np.int32).sum())
-        return PricedStep([num_tokens, 5], time.monotonic_ns() + 30_000_000, 30_000_000)
+        return PricedStep([num_tokens, 5], time.monotonic_ns() + 30_000_000, 30_000_000, [0, 0])
 
 
 def test_a_rank_without_tokens_sleeps_to_the_end_of_the_step():

@@ -105,7 +105,7 @@ class OneStepGroup:
     """A group whose step ended 2 ms ago."""
 
     def open(self, own: OpenedStep) -> PricedStep:
-        return PricedStep([0, 5], time.monotonic_ns() - 2_000_000, 1_000_000)
+        return PricedStep([0, 5], time.monotonic_ns() - 2_000_000, 1_000_000, [400_000, 900_000])
 
 
 def test_an_idle_rank_of_a_group_counts_when_it_woke():
@@ -113,7 +113,7 @@ def test_an_idle_rank_of_a_group_counts_when_it_woke():
     device.open_step(None)
     device.take_part(0)
     counts = device.pace_counts()
-    assert (counts.dilation, counts.num_items, counts.item_ns) == (4, 1, 1_000_000)
+    assert (counts.dilation, counts.num_items, counts.item_ns, counts.wait_ns) == (4, 1, 1_000_000, 600_000)
     assert counts.late_ns >= 2_000_000
 
 

@@ -12,7 +12,7 @@ from cyclopts import Group, Parameter
 from moestro.config.kv_events_settings import KvEventsSettings, kv_events_from
 from moestro.config.launcher_settings import LauncherSettings
 from moestro.config.server_settings import ProcessSettings, ServerSettings
-from moestro.cost.settings import PACED, PACED_NETWORK, PACED_QLLM, PacedOptions, PacedSettings
+from moestro.cost.settings import PACED, PACED_NETWORK, PACED_QLLM, PacedOptions, PacedSettings, overridden_popularity
 from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
 from moestro.flow.settings import GroupOptions, SteppingSettings
@@ -150,6 +150,9 @@ def with_derived(settings: ServeSettings, locate: Callable[[str], Path]) -> Serv
             raise ConfigError("--kv-offloading-size does not work with a paced device, which models no host memory")
         name = PACED_NETWORK if name == DEMO_MODEL else name
         pacing = PacedSettings(device=model.device, network=name, **asdict(pacing))
+        # A table has measured durations, whatever its experts; the demo network alone obeys the override there.
+        if model.gate_override is not None and pacing.table is None:
+            pacing = replace(pacing, popularity=overridden_popularity(model.gate_override, model.seed))
         model = replace(model, model=DEMO_MODEL, device="cpu")  # the demo network computes the answers
     elif pacing.paced_arithmetic == "none":
         raise ConfigError("--paced-arithmetic none needs --device paced:GPU: only paced devices answer without torch")

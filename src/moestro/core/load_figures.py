@@ -152,6 +152,7 @@ class PaceCounts(msgspec.Struct, frozen=True, kw_only=True):
         item_ns: their durations, dilated.
         late_ns: times from the modelled end of each item until the process took it in. Over `item_ns`, it is the share
             by which the machine of the process distorts the figures.
+        wait_ns: part of `item_ns` in which the device waits for the others of its group, in `ep` mode.
         num_messages: messages of other workers that a modelled link brought, in `async` mode.
         message_late_ns: times from the modelled arrival of each message until the process took it in.
     """
@@ -181,6 +182,15 @@ class PaceCounts(msgspec.Struct, frozen=True, kw_only=True):
             FigureUnit.NANOSECONDS,
             "Times by which ends of paced items were taken in late.",
             metric="paced_late_seconds",
+        ),
+    ] = 0
+    wait_ns: Annotated[
+        int,
+        FigureSpec(
+            _COUNTER,
+            FigureUnit.NANOSECONDS,
+            "Part of the durations of paced steps in which the device waits for its group, in mode ep.",
+            metric="paced_wait_seconds",
         ),
     ] = 0
     num_messages: Annotated[

@@ -12,6 +12,7 @@ from moestro.core.setting_checks import CheckedSettings, at_least
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.links import LINKS, link_named
+from moestro.cost.popularity import PopularityForm
 from moestro.errors import ConfigError
 
 PACED = "paced:"  # begins the name of a device whose durations are modelled
@@ -44,10 +45,12 @@ class PacedSettings(PacedOptions):
         device: paced:GPU, paced:FILE with a table of `moestro calibrate`, or paced:qllm: QLLM's engine on an A100, with
             the network in 4 bits.
         network: the network whose steps are priced, by the names that `cost` knows.
+        popularity: popularity of the experts that tokens visit. None means that of the prices.
     """
 
     device: str
     network: str = PACED_NETWORK
+    popularity: PopularityForm | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,3 +72,20 @@ class PacedSettings(PacedOptions):
     def table(self) -> Path | None:
         """A file of measured steps; None: the GPU is known by name."""
         return Path(self.gpu) if self.gpu.endswith(".json") else None
+
+
+def overridden_popularity(gate_override: str, seed: int) -> PopularityForm:
+    """Make the popularity that `--gate-override` names; as in a loaded network, `seed` shuffles each layer's experts.
+
+    Raises:
+        ConfigError: it replays a trace, whose tokens a paced device does not have.
+    """
+    kind, _, rate = gate_override.partition(":")
+    if kind == "uniform":
+        return PopularityForm(family="uniform")
+    if kind == "exponential":
+        return PopularityForm(family="exponential", skew=float(rate), hot_ids="permuted", seed=seed)
+    raise ConfigError(
+        f"--gate-override {gate_override} replays the choices of a network's own tokens, and a paced GPU draws them:"
+        " give uniform or exponential:LAMBDA"
+    )

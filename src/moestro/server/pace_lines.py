@@ -64,6 +64,7 @@ def _since(old: PaceCounts | None, now: PaceCounts) -> PaceCounts:
         num_items=now.num_items - old.num_items,
         item_ns=now.item_ns - old.item_ns,
         late_ns=now.late_ns - old.late_ns,
+        wait_ns=now.wait_ns - old.wait_ns,
         num_messages=now.num_messages - old.num_messages,
         message_late_ns=now.message_late_ns - old.message_late_ns,
     )

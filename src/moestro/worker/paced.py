@@ -24,6 +24,8 @@ from moestro.core.stages import NUM_PLANS
 from moestro.core.token_keys import Keys
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, BlockMoves, Device, Forward, StepResult, Units
 from moestro.cost.capacity import kv_blocks
+from moestro.cost.gate import PopularityGate
+from moestro.cost.gating import even_gating
 from moestro.cost.gpus import A100, gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch, CostModel
@@ -199,7 +201,8 @@ def make_paced_rank(spec: LaunchSpec, paced: PacedSettings, answers: Answers, in
     def answer(units: Units, now_ns: int) -> StepResult:
         return answers.of(Forward(units), now_ns)
 
-    setup = dilated(whole_setup(cost, NUM_PLANS * spec.scheduler.max_num_batched_tokens, info.block_size), paced)
+    gate, num_tokens = paced_gate(cost, paced, spec.model.seed), NUM_PLANS * spec.scheduler.max_num_batched_tokens
+    setup = dilated(whole_setup(cost, num_tokens, info.block_size, gate), paced)
 
     def keys_of(units: Units) -> Keys:  # of the rank's sequences; the rank, which needs the device, comes after it
         return keys.of(units)
@@ -239,10 +242,23 @@ def stage_cost_of(paced: PacedSettings) -> Roofline | StagedEngine:
     Raises:
         ConfigError: the GPU or the network is unknown.
     """
-    network = network_named(paced.network)
+    network, by_rank, gating = network_named(paced.network), None, None
+    if paced.popularity is not None and network.experts is not None:
+        by_rank = paced.popularity.by_rank(network.experts.num_experts)
+        gating = even_gating(by_rank, network.experts.top_k)
     if paced.device == PACED_QLLM:
-        return StagedEngine(QLLM, network)
-    return Roofline(RooflineSettings(network=network, gpu=gpu_named(paced.gpu)))
+        return StagedEngine(QLLM, network, popularity=by_rank)
+    return Roofline(RooflineSettings(network=network, gpu=gpu_named(paced.gpu), gating=gating))
+
+
+def paced_gate(cost: Roofline | StagedEngine, paced: PacedSettings, seed: int) -> PopularityGate | None:
+    """Make the gate that draws the experts of each token, the same in all modes. None means a dense network."""
+    experts, popularity = cost.network.experts, cost.popularity
+    if experts is None or popularity is None:
+        return None
+    if paced.popularity is not None:
+        popularity = paced.popularity.by_layer(cost.network.num_layers, experts.num_experts)
+    return PopularityGate(popularity, experts.top_k, seed)
 
 
 def num_blocks_of(paced: PacedSettings, model: ModelSettings, num_ep_ranks: int = 1) -> int | None:

@@ -18,22 +18,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.config.launch_spec import LaunchSpec, LockStepSpec
+from moestro.core.load_figures import PaceCounts
 from moestro.core.model_info import ModelInfo
 from moestro.core.token_keys import Keys, token_keys
 from moestro.core.work import Forward, Units
 from moestro.cost.collectives import all_to_all
 from moestro.cost.drawn_step import Deployment, KeyedBatch, StepPricer
-from moestro.cost.gate import PopularityGate
-from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.links import link_named
 from moestro.cost.model import Batch
-from moestro.cost.roofline import VLLM_HOST, Roofline, RooflineSettings
+from moestro.cost.roofline import VLLM_HOST
 from moestro.cost.settings import PacedSettings
 from moestro.engine.lock_step import LockStepRank, build_lock_step_rank, spread_over_ranks
 from moestro.errors import GroupLostError
 from moestro.wire.messages import WakeGroup
-from moestro.worker.paced import Answers, TimedAnswers
+from moestro.worker.paced import Answers, TimedAnswers, paced_gate, stage_cost_of
 from moestro.worker.rank_builder import Send, scheduler_settings
 from moestro.worker.request_keys import RequestKeys
 
@@ -63,11 +62,13 @@ class PricedStep(msgspec.Struct, frozen=True, array_like=True):
         num_tokens: tokens of each rank.
         end_ns: time.monotonic_ns() at which it ends for all ranks.
         took_ns: its duration, dilated.
+        busy_ns: part of it in which each rank computes.
     """
 
     num_tokens: list[int]
     end_ns: int
     took_ns: int
+    busy_ns: list[int]
 
 
 class StepGuest:
@@ -134,10 +135,13 @@ class StepHost:
         every = sorted([opened, *(_receive(guest, OpenedStep) for guest in self._guests)], key=lambda each: each.rank)
         now_ns = time.monotonic_ns()
         batches = [_keyed_batch(each) for each in every]
-        took_ns = 0
+        num_tokens = [0 if batch is None else len(batch.keys) for batch in batches]
+        step = PricedStep(num_tokens, now_ns, 0, [0] * len(batches))
         if any(batches):
-            took_ns = round(self._pricer.draw(batches).micro_batches(1).lock_step_ns * self._dilation)
-        step = PricedStep([0 if batch is None else len(batch.keys) for batch in batches], now_ns + took_ns, took_ns)
+            times = self._pricer.draw(batches).micro_batches(1)
+            took_ns = round(times.lock_step_ns * self._dilation)
+            busy_ns = np.rint(times.busy_ns * self._dilation).astype(np.int64).tolist()
+            step = PricedStep(num_tokens, now_ns + took_ns, took_ns, busy_ns)
         for guest in self._guests:
             _send(guest, step)
         return step
@@ -156,7 +160,8 @@ class PacedGroupDevice(TimedAnswers):
     def __init__(self, group: StepGuest | StepHost, rank: int, answers: Answers, dilation: float = 1.0) -> None:
         super().__init__(answers, dilation)
         self._group, self._rank = group, rank
-        self._step = PricedStep([], 0, 0)
+        self._step = PricedStep([], 0, 0, [])
+        self._wait_ns = 0
         self.keys_of: Callable[[Units], Keys] | None = None  # set when the rank exists, which knows the requests
 
     def open_step(self, units: Units | None) -> NDArray[np.int64]:
@@ -167,7 +172,12 @@ class PacedGroupDevice(TimedAnswers):
             keys = self.keys_of(units)
             opened = OpenedStep(self._rank, units.start.tobytes(), units.num_tokens.tobytes(), keys.tobytes())
         self._step = self._group.open(opened)
+        self._wait_ns += self._step.took_ns - self._step.busy_ns[self._rank]
         return np.array(self._step.num_tokens, np.int64)
+
+    def pace_counts(self) -> PaceCounts:
+        """Return the counts of the steps so far; `wait_ns` is that of the steps begun."""
+        return msgspec.structs.replace(super().pace_counts(), wait_ns=self._wait_ns)
 
     def launch(self, item: Forward, now_ns: int) -> None:
         """Implement `Device.launch`."""
@@ -212,12 +222,10 @@ def make_step_pricer(paced: PacedSettings, num_ranks: int, seed: int) -> StepPri
     network = network_named(paced.network)
     experts = network.experts
     table = spread_over_ranks(network.num_layers, 0 if experts is None else experts.num_experts, num_ranks)
-    assert experts is not None, "a dense network is refused"
-    cost = Roofline(RooflineSettings(network=network, gpu=gpu_named(paced.gpu)))
-    assert cost.popularity is not None, "the network has experts"
+    cost = stage_cost_of(paced)
     deployment = Deployment(
         cost=cost,
-        gate=PopularityGate(cost.popularity, experts.top_k, seed),
+        gate=paced_gate(cost, paced, seed),
         table=table,
         num_ranks=num_ranks,
         exchange=all_to_all(link_named(paced.paced_link), network),

@@ -11,7 +11,6 @@ from moestro.core.model_info import ModelInfo
 from moestro.core.token_keys import Keys
 from moestro.core.work import Forward, StepResult, Units
 from moestro.cost.capacity import check_experts_fit, worker_kv_blocks
-from moestro.cost.gate import PopularityGate
 from moestro.cost.gpus import A100, Gpu, gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.links import link_named, two_phase
@@ -21,7 +20,7 @@ from moestro.cost.settings import PACED_QLLM, PacedSettings
 from moestro.cost.staged_engines import in_4_bits
 from moestro.errors import ConfigError
 from moestro.worker.group_process import WorkerPart, WorkerSizes
-from moestro.worker.paced import Answers, dilated, pace_of_stages, stage_cost_of
+from moestro.worker.paced import Answers, dilated, pace_of_stages, paced_gate, stage_cost_of
 from moestro.worker.paced_links import LinkPace, StampFrames
 from moestro.worker.request_keys import RequestKeys
 
@@ -66,9 +65,7 @@ def load_paced_part(
         num_slots=num_slots,
         num_guests=sizes.num_guests,
     )
-    popularity = cost.popularity
-    has_gate = sizes.num_rows > 0 and popularity is not None
-    gate = PopularityGate(popularity, shape.num_chosen) if has_gate and popularity is not None else None
+    gate = paced_gate(cost, spec.paced, spec.model.seed) if sizes.num_rows else None
     setup = StageSetup(shape=shape, block_size=spec.model.block_size, gate=gate)
 
     def answer(units: Units, now_ns: int) -> StepResult:
