@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from moestro.cost.capacity import WORKSPACE_BYTES
 from moestro.cost.roofline import VLLM_HOST
 from moestro.planner.question import PlanQuestion
-from moestro.planner.search import ALLOWANCE
-from moestro.planner.simulated import STEP_POLICY, FittingCandidate
+from moestro.planner.search import ALLOWANCE, ASYNC_ALLOWANCE
+from moestro.planner.simulated import STEP_POLICY, FittingDivision
 
 
-def assumptions_of(question: PlanQuestion, simulated: Sequence[FittingCandidate]) -> list[str]:
+def assumptions_of(question: PlanQuestion, simulated: Sequence[FittingDivision]) -> list[str]:
     """State the constants that decide, with their sources, and what the simulation leaves out."""
     settings, lengths = question.settings, question.lengths
-    search, modes = settings.search, {each.candidate.mode for each in simulated}
+    search, modes = settings.search, {each.division.mode for each in simulated}
     lines = [
         (
             f"Steps are priced by the roofline of {question.gpu.name} in docs/costs.md (whole steps: 7 % mean error),"
-            f" with {VLLM_HOST.step_ns / 1e6:g} ms of host time a step and {VLLM_HOST.sequence_ns / 1e3:g} us a sequence."
+            f" host: {VLLM_HOST.step_ns / 1e6:g} ms a step and {VLLM_HOST.sequence_ns / 1e3:g} us a sequence."
         ),
         (
             f"Prompts of {lengths.mean_prompt:.0f} tokens are computed without prefix cache, answers have"
@@ -45,7 +45,10 @@ def assumptions_of(question: PlanQuestion, simulated: Sequence[FittingCandidate]
             " not measured on a GPU. Messages have two phases."
         )
     lines += [
-        f"Deployments whose estimate, {ALLOWANCE:g} times as large, is below a simulated throughput are not simulated.",
+        (
+            f"Deployments are not simulated if {ALLOWANCE:g} times their estimate ({ASYNC_ALLOWANCE:g} in async) is"
+            " below a simulated throughput."
+        ),
         (
             "Not modelled: the API server, pipeline parallelism, tensor parallelism inside ep and async, speculative"
             " decoding, separate prefill GPUs, failures."

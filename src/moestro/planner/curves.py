@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from moestro.planner.settings import ObjectiveSettings
-from moestro.planner.simulated import FittingCandidate, SimulatedPoint
+from moestro.planner.simulated import FittingDivision, SimulatedPoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Curve:
         is_dominated: whether the search left it because it cannot be the best.
     """
 
-    fitting: FittingCandidate
+    fitting: FittingDivision
     estimated_tokens_per_s: float
     points: list[SimulatedPoint] = field(default_factory=list)
     is_dominated: bool = False

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from moestro.planner.plan import Plan
+from moestro.planner.plan import DeploymentPlan
 from moestro.planner.question import PlanQuestion
 
 _SIZE = (9.0, 6.0)
 _MOST_CURVES = 6
 
 
-def save_curves(path: Path, plan: Plan, question: PlanQuestion) -> None:
+def save_curves(path: Path, plan: DeploymentPlan, question: PlanQuestion) -> None:
     """Draw throughput against mean ITL of the best deployments, with the objective, into a PNG file."""
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.subplots()

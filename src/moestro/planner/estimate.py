@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from moestro.core.token_keys import request_keys, token_keys
 from moestro.cost.drawn_step import KeyedBatch, StepPricer
 from moestro.cost.model import Batch
-from moestro.planner.simulated import FittingCandidate
+from moestro.planner.simulated import FittingDivision
 from moestro.sim.group_builder import deployment_of
 from moestro.sim.throughput_bound import LeastTimes, drawn_visits, least_work_ns
 
@@ -50,13 +50,13 @@ class Estimator:
         self._seed = seed
         self._visits: Floats | None = None
 
-    def estimate(self, fitting: FittingCandidate, num_requests: int) -> EstimatedPoint:
+    def estimate(self, fitting: FittingDivision, num_requests: int) -> EstimatedPoint:
         """Estimate a deployment with a constant number of requests."""
         each = max(num_requests / fitting.num_engines, 1.0)
         budget = fitting.limits(num_requests).max_num_batched_tokens
         prefill_share = fitting.question.lengths.mean_prompt / fitting.question.lengths.mean_output
         num_decodes = max(round(min(each, budget / (1 + prefill_share))), 1)
-        if fitting.candidate.mode == "async":
+        if fitting.division.mode == "async":
             step_ns = self._async_ns(fitting, num_decodes, prefill_share)
         else:
             step_ns = self._lock_step_ns(fitting, num_decodes, prefill_share)
@@ -66,7 +66,7 @@ class Estimator:
             itl_ms=step_ns / 1e6,
         )
 
-    def _lock_step_ns(self, fitting: FittingCandidate, num_decodes: int, prefill_share: float) -> float:
+    def _lock_step_ns(self, fitting: FittingDivision, num_decodes: int, prefill_share: float) -> float:
         deployment, pricing = fitting.lock_step(self._seed)
         pricer = StepPricer(deployment, pricing.num_segments)
         batch = mean_batch(fitting, num_decodes, prefill_share)
@@ -80,9 +80,9 @@ class Estimator:
             times.append(pricing.price(pricer.draw(batches)).duration_ns)
         return fmean(times)
 
-    def _async_ns(self, fitting: FittingCandidate, num_decodes: int, prefill_share: float) -> float:
+    def _async_ns(self, fitting: FittingDivision, num_decodes: int, prefill_share: float) -> float:
         setup, cost, search = fitting.setup(self._seed), fitting.cost(), fitting.question.settings.search
-        network, num_homes = cost.network, fitting.candidate.num_attention_workers
+        network, num_homes = cost.network, fitting.division.num_attention_workers
         if self._visits is None:
             self._visits = drawn_visits(setup.gate(), network.num_layers)
             self._visits[[layer for group in network.groups if not group.has_experts for layer in group.layers]] = 0
@@ -103,7 +103,7 @@ class Estimator:
         return float(work_ns.max()) * num_homes * num_decodes
 
 
-def mean_batch(fitting: FittingCandidate, num_decodes: int, prefill_share: float) -> Batch:
+def mean_batch(fitting: FittingDivision, num_decodes: int, prefill_share: float) -> Batch:
     """Return the units of a mean step of one engine: decodes, and the prompts that are computed for each token."""
     lengths = fitting.question.lengths
     num_prefill = num_decodes * prefill_share

@@ -8,7 +8,7 @@ from moestro.cost.capacity import WORKSPACE_BYTES
 from moestro.cost.networks import NetworkShape
 from moestro.cost.tensor_parallel import network_share
 from moestro.errors import ConfigError
-from moestro.planner.candidates import Candidate
+from moestro.planner.divisions import GpuDivision
 from moestro.planner.question import PlanQuestion
 
 _GB = 1e9
@@ -37,39 +37,39 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     why_not: str | None = None
 
 
-def share_of(question: PlanQuestion, candidate: Candidate) -> NetworkShape:
+def share_of(question: PlanQuestion, division: GpuDivision) -> NetworkShape:
     """Return the network as one GPU of the deployment computes it.
 
     Raises:
         ConfigError: tensor parallelism does not divide a size.
     """
     network = question.network
-    if candidate.mode != "fused" or candidate.gpus_per_group == 1:
+    if division.mode != "fused" or division.gpus_per_group == 1:
         return network
-    return network_share(network, candidate.gpus_per_group, network.attention.num_kv_heads)
+    return network_share(network, division.gpus_per_group, network.attention.num_kv_heads)
 
 
-def memory_of(question: PlanQuestion, candidate: Candidate) -> MemoryUse:
+def memory_of(question: PlanQuestion, division: GpuDivision) -> MemoryUse:
     """Compute the memory that a deployment uses."""
     usable = question.gpu.memory_bytes * question.settings.hardware.gpu_memory_utilization
     try:
-        network = share_of(question, candidate)
+        network = share_of(question, division)
     except ConfigError as error:
         return MemoryUse(
             usable_gb=usable / _GB, weights_gb=0.0, expert_weights_gb=None, kv_gb=0.0, num_blocks=0, kv_tokens=0,
             why_not=str(error),
         )  # fmt: skip
     num_experts = network.experts.num_experts if network.experts else 0
-    num_slots = -(-num_experts // (1 if candidate.mode == "fused" else candidate.num_holders))
+    num_slots = -(-num_experts // (1 if division.mode == "fused" else division.num_holders))
     slots = network.slot_weight_bytes(num_slots)
-    weights = network.attention_weight_bytes + (0 if candidate.num_expert_workers else slots)
+    weights = network.attention_weight_bytes + (0 if division.num_expert_workers else slots)
     kv = usable - weights - WORKSPACE_BYTES
     block_size = question.settings.search.block_size
     num_blocks = max(int(kv // (network.kv_bytes_per_token * block_size)), 0)
     use = MemoryUse(
         usable_gb=usable / _GB,
         weights_gb=weights / _GB,
-        expert_weights_gb=slots / _GB if candidate.num_expert_workers else None,
+        expert_weights_gb=slots / _GB if division.num_expert_workers else None,
         kv_gb=kv / _GB,
         num_blocks=num_blocks,
         kv_tokens=num_blocks * block_size,
@@ -93,19 +93,19 @@ def _why_not(question: PlanQuestion, use: MemoryUse) -> str | None:
     return None
 
 
-def fewest_gpus(question: PlanQuestion) -> tuple[int, Candidate] | None:
+def fewest_gpus(question: PlanQuestion) -> tuple[int, GpuDivision] | None:
     """Find the least number of GPUs on which one group fits, by any division. None means that no number helps."""
     network, size = question.network, 1
     num_experts = network.experts.num_experts if network.experts else 0
     while size <= _MOST_GPUS:
-        tried = [Candidate("fused", 1, size)] if size & (size - 1) == 0 else []
+        tried = [GpuDivision("fused", 1, size)] if size & (size - 1) == 0 else []
         if 1 < size <= num_experts:
-            tried += [Candidate("ep", 1, size)]
+            tried += [GpuDivision("ep", 1, size)]
         if num_experts:
-            tried += [Candidate("async", 1, size, experts) for experts in (size - 1, size // 2) if 0 < experts < size]
-        for candidate in tried:
-            is_allowed = candidate.is_served or not question.settings.search.served_only
-            if is_allowed and memory_of(question, candidate).why_not is None:
-                return size, candidate
+            tried += [GpuDivision("async", 1, size, experts) for experts in (size - 1, size // 2) if 0 < experts < size]
+        for division in tried:
+            is_allowed = division.is_served or not question.settings.search.served_only
+            if is_allowed and memory_of(question, division).why_not is None:
+                return size, division
         size += 1
     return None

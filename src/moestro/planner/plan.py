@@ -15,7 +15,7 @@ from moestro.planner.command import commands_of, why_simulated_only
 from moestro.planner.curves import Curve, OperatingPoint, excess
 from moestro.planner.memory import MemoryUse, fewest_gpus
 from moestro.planner.question import PlanQuestion
-from moestro.planner.search import Found, measured_of
+from moestro.planner.search import SearchFindings, measured_of
 from moestro.planner.simulated import RunLimits, SimulatedPoint
 from moestro.sim.student_t import student_t_quantile
 
@@ -83,7 +83,7 @@ class Margin(msgspec.Struct, frozen=True, kw_only=True):
         return self.low <= 1 <= self.high
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class DeploymentPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of `moestro plan`.
 
     Attributes:
@@ -118,7 +118,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return next(each for each in self.deployments if each.title == title)
 
 
-def make_plan(question: PlanQuestion, found: Found) -> Plan:
+def make_plan(question: PlanQuestion, found: SearchFindings) -> DeploymentPlan:
     """Judge what the search found."""
     objectives, ranked = question.settings.objectives, found.ranked(question.settings.objectives)
     margin = margin_of(found, ranked)
@@ -130,17 +130,17 @@ def make_plan(question: PlanQuestion, found: Found) -> Plan:
     deployments = [_described(question, curve, bests.get(id(curve))) for curve in [*order, *rest]]
     deployments += [_described(question, curve, None, "left out") for curve in found.left_out]
     deployments += [_described(question, curve, None, "not reached") for curve in found.not_reached]
-    served = next((curve for curve in order if curve.fitting.candidate.is_served), None)
+    served = next((curve for curve in order if curve.fitting.division.is_served), None)
     near = None if ranked else min(
         ((curve, point) for curve in found.curves for point in curve.points),
         key=lambda each: excess(each[1], objectives),
         default=None,
     )  # fmt: skip
-    return Plan(
+    return DeploymentPlan(
         settings=msgspec.to_builtins(question.settings, enc_hook=str),
-        winner=order[0].fitting.candidate.title if order else None,
-        served=None if served is None else served.fitting.candidate.title,
-        nearest=None if near is None else near[0].fitting.candidate.title,
+        winner=order[0].fitting.division.title if order else None,
+        served=None if served is None else served.fitting.division.title,
+        nearest=None if near is None else near[0].fitting.division.title,
         nearest_point=None if near is None else near[1],
         nothing_fits=None if deployments else _nothing_fits(question),
         margin=margin,
@@ -150,7 +150,7 @@ def make_plan(question: PlanQuestion, found: Found) -> Plan:
     )
 
 
-def margin_of(found: Found, ranked: list[tuple[Curve, OperatingPoint]]) -> Margin | None:
+def margin_of(found: SearchFindings, ranked: list[tuple[Curve, OperatingPoint]]) -> Margin | None:
     """Compare the best two over seeds. None means that there are no two."""
     if len(ranked) < 2:
         return None
@@ -160,7 +160,7 @@ def margin_of(found: Found, ranked: list[tuple[Curve, OperatingPoint]]) -> Margi
     if len(ratios) > 1:
         half = student_t_quantile(_CONFIDENCE, len(ratios) - 1) * stdev(ratios) / len(ratios) ** 0.5
         low, high = mean - half, mean + half
-    titles = (first.fitting.candidate.title, second.fitting.candidate.title)
+    titles = (first.fitting.division.title, second.fitting.division.title)
     return Margin(first=titles[0], second=titles[1], mean=mean, low=low, high=high, num_seeds=len(ratios))
 
 
@@ -175,16 +175,16 @@ def inverted(margin: Margin) -> Margin:
 def _described(
     question: PlanQuestion, curve: Curve, best: OperatingPoint | None, status: str | None = None
 ) -> PlannedDeployment:
-    fitting, candidate = curve.fitting, curve.fitting.candidate
+    fitting, division = curve.fitting, curve.fitting.division
     if status is None:
         status = "dominated" if curve.is_dominated else "missed" if best is None else "kept"
     needed = question.tokens_per_s_needed
     return PlannedDeployment(
-        title=candidate.title,
-        mode=candidate.mode,
-        num_groups=candidate.num_groups,
-        num_attention_workers=candidate.num_attention_workers,
-        num_expert_workers=candidate.num_expert_workers,
+        title=division.title,
+        mode=division.mode,
+        num_groups=division.num_groups,
+        num_attention_workers=division.num_attention_workers,
+        num_expert_workers=division.num_expert_workers,
         status=status,
         memory=fitting.memory,
         estimated_tokens_per_s=curve.estimated_tokens_per_s,
@@ -195,8 +195,8 @@ def _described(
         limits=None if best is None else fitting.limits(best.num_requests),
         share_of_rate=None if best is None or needed is None else best.tokens_per_s / needed,
         points=curve.points,
-        commands=[] if best is None or not candidate.is_served else _commands(curve, best),
-        why_not=None if candidate.is_served else why_simulated_only(fitting),
+        commands=[] if best is None or not division.is_served else _commands(curve, best),
+        why_not=None if division.is_served else why_simulated_only(fitting),
     )
 
 
@@ -210,5 +210,5 @@ def _nothing_fits(question: PlanQuestion) -> str:
     fewest = fewest_gpus(question)
     if fewest is None:
         return f"{some}, nor any number of them: take a GPU with more memory, or shorter requests"
-    number, candidate = fewest
-    return f"{some}; {number} would do, as {candidate.title}"
+    number, division = fewest
+    return f"{some}; {number} would do, as {division.title}"

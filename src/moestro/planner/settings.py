@@ -81,7 +81,7 @@ class ObjectiveSettings(CheckedSettings):
 class PlanSearchSettings(CheckedSettings):
     """The search."""
 
-    time: Annotated[float, above(0), _SEARCH] = 120.0
+    time: Annotated[float, above(0), _SEARCH] = 180.0
     "Seconds for the simulations. What they did not reach is named."
     served_only: Annotated[bool, Parameter(negative=()), _SEARCH] = False
     "Try only what moestro serve can run."

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rich.console import Console
 from rich.table import Table
 
-from moestro.planner.plan import Margin, Plan, PlannedDeployment
+from moestro.planner.plan import Margin, DeploymentPlan, PlannedDeployment
 
 _SHOWN_MISFITS = 6
 
 
-def print_plan(console: Console, plan: Plan) -> None:
+def print_plan(console: Console, plan: DeploymentPlan) -> None:
     """Print what wins, the table of deployments, the commands and the assumptions."""
 
     def line(text: str) -> None:
@@ -18,6 +20,7 @@ def print_plan(console: Console, plan: Plan) -> None:
 
     if plan.deployments:
         console.print(_table(plan))
+        line("max seqs and KV tokens are those of an engine; <: estimate; * the simulator alone runs it")
     for title, reason in list(plan.misfits.items())[:_SHOWN_MISFITS]:
         line(f"does not fit: {title}: {reason}")
     if len(plan.misfits) > _SHOWN_MISFITS:
@@ -31,14 +34,14 @@ def print_plan(console: Console, plan: Plan) -> None:
         line(f"- {sentence}")
 
 
-def verdict(plan: Plan) -> list[str]:
+def verdict(plan: DeploymentPlan) -> list[str]:
     """Return the sentences that answer the question."""
     if plan.nothing_fits is not None:
         return [plan.nothing_fits]
     if plan.winner is None:
         return [_nearest(plan)]
     winner = plan.named(plan.winner)
-    found = [f"{winner.title} wins: {_figures(winner)}"]
+    found = [f"Best: {winner.title}, {_figures(winner)}"]
     if plan.margin is not None:
         found.append(_compared(plan.margin))
     late = [each.title for each in plan.deployments if each.status == "not reached"]
@@ -49,7 +52,7 @@ def verdict(plan: Plan) -> list[str]:
     return found
 
 
-def _nearest(plan: Plan) -> str:
+def _nearest(plan: DeploymentPlan) -> str:
     point = plan.nearest_point
     if plan.nearest is None or point is None:
         return "No deployment was simulated: raise --time"
@@ -85,8 +88,7 @@ def _rate(winner: PlannedDeployment, share: float) -> str:
     return f"It serves {share:.0%} of --request-rate: about {1 / share:.1f} times as many GPUs are needed"
 
 
-def _print_commands(line: object, each: PlannedDeployment) -> None:
-    assert callable(line)
+def _print_commands(line: Callable[[str], None], each: PlannedDeployment) -> None:
     if not each.commands:
         line(f"{each.title} is simulated only: {each.why_not}")
         return
@@ -97,16 +99,13 @@ def _print_commands(line: object, each: PlannedDeployment) -> None:
         line("    (paced devices: for GPUs, name the checkpoint's directory, and --device cuda in place of paced)")
 
 
-def _table(plan: Plan) -> Table:
+def _table(plan: DeploymentPlan) -> Table:
     table = Table(title="Most output tokens a second within the objectives, simulated", title_justify="left")
-    table.add_column("deployment")
-    for name in ("tokens/s", "requests", "ITL, ms", "TTFT, ms", "seqs an engine", "KV tokens an engine", "weights, GB"):
+    table.add_column("deployment", no_wrap=True)
+    for name in ("tokens/s", "requests", "ITL ms", "TTFT ms", "max seqs", "KV tokens"):
         table.add_column(name, justify="right")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for each in plan.deployments:
-        weights = f"{each.memory.weights_gb:.1f}"
-        if each.memory.expert_weights_gb is not None:
-            weights += f" / {each.memory.expert_weights_gb:.1f}"
         table.add_row(
             each.title,
             f"< {each.estimated_tokens_per_s:,.0f}" if each.tokens_per_s is None else f"{each.tokens_per_s:,.0f}",
@@ -115,12 +114,10 @@ def _table(plan: Plan) -> Table:
             "-" if each.ttft_ms is None else f"{each.ttft_ms:.0f}",
             "-" if each.limits is None else f"{each.limits.max_num_seqs:,}",
             f"{each.memory.kv_tokens:,}",
-            weights,
             _remark(each),
         )
     return table
 
 
 def _remark(each: PlannedDeployment) -> str:
-    served = "" if each.why_not is None else ", simulated only"
-    return ("" if each.status == "kept" else each.status) + served
+    return ("" if each.status == "kept" else each.status) + ("" if each.why_not is None else " *")

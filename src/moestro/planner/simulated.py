@@ -13,7 +13,7 @@ from moestro.cost.collectives import all_reduce
 from moestro.cost.drawn_step import Deployment
 from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerSettings
-from moestro.planner.candidates import Candidate
+from moestro.planner.divisions import GpuDivision
 from moestro.planner.memory import MemoryUse, share_of
 from moestro.planner.question import PlanQuestion
 from moestro.sim.baselines import LOCK_STEP, StepPricing, plain_replica
@@ -69,17 +69,17 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FittingCandidate:
+class FittingDivision:
     """A deployment that fits, and the memory that it uses."""
 
     question: PlanQuestion
-    candidate: Candidate
+    division: GpuDivision
     memory: MemoryUse
 
     @property
     def num_engines(self) -> int:
         """Engines of all groups."""
-        return self.candidate.num_groups * self.candidate.num_engines
+        return self.division.num_groups * self.division.num_engines
 
     @property
     def most_requests(self) -> int:
@@ -95,9 +95,9 @@ class FittingCandidate:
 
     def run(self, num_requests: int, seed: int) -> SimulatedPoint:
         """Simulate one of the groups with its part of the requests, and scale the figures to all groups."""
-        lengths, num_groups = self.question.lengths, self.candidate.num_groups
+        lengths, num_groups = self.question.lengths, self.division.num_groups
         each = max(round(num_requests / num_groups), 1)
-        is_async = self.candidate.mode == "async"
+        is_async = self.division.mode == "async"
         warm, least = _ASYNC_PASSES if is_async else _PASSES
         num_new = _ASYNC_NEW_REQUESTS if is_async else _NEW_REQUESTS
         passes = max(least, round(num_new * lengths.mean_output / each))
@@ -136,7 +136,7 @@ class FittingCandidate:
             max_num_queued_reqs=_NO_LIMIT,
             enable_prefix_caching=False,
         )
-        if self.candidate.mode == "async":
+        if self.division.mode == "async":
             return make_group(self.setup(seed), self.policy, bounds, 0)
         deployment, pricing = self.lock_step(seed)
         return LockStepGroup(bounds, deployment, pricing)
@@ -154,7 +154,7 @@ class FittingCandidate:
             host_expert_us=search.host_expert_us,
         )
         group = GroupSettings(
-            num_workers=self.candidate.gpus_per_group,
+            num_workers=self.division.gpus_per_group,
             workers_per_machine=hardware.gpus_per_machine,
             link_within=question.within.name,
             link_across=question.across.name,
@@ -167,8 +167,8 @@ class FittingCandidate:
     def policy(self) -> PolicySettings:
         """The mode, as `moestro sim` has it."""
         return PolicySettings(
-            mode=self.candidate.mode,
-            num_expert_workers=self.candidate.num_expert_workers,
+            mode=self.division.mode,
+            num_expert_workers=self.division.num_expert_workers,
             attention_step_policy=STEP_POLICY,
             expert_step_policy=STEP_POLICY,
             launch_ahead=self.question.launch_ahead,
@@ -176,18 +176,18 @@ class FittingCandidate:
 
     def cost(self) -> Roofline:
         """Prices of the stages of one GPU."""
-        share = share_of(self.question, self.candidate)
+        share = share_of(self.question, self.division)
         return Roofline(RooflineSettings(network=share, gpu=self.question.gpu, host=_NO_HOST))
 
     def lock_step(self, seed: int) -> tuple[Deployment, StepPricing]:
         """Return the workers of a mode in lock-step, and the prices of its steps."""
         cost = self.cost()
         grouped = cost.grouped_experts_ns if self.question.groups_experts and cost.network.experts else None
-        if self.candidate.mode != "fused":
+        if self.division.mode != "fused":
             setup, policy = self.setup(seed), self.policy
             deployment = deployment_of(setup, policy)
             return replace(deployment, host=VLLM_HOST, grouped_experts_ns=grouped), pricing_of(policy)
-        exchange = all_reduce(self.question.within, self.question.network, self.candidate.gpus_per_group)
+        exchange = all_reduce(self.question.within, self.question.network, self.division.gpus_per_group)
         if cost.network.experts is None:
             none = ExpertTable(0, np.zeros((1, cost.network.num_layers, 0), np.int32), 0, np.ones(1, np.bool_))
             return Deployment(

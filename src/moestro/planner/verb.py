@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 
 from moestro.errors import ConfigError
-from moestro.planner.plan import Plan, make_plan
+from moestro.planner.plan import DeploymentPlan, make_plan
 from moestro.planner.question import PlanQuestion, make_question
 from moestro.planner.search import PlanSearch
 from moestro.planner.settings import PlanSettings
@@ -17,7 +17,7 @@ from moestro.planner.show import print_plan
 from moestro.workload.progress import progress_bar
 
 
-def run_plan(settings: PlanSettings, console: Console) -> tuple[Plan, PlanQuestion]:
+def run_plan(settings: PlanSettings, console: Console) -> tuple[DeploymentPlan, PlanQuestion]:
     """Answer the question of `settings`, and print the answer.
 
     Raises:
@@ -50,7 +50,7 @@ def run_plan(settings: PlanSettings, console: Console) -> tuple[Plan, PlanQuesti
     return plan, question
 
 
-def write_plan(path: Path, plan: Plan) -> None:
+def write_plan(path: Path, plan: DeploymentPlan) -> None:
     """Write a plan as indented JSON.
 
     Raises:

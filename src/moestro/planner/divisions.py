@@ -14,7 +14,7 @@ _SERVED: tuple[SimMode, ...] = ("fused", "ep", "async")
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class GpuDivision:
     """One deployment.
 
     Attributes:
@@ -63,33 +63,34 @@ class Candidate:
         return f"{times}{_NAMES[self.mode]} {form}"
 
 
-def candidates_of(question: PlanQuestion) -> list[Candidate]:
+def divisions_of(question: PlanQuestion) -> list[GpuDivision]:
     """List all deployments to try, whether they fit or not."""
     hardware, search = question.settings.hardware, question.settings.search
     found = [
-        candidate
+        division
         for size in range(1, hardware.num_gpus + 1)
         if hardware.num_gpus % size == 0
-        for candidate in _of_groups(question, size)
+        for division in _of_groups(question, size)
     ]
-    return [candidate for candidate in found if candidate.is_served or not search.served_only]
+    return [division for division in found if division.is_served or not search.served_only]
 
 
-def _of_groups(question: PlanQuestion, size: int) -> Iterator[Candidate]:
+def _of_groups(question: PlanQuestion, size: int) -> Iterator[GpuDivision]:
     """Yield the deployments in groups of `size` GPUs."""
     hardware, experts = question.settings.hardware, question.network.experts
     number = hardware.num_gpus // size
     if size <= hardware.gpus_per_machine and size & (size - 1) == 0:  # all-reduces stay inside a machine
-        yield Candidate("fused", number, size)
+        yield GpuDivision("fused", number, size)
     if experts is None or size == 1:
         return
     if size <= experts.num_experts:
-        for mode in ("ep", "ep-overlap", "async"):
-            yield Candidate(mode, number, size)  # type: ignore[arg-type]
+        modes: tuple[SimMode, ...] = ("ep", "ep-overlap", "async")
+        for mode in modes:
+            yield GpuDivision(mode, number, size)
     for num_expert_workers in _ratios(size):
         if num_expert_workers <= experts.num_experts:
-            yield Candidate("afd", number, size, num_expert_workers)
-            yield Candidate("async", number, size, num_expert_workers)
+            yield GpuDivision("afd", number, size, num_expert_workers)
+            yield GpuDivision("async", number, size, num_expert_workers)
 
 
 def _ratios(size: int) -> list[int]:
