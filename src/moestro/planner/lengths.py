@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S
-from moestro.sim.closed_loop import SPREAD_S, TimedRows
+from moestro.sim.closed_loop import TimedRows
 from moestro.workload.rows import Rows
 
 Int64s = NDArray[np.int64]
@@ -50,7 +50,7 @@ class LengthSample:
         """Most tokens that a simulated request may ask for: those in progress ask for the longest answer too."""
         return self.longest + int(self.output.max())
 
-    def steady_load(self, num_first: int, num_more: int, seed: int) -> TimedRows:
+    def steady_load(self, num_first: int, num_more: int, spread_s: float, seed: int) -> TimedRows:
         """Make requests in progress, and the requests that replace them.
 
         Those in progress are drawn in proportion to the time that they take, and their progress evenly. Both are
@@ -59,6 +59,7 @@ class LengthSample:
         Args:
             num_first: requests in progress.
             num_more: further requests.
+            spread_s: seconds over which the requests in progress enter, less than a request takes.
             seed: seed of the draws.
         """
         rng = np.random.default_rng([seed, num_first])
@@ -72,7 +73,7 @@ class LengthSample:
             num_output_tokens=np.concatenate([self.output[which] - done, self.output[new]]),
             is_generated=True,
         )
-        return TimedRows(rows, (np.arange(num_first) * (SPREAD_S * NS_PER_S / num_first)).astype(np.int64), num_first)
+        return TimedRows(rows, (np.arange(num_first) * (spread_s * NS_PER_S / num_first)).astype(np.int64), num_first)
 
 
 def _strata(number: int, rng: np.random.Generator) -> NDArray[np.float64]:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from moestro.planner.divisions import GpuDivision, divisions_of
 from moestro.planner.curves import Curve, OperatingPoint, excess
+from moestro.planner.divisions import GpuDivision, divisions_of
 from moestro.planner.estimate import EstimatedPoint, Estimator
 from moestro.planner.memory import MemoryUse, memory_of
 from moestro.planner.question import PlanQuestion

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from moestro.planner.plan import Margin, DeploymentPlan, PlannedDeployment
+from moestro.planner.plan import DeploymentPlan, Margin, PlannedDeployment
 
 _SHOWN_MISFITS = 6
 
@@ -20,7 +21,7 @@ def print_plan(console: Console, plan: DeploymentPlan) -> None:
 
     if plan.deployments:
         console.print(_table(plan))
-        line("max seqs and KV tokens are those of an engine; <: estimate; * the simulator alone runs it")
+        line("seqs: of an engine (--max-num-seqs). <: estimate. *: the simulator alone runs it.")
     for title, reason in list(plan.misfits.items())[:_SHOWN_MISFITS]:
         line(f"does not fit: {title}: {reason}")
     if len(plan.misfits) > _SHOWN_MISFITS:
@@ -100,24 +101,21 @@ def _print_commands(line: Callable[[str], None], each: PlannedDeployment) -> Non
 
 
 def _table(plan: DeploymentPlan) -> Table:
-    table = Table(title="Most output tokens a second within the objectives, simulated", title_justify="left")
+    table = Table(
+        title="Most output tokens a second within the objectives, simulated", title_justify="left", box=SIMPLE_HEAD
+    )
     table.add_column("deployment", no_wrap=True)
-    for name in ("tokens/s", "requests", "ITL ms", "TTFT ms", "max seqs", "KV tokens"):
-        table.add_column(name, justify="right")
+    for name in ("tokens/s", "requests", "ITL ms", "TTFT ms", "seqs"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for each in plan.deployments:
         table.add_row(
-            each.title,
+            each.title + ("" if each.why_not is None else " *"),
             f"< {each.estimated_tokens_per_s:,.0f}" if each.tokens_per_s is None else f"{each.tokens_per_s:,.0f}",
             "-" if each.num_requests is None else f"{each.num_requests:,}",
             "-" if each.itl_ms is None else f"{each.itl_ms:.1f}",
             "-" if each.ttft_ms is None else f"{each.ttft_ms:.0f}",
             "-" if each.limits is None else f"{each.limits.max_num_seqs:,}",
-            f"{each.memory.kv_tokens:,}",
-            _remark(each),
+            "" if each.status == "kept" else each.status,
         )
     return table
-
-
-def _remark(each: PlannedDeployment) -> str:
-    return ("" if each.status == "kept" else each.status) + ("" if each.why_not is None else " *")

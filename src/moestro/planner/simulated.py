@@ -17,7 +17,7 @@ from moestro.planner.divisions import GpuDivision
 from moestro.planner.memory import MemoryUse, share_of
 from moestro.planner.question import PlanQuestion
 from moestro.sim.baselines import LOCK_STEP, StepPricing, plain_replica
-from moestro.sim.closed_loop import Observation, Replacing, run_observed
+from moestro.sim.closed_loop import SPREAD_S, Observation, Replacing, run_observed
 from moestro.sim.engine import Ranks
 from moestro.sim.group_builder import GroupSetup, deployment_of, make_group, pricing_of
 from moestro.sim.group_settings import GroupSettings
@@ -102,7 +102,9 @@ class FittingDivision:
         num_new = _ASYNC_NEW_REQUESTS if is_async else _NEW_REQUESTS
         passes = max(least, round(num_new * lengths.mean_output / each))
         num_more = 1 + round(2 * each * (warm + passes) / lengths.mean_output) + each // 4
-        load = lengths.steady_load(each, num_more, seed)
+        # In `async`, requests that enter at once would go through the layers as one wave. In lock-step they do anyway.
+        spread_s = min(SPREAD_S, self.question.settings.objectives.max_itl / 1e3) if is_async else 0.0
+        load = lengths.steady_load(each, num_more, spread_s, seed)
         observation = Observation(FOREVER_NS, FOREVER_NS, first_tokens=warm * each, most_tokens=(warm + passes) * each)
         group = self.group(seed, self.limits(each * num_groups))
         results = run_observed([group], observation, load, Replacing(load), computes_prompts=True)
