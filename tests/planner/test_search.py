@@ -63,6 +63,12 @@ def settings_of(model, *, num_gpus=2, search=None, **objectives):
     )
 
 
+def after(num_looks):
+    """A clock that ends a search when it was looked at so often: `async`, which is slow, is then not reached."""
+    left = iter(range(num_looks, -1, -1))
+    return lambda: float(next(left, 0))
+
+
 def point(number, tokens, itl, ttft=10.0):
     return SimulatedPoint(
         num_requests=number, seed=0, tokens_per_s=tokens, itl_ms=itl, itl_p99_ms=itl, ttft_ms=ttft, ttft_p99_ms=ttft
@@ -173,22 +179,25 @@ def test_rungs_ascend_from_one_request_an_engine_to_what_fits(small):
 
 def test_replicas_win_where_experts_are_few_and_links_are_slow(small):
     question = make_question(settings_of(small))
-    plan = make_plan(question, PlanSearch(question).run())
+    plan = make_plan(question, PlanSearch(question, after(60)).run())
     assert plan.winner == plan.served == "2 replicas"
     winner = plan.named(plan.winner)
     assert winner.itl_ms <= 3.0
     assert winner.commands[0].startswith(f"moestro serve {small} --mode fused --engines 2")
-    assert {each.status for each in plan.deployments} <= {"kept", "missed", "dominated", "left out"}
+    assert {each.status for each in plan.deployments} <= {
+        "kept", "missed", "dominated", "left out", "not reached",
+    }  # fmt: skip
 
 
 def test_the_same_seed_gives_the_same_plan(small):
-    question = make_question(settings_of(small, search=PlanSearchSettings(num_seeds=2, served_only=True)))
-    assert make_plan(question, PlanSearch(question).run()) == make_plan(question, PlanSearch(question).run())
+    question = make_question(settings_of(small))
+    first, second = (make_plan(question, PlanSearch(question, after(40)).run()) for _ in range(2))
+    assert first == second
 
 
 def test_objectives_that_nothing_keeps_show_the_nearest(small):
     question = make_question(settings_of(small, max_itl=0.001))
-    plan = make_plan(question, PlanSearch(question).run())
+    plan = make_plan(question, PlanSearch(question, after(40)).run())
     assert plan.winner is None
     assert plan.nearest_point.itl_ms > 0.001
     assert verdict(plan)[0].startswith(f"No deployment keeps the objectives. The nearest is {plan.nearest}")
