@@ -158,8 +158,8 @@ def show(each: Comparison) -> None:
     print(
         f"{each.way:10} tokens/s {each.predicted_tokens_per_s:7,.0f} predicted, {each.paced_tokens_per_s:7,.0f} paced"
         f" ({each.error:+.1%}); ITL {each.predicted_itl_ms:6.1f} / {each.paced_itl_ms:6.1f} ms ({each.itl_error:+.1%});"
-        f" TTFT {each.predicted_ttft_ms:.0f} / {each.paced_ttft_ms:.0f} ms; x {each.dilation:g}, late {each.lateness:.1%}"
-        f"{'' if each.is_valid else ': INVALID'}",
+        f" TTFT {each.predicted_ttft_ms:.0f} / {each.paced_ttft_ms:.0f} ms; x {each.dilation:g}, {each.lateness:.1%}"
+        f" late{'' if each.is_valid else ': INVALID'}",
         flush=True,
     )
 

@@ -27,9 +27,6 @@ from moestro.sim.settings import PolicySettings, SimEngineSettings
 STEP_POLICY = "defrag"  # Algorithm 1 of AMoE, which the map of modes has
 _NO_HOST = HostCost(step_ns=0, sequence_ns=0)
 _NO_LIMIT = 1 << 30
-# Time from an answer's end to the client's next request. It misses the step that begins at this end, as every request
-# through a network does. Here, a client on the same machine takes some milliseconds.
-_CLIENT_NS = 1_000_000
 _MULTIPLE = 8  # limits on sequences are multiples of this
 # Tokens of each request, in the mean, before a run is observed and while it is, and new requests in the meantime, if
 # these take longer. 2 + 4 tokens are within 5 % of 4 + 6 for 1,200 requests in `async`, whose runs take long.
@@ -110,7 +107,7 @@ class FittingDivision:
         load = lengths.steady_load(each, num_more, spread_s, seed)
         observation = Observation(FOREVER_NS, FOREVER_NS, first_tokens=warm * each, most_tokens=(warm + passes) * each)
         group = self.group(seed, self.limits(each * num_groups))
-        results = run_observed([group], observation, load, Replacing(load, _CLIENT_NS), computes_prompts=True)
+        results = run_observed([group], observation, load, Replacing(load), computes_prompts=True)
         itl_ms = np.array(observation.gaps_ns) / 1e6
         new = np.flatnonzero(results.arrival_ns >= 0)[load.num_first :]
         # A request without a token at the end has waited at least until then.

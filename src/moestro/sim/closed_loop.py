@@ -42,15 +42,9 @@ class TimedRows:
 
 
 class Replacing:
-    """Closed loop: a new request arrives when one has ended, as long as there are new ones; implements `sim.Arrivals`.
+    """Closed loop: a new request arrives when one ends, as long as there are new ones; implements `sim.Arrivals`."""
 
-    Args:
-        load: requests in progress, and those that replace them.
-        delay_ns: time from the end of a request to the arrival of the next one.
-    """
-
-    def __init__(self, load: TimedRows, delay_ns: int = 0) -> None:
-        self._delay_ns = delay_ns
+    def __init__(self, load: TimedRows) -> None:
         self.start_ns = load.offsets_ns
         self._next, self._end = load.num_first, len(load.rows)
 
@@ -60,11 +54,11 @@ class Replacing:
         return np.arange(len(self.start_ns))
 
     def next_turn(self, row: int, ended_ns: int) -> tuple[int, int] | None:
-        """Return the next new request, which arrives after the delay."""
+        """Return the next new request, which arrives at once."""
         if self._next == self._end:
             return None
         self._next += 1
-        return self._next - 1, ended_ns + self._delay_ns
+        return self._next - 1, ended_ns
 
 
 @dataclass(slots=True)
