@@ -32,6 +32,7 @@ _MULTIPLE = 8  # limits on sequences are multiples of this
 # these take longer. 2 + 4 tokens are within 5 % of 4 + 6 for 1,200 requests in `async`, whose runs take long.
 _ASYNC_PASSES, _PASSES = (2, 4), (3, 8)
 _ASYNC_NEW_REQUESTS, _NEW_REQUESTS = 16, 64
+_MOST_PASSES = 256  # steps are nearly alike with few requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ class FittingDivision:
         is_async = self.division.mode == "async"
         warm, least = _ASYNC_PASSES if is_async else _PASSES
         num_new = _ASYNC_NEW_REQUESTS if is_async else _NEW_REQUESTS
-        passes = max(least, round(num_new * lengths.mean_output / each))
+        passes = max(least, min(round(num_new * lengths.mean_output / each), _MOST_PASSES))
         num_more = 1 + round(2 * each * (warm + passes) / lengths.mean_output) + each // 4
         # In `async`, requests that enter at once would go through the layers as one wave. In lock-step they do anyway.
         spread_s = min(SPREAD_S, self.question.settings.objectives.max_itl / 1e3) if is_async else 0.0
