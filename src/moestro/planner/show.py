@@ -102,7 +102,10 @@ def _print_commands(line: Callable[[str], None], each: PlannedDeployment) -> Non
 
 def _table(plan: DeploymentPlan) -> Table:
     table = Table(
-        title="Most output tokens a second within the objectives, simulated", title_justify="left", box=SIMPLE_HEAD
+        title="Most output tokens a second within the objectives, simulated",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("deployment", no_wrap=True)
     for name in ("tokens/s", "requests", "ITL ms", "TTFT ms", "seqs"):
