@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "web": {"core"},
     "sim": {"core", "wire", "cost", "workload", "config", *LEVELS},
     "repro": {"sim", "core", "wire", "cost", "workload", "config", *LEVELS},
+    "planner": {"sim", "core", "wire", "cost", "workload", "config", *LEVELS},
     "worker": {"core", "wire", "model", "cost", "config", *LEVELS},
     "server": {"core", "wire", "routing", "text", "web", "workload", "config"},
     "gateway": {"core", "wire", "routing", "text", "web", "workload", "config"},
@@ -56,7 +57,8 @@ ONLY_IN = {"torch": {"model"}, "transformers": {"model", "text"}} | dict.fromkey
 ONLY_IN["zmq"] = EFFECTS | {"wire"}  # keys and admission of the sockets that both ends of a wire have
 ONLY_IN["ray"] = {"server"}
 BANNED_NAMES = {"utils", "helpers", "common", "misc", "manager"}
-READS_CLOCK = {*EFFECTS, "config"}  # config stamps a run's record with the time of its start
+# config stamps a run's record with the time of its start; planner ends its search in time
+READS_CLOCK = {*EFFECTS, "config", "planner"}
 # Rooms whose words are clock-free: time enters as an integer that somebody hands in.
 WALL_CLOCK = {"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "now", "utcnow"}
 

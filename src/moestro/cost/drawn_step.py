@@ -50,6 +50,8 @@ class Deployment:
         slowdown: float64[workers], factor on the stage times of each worker. None means 1 for all.
         jitter: draws factors on stage times, in a given shape. None means 1 for all. A layer's micro-batches share
             their factor, so choosing their number gains nothing from luck.
+        grouped_experts_ns: prices all experts of a worker in a layer as one grouped product, from the number of experts
+            with rows and the number of rows, int64[...] each, ns. None means a product for each expert.
     """
 
     cost: StageCostModel
@@ -60,6 +62,7 @@ class Deployment:
     host: HostCost = NO_HOST
     slowdown: Floats | None = None
     jitter: Callable[[tuple[int, ...]], Floats] | None = None
+    grouped_experts_ns: Callable[[Int64s, Int64s], Int64s] | None = None
 
     @property
     def num_workers(self) -> int:
@@ -133,6 +136,14 @@ class StepPricer:
         # Sources matter only to what is exchanged and to the choice of a copy. Drawing for all at once is faster.
         self.joins_sources = deployment.exchange.is_free and not self.slots.has_copies
 
+    def experts_ns(self, rows: Int64s) -> Int64s:
+        """Price the experts of each worker and layer, int64[parts, workers, layers], from the rows of their slots."""
+        grouped = self.deployment.grouped_experts_ns
+        if grouped is not None:
+            return grouped((rows > 0).sum(axis=-1), rows.sum(axis=-1))
+        times: Int64s = self.expert_prices.of(rows).sum(axis=-1)
+        return times
+
     def draw(self, batches: Sequence[KeyedBatch | None]) -> DrawnStep:
         """Draw the experts of a step's tokens; `batches` has an item for each rank, None for an idle one."""
         return DrawnStep(self, batches)
@@ -175,7 +186,7 @@ class DrawnStep:
         if self._counts is not None:
             counts = self._counts.reshape(num_parts, every, *self._counts.shape[1:]).sum(axis=1)
             rows = pricer.slots.rows(counts)[:, :, :, pricer.sparse]
-            experts_ns = pricer.expert_prices.of(rows.sum(axis=1)).sum(axis=-1)
+            experts_ns = pricer.experts_ns(rows.sum(axis=1))
             if not deployment.exchange.is_free:
                 sent, num_tokens = rows.sum(axis=-1), np.diff(cuts)
                 for part in range(num_parts):

@@ -6,10 +6,17 @@ utilisations). `docs/costs.md` states the model and compares it with published e
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
 from moestro.cost.gpus import Gpu
 from moestro.cost.networks import LayerGroup, NetworkShape
 
 Chunks = list[tuple[int, int]]  # (cached tokens, tokens to compute) of each prefill chunk; a step has few chunks
+
+_Number = TypeVar("_Number", float, NDArray[np.float64])
 
 _NS = 1e9
 # Decode attention takes 0.15 us for each sequence besides reading its KV, on an A100; faster memory takes less.
@@ -83,7 +90,7 @@ class Kernels:
             total_s += max(pair_s * twice_num_pairs(cached, new, window), token_s * num_read) + expand_s * num_read
         return 2 * gpu.kernel_ns + num_new * gpu.attention_token_ns + _NS * total_s
 
-    def experts_ns(self, num_activated: float, num_copies: float) -> float:
+    def experts_ns(self, num_activated: _Number, num_copies: _Number) -> _Number:
         """Price a layer's fused experts on one rank: reading weights and arithmetic, overlapped as on this GPU."""
         gpu, experts = self._gpu, self._network.experts
         assert experts is not None, "a dense network has no experts to price"
@@ -91,7 +98,7 @@ class Kernels:
         flops = 6.0 * num_copies * self._network.hidden_size * experts.intermediate_size
         compute_s = flops / (self._flops_per_s * gpu.expert_compute)
         p = gpu.expert_overlap
-        together_s: float = (memory_s**p + compute_s**p) ** (1 / p)
+        together_s: _Number = (memory_s**p + compute_s**p) ** (1 / p)
         return gpu.expert_start_ns + _NS * together_s
 
     def one_expert_ns(self, num_rows: int) -> float:

@@ -16,6 +16,7 @@ class AttentionShape:
     Attributes:
         projections: (outputs, inputs) of each product that every token passes once.
         kv_bytes_per_token: in the pool, of one layer.
+        num_kv_heads: heads of keys and values; 1 with latents, which are not divided.
         decode_flops: for each token of context that one new token attends to.
         prefill_flops: the same within a prefill chunk, where keys and values are not compressed.
         expand_flops: in prefill, for each token of context, once a chunk: latents made keys and values again (MLA).
@@ -26,6 +27,7 @@ class AttentionShape:
     decode_flops: float
     prefill_flops: float
     expand_flops: float = 0.0
+    num_kv_heads: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,7 @@ def grouped_query(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim:
         kv_bytes_per_token=2 * num_kv_heads * head_dim * 2,
         decode_flops=4.0 * num_heads * head_dim,
         prefill_flops=4.0 * num_heads * head_dim,
+        num_kv_heads=num_kv_heads,
     )
 
 

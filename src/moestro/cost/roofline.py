@@ -186,6 +186,19 @@ class Roofline:
         """Implement `StageCostModel.expert_ns`."""
         return round(self._kernels.one_expert_ns(num_rows))
 
+    def grouped_experts_ns(self, num_activated: Int64s, num_rows: Int64s) -> Int64s:
+        """Price the experts of a layer on one worker as one grouped product, which steps in `fused` mode have.
+
+        Args:
+            num_activated: int64[...], experts with rows.
+            num_rows: int64[...], rows of all of them.
+
+        Returns:
+            int64[...], ns; 0 without rows.
+        """
+        times = self._kernels.experts_ns(num_activated.astype(np.float64), num_rows.astype(np.float64))
+        return np.where(num_activated > 0, np.rint(times), 0).astype(np.int64)
+
     def sample_ns(self, num_sequences: int) -> int:
         """Implement `StageCostModel.sample_ns`."""
         return round(self._kernels.head_ns(num_sequences))

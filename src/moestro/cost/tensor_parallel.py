@@ -61,4 +61,5 @@ def _attention_share(attention: AttentionShape, num_gpus: int, num_kv_heads: int
         decode_flops=attention.decode_flops / num_gpus,
         prefill_flops=attention.prefill_flops / num_gpus,
         expand_flops=attention.expand_flops / num_gpus,
+        num_kv_heads=max(attention.num_kv_heads // num_gpus, 1),
     )

@@ -31,11 +31,11 @@ class LeastTimes:
 
     Attributes:
         token_ns: attention and dense parts of all layers, and the sampler.
-        expert_ns: one expert over one row.
+        expert_ns: one expert over one row; float64[layers, experts] where experts have different batches.
     """
 
     token_ns: float
-    expert_ns: float
+    expert_ns: float | Floats
 
 
 def least_times(cost: StageCostModel, batch: Batch, most_rows: int) -> LeastTimes:

@@ -38,13 +38,13 @@ from moestro.repro.lmetric.prefix_classes import WatchedClasses
 from moestro.repro.lmetric.tables import tables_of
 from moestro.repro.results import Claim
 from moestro.repro.sources import Source, generated_sources, trace_sources
-from moestro.repro.student_t import student_t_quantile
 from moestro.repro.testbed import ServingFigures, Testbed, measured, paired_interval, run, saturation_rate, signals_of
 from moestro.routing.indicators import batch_size, hit_ratio, num_tokens, p_tokens
 from moestro.routing.policies.filtered import LowestTtft
 from moestro.routing.policy_contract import Needs, RoutePolicy
 from moestro.routing.registry import ROUTE_POLICIES, policy_from
 from moestro.routing.scoring import Scored
+from moestro.sim.student_t import student_t_quantile
 
 OTHER_NETWORK, GPU = "qwen2-7b", "h20"
 SHARES = (0.3, 0.5, 0.65, 0.8, 0.9)  # shares of the saturation rate; the paper's figures are at one half

@@ -1,0 +1,201 @@
+"""Compares what `moestro plan` predicts with paced servers, measured through HTTP.
+
+    # Starts the servers itself; about five minutes on two idle cores
+    python bench/simulator/plan_check.py [--requests 32] [--ways NAME ...] \\
+        [--json bench/results/simulator/plan_check.json]
+
+Mixtral 8x7B on two H200, in the four deployments that two GPUs and our server have: two replicas, `ep` over both GPUs,
+`async` with attention and experts on both, and `async` with attention on one and experts on the other. Each is started
+by the command that the planner prints, with a dilation that leaves the two cores time for their own work. A constant
+number of users send prompts of 64 tokens and get answers of 32. The first answer of each user has a random length, so
+that requests end evenly, and does not count.
+
+The planner's simulation has the paced devices' prices: hot experts are the same in all layers; `ep` prices experts one
+by one, and replicas a grouped product. Items of `async` cost the simulated host nothing, because here the real host
+prepares them; its time is divided by the dilation.
+
+A run is invalid if the devices' mean lateness exceeds 5 % of the mean duration of their items. The goal is 10 % for
+throughput and ITL, and the same order of the deployments wherever predictions differ by more than that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from moestro.config.run_record import run_record
+from moestro.planner.command import serve_arguments
+from moestro.planner.divisions import GpuDivision
+from moestro.planner.memory import memory_of
+from moestro.planner.question import make_question
+from moestro.planner.settings import HardwareSettings, PlanSearchSettings, PlanSettings, TrafficSettings
+from moestro.planner.simulated import FittingDivision, SimulatedPoint
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from shared.completions import Answer, ask, session
+from shared.results import make_parser, save
+from shared.server import Server, moestro
+
+ISL, OSL = 64, 32
+NUM_ANSWERS = 2  # of each user, after the first
+VOCABULARY = 4000  # ids that the demo model's tokenizer has
+GOAL, MOST_LATENESS = 0.10, 0.05
+PATIENCE_S = 600
+# About 330 items for each token of all requests in `async`, at 150 us of two cores each, need a dilation of 20.
+WAYS = {
+    "replicas": (GpuDivision("fused", 2, 1), 5.0),
+    "ep": (GpuDivision("ep", 1, 2), 5.0),
+    "async": (GpuDivision("async", 1, 2), 20.0),
+    "async_1_1": (GpuDivision("async", 1, 2, 1), 20.0),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One deployment, predicted and paced; times are divided by the dilation."""
+
+    way: str
+    dilation: float
+    predicted_tokens_per_s: float
+    paced_tokens_per_s: float
+    predicted_itl_ms: float
+    paced_itl_ms: float
+    predicted_ttft_ms: float
+    paced_ttft_ms: float
+    lateness: float
+
+    @property
+    def is_valid(self) -> bool:
+        return self.lateness <= MOST_LATENESS
+
+    @property
+    def error(self) -> float:
+        return self.predicted_tokens_per_s / self.paced_tokens_per_s - 1
+
+    @property
+    def itl_error(self) -> float:
+        return self.predicted_itl_ms / self.paced_itl_ms - 1
+
+
+def fitting_of(division: GpuDivision) -> FittingDivision:
+    settings = PlanSettings(
+        model="mixtral-8x7b",
+        hardware=HardwareSettings(gpu="h200", num_gpus=2, link_within="nvswitch-h100"),
+        traffic=TrafficSettings(isl=ISL, osl=OSL, hot_experts="same"),
+        search=PlanSearchSettings(host_attention_us=0, host_expert_us=0),
+    )
+    question = replace(make_question(settings), groups_experts=division.mode == "fused", launch_ahead=1)
+    return FittingDivision(question, division, memory_of(question, division))
+
+
+async def user(client, url: str, number: int, until_s: list[float]) -> list[tuple[float, float, Answer]]:
+    """Ask one question after another; returns the start and the end of each answer but the first."""
+    rng, found = np.random.default_rng(number), []
+    for turn in range(1 + NUM_ANSWERS):
+        tokens = OSL if turn else int(rng.integers(1, OSL + 1))
+        prompt = rng.integers(10, VOCABULARY, ISL).tolist()
+        body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+        begin_s = time.monotonic()
+        answer = await ask(client, url, body, stream=True)
+        assert answer.end == "answered whole", answer.end
+        if turn:
+            found.append((begin_s, time.monotonic(), answer))
+    until_s.append(time.monotonic())
+    return found
+
+
+async def measure(server: Server, num_users: int) -> tuple[float, float, float]:
+    """Return tokens a second, mean ITL and mean TTFT in seconds, while all users had requests in progress."""
+    until_s: list[float] = []
+    async with session(PATIENCE_S) as client:
+        by_user = await asyncio.gather(*(user(client, server.url, each, until_s) for each in range(num_users)))
+    answers = [each for found in by_user for each in found]
+    from_s, to_s = max(found[0][0] for found in by_user), min(until_s)
+    seen = [at for _, _, answer in answers for at, _ in answer.chunks if from_s <= at <= to_s]
+    per_chunk = sum(answer.num_tokens for *_, answer in answers) / sum(len(answer.chunks) for *_, answer in answers)
+    gaps = [(answer.chunks[-1][0] - answer.chunks[0][0]) / (answer.num_tokens - answer.chunks[0][1])
+            for *_, answer in answers]  # fmt: skip
+    waits = [answer.chunks[0][0] - begin_s for begin_s, _, answer in answers]
+    return len(seen) * per_chunk / (to_s - from_s), fmean(gaps), fmean(waits)
+
+
+def lateness(server: Server) -> float:
+    spent = sum(server.samples("moestro:paced_item_seconds_total"))
+    return sum(server.samples("moestro:paced_late_seconds_total")) / spent if spent else 0.0
+
+
+def compare(way: str, num_requests: int) -> Comparison:
+    division, dilation = WAYS[way]
+    fitting = fitting_of(division)
+    predicted: SimulatedPoint = fitting.run(num_requests, 0)
+    flags = [*serve_arguments(fitting, num_requests)[2:], "--pace-dilation", str(dilation), "--log-level", "error"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with moestro(port, *flags, "--no-enable-prefix-caching", OMP_NUM_THREADS="1") as server:
+        tokens_per_s, itl_s, ttft_s = asyncio.run(measure(server, num_requests))
+        late = lateness(server)
+    return Comparison(
+        way=way,
+        dilation=dilation,
+        predicted_tokens_per_s=predicted.tokens_per_s,
+        paced_tokens_per_s=tokens_per_s * dilation,
+        predicted_itl_ms=predicted.itl_ms,
+        paced_itl_ms=itl_s / dilation * 1e3,
+        predicted_ttft_ms=predicted.ttft_ms,
+        paced_ttft_ms=ttft_s / dilation * 1e3,
+        lateness=late,
+    )
+
+
+def show(each: Comparison) -> None:
+    print(
+        f"{each.way:10} tokens/s {each.predicted_tokens_per_s:7,.0f} predicted, {each.paced_tokens_per_s:7,.0f} paced"
+        f" ({each.error:+.1%}); ITL {each.predicted_itl_ms:6.1f} / {each.paced_itl_ms:6.1f} ms ({each.itl_error:+.1%});"
+        f" TTFT {each.predicted_ttft_ms:.0f} / {each.paced_ttft_ms:.0f} ms; x {each.dilation:g}, {each.lateness:.1%}"
+        f" late{'' if each.is_valid else ': INVALID'}",
+        flush=True,
+    )
+
+
+def misordered(found: list[Comparison]) -> list[str]:
+    """Pairs of deployments whose predictions differ by more than the goal, and whose paced order is the other."""
+    valid = [each for each in found if each.is_valid]
+    return [
+        f"{high.way} before {low.way}"
+        for high in valid
+        for low in valid
+        if high.predicted_tokens_per_s > low.predicted_tokens_per_s * (1 + GOAL)
+        and high.paced_tokens_per_s < low.paced_tokens_per_s
+    ]
+
+
+def main() -> int:
+    """Compare all ways; the exit status is 1 if a goal is missed or a run is invalid."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--requests", type=int, default=32, help="users, each with one request at a time")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    options = parser.parse_args()
+    conditions, found = run_record("paced"), []
+    for way in options.ways:
+        found.append(compare(way, options.requests))
+        show(found[-1])
+    wrong = misordered(found)
+    missed = [each.way for each in found if each.is_valid and max(abs(each.error), abs(each.itl_error)) > GOAL]
+    invalid = [each.way for each in found if not each.is_valid]
+    print(f"wrong order: {wrong or 'none'}; beyond {GOAL:.0%}: {missed or 'none'}; invalid: {invalid or 'none'}")
+    rows = [
+        asdict(each) | {"error": each.error, "itl_error": each.itl_error, "is_valid": each.is_valid} for each in found
+    ]
+    save(options.json, conditions, {"requests": options.requests, "isl": ISL, "osl": OSL, "ways": rows, "wrong": wrong})
+    return bool(wrong or missed or invalid)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""What `moestro plan` is asked, with all names looked up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moestro.cost.gpus import Gpu, gpu_named
+from moestro.cost.hf_config import CONFIGS, network_from_config, network_named
+from moestro.cost.links import NVSWITCH_A100, NVSWITCH_H100, Link, link_named
+from moestro.cost.networks import NetworkShape
+from moestro.cost.popularity import PopularityForm
+from moestro.errors import ConfigError
+from moestro.planner.lengths import LengthSample
+from moestro.planner.settings import HardwareSettings, PlanSettings, TrafficSettings
+from moestro.workload.traces import read_trace
+
+_NVSWITCH = {"a100": NVSWITCH_A100, "h20-": NVSWITCH_H100, "h100": NVSWITCH_H100, "h200": NVSWITCH_H100}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlanQuestion:
+    """A network, GPUs, requests and objectives.
+
+    Attributes:
+        settings: settings as given.
+        network, gpu: the network, and each GPU.
+        within, across: links inside a machine and between machines.
+        lengths: lengths of the requests.
+        family, skew: family of the experts' popularity, and its exponent or rate.
+        groups_experts: whether modes in lock-step compute the experts of a layer as one grouped product.
+        launch_ahead: items with a device at once, in `async`.
+    """
+
+    settings: PlanSettings
+    network: NetworkShape
+    gpu: Gpu
+    within: Link
+    across: Link
+    lengths: LengthSample
+    family: str
+    skew: float
+    groups_experts: bool = True
+    launch_ahead: int = 2
+
+    def popularity(self, seed: int) -> PopularityForm:
+        """Popularity of the experts under a seed."""
+        hot_ids = self.settings.traffic.hot_experts
+        return PopularityForm(family=self.family, skew=self.skew, hot_ids=hot_ids, seed=seed)  # type: ignore[arg-type]
+
+    @property
+    def tokens_per_s_needed(self) -> float | None:
+        """Output tokens a second that --request-rate asks for. None means as many as possible."""
+        rate = self.settings.traffic.request_rate
+        return None if rate is None else rate * self.lengths.mean_output
+
+
+def make_question(settings: PlanSettings) -> PlanQuestion:
+    """Look up all names.
+
+    Raises:
+        ConfigError: a name is unknown, or a file cannot be read.
+    """
+    hardware, gpu = settings.hardware, gpu_named(settings.hardware.gpu)
+    family, skew = _popularity(settings.traffic.popularity)
+    return PlanQuestion(
+        settings=settings,
+        network=read_network(settings.model),
+        gpu=gpu,
+        within=_link_within(hardware, gpu),
+        across=link_named(hardware.link_across),
+        lengths=_lengths(settings.traffic),
+        family=family,
+        skew=skew,
+    )
+
+
+def read_network(model: str) -> NetworkShape:
+    """Read the sizes of a network.
+
+    Args:
+        model: a name of `cost.hf_config`, a checkpoint directory, or its config.json.
+
+    Raises:
+        ConfigError: there is no such network, or its config lacks a size.
+    """
+    path = Path(model).expanduser()
+    if not path.exists():
+        if model.lower() in CONFIGS:
+            return network_named(model)
+        raise ConfigError(
+            f"no sizes for network {model!r}; known: {', '.join(CONFIGS)}. Give one of them, or a directory with the"
+            " network's config.json"
+        )
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as a network's config.json: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} is not a network's config.json: expected an object")
+    return network_from_config(path.resolve().name if path.is_dir() else path.stem, config)
+
+
+def _link_within(hardware: HardwareSettings, gpu: Gpu) -> Link:
+    if hardware.link_within is not None:
+        return link_named(hardware.link_within)
+    link = _NVSWITCH.get(gpu.name[:4])
+    if link is None:
+        raise ConfigError(f"--link-within has no default for {gpu.name}, which has no NVSwitch: name a link")
+    return link
+
+
+def _popularity(text: str) -> tuple[str, float]:
+    family, _, number = text.partition(":")
+    try:
+        skew = float(number) if number else 0.0
+    except ValueError:
+        skew = -1.0
+    is_uniform = family == "uniform" and not number
+    if not is_uniform and (family not in {"zipf", "exponential"} or not number or not 0 <= skew < np.inf):
+        raise ConfigError(f"--popularity {text!r} is unknown: give uniform, zipf:EXPONENT or exponential:RATE")
+    return family, skew
+
+
+def _lengths(traffic: TrafficSettings) -> LengthSample:
+    if traffic.dataset_path is None:
+        return LengthSample(np.array([traffic.isl], np.int64), np.array([traffic.osl], np.int64))
+    rows = read_trace(traffic.dataset_path)
+    if rows.texts is not None:
+        raise ConfigError(f"--dataset-path {traffic.dataset_path} holds texts, whose tokens are unknown: give lengths")
+    answered = (rows.num_output_tokens >= 1) & (rows.num_prompt_tokens >= 1)
+    if not answered.any():
+        raise ConfigError(f"--dataset-path {traffic.dataset_path} has no request with a prompt and an answer")
+    return LengthSample(rows.num_prompt_tokens[answered], rows.num_output_tokens[answered])
