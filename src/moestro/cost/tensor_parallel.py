@@ -12,7 +12,7 @@ from moestro.cost.networks import AttentionShape, NetworkShape
 from moestro.errors import ConfigError
 
 
-def network_share(network: NetworkShape, num_gpus: int, num_kv_heads: int) -> NetworkShape:
+def network_share(network: NetworkShape, num_gpus: int) -> NetworkShape:
     """Return what one of `num_gpus` GPUs computes and holds of every layer.
 
     With fewer heads of keys and values than GPUs, each GPU holds one head, as in vLLM. Compressed keys and values (MLA)
@@ -21,7 +21,6 @@ def network_share(network: NetworkShape, num_gpus: int, num_kv_heads: int) -> Ne
     Args:
         network: the whole network.
         num_gpus: GPUs of the replica.
-        num_kv_heads: heads of keys and values; 1 for multi-query attention. Without effect on MLA.
 
     Raises:
         ConfigError: an intermediate size is not divisible by the number of GPUs.
@@ -37,13 +36,13 @@ def network_share(network: NetworkShape, num_gpus: int, num_kv_heads: int) -> Ne
         network,
         name=f"{network.name}/{num_gpus}",
         vocab_size=-(-network.vocab_size // num_gpus),  # engines pad the vocabulary
-        attention=_attention_share(network.attention, num_gpus, num_kv_heads),
+        attention=_attention_share(network.attention, num_gpus),
         experts=experts,
         groups=tuple(replace(group, dense_size=group.dense_size // num_gpus) for group in network.groups),
     )
 
 
-def _attention_share(attention: AttentionShape, num_gpus: int, num_kv_heads: int) -> AttentionShape:
+def _attention_share(attention: AttentionShape, num_gpus: int) -> AttentionShape:
     projections: tuple[tuple[int, int], ...]
     kv_bytes = attention.kv_bytes_per_token
     if attention.expand_flops:  # latent attention: queries, latent, up, out
@@ -51,6 +50,7 @@ def _attention_share(attention: AttentionShape, num_gpus: int, num_kv_heads: int
         projections = (*lows, (query // num_gpus, low), latent, (up // num_gpus, rank), (hidden, values // num_gpus))
     else:
         (rows, hidden), (_, query) = attention.projections
+        num_kv_heads = attention.num_kv_heads
         kv_share = max(num_gpus, num_kv_heads) // num_gpus / num_kv_heads  # of all heads; at least one head
         kv_rows = round((rows - query) * kv_share)
         projections = ((query // num_gpus + kv_rows, hidden), (hidden, query // num_gpus))

@@ -46,7 +46,7 @@ def share_of(question: PlanQuestion, division: GpuDivision) -> NetworkShape:
     network = question.network
     if division.mode != "fused" or division.gpus_per_group == 1:
         return network
-    return network_share(network, division.gpus_per_group, network.attention.num_kv_heads)
+    return network_share(network, division.gpus_per_group)
 
 
 def memory_of(question: PlanQuestion, division: GpuDivision) -> MemoryUse:

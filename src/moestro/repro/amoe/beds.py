@@ -83,7 +83,7 @@ class Bed:
             num_tp_gpus: GPUs that share every product. The prototype's attention is not divided, because its time is
                 mostly page tables and post-processing, which every GPU does.
         """
-        share = self.shape if num_tp_gpus == 1 else network_share(self.shape, num_tp_gpus, num_kv_heads=1)
+        share = self.shape if num_tp_gpus == 1 else network_share(self.shape, num_tp_gpus)
         if self.prices == "kernels":
             return Roofline(RooflineSettings(network=share, gpu=self.device, host=NO_STEP_HOST))
         if num_tp_gpus == 1:

@@ -207,8 +207,7 @@ def _lock_step(kind: str, site: _Site) -> Built:
     num_ranks = bed.num_gpus // 2 if is_apart else bed.num_gpus
     machines = bed.machines(announces=False)
     if is_apart:
-        # The stored results announce the messages of ping-pong, too; a collective would not need to.
-        machines = with_both_kinds(bed.machines(announces=True), num_ranks, bed.num_gpus - num_ranks)
+        machines = with_both_kinds(machines, num_ranks, bed.num_gpus - num_ranks)
     deployment = Deployment(
         cost=cost,
         gate=bed.gate(site.seed),
@@ -255,7 +254,7 @@ def _smallest_replica(bed: Bed) -> tuple[int, int]:
     """GPUs of the smallest replica that holds the network, and the KV blocks of each."""
     num_gpus = 1
     while num_gpus <= bed.num_gpus:
-        share = bed.shape if num_gpus == 1 else network_share(bed.shape, num_gpus, num_kv_heads=1)
+        share = bed.shape if num_gpus == 1 else network_share(bed.shape, num_gpus)
         try:
             return num_gpus, kv_blocks(share, bed.device, BLOCK_SIZE)
         except ConfigError:
