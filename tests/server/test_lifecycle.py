@@ -184,14 +184,10 @@ def test_a_second_signal_does_not_wait_and_streams_hear_why(fake_command, tmp_pa
     assert_nothing_is_left(server, ranks)
 
 
-@pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
-def test_ranks_do_not_outlive_an_api_server_that_was_killed(is_stopped, fake_command, tmp_path):
+def test_ranks_do_not_outlive_an_api_server_that_was_killed(fake_command, tmp_path):
     server = Running(fake_command, tmp_path)
     connection = open_stream(server, max_tokens=4000)
     ranks = server.ranks()
-    if is_stopped:
-        for rank in ranks:
-            rank.suspend()
     server.kill()
     wait_until(lambda: not any(rank.is_running() and rank.status() != "zombie" for rank in ranks))
     connection.close()

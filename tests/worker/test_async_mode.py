@@ -232,8 +232,9 @@ def test_copies_answer_for_a_stopped_worker_which_is_used_again_when_it_goes_on(
         running.kill()
 
 
-def test_stopped_workers_do_not_outlive_an_api_server_that_was_killed(tmp_path):
-    running = Running((*REAL, *PACED), tmp_path)
+@pytest.mark.parametrize("flags", [(), ("--no-standby",)], ids=["forked", "not forked"])
+def test_stopped_workers_do_not_outlive_an_api_server_that_was_killed(flags, tmp_path):
+    running = Running((*REAL, *PACED, *flags), tmp_path)
     processes = running.ranks()
     for each in processes:
         each.suspend()

@@ -17,7 +17,7 @@ from moestro.web.pauses import PauseMeter
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
-_LATE_TICK_S = 2 * TICK_S  # A longer interval means that this process was stopped.
+_LATE_TICK_S = 4 * TICK_S  # A longer interval means that this process was stopped.
 _TOLD_PAUSE_NS = NS_PER_S
 _SILENT = (RankStatus.SILENT, RankStatus.HUNG)
 
