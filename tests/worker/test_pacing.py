@@ -275,7 +275,14 @@ class FakeCoordinator:
             num_waiting=(0,), oldest_ns=(0,), idle_ns=0, lived_ns=1, num_sent=(0, 0), sent_bytes=(0, 0), num_dropped=0,
             pace=counts,
         )  # fmt: skip
-        place = {"launch": 0, "num_restarts": 0, "is_draining": False, "shares": (), "phase": "serving"}
+        place = {
+            "launch": 0,
+            "num_restarts": 0,
+            "num_doubts": 0,
+            "is_draining": False,
+            "shares": (),
+            "phase": "serving",
+        }
         self._views = [
             WorkerView(name="engine 0", kind=WorkerKind.ATTENTION, number=0, figures=None, **place),
             WorkerView(name="expert worker 0", kind=WorkerKind.EXPERTS, number=0, figures=figures, **place),
