@@ -60,9 +60,10 @@ from moestro.wire.messages import ToRank
 from moestro.workload.request_record import Header, RecordedRequest
 
 # Between heartbeats. Each costs the API server 0.1 ms, so only workers with copies, which can take over at once, send
-# many: a copy has the tokens of a stopped worker after 0.13 to 0.22 s (DOUBT_BEATS, and two looks of the watchdog).
+# many: a copy has the tokens of a stopped worker after 0.09 to 0.18 s (two missed beats at two looks of the watchdog).
+# A doubt without need costs tokens that are computed twice; a worker whose beats were late gets more time (PATIENCE).
 ENGINE_BEAT_MS, EXPERT_BEAT_MS, COPIED_BEAT_MS = 250, 100, 40
-DOUBT_BEATS = 3  # missed, until others get the work of a silent rank
+ENGINE_DOUBT_BEATS, EXPERT_DOUBT_BEATS = 3, 2  # missed, until others get the work of a silent rank
 
 Recorded = Header | RecordedRequest
 
@@ -182,7 +183,7 @@ class _ServeProcess:
                 timeouts=timeouts,
                 expert_timeouts=replace(
                     timeouts,
-                    doubt_ns=DOUBT_BEATS * self._expert_beat_ms * NS_PER_MS,
+                    doubt_ns=EXPERT_DOUBT_BEATS * self._expert_beat_ms * NS_PER_MS,
                     silence_ns=int(self._settings.group.expert_timeout * 1e9),
                     silence_flag="--expert-timeout",
                 ),
@@ -394,7 +395,7 @@ def _stat_lines(cluster: _Cluster) -> Callable[[float], list[str]]:
 def _timeouts(processes: ProcessSettings) -> LivenessTimeouts:
     return LivenessTimeouts(
         start_ns=int(processes.startup_timeout * 1e9),
-        doubt_ns=DOUBT_BEATS * ENGINE_BEAT_MS * NS_PER_MS,
+        doubt_ns=ENGINE_DOUBT_BEATS * ENGINE_BEAT_MS * NS_PER_MS,
         silence_ns=int(processes.engine_timeout * 1e9),
         stall_ns=int(processes.watchdog_timeout * 1e9),
         step_ns=int(processes.step_timeout * 1e9),
