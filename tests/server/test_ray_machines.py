@@ -23,9 +23,8 @@ PORT = 6379
 START_S = 150.0
 # By default Ray takes up to half a minute to find that a machine has gone.
 FAST_CHECKS = {
-    "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "3",
 }
 PROMPT = list(range(100, 140))  # token ids, which nothing but this prompt has in a row
