@@ -11,7 +11,7 @@ from moestro.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherSettings(CheckedSettings):
-    """What starts the processes of engines and workers."""
+    """Choice of the launcher, which starts the processes of engines and workers."""
 
     launcher: Literal["local", "ray"] = "local"
     (

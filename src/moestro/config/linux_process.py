@@ -1,4 +1,4 @@
-"""What Linux alone can do with processes. On other systems these functions do nothing, and say so.
+"""Functions for processes that only Linux has. On other systems they have no effect, and their results show that.
 
 Source: prctl(2), proc(5).
 """

@@ -6,7 +6,7 @@ import msgspec
 
 
 class CurveKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """Two key pairs of CURVE in Z85, which all processes of one server share; whoever has them belongs to it.
+    """Two key pairs of CURVE in Z85, which all processes of one server share; a process that has them is admitted.
 
     A socket that listens proves the pair `server`, and one that connects proves the pair `client`.
     """

@@ -99,7 +99,7 @@ class TensorChannel:
     def send(self, frame: memoryview) -> None:
         """Send the bytes of writable memory, which stays as it is from now on. The call does not wait.
 
-        The channel must be open. If it fails, `is_broken` says so.
+        The channel must be open. A failure sets `is_broken`.
         """
         if self._sender is None:
             self._sender = threading.Thread(target=self._end_sends, name="tensors-out", daemon=True)

@@ -1,4 +1,4 @@
-"""What starts worker processes: the seam between the supervisor and the machines on which workers run."""
+"""Protocols of a launcher, which starts worker processes on this machine or on others, and of its processes."""
 
 from __future__ import annotations
 
