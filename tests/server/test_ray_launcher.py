@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -65,10 +66,11 @@ class FakeAgent:
 
 
 class FakeGroup:
-    def __init__(self, *, has_room: bool) -> None:
-        self.has_room, self.is_released = has_room, False
+    def __init__(self, node: str, avoided: frozenset[str], *, has_room: bool) -> None:
+        self.node, self.avoided, self.has_room, self.is_released = node, avoided, has_room, False
 
     def wait(self, timeout_s: float) -> bool:
+        time.sleep(timeout_s / 10)
         return self.has_room
 
 
@@ -85,6 +87,10 @@ class FakeCluster:
         self.ended: list[FakeAgent] = []
         self.bundles: list[dict[str, float]] = []
         self.gpus = self.has_left = False
+        self.alive = {"id-0", "id-1", "id-2"}
+
+    def node_ids(self):
+        return frozenset(self.alive)
 
     def has_gpus(self) -> bool:
         return self.gpus
@@ -92,9 +98,12 @@ class FakeCluster:
     def describe_room(self) -> str:
         return "2 nodes, and 0 of 4 CPU free"
 
-    def reserve(self, bundle):
+    def reserve(self, bundle, avoid=()):
         self.bundles.append(dict(bundle))
-        self.groups.append(FakeGroup(has_room=self.num_reserved < self.room))
+        nodes = sorted(self.alive - set(avoid))
+        has_room = bool(nodes) and self.num_reserved < self.room
+        node = nodes[len(self.groups) % len(nodes)] if nodes else ""
+        self.groups.append(FakeGroup(node, frozenset(avoid), has_room=has_room))
         return self.groups[-1]
 
     @property
@@ -102,7 +111,7 @@ class FakeCluster:
         return sum(not group.is_released for group in self.groups)
 
     def host_of(self, group):
-        return "10.0.0.2", f"id-{self.groups.index(group)}"
+        return "10.0.0.2", group.node
 
     def agent(self, group, resources):
         self.agents.append(FakeAgent(self.facts))
@@ -132,6 +141,7 @@ def launcher_on(
 def _short_waits(monkeypatch):
     for name in ("_AGENT_S", "_ANSWER_S", "_SPARE_S", "_SIGKILL_S", "_WAIT_S"):
         monkeypatch.setattr(ray_launcher, name, 0.05)
+    monkeypatch.setattr(ray_launcher, "_ELSEWHERE_S", 0.2)
 
 
 def in_loop(test):
@@ -229,6 +239,69 @@ async def test_a_standby_on_a_node_that_is_gone_ends_when_it_gets_a_spec():
     cluster.agents[0].is_deaf = True
     await process.write(b"spec")
     assert process.has_ended
+
+
+@in_loop
+async def test_after_a_silent_node_processes_start_on_others_and_its_standby_and_free_room_are_not_used():
+    cluster = FakeCluster(room=4)
+    launcher = launcher_on(cluster, 3, has_standby=True)
+    await launcher.open()
+    cluster.alive = {"id-0", "id-1"}  # from here on; the seats are on id-0, id-1 and id-2
+    process = await launcher.spawn(("experts", "0"))
+    lost = process.node_id
+    for agent in cluster.agents:
+        agent.is_deaf = agent.is_deaf or cluster.groups[cluster.agents.index(agent)].node == lost
+    process.signal(signal.SIGKILL)
+    await process.wait()
+    others = [await launcher.spawn(("experts", str(i))) for i in range(3)]
+    assert lost not in {each.node_id for each in others}
+    assert cluster.groups[-1].avoided == {lost}
+
+
+@in_loop
+async def test_a_standby_on_a_node_that_has_not_answered_is_not_used():
+    cluster = FakeCluster(room=3)
+    cluster.alive = {"id-0"}
+    launcher = launcher_on(cluster, 1, has_standby=True)
+    await launcher.open()
+    process = await launcher.spawn(("experts", "0"))
+    await launcher.prepare_standby()
+    cluster.agents[0].is_deaf = cluster.agents[1].is_deaf = True
+    process.signal(signal.SIGKILL)
+    await process.wait()
+    cluster.alive |= {"id-1"}
+    assert (await launcher.spawn(("experts", "0"))).node_id == "id-1"
+
+
+@in_loop
+async def test_room_is_asked_for_anew_when_the_nodes_change():
+    """Ray may have begun to place the group on a node that was gone, where it waits for ever."""
+    cluster = FakeCluster(room=1)
+    launcher = launcher_on(cluster, 1)
+    await launcher.open()
+    first = asyncio.create_task(launcher.spawn(("experts", "0")))
+    second = asyncio.create_task(launcher.spawn(("experts", "1")))
+    await first
+    await asyncio.sleep(0.1)
+    waiting = cluster.groups[-1]
+    assert not waiting.has_room
+    cluster.room = 2
+    cluster.alive -= {"id-2"}
+    assert (await second).node_id in cluster.alive
+    assert waiting.is_released
+
+
+@in_loop
+async def test_the_only_node_is_used_again_although_it_did_not_answer():
+    cluster = FakeCluster(room=1)
+    cluster.alive = {"id-0"}
+    launcher = launcher_on(cluster, 1)
+    await launcher.open()
+    process = await launcher.spawn(("both", "0"))
+    cluster.agents[0].is_deaf = True
+    process.signal(signal.SIGKILL)
+    await process.wait()
+    assert (await launcher.spawn(("both", "0"))).node_id == "id-0"
 
 
 @in_loop

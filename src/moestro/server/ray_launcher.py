@@ -3,6 +3,10 @@
 Each process has a placement group of one bundle. An actor on the bundle's node, a `NodeAgent`, starts the process. A
 process whose node is gone gets another group, and the former is given back. One group for all would not do: Ray finds
 nodes for all lost bundles of a group or for none of them, and makes the groups of everybody else wait meanwhile.
+
+Ray takes seconds to find that a node is gone, and until then gives out room there; a group that it has begun to place
+on such a node may wait for ever. So nodes that do not answer are avoided, and a group that waits is asked for anew
+whenever the nodes in question change.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -40,6 +44,8 @@ _AGENT_S = 20.0  # Ray starts an interpreter in about a second, on a busy node i
 _SPARE_S = 2.0  # Time in which there must be room for a process on standby.
 _ANSWER_S = 5.0  # An agent answers in milliseconds; one that does not may be on a machine that has gone.
 _SIGKILL_S = 1.0  # Time in which a killed process's end must be reported; its node is else taken for dead.
+_ELSEWHERE_S = 2.0  # Time for which a process looks for room on other nodes than those that did not answer.
+_SILENT_S = 60.0  # Time for which a node that did not answer is avoided: by then, Ray has found whether it is gone.
 _ACTOR_THREADS = 4  # of one agent: one waits for the end of the process, the others answer.
 
 T = TypeVar("T")
@@ -86,9 +92,18 @@ class RayCluster:
         nodes = f"{len(alive)} node{'' if len(alive) == 1 else 's'}"
         return f"{nodes}, and {' and '.join(parts) or 'no CPU'} free"
 
-    def reserve(self, bundle: dict[str, float]) -> PlacementGroup:
-        """Reserve a bundle on some node; it returns at once. Ray prefers the node that has most to spare."""
-        return placement_group([bundle])
+    def node_ids(self) -> frozenset[str]:
+        """Return the ids of the nodes that Ray takes for alive."""
+        return frozenset(node["NodeID"] for node in _alive())
+
+    def reserve(self, bundle: dict[str, float], avoid: Collection[str] = ()) -> PlacementGroup:
+        """Reserve a bundle on some node; it returns at once. Ray prefers the node that has most to spare.
+
+        Args:
+            avoid: Ids of nodes that must not be chosen.
+        """
+        selector = [{"ray.io/node-id": f"!in({','.join(sorted(avoid))})"}] if avoid else None
+        return placement_group([bundle], bundle_label_selector=selector)
 
     def host_of(self, group: PlacementGroup) -> tuple[str, str] | None:
         """Return the address and the id of the node that has a group's bundle; None means that it has just gone."""
@@ -169,34 +184,32 @@ class _Seat:
 
     Attributes:
         group: Placement group of one bundle.
+        nodes: Ids of the nodes among which Ray was to choose.
         agent: The agent there; None means that it was lost, or has not been started.
+        node: Address and id of its node; None means that the group has none yet.
     """
 
     group: PlacementGroup
+    nodes: frozenset[str]
     agent: Any = None
+    node: tuple[str, str] | None = None
 
 
 class RayProcess:
     """A worker process on a node; implements `StartedProcess`.
 
     Args:
-        seat: Bundle on which it runs; given back at its end.
-        node: Address and id of the bundle's node.
+        seat: Bundle on which it runs, and whose agent has started it.
         on_end: Callback with the seat when the process has ended.
-        end_agent: Function that ends an agent.
+        on_silence: Callback with the seat when its node did not answer, before `on_end`.
     """
 
-    def __init__(
-        self,
-        seat: _Seat,
-        node: tuple[str, str],
-        on_end: Callable[[_Seat], None],
-        end_agent: Callable[[Any], None],
-    ) -> None:
-        address, node_id = node
-        self.place = f"{address} (Ray node {node_id})"
+    def __init__(self, seat: _Seat, on_end: Callable[[_Seat], None], on_silence: Callable[[_Seat], None]) -> None:
+        assert seat.node is not None, "a process runs on a node"
+        address, self.node_id = seat.node
+        self.place = f"{address} (Ray node {self.node_id})"
         self.peer_address = f"tcp://{address}:*"
-        self._seat, self._on_end, self._end_agent = seat, on_end, end_agent
+        self._seat, self._on_end, self._on_silence = seat, on_end, on_silence
         self._agent = seat.agent
         self._end: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
@@ -239,8 +252,7 @@ class RayProcess:
     def _give_up(self) -> None:
         """Take the node for dead: it did not report the end of a killed process. The actor must not come back."""
         if not self.has_ended:
-            self._seat.agent = None
-            self._end_agent(self._agent)
+            self._on_silence(self._seat)
             self._finish(ProcessEnd(f"its node {self.place} does not answer", was_killed=True))
 
     def _finish(self, end: ProcessEnd) -> None:
@@ -265,7 +277,8 @@ class RayLauncher:
         self._seats: list[_Seat] = []
         self._free: list[_Seat] = []  # Those whose process has ended; all have an agent.
         self._bundle: dict[str, float] = {"CPU": float(needs.options.ray_worker_cpus)}
-        self._standby: StartedProcess | None = None
+        self._standby: RayProcess | None = None
+        self._silent: dict[str, float] = {}  # Ids of nodes that did not answer, and when.
         self._is_preparing = False  # whether a process on standby is being started
 
     async def open(self) -> None:
@@ -273,19 +286,33 @@ class RayLauncher:
         needs = self._needs
         if needs.device == "cuda" or (needs.device == "auto" and await asyncio.to_thread(self._cluster.has_gpus)):
             self._bundle["GPU"] = 1.0
-        self._seats = [_Seat(self._cluster.reserve(self._bundle)) for _ in range(needs.num_processes)]
-        deadline_s = time.monotonic() + needs.options.ray_timeout
+        nodes = await asyncio.to_thread(self._cluster.node_ids)
+        self._seats = [_Seat(self._cluster.reserve(self._bundle), nodes) for _ in range(needs.num_processes)]
+        start_s = time.monotonic()
         for seat in self._seats:
-            if not await self._has_room(seat, deadline_s):
+            if not await self._has_room(seat, start_s, needs.options.ray_timeout):
                 raise ConfigError(await self._describe_lack(needs.num_processes, needs.options.ray_timeout))
         await asyncio.gather(*(self._occupy(seat) for seat in self._seats))
         self._free = list(self._seats)
 
-    async def _has_room(self, seat: _Seat, deadline_s: float) -> bool:
+    async def _has_room(self, seat: _Seat, start_s: float, timeout_s: float) -> bool:
+        """Wait until a seat has its room, which Ray is asked for anew whenever the nodes to choose from change."""
         while not await asyncio.to_thread(seat.group.wait, _WAIT_S):
-            if time.monotonic() > deadline_s:
+            waited_s = time.monotonic() - start_s
+            if waited_s > timeout_s:
                 return False
+            silent = self._silent_nodes() if waited_s < _ELSEWHERE_S else frozenset()
+            nodes = await asyncio.to_thread(self._cluster.node_ids) - silent
+            if nodes != seat.nodes:
+                self._cluster.release(seat.group)
+                seat.group, seat.nodes = self._cluster.reserve(self._bundle, silent), nodes
         return True
+
+    def _silent_nodes(self) -> frozenset[str]:
+        """Return the ids of the nodes that did not answer a short time ago."""
+        now_s = time.monotonic()
+        self._silent = {node: when_s for node, when_s in self._silent.items() if now_s - when_s < _SILENT_S}
+        return frozenset(self._silent)
 
     async def _describe_lack(self, num_processes: int, timeout_s: float) -> str:
         room = await asyncio.to_thread(self._cluster.describe_room)
@@ -303,9 +330,12 @@ class RayLauncher:
             ConfigError: The node lacks something.
             EngineDiedError: The agent does not answer.
         """
+        seat.node = await asyncio.to_thread(self._cluster.host_of, seat.group)
+        if seat.node is None:
+            raise EngineDiedError("a node of the Ray cluster has just gone")
         seat.agent = self._cluster.agent(seat.group, self._bundle)
-        facts: NodeFacts = await _answer(seat.agent.describe.remote(self._needs.paths), _AGENT_S)
-        address, _ = await self._node_of(seat)
+        facts: NodeFacts = await self._ask(seat, seat.agent.describe.remote(self._needs.paths), _AGENT_S)
+        address, _ = seat.node
         if facts.version != __version__:
             text = (
                 f"the node {address} has Moestro {facts.version}, and this one {__version__}: install the same version"
@@ -315,18 +345,33 @@ class RayLauncher:
             text = f"the node {address} has no {facts.absent[0]}: copy it there, to the same path on every node"
             raise ConfigError(text)
 
-    async def _node_of(self, seat: _Seat) -> tuple[str, str]:
-        node = await asyncio.to_thread(self._cluster.host_of, seat.group)
-        if node is None:
-            raise EngineDiedError("a node of the Ray cluster has just gone")
-        return node
+    async def _ask(self, seat: _Seat, reply: Awaitable[T], timeout_s: float) -> T:
+        """Return the answer of a seat's agent; its node is silent when none comes.
+
+        Raises:
+            EngineDiedError: None came in time, or the node has gone.
+        """
+        try:
+            return await _answer(reply, timeout_s)
+        except EngineDiedError:
+            self._note_silence(seat)
+            raise
+
+    def _note_silence(self, seat: _Seat) -> None:
+        """Avoid the node of a seat, and end its agent, which must not come back."""
+        assert seat.node is not None, "an agent runs on a node"
+        self._silent[seat.node[1]] = time.monotonic()
+        self._cluster.end(seat.agent)
+        seat.agent = None
 
     async def spawn(self, name: Sequence[str], listen_fd: int | None = None) -> StartedProcess:
         """Implement `Launcher.spawn`."""
         assert listen_fd is None, "a socket of this machine is of no use on another one"
         standby, self._standby = self._standby, None
         if standby is not None and not standby.has_ended:
-            return standby
+            if standby.node_id not in self._silent_nodes():
+                return standby
+            standby.signal(signal.SIGKILL)
         return await self._spawn(name, self._needs.options.ray_timeout)
 
     async def prepare_standby(self) -> None:
@@ -342,20 +387,26 @@ class RayLauncher:
         finally:
             self._is_preparing = False
 
-    async def _spawn(self, name: Sequence[str], timeout_s: float) -> StartedProcess:
+    async def _spawn(self, name: Sequence[str], timeout_s: float) -> RayProcess:
         """Start a process where another one has ended, or elsewhere if there is room in time.
 
         Raises:
             OSError: There is no room, or the node does not answer.
         """
         while self._free:
+            seat = self._free.pop()
+            if seat.node is not None and seat.node[1] in self._silent_nodes():
+                self._drop(seat)
+                continue
             with contextlib.suppress(OSError):  # The node has gone since, and nobody has noticed.
-                return await self._start(self._free.pop(), name)
-        seat = _Seat(self._cluster.reserve(self._bundle))
+                return await self._start(seat, name)
+        silent = self._silent_nodes()
+        nodes = await asyncio.to_thread(self._cluster.node_ids) - silent
+        seat = _Seat(self._cluster.reserve(self._bundle, silent), nodes)
         self._seats.append(seat)
         return await self._start(seat, name, timeout_s)
 
-    async def _start(self, seat: _Seat, name: Sequence[str], timeout_s: float = 0.0) -> StartedProcess:
+    async def _start(self, seat: _Seat, name: Sequence[str], timeout_s: float = 0.0) -> RayProcess:
         """Start a process on a seat, and give the seat back if this fails.
 
         Args:
@@ -363,18 +414,17 @@ class RayLauncher:
         """
         try:
             if seat.agent is None:
-                if not await self._has_room(seat, time.monotonic() + timeout_s):
+                if not await self._has_room(seat, time.monotonic(), timeout_s):
                     raise EngineDiedError(await self._describe_lack(1, timeout_s))
                 await self._occupy(seat)
             num_threads = self._needs.options.ray_worker_cpus
-            await _answer(seat.agent.start.remote((*self._arguments, *name), num_threads), _ANSWER_S)
-            node = await self._node_of(seat)
+            await self._ask(seat, seat.agent.start.remote((*self._arguments, *name), num_threads), _ANSWER_S)
         except BaseException as error:
             self._drop(seat)
             if isinstance(error, ConfigError | EngineDiedError):
                 raise OSError(str(error)) from error
             raise
-        return RayProcess(seat, node, self._give_back, self._cluster.end)
+        return RayProcess(seat, self._give_back, self._note_silence)
 
     def _give_back(self, seat: _Seat) -> None:
         if seat.agent is None:
