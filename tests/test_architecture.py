@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "moestro"
 
 LEVELS = {"routing", "engine", "flow", "placement"}
-# Room -> the rooms it may import. A room that is not built yet does not exist as a folder; it is named here.
+# Room -> the rooms it may import.
 MAY_IMPORT = {
     "errors": set(),
     "core": set(),
@@ -41,7 +41,6 @@ MAY_IMPORT["cli"] = set(MAY_IMPORT)
 # `config` composes the settings modules of these rooms, and imports nothing else of them. A room that may import
 # `config` may import these modules too: they load neither torch nor anything with effects.
 SETTINGS_OF = {*LEVELS, "model", "cost", "web"}
-NOT_BUILT_YET = {"placement"}
 EFFECTS = {
     "text",
     "worker",
@@ -123,9 +122,8 @@ def test_a_file_keeps_the_house_rules(path):
             assert not (isinstance(node.value, ast.Name) and node.value.id in {"time", "datetime"}), "wall clock"
 
 
-def test_every_room_of_the_table_exists_or_is_named_as_not_built():
-    rooms = {room_of(path) for path in files()} - {"__init__"}
-    assert rooms == set(MAY_IMPORT) - NOT_BUILT_YET
+def test_every_room_of_the_table_exists():
+    assert {room_of(path) for path in files()} - {"__init__"} == set(MAY_IMPORT)
 
 
 def test_median_sizes():
@@ -140,7 +138,7 @@ def test_median_sizes():
     assert functions[len(functions) // 2] <= 12
 
 
-ROOMS_WITHOUT_TORCH = sorted(set(MAY_IMPORT) - NOT_BUILT_YET - {"model"})
+ROOMS_WITHOUT_TORCH = sorted(set(MAY_IMPORT) - {"model"})
 
 
 @pytest.fixture(scope="module")

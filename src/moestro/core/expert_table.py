@@ -23,15 +23,18 @@ class ExpertTable:
         logical_of: int32[workers, layers, slots], logical expert in each slot; EMPTY means none.
         num_experts: logical experts of a layer.
         is_alive: bool[workers], whether the worker computes; slots of the others are not used.
+        shares: float64[workers, layers, slots], part of its expert's tokens that each slot gets. None means equal
+            parts for all copies on live workers.
 
     Raises:
-        ValueError: an expert has no copy on a live worker, or two copies on one worker.
+        ValueError: an expert has no copy on a live worker, or two copies on one worker; or its shares do not sum to 1.
     """
 
     version: int
     logical_of: NDArray[np.int32]
     num_experts: int
     is_alive: NDArray[np.bool_]
+    shares: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         copies = self.num_copies
@@ -42,6 +45,28 @@ class ExpertTable:
         if (live == 0).any():
             layer, expert = np.argwhere(live == 0)[0].tolist()
             raise ValueError(f"expert {expert} of layer {layer} has no copy on a live worker")
+        if self.shares is not None:
+            totals = self._by_expert(np.where(self.is_alive[:, None, None], self.shares, 0.0)).sum(axis=0)
+            if not np.allclose(totals, 1.0):
+                layer, expert = np.argwhere(~np.isclose(totals, 1.0))[0].tolist()
+                raise ValueError(f"the shares of expert {expert} in layer {layer} sum to {totals[layer, expert]:g}")
+
+    @property
+    def parts(self) -> NDArray[np.float64]:
+        """float64[workers, layers, experts], part of each expert's tokens that each worker gets."""
+        if self.shares is not None:
+            return self._by_expert(np.where(self.is_alive[:, None, None], self.shares, 0.0))
+        live = self.num_copies * self.is_alive[:, None, None]
+        parts: NDArray[np.float64] = live / live.sum(axis=0)
+        return parts
+
+    def _by_expert(self, figures: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return float64[workers, layers, experts] from a figure for each slot."""
+        num_workers, num_layers, _ = self.logical_of.shape
+        found = np.zeros((num_workers, num_layers, self.num_experts))
+        worker, layer, slot = np.nonzero(self.logical_of != EMPTY)
+        np.add.at(found, (worker, layer, self.logical_of[worker, layer, slot]), figures[worker, layer, slot])
+        return found
 
     @property
     def num_copies(self) -> NDArray[np.int64]:

@@ -1,0 +1,1 @@
+"""Level 4: which device holds a copy of which expert."""

@@ -1,0 +1,1 @@
+"""Placement policies, one or a family to a file."""
