@@ -61,7 +61,9 @@ def test_a_placement_costs_what_each_row_of_it_costs(seed):
 
 
 def test_both_definitions_of_balance():
-    load = ExpertLoad(np.array([[[3.0, 1.0], [10.0, 10.0]], [[0.0, 0.0], [0.0, 0.0]]]), np.zeros((2, 2)), np.ones((2, 2)), 1.0)
+    load = ExpertLoad(
+        np.array([[[3.0, 1.0], [10.0, 10.0]], [[0.0, 0.0], [0.0, 0.0]]]), np.zeros((2, 2)), np.ones((2, 2)), 1.0
+    )
     table = ExpertTable(0, np.array([[[0], [0]], [[1], [1]]], np.int32), 2, np.ones(2, np.bool_))
     found = score(load, table, even_devices(2, 1), PRICES)
     assert found.balance_of_sums == pytest.approx((2 + 10) / (3 + 10))
