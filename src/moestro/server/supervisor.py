@@ -184,8 +184,8 @@ class Supervisor:
         if self._coordinator is not None:
             self._coordinator.heard(rank, message, now)
         match message:
-            case Heartbeat(num_steps, owes):
-                state.liveness.counted(num_steps, now)
+            case Heartbeat(num_steps, owes, is_idle):
+                state.liveness.counted(num_steps, now, is_idle=is_idle)
                 state.owes = owes
             case ReadClock(asked_ns):
                 self._wire.send(rank, ClockReading(asked_ns, now_ns()))
