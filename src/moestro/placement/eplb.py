@@ -184,7 +184,8 @@ def _place(weight: NDArray[np.float32], sizes: _Sizes) -> tuple[Int64s, Int64s, 
     by_node = (place[:, :, None] * group_size + np.arange(group_size)).reshape(num_layers, num_experts)
     expert_at = np.argsort(by_node, axis=1)
     # From here on, a row is one node of one layer, and experts are numbered within it.
-    load = np.take_along_axis(weight, expert_at, axis=1).reshape(num_layers * num_nodes, -1).astype(sizes.precision)
+    by_row = np.take_along_axis(weight, expert_at, axis=1).reshape(num_layers * num_nodes, -1)
+    load: NDArray[np.floating] = by_row.astype(sizes.precision)
     expert, rank, count = _replicate(load, sizes.num_replicas // num_nodes)
     each = np.take_along_axis(load / count.astype(sizes.precision), expert, axis=1)
     slot = _slots(*_pack(each, sizes.num_gpus // num_nodes), sizes.num_replicas // sizes.num_gpus)
