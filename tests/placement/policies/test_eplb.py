@@ -116,7 +116,7 @@ def test_groups_stay_on_a_node_where_the_hierarchy_says_so():
     assert (Eplb("auto")(view).logical_of == Eplb("always")(view).logical_of).all()
     whole = replace(view, num_groups=1)
     assert (Eplb("auto")(whole).logical_of == Eplb("never")(whole).logical_of).all()
-    with pytest.raises(ValueError, match="use hierarchy=never"):
+    with pytest.raises(ValueError, match="use hierarchy=auto or never"):
         Eplb("always")(whole)
 
 
@@ -138,12 +138,22 @@ def test_devices_without_slots_take_no_part():
     assert table.num_copies.sum(axis=0).tolist() == [[1] * 8]
 
 
+def test_dead_devices_get_nothing():
+    view = make_view(np.arange(1.0, 9.0).reshape(1, 8), 4, 4, num_nodes=2, num_groups=2)
+    devices = replace(view.devices, is_alive=np.array([True, True, False, True]))
+    table = Eplb()(replace(view, devices=devices))  # the nodes are no longer alike, so groups do not count
+    assert (table.logical_of[2] == EMPTY).all()
+    assert not table.is_alive[2]
+    assert (table.num_copies.sum(axis=0) >= 1).all()
+
+
 def test_what_eplb_cannot_place_is_refused_with_a_way_out():
     view = make_view(np.ones((1, 8)), 4, 4, num_nodes=2, num_groups=2)
     change = {
-        "dead devices": {"is_alive": np.array([True, True, False, True])},
+        "no live device has slots": {"is_alive": np.zeros(4, np.bool_)},
+        "8 experts do not fit into 4 slots": {"is_alive": np.array([True, False, False, False])},
         "equally many slots": {"num_slots": np.array([4, 4, 4, 3], np.int32)},
-        "use hierarchy=never": {"node_of": np.array([0, 0, 0, 1], np.int32)},
+        "use hierarchy=auto or never": {"node_of": np.array([0, 0, 0, 1], np.int32)},
     }
     for words, fields in change.items():
         with pytest.raises(ValueError, match=words):

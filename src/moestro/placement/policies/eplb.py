@@ -23,7 +23,8 @@ class Eplb:
     """Places copies with `rebalance_experts`.
 
     EPLB may put two copies of an expert on one device. Their second slot stays empty, and the first one gets the shares
-    of both. An expert that stays on its device stays in its slot, as in vLLM.
+    of both. An expert that stays on its device stays in its slot, as in vLLM. Dead devices are left out, as SGLang's
+    `elasticity_aware` does.
 
     Args:
         hierarchy: `auto`, `always` or `never`.
@@ -66,31 +67,26 @@ class Eplb:
 
     def _groups_and_nodes(self, view: PlaceView, holders: NDArray[np.int64]) -> tuple[int, int]:
         """Groups and nodes that EPLB is told of; (1, 1) makes it ignore them."""
-        sizes = np.unique(view.devices.node_of[holders], return_counts=True)[1]
+        sizes = np.unique(view.devices.node_of[holders], return_counts=True)[1].tolist()
         num_nodes = len(sizes)
-        if self._hierarchy == "never" or (self._hierarchy == "auto" and view.num_groups % num_nodes):
-            return 1, 1
-        if view.num_groups % num_nodes:
+        divides = view.num_groups % num_nodes == 0 and len(set(sizes)) == 1
+        if self._hierarchy == "always" and not divides:
             raise ValueError(
-                f"{view.num_groups} groups of experts cannot be divided among {num_nodes} nodes: use hierarchy=never"
+                f"{view.num_groups} groups of experts cannot be kept on {num_nodes} nodes with {sizes} devices: use"
+                " hierarchy=auto or never"
             )
-        if len(set(sizes.tolist())) > 1:
-            raise ValueError(f"the nodes have {sizes.tolist()} devices: use hierarchy=never")
-        return view.num_groups, num_nodes
+        return (view.num_groups, num_nodes) if divides and self._hierarchy != "never" else (1, 1)
 
 
 def _holders(devices: Devices) -> NDArray[np.int64]:
-    """Devices that have slots, node by node.
+    """Live devices that have slots, node by node.
 
     Raises:
-        ValueError: They are not alike.
+        ValueError: They have none, or not equally many.
     """
-    holders = np.flatnonzero(devices.num_slots)
+    holders = np.flatnonzero(devices.is_alive & (devices.num_slots > 0))
     if not len(holders):
-        raise ValueError("no device has slots for experts")
-    if not devices.is_alive[holders].all():
-        dead = holders[~devices.is_alive[holders]].tolist()
-        raise ValueError(f"eplb cannot place around dead devices {dead}: remove them, or use another policy")
+        raise ValueError("no live device has slots for experts")
     sizes = sorted(set(devices.num_slots[holders].tolist()))
     if len(sizes) > 1:
         raise ValueError(
