@@ -380,7 +380,7 @@ def trials_of(part: str, asked: object) -> list[Trial]:
         return source_trials(SOURCE_BEDS[:1] if quick else SOURCE_BEDS, (0.9,) if quick else STICKY, seeds)
     if part == "real":
         return real_trials(asked.routing, REAL_BEDS[:1] if quick else REAL_BEDS, seeds)
-    return dead_trials(BEDS[1], asked.start, range(0, BEDS[1].num_devices, 16 if quick else 1), max(16, asked.seeds))
+    return dead_trials(BEDS[1], asked.start, range(0, BEDS[1].num_devices, 15 if quick else 1), max(16, asked.seeds))
 
 
 if __name__ == "__main__":
