@@ -2,7 +2,7 @@
 
     python bench/simulator/placement.py --seeds 5 --routing DIR --json bench/results/simulator/placement.json \
         --png bench/results/simulator/placement.png
-    python bench/simulator/placement.py --quick                           # under a minute, a part of the cases
+    python bench/simulator/placement.py --quick                           # half a minute, a part of the cases
     python bench/simulator/placement.py --policies static eplb moestro:NAME=VALUE --parts drift
 
 All policies plan on the same loads, seed by seed. A policy that cannot take a case is left out, and the reason is
@@ -61,7 +61,7 @@ SOURCE_BEDS = (Bed(DEEPSEEK_V3, 32, 9, 4), Bed(DEEPSEEK_V3, 64, 5, 8), Bed(QWEN3
 STICKY = (0.0, 0.5, 0.9)
 REAL_BEDS = (Bed(GPT_OSS_20B, 8, 5, 2), Bed(GPT_OSS_20B, 8, 4, 2))
 BUDGETS = (0.01, 0.03, 0.05, 0.10, 0.15, 0.20, 0.30)  # parts of all copies whose bytes may move
-SLOW_S = 20.0  # a policy that plans for longer is left out of the other trials of that case
+SLOW_S, QUICK_SLOW_S = 20.0, 2.0  # a policy that plans for longer is left out of the other trials of that case
 Figures = dict[str, float]
 
 
@@ -86,7 +86,7 @@ class Trial:
 def fresh_trials(beds: Iterable[Bed], exponents: Iterable[float], seeds: range) -> list[Trial]:
     def make(bed: Bed, exponent: float, seed: int) -> Scene:
         rng = np.random.default_rng([0, seed])
-        load = loads.from_every_source(loads.zipf(bed.model, exponent, rng), bed.num_devices)
+        load = loads.from_every_source(loads.zipf(bed.model, exponent, rng), bed)
         return Scene(bed.view(load), {"next": [loads.with_noise(load, rng)]})
 
     return [
@@ -101,8 +101,8 @@ def drift_trials(beds: Iterable[Bed], start: str, seeds: range) -> list[Trial]:
     def make(bed: Bed, drift: tuple[float, float], seed: int) -> Scene:
         rng = np.random.default_rng([1, seed])
         before = loads.zipf(bed.model, 0.6, rng)
-        now = loads.from_every_source(loads.drifted(before, *drift, rng), bed.num_devices)
-        table = PLACE_POLICIES.make(start)(bed.view(loads.from_every_source(before, bed.num_devices)))
+        now = loads.from_every_source(loads.drifted(before, *drift, rng), bed)
+        table = PLACE_POLICIES.make(start)(bed.view(loads.from_every_source(before, bed)))
         return Scene(bed.view(now, table), {"next": [loads.with_noise(now, rng)]})
 
     return [
@@ -132,8 +132,8 @@ def real_trials(folder: Path, beds: Iterable[Bed], seeds: range) -> list[Trial]:
     names = loads.domains(trace)
 
     def make(bed: Bed, domain: str, seed: int) -> Scene:
-        load, following = loads.windows(trace, domain, bed.num_devices, seed)
-        others = [next(loads.windows(trace, name, bed.num_devices, seed)) for name in names if name != domain]
+        load, following = loads.windows(trace, domain, bed, seed)
+        others = [next(loads.windows(trace, name, bed, seed)) for name in names if name != domain]
         return Scene(bed.view(load), {"next": [following], "other": others})
 
     return [
@@ -149,7 +149,7 @@ def dead_trials(bed: Bed, start: str, ranks: Iterable[int], num_seeds: int) -> l
 
     def make(rank: int) -> Scene:
         rng = np.random.default_rng([3, rank % num_seeds])
-        load = loads.from_every_source(loads.zipf(bed.model, 0.6, rng), bed.num_devices)
+        load = loads.from_every_source(loads.zipf(bed.model, 0.6, rng), bed)
         table = PLACE_POLICIES.make(start)(bed.view(load))
         return Scene(loads.kill(bed.view(load, table), rank))
 
@@ -159,16 +159,19 @@ def dead_trials(bed: Bed, start: str, ranks: Iterable[int], num_seeds: int) -> l
 # --- one plan ---------------------------------------------------------------------------------------------------------
 
 
-def plan(text: str, view: PlaceView, repeats: int) -> tuple[ExpertTable, float]:
-    """Return a policy's plan, and the milliseconds of processor time that it takes: of all repeats but the first."""
+def plan(text: str, view: PlaceView, repeats: int, slow_s: float) -> tuple[ExpertTable, float]:
+    """Return a policy's plan, and the milliseconds of processor time that it takes: of all repeats but the first.
+
+    A plan that takes longer than `slow_s` over the repeats is timed once.
+    """
     spent, table = [], None
     for _ in range(repeats + 1):
         policy = PLACE_POLICIES.make(text)  # a new one each time, because a policy may have a history
         begin = time.process_time()
         table = policy(view)
         spent.append(1e3 * (time.process_time() - begin))
-        if spent[0] > 1e3 * SLOW_S / repeats:
-            break  # a slow one is not planned again
+        if spent[0] > 1e3 * slow_s / repeats:
+            break
     return table, statistics.median(spent[1:] or spent)
 
 
@@ -228,7 +231,8 @@ def limited(view: PlaceView, budget: float) -> PlaceView:
 class Results:
     """Figures by part, case, load and policy, and why a policy was left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, slow_s: float = SLOW_S) -> None:
+        self.slow_s = slow_s
         self.runs: dict[tuple[str, str, str, str], list[Figures]] = {}
         self.skipped: dict[tuple[str, str, str], str] = {}
 
@@ -257,11 +261,11 @@ class Results:
 
     def _try(self, trial: Trial, text: str, scene: Scene, repeats: int, label: str = "") -> Figures | None:
         try:
-            table, plan_ms = plan(text, scene.view, repeats)
+            table, plan_ms = plan(text, scene.view, repeats, self.slow_s)
         except (ValueError, MoestroError) as error:
             self.skipped[(trial.part, trial.case, text)] = str(error)
             return None
-        if plan_ms > 1e3 * SLOW_S:
+        if plan_ms > 1e3 * self.slow_s:
             self.skipped[(trial.part, trial.case, text)] = (
                 f"a plan took {plan_ms / 1e3:.0f} s; the others were left out"
             )
@@ -332,6 +336,12 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=5, help="timed plans of each trial")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=loads.ROWS_PER_SOURCE,
+        help="rows that a device sends to experts in a layer and step",
+    )
     parser.add_argument("--start", default="eplb:hierarchy=never", help="policy that made the placement before a drift")
     parser.add_argument("--quick", action="store_true", help="two seeds and a part of the cases")
     parser.add_argument("--routing", type=Path, help="folder of the recorded choices")
@@ -341,8 +351,9 @@ def main() -> None:
     asked = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 190)
     policies = asked.policies or default_policies()
-    conditions, results = run_record("measured", "balance and rows are computed, times are measured"), Results()
-    figures: dict[str, object] = {"seeds": asked.seeds, "start": asked.start}
+    conditions = run_record("measured", "balance and rows are computed, times are measured")
+    results = Results(QUICK_SLOW_S if asked.quick else SLOW_S)
+    figures: dict[str, object] = {"seeds": asked.seeds, "start": asked.start, "rows": asked.rows}
     for part in asked.parts:
         if part == "functions":
             beds, seeds = (QUICK_BEDS, range(1)) if asked.quick else (BEDS, range(asked.seeds))
@@ -371,16 +382,21 @@ def default_policies() -> list[str]:
 def trials_of(part: str, asked: object) -> list[Trial]:
     quick = asked.quick
     seeds = range(2 if quick else asked.seeds)
-    beds = QUICK_BEDS if quick else BEDS
+
+    def loaded(beds: Iterable[Bed]) -> list[Bed]:
+        return [replace(bed, rows_per_source=asked.rows) for bed in beds]
+
+    beds = loaded(QUICK_BEDS if quick else BEDS)
     if part == "fresh":
         return fresh_trials(beds, (0.6,) if quick else EXPONENTS, seeds)
     if part == "drift":
         return drift_trials(beds, asked.start, seeds)
     if part == "sources":
-        return source_trials(SOURCE_BEDS[:1] if quick else SOURCE_BEDS, (0.9,) if quick else STICKY, seeds)
+        return source_trials(loaded(SOURCE_BEDS[:1] if quick else SOURCE_BEDS), (0.9,) if quick else STICKY, seeds)
     if part == "real":
-        return real_trials(asked.routing, REAL_BEDS[:1] if quick else REAL_BEDS, seeds)
-    return dead_trials(BEDS[1], asked.start, range(0, BEDS[1].num_devices, 15 if quick else 1), max(16, asked.seeds))
+        return real_trials(asked.routing, loaded(REAL_BEDS[:1] if quick else REAL_BEDS), seeds)
+    (bed,) = loaded(BEDS[1:2])
+    return dead_trials(bed, asked.start, range(0, bed.num_devices, 15 if quick else 1), max(16, asked.seeds))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from moestro.placement.registry import PlaceView
 from moestro.workload.expert_traces import RoutingTrace, read_routing
 
 JITTER = 0.15  # standard deviation of the logarithm of a load about Zipf's law
-ROWS_PER_SOURCE = 1024  # rows that a source sends in a layer and step: 128 tokens with 8 experts each
+ROWS_PER_SOURCE = 16_384  # rows that a source sends in a layer and step: a prefill of 2,048 tokens, 8 experts each
 WINDOW_STEPS = 1000  # vLLM's window_size
 NEXT_SIGMA = 0.10  # of the noise between a window and the next one
 NUM_CLUSTERS, OWN_SHARE = 4, 0.6  # kinds of tasks, and the part of a kind's popularity that is its own
@@ -62,12 +62,19 @@ GPT_OSS_20B = Model(num_layers=24, num_experts=32, hidden=2880, width=2880, weig
 
 @dataclass(frozen=True)
 class Bed:
-    """A model on some devices."""
+    """A model on some devices.
+
+    Attributes:
+        num_slots: Slots of each device.
+        rows_per_source: Rows that each device sends to experts in a layer and step. Few rows make the reading of
+            weights dearer than the work for tokens, and then balance matters less.
+    """
 
     model: Model
     num_devices: int
     num_slots: int
     num_nodes: int
+    rows_per_source: int = ROWS_PER_SOURCE
 
     @property
     def name(self) -> str:
@@ -105,10 +112,10 @@ def load_of(tokens: np.ndarray) -> ExpertLoad:
     return ExpertLoad(tokens, total, 1 - np.exp(-total), WINDOW_STEPS)
 
 
-def from_every_source(popularity: np.ndarray, num_sources: int) -> ExpertLoad:
+def from_every_source(popularity: np.ndarray, bed: Bed) -> ExpertLoad:
     """Let all sources send the same mix, by popularity float64[layers, experts]."""
     share = popularity / popularity.sum(axis=1, keepdims=True)
-    return load_of(np.repeat(ROWS_PER_SOURCE * share[None], num_sources, axis=0))
+    return load_of(np.repeat(bed.rows_per_source * share[None], bed.num_devices, axis=0))
 
 
 def zipf(model: Model, exponent: float, rng: np.random.Generator) -> np.ndarray:
@@ -146,7 +153,7 @@ def from_clusters(bed: Bed, sticky: float, rng: np.random.Generator) -> ExpertLo
     ]
     mean = np.mean(kinds, axis=0)
     mixes = [sticky * kinds[node % NUM_CLUSTERS] + (1 - sticky) * mean for node in bed.devices.node_of.tolist()]
-    return load_of(ROWS_PER_SOURCE * np.stack(mixes))
+    return load_of(bed.rows_per_source * np.stack(mixes))
 
 
 def kill(view: PlaceView, device: int) -> PlaceView:
@@ -161,7 +168,6 @@ def kill(view: PlaceView, device: int) -> PlaceView:
 
 # --- recorded choices -------------------------------------------------------------------------------------------------
 
-STEP_TOKENS_PER_SOURCE = 64
 MIN_TOKENS = 5_000  # a domain with fewer is left out
 
 
@@ -177,16 +183,14 @@ def domains(trace: RoutingTrace) -> list[str]:
     return [name for name, num in num_tokens.items() if num >= MIN_TOKENS]
 
 
-def windows(trace: RoutingTrace, domain: str, num_sources: int, seed: int) -> Iterator[ExpertLoad]:
+def windows(trace: RoutingTrace, domain: str, bed: Bed, seed: int) -> Iterator[ExpertLoad]:
     """Yield two windows of a domain: answers are dealt to both by a seed, and within each to sources in turn."""
     answers = [answer for answer in trace.generations if answer.dataset == domain]
     order = np.random.default_rng(seed).permutation(len(answers))
     for half in np.array_split(order, 2):
-        counts = np.zeros((num_sources, GPT_OSS_20B.num_layers, GPT_OSS_20B.num_experts))
-        num_tokens = 0
+        counts = np.zeros((bed.num_devices, bed.model.num_layers, bed.model.num_experts))
         for turn, index in enumerate(half.tolist()):
             answer = answers[index]
             part = slice(answer.offset, answer.offset + answer.num_tokens)
-            counts[turn % num_sources] += trace.counts(GPT_OSS_20B.num_experts, part)
-            num_tokens += answer.num_tokens
-        yield load_of(counts * (STEP_TOKENS_PER_SOURCE * num_sources / num_tokens))
+            counts[turn % bed.num_devices] += trace.counts(bed.model.num_experts, part)
+        yield load_of(counts * (bed.rows_per_source * bed.num_devices / counts[:, 0].sum()))

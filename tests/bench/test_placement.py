@@ -73,7 +73,7 @@ def test_nodes_that_stick_to_their_tasks_send_other_mixes():
 
 def test_no_plan_exceeds_the_bound():
     for seed in range(10):
-        load = loads.from_every_source(loads.zipf(MODEL, 1.2, np.random.default_rng(seed)), 4)
+        load = loads.from_every_source(loads.zipf(MODEL, 1.2, np.random.default_rng(seed)), BED)
         view = BED.view(load)
         found = bench.judge(bench.Scene(view), PLACE_POLICIES.make("eplb")(view))
         most = bench.bound(view)
@@ -82,7 +82,7 @@ def test_no_plan_exceeds_the_bound():
 
 
 def test_a_dead_device_keeps_no_source_and_a_placement_that_uses_it_lacks_experts():
-    view = BED.view(loads.from_every_source(loads.zipf(MODEL, 0.6, np.random.default_rng(0)), 4))
+    view = BED.view(loads.from_every_source(loads.zipf(MODEL, 0.6, np.random.default_rng(0)), BED))
     dead = loads.kill(view, 1)
     assert dead.load.tokens[1].sum() == 0.0
     found = bench.judge(bench.Scene(dead), dead.table)
