@@ -19,6 +19,8 @@ from typing import Any
 
 import psutil
 
+from moestro.config.launch_spec import STANDBY
+
 MOESTRO = str(Path(sys.executable).with_name("moestro"))
 REAL = (MOESTRO, "serve")
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_server.py")))
@@ -63,11 +65,11 @@ class Running:
 
     def renderers(self) -> list[psutil.Process]:
         """Those that render chat templates."""
-        return [each for each in self.processes() if _is_renderer(each)]
+        return [each for each in self.processes() if _has_argument(each, _RENDERER)]
 
     def ranks(self) -> list[psutil.Process]:
-        """The engines."""
-        return [each for each in self.processes() if not _is_renderer(each)]
+        """The engines, without the process on standby that forks them."""
+        return [each for each in self.processes() if not _has_argument(each, *_NO_RANKS)]
 
     def cpu_s(self) -> float:
         """CPU seconds that its first process has used. Unlike a duration, the load of the machine does not count."""
@@ -87,9 +89,13 @@ class Running:
         self.process.wait()
 
 
-def _is_renderer(process: psutil.Process) -> bool:
+_RENDERER = "moestro.text.template_worker"
+_NO_RANKS = (_RENDERER, STANDBY[0])
+
+
+def _has_argument(process: psutil.Process, *arguments: str) -> bool:
     with contextlib.suppress(psutil.Error):  # it ends in this moment
-        return "moestro.text.template_worker" in process.cmdline()
+        return not {*arguments}.isdisjoint(process.cmdline())
     return False
 
 

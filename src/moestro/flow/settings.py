@@ -116,7 +116,10 @@ class GroupOptions(GroupStepSettings, CheckedSettings):
         " silent for 0.2 s."
     )
     standby: bool = True
-    "In async mode, keep a process that has loaded the libraries and forks all workers, which then start in a second."
+    (
+        "In async and ep mode, keep a process that has loaded the libraries and forks all workers, which then start in"
+        " a second."
+    )
     expert_timeout: Annotated[float, at_least(0.3)] = 0.6
     "In async mode, seconds without a sign of life after which a worker with experts alone is killed and restarted."
 

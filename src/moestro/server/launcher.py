@@ -46,10 +46,12 @@ class StartedProcess(Protocol):
     Attributes:
         place: Where it runs, for the log; "" means this machine.
         peer_address: ZeroMQ address at which it may listen to other workers.
+        listen_fd: Number that the socket which it inherits has there; None means none.
     """
 
     place: str
     peer_address: str
+    listen_fd: int | None
 
     @property
     def has_ended(self) -> bool:

@@ -19,9 +19,9 @@ class LocalProcess:
 
     place = ""
 
-    def __init__(self, process: asyncio.subprocess.Process, peer_address: str) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, peer_address: str, listen_fd: int | None) -> None:
         self._process = process
-        self.peer_address = peer_address
+        self.peer_address, self.listen_fd = peer_address, listen_fd
 
     @property
     def has_ended(self) -> bool:
@@ -51,7 +51,7 @@ class LocalLauncher:
         directory: Directory for sockets, which only this user can enter.
         num_ranks: Number of processes that share the machine.
         command: Command to run; its process reads a `LaunchSpec` from stdin.
-        has_standby: Whether one process loads the libraries and forks those that inherit no socket.
+        has_standby: Whether one process loads the libraries and forks the others.
     """
 
     keys: CurveKeys | None = None
@@ -71,8 +71,8 @@ class LocalLauncher:
         """Implement `Launcher.spawn`."""
         self._num_spawned += 1
         peer_address = f"ipc://{self._directory / f'worker-{self._num_spawned}'}"
-        if self._standby is not None and listen_fd is None:
-            forked = await self._standby.fork(" ".join(name), peer_address)
+        if self._standby is not None:
+            forked = await self._standby.fork(" ".join(name), peer_address, listen_fd)
             if forked is not None:
                 return forked
         process = await asyncio.create_subprocess_exec(
@@ -83,7 +83,7 @@ class LocalLauncher:
             pass_fds=() if listen_fd is None else (listen_fd,),
             start_new_session=True,  # Ctrl-C reaches only the API server, which decides what follows.
         )
-        return LocalProcess(process, peer_address)
+        return LocalProcess(process, peer_address, listen_fd)
 
     async def prepare_standby(self) -> None:
         """Implement `Launcher.prepare_standby`: the process on standby is there from the first worker on."""

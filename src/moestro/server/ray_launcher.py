@@ -196,7 +196,7 @@ class _Seat:
 
 
 class RayProcess:
-    """A worker process on a node; implements `StartedProcess`.
+    """A worker process on a node; implements `StartedProcess`. No socket of this machine is of use there.
 
     Args:
         seat: Bundle on which it runs, and whose agent has started it.
@@ -209,6 +209,7 @@ class RayProcess:
         address, self.node_id = seat.node
         self.place = f"{address} (Ray node {self.node_id})"
         self.peer_address = f"tcp://{address}:*"
+        self.listen_fd: int | None = None
         self._seat, self._on_end, self._on_silence = seat, on_end, on_silence
         self._agent = seat.agent
         self._end: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()

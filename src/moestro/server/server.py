@@ -99,7 +99,7 @@ def _launcher_maker(settings: ServeSettings, command: Sequence[str]) -> Callable
     Raises:
         ConfigError: There is no such cluster.
     """
-    has_standby = settings.stepping.mode == "async" and settings.group.standby
+    has_standby = settings.stepping.mode in ("async", "ep") and settings.group.standby
     if settings.launching.launcher == "local":
         return lambda directory, num_ranks: LocalLauncher(directory, num_ranks, command, has_standby=has_standby)
     from moestro.server.ray_launcher import RayLauncher, RayNeeds, join_cluster  # noqa: PLC0415 - Ray is optional

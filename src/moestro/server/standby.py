@@ -25,14 +25,14 @@ class ForkedWorker:
     Args:
         pid: Its process id.
         stdin: Descriptor of the pipe to its stdin; closed when it ends.
-        peer_address: As in `StartedProcess`.
+        peer_address, listen_fd: As in `StartedProcess`.
     """
 
     place = ""
 
-    def __init__(self, pid: int, stdin: int, peer_address: str) -> None:
+    def __init__(self, pid: int, stdin: int, peer_address: str, listen_fd: int | None) -> None:
         self._pid, self._stdin = pid, stdin
-        self.peer_address = peer_address
+        self.peer_address, self.listen_fd = peer_address, listen_fd
         self._end: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()
         self._pidfd = os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._ended)
@@ -82,12 +82,13 @@ class Standby:
         self._turn = asyncio.Lock()
         self._is_possible = adopt_orphans()
 
-    async def fork(self, name: str, peer_address: str) -> ForkedWorker | None:
+    async def fork(self, name: str, peer_address: str, listen_fd: int | None = None) -> ForkedWorker | None:
         """Start a worker. The first one waits until the libraries are loaded.
 
         Args:
             name: Name for `ps`.
             peer_address: Address at which the worker may listen to others.
+            listen_fd: Socket that it inherits.
 
         Returns:
             The worker; None means that it has to be started in another way.
@@ -99,7 +100,7 @@ class Standby:
                 await self._start()
             read, write = os.pipe()
             try:
-                pid = await self._ask(name, read)
+                pid, inherited = await self._ask(name, (read,) if listen_fd is None else (read, listen_fd))
             except OSError as error:  # TimeoutError is one.
                 os.close(write)
                 logger.warning("the process on standby forks no worker: %s", str(error) or "it does not answer")
@@ -111,7 +112,7 @@ class Standby:
                 raise
             finally:
                 os.close(read)
-            return ForkedWorker(pid, write, peer_address)
+            return ForkedWorker(pid, write, peer_address, inherited)
 
     async def _start(self) -> None:
         await self.end()
@@ -123,15 +124,17 @@ class Standby:
                 *self._command, *STANDBY, stdin=theirs.fileno(), env=self._environment, start_new_session=True
             )
 
-    async def _ask(self, name: str, stdin: int) -> int:
+    async def _ask(self, name: str, descriptors: Sequence[int]) -> tuple[int, int | None]:
+        """Return a worker's process id, and the number that the second of `descriptors` has there."""
         assert self._control is not None, "called after _start"
         async with asyncio.timeout(_FORK_S if self._has_forked else _LOAD_S):
-            socket.send_fds(self._control, [name.encode()], [stdin])
+            socket.send_fds(self._control, [name.encode()], descriptors)
             answer = await asyncio.get_running_loop().sock_recv(self._control, 64)
         if not answer:
             raise ConnectionResetError("it has ended")
         self._has_forked = True
-        return int(answer)
+        pid, *inherited = map(int, answer.split())
+        return pid, inherited[0] if inherited else None
 
     def kill(self) -> None:
         """Kill the process. Workers that it has forked live on."""

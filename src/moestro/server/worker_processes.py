@@ -50,6 +50,9 @@ class WorkerProcesses:
         self._processes[spec.rank], self._names[spec.rank] = process, spec.name
         self._watchers[spec.rank] = asyncio.create_task(self._watch(spec, process))
         spec = msgspec.structs.replace(spec, peer_address=process.peer_address)
+        if spec.lock_step is not None:
+            lock_step = msgspec.structs.replace(spec.lock_step, listen_fd=process.listen_fd)
+            spec = msgspec.structs.replace(spec, lock_step=lock_step)
         await process.write(write_launch_spec(spec))
 
     async def stop(self, ask: Callable[[int], None], grace_s: float = _KILL_AFTER_S) -> None:

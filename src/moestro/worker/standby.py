@@ -29,8 +29,9 @@ def is_standby() -> bool:
 def fork_workers() -> bool:
     """Fork a worker for each message of the API server, until the server is gone.
 
-    A message is the worker's name and the descriptor of its stdin; the answer is the worker's process id. The API
-    server becomes the worker's parent, because the process between the two ends at once.
+    A message is the worker's name with the descriptors of its stdin and of a socket that it inherits, if any. The
+    answer is the worker's process id and the number of that socket. The API server becomes the worker's parent, because
+    the process between the two ends at once.
 
     Returns:
         True in a worker, whose stdin is now its own; False in the process on standby.
@@ -41,7 +42,7 @@ def fork_workers() -> bool:
         logger.warning("the process on standby ends, and each worker loads its own libraries: one has opened the GPU")
         return False
     while True:
-        name, descriptors, _, _ = socket.recv_fds(control, _MAX_NAME, 1)
+        name, descriptors, _, _ = socket.recv_fds(control, _MAX_NAME, 2)
         if not name:
             return False
         between = os.fork()
@@ -49,7 +50,7 @@ def fork_workers() -> bool:
             if os.fork():
                 os._exit(0)
             _become_worker(name.decode(), descriptors[0], server)
-            control.send(str(os.getpid()).encode())
+            control.send(" ".join(map(str, (os.getpid(), *descriptors[1:]))).encode())
             control.close()
             return True
         for descriptor in descriptors:
