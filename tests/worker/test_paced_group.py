@@ -106,7 +106,9 @@ def test_all_ranks_learn_one_end_and_the_tokens_of_each(ranks):
     assert len({step.end_ns for step in found}) == 1
     priced = make_step_pricer(A100, NUM_RANKS, seed=3).draw([_keyed_batch(part) for part in parts])
     assert found[0].end_ns - began_ns >= priced.micro_batches(1).lock_step_ns > 0
-    counts = [np.frombuffer(step.expert_counts, np.int32).reshape(step.num_layers, -1) for step in found if step.num_layers]
+    counts = [
+        np.frombuffer(step.expert_counts, np.int32).reshape(step.num_layers, -1) for step in found if step.num_layers
+    ]
     assert [own.sum(axis=1).tolist() for own in counts] == [[51 * 8] * 48, [1 * 8] * 48], "rank 1 has no tokens"
     assert (sum(counts) == priced.expert_counts).all()
     quiet = in_threads(*(lambda rank=rank, i=i: rank.open(opened(i)) for i, rank in enumerate(ranks)))

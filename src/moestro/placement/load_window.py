@@ -86,8 +86,9 @@ class LoadWindow:
     def _rescale(self) -> None:
         """Divide all sums by the gain, which changes no mean."""
         scale = 1 / self._gain
-        for sums in (self._sum, self._square_sum, self._active_sum):
-            sums *= scale
+        self._sum *= scale
+        self._square_sum *= scale
+        self._active_sum *= scale
         self.pairs.scale(scale)
         self._weight *= scale
         self._busy_weight *= scale
