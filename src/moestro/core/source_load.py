@@ -82,7 +82,8 @@ def _join_pairs(parts: Sequence[tuple[LayerPairs, float]], num_experts: int) -> 
     codes = np.concatenate([pair_codes(pairs, num_experts) for pairs, _ in parts])
     counts = np.concatenate([factor * pairs.count for pairs, factor in parts])
     unique, place = np.unique(codes, return_inverse=True)
-    return pairs_of_codes(unique, np.bincount(place, counts, len(unique)), num_experts)
+    totals: Floats = np.bincount(place, counts, len(unique)).astype(np.float64)
+    return pairs_of_codes(unique, totals, num_experts)
 
 
 def pair_codes(pairs: LayerPairs, num_experts: int) -> NDArray[np.int64]:

@@ -27,7 +27,7 @@ _NOTE = (
 )
 
 
-class EngineView(msgspec.Struct, kw_only=True):
+class EngineWindowView(msgspec.Struct, kw_only=True):
     """Window of one engine.
 
     Attributes:
@@ -95,7 +95,7 @@ class ExpertsView(msgspec.Struct, kw_only=True):
     half_life: float
     num_steps: float
     balance: float | None
-    engines: list[EngineView]
+    engines: list[EngineWindowView]
     layers: list[LayerView]
     arrays: ArraysView | None = None
 
@@ -157,7 +157,7 @@ class ExpertAdmin:
     def _view(self, *, has_arrays: bool) -> ExpertsView:
         merged, now_ns = self._loads.merged(), self._now_ns()
         engines = [
-            EngineView(
+            EngineWindowView(
                 engine=engine,
                 num_steps=report.num_steps,
                 num_visits=report.num_visits,
