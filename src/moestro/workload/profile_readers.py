@@ -78,7 +78,10 @@ def read_profile(paths: Sequence[Path], reading: ProfileReading) -> ExpertProfil
     if not profile.load.tokens.any():
         raise ConfigError(f"{paths[0]} has no token for any expert")
     if reading.num_experts not in (None, profile.num_experts):
-        raise ConfigError(f"{paths[0]} has {profile.num_experts} experts, and --num-experts {reading.num_experts}")
+        raise ConfigError(
+            f"{paths[0]} has {profile.num_experts} experts a layer, and {reading.num_experts} were expected"
+            " (--num-experts, --model)"
+        )
     return profile
 
 

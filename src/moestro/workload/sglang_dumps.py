@@ -84,7 +84,10 @@ def _of_counts(dumps: Sequence[SglangDump], choices_per_step: float) -> ExpertPr
         if not total.any():
             raise ConfigError(f"{dumps[0].path}: {_NOTHING}")
         load = load_without_steps(total[None], choices_per_step)
-        note = "the counts have no steps: variance is 0, and activation is 1 - (1 - share)^choices of a step"
+        note = (
+            "the counts have no steps: variance is taken as 0, and an expert with the share p of its layer's choices as"
+            f" used in 1 - (1 - p)^{choices_per_step:g} of the steps"
+        )
         return ExpertProfile(
             load=load, layers=every, num_model_layers=num_layers, origin="counts without steps", notes=(note,)
         )
