@@ -236,7 +236,7 @@ def _objects(path: Path) -> list[dict[str, Any]]:
         found = msgspec.json.decode(data)
     except msgspec.DecodeError:
         try:
-            found = msgspec.json.decode_lines(data)
+            found = msgspec.json.Decoder().decode_lines(data)
         except msgspec.DecodeError as error:
             raise ConfigError(f"{path} is neither JSON nor JSON lines: {error}") from None
     found = found if isinstance(found, list) else [found]

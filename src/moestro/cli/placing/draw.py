@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from numpy.typing import NDArray
 
 from moestro.cli.placing.answer import PlaceAnswer
@@ -35,20 +36,23 @@ def save_placement(path: Path, question: PlaceQuestion, answer: PlaceAnswer) -> 
     _draw_pairs(pairs, question, answer)
     _draw_budget(budget, question, answer)
     model = question.profile.model or question.network.name
-    figure.suptitle(f"{model} on {question.view.devices.num_devices} devices, placed by {answer.policy}")
+    figure.suptitle(f"{model} on {question.view.devices.num_devices} devices, placed by {Path(answer.policy).name}")
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:  # ValueError: the name ends in no form of picture that matplotlib knows
         raise ConfigError(f"--png {path} cannot be written: {error}") from error
 
 
-def _draw_load(axes: Axes, question: PlaceQuestion, score: PlaceScore) -> object:
+def _draw_load(axes: Axes, question: PlaceQuestion, score: PlaceScore) -> AxesImage:
     mean = np.maximum(score.tokens.mean(axis=1, keepdims=True), 1e-300)
     image = axes.imshow(
         score.tokens / mean, aspect="auto", cmap="RdBu_r", vmin=2 - _HOTTEST, vmax=_HOTTEST, interpolation="nearest"
     )
     _name_layers(axes, question)
-    axes.set_xlabel("live device")
+    live = np.flatnonzero(question.view.devices.is_alive)
+    every = max(1, len(live) // 16)
+    axes.set_xticks(range(0, len(live), every), [str(device) for device in live[::every]])
+    axes.set_xlabel("device")
     return image
 
 
@@ -83,8 +87,7 @@ def _is_together(
     answer: PlaceAnswer, layer: NDArray[np.int32], first: NDArray[np.int32], second: NDArray[np.int32]
 ) -> NDArray[np.bool_]:
     has = answer.table.num_copies > 0
-    found: NDArray[np.bool_] = (has[:, layer, first] & has[:, layer + 1, second]).any(axis=0)
-    return found
+    return np.any(has[:, layer, first] & has[:, layer + 1, second], axis=0)
 
 
 def _draw_budget(axes: Axes, question: PlaceQuestion, answer: PlaceAnswer) -> None:

@@ -12,6 +12,7 @@ from moestro.cli.extras import is_installed
 from moestro.cli.placing.devices import make_devices, spread_sources
 from moestro.cli.placing.placements import first_table, read_current
 from moestro.cli.placing.settings import PlaceSettings, PriceSettings
+from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import ExpertTable
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import CONFIGS, network_named
@@ -60,6 +61,8 @@ def make_question(settings: PlaceSettings) -> PlaceQuestion:
     network, why = named, ""
     if network is None:
         network, why = _known_network(profile)
+    else:
+        profile = replace(profile, model=network.name)
     profile = _numbered(profile, network)
     devices = make_devices(settings.devices, profile.num_experts)
     view = PlaceView(
@@ -76,6 +79,22 @@ def make_question(settings: PlaceSettings) -> PlaceQuestion:
     if profile.num_sources not in (1, devices.num_devices):
         notes.append(f"the {profile.num_sources} sources are laid on the {devices.num_devices} devices in order")
     return PlaceQuestion(settings=settings, profile=profile, view=view, network=network, notes=tuple(notes))
+
+
+def load_to_check(question: PlaceQuestion, path: Path) -> ExpertLoad:
+    """Read the load of another profile of the same network.
+
+    Raises:
+        ConfigError: It cannot be read, or has other layers or experts.
+    """
+    settings, profile = question.settings, question.profile
+    reading = replace(_reading(settings, None), num_experts=profile.num_experts, index=None, datasets=())
+    other = read_profile([path], reading)
+    if other.num_layers != profile.num_layers:
+        raise ConfigError(
+            f"--check {path} has {other.num_layers} layers with experts, and {profile.num_layers} are placed"
+        )
+    return spread_sources(other.load, question.view.devices)
 
 
 def _reading(settings: PlaceSettings, named: NetworkShape | None) -> ProfileReading:
@@ -99,7 +118,9 @@ def _reading(settings: PlaceSettings, named: NetworkShape | None) -> ProfileRead
 
 
 def _known_network(profile: ExpertProfile) -> tuple[NetworkShape, str]:
-    """Return the first known network with the profile's experts and layers, and the sentence that says so."""
+    """Return the network that the profile names, or the first known one with its experts and layers, and say why."""
+    if profile.model in CONFIGS:
+        return network_named(profile.model), f"prices are those of {profile.model}, which the profile names"
     for name in CONFIGS:
         network = network_named(name)
         has_experts = network.experts is not None and network.experts.num_experts == profile.num_experts

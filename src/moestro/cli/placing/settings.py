@@ -89,6 +89,8 @@ class PlacePolicySettings(CheckedSettings):
     "Ask every policy under its default settings, and show all answers in a table."
     num_groups: Annotated[int, at_least(1), _POLICY] = 1
     "Groups of experts that the gate chooses first (DeepSeek-V3: 8)."
+    check: Annotated[Path | None, _POLICY] = None
+    "Another profile (the next window, another domain), under whose load both placements are priced too."
     max_bytes: Annotated[int | None, at_least(0), _POLICY] = None
     "Largest number of bytes of weights that move. Policies of other systems ignore limits."
     max_receives: Annotated[int | None, at_least(0), _POLICY] = None

@@ -50,7 +50,11 @@ def _number(count: int, noun: str) -> str:
 def print_answer(console: Console, question: PlaceQuestion, answer: PlaceAnswer) -> None:
     """Print the table before and after, the slowest layers, and the plan of moves."""
     change = answer.change
-    console.print(_figures_table(answer.policy, change))
+    line(console, f"Policy: {answer.policy}")
+    lost = _num_lost(question)
+    if lost:
+        line(console, f"- {lost:,} experts have no live copy now; the tokens for them are missing in the column before")
+    console.print(_figures_table(change))
     console.print(_layers_table(question, change))
     _print_moves(console, question, answer)
 
@@ -63,8 +67,14 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _figures_table(policy: str, change: Payback) -> Table:
-    table = _table(f"Placement by {policy}, priced by the traffic model", "", "before", "after")
+def _num_lost(question: PlaceQuestion) -> int:
+    """Number of experts of all layers that only dead devices hold."""
+    copies = question.view.table.num_copies[question.view.devices.is_alive]
+    return int((copies.sum(axis=0) == 0).sum())
+
+
+def _figures_table(change: Payback) -> Table:
+    table = _table("Priced by the traffic model", "", "before", "after")
 
     def row(name: str, figure: str, unit: float = 1.0, form: str = ".4f") -> None:
         before, after = _figure(change.before, figure), _figure(change.after, figure)
@@ -157,6 +167,15 @@ def _bytes(size: float) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:,.3g} TB"
+
+
+def print_check(console: Console, name: str, before: PlaceScore, after: PlaceScore) -> None:
+    """Print what both placements cost under the load of another profile."""
+    line(
+        console,
+        f"Under the load of {name}: balance {before.mean_balance:.4f} before, {after.mean_balance:.4f} after;"
+        f" step {before.step_s * 1e3:.4f} ms before, {after.step_s * 1e3:.4f} ms after.",
+    )
 
 
 def print_comparison(console: Console, answers: Mapping[str, PlaceAnswer | str]) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from rich.console import Console
 
 from moestro.cli.extras import install_command, is_installed
 from moestro.cli.placing.answer import PlaceAnswer, ask, ask_all, even_shares, placement_file
 from moestro.cli.placing.placements import all_model_layers, filled_slots, write_json, write_tensorrt_llm
-from moestro.cli.placing.question import PlaceQuestion, make_question
+from moestro.cli.placing.question import PlaceQuestion, load_to_check, make_question
 from moestro.cli.placing.settings import PlaceSettings
-from moestro.cli.placing.show import line, print_answer, print_comparison, print_question
+from moestro.cli.placing.show import line, print_answer, print_check, print_comparison, print_question
+from moestro.placement.payback import payback
 from moestro.placement.score import score
 from moestro.workload.profile_file import write_profile
 from moestro.workload.progress import progress_bar
@@ -34,9 +38,17 @@ def run_place(settings: PlaceSettings, console: Console) -> None:
         answer = ask(settings.policy.policy, question.view)
         others = ask_all(question.view) if settings.policy.compare else {}
     print_answer(console, question, answer)
+    if settings.policy.check is not None:
+        _check(console, question, answer, settings.policy.check)
     if others:
         print_comparison(console, others)
     _write(console, question, answer)
+
+
+def _check(console: Console, question: PlaceQuestion, answer: PlaceAnswer, path: Path) -> None:
+    view = replace(question.view, load=load_to_check(question, path))
+    change = payback(view, answer.table)
+    print_check(console, path.name, change.before, change.after)
 
 
 def _write(console: Console, question: PlaceQuestion, answer: PlaceAnswer) -> None:
