@@ -103,6 +103,8 @@ def _form_of(path: Path) -> str:
         raise ConfigError(f"{path} is damaged or cut off: {error}") from error
     except (OSError, zstandard.ZstdError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not start:
+        raise ConfigError(f"{path} is empty or cut off")
     if start.startswith(_NPY):
         return "array"
     if start.lstrip()[:1] in (b"{", b"["):
