@@ -1,0 +1,76 @@
+"""Places all copies anew, the heaviest first."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moestro.core.expert_table import EMPTY
+from moestro.placement.problem import Experts, PlaceProblem
+from moestro.placement.replicas import copy_work
+from moestro.placement.traffic import Floats
+
+
+def pack(problem: PlaceProblem, counts: Experts, stay: float, near: float) -> Experts:
+    """Place each copy on the device that ends with the least load, and never two of an expert on one device.
+
+    A further copy that finds no device without its expert is left out.
+
+    Args:
+        counts: int64[batches, experts], copies of each expert.
+        stay: Load, as a part of the even load, that a device may have more in order to keep what it holds.
+        near: Weight of the seconds of rows against the seconds of work.
+
+    Returns:
+        int64[batches, devices, slots]
+    """
+    num_batches, num_experts, num_devices, num_slots = problem.shape
+    work = copy_work(problem, counts)
+    items, is_again = _by_weight(work, counts)
+    item_work = np.append(work, np.zeros((num_batches, 1)), axis=1)[np.arange(num_batches)[:, None], items]
+    even = (work * counts).sum(axis=1) / problem.speed.sum()
+    dislike = problem.moved * (stay * even)[:, None, None]
+    if problem.row_s is not None:
+        dislike += near * problem.row_s * num_devices / np.append(counts, np.ones((num_batches, 1)), axis=1)[:, :, None]
+    every = np.arange(num_batches)
+    expert = np.full((num_batches, num_devices, num_slots), EMPTY, np.int64)
+    flat = expert.reshape(-1)
+    room = problem.room.sum(axis=1)
+    load = np.where(room == 0, np.inf, np.zeros((num_batches, num_devices)))
+    filled = np.zeros((num_batches, num_devices), np.int64)
+    last = np.full((num_batches, num_devices), EMPTY)
+    slowness = 1 / problem.speed
+    for k in range(items.shape[1]):
+        what = items[:, k]
+        cost = load + dislike[every, what]
+        if len(problem.speed) > 1 and problem.speed.min() != problem.speed.max():
+            cost += item_work[:, k, None] * slowness
+        if is_again[k]:  # copies of an expert follow each other, so an earlier one is the device's last
+            cost[last == what[:, None]] = np.inf
+        device = cost.argmin(axis=1)
+        at = every * num_devices + device
+        ok = np.isfinite(cost.reshape(-1)[at]) & (what != EMPTY)
+        if not ok.all():
+            at, what, device = at[ok], what[ok], device[ok]
+        flat[at * num_slots + filled.reshape(-1)[at]] = what
+        filled.reshape(-1)[at] += 1
+        last.reshape(-1)[at] = what
+        now = load.reshape(-1)[at] + item_work[ok, k] * slowness[device]
+        load.reshape(-1)[at] = np.where(filled.reshape(-1)[at] < room[device], now, np.inf)
+    return expert
+
+
+def _by_weight(work: Floats, counts: Experts) -> tuple[Experts, list[bool]]:
+    """Return int64[batches, copies], the expert of each copy, the heaviest first; EMPTY pads.
+
+    Also returns whether any batch has the same expert twice in a row, for each place of the order.
+    """
+    num_batches, num_experts = work.shape
+    order = np.argsort(-work, axis=1, kind="stable")
+    batch = np.arange(num_batches)[:, None]
+    repeats = counts[batch, order]
+    totals = repeats.sum(axis=1)
+    items = np.full((num_batches, int(totals.max(initial=0))), EMPTY, np.int64)
+    items[np.arange(items.shape[1]) < totals[:, None]] = np.repeat(order.ravel(), repeats.ravel())
+    is_again = np.zeros(items.shape[1], np.bool_)
+    is_again[1:] = ((items[:, 1:] == items[:, :-1]) & (items[:, 1:] != EMPTY)).any(axis=0)
+    return items, is_again.tolist()
