@@ -2,105 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.expert_table import EMPTY
+from moestro.placement.budget import Allowance
+from moestro.placement.copies import Packing
 from moestro.placement.problem import Experts, PlaceProblem
-from moestro.placement.replicas import held_by
 from moestro.placement.traffic import Floats
 
 LEAST_GAIN = 1e-6  # of the even load; less is rounding
 PATIENCE = 6  # rounds without a gain, each with other pairs, after which a layer is at rest
-
-
-@dataclass(slots=True, eq=False)
-class Allowance:
-    """Copies that may still be received.
-
-    Attributes:
-        total: Copies of all devices; infinite without a limit.
-        each: float64[devices], copies of each device.
-    """
-
-    total: float
-    each: Floats
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether there is any limit."""
-        return bool(np.isfinite(self.total) or np.isfinite(self.each).any())
-
-    def admit(self, gain: Floats, devices: Experts, receives: Experts) -> NDArray[np.bool_]:
-        """Admit exchanges, those with the largest gain per received copy first, and count what they receive.
-
-        Args:
-            gain: float64[exchanges], seconds per step.
-            devices: int64[exchanges, 2], the two devices of each exchange.
-            receives: int64[exchanges, 2], copies that each of them receives; negative where it gives back one that it
-                had received.
-        """
-        order = np.argsort(-gain / np.maximum(receives.sum(axis=1), 1e-3), kind="stable")
-        taken = np.zeros(len(gain), np.bool_)
-        while len(order):
-            due = np.zeros((len(order), len(self.each)))
-            rows = np.arange(len(order))
-            for side in range(2):
-                due[rows, devices[order, side]] += np.maximum(receives[order, side], 0)
-            running = due.cumsum(axis=0)
-            fits = (running.sum(axis=1) <= self.total) & (running <= self.each).all(axis=1)
-            num_first = len(order) if fits.all() else int(fits.argmin())
-            first = order[:num_first]
-            taken[first] = True
-            for side in range(2):
-                np.subtract.at(self.each, devices[first, side], receives[first, side])
-            self.total -= float(receives[first].sum())
-            # The exchange that did not fit is left out; later ones of other devices may fit.
-            order = order[num_first + 1 :]
-            order = order[(receives[order] <= 0).all(axis=1) | self._may_fit(devices[order], receives[order])]
-        return taken
-
-    def _may_fit(self, devices: Experts, receives: Experts) -> NDArray[np.bool_]:
-        fits: NDArray[np.bool_] = (np.maximum(receives, 0) <= self.each[devices]).all(axis=1)
-        return fits & (np.maximum(receives, 0).sum(axis=1) <= self.total)
-
-
-def unlimited(num_devices: int) -> Allowance:
-    """Return an allowance without limits."""
-    return Allowance(np.inf, np.full(num_devices, np.inf))
-
-
-@dataclass(slots=True, eq=False)
-class Packing:
-    """Copies in slots, changed in place by exchanges.
-
-    Attributes:
-        expert: int64[batches, devices, slots].
-        share: float64[batches, devices, slots].
-        work: float64[batches, devices, slots], seconds of each copy at speed 1.
-        held: bool[batches, experts + 1, devices], who holds what.
-    """
-
-    expert: Experts
-    share: Floats
-    work: Floats
-    held: NDArray[np.bool_] = field(repr=False)
-
-    def of_layers(self, layers: NDArray[np.integer]) -> Packing:
-        """Return a copy of some batches."""
-        return Packing(self.expert[layers], self.share[layers], self.work[layers], self.held[layers])
-
-    def put(self, layers: NDArray[np.integer], other: Packing) -> None:
-        """Replace some batches."""
-        self.expert[layers], self.share[layers] = other.expert, other.share
-        self.work[layers], self.held[layers] = other.work, other.held
-
-
-def packing_of(problem: PlaceProblem, expert: Experts, share: Floats) -> Packing:
-    """Return the state that exchanges change."""
-    return Packing(expert, share, problem.work(expert, share), held_by(expert, problem.shape[1]))
 
 
 def balance(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds: int, allowance: Allowance) -> None:
@@ -165,7 +77,10 @@ def exchange(
     """
     batch, one, other = pairs
     at = batch[:, None]
-    load = packing.work[at, one].sum(axis=-1) / problem.speed[one], packing.work[at, other].sum(axis=-1) / problem.speed[other]
+    load = (
+        packing.work[at, one].sum(axis=-1) / problem.speed[one],
+        packing.work[at, other].sum(axis=-1) / problem.speed[other],
+    )
     cost_one, received_one = _send(problem, packing, at, one, other)
     cost_other, received_other = _send(problem, packing, at, other, one)
     delta = packing.work[at, one][..., :, None] - packing.work[at, other][..., None, :]

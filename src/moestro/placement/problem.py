@@ -13,6 +13,7 @@ from moestro.placement.registry import PlaceView
 from moestro.placement.traffic import Floats, traffic_of
 
 Experts = NDArray[np.int64]
+TINY = float(np.finfo(float).tiny)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,13 +60,22 @@ class PlaceProblem:
             self.move_s,
         )
 
+    def only_work(self, layers: NDArray[np.integer]) -> PlaceProblem:
+        """Return the problem of some batches without what rows and moves cost, which is much to copy."""
+        none = np.zeros((len(layers), 1, 1), np.bool_)
+        return PlaceProblem(
+            self.token_s[layers], self.idle[layers], self.expert_s, self.speed, self.room, None, none, self.move_s
+        )
+
     def work(self, expert: Experts, share: Floats) -> Floats:
         """Return float64[batches, devices, slots], seconds of each copy at speed 1; 0 for EMPTY."""
         batch = np.arange(len(expert))[:, None, None]
         work = self.token_s[batch, expert] * share
         if self.expert_s > 0:
             used = share > 0
-            work[used] += self.expert_s * (1 - np.broadcast_to(self.idle[batch, expert], share.shape)[used] ** share[used])
+            work[used] += self.expert_s * (
+                1 - np.broadcast_to(self.idle[batch, expert], share.shape)[used] ** share[used]
+            )
         work[expert == EMPTY] = 0.0
         return work
 

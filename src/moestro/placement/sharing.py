@@ -10,9 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from moestro.core.expert_table import EMPTY
-from moestro.placement.descent import Packing, packing_of
-from moestro.placement.problem import Experts, PlaceProblem
-from moestro.placement.replicas import live_counts
+from moestro.placement.copies import Packing, live_counts
+from moestro.placement.problem import PlaceProblem
 from moestro.placement.traffic import Floats
 
 RIDGE = 1e-6  # of the even load: joins devices that no expert joins, so that the system can be solved
@@ -32,7 +31,7 @@ def share_out(problem: PlaceProblem, packing: Packing, target: Floats, num_steps
     batch = np.flatnonzero(best > target)
     if not len(batch):
         return
-    layers, now = problem.of_layers(batch), packing.of_layers(batch)
+    layers, now = problem.only_work(batch), packing.of_layers(batch)
     for _ in range(num_steps):
         share = _newton(layers, now)
         now = packing_of_shares(layers, now, share)
@@ -44,7 +43,7 @@ def share_out(problem: PlaceProblem, packing: Packing, target: Floats, num_steps
         if not len(left):
             return
         if len(left) < len(batch):
-            batch, layers, now = batch[left], layers.of_layers(left), now.of_layers(left)
+            batch, layers, now = batch[left], layers.only_work(left), now.of_layers(left)
 
 
 def packing_of_shares(problem: PlaceProblem, packing: Packing, share: Floats) -> Packing:
@@ -77,10 +76,15 @@ def _newton(problem: PlaceProblem, packing: Packing) -> Floats:
     graph[:, every, every] += weighted.sum(axis=1) + (RIDGE * even)[:, None] + np.finfo(float).tiny
     price = np.linalg.solve(graph, ((load - even[:, None]) * problem.speed)[..., None])
     drop = price.swapaxes(1, 2) - parts @ price  # [batches, shared, devices]
-    parts = parts * np.maximum(1 - drop, KEPT)
-    parts /= np.maximum(parts.sum(axis=-1, keepdims=True), np.finfo(float).tiny)
+    parts = _step(parts, drop)
     share = packing.share.copy()
     is_shared = which < num_shared
     index = tuple(each[is_shared] for each in index)
     share[index] = parts[row[is_shared], which[is_shared], device[is_shared]]
     return share
+
+
+def _step(parts: Floats, drop: Floats) -> Floats:
+    parts = parts * np.maximum(1 - drop, KEPT)
+    parts /= np.maximum(parts.sum(axis=-1, keepdims=True), np.finfo(float).tiny)
+    return parts

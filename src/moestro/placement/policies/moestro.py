@@ -1,0 +1,222 @@
+"""Moestro's own placement policy: few moves, shares of copies, near copies, and no change that does not pay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.errors import ConfigError
+from moestro.placement.budget import Allowance, LayerOffers, allowance_of, layers_that_pay
+from moestro.placement.copies import Packing, even_shares, normal_shares, packing_of
+from moestro.placement.problem import PlaceProblem, problem_of
+from moestro.placement.registry import PLACE_POLICIES, PlaceView
+from moestro.placement.replicas import restore
+from moestro.placement.score import score
+from moestro.placement.search import SearchLimits, improve, is_level, start_anew
+from moestro.placement.traffic import Floats
+
+# After a death, service comes before the last percent: fewer copies move, and the next change levels the rest.
+URGENT_TARGET = 0.96
+
+
+@PLACE_POLICIES.register(
+    "moestro",
+    "levels load by shares of copies and few moves, brings copies near their tokens, and changes nothing that does "
+    "not pay",
+    source="Moestro; replica counts and packing after EPLB (DeepSeek), swaps after SwiftBalance (vllm-ascend), "
+    "risk after FlashLB (vllm-ascend)",
+)
+@dataclass(frozen=True, slots=True)
+class MoestroPlacement:
+    """Plans by the traffic model of `placement.score`, all terms in seconds.
+
+    The search starts from the present table and moves no more than its target takes. Layers that miss the target are
+    also placed anew. Each layer takes what is best for it; layers whose savings pay for their move are changed, and
+    the limits of the view are never exceeded, except that experts without a live copy are always placed.
+    Groups of experts (`num_groups`) are ignored: they bound which experts a token takes, not where these live.
+
+    Attributes:
+        target: Mean load over largest load at which a layer is left alone: fewer moves below 1.
+        slack: Part of its load that a device may have more so that rows travel less.
+        hysteresis: Part by which savings over the horizon must exceed the seconds of the move.
+        risk: Standard deviations of an expert's tokens that are added to their mean.
+        weighted: 1 for shares of copies, 0 for equal parts.
+        rounds: Rounds of exchanges for balance.
+        turns: Rotations of pairs of devices for nearness.
+
+    Raises:
+        ConfigError: A setting is out of range.
+    """
+
+    target: float = 0.998
+    slack: float = 0.01
+    hysteresis: float = 0.1
+    risk: float = 0.0
+    weighted: int = 1
+    rounds: int = 12
+    turns: int = 32
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target <= 1:
+            raise ConfigError(f"target must be above 0 and at most 1, got {self.target:g}")
+        for name in ("slack", "hysteresis", "risk", "rounds", "turns"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name):g}")
+
+    def __call__(self, view: PlaceView) -> ExpertTable:
+        """Return the next placement, or the present one where no change pays.
+
+        Raises:
+            ValueError: The live devices have fewer slots than there are experts.
+        """
+        problem = problem_of(view, self.risk)
+        if int(problem.room.sum()) < problem.shape[1]:
+            raise ValueError(
+                f"{problem.shape[1]} experts do not fit into the {int(problem.room.sum())} slots of the live devices"
+            )
+        allowance = allowance_of(view.limits, view.prices.expert_bytes, len(problem.speed))
+        base = _present(view, problem)
+        restored = restore(problem, base, allowance)
+        limits = SearchLimits(self.target, self.slack, self.rounds, self.turns, self.weighted > 0)
+        if len(restored):
+            limits = replace(limits, target=min(self.target, URGENT_TARGET))
+        plan = _Plan(view, problem, base, len(restored) > 0, self.hysteresis)
+        return plan.best(limits, allowance)
+
+
+def _present(view: PlaceView, problem: PlaceProblem) -> Packing:
+    """Return the present placement on the live devices."""
+    live = np.flatnonzero(view.devices.is_alive)
+    num_experts = problem.shape[1]
+    expert = view.table.logical_of[live].swapaxes(0, 1).astype(np.int64)
+    expert[~np.broadcast_to(problem.room, expert.shape)] = EMPTY
+    if view.table.shares is None:
+        return packing_of(problem, expert, even_shares(expert, num_experts))
+    share = normal_shares(expert, view.table.shares[live].swapaxes(0, 1), num_experts)
+    return packing_of(problem, expert, share)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """One plan of the policy.
+
+    Attributes:
+        view, problem: What is planned.
+        base: The present placement, with all experts covered; what is not changed stays so.
+        is_forced: Whether the base differs from the present table in what it holds.
+        hysteresis: Part by which savings must exceed the seconds of the move.
+    """
+
+    view: PlaceView
+    problem: PlaceProblem
+    base: Packing
+    is_forced: bool
+    hysteresis: float
+
+    def best(self, limits: SearchLimits, allowance: Allowance) -> ExpertTable:
+        """Return the best table within the limits."""
+        left = Allowance(allowance.total, allowance.each.copy())
+        layers = self._layers_to_change()
+        problem = self.problem.of_layers(layers)
+        warm = self.base.of_layers(layers)
+        improve(problem, warm, limits, allowance)
+        changed = self.base.of_layers(np.arange(self.problem.shape[0]))
+        changed.put(layers, warm)
+        offers = self._offers(changed)
+        chosen, net = self._pay(offers, left)
+        if not self.is_forced:
+            missed = layers[~is_level(problem, warm, limits.target)]
+            if len(missed):
+                anew = self.base.of_layers(np.arange(self.problem.shape[0]))
+                anew.put(missed, start_anew(self.problem.of_layers(missed), limits, allowance))
+                better = self._offers(anew)
+                pick = np.flatnonzero(self._net(better) > self._net(offers))
+                mixed = LayerOffers(
+                    *(
+                        np.where(np.isin(np.arange(len(old)), pick).reshape(-1, *[1] * (old.ndim - 1)), new, old)
+                        for old, new in zip(_fields(offers), _fields(better), strict=True)
+                    )
+                )
+                chosen_anew, net_anew = self._pay(mixed, left)
+                if net_anew > net:
+                    chosen, net = chosen_anew, net_anew
+                    changed.put(pick, anew.of_layers(pick))
+        if not len(chosen) and not self.is_forced and (self.view.table.is_alive == self.view.devices.is_alive).all():
+            return self.view.table
+        final = self.base.of_layers(np.arange(self.problem.shape[0]))
+        final.put(chosen, changed.of_layers(chosen))
+        return self._table(final)
+
+    def _layers_to_change(self) -> NDArray[np.intp]:
+        """Return the layers that may change, those with the most to gain if not all may."""
+        num_layers = self.problem.shape[0]
+        most = self.view.limits.max_layers
+        if most is None or most >= num_layers:
+            return np.arange(num_layers)
+        work = self.base.work
+        excess = self.problem.load(work).max(axis=1) - self.problem.even_load(work)
+        return np.sort(np.argsort(-excess, kind="stable")[:most])
+
+    def _pay(self, offers: LayerOffers, left: Allowance) -> tuple[NDArray[np.intp], float]:
+        limits = self.view.limits
+        return layers_that_pay(offers, left, limits.max_layers, limits.horizon_steps, self.hysteresis)
+
+    def _net(self, offers: LayerOffers) -> Floats:
+        """Return float64[layers], seconds per step that each layer gains, net of its move if devices share it evenly."""
+        net: Floats = offers.saved_s - (1 + self.hysteresis) * offers.receive_s.mean(axis=1) / max(
+            self.view.limits.horizon_steps, 1.0
+        )
+        return net
+
+    def _offers(self, packing: Packing) -> LayerOffers:
+        """Price a placement against the base, layer by layer."""
+        before, after = self._step_s(self.base), self._step_s(packing)
+        receives, receive_s = self._receives(packing)
+        num_before, seconds_before = self._receives(self.base)
+        differs = (packing.expert != self.base.expert).any(axis=(1, 2)) | (packing.share != self.base.share).any(
+            axis=(1, 2)
+        )
+        return LayerOffers(before - after, receives - num_before, receive_s - seconds_before, differs)
+
+    def _step_s(self, packing: Packing) -> Floats:
+        found = score(self.view.load, self._table(packing), self.view.devices, self.view.prices)
+        return found.compute_s + found.exchange_s
+
+    def _receives(self, packing: Packing) -> tuple[NDArray[np.int64], Floats]:
+        """Return int64 and float64[layers, devices]: copies that each device receives, and their seconds."""
+        devices, table = self.view.devices, self.view.table
+        live = np.flatnonzero(devices.is_alive)
+        num_layers, num_experts, num_devices, _ = self.problem.shape
+        is_new = np.take_along_axis(
+            self.problem.moved.swapaxes(1, 2), np.where(packing.expert == EMPTY, num_experts, packing.expert), axis=2
+        )
+        nodes, node_at = np.unique(devices.node_of[live], return_inverse=True)
+        in_node = np.zeros((len(nodes), num_layers, num_experts), np.bool_)
+        at, layer, slot = np.nonzero(table.logical_of[live] != EMPTY)
+        in_node[node_at[at], layer, table.logical_of[live[at], layer, slot]] = True
+        layer, at, slot = np.nonzero(is_new)
+        is_near = in_node[node_at[at], layer, packing.expert[layer, at, slot]]
+        _, node_s, far_s = (self.view.prices.expert_bytes / each for each in self.view.prices.move_bytes_per_s)
+        index = layer * num_devices + at
+        count = np.bincount(index, minlength=num_layers * num_devices).reshape(num_layers, num_devices)
+        seconds = np.bincount(index, np.where(is_near, node_s, far_s), num_layers * num_devices)
+        return count, seconds.reshape(num_layers, num_devices)
+
+    def _table(self, packing: Packing) -> ExpertTable:
+        """Return the placement as a table, without shares where all copies have equal ones."""
+        devices, old = self.view.devices, self.view.table
+        live = np.flatnonzero(devices.is_alive)
+        logical_of = np.full(old.logical_of.shape, EMPTY, np.int32)
+        logical_of[live] = packing.expert.swapaxes(0, 1)
+        shares: Floats | None = None
+        if not np.allclose(packing.share, even_shares(packing.expert, self.problem.shape[1]), rtol=0, atol=1e-9):
+            shares = np.zeros(logical_of.shape)
+            shares[live] = packing.share.swapaxes(0, 1)
+        return ExpertTable(old.version + 1, logical_of, old.num_experts, devices.is_alive.copy(), shares)
+
+
+def _fields(offers: LayerOffers) -> tuple[NDArray[np.generic], ...]:
+    return offers.saved_s, offers.receives, offers.receive_s, offers.differs

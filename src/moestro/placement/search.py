@@ -1,0 +1,90 @@
+"""Searches a better placement: from the present one, or from none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.placement.budget import Allowance
+from moestro.placement.copies import Packing, even_shares, packing_of
+from moestro.placement.descent import balance, bring_near
+from moestro.placement.packing import pack
+from moestro.placement.problem import PlaceProblem
+from moestro.placement.replicas import add_copies, copy_counts, copy_work
+from moestro.placement.sharing import share_out
+from moestro.placement.traffic import Floats
+
+# Part of the even load above which a single copy is hard to pack.
+HEAVY_COPY = 0.6
+# A copy may weigh this much more than with the best numbers of copies before one of them moves.
+HEAVIER_COPY = 1.05
+SHARE_STEPS = 8  # Newton steps from shares of another load; few more gain nothing (sweep, 58 x 256 on 64 devices)
+SHARE_STEPS_AGAIN = 3
+STAY = 0.3  # load that a new packing may cost a copy more, as a part of the copy, so that it stays where it is held
+NEAR = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SearchLimits:
+    """How far a search goes.
+
+    Attributes:
+        target: Mean load over largest load at which a layer is left alone.
+        slack: Part of its load that a device may have more so that rows travel less.
+        num_rounds: Rounds of exchanges for balance.
+        num_turns: Rotations of pairs of devices that exchange copies so that rows travel less.
+        is_weighted: Whether copies of an expert may have different shares.
+    """
+
+    target: float
+    slack: float
+    num_rounds: int
+    num_turns: int
+    is_weighted: bool
+
+
+def improve(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
+    """Improve a placement in place, by as few moves as its target takes: shares, copies, exchanges, ways of rows."""
+    even = problem.even_load(packing.work)
+    if limits.is_weighted:
+        share_out(problem, packing, even / limits.target, SHARE_STEPS)
+    counts = copy_counts(problem)
+    peak = copy_work(problem, counts).max(axis=1)
+    add_copies(problem, packing, np.maximum(HEAVIER_COPY * peak, HEAVY_COPY * even * problem.speed.max()), allowance)
+    level(problem, packing, limits, allowance)
+    shorten(problem, packing, limits, allowance)
+
+
+def level(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
+    """Exchange copies and divide tokens until devices are as equally loaded as the target asks."""
+    goal = problem.even_load(packing.work) / limits.target
+    balance(problem, packing, goal, limits.num_rounds, allowance)
+    if limits.is_weighted:
+        share_out(problem, packing, goal, SHARE_STEPS_AGAIN)
+
+
+def shorten(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
+    """Exchange copies so that rows travel less, for no more load than the slack."""
+    if problem.row_s is None:
+        return
+    largest = problem.load(packing.work).max(axis=1)
+    cap = largest * (1 + limits.slack)
+    bring_near(problem, packing, cap, range(limits.num_turns), allowance)
+
+
+def start_anew(problem: PlaceProblem, limits: SearchLimits, allowance: Allowance) -> Packing:
+    """Place all copies anew, which may move almost all of them."""
+    counts = copy_counts(problem)
+    expert = pack(problem, counts, STAY, NEAR)
+    packing = packing_of(problem, expert, even_shares(expert, problem.shape[1]))
+    level(problem, packing, limits, allowance)
+    shorten(problem, packing, limits, allowance)
+    return packing
+
+
+def is_level(problem: PlaceProblem, packing: Packing, target: float) -> NDArray[np.bool_]:
+    """Return bool[batches], whether the mean load over the largest load reaches the target."""
+    largest: Floats = problem.load(packing.work).max(axis=1)
+    return problem.even_load(packing.work) >= target * largest * (1 - 1e-9)
