@@ -11,10 +11,10 @@ import numpy as np
 
 from moestro.core.expert_table import EMPTY
 from moestro.placement.copies import Packing, live_counts
-from moestro.placement.problem import PlaceProblem
+from moestro.placement.problem import TINY, PlaceProblem
 from moestro.placement.traffic import Floats
 
-RIDGE = 1e-6  # of the even load: joins devices that no expert joins, so that the system can be solved
+RIDGE = 1e-4  # of the even load: joins devices that no expert joins, so that the system can be solved
 KEPT = 0.05  # part of a share that a step keeps at least, so that the share can grow again
 
 
@@ -63,18 +63,18 @@ def _newton(problem: PlaceProblem, packing: Packing) -> Floats:
     rows = np.arange(num_batches)[:, None]
     place[rows, shared] = np.arange(num_shared)
     place[:, EMPTY] = num_shared
-    parts = np.zeros((num_batches, num_shared + 1, num_devices))
+    parts = np.zeros((num_batches, num_shared + 1, num_devices), np.float32)  # half the time, and steps correct each other
     row, device, _ = index = np.nonzero((packing.expert != EMPTY) & problem.room)
     which = place[row, packing.expert[index]]
     parts[row, which, device] = packing.share[index]
     parts = parts[:, :-1]
-    weighted = parts * problem.token_s[rows, shared][:, :, None]
-    load = problem.load(packing.work)
-    even = problem.even_load(packing.work)
+    load, even = problem.load(packing.work), problem.even_load(packing.work)
+    unit = np.maximum(even, TINY)[:, None]
+    weighted = parts * (problem.token_s[rows, shared] / unit).astype(np.float32)[:, :, None]
     graph = -weighted.swapaxes(1, 2) @ parts
     every = np.arange(num_devices)
-    graph[:, every, every] += weighted.sum(axis=1) + (RIDGE * even)[:, None] + np.finfo(float).tiny
-    price = np.linalg.solve(graph, ((load - even[:, None]) * problem.speed)[..., None])
+    graph[:, every, every] += weighted.sum(axis=1) + np.float32(RIDGE)
+    price = np.linalg.solve(graph, ((load / unit - 1) * problem.speed).astype(np.float32)[..., None])
     drop = price.swapaxes(1, 2) - parts @ price  # [batches, shared, devices]
     parts = _step(parts, drop)
     share = packing.share.copy()
@@ -86,5 +86,5 @@ def _newton(problem: PlaceProblem, packing: Packing) -> Floats:
 
 def _step(parts: Floats, drop: Floats) -> Floats:
     parts = parts * np.maximum(1 - drop, KEPT)
-    parts /= np.maximum(parts.sum(axis=-1, keepdims=True), np.finfo(float).tiny)
+    parts /= np.maximum(parts.sum(axis=-1, keepdims=True), np.finfo(np.float32).tiny)
     return parts

@@ -20,6 +20,8 @@ from moestro.placement.traffic import Floats
 
 # After a death, service comes before the last percent: fewer copies move, and the next change levels the rest.
 URGENT_TARGET = 0.96
+# A layer with a lower mean load over largest load is only placed anew: exchanges would move as much and take longer.
+FAR_OFF = 0.7
 
 
 @PLACE_POLICIES.register(
@@ -57,7 +59,7 @@ class MoestroPlacement:
     risk: float = 0.0
     weighted: int = 1
     rounds: int = 12
-    turns: int = 32
+    turns: int = 8
 
     def __post_init__(self) -> None:
         if not 0 < self.target <= 1:
@@ -120,15 +122,19 @@ class _Plan:
         """Return the best table within the limits."""
         left = Allowance(allowance.total, allowance.each.copy())
         layers = self._layers_to_change()
-        problem = self.problem.of_layers(layers)
-        warm = self.base.of_layers(layers)
-        improve(problem, warm, limits, allowance)
         changed = self.base.of_layers(np.arange(self.problem.shape[0]))
-        changed.put(layers, warm)
+        near = layers
+        if not self.is_forced and not allowance.is_limited:
+            near = layers[is_level(self.problem, self.base, FAR_OFF)[layers]]
+        problem = self.problem.of_layers(near)
+        warm = self.base.of_layers(near)
+        if len(near):
+            improve(problem, warm, limits, allowance)
+            changed.put(near, warm)
         offers = self._offers(changed)
         chosen, net = self._pay(offers, left)
         if not self.is_forced:
-            missed = layers[~is_level(problem, warm, limits.target)]
+            missed = layers[~is_level(self.problem, changed, limits.target)[layers]]
             if len(missed):
                 anew = self.base.of_layers(np.arange(self.problem.shape[0]))
                 anew.put(missed, start_anew(self.problem.of_layers(missed), limits, allowance))
