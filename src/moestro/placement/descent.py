@@ -40,23 +40,30 @@ def balance(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds:
         resting[batch] = np.where(has_gained, 0, resting[batch] + 1)
 
 
-def bring_near(problem: PlaceProblem, packing: Packing, cap: Floats, turns: range, allowance: Allowance) -> None:
-    """Exchange copies so that rows travel less, between pairs that rotate over all devices.
+def bring_near(problem: PlaceProblem, packing: Packing, cap: Floats, num_turns: int, allowance: Allowance) -> None:
+    """Exchange copies so that rows travel less, between pairs that rotate over all devices as in a tournament.
 
     Args:
         cap: float64[batches], load that no device may exceed for it.
-        turns: Rotations; as many as there are devices pair each one with every other one.
+        num_turns: Rotations at most; as many as there are devices pair each one with every other one.
     """
     num_devices = len(problem.speed)
-    every = np.arange(num_devices)
-    batch = np.arange(len(cap))
-    for turn in turns:
-        partner = (turn - every) % num_devices
+    cycle = num_devices - 1 + num_devices % 2
+    every, batch = np.arange(cycle), np.arange(len(cap))
+    num_idle = 0
+    for turn in range(num_turns):
+        partner = (turn - every) % cycle
+        if num_devices > cycle:
+            partner[partner == every] = cycle  # of an even number of devices, the last one pairs with who is left
         first = every[every < partner]
-        if len(first):
-            heavy = np.broadcast_to(first, (len(batch), len(first)))
-            light = np.broadcast_to(partner[first], heavy.shape)
-            exchange(problem, packing, (batch, heavy, light), cap, allowance)
+        if not len(first):
+            return
+        one = np.broadcast_to(first, (len(batch), len(first)))
+        other = np.broadcast_to(partner[first], one.shape)
+        has_gained = exchange(problem, packing, (batch, one, other), cap, allowance)
+        num_idle = 0 if has_gained.any() else num_idle + 1
+        if num_idle == cycle:
+            return
 
 
 def exchange(

@@ -13,6 +13,8 @@ from moestro.placement.registry import PlaceView
 from moestro.placement.traffic import Floats, traffic_of
 
 Experts = NDArray[np.int64]
+# Ways of rows are left out of the search if all experts at their nearest place saved less than this part of the work.
+WORTH = 0.002
 TINY = float(np.finfo(float).tiny)
 
 
@@ -107,6 +109,9 @@ def problem_of(view: PlaceView, risk: float) -> PlaceProblem:
         near = far_s * origin.total - (far_s - node_s) * origin.by_node  # [nodes, layers, experts]
         row_s[:, :-1] = near.transpose(1, 2, 0)[:, :, origin.node_at[live]]
         row_s[:, :-1] -= (node_s - own_s) * origin.by_device[live].transpose(1, 2, 0)
+        saved_s = (row_s.mean(axis=2) - row_s.min(axis=2)).sum(axis=1)
+        if (saved_s <= WORTH * prices.token_s * origin.total.sum(axis=1) / devices.speed[live].sum()).all():
+            row_s = None
     moved = np.ones((num_layers, num_experts + 1, len(live)), np.bool_)
     moved[:, -1] = False  # an empty slot receives nothing
     at, layer, slot = np.nonzero(view.table.logical_of[live] != EMPTY)

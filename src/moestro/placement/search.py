@@ -23,6 +23,7 @@ HEAVIER_COPY = 1.05
 SHARE_STEPS = 8  # Newton steps from shares of another load; few more gain nothing (sweep, 58 x 256 on 64 devices)
 SHARE_STEPS_AGAIN = 3
 STAY = 0.3  # load that a new packing may cost a copy more, as a part of the copy, so that it stays where it is held
+SLOTS_A_TURN = 8  # devices with more slots take more turns, because each turn exchanges one of them
 NEAR = 8.0  # weight of the way of rows in a new packing; a sweep from 0 to 8 shortened ways at no loss of balance
 
 
@@ -49,7 +50,7 @@ def improve(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allow
     """Improve a placement in place, by as few moves as its target takes: shares, copies, exchanges, ways of rows."""
     even = problem.even_load(packing.work)
     if limits.is_weighted:
-        share_out(problem, packing, even / limits.target, SHARE_STEPS)
+        share_out(problem, packing, least_load(problem, packing) / limits.target, SHARE_STEPS)
     counts = copy_counts(problem)
     peak = copy_work(problem, counts).max(axis=1)
     add_copies(problem, packing, np.maximum(HEAVIER_COPY * peak, HEAVY_COPY * even * problem.speed.max()), allowance)
@@ -59,7 +60,7 @@ def improve(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allow
 
 def level(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
     """Exchange copies and divide tokens until devices are as equally loaded as the target asks."""
-    goal = problem.even_load(packing.work) / limits.target
+    goal = least_load(problem, packing) / limits.target
     balance(problem, packing, goal, limits.num_rounds, allowance)
     if limits.is_weighted:
         share_out(problem, packing, goal, SHARE_STEPS_AGAIN)
@@ -71,7 +72,8 @@ def shorten(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allow
         return
     largest = problem.load(packing.work).max(axis=1)
     cap = largest * (1 + limits.slack)
-    bring_near(problem, packing, cap, range(limits.num_turns), allowance)
+    num_turns = limits.num_turns * -(-problem.room.shape[1] // SLOTS_A_TURN)
+    bring_near(problem, packing, cap, num_turns, allowance)
 
 
 def start_anew(problem: PlaceProblem, limits: SearchLimits, allowance: Allowance) -> Packing:
@@ -85,6 +87,21 @@ def start_anew(problem: PlaceProblem, limits: SearchLimits, allowance: Allowance
 
 
 def is_level(problem: PlaceProblem, packing: Packing, target: float) -> NDArray[np.bool_]:
-    """Return bool[batches], whether the mean load over the largest load reaches the target."""
+    """Return bool[batches], whether the least possible load over the largest load reaches the target."""
     largest: Floats = problem.load(packing.work).max(axis=1)
-    return problem.even_load(packing.work) >= target * largest * (1 - 1e-9)
+    return least_load(problem, packing) >= target * largest * (1 - 1e-9)
+
+
+def least_load(problem: PlaceProblem, packing: Packing) -> Floats:
+    """Return float64[batches], seconds below which no placement brings the largest load.
+
+    Work is spread evenly at best. Without room for further copies, the fastest device that holds the heaviest expert
+    also holds as many others as it has slots, at best the lightest.
+    """
+    even = problem.even_load(packing.work)
+    num_slots = problem.room.sum(axis=1)
+    if num_slots.sum() > problem.shape[1] or problem.expert_s > 0:
+        return even
+    ordered = np.sort(problem.token_s, axis=1)
+    lightest = ordered[:, : max(0, int(num_slots[num_slots > 0].min()) - 1)].sum(axis=1)
+    return np.maximum(even, (ordered[:, -1] + lightest) / problem.speed.max())

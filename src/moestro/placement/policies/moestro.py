@@ -22,6 +22,8 @@ from moestro.placement.traffic import Floats
 URGENT_TARGET = 0.96
 # A layer with a lower mean load over largest load is only placed anew: exchanges would move as much and take longer.
 FAR_OFF = 0.7
+# A layer that misses the target by more is also placed anew; for less, it would move most of its copies.
+MISSED_BY = 0.01
 
 
 @PLACE_POLICIES.register(
@@ -53,7 +55,7 @@ class MoestroPlacement:
         ConfigError: A setting is out of range.
     """
 
-    target: float = 0.998
+    target: float = 0.999
     slack: float = 0.01
     hysteresis: float = 0.1
     risk: float = 0.0
@@ -87,6 +89,10 @@ class MoestroPlacement:
             limits = replace(limits, target=min(self.target, URGENT_TARGET))
         plan = _Plan(view, problem, base, len(restored) > 0, self.hysteresis)
         return plan.best(limits, allowance)
+
+
+# Per layer: seconds of a step; and by device: copies that it receives, and their seconds.
+_Priced = tuple[Floats, NDArray[np.int64], Floats]
 
 
 def _present(view: PlaceView, problem: PlaceProblem) -> Packing:
@@ -131,14 +137,15 @@ class _Plan:
         if len(near):
             improve(problem, warm, limits, allowance)
             changed.put(near, warm)
-        offers = self._offers(changed)
+        base = self._priced(self.base)
+        offers = self._offers(changed, base)
         chosen, net = self._pay(offers, left)
         if not self.is_forced:
-            missed = layers[~is_level(self.problem, changed, limits.target)[layers]]
+            missed = layers[~is_level(self.problem, changed, limits.target - MISSED_BY)[layers]]
             if len(missed):
                 anew = self.base.of_layers(np.arange(self.problem.shape[0]))
                 anew.put(missed, start_anew(self.problem.of_layers(missed), limits, allowance))
-                better = self._offers(anew)
+                better = self._offers(anew, base)
                 pick = np.flatnonzero(self._net(better) > self._net(offers))
                 mixed = LayerOffers(
                     *(
@@ -177,22 +184,18 @@ class _Plan:
         )
         return net
 
-    def _offers(self, packing: Packing) -> LayerOffers:
+    def _offers(self, packing: Packing, base: _Priced) -> LayerOffers:
         """Price a placement against the base, layer by layer."""
-        before, after = self._step_s(self.base), self._step_s(packing)
-        receives, receive_s = self._receives(packing)
-        num_before, seconds_before = self._receives(self.base)
+        before, num_before, seconds_before = base
+        after, receives, receive_s = self._priced(packing)
         differs = (packing.expert != self.base.expert).any(axis=(1, 2)) | (packing.share != self.base.share).any(
             axis=(1, 2)
         )
         return LayerOffers(before - after, receives - num_before, receive_s - seconds_before, differs)
 
-    def _step_s(self, packing: Packing) -> Floats:
+    def _priced(self, packing: Packing) -> _Priced:
+        """Return float64[layers], seconds of a step, and int64 and float64[layers, devices], receives and their seconds."""
         found = score(self.view.load, self._table(packing), self.view.devices, self.view.prices)
-        return found.compute_s + found.exchange_s
-
-    def _receives(self, packing: Packing) -> tuple[NDArray[np.int64], Floats]:
-        """Return int64 and float64[layers, devices]: copies that each device receives, and their seconds."""
         devices, table = self.view.devices, self.view.table
         live = np.flatnonzero(devices.is_alive)
         num_layers, num_experts, num_devices, _ = self.problem.shape
@@ -209,7 +212,7 @@ class _Plan:
         index = layer * num_devices + at
         count = np.bincount(index, minlength=num_layers * num_devices).reshape(num_layers, num_devices)
         seconds = np.bincount(index, np.where(is_near, node_s, far_s), num_layers * num_devices)
-        return count, seconds.reshape(num_layers, num_devices)
+        return found.compute_s + found.exchange_s, count, seconds.reshape(num_layers, num_devices)
 
     def _table(self, packing: Packing) -> ExpertTable:
         """Return the placement as a table, without shares where all copies have equal ones."""
