@@ -42,7 +42,9 @@ class ExpertTable:
         is_twice = (ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] != EMPTY)
         if is_twice.any():
             worker, layer, slot = np.argwhere(is_twice)[0].tolist()
-            raise ValueError(f"worker {worker} has two copies of expert {ordered[worker, layer, slot]} in layer {layer}")
+            raise ValueError(
+                f"worker {worker} has two copies of expert {ordered[worker, layer, slot]} in layer {layer}"
+            )
         num_layers = self.logical_of.shape[1]
         index = np.arange(num_layers)[:, None] * self.num_experts + self.logical_of
         is_used = (self.logical_of != EMPTY) & self.is_alive[:, None, None]

@@ -127,9 +127,7 @@ class _Side:
     cost: Floats
 
     @classmethod
-    def of(
-        cls, problem: PlaceProblem, packing: Packing, batch: Experts, source: Experts, target: Experts
-    ) -> _Side:
+    def of(cls, problem: PlaceProblem, packing: Packing, batch: Experts, source: Experts, target: Experts) -> _Side:
         _, num_experts, num_devices, num_slots = problem.shape
         # Indices into flat arrays: several times faster than indices by axis, and this is where the time goes.
         slots = ((batch[:, None] * num_devices + source) * num_slots)[..., None] + np.arange(num_slots)

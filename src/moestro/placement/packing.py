@@ -9,6 +9,9 @@ from moestro.placement.problem import TINY, Experts, PlaceProblem
 from moestro.placement.replicas import copy_work
 from moestro.placement.traffic import Floats
 
+# With fewer slots on a device, the heaviest copies must choose first, shared or not (288 slots on 144 devices).
+JOINED_SLOTS = 4
+
 
 def pack(problem: PlaceProblem, counts: Experts, stay: float, near: float) -> Experts:
     """Place each copy on the device that ends with the least load, and never two of an expert on one device.
@@ -25,11 +28,12 @@ def pack(problem: PlaceProblem, counts: Experts, stay: float, near: float) -> Ex
     """
     num_batches, _, num_devices, num_slots = problem.shape
     work = copy_work(problem, counts)
-    items, is_again = _by_weight(work, counts)
+    are_joined = problem.room.sum() >= JOINED_SLOTS * num_devices
+    items, is_again = _by_weight(work, counts, are_shared_first=are_joined)
     item_work = np.append(work, np.zeros((num_batches, 1)), axis=1)[np.arange(num_batches)[:, None], items]
     dislike = _dislike(problem, work, stay, near)
     every = np.arange(num_batches)
-    joins = _joins(counts, items)
+    joins = _joins(counts, items) if are_joined else np.zeros((num_batches, 0), np.int64)
     expert = np.full((num_batches, num_devices, num_slots), EMPTY, np.int64)
     flat = expert.reshape(-1)
     room, slowness = problem.room.sum(axis=1), 1 / problem.speed
@@ -81,13 +85,13 @@ def _joins(counts: Experts, items: Experts) -> Experts:
     return np.where(is_shared, np.where(adds, -1, 1), 0)
 
 
-def _by_weight(work: Floats, counts: Experts) -> tuple[Experts, list[bool]]:
+def _by_weight(work: Floats, counts: Experts, *, are_shared_first: bool) -> tuple[Experts, list[bool]]:
     """Return int64[batches, copies], the expert of each copy, the heaviest first; EMPTY pads.
 
     Also returns whether any batch has the same expert twice in a row, for each place of the order.
     """
     num_batches = len(work)
-    order = np.lexsort((-work, counts == 1))
+    order = np.lexsort((-work, counts == 1)) if are_shared_first else np.argsort(-work, axis=1, kind="stable")
     batch = np.arange(num_batches)[:, None]
     repeats = counts[batch, order]
     totals = repeats.sum(axis=1)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.placement.budget import Allowance
+from moestro.placement.budget import Allowance, allowance_of
 from moestro.placement.copies import Packing, even_shares, packing_of
 from moestro.placement.descent import balance, bring_near
+from moestro.placement.devices import PlaceLimits
 from moestro.placement.packing import pack
 from moestro.placement.problem import PlaceProblem
-from moestro.placement.replicas import add_copies, copy_counts, copy_work
+from moestro.placement.replicas import add_copies, copy_counts, copy_work, suit_pairs
 from moestro.placement.sharing import share_out
 from moestro.placement.traffic import Floats
 
@@ -22,7 +23,11 @@ HEAVY_COPY = 0.6
 HEAVIER_COPY = 1.05
 SHARE_STEPS = 8  # Newton steps from shares of another load; few more gain nothing (sweep, 58 x 256 on 64 devices)
 SHARE_STEPS_AGAIN = 3
-STAY = 0.3  # load that a new packing may cost a copy more, as a part of the copy, so that it stays where it is held
+STAY = 0.1  # load that a new packing may cost a copy more, as a part of the copy, so that it stays where it is held
+# Slots of all layers up to which a problem is small enough for several starts, and how many it gets at most.
+SMALL = 4096
+MOST_STARTS = 64
+NOISE = 0.3  # of the logarithm of loads, from which further starts take copies and order
 SLOTS_A_TURN = 8  # devices with more slots take more turns, because each turn exchanges one of them
 NEAR = 8.0  # weight of the way of rows in a new packing; a sweep from 0 to 8 shortened ways at no loss of balance
 
@@ -76,14 +81,29 @@ def shorten(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allow
     bring_near(problem, packing, cap, num_turns, allowance)
 
 
-def start_anew(problem: PlaceProblem, limits: SearchLimits, allowance: Allowance) -> Packing:
-    """Place all copies anew, which may move almost all of them."""
-    counts = copy_counts(problem)
-    expert = pack(problem, counts, STAY, NEAR)
-    packing = packing_of(problem, expert, even_shares(expert, problem.shape[1]))
-    level(problem, packing, limits, allowance)
-    shorten(problem, packing, limits, allowance)
-    return packing
+def start_anew(problem: PlaceProblem, limits: SearchLimits) -> list[Packing]:
+    """Place all copies anew, which may move almost all of them.
+
+    Returns:
+        Placements of all batches: one, or several of a small problem, where a single search often ends too early.
+    """
+    num_batches, num_experts, num_devices, num_slots = problem.shape
+    num_starts = min(MOST_STARTS, max(1, SMALL // (num_batches * num_devices * num_slots)))
+    wide = problem if num_starts == 1 else problem.of_layers(np.tile(np.arange(num_batches), num_starts))
+    noise = np.random.default_rng(0).standard_normal(wide.token_s.shape) * NOISE
+    noise[:num_batches] = 0.0  # the first start is as it is for large problems
+    guess = replace(wide, token_s=wide.token_s * np.exp(noise)) if num_starts > 1 else wide
+    counts = copy_counts(guess)
+    if num_slots == 2:
+        counts = suit_pairs(wide, counts)
+    expert = pack(guess, counts, STAY, NEAR)
+    packing = packing_of(wide, expert, even_shares(expert, num_experts))
+    unlimited = allowance_of(PlaceLimits(), 1, num_devices)
+    level(wide, packing, limits, unlimited)
+    shorten(wide, packing, limits, unlimited)
+    if num_starts == 1:
+        return [packing]
+    return [packing.of_layers(start * num_batches + np.arange(num_batches)) for start in range(num_starts)]
 
 
 def is_level(problem: PlaceProblem, packing: Packing, target: float) -> NDArray[np.bool_]:
@@ -105,3 +125,9 @@ def least_load(problem: PlaceProblem, packing: Packing) -> Floats:
     ordered = np.sort(problem.token_s, axis=1)
     lightest = ordered[:, : max(0, int(num_slots[num_slots > 0].min()) - 1)].sum(axis=1)
     return np.maximum(even, (ordered[:, -1] + lightest) / problem.speed.max())
+
+
+def is_small(problem: PlaceProblem) -> bool:
+    """Whether the problem gets several starts."""
+    num_batches, _, num_devices, num_slots = problem.shape
+    return 2 * num_batches * num_devices * num_slots <= SMALL

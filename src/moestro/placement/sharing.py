@@ -63,7 +63,9 @@ def _newton(problem: PlaceProblem, packing: Packing) -> Floats:
     rows = np.arange(num_batches)[:, None]
     place[rows, shared] = np.arange(num_shared)
     place[:, EMPTY] = num_shared
-    parts = np.zeros((num_batches, num_shared + 1, num_devices), np.float32)  # half the time, and steps correct each other
+    parts = np.zeros(
+        (num_batches, num_shared + 1, num_devices), np.float32
+    )  # half the time, and steps correct each other
     row, device, _ = index = np.nonzero((packing.expert != EMPTY) & problem.room)
     which = place[row, packing.expert[index]]
     parts[row, which, device] = packing.share[index]

@@ -15,7 +15,7 @@ from moestro.placement.problem import PlaceProblem, problem_of
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.replicas import restore
 from moestro.placement.score import score
-from moestro.placement.search import SearchLimits, improve, is_level, start_anew
+from moestro.placement.search import SearchLimits, improve, is_level, is_small, start_anew
 from moestro.placement.traffic import Floats
 
 # After a death, service comes before the last percent: fewer copies move, and the next change levels the rest.
@@ -91,8 +91,8 @@ class MoestroPlacement:
         return plan.best(limits, allowance)
 
 
-# Per layer: seconds of a step; and by device: copies that it receives, and their seconds.
-_Priced = tuple[Floats, NDArray[np.int64], Floats]
+# Per layer: seconds of work and of rows; and by device: copies that it receives, and their seconds.
+_Priced = tuple[Floats, Floats, NDArray[np.int64], Floats]
 
 
 def _present(view: PlaceView, problem: PlaceProblem) -> Packing:
@@ -127,41 +127,54 @@ class _Plan:
     def best(self, limits: SearchLimits, allowance: Allowance) -> ExpertTable:
         """Return the best table within the limits."""
         left = Allowance(allowance.total, allowance.each.copy())
-        layers = self._layers_to_change()
-        changed = self.base.of_layers(np.arange(self.problem.shape[0]))
-        near = layers
-        if not self.is_forced and not allowance.is_limited:
-            near = layers[is_level(self.problem, self.base, FAR_OFF)[layers]]
-        problem = self.problem.of_layers(near)
-        warm = self.base.of_layers(near)
-        if len(near):
-            improve(problem, warm, limits, allowance)
-            changed.put(near, warm)
-        base = self._priced(self.base)
-        offers = self._offers(changed, base)
+        base, layers = self._priced(self.base), self._layers_to_change()
+        plan = self._improved(layers, limits, allowance)
+        offers = self._offers(plan, base)
         chosen, net = self._pay(offers, left)
-        if not self.is_forced:
-            missed = layers[~is_level(self.problem, changed, limits.target - MISSED_BY)[layers]]
-            if len(missed):
-                anew = self.base.of_layers(np.arange(self.problem.shape[0]))
-                anew.put(missed, start_anew(self.problem.of_layers(missed), limits, allowance))
-                better = self._offers(anew, base)
-                pick = np.flatnonzero(self._net(better) > self._net(offers))
-                mixed = LayerOffers(
-                    *(
-                        np.where(np.isin(np.arange(len(old)), pick).reshape(-1, *[1] * (old.ndim - 1)), new, old)
-                        for old, new in zip(_fields(offers), _fields(better), strict=True)
-                    )
-                )
-                chosen_anew, net_anew = self._pay(mixed, left)
-                if net_anew > net:
-                    chosen, net = chosen_anew, net_anew
-                    changed.put(pick, anew.of_layers(pick))
+        missed = layers[~is_level(self.problem, plan, limits.target - MISSED_BY)[layers]]
+        if is_small(self.problem):
+            missed = layers
+        if len(missed) and not self.is_forced:
+            other, other_offers = self._anew(plan, offers, base, missed, limits)
+            other_chosen, other_net = self._pay(other_offers, left)
+            if other_net > net:
+                plan, chosen = other, other_chosen
         if not len(chosen) and not self.is_forced and (self.view.table.is_alive == self.view.devices.is_alive).all():
             return self.view.table
         final = self.base.of_layers(np.arange(self.problem.shape[0]))
-        final.put(chosen, changed.of_layers(chosen))
+        final.put(chosen, plan.of_layers(chosen))
         return self._table(final)
+
+    def _improved(self, layers: NDArray[np.intp], limits: SearchLimits, allowance: Allowance) -> Packing:
+        """Return the base with some layers improved, except those that are better placed anew."""
+        if not self.is_forced and not allowance.is_limited:
+            layers = layers[is_level(self.problem, self.base, FAR_OFF)[layers]]
+        plan = self.base.of_layers(np.arange(self.problem.shape[0]))
+        if len(layers):
+            warm = self.base.of_layers(layers)
+            improve(self.problem.of_layers(layers), warm, limits, allowance)
+            plan.put(layers, warm)
+        return plan
+
+    def _anew(
+        self, plan: Packing, offers: LayerOffers, base: _Priced, layers: NDArray[np.intp], limits: SearchLimits
+    ) -> tuple[Packing, LayerOffers]:
+        """Return the plan with those layers placed anew that gain by it.
+
+        A start counts only if it is as level as the best one, but for the slack.
+        """
+        best = plan.of_layers(np.arange(self.problem.shape[0]))
+        starts = []
+        for start in start_anew(self.problem.of_layers(layers), limits):
+            anew = plan.of_layers(np.arange(self.problem.shape[0]))
+            anew.put(layers, start)
+            starts.append((anew, self._offers(anew, base)))
+        least_s = np.min([each.compute_s for _, each in starts], axis=0) * (1 + limits.slack)
+        for anew, priced in starts:
+            ok = (priced.compute_s <= least_s * (1 + 1e-9)) & (self._net(priced) > self._net(offers))
+            best.put(np.flatnonzero(ok), anew.of_layers(np.flatnonzero(ok)))
+            offers = offers.with_layers(ok, priced)
+        return best, offers
 
     def _layers_to_change(self) -> NDArray[np.intp]:
         """Return the layers that may change, those with the most to gain if not all may."""
@@ -178,7 +191,7 @@ class _Plan:
         return layers_that_pay(offers, left, limits.max_layers, limits.horizon_steps, self.hysteresis)
 
     def _net(self, offers: LayerOffers) -> Floats:
-        """Return float64[layers], seconds per step that each layer gains, net of its move if devices share it evenly."""
+        """Return float64[layers], seconds per step that each layer gains, net of its move spread over devices."""
         net: Floats = offers.saved_s - (1 + self.hysteresis) * offers.receive_s.mean(axis=1) / max(
             self.view.limits.horizon_steps, 1.0
         )
@@ -186,15 +199,16 @@ class _Plan:
 
     def _offers(self, packing: Packing, base: _Priced) -> LayerOffers:
         """Price a placement against the base, layer by layer."""
-        before, num_before, seconds_before = base
-        after, receives, receive_s = self._priced(packing)
+        compute_before, exchange_before, num_before, seconds_before = base
+        compute_s, exchange_s, receives, receive_s = self._priced(packing)
+        saved_s = compute_before + exchange_before - compute_s - exchange_s
         differs = (packing.expert != self.base.expert).any(axis=(1, 2)) | (packing.share != self.base.share).any(
             axis=(1, 2)
         )
-        return LayerOffers(before - after, receives - num_before, receive_s - seconds_before, differs)
+        return LayerOffers(saved_s, compute_s, receives - num_before, receive_s - seconds_before, differs)
 
     def _priced(self, packing: Packing) -> _Priced:
-        """Return float64[layers], seconds of a step, and int64 and float64[layers, devices], receives and their seconds."""
+        """Return seconds of work and of rows by layer, and by device what it receives, and the seconds of that."""
         found = score(self.view.load, self._table(packing), self.view.devices, self.view.prices)
         devices, table = self.view.devices, self.view.table
         live = np.flatnonzero(devices.is_alive)
@@ -212,7 +226,7 @@ class _Plan:
         index = layer * num_devices + at
         count = np.bincount(index, minlength=num_layers * num_devices).reshape(num_layers, num_devices)
         seconds = np.bincount(index, np.where(is_near, node_s, far_s), num_layers * num_devices)
-        return found.compute_s + found.exchange_s, count, seconds.reshape(num_layers, num_devices)
+        return found.compute_s, found.exchange_s, count, seconds.reshape(num_layers, num_devices)
 
     def _table(self, packing: Packing) -> ExpertTable:
         """Return the placement as a table, without shares where all copies have equal ones."""
@@ -225,7 +239,3 @@ class _Plan:
             shares = np.zeros(logical_of.shape)
             shares[live] = packing.share.swapaxes(0, 1)
         return ExpertTable(old.version + 1, logical_of, old.num_experts, devices.is_alive.copy(), shares)
-
-
-def _fields(offers: LayerOffers) -> tuple[NDArray[np.generic], ...]:
-    return offers.saved_s, offers.receives, offers.receive_s, offers.differs
