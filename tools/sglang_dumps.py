@@ -11,6 +11,8 @@ of the engine (its settings, its device, its model's class) is stood in for; all
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
 import types
@@ -34,9 +36,7 @@ class _Value:
     value: Any = None
 
     def with_value(self, value: Any) -> Any:
-        from contextlib import contextmanager
-
-        @contextmanager
+        @contextlib.contextmanager
         def held() -> Any:
             before, self.value = self.value, value
             yield
@@ -105,7 +105,7 @@ def record(rank: int, peer: Path, out: Path, mode: str) -> None:
     """Record and dump as one of SGLang's ranks."""
     os.environ["SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"] = str(out / f".{mode}")
     stand_in(peer, mode, "deepep" if mode == "stat_approx" else "none")
-    from sglang.srt.eplb.expert_distribution import ExpertDistributionRecorder
+    from sglang.srt.eplb.expert_distribution import ExpertDistributionRecorder  # noqa: PLC0415 exists from here on
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{out}/.meet_{mode}", rank=rank, world_size=2)
     slots = torch.arange(NUM_SLOTS).repeat(NUM_LAYERS, 1) % NUM_EXPERTS
@@ -152,15 +152,13 @@ def record_all(peer: Path, out: Path) -> None:
 def accept(peer: Path, file: Path, num_devices: int, num_layers: int, num_experts: int) -> None:
     """Give a placement to SGLang's parser as each rank of a group would."""
     stand_in(peer, "stat", "deepep", num_devices, init=str(file))
-    from sglang.srt.eplb import expert_location
-    from sglang.srt.runtime_context import get_exec
+    from sglang.srt.eplb import expert_location  # noqa: PLC0415 exists from here on
+    from sglang.srt.runtime_context import get_exec  # noqa: PLC0415
 
     class Model:
         @staticmethod
         def get_model_config_for_expert_location(_config: Any) -> Any:
             return expert_location.ModelConfigForExpertLocation(num_layers, num_experts)
-
-    import json
 
     slots = len(json.loads(file.read_text())["physical_to_logical_map"][0])
     get_exec().moe.ep_num_redundant_experts = slots - num_experts

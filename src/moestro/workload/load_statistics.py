@@ -94,7 +94,7 @@ def pairs_of_tokens(recordings: Sequence[NDArray[Any]], num_experts: int, num_st
     if num_layers < 2 or not len(sample):
         return None
     scale = num_tokens / len(sample) / num_steps
-    columns: list[tuple[Int64s, Int64s, Floats]] = []
+    columns: list[tuple[NDArray[Any], ...]] = []
     for layer in range(num_layers - 1):
         before, after = sample[:, layer, :, None], sample[:, layer + 1, None, :]
         both = (before != NO_EXPERT) & (after != NO_EXPERT)

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
 from moestro.core.expert_load import ExpertLoad, LayerPairs
@@ -80,7 +81,10 @@ def read_profile_file(path: Path) -> ExpertProfile:
         ConfigError: The file is damaged, or its version or contents are not ours; the text names what is wrong.
     """
     try:
-        with np.load(path, allow_pickle=False) as members:
+        with path.open("rb") as file:  # NumPy leaves a damaged file open that it opened by name
+            members = np.load(file, allow_pickle=False)
+            if not isinstance(members, NpzFile):
+                raise ValueError("it is no zip of arrays")
             header = _header(path, members["header"].tobytes())
             arrays = {name: members[name] for name in members.files if name != "header"}
     except (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as error:

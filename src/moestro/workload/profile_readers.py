@@ -78,7 +78,10 @@ def read_profile(paths: Sequence[Path], reading: ProfileReading) -> ExpertProfil
     if not profile.load.tokens.any():
         raise ConfigError(f"{paths[0]} has no token for any expert")
     if reading.num_experts not in (None, profile.num_experts):
-        raise ConfigError(f"{paths[0]} has {profile.num_experts} experts, and --num-experts {reading.num_experts}")
+        raise ConfigError(
+            f"{paths[0]} has {profile.num_experts} experts a layer, and {reading.num_experts} were expected"
+            " (--num-experts, --model)"
+        )
     return profile
 
 
@@ -100,6 +103,8 @@ def _form_of(path: Path) -> str:
         raise ConfigError(f"{path} is damaged or cut off: {error}") from error
     except (OSError, zstandard.ZstdError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not start:
+        raise ConfigError(f"{path} is empty or cut off")
     if start.startswith(_NPY):
         return "array"
     if start.lstrip()[:1] in (b"{", b"["):
@@ -233,7 +238,7 @@ def _objects(path: Path) -> list[dict[str, Any]]:
         found = msgspec.json.decode(data)
     except msgspec.DecodeError:
         try:
-            found = msgspec.json.decode_lines(data)
+            found = msgspec.json.Decoder().decode_lines(data)
         except msgspec.DecodeError as error:
             raise ConfigError(f"{path} is neither JSON nor JSON lines: {error}") from None
     found = found if isinstance(found, list) else [found]

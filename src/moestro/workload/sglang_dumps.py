@@ -80,11 +80,14 @@ def _of_counts(dumps: Sequence[SglangDump], choices_per_step: float) -> ExpertPr
     num_layers = windows[0].shape[-2]
     every = tuple(range(num_layers))
     if windows[0].ndim == 2:
-        total = np.sum(windows, axis=0, dtype=np.float64)
+        total = np.stack(windows).astype(np.float64).sum(axis=0, keepdims=True)
         if not total.any():
             raise ConfigError(f"{dumps[0].path}: {_NOTHING}")
-        load = load_without_steps(total[None], choices_per_step)
-        note = "the counts have no steps: variance is 0, and activation is 1 - (1 - share)^choices of a step"
+        load = load_without_steps(total, choices_per_step)
+        note = (
+            "the counts have no steps: variance is taken as 0, and an expert with the share p of its layer's choices as"
+            f" used in 1 - (1 - p)^{choices_per_step:g} of the steps"
+        )
         return ExpertProfile(
             load=load, layers=every, num_model_layers=num_layers, origin="counts without steps", notes=(note,)
         )
