@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moestro.cli.extras import install_command, is_installed
+from moestro.cli.extras import install_command, is_installed, require_extra
 from moestro.cli.placing.answer import PlaceAnswer, ask, ask_all, even_shares, placement_file
 from moestro.cli.placing.placements import all_model_layers, filled_slots, write_json, write_tensorrt_llm
 from moestro.cli.placing.question import PlaceQuestion, load_to_check, make_question
@@ -30,6 +30,8 @@ def run_place(settings: PlaceSettings, console: Console) -> None:
         bar.add_task("reading the profile", total=None)
         question = make_question(settings)
     print_question(console, question)
+    if settings.profile.offline is not None:
+        _compare_offline(console, question, settings.profile.offline)
     if settings.profile.save_profile is not None:
         write_profile(settings.profile.save_profile, question.profile)
         line(console, f"written: {settings.profile.save_profile}")
@@ -43,6 +45,17 @@ def run_place(settings: PlaceSettings, console: Console) -> None:
     if others:
         print_comparison(console, others)
     _write(console, question, answer)
+
+
+def _compare_offline(console: Console, question: PlaceQuestion, model: str) -> None:
+    require_extra("serve", "--offline")
+    from moestro.calibrate.random_profile import RandomInput
+    from moestro.cli.placing.offline import compare_offline, offline_load
+
+    with progress_bar(Console(stderr=True)) as bar:
+        bar.add_task("random tokens", total=None)
+        load = offline_load(model, RandomInput())
+    line(console, str(compare_offline(question.profile, load)))
 
 
 def _check(console: Console, question: PlaceQuestion, answer: PlaceAnswer, path: Path) -> None:
