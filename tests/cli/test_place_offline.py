@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moestro.calibrate import random_profile
 from moestro.calibrate.random_profile import RandomInput
 from moestro.cli import main
 from moestro.cli.placing.offline import compare_offline, offline_load
@@ -55,8 +56,11 @@ def test_profiles_that_cannot_be_compared_are_refused(load):
         compare_offline(profile_of(fewer), load)
 
 
-def test_the_command_prints_the_overlap(load, tmp_path, demo_dir, capsys):
+def test_the_command_prints_the_overlap(load, tmp_path, demo_dir, capsys, monkeypatch):
+    monkeypatch.setattr(random_profile, "RandomInput", lambda: TEXT)
     path = tmp_path / "online.npz"
     write_profile(path, profile_of(load))
-    main(["place", str(path), "--devices", "4", "--policy", "static", "--offline", str(demo_dir)])
-    assert "most frequent ones of a layer" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["place", str(path), "--devices", "4", "--policy", "static", "--offline", str(demo_dir)])
+    assert ended.value.code == 0
+    assert "of the 16 most frequent ones of a layer, 100% are those" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +44,8 @@ def pair_overlap(first: LayerPairs, second: LayerPairs, num_layers: int, num_exp
     """
     shared = np.empty(max(num_layers - 1, 0))
     for layer in range(len(shared)):
-        tops = [_top(pairs, layer, num_experts) for pairs in (first, second)]
-        shared[layer] = len(np.intersect1d(*tops)) / num_experts
+        tops = _top(first, layer, num_experts), _top(second, layer, num_experts)
+        shared[layer] = len(np.intersect1d(tops[0], tops[1])) / num_experts
     return PairOverlap(num_compared=num_experts, shared=shared, by_chance=1 / num_experts)
 
 
@@ -56,7 +57,7 @@ def independent_pairs(load: ExpertLoad) -> LayerPairs:
     total = load.total
     _, num_experts = total.shape
     columns = []
-    for layer, (here, after) in enumerate(zip(total, total[1:], strict=False)):
+    for layer, (here, after) in enumerate(pairwise(total)):
         count = np.outer(here, after / max(float(after.sum()), 1e-300)).ravel()
         best = np.argsort(-count, kind="stable")[:num_experts]
         columns.append((np.full(len(best), layer), best // num_experts, best % num_experts, count[best]))
