@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from support.interrupted_answers import Asked, completion, disturbed, stream, total
-from support.running import REAL, Running, complete, is_idle, metrics, wait_until
+from support.running import REAL, Running, call_admin, complete, free_port, is_idle, metrics, wait_until
 
 from moestro.config.launch_spec import LockStepSpec
 from moestro.config.serve_settings import ServeSettings
@@ -186,14 +186,19 @@ def idle_steps(server: Running) -> list[float]:
     ids=["without arithmetic", "demo network"],
 )
 def test_a_paced_group_serves_sleeps_and_restarts(flags, is_disturbed, tmp_path):
-    server = Running((*REAL, *GROUP, *flags, "--route-policy", "round_robin"), tmp_path)
+    server = Running((*REAL, *GROUP, *flags, "--route-policy", "round_robin"), tmp_path, admin_port=free_port())
     try:
         since = time.monotonic()
-        assert complete(server, max_tokens=20, ignore_eos=True).json["usage"]["completion_tokens"] == 20
+        usage = complete(server, max_tokens=20, ignore_eos=True).json["usage"]
+        assert usage["completion_tokens"] == 20
         assert time.monotonic() - since > 20 * 0.004, "no A100 is that fast"
         wait_until(lambda: is_idle(server))
         # An idle rank tells its figures once the group sleeps, which may be after the answer.
         wait_until(lambda: sorted(idle_steps(server)) == [0, 20])
+        found = call_admin(server, "GET", "/admin/experts").json
+        assert [each["num_steps"] for each in found["engines"] if each["num_visits"]] == [20]
+        assert sum(each["num_visits"] for each in found["engines"]) == 48 * 8 * (usage["total_tokens"] - 1)
+        assert (found["num_experts"], len(found["layers"])) == (128, 48), "of the modelled network"
         bodies = stream("def f(x):", max_tokens=80), completion("import", max_tokens=80)
         if is_disturbed:
             expected, found = disturbed(server, *bodies)
