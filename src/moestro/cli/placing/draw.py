@@ -89,7 +89,9 @@ def _is_together(
     answer: PlaceAnswer, layer: NDArray[np.int32], first: NDArray[np.int32], second: NDArray[np.int32]
 ) -> NDArray[np.bool_]:
     has = answer.table.num_copies > 0
-    return np.any(has[:, layer, first] & has[:, layer + 1, second], axis=0)
+    both: NDArray[np.bool_] = has[:, layer, first] & has[:, layer + 1, second]
+    together: NDArray[np.bool_] = np.logical_or.reduce(both, axis=0)
+    return together
 
 
 def _draw_budget(axes: Axes, question: PlaceQuestion, answer: PlaceAnswer) -> None:
