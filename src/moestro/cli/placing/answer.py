@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -80,14 +81,21 @@ def _check(view: PlaceView, table: ExpertTable) -> None:
         )
 
 
-def ask_all(view: PlaceView, *, fills_slots: bool = False) -> dict[str, PlaceAnswer | str]:
-    """Ask every registered policy under its default settings; in place of an answer, a failed one has its reason."""
+def ask_all(view: PlaceView, advance: Callable[[], None], *, fills_slots: bool = False) -> dict[str, PlaceAnswer | str]:
+    """Ask every registered policy under its default settings; in place of an answer, a failed one has its reason.
+
+    Args:
+        view: What the policies see.
+        advance: Called after each policy.
+        fills_slots: Whether every slot gets an expert, as in `ask`.
+    """
     found: dict[str, PlaceAnswer | str] = {}
     for name in PLACE_POLICIES.names():
         try:
             found[name] = ask(name, view, fills_slots=fills_slots)
         except (ConfigError, PlacementError) as error:
             found[name] = str(error)
+        advance()
     return found
 
 

@@ -14,8 +14,9 @@ from moestro.cli.placing.question import PlaceQuestion, load_to_check, make_ques
 from moestro.cli.placing.settings import EVEN_POLICY, PlacePolicySettings, PlaceSettings
 from moestro.cli.placing.show import line, print_answer, print_check, print_comparison, print_question
 from moestro.placement.payback import payback
+from moestro.placement.registry import PLACE_POLICIES
 from moestro.workload.profile_file import write_profile
-from moestro.workload.progress import progress_bar
+from moestro.workload.progress import progress, progress_bar
 
 
 def run_place(settings: PlaceSettings, console: Console) -> None:
@@ -41,11 +42,12 @@ def run_place(settings: PlaceSettings, console: Console) -> None:
     with progress_bar(Console(stderr=True)) as bar:
         bar.add_task("placing", total=None)
         answer = ask(policy, question.view, fills_slots=fills_slots)
-        others = ask_all(question.view, fills_slots=fills_slots) if settings.policy.compare else {}
     print_answer(console, question, answer)
     if settings.policy.check is not None:
         _check(console, question, answer, settings.policy.check)
-    if others:
+    if settings.policy.compare:
+        with progress("comparing policies", len(PLACE_POLICIES.names())) as advance:
+            others = ask_all(question.view, advance, fills_slots=fills_slots)
         print_comparison(console, {answer.policy: answer} | others)
     _write(console, question, answer)
 
