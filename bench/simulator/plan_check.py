@@ -11,8 +11,9 @@ number of users send prompts of 64 tokens and get answers of 32. The first answe
 that requests end evenly, and does not count.
 
 The planner's simulation has the paced devices' prices: hot experts are the same in all layers; `ep` prices experts one
-by one, and replicas a grouped product. Items of `async` cost the simulated host nothing, because here the real host
-prepares them; its time is divided by the dilation.
+by one, and replicas a grouped product. The host of `async` is a parameter: the time that an item took this machine
+beside its modelled duration, divided by the dilation. It comes from a run of its own with other prompts, on the same
+server, before the run that is compared.
 
 A run is invalid if the devices' mean lateness exceeds 5 % of the mean duration of their items. The goal is 10 % for
 throughput and ITL, and the same order of the deployments wherever predictions differ by more than that.
@@ -21,9 +22,11 @@ throughput and ITL, and the same order of the deployments wherever predictions d
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import sys
 import time
+import urllib.request
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -48,6 +51,7 @@ NUM_ANSWERS = 2  # of each user, after the first
 VOCABULARY = 4000  # ids that the demo model's tokenizer has
 GOAL, MOST_LATENESS = 0.10, 0.05
 PATIENCE_S = 600
+REPORT_S = 1.3  # workers report once a second, and for the last time within a second after their last change
 # About 330 items for each token of all requests in `async`, at 150 us of two cores each, need a dilation of 20.
 WAYS = {
     "replicas": (GpuDivision("fused", 2, 1), 5.0),
@@ -57,12 +61,24 @@ WAYS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class HostTimes:
+    """Time of the host for an item of each kind, in microseconds."""
+
+    attention_us: float = 0.0
+    expert_us: float = 0.0
+
+
+NO_HOST = HostTimes()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One deployment, predicted and paced; times are divided by the dilation."""
+    """One deployment, predicted and paced; times are divided by the dilation, but for those of the host."""
 
     way: str
     dilation: float
+    host: HostTimes
     predicted_tokens_per_s: float
     paced_tokens_per_s: float
     predicted_itl_ms: float
@@ -84,20 +100,20 @@ class Comparison:
         return self.predicted_itl_ms / self.paced_itl_ms - 1
 
 
-def fitting_of(division: GpuDivision) -> FittingDivision:
+def fitting_of(division: GpuDivision, host: HostTimes = NO_HOST) -> FittingDivision:
     settings = PlanSettings(
         model="mixtral-8x7b",
         hardware=HardwareSettings(gpu="h200", num_gpus=2, link_within="nvswitch-h100"),
         traffic=TrafficSettings(isl=ISL, osl=OSL, hot_experts="same"),
-        search=PlanSearchSettings(host_attention_us=0, host_expert_us=0),
+        search=PlanSearchSettings(host_attention_us=host.attention_us, host_expert_us=host.expert_us),
     )
     question = replace(make_question(settings), groups_experts=division.mode == "fused", launch_ahead=1)
     return FittingDivision(question, division, memory_of(question, division))
 
 
-async def user(client, url: str, number: int, until_s: list[float]) -> list[tuple[float, float, Answer]]:
+async def user(client, url: str, seed: tuple[int, int], until_s: list[float]) -> list[tuple[float, float, Answer]]:
     """Ask one question after another; returns the start and the end of each answer but the first."""
-    rng, found = np.random.default_rng(number), []
+    rng, found = np.random.default_rng(seed), []
     for turn in range(1 + NUM_ANSWERS):
         tokens = OSL if turn else int(rng.integers(1, OSL + 1))
         prompt = rng.integers(10, VOCABULARY, ISL).tolist()
@@ -111,11 +127,11 @@ async def user(client, url: str, number: int, until_s: list[float]) -> list[tupl
     return found
 
 
-async def measure(server: Server, num_users: int) -> tuple[float, float, float]:
+async def measure(server: Server, num_users: int, seed: int = 0) -> tuple[float, float, float]:
     """Return tokens a second, mean ITL and mean TTFT in seconds, while all users had requests in progress."""
     until_s: list[float] = []
     async with session(PATIENCE_S) as client:
-        by_user = await asyncio.gather(*(user(client, server.url, each, until_s) for each in range(num_users)))
+        by_user = await asyncio.gather(*(user(client, server.url, (seed, each), until_s) for each in range(num_users)))
     answers = [each for found in by_user for each in found]
     from_s, to_s = max(found[0][0] for found in by_user), min(until_s)
     seen = [at for _, _, answer in answers for at, _ in answer.chunks if from_s <= at <= to_s]
@@ -126,24 +142,71 @@ async def measure(server: Server, num_users: int) -> tuple[float, float, float]:
     return len(seen) * per_chunk / (to_s - from_s), fmean(gaps), fmean(waits)
 
 
-def lateness(server: Server) -> float:
+def workers(admin_port: int) -> list[dict]:
+    """Return the figures of each worker of a group in `async` mode."""
+    time.sleep(REPORT_S)
+    with urllib.request.urlopen(f"http://127.0.0.1:{admin_port}/admin/workers", timeout=5) as answer:
+        return json.load(answer)["workers"]
+
+
+def gained(before: list[dict], after: list[dict]) -> list[dict]:
+    """Return kind and times of each worker between two looks: items, and nanoseconds."""
+    found = []
+    for old, new in zip(before, after, strict=True):
+        was, now = ({**each["figures"], **each["figures"]["pace"]} for each in (old, new))
+        names = ("num_items", "item_ns", "late_ns", "idle_ns", "lived_ns")
+        found.append({"kind": new["kind"], **{name: now[name] - was[name] for name in names}})
+    return found
+
+
+def host_of(spent: list[dict]) -> HostTimes:
+    """Return the time beside modelled work in which a worker had something to do, for an item of each kind."""
+
+    def mean_us(*kinds: str) -> float:
+        own = [each for each in spent if each["kind"] in kinds]
+        beside_ns = sum(each["lived_ns"] - each["idle_ns"] - each["item_ns"] for each in own)
+        return beside_ns / max(sum(each["num_items"] for each in own), 1) / 1e3
+
+    return HostTimes(mean_us("attention", "both"), mean_us("experts", "both"))
+
+
+def lateness(spent: list[dict]) -> float:
+    """Return the largest lateness of a worker, as a share of its items' time."""
+    return max((each["late_ns"] / max(each["item_ns"], 1) for each in spent), default=0.0)
+
+
+def lateness_of_engines(server: Server) -> float:
     spent = sum(server.samples("moestro:paced_item_seconds_total"))
     return sum(server.samples("moestro:paced_late_seconds_total")) / spent if spent else 0.0
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
 def compare(way: str, num_requests: int) -> Comparison:
     division, dilation = WAYS[way]
-    fitting = fitting_of(division)
-    predicted: SimulatedPoint = fitting.run(num_requests, 0)
-    flags = [*serve_arguments(fitting, num_requests)[2:], "--pace-dilation", str(dilation), "--log-level", "error"]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with moestro(port, *flags, "--no-enable-prefix-caching", OMP_NUM_THREADS="1") as server:
+    flags = [*serve_arguments(fitting_of(division), num_requests)[2:], "--pace-dilation", str(dilation)]
+    flags += ["--log-level", "error", "--no-enable-prefix-caching"]
+    admin_port, host = free_port(), NO_HOST
+    if division.mode == "async":
+        flags += ["--admin-port", str(admin_port), "--no-standby"]
+    with moestro(free_port(), *flags, OMP_NUM_THREADS="1") as server:
+        if division.mode == "async":
+            asyncio.run(measure(server, 2, seed=2))  # workers report nothing before their first item
+            start = workers(admin_port)
+            asyncio.run(measure(server, num_requests, seed=1))
+            before = workers(admin_port)
+            host = host_of(gained(start, before))
         tokens_per_s, itl_s, ttft_s = asyncio.run(measure(server, num_requests))
-        late = lateness(server)
+        late = lateness_of_engines(server) if host is NO_HOST else lateness(gained(before, workers(admin_port)))
+    dilated = HostTimes(host.attention_us / dilation, host.expert_us / dilation)
+    predicted: SimulatedPoint = fitting_of(division, dilated).run(num_requests, 0)
     return Comparison(
         way=way,
         dilation=dilation,
+        host=host,
         predicted_tokens_per_s=predicted.tokens_per_s,
         paced_tokens_per_s=tokens_per_s * dilation,
         predicted_itl_ms=predicted.itl_ms,
@@ -158,7 +221,8 @@ def show(each: Comparison) -> None:
     print(
         f"{each.way:10} tokens/s {each.predicted_tokens_per_s:7,.0f} predicted, {each.paced_tokens_per_s:7,.0f} paced"
         f" ({each.error:+.1%}); ITL {each.predicted_itl_ms:6.1f} / {each.paced_itl_ms:6.1f} ms ({each.itl_error:+.1%});"
-        f" TTFT {each.predicted_ttft_ms:.0f} / {each.paced_ttft_ms:.0f} ms; x {each.dilation:g}, {each.lateness:.1%}"
+        f" TTFT {each.predicted_ttft_ms:.0f} / {each.paced_ttft_ms:.0f} ms; x {each.dilation:g}, host"
+        f" {each.host.attention_us:.0f}/{each.host.expert_us:.0f} us an item, {each.lateness:.1%}"
         f" late{'' if each.is_valid else ': INVALID'}",
         flush=True,
     )

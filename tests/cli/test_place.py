@@ -76,7 +76,7 @@ def test_a_dump_becomes_files_for_the_engines(tmp_path, policy):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     for words in ("3 layers with 12 experts, 2 sources, 6 steps", "balance, mean of ratios (SGLang)", "Payback: ",
-                  "Moves by device", "Policies under their default settings", "Under the load of stat.pt",
+                  "Moves by device", "all under their default settings", "Under the load of stat.pt",
                   "--ep-size 4 --ep-num-redundant-experts 4"):  # fmt: skip
         assert words in done.stdout, words
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")

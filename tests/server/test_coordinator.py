@@ -103,6 +103,7 @@ def test_a_worker_without_copies_keeps_its_shares_while_it_restarts():
     assert sorted(group.sent) == [0, 1]
     assert group.sent[0][-1].addresses[2] == ""
     assert group.used[:3] == [(), (0,), (1,)]
+    assert not group.coordinator.is_covered(2)
     group.launch(2)
     group.join(2)
     assert group.sent[0][-1].launches[2] == 1
@@ -117,6 +118,7 @@ def test_tokens_of_a_worker_with_copies_go_to_these_until_it_is_back():
     assert group.used[:4] == [(), (0, 1), (1, 2), (2, 0)]
     group.end(2)
     assert group.used[:4] == [(), (0, 1), (), (2, 0)]
+    assert group.coordinator.is_covered(2)
     group.end(3)  # share 2 is nowhere now; both wait for it, and the other shares stay where they are
     assert group.used[:4] == [(), (0, 1), (2,), (2,)]
     group.launch(2)

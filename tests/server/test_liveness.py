@@ -43,6 +43,21 @@ def test_silence_means_that_the_process_stands_still_whatever_it_has_to_do():
     assert "--engine-timeout" in liveness.reason
 
 
+def test_an_idle_rank_is_doubted_later_and_its_rare_heartbeats_count_as_punctual():
+    timeouts = LivenessTimeouts(
+        start_ns=S, doubt_ns=3 * S, silence_ns=100 * S, stall_ns=S**2, step_ns=S**2, idle_doubt_ns=20 * S
+    )
+    liveness = Liveness(timeouts, 0)
+    liveness.ready(0)
+    liveness.heard(S)
+    liveness.counted(0, S, is_idle=True)
+    assert liveness.judge(0, 20 * S) is RankStatus.FINE
+    assert liveness.judge(0, 21 * S) is RankStatus.SILENT
+    beat(liveness, 11, num_steps=1)  # it has work, ten seconds later
+    assert liveness.judge(1, 13 * S) is RankStatus.FINE
+    assert liveness.judge(1, 14 * S) is RankStatus.SILENT
+
+
 def test_a_rank_whose_heartbeats_were_late_is_doubted_later_for_a_while():
     liveness = Liveness(
         LivenessTimeouts(start_ns=S, doubt_ns=3 * S, silence_ns=100 * S, stall_ns=S**2, step_ns=S**2), 0

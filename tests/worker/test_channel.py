@@ -38,7 +38,7 @@ from moestro.wire.messages import (
     encode,
     identity_of,
 )
-from moestro.worker.channel import Channel
+from moestro.worker.channel import Beats, Channel
 from moestro.worker.rank_loop import _LOOK_AGAIN_S, run_rank
 
 ADD = Add(
@@ -184,10 +184,25 @@ def test_a_rank_speaks_twice_a_second_and_says_how_many_steps_it_has_begun(addre
         assert await beats.get() == Heartbeat(0)
         channel.num_steps = 7
         assert await beats.get() == Heartbeat(7)
+        channel.owes = False
+        assert await beats.get() == Heartbeat(7, owes=False, is_idle=True)
         await asyncio.to_thread(channel.close)
         wire.close()
 
     asyncio.run(test())
+
+
+def test_an_idle_rank_sends_fewer_heartbeats_and_one_that_gets_work_says_so_at_once():
+    beats = Beats(beat_ms=40, idle_beat_ms=200)
+
+    def sent(from_ms: int, to_ms: int, num_steps: int, *, owes: bool) -> list[tuple[int, bool]]:
+        every = ((at_ms, beats.next(num_steps, at_ms * 10**6, owes=owes)) for at_ms in range(from_ms, to_ms, 20))
+        return [(at_ms, beat.is_idle) for at_ms, beat in every if beat is not None]
+
+    assert sent(0, 120, 1, owes=True) == [(0, False), (40, False), (80, False)]
+    assert sent(120, 600, 1, owes=False) == [(120, True), (320, True), (520, True)]
+    assert sent(600, 700, 2, owes=False) == [(600, False), (640, True)]  # it has made a step
+    assert sent(700, 800, 2, owes=True) == [(720, False), (760, False)]
 
 
 def test_what_an_earlier_process_of_a_rank_says_is_ignored_and_the_next_one_is_heard(address, parent_fd):

@@ -107,6 +107,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     group: GroupSpec | None = None  # None means no group of mode `async`
     lock_step: LockStepSpec | None = None  # None means no group of mode `ep`
     beat_ms: int = 500  # time between heartbeats
+    idle_beat_ms: int = 500  # the same while the process has nothing to do
     # ZeroMQ address at which it listens to the other workers of its group; the port * lets the system choose one.
     peer_address: str = ""
     keys: CurveKeys | None = None  # None means that all processes run on the API server's machine

@@ -11,6 +11,7 @@ from moestro.placement.traffic import Floats
 
 # With fewer slots on a device, the heaviest copies must choose first, shared or not (288 slots on 144 devices).
 JOINED_SLOTS = 4
+TIE = 1e-9  # of all work of a layer
 
 
 def pack(problem: PlaceProblem, counts: Experts, stay: float, near: float) -> Experts:
@@ -38,7 +39,9 @@ def pack(problem: PlaceProblem, counts: Experts, stay: float, near: float) -> Ex
     flat = expert.reshape(-1)
     room, slowness = problem.room.sum(axis=1), 1 / problem.speed
     far_above = (work * counts).sum(axis=1, keepdims=True) * slowness.max() + 1.0
-    load = np.where(room == 0, np.inf, np.zeros((num_batches, num_devices)))
+    # Ties go to another device in each layer; else the first one would hold what joins the others in all of them.
+    turn = (np.arange(num_devices) - np.arange(num_batches)[:, None]) % num_devices
+    load = np.where(room == 0, np.inf, turn * (TIE * far_above / num_devices))
     filled = np.zeros((num_batches, num_devices), np.int64)
     last = np.full((num_batches, num_devices), EMPTY)
     for k in range(items.shape[1]):

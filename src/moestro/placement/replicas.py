@@ -17,6 +17,7 @@ COPIES_MAY_COST = 0.005
 NUM_GIVERS = (
     8  # experts that may spare a copy for a pair: 288 slots on 144 devices .898 with 4, .912 with 8, .913 with 16
 )
+HARM_POWER = 16  # of loads; 2, 4, 8 moved more in a sweep of deaths among 64 devices
 LAST_CHOICE = 1e6  # times the even load: above any load, so that other devices come first
 
 
@@ -134,18 +135,40 @@ def restore(problem: PlaceProblem, packing: Packing, allowance: Allowance) -> ND
             return np.flatnonzero(changed)
         changed[batch] = True
         lost = np.where(counts[batch] == 0, problem.token_s[batch], -1.0).argmax(axis=1)
-        expert = packing.expert[batch]
-        is_free = (expert == EMPTY) & problem.room
-        is_spare = (expert != EMPTY) & (counts[batch[:, None, None], expert] > 1)
-        key = (problem.load(packing.work[batch])[:, :, None] - packing.work[batch]) / problem.even_load(
-            packing.work[batch]
-        ).clip(TINY)[:, None, None]
-        key = key + LAST_CHOICE * (allowance.each < 1)[:, None]
-        key[~(is_free | is_spare)] = np.inf
+        key = _harm(problem, packing, batch, problem.token_s[batch, lost])
+        key += LAST_CHOICE * (allowance.each < 1)[:, None]
         slot = key.reshape(len(batch), -1).argmin(axis=1)
         _put(problem, packing, batch, slot, lost, np.ones(len(batch)))
-        np.subtract.at(allowance.each, slot // expert.shape[2], 1.0)
+        np.subtract.at(allowance.each, slot // key.shape[2], 1.0)
         allowance.total -= len(batch)
+
+
+def _harm(problem: PlaceProblem, packing: Packing, batch: NDArray[np.intp], added_s: Floats) -> Floats:
+    """Return float64[batches, devices, slots]: how much heavier heavy devices become if an expert takes the slot.
+
+    The other copies of the expert in the slot take over its tokens, about evenly. The measure is the change of the sum
+    of a power of loads, which stands for the largest. A slot that is no place for it has infinity.
+
+    Args:
+        batch: Batches to look at.
+        added_s: float64[batches], seconds of the expert that comes.
+    """
+    num_experts, speed = problem.shape[1], problem.speed[:, None]
+    expert, work = packing.expert[batch], packing.work[batch]
+    unit = np.maximum(problem.even_load(work), TINY)[:, None, None]
+    is_used = expert != EMPTY
+    index = np.where(is_used, np.arange(len(batch))[:, None, None] * num_experts + expert, 0)
+    counts = np.bincount(index[is_used], minlength=len(batch) * num_experts)[index]
+    load = np.broadcast_to(problem.load(work)[:, :, None] / unit, work.shape)
+    now = load**HARM_POWER
+    taken = problem.token_s[batch[:, None, None], expert] / (np.maximum(counts * (counts - 1), 1) * unit * speed)
+    grown = np.where(is_used, (load + taken) ** HARM_POWER - now, 0.0)
+    others = np.bincount(index.ravel(), grown.ravel())[index] - grown
+    harm = (
+        (load + (added_s[:, None, None] - work) / (unit * speed)) ** HARM_POWER - now + np.where(is_used, others, 0.0)
+    )
+    harm[~np.where(is_used, counts > 1, problem.room)] = np.inf
+    return harm
 
 
 def add_copies(problem: PlaceProblem, packing: Packing, threshold: Floats, allowance: Allowance) -> None:

@@ -41,21 +41,20 @@ class SearchLimits:
         slack: Part of its load that a device may have more so that rows travel less.
         num_rounds: Rounds of exchanges for balance.
         num_turns: Rotations of pairs of devices that exchange copies so that rows travel less.
-        is_weighted: Whether copies of an expert may have different shares.
+        num_share_steps: Newton steps for shares; 0 leaves the copies of an expert equal parts.
     """
 
     target: float
     slack: float
     num_rounds: int
     num_turns: int
-    is_weighted: bool
+    num_share_steps: int
 
 
 def improve(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
     """Improve a placement in place, by as few moves as its target takes: shares, copies, exchanges, ways of rows."""
     even = problem.even_load(packing.work)
-    if limits.is_weighted:
-        share_out(problem, packing, least_load(problem, packing) / limits.target, SHARE_STEPS)
+    share_out(problem, packing, least_load(problem, packing) / limits.target, limits.num_share_steps)
     counts = copy_counts(problem)
     peak = copy_work(problem, counts).max(axis=1)
     add_copies(problem, packing, np.maximum(HEAVIER_COPY * peak, HEAVY_COPY * even * problem.speed.max()), allowance)
@@ -67,8 +66,7 @@ def level(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowan
     """Exchange copies and divide tokens until devices are as equally loaded as the target asks."""
     goal = least_load(problem, packing) / limits.target
     balance(problem, packing, goal, limits.num_rounds, allowance)
-    if limits.is_weighted:
-        share_out(problem, packing, goal, SHARE_STEPS_AGAIN)
+    share_out(problem, packing, goal, min(SHARE_STEPS_AGAIN, limits.num_share_steps))
 
 
 def shorten(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:

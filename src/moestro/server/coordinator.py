@@ -191,6 +191,10 @@ class Coordinator:
             member.num_doubts += is_silent
             self._announce()
 
+    def is_covered(self, worker: int) -> bool:
+        """Whether other workers get the tokens of all experts of a worker that has ended."""
+        return not self._used()[worker]
+
     def restarted(self, worker: int) -> None:
         """Count that a worker is started again."""
         self._members[worker].num_restarts += 1

@@ -21,6 +21,7 @@ class LivenessTimeouts:
         start_ns: Time from the launch of a process to its first `Ready`.
         doubt_ns: Time without a message after which others get the rank's work, if they can do it; longer while
             heartbeats come late (`PATIENCE`).
+        idle_doubt_ns: The same for a rank that has nothing to do, whose heartbeats are seldom.
         silence_ns: Time without a message after which the rank counts as hung.
         stall_ns: Time with requests and without a step, after which a rank counts as stalled.
         step_ns: Time with requests and without a step, after which a rank counts as hung; longer than any step.
@@ -33,6 +34,7 @@ class LivenessTimeouts:
     stall_ns: int
     step_ns: int
     silence_flag: str = "--engine-timeout"
+    idle_doubt_ns: int = 0
 
 
 class RankStatus(Enum):
@@ -66,6 +68,7 @@ class Liveness:
         self.is_ready = False
         self._launched_ns = self._heard_ns = self._stepped_ns = self._beat_ns = now_ns
         self._num_steps = self._usual_silence_ns = 0
+        self._is_idle = False
 
     def ready(self, now_ns: int) -> None:
         """Record that the rank accepts requests."""
@@ -77,10 +80,15 @@ class Liveness:
         """Record that a message arrived."""
         self._heard_ns = now_ns
 
-    def counted(self, num_steps: int, now_ns: int) -> None:
-        """Record a heartbeat, with the number of steps that the rank has begun."""
+    def counted(self, num_steps: int, now_ns: int, *, is_idle: bool = False) -> None:
+        """Record a heartbeat, with the number of steps that the rank has begun.
+
+        Args:
+            is_idle: Whether the rank has nothing to do, so that its next heartbeat comes later.
+        """
         remembered_ns = int(FORGETTING * self._usual_silence_ns)
-        self._usual_silence_ns, self._beat_ns = max(now_ns - self._beat_ns, remembered_ns), now_ns
+        silence_ns = 0 if self._is_idle else now_ns - self._beat_ns  # an idle rank is silent on purpose
+        self._usual_silence_ns, self._beat_ns, self._is_idle = max(silence_ns, remembered_ns), now_ns, is_idle
         if num_steps != self._num_steps:
             self._num_steps = num_steps
             self._stepped_ns = now_ns
@@ -111,6 +119,8 @@ class Liveness:
         if idle_ns >= self._timeouts.stall_ns:
             return RankStatus.STALLED
         doubt_ns = max(self._timeouts.doubt_ns, PATIENCE * self._usual_silence_ns)
+        if self._is_idle:
+            doubt_ns = max(doubt_ns, self._timeouts.idle_doubt_ns)
         return RankStatus.SILENT if silence_ns >= doubt_ns else RankStatus.FINE
 
     def _judge_start(self, now_ns: int) -> RankStatus:

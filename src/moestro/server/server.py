@@ -66,6 +66,7 @@ from moestro.workload.request_record import Header, RecordedRequest
 # A doubt without need costs tokens that are computed twice; a worker whose beats were late gets more time (PATIENCE).
 ENGINE_BEAT_MS, EXPERT_BEAT_MS, COPIED_BEAT_MS = 250, 100, 40
 ENGINE_DOUBT_BEATS, EXPERT_DOUBT_BEATS = 3, 2  # missed, until others get the work of a silent rank
+IDLE_BEATS = 3
 
 Recorded = Header | RecordedRequest
 
@@ -186,6 +187,7 @@ class _ServeProcess:
                 expert_timeouts=replace(
                     timeouts,
                     doubt_ns=EXPERT_DOUBT_BEATS * self._expert_beat_ms * NS_PER_MS,
+                    idle_doubt_ns=EXPERT_DOUBT_BEATS * self._expert_idle_beat_ms * NS_PER_MS,
                     silence_ns=int(self._settings.group.expert_timeout * 1e9),
                     silence_flag="--expert-timeout",
                 ),
@@ -219,6 +221,7 @@ class _ServeProcess:
         """
         rank, launch = process
         group = None if coordinator is None else coordinator.spec(rank)
+        has_experts_alone = group is not None and not group.is_home
         return LaunchSpec(
             rank=rank,
             launch=launch,
@@ -234,12 +237,18 @@ class _ServeProcess:
             kv_events=self._settings.kv_events if rank < self._settings.num_engines else None,
             group=group,
             lock_step=None if listener is None else _lock_step_spec(self._settings.processes, rank, listener),
-            beat_ms=ENGINE_BEAT_MS if group is None or group.is_home else self._expert_beat_ms,
+            beat_ms=self._expert_beat_ms if has_experts_alone else ENGINE_BEAT_MS,
+            idle_beat_ms=self._expert_idle_beat_ms if has_experts_alone else ENGINE_BEAT_MS,
         )
 
     @property
     def _expert_beat_ms(self) -> int:
         return COPIED_BEAT_MS if self._settings.group.expert_copies > 1 else EXPERT_BEAT_MS
+
+    @property
+    def _expert_idle_beat_ms(self) -> int:
+        """A worker that waits for tokens sends `IDLE_BEATS` heartbeats in the time after which it counts as hung."""
+        return max(self._expert_beat_ms, int(self._settings.group.expert_timeout * 1e3 / IDLE_BEATS))
 
     async def _load(self, cluster: _Cluster) -> tuple[ServedModel, list[ModelInfo]]:
         """Load the tokenizer while the engines load, and return the served model with each engine's information."""

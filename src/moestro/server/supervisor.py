@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 QUIET_NS = NS_PER_S // 2  # For homes to read that they send a removed worker no more tokens.
 DRAIN_NS = 30 * NS_PER_S  # For which a worker that is removed may compute what it has.
+# Before a worker restarts whose tokens go to copies. They take over first: a worker that loads takes cores from them.
+COVERED_DELAY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +186,8 @@ class Supervisor:
         if self._coordinator is not None:
             self._coordinator.heard(rank, message, now)
         match message:
-            case Heartbeat(num_steps, owes):
-                state.liveness.counted(num_steps, now)
+            case Heartbeat(num_steps, owes, is_idle):
+                state.liveness.counted(num_steps, now, is_idle=is_idle)
                 state.owes = owes
             case ReadClock(asked_ns):
                 self._wire.send(rank, ClockReading(asked_ns, now_ns()))
@@ -243,6 +245,8 @@ class Supervisor:
         if delay_s is None:
             self._give_up(group, group.end[1])
             return
+        if self._coordinator is not None and not state.is_engine and self._coordinator.is_covered(rank):
+            delay_s = max(delay_s, COVERED_DELAY_S)
         when = f"in {delay_s:g} s" if delay_s else "at once"
         logger.error("%s %s", group.describe_end(self._name(group.end[0])), when)
         self._begin(self._restart(group, delay_s))

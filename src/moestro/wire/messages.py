@@ -122,11 +122,13 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """Sign of life of the communication thread. A growing `num_steps` shows that the main loop makes progress.
 
-    A process that owes nothing need not make progress: it has nothing to do, or waits for other workers.
+    A process that owes nothing need not make progress: it has nothing to do, or waits for other workers. One that has
+    made no step since the heartbeat before is idle, and its next heartbeat comes later.
     """
 
     num_steps: int
     owes: bool = True
+    is_idle: bool = False
 
 
 class WorkerFigures(msgspec.Struct, frozen=True, tag=True):

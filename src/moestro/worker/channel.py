@@ -13,6 +13,7 @@ from queue import Empty, SimpleQueue
 
 import zmq
 
+from moestro.core.clock import NS_PER_MS
 from moestro.core.curve_keys import CurveKeys
 from moestro.wire.curve import secure_client
 from moestro.wire.messages import (
@@ -33,6 +34,33 @@ ORPHANED = 3  # exit status of a rank whose parent, or the connection to it, is 
 _DEAF = 4  # exit status of a rank whose channel thread failed, so that no message could reach it
 
 
+class Beats:
+    """Decides when a rank sends a heartbeat: seldom while it has nothing to do, because each costs the API server time.
+
+    Args:
+        beat_ms: time between heartbeats.
+        idle_beat_ms: the same while nothing is owed and no step is made.
+    """
+
+    def __init__(self, beat_ms: int = 500, idle_beat_ms: int = 500) -> None:
+        self.beat_ms = beat_ms
+        self._idle_ns = max(beat_ms, idle_beat_ms) * NS_PER_MS
+        self._look_at_ns = self._idle_until_ns = 0
+        self._num_steps = -1
+
+    def next(self, num_steps: int, now_ns: int, *, owes: bool) -> Heartbeat | None:
+        """Return the heartbeat to send now; None means none."""
+        if now_ns < self._look_at_ns:
+            return None
+        self._look_at_ns = now_ns + self.beat_ms * NS_PER_MS
+        is_idle = not owes and num_steps == self._num_steps
+        if is_idle and now_ns < self._idle_until_ns:
+            return None
+        self._num_steps = num_steps
+        self._idle_until_ns = now_ns + self._idle_ns if is_idle else 0
+        return Heartbeat(num_steps, owes, is_idle)
+
+
 class Channel:
     """Receives for the main loop and sends for it.
 
@@ -45,7 +73,7 @@ class Channel:
         address: address on which the API server listens.
         identity: name under which the API server expects this process.
         parent_fd: a pipe whose other end only the parent holds.
-        beat_ms: time between heartbeats.
+        beats: heartbeats to send.
         keys: keys of the sockets; None means an API server on this machine.
 
     Attributes:
@@ -55,12 +83,12 @@ class Channel:
     """
 
     def __init__(
-        self, address: str, identity: bytes, parent_fd: int, beat_ms: int = 500, keys: CurveKeys | None = None
+        self, address: str, identity: bytes, parent_fd: int, beats: Beats | None = None, keys: CurveKeys | None = None
     ) -> None:
         self.num_steps = 0
         self.owes = True
         self.now_ns: Callable[[], int] = time.monotonic_ns
-        self._beat_ms, self._keys = beat_ms, keys
+        self._beats, self._keys = beats or Beats(), keys
         self.inbox_fd, self._inbox_write = _wake_pipe()
         self._inbox: SimpleQueue[ToRank] = SimpleQueue()
         self._outbox: deque[FromRank] = deque()
@@ -129,9 +157,8 @@ class Channel:
         poller = zmq.Poller()
         for readable in (socket, self._wake_read, self._parent_fd, *(() if losses is None else (losses,))):
             poller.register(readable, zmq.POLLIN)
-        next_beat_ns = 0
         while not (self._closing and not self._outbox):
-            ready = {fd for fd, _ in poller.poll(_RETRY_MS if self._outbox else self._beat_ms)}
+            ready = {fd for fd, _ in poller.poll(_RETRY_MS if self._outbox else self._beats.beat_ms)}
             if self._parent_fd in ready and not os.read(self._parent_fd, 4096):
                 os._exit(ORPHANED)
             if losses in ready:  # messages may be lost, so that requests would never end: the next process has none
@@ -140,10 +167,9 @@ class Channel:
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             self._send_all(socket)
-            if time.monotonic_ns() >= next_beat_ns:
-                next_beat_ns = time.monotonic_ns() + self._beat_ms * 1_000_000
+            if (beat := self._beats.next(self.num_steps, time.monotonic_ns(), owes=self.owes)) is not None:
                 with contextlib.suppress(zmq.Again):  # the API server does not keep up; its unread messages are a sign
-                    socket.send(encode(Heartbeat(self.num_steps, self.owes)), zmq.NOBLOCK)
+                    socket.send(encode(beat), zmq.NOBLOCK)
             self._receive_all(socket)
         if losses is not None:
             socket.disable_monitor()

@@ -87,39 +87,56 @@ class PeerInbox:
         self._channel.send(message)
 
     def receive(self, wait_s: float | None) -> list[ToRank]:
-        """Implement `RankInbox.receive`."""
-        if wait_s != 0 and not self.has_messages():
-            self._sleep(wait_s)
-        self._channel.clear_inbox_fd()
+        """Implement `RankInbox.receive`. A message that the pace holds back ends no wait before it is due."""
+        until_ns = None if wait_s is None else self._channel.now_ns() + round(wait_s * NS_PER_S)
+        while True:
+            if wait_s != 0 and not self.has_messages():
+                self._sleep(until_ns)
+            others, is_news = self._take_in()
+            if is_news or others or not self._waits_on(until_ns):
+                return others
+
+    def _waits_on(self, until_ns: int | None) -> bool:
+        return until_ns is None or self._channel.now_ns() < until_ns
+
+    def _take_in(self) -> tuple[list[ToRank], bool]:
+        """Return the API server's messages for the rank, and whether anything else happened that may give it work."""
         others: list[ToRank] = []
-        for message in self._channel.receive(0):
-            if isinstance(message, Members):
-                self._follow(message)
-            else:
-                others.append(message)
+        is_news = False
+        if self._channel.has_messages():
+            for message in self._channel.receive(0):
+                is_news = True
+                if isinstance(message, Members):
+                    self._follow(message)
+                else:
+                    others.append(message)
         if self._executor is None:
-            return others  # messages wait in the socket
-        now_ns = self._channel.now_ns()
+            return others, True  # messages wait in the socket
+        now_ns, num_notices = self._channel.now_ns(), self._links.num_notices
         for hop_message in self._links.receive(now_ns):
             self._executor.receive(hop_message, now_ns)
+            is_news = True
         if now_ns >= self._look_at_ns:
             self._look_at_ns = now_ns + LOOK_NS
             self._links.find_breaks()
         if self._links.to_resend:
             self._resend(now_ns)
+            is_news = True
         self._report(now_ns)
-        return others
+        return others, is_news or self._links.num_notices > num_notices
 
-    def _sleep(self, wait_s: float | None) -> None:
+    def _sleep(self, until_ns: int | None) -> None:
         """Wait for whatever comes first, and count the time in which nothing could run."""
         before_ns = self._channel.now_ns()
-        report_s = None if self._has_reported else max(self._report_at_ns - before_ns, 0) / NS_PER_S
-        due_ns = self._links.ready_at_ns()
-        due_s = None if due_ns is None else max(due_ns - before_ns, 0) / NS_PER_S
-        look_s = LOOK_NS / NS_PER_S if self._links.may_break else None  # what waits for a lost message would not wake
-        bound_s = min((each for each in (wait_s, report_s, due_s, look_s) if each is not None), default=None)
-        select.select((self._channel.inbox_fd, *self._links.fds), (), (), bound_s)
-        if wait_s is None:
+        times = (until_ns, None if self._has_reported else self._report_at_ns, self._links.ready_at_ns())
+        due_ns = min((each for each in times if each is not None), default=None)
+        bound_s = None if due_ns is None else max(due_ns - before_ns, 0) / NS_PER_S
+        if self._links.may_break:  # what waits for a lost message would not wake
+            bound_s = min(LOOK_NS / NS_PER_S, LOOK_NS / NS_PER_S if bound_s is None else bound_s)
+        ready, _, _ = select.select((self._channel.inbox_fd, *self._links.fds), (), (), bound_s)
+        if self._channel.inbox_fd in ready:
+            self._channel.clear_inbox_fd()
+        if until_ns is None:
             self._idle_ns += self._channel.now_ns() - before_ns
 
     def _report(self, now_ns: int) -> None:

@@ -77,6 +77,7 @@ class PeerLinks:
         fds: descriptors, one of which is readable after something has arrived.
         heard: the process of each worker that has said hello, as the number of its launch; -1 means none.
         to_resend: workers from or to which a message was lost; the main loop takes them out.
+        num_notices: frames that brought no message of tokens, or only its announcement.
         num_garbage: messages that were dropped, because they could not be read.
         num_undelivered: messages that were dropped, because their receiver did not run or read.
     """
@@ -107,7 +108,7 @@ class PeerLinks:
         self.sent = [LinkCounts() for _ in range(limits.num_workers)]
         self.heard = [-1] * limits.num_workers
         self.to_resend: set[int] = set()
-        self.num_garbage = self.num_undelivered = 0
+        self.num_garbage = self.num_undelivered = self.num_notices = 0
         self._next_of: dict[tuple[int, int], tuple[int, int]] = {}  # (worker, kind) -> epoch, next number
 
     def connect(self, worker: int, address: str, launch: int) -> None:
@@ -238,15 +239,16 @@ class PeerLinks:
         return None if self._pace is None else self._pace.ready_at_ns()
 
     def receive(self, now_ns: int) -> list[HopMessage]:
-        """Return messages that have arrived, and take in notices; at most `_MESSAGES_A_TURN` of both are read."""
+        """Return messages that are due, and take in notices; at most `_MESSAGES_A_TURN` of both are read."""
         messages = []
         for _ in range(_MESSAGES_A_TURN):
-            try:
-                frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if not int(self._inbox.EVENTS) & zmq.POLLIN:  # an exception would cost more
                 break
+            frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
             if (message := self._read([frame.buffer for frame in frames])) is not None:
                 messages.append(message)
+            else:
+                self.num_notices += 1
         if self._two_phase is not None:
             messages += self._two_phase.receive()
             for worker in self._two_phase.lost:  # a broken channel loses what both directions had under way

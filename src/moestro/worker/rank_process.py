@@ -24,7 +24,7 @@ from moestro.core.model_info import ModelInfo
 from moestro.engine.rank import Rank
 from moestro.errors import ConfigError, GroupLostError, MoestroError
 from moestro.wire.messages import Failed, Phase, Ready, Shutdown, identity_of
-from moestro.worker.channel import ORPHANED, Channel
+from moestro.worker.channel import ORPHANED, Beats, Channel
 from moestro.worker.group_process import LoadPart, serve_group_worker, worker_sizes
 from moestro.worker.rank_builder import OnPhase, Send, side_jobs_of
 from moestro.worker.rank_loop import run_rank
@@ -62,7 +62,8 @@ def run_process(build: Build, load_part: LoadPart) -> int:
     logging.basicConfig(level=spec.log_level.upper(), format=f"%(levelname)s {spec.name}: %(message)s")
     if spec.paced is not None:
         _sharpen_timers()
-    channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno(), spec.beat_ms, spec.keys)
+    beats = Beats(spec.beat_ms, spec.idle_beat_ms)
+    channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno(), beats, spec.keys)
     try:
         _serve(spec, channel, build, load_part)
     except GroupLostError as error:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from moestro.cli.placing.placements import VERSION, PlacementFile
+from moestro.cli.placing.placements import VERSION, PlacementFile, filled_slots
 from moestro.cli.placing.question import PlaceQuestion
 from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.errors import ConfigError, MoestroError
+from moestro.placement.devices import Devices
 from moestro.placement.payback import Payback, payback
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.score import PlaceScore
@@ -35,21 +38,31 @@ class PlaceAnswer:
     change: Payback
 
 
-def ask(policy: str, view: PlaceView) -> PlaceAnswer:
+def ask(policy: str, view: PlaceView, *, fills_slots: bool = False) -> PlaceAnswer:
     """Ask one policy.
+
+    Args:
+        policy: The policy, as the operator wrote it.
+        view: What it sees.
+        fills_slots: Whether the placement is for an engine that has an expert in every slot and divides tokens evenly
+            among copies. Then no slot is saved by leaving it empty, so the policy sees no price for reading an expert;
+            empty slots are filled afterwards, and the answer is priced as it then is.
 
     Raises:
         ConfigError: No policy has this name, or a setting is wrong.
         PlacementError: The policy fails, or its placement does not fit the devices.
     """
     decide = PLACE_POLICIES.make(policy)
+    seen = replace(view, prices=replace(view.prices, expert_s=0.0)) if fills_slots else view
     try:
-        table = decide(view)
+        table = decide(seen)
         _check(view, table)
     except MoestroError:
         raise
     except Exception as error:  # a policy of a user's file may raise anything
         raise PlacementError(f"policy {policy} found no placement: {type(error).__name__}: {error}") from error
+    if fills_slots:
+        table = _with_even_shares(table, filled_slots(table, view.devices, view.load.total), view.devices)
     return PlaceAnswer(policy=policy, table=table, change=payback(view, table))
 
 
@@ -68,22 +81,33 @@ def _check(view: PlaceView, table: ExpertTable) -> None:
         )
 
 
-def ask_all(view: PlaceView) -> dict[str, PlaceAnswer | str]:
-    """Ask every registered policy under its default settings; in place of an answer, a failed one has its reason."""
+def ask_all(view: PlaceView, advance: Callable[[], None], *, fills_slots: bool = False) -> dict[str, PlaceAnswer | str]:
+    """Ask every registered policy under its default settings; in place of an answer, a failed one has its reason.
+
+    Args:
+        view: What the policies see.
+        advance: Called after each policy.
+        fills_slots: Whether every slot gets an expert, as in `ask`.
+    """
     found: dict[str, PlaceAnswer | str] = {}
     for name in PLACE_POLICIES.names():
         try:
-            found[name] = ask(name, view)
+            found[name] = ask(name, view, fills_slots=fills_slots)
         except (ConfigError, PlacementError) as error:
             found[name] = str(error)
+        advance()
     return found
 
 
-def even_shares(
-    table: ExpertTable, rows: np.ndarray[tuple[int, ...], np.dtype[np.int32]], view: PlaceView
-) -> ExpertTable:
-    """Return the placement that an engine has after it loads `rows`: every copy gets an equal part."""
-    live = np.flatnonzero(view.devices.is_alive)
+def _with_even_shares(table: ExpertTable, rows: NDArray[np.int32], devices: Devices) -> ExpertTable:
+    """Return the placement that an engine has after it loads a file.
+
+    Args:
+        table: Placement of a policy.
+        rows: int32[layers, slots], experts in the slots of the live devices end to end.
+        devices: The devices.
+    """
+    live = np.flatnonzero(devices.is_alive)
     logical_of = np.full(table.logical_of.shape, EMPTY, np.int32)
     parts = rows.reshape(len(rows), len(live), -1).swapaxes(0, 1)
     for device, held in zip(live.tolist(), parts, strict=True):
@@ -91,7 +115,7 @@ def even_shares(
             # With more slots than experts a device has an expert twice, which its first copy computes alone.
             once = np.unique(experts)
             logical_of[device, layer, : len(once)] = once
-    return replace(table, logical_of=logical_of, shares=None, is_alive=view.devices.is_alive)
+    return replace(table, logical_of=logical_of, shares=None, is_alive=devices.is_alive)
 
 
 def placement_file(question: PlaceQuestion, answer: PlaceAnswer) -> PlacementFile:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
@@ -17,7 +18,7 @@ from moestro.errors import ConfigError
 from moestro.placement.score import PlaceScore
 
 _SIZE = (12.0, 8.0)
-_DRAWN_PAIRS = 400  # more lines hide each other
+_DRAWN_PAIRS = 150  # more lines hide each other
 _HOTTEST = 2.0  # load over mean at the end of the colours
 
 
@@ -48,7 +49,7 @@ def _draw_load(axes: Axes, question: PlaceQuestion, score: PlaceScore) -> AxesIm
     image = axes.imshow(
         score.tokens / mean, aspect="auto", cmap="RdBu_r", vmin=2 - _HOTTEST, vmax=_HOTTEST, interpolation="nearest"
     )
-    _name_layers(axes, question)
+    _name_layers(axes.yaxis, question)
     live = np.flatnonzero(question.view.devices.is_alive)
     every = max(1, len(live) // 16)
     axes.set_xticks(range(0, len(live), every), [str(device) for device in live[::every]])
@@ -56,17 +57,18 @@ def _draw_load(axes: Axes, question: PlaceQuestion, score: PlaceScore) -> AxesIm
     return image
 
 
-def _name_layers(axes: Axes, question: PlaceQuestion) -> None:
+def _name_layers(axis: Axis, question: PlaceQuestion) -> None:
     layers = question.profile.layers
     every = max(1, len(layers) // 12)
-    axes.set_yticks(range(0, len(layers), every), [str(layer) for layer in layers[::every]])
-    axes.set_ylabel("layer")
+    axis.set_ticks(range(0, len(layers), every), labels=[str(layer) for layer in layers[::every]])
+    axis.set_label_text("layer")
 
 
 def _draw_pairs(axes: Axes, question: PlaceQuestion, answer: PlaceAnswer) -> None:
     """Draw the strongest pairs as lines between the experts of neighbouring layers, coloured by distance."""
     pairs = question.profile.load.pairs
-    axes.set(xlabel="layer", ylabel="expert")
+    axes.set_ylabel("expert")
+    _name_layers(axes.xaxis, question)
     if pairs is None or not len(pairs.count):
         axes.text(0.5, 0.5, "the profile has no pairs of experts", ha="center", transform=axes.transAxes)
         axes.set_axis_off()
@@ -87,19 +89,20 @@ def _is_together(
     answer: PlaceAnswer, layer: NDArray[np.int32], first: NDArray[np.int32], second: NDArray[np.int32]
 ) -> NDArray[np.bool_]:
     has = answer.table.num_copies > 0
-    return np.any(has[:, layer, first] & has[:, layer + 1, second], axis=0)
+    both: NDArray[np.bool_] = has[:, layer, first] & has[:, layer + 1, second]
+    together: NDArray[np.bool_] = np.logical_or.reduce(both, axis=0)
+    return together
 
 
 def _draw_budget(axes: Axes, question: PlaceQuestion, answer: PlaceAnswer) -> None:
     moved = np.bincount(answer.change.moves.layer, minlength=question.profile.num_layers)
     layers = np.arange(question.profile.num_layers)
     axes.bar(layers, moved, color="C0", alpha=0.6, label="copies that move")
-    axes.set(xlabel="layer", ylabel="copies that move")
+    axes.set_ylabel("copies that move")
     times = axes.twinx()
     for score, color, name in ((answer.change.before, "C3", "before"), (answer.change.after, "C2", "after")):
         times.plot(layers, (score.compute_s + score.exchange_s) * 1e6, color=color, label=f"time {name}")
     times.set(ylabel="µs of the layer", ylim=(0, None))
-    every = max(1, len(layers) // 12)
-    axes.set_xticks(layers[::every], [str(layer) for layer in question.profile.layers[::every]])
+    _name_layers(axes.xaxis, question)
     axes.set_title("What each layer moves, and gains")
-    times.legend(fontsize="small", loc="upper right")
+    times.legend(fontsize="small", loc="lower right")

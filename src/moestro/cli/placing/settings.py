@@ -23,6 +23,8 @@ _POLICIES = f"Policy (NAME or NAME:SETTING=VALUE,...), or FILE.py:NAME.\n\n{PLAC
 
 # vLLM's and SGLang's usual batch of one engine in decode is a few hundred sequences, a token each in a step.
 DEFAULT_TOKENS_PER_STEP = 256
+# The default policy for engines that divide tokens evenly among copies.
+EVEN_POLICY = "moestro:weighted=0"
 
 
 @Parameter(name="*")
@@ -124,11 +126,16 @@ class OutputSettings(CheckedSettings):
     out: Annotated[Path | None, _OUTPUT] = None
     "Write the placement, its shares, moves and figures here as JSON."
     sglang: Annotated[Path | None, _OUTPUT] = None
-    "Write the file for SGLang's --init-expert-location here."
+    "Write the file for SGLang's --init-expert-location here. Every slot then gets an expert, and copies share evenly."
     tensorrt_llm: Annotated[Path | None, _OUTPUT] = None
-    "Write TensorRT-LLM's YAML of a load balancer here."
+    "Write TensorRT-LLM's YAML of a load balancer here, under the same two conditions."
     png: Annotated[Path | None, _OUTPUT] = None
     "Draw load by layer and device, pairs of experts and moves here. Needs matplotlib."
+
+    @property
+    def is_for_engines(self) -> bool:
+        """Whether an engine loads the placement that has an expert in every slot and knows no shares."""
+        return self.sglang is not None or self.tensorrt_llm is not None
 
 
 @dataclass(frozen=True, kw_only=True)

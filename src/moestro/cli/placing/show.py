@@ -181,7 +181,7 @@ def print_check(console: Console, name: str, before: PlaceScore, after: PlaceSco
 def print_comparison(console: Console, answers: Mapping[str, PlaceAnswer | str]) -> None:
     """Print all policies in a table, and the reasons of those that failed."""
     table = _table(
-        "Policies under their default settings",
+        "This policy, and all under their default settings",
         "policy", "balance (vLLM)", "(SGLang)", "step ms", "between nodes %", "moved %", "payback steps",
     )  # fmt: skip
     for name, answer in answers.items():

@@ -7,25 +7,27 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moestro.cli.extras import install_command, is_installed, require_extra
-from moestro.cli.placing.answer import PlaceAnswer, ask, ask_all, even_shares, placement_file
+from moestro.cli.extras import require_extra
+from moestro.cli.placing.answer import PlaceAnswer, ask, ask_all, placement_file
 from moestro.cli.placing.placements import all_model_layers, filled_slots, write_json, write_tensorrt_llm
 from moestro.cli.placing.question import PlaceQuestion, load_to_check, make_question
-from moestro.cli.placing.settings import PlaceSettings
+from moestro.cli.placing.settings import EVEN_POLICY, PlacePolicySettings, PlaceSettings
 from moestro.cli.placing.show import line, print_answer, print_check, print_comparison, print_question
 from moestro.placement.payback import payback
-from moestro.placement.score import score
+from moestro.placement.registry import PLACE_POLICIES
 from moestro.workload.profile_file import write_profile
-from moestro.workload.progress import progress_bar
+from moestro.workload.progress import progress, progress_bar
 
 
 def run_place(settings: PlaceSettings, console: Console) -> None:
     """Answer the question of `settings`, print the answer, and write the files that it asks for.
 
     Raises:
-        ConfigError: A name is unknown, or a file cannot be read or written.
+        ConfigError: A name is unknown, a file cannot be read or written, or a library is not installed.
         PlacementError: The policy finds no placement.
     """
+    if settings.output.png is not None:
+        require_extra("plots", "--png")
     with progress_bar(Console(stderr=True)) as bar:
         bar.add_task("reading the profile", total=None)
         question = make_question(settings)
@@ -35,15 +37,20 @@ def run_place(settings: PlaceSettings, console: Console) -> None:
     if settings.profile.save_profile is not None:
         write_profile(settings.profile.save_profile, question.profile)
         line(console, f"written: {settings.profile.save_profile}")
+    policy, fills_slots = settings.policy.policy, settings.output.is_for_engines
+    if fills_slots:
+        line(console, "- every slot gets an expert, and copies share evenly, as SGLang and TensorRT-LLM have it")
+        policy = EVEN_POLICY if policy == PlacePolicySettings().policy else policy
     with progress_bar(Console(stderr=True)) as bar:
         bar.add_task("placing", total=None)
-        answer = ask(settings.policy.policy, question.view)
-        others = ask_all(question.view) if settings.policy.compare else {}
+        answer = ask(policy, question.view, fills_slots=fills_slots)
     print_answer(console, question, answer)
     if settings.policy.check is not None:
         _check(console, question, answer, settings.policy.check)
-    if others:
-        print_comparison(console, others)
+    if settings.policy.compare:
+        with progress("comparing policies", len(PLACE_POLICIES.names())) as advance:
+            others = ask_all(question.view, advance, fills_slots=fills_slots)
+        print_comparison(console, {answer.policy: answer} | others)
     _write(console, question, answer)
 
 
@@ -69,12 +76,9 @@ def _write(console: Console, question: PlaceQuestion, answer: PlaceAnswer) -> No
     if output.out is not None:
         write_json("--out", output.out, placement_file(question, answer))
         line(console, f"written: {output.out}")
-    if output.sglang is not None or output.tensorrt_llm is not None:
+    if output.is_for_engines:
         _write_for_engines(console, question, answer)
     if output.png is None:
-        return
-    if not is_installed("plots"):
-        line(console, f"no picture: {install_command('plots')}")
         return
     from moestro.cli.placing.draw import save_placement
 
@@ -85,12 +89,6 @@ def _write(console: Console, question: PlaceQuestion, answer: PlaceAnswer) -> No
 def _write_for_engines(console: Console, question: PlaceQuestion, answer: PlaceAnswer) -> None:
     view, profile, output = question.view, question.profile, question.settings.output
     rows = filled_slots(answer.table, view.devices, view.load.total)
-    even = score(view.load, even_shares(answer.table, rows, view), view.devices, view.prices)
-    line(
-        console,
-        "SGLang and TensorRT-LLM fill all slots and divide tokens evenly among copies: balance"
-        f" {even.balance_of_sums:.4f} (vLLM), {even.mean_balance:.4f} (SGLang).",
-    )
     if output.sglang is not None:
         slots = all_model_layers(rows, profile.layers, profile.num_model_layers, profile.num_experts)
         write_json("--sglang", output.sglang, {"physical_to_logical_map": slots})

@@ -15,11 +15,11 @@ from moestro.placement.problem import PlaceProblem, problem_of
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.replicas import restore
 from moestro.placement.score import score
-from moestro.placement.search import SearchLimits, improve, is_level, is_small, start_anew
+from moestro.placement.search import SHARE_STEPS, SearchLimits, improve, is_level, is_small, start_anew
 from moestro.placement.traffic import Floats
 
 # After a death, service comes before the last percent: fewer copies move, and the next change levels the rest.
-URGENT_TARGET = 0.96
+URGENT_TARGET, URGENT_STEPS = 0.94, 5
 # A layer with a lower mean load over largest load is only placed anew: exchanges would move as much and take longer.
 FAR_OFF = 0.7
 # A layer that misses the target by more is also placed anew; for less, it would move most of its copies.
@@ -84,10 +84,16 @@ class MoestroPlacement:
         allowance = allowance_of(view.limits, view.prices.expert_bytes, len(problem.speed))
         base = _present(view, problem)
         restored = restore(problem, base, allowance)
-        limits = SearchLimits(self.target, self.slack, self.rounds, self.turns, self.weighted > 0)
+        limits = SearchLimits(self.target, self.slack, self.rounds, self.turns, SHARE_STEPS if self.weighted else 0)
+        plan = _Plan(view, problem, base, self.hysteresis)
         if len(restored):
-            limits = replace(limits, target=min(self.target, URGENT_TARGET))
-        plan = _Plan(view, problem, base, len(restored) > 0, self.hysteresis)
+            urgent = replace(
+                limits,
+                target=min(self.target, URGENT_TARGET),
+                num_share_steps=min(URGENT_STEPS, limits.num_share_steps),
+                num_turns=0,
+            )
+            return plan.urgent(urgent, allowance, restored)
         return plan.best(limits, allowance)
 
 
@@ -114,41 +120,47 @@ class _Plan:
     Attributes:
         view, problem: What is planned.
         base: The present placement, with all experts covered; what is not changed stays so.
-        is_forced: Whether the base differs from the present table in what it holds.
         hysteresis: Part by which savings must exceed the seconds of the move.
     """
 
     view: PlaceView
     problem: PlaceProblem
     base: Packing
-    is_forced: bool
     hysteresis: float
+
+    def urgent(self, limits: SearchLimits, allowance: Allowance, restored: NDArray[np.intp]) -> ExpertTable:
+        """Return the base, leveled by few moves where that makes the slowest device faster; no gate, for it is due."""
+        before = self.problem.load(self.base.work).max(axis=1)
+        layers = self._layers_to_change(restored)
+        plan = self._improved(layers, limits, allowance)
+        better = np.flatnonzero(self.problem.load(plan.work).max(axis=1) < before)
+        self.base.put(better, plan.of_layers(better))
+        return self._table(self.base)
 
     def best(self, limits: SearchLimits, allowance: Allowance) -> ExpertTable:
         """Return the best table within the limits."""
         left = Allowance(allowance.total, allowance.each.copy())
-        base, layers = self._priced(self.base), self._layers_to_change()
-        plan = self._improved(layers, limits, allowance)
+        base, layers = self._priced(self.base), self._layers_to_change(np.zeros(0, np.intp))
+        near = layers if allowance.is_limited else layers[is_level(self.problem, self.base, FAR_OFF)[layers]]
+        plan = self._improved(near, limits, allowance)
         offers = self._offers(plan, base)
         chosen, net = self._pay(offers, left)
         missed = layers[~is_level(self.problem, plan, limits.target - MISSED_BY)[layers]]
         if is_small(self.problem):
             missed = layers
-        if len(missed) and not self.is_forced:
+        if len(missed):
             other, other_offers = self._anew(plan, offers, base, missed, limits)
             other_chosen, other_net = self._pay(other_offers, left)
             if other_net > net:
                 plan, chosen = other, other_chosen
-        if not len(chosen) and not self.is_forced and (self.view.table.is_alive == self.view.devices.is_alive).all():
+        if not len(chosen) and (self.view.table.is_alive == self.view.devices.is_alive).all():
             return self.view.table
         final = self.base.of_layers(np.arange(self.problem.shape[0]))
         final.put(chosen, plan.of_layers(chosen))
         return self._table(final)
 
     def _improved(self, layers: NDArray[np.intp], limits: SearchLimits, allowance: Allowance) -> Packing:
-        """Return the base with some layers improved, except those that are better placed anew."""
-        if not self.is_forced and not allowance.is_limited:
-            layers = layers[is_level(self.problem, self.base, FAR_OFF)[layers]]
+        """Return the base with some layers improved."""
         plan = self.base.of_layers(np.arange(self.problem.shape[0]))
         if len(layers):
             warm = self.base.of_layers(layers)
@@ -176,14 +188,15 @@ class _Plan:
             offers = offers.with_layers(ok, priced)
         return best, offers
 
-    def _layers_to_change(self) -> NDArray[np.intp]:
-        """Return the layers that may change, those with the most to gain if not all may."""
+    def _layers_to_change(self, changed: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Return the layers that may change: those that did already, then those with the most to gain."""
         num_layers = self.problem.shape[0]
         most = self.view.limits.max_layers
         if most is None or most >= num_layers:
             return np.arange(num_layers)
         work = self.base.work
         excess = self.problem.load(work).max(axis=1) - self.problem.even_load(work)
+        excess[changed] = np.inf
         return np.sort(np.argsort(-excess, kind="stable")[:most])
 
     def _pay(self, offers: LayerOffers, left: Allowance) -> tuple[NDArray[np.intp], float]:

@@ -78,7 +78,14 @@ CASES = (
     _case("jitter", "60 %, no skew", variation=0.6, popularity="uniform"),
     _case("host", "a quarter", host_factor=0.25),
     _case("host", "4 x", host_factor=4.0),
-    _case("experts", "top-1 of 16 on 16 GPUs", network="mixtral-16x7b-mqa-top1", num_gpus=16, gpus_per_machine=8),
+    _case(
+        "experts",
+        "top-1 of 16 on 16 GPUs",
+        network="mixtral-16x7b-mqa-top1",
+        num_gpus=16,
+        gpus_per_machine=8,
+        seeds=(0, 1, 2, 3, 4),
+    ),
     replace(
         _case("experts", "8 of 128", _ONE_MACHINE, network="qwen3-30b-a3b"), ladder=(512,), passes=(2, 2)
     ),  # few requests, because each of many small items takes the simulator as long as a large one
