@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from moestro.config.launch_spec import GroupSpec, name_of
 from moestro.core.clock import NS_PER_S
@@ -12,7 +12,7 @@ from moestro.core.expert_table import SharedExperts
 from moestro.core.load_figures import PaceCounts
 from moestro.errors import EngineDiedError
 from moestro.flow.executor import FlowExecutor
-from moestro.wire.messages import FromRank, Members, ToRank, WorkerFigures
+from moestro.wire.messages import FromRank, Members, Shutdown, ToRank, WorkerFigures
 from moestro.worker.channel import Channel
 from moestro.worker.peer_links import PeerLinks
 
@@ -177,7 +177,7 @@ class PeerInbox:
     def await_members(self) -> Members | None:
         """Wait for the first description of the group. None means that the API server asks the process to end."""
         while self.members is None:
-            if self.receive(None):  # nothing but a shutdown comes before the worker is ready
+            if _has_shutdown(self.receive(None)):
                 return None
         return self.members
 
@@ -196,7 +196,7 @@ class PeerInbox:
             if left_s <= 0:
                 names = ", ".join(str(name_of(worker, self._group)) for worker in missing)
                 raise EngineDiedError(f"{names} did not connect to {self._group.name} within {CONNECT_S} s")
-            if self.receive(left_s):
+            if _has_shutdown(self.receive(left_s)):
                 return False
         return True
 
@@ -239,3 +239,8 @@ class PeerInbox:
             self._executor.change_table(table, now_ns)
         for worker in changed:
             self._executor.lose(worker, now_ns)
+
+
+def _has_shutdown(messages: Sequence[ToRank]) -> bool:
+    """Whether the API server asks the process to end; other messages before it is ready have no meaning."""
+    return any(isinstance(message, Shutdown) for message in messages)
