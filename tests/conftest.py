@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from support.running import FAKE, REAL, Running
+from support.running import FAKE, REAL, Running, free_port
 
 import moestro
 
@@ -65,7 +65,8 @@ def fake_command(demo_dir: Path) -> tuple[str, ...]:
 @pytest.fixture(scope="session")
 def server(real_command, tmp_path_factory) -> Iterator[Running]:
     # In bfloat16 rounding depends on the batch's shape: that a seed repeats an answer is promised in float32 alone.
-    running = Running((*real_command, "--dtype", "float32"), tmp_path_factory.mktemp("real"))
+    command = (*real_command, "--dtype", "float32")
+    running = Running(command, tmp_path_factory.mktemp("real"), admin_port=free_port())
     yield running
     processes = running.processes()
     try:
@@ -78,6 +79,6 @@ def server(real_command, tmp_path_factory) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def fake(fake_command, tmp_path_factory) -> Iterator[Running]:
-    running = Running(fake_command, tmp_path_factory.mktemp("fake"))
+    running = Running(fake_command, tmp_path_factory.mktemp("fake"), admin_port=free_port())
     yield running
     running.kill()

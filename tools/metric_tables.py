@@ -6,17 +6,21 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import numpy as np
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from moestro.core.load_figures import IDLE
+from moestro.core.source_load import SourceLoad
 from moestro.gateway.kv_prometheus import KvFigures
 from moestro.gateway.metrics import Counts, EngineCounts
 from moestro.gateway.prometheus import RouteCollector
 from moestro.routing.breaker import BreakerState
 from moestro.routing.health import Condition
+from moestro.server.expert_loads import ExpertLoads
 from moestro.server.metrics import Metrics
 from moestro.server.prometheus import ServerCollector, Sources
+from moestro.wire.expert_reports import report_of
 
 
 def shared_metrics() -> str:
@@ -46,7 +50,10 @@ def kv_event_metrics() -> str:
 def _server() -> Collector:
     metrics = Metrics(1)
     metrics.refusals["a_code"] = 1
-    engines = SimpleNamespace(loads=[IDLE], is_routable=lambda engine: True)
+    experts = ExpertLoads(1, lambda engine, question: False)
+    load = SourceLoad(np.ones((1, 1), np.int64), *np.ones((3, 1, 1)), weight=1.0, num_steps=1)
+    experts.heard(0, report_of(0, load), 0)
+    engines = SimpleNamespace(loads=[IDLE], is_routable=lambda engine: True, expert_loads=experts)
     return ServerCollector(
         Sources("a-model", MagicMock(), engines, metrics, "fused", [0], lambda: 0, lambda: 0, lambda: 0)
     )

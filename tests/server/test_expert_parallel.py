@@ -12,8 +12,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from parity import tiny
+from support.expert_counts import ask_for_counts
 from support.interrupted_answers import (
     EXACT,
     NEAR_TIES,
@@ -33,7 +35,7 @@ from support.interrupted_answers import (
     tokens_come,
     total,
 )
-from support.running import REAL, Running, complete, is_idle, metrics, wait_until
+from support.running import REAL, Running, call_admin, complete, is_idle, metrics, wait_until
 
 from moestro.config.serve_settings import ServeSettings
 from moestro.config.server_settings import ProcessSettings
@@ -73,6 +75,15 @@ def test_greedy_answers_are_those_of_the_fused_mode(server, spread):
     with ThreadPoolExecutor(12) as pool:
         found, expected = (list(pool.map(lambda i: ask(each, i), range(24))) for each in (spread, server))  # noqa: B023
     assert found == expected
+
+
+def test_the_experts_are_those_of_the_fused_mode(server, spread):
+    assert (ask_for_counts(spread, "ep") == ask_for_counts(server, "ep")).all()
+    engines = call_admin(spread, "GET", "/admin/experts?arrays=true").json
+    num_steps = {engine["num_steps"] for engine in engines["engines"]}
+    assert len(num_steps) == 1, "all engines take part in each step"
+    tokens = np.array(engines["arrays"]["tokens"])
+    assert (tokens.sum(axis=(1, 2)) > 0).all(), "each engine had one of the requests"
 
 
 def test_one_request_alone_is_answered_and_the_other_engines_take_part(server, spread):

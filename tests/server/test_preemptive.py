@@ -8,7 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.running import Reply, Running, complete, load, metrics, open_stream, wait_until
+from support.expert_counts import ask_for_counts
+from support.running import Reply, Running, complete, free_port, load, metrics, open_stream, wait_until
 
 from moestro.config.serve_settings import ServeSettings
 from moestro.engine.settings import SchedulerOptions
@@ -27,7 +28,7 @@ OFFLOADING = (*SCARCE, "--scheduling-policy", "qllm", "--evict-policy", OFFLOAD)
 @pytest.fixture(params=["plenty of KV", "KV in host memory"])
 def preemptive(request, real_command, tmp_path):
     flags = () if request.param == "plenty of KV" else OFFLOADING
-    running = Running((*real_command, "--dtype", "float32", *LIMITS, *flags), tmp_path)
+    running = Running((*real_command, "--dtype", "float32", *LIMITS, *flags), tmp_path, admin_port=free_port())
     yield running
     try:
         assert (metrics(running)['moestro:kv_restored_tokens_total{engine="0"}'] > 0) == (flags == OFFLOADING)
@@ -55,8 +56,10 @@ def answers(server: Running) -> list[str]:
         return list(pool.map(ask, range(24)))
 
 
-def test_the_answers_are_those_of_the_fused_mode(server, preemptive):
+def test_the_answers_and_the_experts_are_those_of_the_fused_mode(server, preemptive):
     assert answers(preemptive) == answers(server)
+    salt = preemptive.directory.name
+    assert (ask_for_counts(preemptive, salt) == ask_for_counts(server, salt)).all()
 
 
 MAX_BE_WAIT_S = 0.5

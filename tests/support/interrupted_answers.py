@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from support.running import ANSWER_S, Reply, Running, call, is_idle, metrics, wait_until
+from support.running import ANSWER_S, Reply, Running, call, free_port, is_idle, metrics, wait_until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 EXACT = ("--dtype", "float32")
@@ -22,7 +22,7 @@ RESTART_S = 30.0  # until an engine that was killed is ready again, on a busy ma
 
 @contextmanager
 def running(command: tuple[str, ...], directory: Path) -> Iterator[Running]:
-    server = Running(command, directory)
+    server = Running(command, directory, admin_port=free_port())
     try:
         yield server
         assert server.stop() == 0

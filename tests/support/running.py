@@ -27,10 +27,23 @@ ANSWER_S = 90  # many at once, on a busy machine
 
 
 class Running:
-    """Starts `command` on a free port and waits until it serves. `directory` becomes its TMPDIR and holds its log."""
+    """Starts `command` on a free port and waits until it serves. `directory` becomes its TMPDIR and holds its log.
 
-    def __init__(self, command: Sequence[str], directory: Path, *, wait: bool = True, ready_s: float = READY_S) -> None:
-        self.directory = directory
+    `admin_port` is a free port for operators where the command names it.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        directory: Path,
+        *,
+        wait: bool = True,
+        ready_s: float = READY_S,
+        admin_port: int | None = None,
+    ) -> None:
+        self.directory, self.admin_port = directory, admin_port
+        if admin_port is not None:
+            command = (*command, "--admin-port", str(admin_port))
         self.log = directory / "log"
         environment = os.environ | {"TMPDIR": str(directory), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
         with self.log.open("wb") as log:
@@ -136,9 +149,24 @@ class Reply:
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def call_admin(server: Running, method: str, path: str, **headers: str) -> Reply:
+    """Send one request to the plane of operators."""
+    return _call(("127.0.0.1", server.admin_port), method, path, None, headers)
+
+
 def call(server: Running, method: str, path: str, body: object = None, **headers: str) -> Reply:
     """Send one request on a new connection. A body that is not bytes is sent as JSON."""
-    connection = http.client.HTTPConnection(*server.address, timeout=ANSWER_S)
+    return _call(server.address, method, path, body, headers)
+
+
+def _call(address: tuple[str, int], method: str, path: str, body: object, headers: dict[str, str]) -> Reply:
+    connection = http.client.HTTPConnection(*address, timeout=ANSWER_S)
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     typed = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
     with contextlib.closing(connection):

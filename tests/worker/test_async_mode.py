@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import json
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +11,20 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from support.running import REAL, Reply, Running, call, complete, is_idle, metrics, open_stream, wait_until
+from support.expert_counts import ask_for_counts
+from support.running import (
+    REAL,
+    Reply,
+    Running,
+    call,
+    call_admin,
+    complete,
+    free_port,
+    is_idle,
+    metrics,
+    open_stream,
+    wait_until,
+)
 
 from moestro.cli import main
 from moestro.wire.messages import WorkerFigures
@@ -58,21 +67,13 @@ def texts(replies: list[Reply]) -> list[str]:
 
 
 def admin(server: SimpleNamespace, method: str, path: str = "", **headers: str) -> tuple[int, dict]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.admin_port, timeout=20)
-    with contextlib.closing(connection):
-        connection.request(method, f"/admin/workers{path}", headers=headers)
-        response = connection.getresponse()
-        body = response.read()
-    return response.status, json.loads(body) if body else {}
+    reply = call_admin(server, method, f"/admin/workers{path}", **headers)
+    return reply.status, reply.json if reply.body else {}
 
 
 def with_admin_port(directory: Path, *flags: str) -> Running:
     """A paced server that operators can reach."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    running = Running((*REAL, *PACED, *flags, "--admin-port", str(port), "--admin-api-key", "key"), directory)
-    running.admin_port = port
-    return running
+    return Running((*REAL, *PACED, *flags, "--admin-api-key", "key"), directory, admin_port=free_port())
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +269,21 @@ def test_queues_and_links_are_metrics(paced, expected):
     assert len(figures["num_waiting"]) == NUM_LAYERS + 1
 
 
+def test_a_home_that_ends_keeps_its_part_of_the_load_of_experts(paced, expected):
+    key = {"Authorization": "Bearer key"}
+    assert call_admin(paced, "GET", "/admin/experts").status == 401
+    before = call_admin(paced, "GET", "/admin/experts", **key).json
+    assert [len(before["engines"]), len(before["layers"])] == [2, NUM_LAYERS]
+    assert all(engine["num_visits"] % NUM_LAYERS == 0 and engine["num_visits"] for engine in before["engines"])
+    old = worker(paced, "attention", 0)
+    old.kill()
+    after = call_admin(paced, "GET", "/admin/experts", **key).json
+    assert [len(after["engines"]), len(after["layers"])] == [2, NUM_LAYERS]
+    wait_until(lambda: is_idle(paced) and texts(ask_many(paced, 6)) == expected, 60)
+    wait_until(lambda: call_admin(paced, "GET", "/admin/experts", **key).json["engines"][0]["age_s"] < 1)
+    assert call_admin(paced, "GET", "/admin/experts?arrays=true", **key).json["arrays"]["pairs"] is None
+
+
 @pytest.mark.parametrize(
     "sizes",
     [("1", "--experts", "1", "--expert-credits", "3"), ("2", "--experts", "0")],
@@ -296,8 +312,9 @@ def test_a_network_gives_the_answers_of_fused_mode_while_workers_die(server, rea
     fused = texts(ask_many(server, 12))
     # A process on standby would load torch twice here; it becomes a worker in the tests above.
     group = ("--mode", "async", "--attention", "2", "--experts", "2", "--no-standby")
-    running = Running((*real_command, "--dtype", "float32", *group), tmp_path)
+    running = Running((*real_command, "--dtype", "float32", *group), tmp_path, admin_port=free_port())
     try:
+        assert (ask_for_counts(running, "async") == ask_for_counts(server, "async")).all()
         assert texts(ask_many(running, 12)) == fused
         with ThreadPoolExecutor(1) as pool:
             answers = pool.submit(ask_many, running, 12)
@@ -331,7 +348,7 @@ def test_settings_that_cannot_be_honoured_are_refused_with_what_to_do(flags, tex
     assert text in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("flags", [("--attention", "2"), ("--experts", "0"), ("--admin-port", "0")])
+@pytest.mark.parametrize("flags", [("--attention", "2"), ("--experts", "0")])
 def test_settings_of_async_mode_alone_are_refused_in_other_modes(flags, capsys):
     with pytest.raises(SystemExit):
         main(["serve", *flags])

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from support.interrupted_answers import Asked, completion, disturbed, stream, total
-from support.running import REAL, Running, complete, is_idle, metrics, wait_until
+from support.running import REAL, Running, call_admin, complete, free_port, is_idle, metrics, wait_until
 
 from moestro.config.launch_spec import LockStepSpec
 from moestro.config.serve_settings import ServeSettings
@@ -106,6 +106,11 @@ def test_all_ranks_learn_one_end_and_the_tokens_of_each(ranks):
     assert len({step.end_ns for step in found}) == 1
     priced = make_step_pricer(A100, NUM_RANKS, seed=3).draw([_keyed_batch(part) for part in parts])
     assert found[0].end_ns - began_ns >= priced.micro_batches(1).lock_step_ns > 0
+    counts = [
+        np.frombuffer(step.expert_counts, np.int32).reshape(step.num_layers, -1) for step in found if step.num_layers
+    ]
+    assert [own.sum(axis=1).tolist() for own in counts] == [[51 * 8] * 48, [1 * 8] * 48], "rank 1 has no tokens"
+    assert (sum(counts) == priced.expert_counts).all()
     quiet = in_threads(*(lambda rank=rank, i=i: rank.open(opened(i)) for i, rank in enumerate(ranks)))
     assert [step.num_tokens for step in quiet] == [[0] * NUM_RANKS] * NUM_RANKS
 
@@ -181,14 +186,19 @@ def idle_steps(server: Running) -> list[float]:
     ids=["without arithmetic", "demo network"],
 )
 def test_a_paced_group_serves_sleeps_and_restarts(flags, is_disturbed, tmp_path):
-    server = Running((*REAL, *GROUP, *flags, "--route-policy", "round_robin"), tmp_path)
+    server = Running((*REAL, *GROUP, *flags, "--route-policy", "round_robin"), tmp_path, admin_port=free_port())
     try:
         since = time.monotonic()
-        assert complete(server, max_tokens=20, ignore_eos=True).json["usage"]["completion_tokens"] == 20
+        usage = complete(server, max_tokens=20, ignore_eos=True).json["usage"]
+        assert usage["completion_tokens"] == 20
         assert time.monotonic() - since > 20 * 0.004, "no A100 is that fast"
         wait_until(lambda: is_idle(server))
         # An idle rank tells its figures once the group sleeps, which may be after the answer.
         wait_until(lambda: sorted(idle_steps(server)) == [0, 20])
+        found = call_admin(server, "GET", "/admin/experts").json
+        assert [each["num_steps"] for each in found["engines"] if each["num_visits"]] == [20]
+        assert sum(each["num_visits"] for each in found["engines"]) == 48 * 8 * (usage["total_tokens"] - 1)
+        assert (found["num_experts"], len(found["layers"])) == (128, 48), "of the modelled network"
         bodies = stream("def f(x):", max_tokens=80), completion("import", max_tokens=80)
         if is_disturbed:
             expected, found = disturbed(server, *bodies)

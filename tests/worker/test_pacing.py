@@ -34,7 +34,7 @@ from moestro.wire.messages import Add, Outputs, Shutdown, WorkerFigures
 from moestro.worker.paced import FixedAnswers, PacedDevice, dilated, pace_of_stages
 from moestro.worker.paced_group import OpenedStep, PacedGroupDevice, PricedStep
 from moestro.worker.paced_links import LinkPace, StampFrames
-from moestro.worker.rank_loop import run_rank
+from moestro.worker.rank_loop import SideJobs, run_rank
 
 NETWORK = network_named("qwen3-30b-a3b")
 COST = Roofline(RooflineSettings(network=NETWORK, gpu=H20))
@@ -229,7 +229,7 @@ def test_counts_go_with_outputs_and_cause_no_message_of_their_own():
             rank,
             inbox,
             lambda clock=clock: next(clock),
-            pace_counts=device.pace_counts if is_paced else rank.pace_counts,
+            SideJobs(pace_counts=device.pace_counts if is_paced else rank.pace_counts),
         )
         reports.append([each.load for each in inbox.sent])
     plain, counted = reports

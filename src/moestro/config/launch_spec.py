@@ -15,6 +15,7 @@ from moestro.cost.settings import PacedSettings
 from moestro.engine.settings import SchedulerOptions
 from moestro.flow.settings import GroupStepSettings, SteppingSettings
 from moestro.model.settings import ModelSettings
+from moestro.placement.settings import ExpertLoadSettings
 
 STANDBY = ("forks-workers", "standby")  # last arguments of the process that forks the others
 STACK_DUMP = signal.SIGUSR1  # makes a loaded rank write the stacks of all its threads to stderr
@@ -100,6 +101,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelSettings
     scheduler: SchedulerOptions
     stepping: SteppingSettings
+    expert_load: ExpertLoadSettings = ExpertLoadSettings()
     paced: PacedSettings | None = None
     kv_events: KvEventsSettings | None = None
     group: GroupSpec | None = None  # None means no group of mode `async`

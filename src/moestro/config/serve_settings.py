@@ -17,6 +17,7 @@ from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
 from moestro.flow.settings import GroupOptions, SteppingSettings
 from moestro.model.settings import DEMO_MODEL, ModelSettings
+from moestro.placement.settings import ExpertLoadSettings
 from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access_settings import AccessSettings
 
@@ -48,6 +49,7 @@ class ServeSettings:
     launching: Annotated[LauncherSettings, _PROCESSES] = field(default_factory=LauncherSettings)
     routing: Annotated[RoutePolicySettings, _PROCESSES] = field(default_factory=RoutePolicySettings)
     group: Annotated[GroupOptions, _GROUP] = field(default_factory=GroupOptions)
+    expert_load: Annotated[ExpertLoadSettings, _SERVER] = field(default_factory=ExpertLoadSettings)
 
     def __post_init__(self) -> None:
         scheduler = self.scheduler
@@ -112,8 +114,6 @@ class ServeSettings:
                     f"--mode async has an engine for each attention worker: give --attention {self.processes.engines}"
                     " instead of --engines"
                 )
-        elif self.server.admin_port is not None:
-            raise ConfigError("--admin-port is for the workers of --mode async: add it, or leave the port out")
         elif group.attention is not None or group.experts is not None:
             raise ConfigError("--attention and --experts number the workers of --mode async: add it, or leave them out")
 

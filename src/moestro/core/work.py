@@ -155,6 +155,8 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
         prompt_logprobs: one entry per token of a LOGITS_PROMPT unit, for the token after it, by index into `slot`.
         block_hashes: HASH_BYTES for each completed block of generated tokens (hashed traces), by index into `slot`.
         expert_counts: int64[num_layers, num_experts], tokens that each logical expert computed. None for dense models.
+        expert_choices: int32[layers with experts, sampled tokens, chosen], logical experts of some tokens of a step
+            that is sampled. None means that the step is not.
     """
 
     slot: Slots
@@ -165,9 +167,10 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
     block_hashes: dict[int, bytes] = msgspec.field(default_factory=dict)
     expert_counts: NDArray[np.int64] | None = None
+    expert_choices: NDArray[np.int32] | None = None
 
     def select(self, rows: NDArray[np.int64]) -> StepResult:
-        """Select rows of the result. `expert_counts` belong to the whole step and stay unchanged."""
+        """Select rows of the result. What experts did belongs to the whole step and stays unchanged."""
         row_of = {old: new for new, old in enumerate(rows.tolist())}
         return StepResult(
             slot=self.slot[rows],
@@ -178,6 +181,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
             prompt_logprobs={row_of[i]: v for i, v in self.prompt_logprobs.items() if i in row_of},
             block_hashes={row_of[i]: v for i, v in self.block_hashes.items() if i in row_of},
             expert_counts=self.expert_counts,
+            expert_choices=self.expert_choices,
         )
 
 

@@ -173,6 +173,14 @@ class DrawnStep:
         self._factors = self._draw_factors()
         self.expert_counts: Int64s | None = None if self._counts is None else self._counts.sum(axis=(0, 1))
 
+    @property
+    def counts_by_source(self) -> Int64s | None:
+        """int64[ranks, layers, experts], tokens of each rank that visit each expert; None for a dense network.
+
+        A pricer that joins its sources has one row for all of them.
+        """
+        return None if self._counts is None else self._counts.sum(axis=0)
+
     def micro_batches(self, num_parts: int) -> MicroBatchTimes:
         """Return the stage times of the step in `num_parts` micro-batches, a divisor of the number of segments."""
         pricer, deployment = self._pricer, self._pricer.deployment

@@ -21,6 +21,7 @@ from moestro.core.work import Device, Forward, Plan, PlanWanted, Slots, StepResu
 from moestro.engine.rank import Rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
+from moestro.engine.step_output import StepOutput
 from moestro.errors import ConfigError
 
 # New figures cost a message to the API server. An engine without tokens has no other reason to send one at every step.
@@ -85,6 +86,11 @@ class LockStepExecutor:
     def num_pieces(self) -> int:
         """Steps in which this rank took part."""
         return self._counts.num_group_steps
+
+    @property
+    def num_idle_steps(self) -> int:
+        """Steps in which this rank had no plan."""
+        return self._counts.num_idle_steps
 
     def wake(self, step: int) -> None:
         """Take part in `step` if it is the next one: another rank has a plan for it."""
@@ -168,6 +174,14 @@ class LockStepRank(Rank):
     def wake(self, step: int) -> None:
         """Take part in `step` of the group, if it has not begun."""
         self._lock_step.wake(step)
+
+    def collect(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> StepOutput:
+        """Take what is ready; an idle step is a step without tokens for the rank's experts."""
+        num_idle_steps = self._lock_step.num_idle_steps
+        output = super().collect(now_ns, is_wanted)
+        if self.expert_observer is not None and self._lock_step.num_idle_steps > num_idle_steps:
+            self.expert_observer.skip(self._lock_step.num_idle_steps - num_idle_steps)
+        return output
 
     @property
     def has_work(self) -> bool:

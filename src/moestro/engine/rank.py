@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -11,13 +12,25 @@ from moestro.core.load_figures import LoadFigures, PaceCounts
 from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
 from moestro.core.stages import StagedDevice
 from moestro.core.views import BE, StepPolicy
-from moestro.core.work import Device, Executor, Plan, PlanWanted
+from moestro.core.work import Device, Executor, Plan, PlanWanted, StepResult
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import StepOutput
 from moestro.errors import InvariantError
 from moestro.flow.executor import FlowExecutor
+
+
+class ExpertObserver(Protocol):
+    """Learns which experts the tokens of each step visited; `worker.expert_collection` has one."""
+
+    def observe(self, result: StepResult) -> None:
+        """Take in a step with `expert_counts`. An error must not leave this method: it would end the rank."""
+        ...
+
+    def skip(self, num_steps: int) -> None:
+        """Take in steps of the rank's group in which the rank had no tokens."""
+        ...
 
 
 class Rank:
@@ -33,6 +46,7 @@ class Rank:
     Attributes:
         expert_counts: int64[num_layers, num_experts], tokens that each logical expert computed so far. None means a
             dense network.
+        expert_observer: learns the counts of each step; None means that nothing does.
         pace_counts: supplier of the counts of a paced device; returns None for another device.
     """
 
@@ -42,6 +56,7 @@ class Rank:
         self._passes_decodes = passes_decodes
         self._has_news = False  # something happened since the last plan for which more units might be scheduled
         self.expert_counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None = None
+        self.expert_observer: ExpertObserver | None = None
         self.pace_counts: Callable[[], PaceCounts | None] = lambda: None
 
     def add(self, request: Request, now_ns: int) -> int:
@@ -93,8 +108,11 @@ class Rank:
             return StepOutput()
         self._has_news = True
         if result.expert_counts is not None:
-            counts = self.expert_counts
-            self.expert_counts = result.expert_counts.copy() if counts is None else counts + result.expert_counts
+            if self.expert_counts is None:
+                self.expert_counts = np.zeros_like(result.expert_counts)
+            self.expert_counts += result.expert_counts
+            if self.expert_observer is not None:
+                self.expert_observer.observe(result)
         return self.scheduler.update(result, now_ns)
 
     def begin(self, now_ns: int) -> Plan | None:

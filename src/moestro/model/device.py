@@ -68,8 +68,9 @@ class TorchDevice:
         while self._launched:
             step = PagedStep(self._launched.popleft().units, self.pools, self.network.device)
             logits = self.network.logits(step)
-            counts = None if self.network.routing is None else self.network.routing.counts
-            self._running.append(compute_result(step, logits, counts))
+            routing = self.network.routing
+            counts, choices = (None, None) if routing is None else (routing.counts, routing.choices())
+            self._running.append(compute_result(step, logits, counts, choices))
 
     def poll(self, now_ns: int) -> list[StepResult]:
         """Return results that are ready, in launch order: all of them on a CPU. On an accelerator it never blocks."""

@@ -45,8 +45,11 @@ class PackedExperts(Protocol):
         ...
 
 
+_MAX_SAMPLED_TOKENS = 32  # of a step whose choices are kept; their pairs cost time in proportion
+
+
 class Routing:
-    """State that the experts of one network share in a step: token counts, and an override of the gate.
+    """State that the experts of one network share in a step: counts and choices, and an override of the gate.
 
     Args:
         num_layers: layers of the network, dense ones included.
@@ -55,6 +58,7 @@ class Routing:
 
     Attributes:
         counts: int64[num_layers, num_experts], tokens that each expert computed since `begin`.
+        sample_interval: one step in so many keeps choices; 0 means none.
         stand_in: function called in place of all experts, with their arguments; None means that the experts compute.
             An override of the gate is already applied.
     """
@@ -62,6 +66,8 @@ class Routing:
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
         self._shape, self._device = (num_layers, num_experts), device
         self.stand_in: Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor] | None = None
+        self.sample_interval = self._num_steps = 0
+        self._choices: list[Tensor] | None = None
         self.begin(None)
 
     def begin(self, chosen: Tensor | None) -> None:
@@ -72,6 +78,19 @@ class Routing:
         """
         self.counts = torch.zeros(self._shape, dtype=torch.int64, device=self._device)
         self.chosen = chosen
+        self._num_steps += 1
+        is_sampled = self.sample_interval and self._num_steps % self.sample_interval == 0
+        self._choices = [] if is_sampled else None
+
+    def keep(self, top_k_index: Tensor) -> None:
+        """Keep the experts of some tokens of a layer, evenly spread, if the step is sampled. Layers come in order."""
+        if self._choices is not None:
+            stride = -(-len(top_k_index) // _MAX_SAMPLED_TOKENS)
+            self._choices.append(top_k_index[:: max(stride, 1)])
+
+    def choices(self) -> Tensor | None:
+        """int32[layers with experts, sampled tokens, k], choices of the step; None if it is not sampled."""
+        return torch.stack(self._choices).to(torch.int32) if self._choices else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,6 +158,7 @@ def routed_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k
     tag = tag_of(module)
     if tag.routing.chosen is not None:
         top_k_index = tag.routing.chosen[tag.place]
+    tag.routing.keep(top_k_index)
     if tag.routing.stand_in is not None:
         return tag.routing.stand_in(module, hidden, top_k_index, top_k_weights)
     assert tag.logical_of is None, "some experts of this module are elsewhere"

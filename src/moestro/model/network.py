@@ -110,6 +110,11 @@ class Network:
             for _, module in self.experts:
                 pack_experts(module)
 
+    def sample_choices(self, interval: int) -> None:
+        """Keep the choices of some tokens in one step of `interval`, for `StepResult.expert_choices`."""
+        if self.routing is not None:
+            self.routing.sample_interval = interval
+
     @torch.inference_mode()
     def logits(self, step: PagedStep) -> Tensor:
         """Run one step: write its K and V, count its experts' tokens, and return the requested logits.

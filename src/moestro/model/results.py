@@ -60,6 +60,7 @@ class PendingResult:
         tokens: int64[n], their tokens; `_NO_TOKEN` where the logits are not finite.
         sampled, prompt: log probabilities of sampled and of prompt tokens, where some unit requests them.
         expert_counts: int64[layers, experts]; None for a dense model.
+        expert_choices: as in `StepResult`.
         done: event that passes when everything is on the host; None means that it is.
     """
 
@@ -69,6 +70,7 @@ class PendingResult:
     sampled: LogprobRows | None
     prompt: LogprobRows | None
     expert_counts: Tensor | None
+    expert_choices: Tensor | None = None
     done: Any = None  # torch.cuda.Event, whose methods torch leaves untyped
 
     @property
@@ -89,6 +91,7 @@ class PendingResult:
             logprobs={unit: entries[0] for unit, entries in sampled.items()},
             prompt_logprobs={} if self.prompt is None else self.prompt.entries(),
             expert_counts=None if self.expert_counts is None else self.expert_counts.numpy(),
+            expert_choices=None if self.expert_choices is None else self.expert_choices.numpy(),
         )
 
     def _non_finite(self, tokens: Int64s) -> Int64s | None:
@@ -99,12 +102,15 @@ class PendingResult:
         return found if len(found) else None
 
 
-def compute_result(step: PagedStep, logits: Tensor, expert_counts: Tensor | None) -> PendingResult:
+def compute_result(
+    step: PagedStep, logits: Tensor, expert_counts: Tensor | None, expert_choices: Tensor | None = None
+) -> PendingResult:
     """Sample, measure log probabilities, and start all copies to the host.
 
     Args:
         logits: [requested rows, vocabulary], in the order of `step.logit_rows`.
         expert_counts: int64[layers, experts], or None.
+        expert_choices: as in `StepResult`.
     """
     units = step.units
     sampled_units = np.flatnonzero(units.logits & LOGITS_LAST)
@@ -119,12 +125,13 @@ def compute_result(step: PagedStep, logits: Tensor, expert_counts: Tensor | None
     sampled = _measure_sampled(step, sampled_units, last, tokens.clamp(min=0))
     prompt = _measure_prompts(step, logits)
     if logits.device.type == "cpu":
-        return PendingResult(units, sampled_units, tokens, sampled, prompt, expert_counts)
+        return PendingResult(units, sampled_units, tokens, sampled, prompt, expert_counts, expert_choices)
     tokens, sampled, prompt = to_host(tokens), _measured_to_host(sampled), _measured_to_host(prompt)
     expert_counts = None if expert_counts is None else to_host(expert_counts)
+    expert_choices = None if expert_choices is None else to_host(expert_choices)
     done = cast(Any, torch.cuda.Event)()
     done.record(torch.cuda.current_stream(logits.device))  # the process's current device may differ
-    return PendingResult(units, sampled_units, tokens, sampled, prompt, expert_counts, done)
+    return PendingResult(units, sampled_units, tokens, sampled, prompt, expert_counts, expert_choices, done)
 
 
 def _measure_sampled(step: PagedStep, sampled_units: Int64s, last: Tensor, tokens: Tensor) -> LogprobRows | None:

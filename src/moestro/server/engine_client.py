@@ -14,10 +14,12 @@ from moestro.core.request import FinishReason, Output, Request
 from moestro.errors import ConfigError, EngineDiedError, MoestroError, NoEngineError, QueueFullError, RequestError
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec
+from moestro.server.expert_loads import ExpertLoads
 from moestro.server.metrics import Metrics
 from moestro.server.rank_errors import RefusedByRankError
 from moestro.server.request_state import Inbox, Interrupted, RequestState
 from moestro.web.errors import GenerationError, InternalError
+from moestro.wire.expert_reports import ExpertReport, ReadExperts
 from moestro.wire.messages import (
     Abort,
     Add,
@@ -51,6 +53,7 @@ class EngineClient:
         on_answered: Callback for each request with a complete answer; None means no callback.
         loads: Load figures of each engine after its last step.
         phases: Phases of each engine's last start.
+        expert_loads: Load of the experts, as the engines reported it last.
 
     Invariants: Every submitted request ends once: by an output with a finish reason, a refusal, `abort`, or an error.
     The error is for a request whose engine ended and which no other engine takes over. No output of an ended engine
@@ -73,6 +76,7 @@ class EngineClient:
         self._unassigned: dict[str, int] = {}  # Deadline of each request that waits for another engine.
         self._unsent_aborts: dict[int, list[str]] = {}  # Ids whose abort could not be sent, by engine.
         self._causes: dict[int, MoestroError] = {}
+        self.expert_loads = ExpertLoads(router.num_engines, self._ask_experts)
         self._is_up = [False] * router.num_engines
         self.loads = [IDLE] * router.num_engines
         self.phases: list[list[Phase]] = [[] for _ in range(router.num_engines)]
@@ -232,6 +236,8 @@ class EngineClient:
                 with self._ending_on_error(message.request_id):
                     if state := self._end(message.request_id, None):
                         state.inbox.put_nowait(RefusedByRankError(message))
+            case ExpertReport():
+                self.expert_loads.heard(engine, message, self._now_ns())
             case Phase():
                 self.phases[engine].append(message)
                 logger.info("engine %d: %s took %.2f s", engine, message.name, message.seconds)
@@ -254,6 +260,7 @@ class EngineClient:
         self._unsent_aborts.pop(engine, None)
         self._router.engine_lost(engine, self._now_ns())
         self.loads[engine] = IDLE
+        self.expert_loads.ended(engine)
         self.phases[engine].clear()
         if not self._ready[engine].done():
             self._ready[engine].set_exception(cause)
@@ -272,6 +279,16 @@ class EngineClient:
         return cause
 
     # --- inside
+
+    def _ask_experts(self, engine: int, question: ReadExperts) -> bool:
+        """Send a question to an engine that takes requests; others are not in the loop that reads messages."""
+        if not self._is_up[engine]:
+            return False
+        try:
+            self._send(engine, question)
+        except NoEngineError:
+            return False
+        return True
 
     def _take_down(self, engine: int) -> None:
         """Remove an engine from the rotation until it is ready again."""

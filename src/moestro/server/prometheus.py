@@ -13,6 +13,7 @@ from moestro.core.model_info import ModelInfo
 from moestro.core.request import FinishReason
 from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
+from moestro.server.expert_metrics import expert_metrics
 from moestro.server.group_metrics import group_metrics
 from moestro.server.metrics import ByClass, EngineMetrics, Metrics
 from moestro.web.prometheus import Histogram, buckets, merge
@@ -94,6 +95,8 @@ class ServerCollector(Collector):
         for prefix in ("moestro", "vllm"):
             yield from self._shared(prefix)
         yield from self._own()
+        if self._sources.info.num_experts:
+            yield from expert_metrics(self._sources.engines.expert_loads, self._sources.model_name)
         if self._sources.coordinator is not None:
             yield from group_metrics(self._sources.coordinator)
 

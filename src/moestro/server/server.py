@@ -25,10 +25,12 @@ from moestro.errors import DrainingError, EngineDiedError
 from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import RouterSettings
+from moestro.server.admin_plane import ADMIN_HOST, admin_runner
 from moestro.server.api import ApiServer
 from moestro.server.banner import serve_banner
 from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
+from moestro.server.expert_admin import ExpertAdmin
 from moestro.server.group_metrics import GroupLines
 from moestro.server.launcher import PACED_WORKER, WORKER, Launcher, opened
 from moestro.server.liveness import LivenessTimeouts
@@ -43,7 +45,7 @@ from moestro.server.start_checks import check_start
 from moestro.server.start_clock import StartClock
 from moestro.server.statline import StatLines
 from moestro.server.supervisor import Launching, Supervisor
-from moestro.server.worker_admin import ADMIN_HOST, WorkerAdmin
+from moestro.server.worker_admin import WorkerAdmin
 from moestro.server.worker_processes import now_ns
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.access import Access
@@ -231,6 +233,7 @@ class _ServeProcess:
             scheduler=self._settings.scheduler,
             paced=self._settings.paced,
             stepping=self._settings.stepping,
+            expert_load=self._settings.expert_load,
             kv_events=self._settings.kv_events if rank < self._settings.num_engines else None,
             group=group,
             lock_step=None if listener is None else _lock_step_spec(self._settings.processes, rank, listener),
@@ -306,7 +309,7 @@ class _ServeProcess:
         runner = await middleware.runner(
             api.app(Exposition(ServerCollector(sources))), shutdown_timeout=RESPONSE_FLUSH_S
         )
-        admin = await self._open_admin(cluster)
+        admin = await self._open_admin(cluster, model.info)
         stats = asyncio.create_task(log_forever(_stat_lines(cluster)))
         try:
             server = await listen(runner, listener, refusals, settings.max_connections, self._max_per_address)
@@ -326,12 +329,16 @@ class _ServeProcess:
                 await admin.cleanup()
             api.close()
 
-    async def _open_admin(self, cluster: _Cluster) -> web.AppRunner | None:
+    async def _open_admin(self, cluster: _Cluster, info: ModelInfo) -> web.AppRunner | None:
         """Serve the plane of operators, if a port is given."""
         settings = self._settings.server
-        if settings.admin_port is None or cluster.coordinator is None:
+        if settings.admin_port is None:
             return None
-        runner = await WorkerAdmin(cluster.coordinator, cluster.supervisor).runner(settings.admin_api_key)
+        half_life = self._settings.expert_load.expert_load_half_life
+        routes = ExpertAdmin(cluster.engines.expert_loads, info, half_life).routes()
+        if cluster.coordinator is not None:
+            routes += WorkerAdmin(cluster.coordinator, cluster.supervisor).routes()
+        runner = await admin_runner(routes, settings.admin_api_key)
         with bound_socket(ADMIN_HOST, settings.admin_port) as listener:
             await web.SockSite(runner, listener.dup()).start()
         return runner

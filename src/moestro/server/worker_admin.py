@@ -1,8 +1,6 @@
-"""The plane of operators of a group: lists, adds, drains and removes workers with experts while the group serves."""
+"""The operator's view of a group: lists, adds, drains and removes workers with experts while the group serves."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 import msgspec
 from aiohttp import web
@@ -10,14 +8,8 @@ from aiohttp import web
 from moestro.errors import shown
 from moestro.server.coordinator import Coordinator
 from moestro.server.supervisor import Supervisor
-from moestro.web.access import Access
 from moestro.web.errors import HttpError
-from moestro.web.lifecycle import RESPONSE_FLUSH_S
-from moestro.web.middleware import HttpMiddleware
-from moestro.web.only_programs import only_programs
 
-ADMIN_HOST = "127.0.0.1"
-_MAX_BODY_BYTES = 1 << 10
 _MAX_DIGITS = 9  # of a worker's number; Python refuses to read thousands
 
 
@@ -32,21 +24,15 @@ class WorkerAdmin:
     def __init__(self, coordinator: Coordinator, supervisor: Supervisor) -> None:
         self._coordinator, self._supervisor = coordinator, supervisor
 
-    async def runner(self, api_key: str | None) -> web.AppRunner:
-        """Return an aiohttp runner of the plane, set up to serve. An `api_key` of None means that none is needed."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
-        app.middlewares.append(only_programs(lambda host: host == "localhost"))
-        app.add_routes(
-            [
-                web.get("/admin/workers", self.workers),
-                web.post("/admin/workers", self.add),
-                web.post("/admin/workers/{number}/drain", self.drain),
-                web.post("/admin/workers/{number}/resume", self.resume),
-                web.delete("/admin/workers/{number}", self.remove),
-            ]
-        )
-        middleware = HttpMiddleware(Access.of([api_key] if api_key else []), Counter(), _MAX_BODY_BYTES)
-        return await middleware.runner(app, shutdown_timeout=RESPONSE_FLUSH_S)
+    def routes(self) -> list[web.RouteDef]:
+        """Return all routes."""
+        return [
+            web.get("/admin/workers", self.workers),
+            web.post("/admin/workers", self.add),
+            web.post("/admin/workers/{number}/drain", self.drain),
+            web.post("/admin/workers/{number}/resume", self.resume),
+            web.delete("/admin/workers/{number}", self.remove),
+        ]
 
     async def workers(self, _http: web.Request) -> web.Response:
         """Handle GET /admin/workers: return all workers."""

@@ -12,6 +12,7 @@ import msgspec
 from moestro.core.load_figures import LoadFigures, PaceCounts
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import Output, Request
+from moestro.wire.expert_reports import ExpertReport, ReadExperts
 
 # From the API server to a rank.
 
@@ -75,7 +76,7 @@ class WakeGroup(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
-ToRank = Add | Abort | Shutdown | Members | ClockReading | WakeGroup
+ToRank = Add | Abort | Shutdown | Members | ClockReading | WakeGroup | ReadExperts
 
 
 # From a rank to the API server.
@@ -174,7 +175,19 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     is_config: bool = False  # The cause is a `ConfigError`: the operator's settings cannot be honoured.
 
 
-FromRank = ReadClock | Phase | WorkerFigures | Joined | Ready | Outputs | Heartbeat | Refused | Failed | WakeGroup
+FromRank = (
+    ReadClock
+    | Phase
+    | WorkerFigures
+    | Joined
+    | Ready
+    | Outputs
+    | Heartbeat
+    | Refused
+    | Failed
+    | WakeGroup
+    | ExpertReport
+)
 
 MAX_MESSAGE_BYTES = 64 << 20  # The longest prompt is a few MiB.
 MAX_QUEUED_MESSAGES = 100_000

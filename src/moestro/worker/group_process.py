@@ -29,7 +29,7 @@ from moestro.worker.group_rank import ExpertRank
 from moestro.worker.paced_links import LinkPace
 from moestro.worker.peer_inbox import PeerInbox
 from moestro.worker.peer_links import PeerLinks
-from moestro.worker.rank_builder import OnPhase, make_home, publisher_of
+from moestro.worker.rank_builder import OnPhase, make_home, side_jobs_of
 from moestro.worker.rank_loop import run_rank
 from moestro.worker.two_phase import OpenChannel, TwoPhase
 
@@ -131,7 +131,7 @@ def serve_group_worker(spec: LaunchSpec, group: GroupSpec, channel: Channel, par
         if part.info is not None:
             home = make_home(spec, executor, part.info)
             part.on_home(home)
-            run_rank(home, inbox, channel.now_ns, publisher_of(spec, home))
+            run_rank(home, inbox, channel.now_ns, side_jobs_of(spec, home))
         else:
             run_rank(ExpertRank(executor), inbox, channel.now_ns)
     finally:

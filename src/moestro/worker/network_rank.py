@@ -10,7 +10,6 @@ import msgspec
 from moestro.config.launch_spec import GroupSpec, LaunchSpec
 from moestro.core.expert_table import ExpertTable, SharedExperts
 from moestro.core.model_info import ModelInfo
-from moestro.core.work import Device
 from moestro.cost.settings import PacedSettings
 from moestro.engine.rank import Rank
 from moestro.errors import ConfigError
@@ -21,6 +20,7 @@ from moestro.model.staged_open import open_staged_device
 from moestro.model.tensor_channel import TensorChannels
 from moestro.model.tensor_frames import TorchFrames
 from moestro.model.worker_share import WorkerShare
+from moestro.placement.pair_window import PAIR_INTERVAL
 from moestro.worker.group_process import WorkerPart, WorkerSizes
 from moestro.worker.paced import NetworkAnswers, make_paced_rank, num_blocks_of, paced_notes
 from moestro.worker.paced_group import build_paced_group_rank
@@ -52,8 +52,9 @@ def build_network_rank(spec: LaunchSpec, on_phase: OnPhase, send: Send) -> tuple
     if spec.paced is not None:  # the demo network computes, with as many blocks as the modelled device has
         num_ep_ranks = 1 if lock_step is None else lock_step.num_ranks
         model = replace(model, num_gpu_blocks_override=num_blocks_of(spec.paced, model, num_ep_ranks))
-    opened: tuple[Device, ModelInfo] = open_device(model, on_phase, spec.rank)
-    device, info = opened
+    device, info = open_device(model, on_phase, spec.rank)
+    if spec.paced is None:
+        device.network.sample_choices(PAIR_INTERVAL)
     if spec.paced is not None:
         answers = NetworkAnswers(device)
         info = _paced(info, spec.paced)

@@ -76,7 +76,10 @@ class TimedAnswers:
 
     def answer_at(self, ready_ns: int, took_ns: int, item: Forward, now_ns: int) -> None:
         """Let `poll` return the result of `item`, which takes `took_ns`, at `ready_ns`, after those of earlier ones."""
-        self._pending.append((ready_ns, took_ns, self._answers.of(item, now_ns)))
+        self._pending.append((ready_ns, took_ns, self._answer(item, now_ns)))
+
+    def _answer(self, item: Forward, now_ns: int) -> StepResult:
+        return self._answers.of(item, now_ns)
 
     def count(self, ready_ns: int, took_ns: int, now_ns: int) -> None:
         """Count an item of `took_ns` that ended at `ready_ns` and is taken in now."""

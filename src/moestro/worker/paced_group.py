@@ -21,7 +21,7 @@ from moestro.config.launch_spec import LaunchSpec, LockStepSpec
 from moestro.core.load_figures import PaceCounts
 from moestro.core.model_info import ModelInfo
 from moestro.core.token_keys import Keys, token_keys
-from moestro.core.work import Forward, Units
+from moestro.core.work import Forward, StepResult, Units
 from moestro.cost.collectives import all_to_all
 from moestro.cost.drawn_step import Deployment, KeyedBatch, StepPricer
 from moestro.cost.hf_config import network_named
@@ -38,6 +38,7 @@ from moestro.worker.request_keys import RequestKeys
 
 _LOOPBACK = "127.0.0.1"
 _LENGTH = struct.Struct(">I")
+_COUNT = np.dtype("<i4")
 
 
 class OpenedStep(msgspec.Struct, frozen=True, array_like=True):
@@ -63,12 +64,17 @@ class PricedStep(msgspec.Struct, frozen=True, array_like=True):
         end_ns: time.monotonic_ns() at which it ends for all ranks.
         took_ns: its duration, dilated.
         busy_ns: part of it in which each rank computes.
+        expert_counts: int32[layers, experts] as bytes, tokens of the rank that gets the message, by drawn expert. Empty
+            for a dense network, and for a rank without a plan.
+        num_layers: layers of the counts.
     """
 
     num_tokens: list[int]
     end_ns: int
     took_ns: int
     busy_ns: list[int]
+    expert_counts: bytes = b""
+    num_layers: int = 0
 
 
 class StepGuest:
@@ -116,18 +122,18 @@ class StepHost:
         assert spec.listen_fd is not None, "rank 0 inherits the socket at which its group meets"
         self._pricer, self._dilation = pricer, dilation
         self._guests: list[socket.socket] = []
-        connected = {0}
+        self._ranks = [0]  # this rank, and that of each guest
         with contextlib.ExitStack() as stack, socket.socket(fileno=spec.listen_fd) as listener:
-            while len(connected) < spec.num_ranks:
+            while len(self._ranks) < spec.num_ranks:
                 listener.settimeout(max(spec.join_wait_s(time.monotonic_ns()), 1e-3))
                 try:
                     guest, _ = listener.accept()
                 except TimeoutError as error:
-                    absent = ", ".join(str(rank) for rank in range(spec.num_ranks) if rank not in connected)
+                    absent = ", ".join(str(rank) for rank in range(spec.num_ranks) if rank not in self._ranks)
                     raise GroupLostError(f"engine {absent} did not join its group in time") from error
                 self._guests.append(stack.enter_context(guest))
                 guest.settimeout(spec.timeout_s)
-                connected.add(_receive(guest, OpenedStep).rank)
+                self._ranks.append(_receive(guest, OpenedStep).rank)
             stack.pop_all()
 
     def open(self, opened: OpenedStep) -> PricedStep:
@@ -137,14 +143,24 @@ class StepHost:
         batches = [_keyed_batch(each) for each in every]
         num_tokens = [0 if batch is None else len(batch.keys) for batch in batches]
         step = PricedStep(num_tokens, now_ns, 0, [0] * len(batches))
+        counts = None
         if any(batches):
-            times = self._pricer.draw(batches).micro_batches(1)
+            drawn = self._pricer.draw(batches)
+            times, counts = drawn.micro_batches(1), drawn.counts_by_source
             took_ns = round(times.lock_step_ns * self._dilation)
             busy_ns = np.rint(times.busy_ns * self._dilation).astype(np.int64).tolist()
             step = PricedStep(num_tokens, now_ns + took_ns, took_ns, busy_ns)
-        for guest in self._guests:
-            _send(guest, step)
+        for number, guest in enumerate(self._guests, 1):
+            _send(guest, _with_counts(step, counts, self._ranks[number]))
+        return _with_counts(step, counts, 0)
+
+
+def _with_counts(step: PricedStep, counts: NDArray[np.int64] | None, rank: int) -> PricedStep:
+    """Return the step as one rank gets it. `counts`: int64[ranks, layers, experts]."""
+    if counts is None or not step.num_tokens[rank]:
         return step
+    own = counts[rank]
+    return msgspec.structs.replace(step, expert_counts=own.astype(_COUNT).tobytes(), num_layers=len(own))
 
 
 class PacedGroupDevice(TimedAnswers):
@@ -182,6 +198,13 @@ class PacedGroupDevice(TimedAnswers):
     def launch(self, item: Forward, now_ns: int) -> None:
         """Implement `Device.launch`."""
         self.answer_at(self._step.end_ns, self._step.took_ns, item, now_ns)
+
+    def _answer(self, item: Forward, now_ns: int) -> StepResult:
+        """Answer with the experts that the step's price was drawn for."""
+        counts = None
+        if self._step.expert_counts:
+            counts = np.frombuffer(self._step.expert_counts, _COUNT).reshape(self._step.num_layers, -1).astype(np.int64)
+        return msgspec.structs.replace(super()._answer(item, now_ns), expert_counts=counts)
 
     def take_part(self, now_ns: int) -> None:
         """Sleep until the step ends."""
@@ -231,7 +254,9 @@ def make_step_pricer(paced: PacedSettings, num_ranks: int, seed: int) -> StepPri
         exchange=all_to_all(link_named(paced.paced_link), network),
         host=VLLM_HOST,  # as for a rank alone, whose prices contain it
     )
-    return StepPricer(deployment, num_segments=1)
+    pricer = StepPricer(deployment, num_segments=1)
+    pricer.joins_sources = False  # each rank reports the experts of its own tokens
+    return pricer
 
 
 def _keyed_batch(opened: OpenedStep) -> KeyedBatch | None:

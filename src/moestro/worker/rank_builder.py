@@ -15,8 +15,10 @@ from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.executor import FlowExecutor
 from moestro.wire.messages import FromRank
+from moestro.worker.expert_collection import ExpertCollection
 from moestro.worker.group_rank import Home
 from moestro.worker.kv_publisher import KvPublisher
+from moestro.worker.rank_loop import SideJobs
 
 OnPhase = Callable[[str], None]  # called when a phase of the start begins
 Send = Callable[[FromRank], None]  # sends a message to the API server
@@ -54,7 +56,16 @@ def scheduler_settings(spec: LaunchSpec, info: ModelInfo) -> SchedulerSettings:
     )
 
 
-def publisher_of(spec: LaunchSpec, rank: Rank) -> Callable[[], None]:
+def side_jobs_of(spec: LaunchSpec, rank: Rank) -> SideJobs:
+    """Make what a rank does beside its steps, and let it count the load of its experts."""
+    collection = ExpertCollection(spec.expert_load)
+    rank.expert_observer = collection
+    return SideJobs(
+        after_step=_publisher_of(spec, rank), pace_counts=rank.pace_counts, report_experts=collection.report
+    )
+
+
+def _publisher_of(spec: LaunchSpec, rank: Rank) -> Callable[[], None]:
     """Make the function to call after each step: it publishes the prefix cache, if the settings say so."""
     if spec.kv_events is None:
         return lambda: None

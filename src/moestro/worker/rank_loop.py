@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -11,6 +12,7 @@ from moestro.core.clock import FOREVER_NS
 from moestro.core.load_figures import IDLE, LoadFigures, PaceCounts
 from moestro.core.request import Output, Request
 from moestro.errors import RequestError
+from moestro.wire.expert_reports import ExpertReport, ReadExperts
 from moestro.wire.messages import Abort, Add, FromRank, Outputs, Refused, Shutdown, ToRank, WakeGroup
 
 
@@ -75,6 +77,23 @@ class RankInbox(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideJobs:
+    """What a rank's loop does beside the steps.
+
+    Attributes:
+        after_step: Called after each step, before its outputs are sent.
+        pace_counts: Supplier of the counts of a paced device, which accompany other news: they change too often to be
+            news themselves.
+        report_experts: Answers a question about the load of experts. None means that the rank has no experts.
+    """
+
+    after_step: Callable[[], None] = lambda: None
+    pace_counts: Callable[[], PaceCounts | None] = lambda: None
+    report_experts: Callable[[ReadExperts], ExpertReport] | None = None
+
+
+_NOTHING = SideJobs()
 _LOOK_AGAIN_S = 50e-6  # a fraction of the shortest step, and long enough for other threads to get the interpreter
 
 
@@ -82,8 +101,7 @@ def run_rank(
     rank: Steppable,
     channel: RankInbox,
     now_ns: Callable[[], int],
-    after_step: Callable[[], None] = lambda: None,
-    pace_counts: Callable[[], PaceCounts | None] = lambda: None,
+    jobs: SideJobs = _NOTHING,
 ) -> None:
     """Serve until a shutdown message.
 
@@ -94,28 +112,26 @@ def run_rank(
 
     Args:
         now_ns: the wall clock; the API server's `arrival_ns` must use the same clock.
-        after_step: called after each step, before its outputs are sent.
-        pace_counts: supplier of the counts of a paced device, which accompany other news: they change too often to be
-            news themselves.
+        jobs: what is done beside the steps.
     """
     told = IDLE
     wait_s: float | None = 0  # a worker of a group may have got messages before it was ready
     while True:
         messages = channel.receive(wait_s if rank.has_work else None)
-        if not _obey(messages, rank, channel, now_ns):
+        if not _obey(messages, rank, channel, now_ns, jobs):
             return
         num_steps = rank.num_steps
         outputs = rank.outputs(now_ns(), channel.has_messages)
         came_meanwhile = channel.receive(0)
         as_of_ns = now_ns()
-        goes_on = _obey(came_meanwhile, rank, channel, now_ns)
+        goes_on = _obey(came_meanwhile, rank, channel, now_ns, jobs)
         if goes_on:
             rank.begin(now_ns())
         channel.num_steps = rank.num_steps
-        after_step()
+        jobs.after_step()
         load = rank.stats()
         if outputs or load != told:
-            pace = pace_counts()
+            pace = jobs.pace_counts()
             reported = load if pace is None else msgspec.structs.replace(load, pace=pace)
             channel.send(Outputs(tuple(outputs), reported, as_of_ns))
             told = load
@@ -137,7 +153,9 @@ def _wait_s(rank: Steppable, now_ns: Callable[[], int], *, has_news: bool) -> fl
     return 0 if has_news else _LOOK_AGAIN_S
 
 
-def _obey(messages: Sequence[ToRank], rank: Steppable, channel: RankInbox, now_ns: Callable[[], int]) -> bool:
+def _obey(
+    messages: Sequence[ToRank], rank: Steppable, channel: RankInbox, now_ns: Callable[[], int], jobs: SideJobs
+) -> bool:
     """Apply the API server's messages. Returns False for a shutdown."""
     for message in messages:
         match message:
@@ -151,6 +169,8 @@ def _obey(messages: Sequence[ToRank], rank: Steppable, channel: RankInbox, now_n
                     rank.abort(request_id, now_ns())
             case WakeGroup(step):
                 rank.wake(step)
+            case ReadExperts() if jobs.report_experts is not None:
+                channel.send(jobs.report_experts(message))
             case Shutdown():
                 return False
     return True

@@ -26,7 +26,7 @@ from moestro.errors import ConfigError, GroupLostError, MoestroError
 from moestro.wire.messages import Failed, Phase, Ready, Shutdown, identity_of
 from moestro.worker.channel import ORPHANED, Beats, Channel
 from moestro.worker.group_process import LoadPart, serve_group_worker, worker_sizes
-from moestro.worker.rank_builder import OnPhase, Send, publisher_of
+from moestro.worker.rank_builder import OnPhase, Send, side_jobs_of
 from moestro.worker.rank_loop import run_rank
 from moestro.worker.server_clock import server_clock
 from moestro.worker.standby import fork_workers, is_standby
@@ -92,7 +92,7 @@ def _serve(spec: LaunchSpec, channel: Channel, build: Build, load_part: LoadPart
     else:
         rank, info = build(spec, on_phase, channel.send)
         channel.send(Ready(info))
-        run_rank(rank, channel, channel.now_ns, publisher_of(spec, rank), rank.pace_counts)
+        run_rank(rank, channel, channel.now_ns, side_jobs_of(spec, rank))
 
 
 def _is_dismissed(channel: Channel) -> bool:

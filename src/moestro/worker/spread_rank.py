@@ -10,6 +10,7 @@ from moestro.core.model_info import ModelInfo
 from moestro.engine.lock_step import LockStepRank, build_lock_step_rank, spread_over_ranks
 from moestro.model.expert_exchange import GroupPlace, meet
 from moestro.model.spread_device import open_spread_device
+from moestro.placement.pair_window import PAIR_INTERVAL
 from moestro.wire.messages import WakeGroup
 from moestro.worker.rank_builder import OnPhase, Send, scheduler_settings
 
@@ -41,4 +42,5 @@ def build_spread_rank(
         lambda: meet(place, lock_step.port, lock_step.listen_fd, lock_step.join_wait_s(time.monotonic_ns())),
         on_phase,
     )
+    device.network.sample_choices(PAIR_INTERVAL)
     return build_lock_step_rank(scheduler_settings(spec, info), device, lambda step: send(WakeGroup(step))), info

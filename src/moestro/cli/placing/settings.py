@@ -40,6 +40,11 @@ class ProfileSettings(CheckedSettings):
     "Index of a routing trace (JSON lines with dataset, offset and num_tokens)."
     dataset: Annotated[tuple[str, ...], Parameter(show_default=False), _READING] = ()
     "Data set of --routing-index to use; may be repeated. Unset: all."
+    offline: Annotated[str | None, _READING] = None
+    (
+        "Run this model on random tokens too, as Gimbal's offline profile does, and print how far its pairs of experts"
+        " in consecutive layers overlap those of the profile."
+    )
     save_profile: Annotated[Path | None, _READING] = None
     "Write the profile here in Moestro's own form: one compressed file without pickle."
 

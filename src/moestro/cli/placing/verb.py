@@ -32,6 +32,8 @@ def run_place(settings: PlaceSettings, console: Console) -> None:
         bar.add_task("reading the profile", total=None)
         question = make_question(settings)
     print_question(console, question)
+    if settings.profile.offline is not None:
+        _compare_offline(console, question, settings.profile.offline)
     if settings.profile.save_profile is not None:
         write_profile(settings.profile.save_profile, question.profile)
         line(console, f"written: {settings.profile.save_profile}")
@@ -50,6 +52,17 @@ def run_place(settings: PlaceSettings, console: Console) -> None:
             others = ask_all(question.view, advance, fills_slots=fills_slots)
         print_comparison(console, {answer.policy: answer} | others)
     _write(console, question, answer)
+
+
+def _compare_offline(console: Console, question: PlaceQuestion, model: str) -> None:
+    require_extra("serve", "--offline")
+    from moestro.calibrate.random_profile import RandomInput
+    from moestro.cli.placing.offline import compare_offline, offline_load
+
+    with progress_bar(Console(stderr=True)) as bar:
+        bar.add_task("random tokens", total=None)
+        load = offline_load(model, RandomInput())
+    line(console, str(compare_offline(question.profile, load)))
 
 
 def _check(console: Console, question: PlaceQuestion, answer: PlaceAnswer, path: Path) -> None:

@@ -1,0 +1,113 @@
+"""The load of experts over a rank's last steps, with exponential decay; updated in place, once a step."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.source_load import SourceLoad
+from moestro.placement.pair_window import PairWindow
+
+_MAX_GAIN = 1e100  # then all sums are divided by the gain; the squares of counts stay far below the largest float64
+
+
+class LoadWindow:
+    """Decayed mean, variance and activity of each expert.
+
+    New steps gain weight instead of old ones losing it, so that a step touches each sum once. Steps without tokens cost
+    nothing but two numbers.
+
+    Args:
+        num_layers, num_experts: Shape of the counts.
+        half_life: Steps after which a step counts half, at least 1; 0 means that all steps count alike.
+
+    Attributes:
+        num_steps: Steps since the window was cleared.
+        pairs: Pairs of experts in consecutive layers.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, half_life: float) -> None:
+        shape = (num_layers, num_experts)
+        self._growth = 2 ** (1 / half_life) if half_life else 1.0
+        self._counts = np.zeros(shape, np.int64)
+        self._sum, self._square_sum, self._active_sum = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self._scratch, self._is_active = np.empty(shape), np.empty(shape, np.bool_)
+        self.pairs = PairWindow(num_experts)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all steps; the counts since the start remain."""
+        self._sum[:] = self._square_sum[:] = self._active_sum[:] = 0.0
+        self._gain = 1.0  # weight of the last step; the sums of all weights are in the same unit
+        self._weight = self._busy_weight = 0.0
+        self.num_steps = 0
+        self.pairs.clear()
+
+    def observe(self, counts: NDArray[np.int64]) -> None:
+        """Take in a step. `counts`: int64[layers, experts], tokens that visited each expert.
+
+        Raises:
+            ValueError: `counts` has another shape.
+        """
+        if counts.shape != self._counts.shape:
+            raise ValueError(f"counts of the shape {counts.shape} came after {self._counts.shape}")
+        self.skip(1)
+        self._busy_weight += self._gain
+        gain, scratch = self._gain, self._scratch
+        self._counts += counts
+        np.multiply(counts, gain, out=scratch)
+        self._sum += scratch
+        scratch *= counts
+        self._square_sum += scratch
+        np.greater(counts, 0, out=self._is_active)
+        np.multiply(self._is_active, gain, out=scratch)
+        self._active_sum += scratch
+
+    def observe_choices(self, choices: NDArray[np.int32], num_tokens: int) -> None:
+        """Take in the experts of some tokens of the step that was observed last.
+
+        Args:
+            choices: int32[layers with experts, sampled tokens, chosen].
+            num_tokens: Tokens of the step, for which the sampled ones stand.
+        """
+        self.pairs.add(choices, num_tokens, self._gain)
+
+    def skip(self, num_steps: int) -> None:
+        """Take in steps of the rank's group in which the rank had no tokens."""
+        self.num_steps += num_steps
+        for _ in range(num_steps):
+            self._gain *= self._growth
+            self._weight += self._gain
+            if self._gain > _MAX_GAIN:
+                self._rescale()
+
+    def _rescale(self) -> None:
+        """Divide all sums by the gain, which changes no mean."""
+        scale = 1 / self._gain
+        self._sum *= scale
+        self._square_sum *= scale
+        self._active_sum *= scale
+        self.pairs.scale(scale)
+        self._weight *= scale
+        self._busy_weight *= scale
+        self._gain = 1.0
+
+    def load(self, *, with_pairs: bool = False) -> SourceLoad:
+        """Return the load of the window; figures of an empty one are zero.
+
+        Args:
+            with_pairs: Whether to look for the most frequent pairs too, which takes time in a large network.
+        """
+        weight = self._weight or math.inf
+        mean = self._sum / weight
+        return SourceLoad(
+            counts=self._counts.copy(),
+            mean=mean,
+            variance=np.maximum(self._square_sum / weight - mean**2, 0.0),
+            activated=np.minimum(self._active_sum / weight, 1.0),
+            weight=self._weight / self._gain,
+            num_steps=self.num_steps,
+            pairs=self.pairs.most_frequent(self._busy_weight / weight) if with_pairs else None,
+        )

@@ -1,0 +1,25 @@
+"""The plane of operators: a port of its own on the loopback interface, with a key of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from aiohttp import web
+
+from moestro.web.access import Access
+from moestro.web.lifecycle import RESPONSE_FLUSH_S
+from moestro.web.middleware import HttpMiddleware
+from moestro.web.only_programs import only_programs
+
+ADMIN_HOST = "127.0.0.1"
+_MAX_BODY_BYTES = 1 << 10
+
+
+async def admin_runner(routes: Iterable[web.RouteDef], api_key: str | None) -> web.AppRunner:
+    """Return an aiohttp runner of the plane, set up to serve. An `api_key` of None means that none is needed."""
+    app = web.Application(client_max_size=_MAX_BODY_BYTES)
+    app.middlewares.append(only_programs(lambda host: host == "localhost"))
+    app.add_routes(routes)
+    middleware = HttpMiddleware(Access.of([api_key] if api_key else []), Counter(), _MAX_BODY_BYTES)
+    return await middleware.runner(app, shutdown_timeout=RESPONSE_FLUSH_S)

@@ -1,0 +1,50 @@
+"""The load of experts for Prometheus: a few series, whatever the number of layers and experts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from moestro.core.clock import NS_PER_S
+from moestro.server.expert_loads import ExpertLoads
+
+
+def expert_metrics(
+    loads: ExpertLoads, model_name: str, now_ns: Callable[[], int] = time.monotonic_ns
+) -> Iterator[Metric]:
+    """Yield the metrics of the last reports, and ask the engines for new ones, which the next scrape shows."""
+    loads.refresh(now_ns())
+    merged, label = loads.merged(), (model_name,)
+    mean = GaugeMetricFamily(
+        "moestro:expert_balance",
+        "Mean load of a layer's experts over the largest, mean of all layers; 1 means even.",
+        labels=("model_name",),
+    )
+    worst = GaugeMetricFamily(
+        "moestro:expert_balance_min", "The same of the layer with the least even load.", labels=("model_name",)
+    )
+    if merged is not None:
+        mean.add_metric(label, float(merged.balance.mean()))
+        worst.add_metric(label, float(merged.balance.min()))
+    yield from (mean, worst)
+    yield from _by_engine(loads, model_name, now_ns())
+
+
+def _by_engine(loads: ExpertLoads, model_name: str, now_ns: int) -> Iterator[Metric]:
+    labels = ("model_name", "engine")
+    visits = CounterMetricFamily(
+        "moestro:expert_visits", "Visits of the engine's tokens to experts, in all layers.", labels=labels
+    )
+    steps = GaugeMetricFamily("moestro:expert_window_steps", "Steps in the window of expert load.", labels=labels)
+    age = GaugeMetricFamily(
+        "moestro:expert_window_age_seconds", "Age of the engine's report of its expert load.", labels=labels
+    )
+    for engine, report in enumerate(loads.engines):
+        if report.at_ns is not None:
+            values = (model_name, str(engine))
+            visits.add_metric(values, report.num_visits)
+            steps.add_metric(values, report.num_steps)
+            age.add_metric(values, (now_ns - report.at_ns) / NS_PER_S)
+    yield from (visits, steps, age)
