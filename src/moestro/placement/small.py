@@ -60,7 +60,8 @@ class SmallSearch:
         layers = np.append(layers, np.arange(num_layers))
         least_s = np.full(num_layers, np.inf)
         if self.problem.room.size <= TINY_SLOTS:
-            expert, layers = self._climb(expert, layers, least_s)
+            climbed, of_climbed = self._climb(expert, layers, least_s)
+            expert, layers = np.concatenate([expert, climbed]), np.append(layers, of_climbed)
         packing = packing_of(self.problem.of_layers(layers), expert, even_shares(expert, self.problem.shape[1]))
         if self.limits.num_share_steps:
             wide = self.problem.of_layers(layers)
@@ -80,7 +81,7 @@ class SmallSearch:
         """
         wide, rng, column = self.problem.of_layers(layers), np.random.default_rng(0), (len(layers), 1)
         is_leveled = np.arange(len(layers)) < len(layers) // 2
-        noise = np.where(is_leveled, 1.0, 3.0)[:, None] * rng.random(column)
+        noise = np.where(is_leveled, 0.5, 3.0)[:, None] * rng.random(column)
         stay, near = STAY * 10 ** rng.uniform(0, 3, column), NEAR * 10 ** rng.uniform(-2, 0, column)
         kept = rng.choice([1.0, 0.5, 0.0], column)
         first = np.arange(self.problem.shape[0])  # the first start of each layer is that of a large problem
