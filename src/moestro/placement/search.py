@@ -61,7 +61,7 @@ def improve(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allow
 def level(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
     """Exchange copies and divide tokens until devices are as equally loaded as the target asks."""
     goal = least_load(problem, packing) / limits.target
-    balance(problem, packing, goal, limits.num_rounds, allowance)
+    balance(problem, packing, goal, limits.num_rounds * _turns(problem), allowance)
     share_out(problem, packing, goal, min(SHARE_STEPS_AGAIN, limits.num_share_steps))
 
 
@@ -71,8 +71,12 @@ def shorten(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allow
         return
     largest = problem.load(packing.work).max(axis=1)
     cap = largest * (1 + limits.slack)
-    num_turns = limits.num_turns * -(-problem.room.shape[1] // SLOTS_A_TURN)
-    bring_near(problem, packing, cap, num_turns, allowance)
+    bring_near(problem, packing, cap, limits.num_turns * _turns(problem), allowance)
+
+
+def _turns(problem: PlaceProblem) -> int:
+    """Return by how much more rounds a device with many slots takes."""
+    return -(-problem.room.shape[1] // SLOTS_A_TURN)
 
 
 def start_anew(problem: PlaceProblem, limits: SearchLimits) -> Packing:
@@ -95,15 +99,18 @@ def is_level(problem: PlaceProblem, packing: Packing, target: float) -> NDArray[
 
 
 def least_load(problem: PlaceProblem, packing: Packing) -> Floats:
-    """Return float64[batches], seconds below which no placement brings the largest load.
+    """Return float64[batches], seconds below which exchanges hardly bring the largest load.
 
-    Work is spread evenly at best. Without room for further copies, the fastest device that holds the heaviest expert
-    also holds as many others as it has slots, at best the lightest.
+    Work is spread evenly at best. Without room for further copies, the devices of the k heaviest experts also hold k
+    times as many others as they have slots left, at best the lightest.
     """
     even = problem.even_load(packing.work)
     num_slots = problem.room.sum(axis=1)
     if num_slots.sum() > problem.shape[1] or problem.expert_s > 0:
         return even
-    ordered = np.sort(problem.token_s, axis=1)
-    lightest = ordered[:, : max(0, int(num_slots[num_slots > 0].min()) - 1)].sum(axis=1)
-    return np.maximum(even, (ordered[:, -1] + lightest) / problem.speed.max())
+    sums = np.cumsum(np.sort(problem.token_s, axis=1), axis=1)
+    sums = np.concatenate([np.zeros((len(sums), 1)), sums], axis=1)
+    num_hot = np.arange(1, np.count_nonzero(num_slots) + 1)
+    lightest = sums[:, num_hot * (int(num_slots[num_slots > 0].min()) - 1)]
+    heaviest = sums[:, -1:] - sums[:, -1 - num_hot]
+    return np.maximum(even, ((heaviest + lightest) / num_hot).max(axis=1) / problem.speed.max())

@@ -22,9 +22,11 @@ from moestro.placement.traffic import Floats
 # After a death, service comes before the last percent: fewer copies move, and the next change levels the rest.
 URGENT_TARGET, URGENT_STEPS = 0.94, 5
 # A layer with a lower mean load over largest load is only placed anew: exchanges would move as much and take longer.
-FAR_OFF = 0.7
+FAR_OFF = 0.5
 # A layer that misses the target by more is also placed anew; for less, it would move most of its copies.
 MISSED_BY = 0.01
+# A layer that is placed anew comes closer to its target by this factor, because its exchanges move nothing further.
+CLOSER = 0.25
 
 
 @PLACE_POLICIES.register(
@@ -150,7 +152,8 @@ class _Plan:
             missed = layers
         elif len(missed):
             anew = self._all_layers(self.base)
-            anew.put(missed, start_anew(self.problem.of_layers(missed), limits))
+            closer = replace(limits, target=1 - (1 - limits.target) * CLOSER)
+            anew.put(missed, start_anew(self.problem.of_layers(missed), closer))
         if anew is not None:
             other, other_offers = self._better(plan, offers, (anew, self._offers(anew, base)), missed)
             other_chosen, other_net = self._pay(other_offers, left)
