@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.errors import ConfigError
 from moestro.placement.budget import Allowance, LayerOffers, allowance_of, layers_that_pay
-from moestro.placement.copies import Packing, even_shares, normal_shares, packing_of
+from moestro.placement.copies import Packing, even_shares, in_old_slots, normal_shares, packing_of
 from moestro.placement.pricing import LayerPrices, price, table_of
 from moestro.placement.problem import TINY, PlaceProblem, problem_of
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
@@ -27,6 +27,7 @@ FAR_OFF = 0.5
 MISSED_BY = 0.01
 # A layer that is placed anew comes closer to its target by this factor, because its exchanges move nothing further.
 CLOSER = 0.25
+ROUNDING = 1e-9  # of the seconds of a step; a smaller gain is none
 
 
 @PLACE_POLICIES.register(
@@ -49,7 +50,9 @@ class MoestroPlacement:
         target: Mean load over largest load at which a layer is left alone: fewer moves below 1.
         slack: Part of its load that a device may have more so that rows travel less.
         hysteresis: Part by which savings over the horizon must exceed the seconds of the move.
-        risk: Standard deviations of an expert's tokens that are added to their mean.
+        risk: Standard deviations of an expert's tokens that are added to their mean. FlashLB's 0.674 (the upper
+            quartile) in a sweep of 0 to 1 on next windows: balance -0.001 where all experts vary alike, and +0.022
+            where a fifth of them is bursty.
         weighted: 1 for shares of copies, 0 for equal parts.
         rounds: Rounds of exchanges for balance.
         turns: Rotations of pairs of devices for nearness.
@@ -61,7 +64,7 @@ class MoestroPlacement:
     target: float = 0.999
     slack: float = 0.01
     hysteresis: float = 0.1
-    risk: float = 0.0
+    risk: float = 0.674
     weighted: int = 1
     rounds: int = 12
     turns: int = 8
@@ -155,6 +158,7 @@ class _Plan:
             closer = replace(limits, target=1 - (1 - limits.target) * CLOSER)
             anew.put(missed, start_anew(self.problem.of_layers(missed), closer))
         if anew is not None:
+            anew = in_old_slots(anew, self.base.expert, self.problem.shape[1])
             other, other_offers = self._better(plan, offers, (anew, self._offers(anew, base)), missed)
             other_chosen, other_net = self._pay(other_offers, left)
             if other_net > net:
@@ -171,7 +175,7 @@ class _Plan:
         if len(layers):
             warm = self.base.of_layers(layers)
             improve(self.problem.of_layers(layers), warm, limits, allowance)
-            plan.put(layers, warm)
+            plan.put(layers, in_old_slots(warm, self.base.expert[layers], self.problem.shape[1]))
         return plan
 
     def _better(
@@ -218,6 +222,7 @@ class _Plan:
             axis=(1, 2)
         )
         saved_s = base.step_s - prices.step_s
+        saved_s[np.abs(saved_s) <= ROUNDING * base.step_s] = 0.0
         return LayerOffers(saved_s, prices.receives - base.receives, prices.receive_s - base.receive_s, differs)
 
     def _priced(self, packing: Packing) -> LayerPrices:
