@@ -76,14 +76,12 @@ class LayerOffers:
 
     Attributes:
         saved_s: float64[layers], seconds per step.
-        compute_s: float64[layers], seconds per step of the slowest device after the change.
         receives: int64[layers, devices], copies that each device would receive.
         receive_s: float64[layers, devices], seconds of these copies.
         differs: bool[layers], whether anything changes at all.
     """
 
     saved_s: Floats
-    compute_s: Floats
     receives: Experts
     receive_s: Floats
     differs: NDArray[np.bool_]
@@ -93,7 +91,6 @@ class LayerOffers:
         column = layers[:, None]
         return LayerOffers(
             np.where(layers, other.saved_s, self.saved_s),
-            np.where(layers, other.compute_s, self.compute_s),
             np.where(column, other.receives, self.receives),
             np.where(column, other.receive_s, self.receive_s),
             np.where(layers, other.differs, self.differs),

@@ -32,10 +32,11 @@ def balance(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds:
             return
         load = load[batch]
         num_heavy = int((load > target[batch, None]).sum(axis=1).max())
-        num_heavy = min(num_heavy, load.shape[1] // 2)
+        # Every third round the heaviest device alone meets one of all others; the half of light ones leaves some out.
+        num_heavy = 1 if turn % 3 == 2 else min(num_heavy, load.shape[1] // 2)
         order = np.argsort(load, axis=1, kind="stable")
         heavy = order[:, ::-1][:, :num_heavy]
-        light = order[:, (np.arange(num_heavy) + turn) % (load.shape[1] - num_heavy)]
+        light = order[:, (np.arange(num_heavy) + turn // 3 * 2 + turn % 3 % 2) % (load.shape[1] - num_heavy)]
         has_gained = exchange(problem, packing, (batch, heavy, light), target, allowance)
         resting[batch] = np.where(has_gained, 0, resting[batch] + 1)
 

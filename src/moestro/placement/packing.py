@@ -14,15 +14,16 @@ JOINED_SLOTS = 4
 TIE = 1e-9  # of all work of a layer
 
 
-def pack(problem: PlaceProblem, counts: Experts, stay: float, near: float) -> Experts:
+def pack(problem: PlaceProblem, counts: Experts, stay: Floats | float, near: Floats | float) -> Experts:
     """Place each copy on the device that ends with the least load, and never two of an expert on one device.
 
     A further copy that finds no device without its expert is left out.
 
     Args:
         counts: int64[batches, experts], copies of each expert.
-        stay: Load, as a part of the even load, that a device may have more in order to keep what it holds.
-        near: Weight of the seconds of rows against the seconds of work.
+        stay: Load, as a part of the copy's own, that a device may have more to keep what it holds: a number, or
+            float64[batches, 1, 1].
+        near: The same for nearness, between an expert's farthest device and one whose rows would take no time.
 
     Returns:
         int64[batches, devices, slots]
@@ -66,7 +67,7 @@ def pack(problem: PlaceProblem, counts: Experts, stay: float, near: float) -> Ex
     return expert
 
 
-def _dislike(problem: PlaceProblem, work: Floats, stay: float, near: float) -> Floats:
+def _dislike(problem: PlaceProblem, work: Floats, stay: Floats | float, near: Floats | float) -> Floats:
     """Return float64[batches, experts + 1, devices], load that a copy may cost more where it is held, or near."""
     weight = np.append(work, np.zeros((len(work), 1)), axis=1)[:, :, None]
     dislike: Floats = problem.moved * (stay * weight)

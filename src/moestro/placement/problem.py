@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from moestro.core.expert_table import EMPTY
 from moestro.placement.devices import OTHER_NODE
 from moestro.placement.registry import PlaceView
-from moestro.placement.traffic import Floats, traffic_of
+from moestro.placement.traffic import Floats, origins_of
 
 Experts = NDArray[np.int64]
 # Ways of rows are left out of the search if all experts at their nearest place saved less than this part of the work.
@@ -101,7 +101,7 @@ def problem_of(view: PlaceView, risk: float) -> PlaceProblem:
     load, devices, prices = view.load, view.devices, view.prices
     live = np.flatnonzero(devices.is_alive)
     num_layers, num_experts = load.variance.shape
-    origin = traffic_of(load, devices)
+    origin = origins_of(load, devices)
     row_s: Floats | None = None
     if len(live) > 1 and len(set(prices.row_s)) > 1:
         row_s = np.zeros((num_layers, num_experts + 1, len(live)))

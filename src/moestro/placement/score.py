@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.placement.devices import OTHER_NODE, SAME_DEVICE, Devices, PlacePrices
-from moestro.placement.traffic import Traffic, Where, slot_parts, traffic_of
+from moestro.placement.traffic import TokenOrigins, Where, origins_of, slot_parts
 
 Floats = NDArray[np.float64]
 
@@ -69,7 +69,7 @@ def score(load: ExpertLoad, table: ExpertTable, devices: Devices, prices: PlaceP
     is idle in a fraction p of the steps leaves a copy with a share s of its tokens idle in a fraction p**s.
     """
     parts = slot_parts(table)
-    origin = traffic_of(load, devices)
+    origin = origins_of(load, devices)
     where = (np.arange(parts.shape[1])[:, None], np.maximum(table.logical_of, 0))
     tokens = (origin.total[where] * parts).sum(axis=-1).T  # [layers, devices]
     idle = 1 - np.minimum(load.activated, 1.0)
@@ -90,7 +90,7 @@ def score(load: ExpertLoad, table: ExpertTable, devices: Devices, prices: PlaceP
     )
 
 
-def _arriving_rows(origin: Traffic, where: Where, parts: Floats) -> Floats:
+def _arriving_rows(origin: TokenOrigins, where: Where, parts: Floats) -> Floats:
     """Return float64[3, devices, layers], rows that each device receives from itself, its node, and other nodes."""
     every = np.arange(len(parts))[:, None, None]
     own, in_node, total = (
@@ -104,7 +104,7 @@ def _arriving_rows(origin: Traffic, where: Where, parts: Floats) -> Floats:
     return np.stack([own, in_node - own, total - in_node])
 
 
-def _answer_rows(load: ExpertLoad, devices: Devices, origin: Traffic, where: Where, parts: Floats) -> Floats:
+def _answer_rows(load: ExpertLoad, devices: Devices, origin: TokenOrigins, where: Where, parts: Floats) -> Floats:
     """Return float64[3, sources, layers], answers that each source receives from its device, its node, and others."""
     num_layers, num_experts = origin.total.shape
     device = devices.source_on

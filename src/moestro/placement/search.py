@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +24,6 @@ HEAVIER_COPY = 1.05
 SHARE_STEPS = 8  # Newton steps from shares of another load; few more gain nothing (sweep, 58 x 256 on 64 devices)
 SHARE_STEPS_AGAIN = 3
 STAY = 0.1  # load that a new packing may cost a copy more, as a part of the copy, so that it stays where it is held
-# Slots of all layers up to which a problem is small enough for several starts, and how many it gets at most.
-SMALL = 4096
-MOST_STARTS = 64
-NOISE = 0.3  # of the logarithm of loads, from which further starts take copies and order
 SLOTS_A_TURN = 8  # devices with more slots take more turns, because each turn exchanges one of them
 NEAR = 8.0  # weight of the way of rows in a new packing; a sweep from 0 to 8 shortened ways at no loss of balance
 
@@ -65,7 +61,7 @@ def improve(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allow
 def level(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
     """Exchange copies and divide tokens until devices are as equally loaded as the target asks."""
     goal = least_load(problem, packing) / limits.target
-    balance(problem, packing, goal, limits.num_rounds, allowance)
+    balance(problem, packing, goal, limits.num_rounds * _turns(problem), allowance)
     share_out(problem, packing, goal, min(SHARE_STEPS_AGAIN, limits.num_share_steps))
 
 
@@ -75,33 +71,25 @@ def shorten(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allow
         return
     largest = problem.load(packing.work).max(axis=1)
     cap = largest * (1 + limits.slack)
-    num_turns = limits.num_turns * -(-problem.room.shape[1] // SLOTS_A_TURN)
-    bring_near(problem, packing, cap, num_turns, allowance)
+    bring_near(problem, packing, cap, limits.num_turns * _turns(problem), allowance)
 
 
-def start_anew(problem: PlaceProblem, limits: SearchLimits) -> list[Packing]:
-    """Place all copies anew, which may move almost all of them.
+def _turns(problem: PlaceProblem) -> int:
+    """Return by how much more rounds a device with many slots takes."""
+    return -(-problem.room.shape[1] // SLOTS_A_TURN)
 
-    Returns:
-        Placements of all batches: one, or several of a small problem, where a single search often ends too early.
-    """
-    num_batches, num_experts, num_devices, num_slots = problem.shape
-    num_starts = min(MOST_STARTS, max(1, SMALL // (num_batches * num_devices * num_slots)))
-    wide = problem if num_starts == 1 else problem.of_layers(np.tile(np.arange(num_batches), num_starts))
-    noise = np.random.default_rng(0).standard_normal(wide.token_s.shape) * NOISE
-    noise[:num_batches] = 0.0  # the first start is as it is for large problems
-    guess = replace(wide, token_s=wide.token_s * np.exp(noise)) if num_starts > 1 else wide
-    counts = copy_counts(guess)
-    if num_slots == 2:
-        counts = suit_pairs(wide, counts)
-    expert = pack(guess, counts, STAY, NEAR)
-    packing = packing_of(wide, expert, even_shares(expert, num_experts))
-    unlimited = allowance_of(PlaceLimits(), 1, num_devices)
-    level(wide, packing, limits, unlimited)
-    shorten(wide, packing, limits, unlimited)
-    if num_starts == 1:
-        return [packing]
-    return [packing.of_layers(start * num_batches + np.arange(num_batches)) for start in range(num_starts)]
+
+def start_anew(problem: PlaceProblem, limits: SearchLimits) -> Packing:
+    """Place all copies anew, which may move almost all of them."""
+    counts = copy_counts(problem)
+    if problem.shape[3] == 2:
+        counts = suit_pairs(problem, counts)
+    expert = pack(problem, counts, STAY, NEAR)
+    packing = packing_of(problem, expert, even_shares(expert, problem.shape[1]))
+    unlimited = allowance_of(PlaceLimits(), 1, problem.shape[2])
+    level(problem, packing, limits, unlimited)
+    shorten(problem, packing, limits, unlimited)
+    return packing
 
 
 def is_level(problem: PlaceProblem, packing: Packing, target: float) -> NDArray[np.bool_]:
@@ -111,21 +99,18 @@ def is_level(problem: PlaceProblem, packing: Packing, target: float) -> NDArray[
 
 
 def least_load(problem: PlaceProblem, packing: Packing) -> Floats:
-    """Return float64[batches], seconds below which no placement brings the largest load.
+    """Return float64[batches], seconds below which exchanges hardly bring the largest load.
 
-    Work is spread evenly at best. Without room for further copies, the fastest device that holds the heaviest expert
-    also holds as many others as it has slots, at best the lightest.
+    Work is spread evenly at best. Without room for further copies, the devices of the k heaviest experts also hold k
+    times as many others as they have slots left, at best the lightest.
     """
     even = problem.even_load(packing.work)
     num_slots = problem.room.sum(axis=1)
     if num_slots.sum() > problem.shape[1] or problem.expert_s > 0:
         return even
-    ordered = np.sort(problem.token_s, axis=1)
-    lightest = ordered[:, : max(0, int(num_slots[num_slots > 0].min()) - 1)].sum(axis=1)
-    return np.maximum(even, (ordered[:, -1] + lightest) / problem.speed.max())
-
-
-def is_small(problem: PlaceProblem) -> bool:
-    """Whether the problem gets several starts."""
-    num_batches, _, num_devices, num_slots = problem.shape
-    return 2 * num_batches * num_devices * num_slots <= SMALL
+    sums = np.cumsum(np.sort(problem.token_s, axis=1), axis=1)
+    sums = np.concatenate([np.zeros((len(sums), 1)), sums], axis=1)
+    num_hot = np.arange(1, np.count_nonzero(num_slots) + 1)
+    lightest = sums[:, num_hot * (int(num_slots[num_slots > 0].min()) - 1)]
+    heaviest = sums[:, -1:] - sums[:, -1 - num_hot]
+    return np.maximum(even, ((heaviest + lightest) / num_hot).max(axis=1) / problem.speed.max())

@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Traffic:
+class TokenOrigins:
     """Tokens per step by origin.
 
     Attributes:
@@ -54,7 +54,7 @@ class Traffic:
 Where = tuple[NDArray[np.intp], NDArray[np.int32]]
 
 
-def traffic_of(load: ExpertLoad, devices: Devices) -> Traffic:
+def origins_of(load: ExpertLoad, devices: Devices) -> TokenOrigins:
     """Sum a load by the places of its sources."""
     nodes, node_at = np.unique(devices.node_of, return_inverse=True)
     if np.array_equal(devices.source_on, np.arange(devices.num_devices)):
@@ -62,7 +62,7 @@ def traffic_of(load: ExpertLoad, devices: Devices) -> Traffic:
     else:
         by_device = _summed(load.tokens, devices.source_on, devices.num_devices)
     by_node = _summed(load.tokens, node_at[devices.source_on], len(nodes))
-    return Traffic(by_node.sum(axis=0), by_node, by_device, node_at)
+    return TokenOrigins(by_node.sum(axis=0), by_node, by_device, node_at)
 
 
 def _summed(tokens: Floats, place: NDArray[np.integer], num_places: int) -> Floats:

@@ -1,0 +1,79 @@
+"""Prices placements of the search by the traffic model: many at once, each of one layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.expert_load import ExpertLoad
+from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.placement.copies import Packing, even_shares
+from moestro.placement.problem import Experts, PlaceProblem
+from moestro.placement.registry import PlaceView
+from moestro.placement.score import score
+from moestro.placement.traffic import Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerPrices:
+    """What placements of one layer each cost.
+
+    Attributes:
+        compute_s: float64[placements], seconds per step of the slowest device.
+        exchange_s: float64[placements], seconds per step in which the busiest device receives rows.
+        receives: int64[placements, devices], copies that each live device receives.
+        receive_s: float64[placements, devices], seconds of these copies.
+    """
+
+    compute_s: Floats
+    exchange_s: Floats
+    receives: Experts
+    receive_s: Floats
+
+    @property
+    def step_s(self) -> Floats:
+        """float64[placements], seconds per step."""
+        return self.compute_s + self.exchange_s
+
+
+def price(view: PlaceView, problem: PlaceProblem, packing: Packing, layers: NDArray[np.intp]) -> LayerPrices:
+    """Price placements.
+
+    Args:
+        packing: Placements, a layer each.
+        layers: int64[placements], the layer that each of them places.
+    """
+    load = view.load
+    if not np.array_equal(layers, np.arange(problem.shape[0])):
+        load = ExpertLoad(load.tokens[:, layers], load.variance[layers], load.activated[layers], load.num_steps)
+    found = score(load, table_of(view, packing), view.devices, view.prices)
+    num_experts, num_devices = problem.shape[1:3]
+    live = np.flatnonzero(view.devices.is_alive)
+    nodes, node_at = np.unique(view.devices.node_of[live], return_inverse=True)
+    in_node = np.zeros((len(nodes), problem.shape[0], num_experts), np.bool_)
+    device, layer, slot = np.nonzero(view.table.logical_of[live] != EMPTY)
+    in_node[node_at[device], layer, view.table.logical_of[live[device], layer, slot]] = True
+    every = np.arange(num_devices)[:, None]
+    row, device, slot = np.nonzero(problem.moved[layers[:, None, None], packing.expert, every])
+    is_near = in_node[node_at[device], layers[row], packing.expert[row, device, slot]]
+    _, node_s, far_s = (view.prices.expert_bytes / each for each in view.prices.move_bytes_per_s)
+    index, shape = row * num_devices + device, (len(layers), num_devices)
+    receives = np.bincount(index, minlength=shape[0] * shape[1]).reshape(shape)
+    receive_s = np.bincount(index, np.where(is_near, node_s, far_s), shape[0] * shape[1]).reshape(shape)
+    return LayerPrices(found.compute_s, found.exchange_s, receives, receive_s)
+
+
+def table_of(view: PlaceView, packing: Packing) -> ExpertTable:
+    """Return placements as a table with a layer each, and without shares where all copies have equal ones."""
+    devices = view.devices
+    live = np.flatnonzero(devices.is_alive)
+    shape = (devices.num_devices, len(packing.expert), packing.expert.shape[2])
+    logical_of = np.full(shape, EMPTY, np.int32)
+    logical_of[live] = packing.expert.swapaxes(0, 1)
+    shares: Floats | None = None
+    if (np.abs(packing.share - even_shares(packing.expert, view.table.num_experts)) > 1e-9).any():
+        shares = np.zeros(shape)
+        shares[live] = packing.share.swapaxes(0, 1)
+    return ExpertTable(view.table.version + 1, logical_of, view.table.num_experts, devices.is_alive.copy(), shares)
