@@ -33,7 +33,9 @@ def exact_placement(
     solver = IntegerProgram("exact_placement")
     x = solver.binaries(*copies.shape, len(live))
     totals = solver.continuous(len(copies), len(TERMS), cost=1.0)  # the maxima over devices of each layer's terms
-    solver.constrain(x.reshape(-1, len(live)), 1.0, copies.ravel().astype(np.float64), copies.ravel().astype(np.float64))
+    solver.constrain(
+        x.reshape(-1, len(live)), 1.0, copies.ravel().astype(np.float64), copies.ravel().astype(np.float64)
+    )
     for layer, each in enumerate(x):
         solver.constrain(each.T, 1.0, 0.0, view.devices.num_slots[live].astype(np.float64))
         for term in (COMPUTE, ROWS):
@@ -55,7 +57,10 @@ def _seconds_of_copies(view: PlaceView, copies: NDArray[np.int64]) -> NDArray[np
     expert = np.repeat(np.arange(num_experts), len(live))
     holders = np.tile(np.eye(view.devices.num_devices)[live], (num_experts, 1))
     seconds = np.stack(
-        [costs_of_layer(view, layer).seconds(expert, holders, copies[layer, expert] + 0.0) for layer in range(num_layers)]
+        [
+            costs_of_layer(view, layer).seconds(expert, holders, copies[layer, expert] + 0.0)
+            for layer in range(num_layers)
+        ]
     ).reshape(num_layers, num_experts, len(live), len(TERMS), -1)
     largest = float(seconds.max(initial=0.0))
     return seconds / largest if largest else seconds

@@ -40,8 +40,8 @@ def pairs_of(load: ExpertLoad, policy: str) -> LayerPairs:
     """
     if load.pairs is None:
         raise ValueError(
-            f"{policy} needs to know which experts of the next layer tokens visit, and this load has no such pairs; "
-            "collect them (ExpertLoad.pairs), as `moestro place --profile` does"
+            f"{policy} needs pairs of experts that tokens visit in neighbouring layers, and this load has none; "
+            "collect the load from the experts of each token (ExpertLoad.pairs)"
         )
     return load.pairs
 
@@ -64,7 +64,8 @@ def rank_pairs(pairs: LayerPairs, num_experts: int, scope: Scope, cut: Cut) -> A
     counts &= pairs.count > 0
     key = ((layer * num_experts + first) * num_experts + second)[counts]
     key, which = np.unique(key, return_inverse=True)
-    weight = np.bincount(which, pairs.count[counts], len(key))
+    weight = np.zeros(len(key))
+    np.add.at(weight, which, pairs.count[counts])
     order = np.lexsort((key, -weight))
     key, weight = key[order], weight[order]
     return Affinity(key // num_experts**2, key // num_experts % num_experts, key % num_experts, weight)

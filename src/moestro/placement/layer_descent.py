@@ -1,4 +1,4 @@
-"""Steepest descent on the placement objective in one layer: swaps, moves, additions and removals of single copies."""
+"""Steepest descent on the placement objective in one layer."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.placement.devices import Devices
-from moestro.placement.linear_costs import WEIGHTS, Floats, LinearCosts
+from moestro.placement.layer_steps import Ids, LayerSteps, Steps
+from moestro.placement.linear_costs import COMPUTE, ROWS, WEIGHTS, Floats, LinearCosts
+from moestro.placement.smooth_maxima import slope_of_maxima, smooth_maxima
 
-# A maximum gives no direction while several devices share it. A norm of each term does; the last one is the maximum.
-SHARPNESSES = (2.0, 8.0, 32.0, np.inf)
+SHARPNESSES = (2.0, 8.0, 32.0, np.inf)  # of the maxima; each descent starts where the one before it ended
 _LEAST_GAIN = 1e-9  # of the present value; less is rounding
-_ALL_STEPS = 2_500  # pairs of copies up to which all steps are tried; above, only those that change a busiest device
-_KICK_STEPS, _KICK_SHARPNESSES = 3, (8.0, np.inf)
-_TRIED = 128  # steps that are evaluated at once
-_MOST_NUMBERS = 1 << 18  # evaluated before a descent ends; all steps of 32 experts, one in ten of 256 on 64 devices
-
-Ids = NDArray[np.int64]
-Steps = tuple[Ids, Ids]  # ids of the two edits of each step
+# Bounds on the work of a step. All steps of a layer with 50 copies are tried, and the best ones of a larger layer.
+_ALL_COPIES = 50  # above, only steps that change a device on which a term is largest
+_TRIED_AT_ONCE = 128  # steps
+_TRIED_NUMBERS = 1 << 18  # before a descent ends: 10 922 steps on 8 devices, 1365 on 64
+_JOINT_NUMBERS = 1 << 22  # of all pairs of steps, above which none is tried
+_SMALL_SLOTS = 16  # a layer with no more of them is cheap enough for restarts
 
 
 class LayerDescent:
-    """One layer's copies, and the steps that improve them.
-
-    An *edit* moves a copy of an expert to another device, removes one, or adds one. A *step* has one edit, or two edits
-    of different experts that meet in one slot.
+    """One layer's copies, and the descent that improves them.
 
     Attributes:
         holders: bool[experts, devices].
@@ -32,9 +29,8 @@ class LayerDescent:
 
     def __init__(self, costs: LinearCosts, holders: NDArray[np.bool_], devices: Devices) -> None:
         self._costs = costs
-        self._slots = np.where(devices.is_alive, devices.num_slots, 0)
-        self.holders = holders.copy()
-        self._sum_up()
+        self._slots = np.where(devices.is_alive, devices.num_slots, 0).astype(np.int64)
+        self._replace(holders.copy())
 
     @property
     def weights_s(self) -> Floats:
@@ -42,8 +38,18 @@ class LayerDescent:
         weights_s: Floats = self._totals[WEIGHTS]
         return weights_s
 
-    def descend(self, others_s: Floats, sharpness: float) -> bool:
-        """Take the best step until none improves the objective; return whether there was one.
+    @property
+    def step_s(self) -> float:
+        """Seconds per step that this layer computes and exchanges rows."""
+        return float(self._totals[COMPUTE].max() + self._totals[ROWS].max())
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the layer has few enough slots for restarts."""
+        return int(self._slots.sum()) <= _SMALL_SLOTS
+
+    def descend(self, others_s: Floats, sharpness: float = np.inf) -> bool:
+        """Take good steps until none improves the objective; return whether there was one.
 
         Args:
             others_s: float64[devices], `weights_s` of all other layers together.
@@ -55,29 +61,51 @@ class LayerDescent:
             step, value = self._good_step(others_s, sharpness, enough)
             if not value < enough:
                 return has_changed
-            self._take(step)
+            self._take(*step)
             has_changed = True
 
-    def kick(self, others_s: Floats, draws: np.random.Generator) -> bool:
-        """Take some steps at random and descend again; keep the result only if it is better, and return whether it is.
+    def step_twice(self, others_s: Floats) -> bool:
+        """Take the best two steps at once if they improve the objective, and return whether they do.
 
-        Args:
-            others_s: float64[devices], `weights_s` of all other layers together.
-            draws: source of random numbers.
+        A layer with too many pairs of steps stays as it is.
         """
-        start, bound = self.holders.copy(), self._value(others_s, np.inf) * (1 - _LEAST_GAIN)
-        for _ in range(_KICK_STEPS):
-            first, second = self._steps(self._base(others_s))
-            if len(first):
-                nth = int(draws.integers(len(first)))
-                self._take((int(first[nth]), int(second[nth])))
-        for sharpness in _KICK_SHARPNESSES:
+        base = self._base(others_s)
+        first, second = steps = self._steps(base)
+        if len(first) ** 2 * base.size > _JOINT_NUMBERS:
+            return False
+        one, other = self._options.joint_steps(steps, self._slots - self.holders.sum(axis=0))
+        if not len(one):
+            return False
+        change = self._changes(first) + self._changes(second)
+        values = smooth_maxima(base + change[one] + change[other], np.inf)
+        best = int(values.argmin())
+        if not values[best] < self._value(others_s, np.inf) * (1 - _LEAST_GAIN):
+            return False
+        pair = [one[best], other[best]]
+        self._take(*first[pair], *second[pair])
+        return True
+
+    def restart(self, others_s: Floats, draws: np.random.Generator, sharpnesses: tuple[float, ...]) -> None:
+        """Descend from a random placement; keep the result only if it is better."""
+        before, present_s = self.holders, self._value(others_s, np.inf)
+        self._replace(self._random_holders(draws))
+        for sharpness in sharpnesses:
             self.descend(others_s, sharpness)
-        if self._value(others_s, np.inf) < bound:
-            return True
-        self.holders = start
-        self._sum_up()
-        return False
+        while self.step_twice(others_s):
+            self.descend(others_s)
+        if not self._value(others_s, np.inf) < present_s * (1 - _LEAST_GAIN):
+            self._replace(before)
+
+    def _random_holders(self, draws: np.random.Generator) -> NDArray[np.bool_]:
+        """Return one copy of each expert on a random device with room, and others in some of the free slots."""
+        holders = np.zeros_like(self.holders)
+        for expert in draws.permutation(len(holders)):
+            holders[expert, draws.choice(np.flatnonzero(holders.sum(axis=0) < self._slots))] = True
+        for device in np.flatnonzero(holders.sum(axis=0) < self._slots):
+            room = int(self._slots[device] - holders[:, device].sum())
+            more = draws.permutation(np.flatnonzero(~holders[:, device]))[: draws.integers(room + 1)]
+            holders[more, device] = True
+        return holders
 
     def _value(self, others_s: Floats, sharpness: float) -> float:
         return float(smooth_maxima(self._base(others_s)[None], sharpness)[0])
@@ -87,10 +115,12 @@ class LayerDescent:
         base[WEIGHTS] += others_s
         return base
 
-    def _good_step(
-        self, others_s: Floats, sharpness: float, enough: float
-    ) -> tuple[tuple[int, int], float]:
-        """Return a step and the objective after it, which is infinite if there is no step.
+    def _steps(self, base: Floats) -> Steps:
+        is_large = len(self._options.expert) > _ALL_COPIES
+        return self._options.steps(base.argmax(axis=1) if is_large else None)
+
+    def _good_step(self, others_s: Floats, sharpness: float, enough: float) -> tuple[tuple[int, int], float]:
+        """Return a step and the objective after it, which is infinite if no step can get below `enough`.
 
         The objective is convex in what devices add up, so its tangent bounds the value after each step from below.
         Steps are tried in the order of their bounds, some at a time, until one of them gets below `enough`.
@@ -99,148 +129,48 @@ class LayerDescent:
         first, second = self._steps(base)
         slopes = self._slopes(slope_of_maxima(base, sharpness))
         bounds = self._value(others_s, sharpness) + slopes[first] + slopes[second]
-        order = np.argsort(bounds, kind="stable")[: _MOST_NUMBERS // base.size]
+        order = np.argsort(bounds, kind="stable")[: _TRIED_NUMBERS // base.size]
         best, found = (0, 0), np.inf
-        for at in range(0, len(order), _TRIED):
-            if bounds[order[at]] >= enough:
+        for at in range(0, len(order), _TRIED_AT_ONCE):
+            if found < enough or bounds[order[at]] >= enough:
                 break
-            one, other = first[order[at : at + _TRIED]], second[order[at : at + _TRIED]]
-            values = smooth_maxima(base + self._changes(one) + self._changes(other), sharpness)
+            tried = order[at : at + _TRIED_AT_ONCE]
+            values = smooth_maxima(base + self._changes(first[tried]) + self._changes(second[tried]), sharpness)
             nth = int(values.argmin())
             if values[nth] < found:
-                best, found = (int(one[nth]), int(other[nth])), float(values[nth])
-            if found < enough:
-                break
+                best, found = (int(first[tried[nth]]), int(second[tried[nth]])), float(values[nth])
         return best, found
 
-    def _sum_up(self) -> None:
-        num_experts, self._num_devices = self.holders.shape
-        self._copies = self.holders.sum(axis=1)
-        self._expert, self._device = np.nonzero(self.holders)  # of each copy
-        self._parts = self._costs.seconds(np.arange(num_experts), self.holders + 0.0, self._copies + 0.0)
-        self._totals: Floats = self._parts.sum(axis=0)
-
-    # Ids of edits. Edit 0 changes nothing, so that a step with one edit has two ids as well.
-
-    def _moved(self, copy: Ids, target: Ids) -> Ids:
-        return 1 + copy * self._num_devices + target
-
-    def _removed(self, copy: Ids) -> Ids:
-        return 1 + len(self._expert) * self._num_devices + copy
-
-    def _added(self, expert: Ids, target: Ids) -> Ids:
-        return 1 + len(self._expert) * (self._num_devices + 1) + expert * self._num_devices + target
-
-    def _decoded(self, edit: Ids) -> tuple[Ids, Ids, Ids]:
-        """Return each edit's expert, the device that loses a copy and the one that gets one; -1 means none."""
-        num_copies, num_devices = len(self._expert), self._num_devices
-        ends = (1 + num_copies * num_devices, 1 + num_copies * (num_devices + 1))
-        kinds = [edit == 0, edit < ends[0], edit < ends[1]]
-        moving, adding = edit - 1, edit - ends[1]
-        copy = np.select(kinds[1:], [moving // num_devices, edit - ends[0]], 0)
-        expert = np.select(kinds, [np.zeros_like(edit), self._expert[copy], self._expert[copy]], adding // num_devices)
-        source = np.select(kinds, [np.full_like(edit, -1), self._device[copy], self._device[copy]], -1)
-        nowhere = np.full_like(edit, -1)
-        target = np.select(kinds, [nowhere, moving % num_devices, nowhere], adding % num_devices)
-        return expert, source, target
-
-    def _steps(self, base: Floats) -> Steps:
-        """Return all steps from here, or in a large layer those that change a device on which a term is largest."""
-        expert, device = self._expert, self._device
-        lacks = ~self.holders  # [experts, devices]
-        is_near, is_spare = np.ones(len(expert), np.bool_), self._copies[expert] > 1
-        if len(expert) ** 2 > _ALL_STEPS:
-            is_near = np.isin(device, base.argmax(axis=1))
-        near_experts = np.zeros(len(lacks), np.bool_)
-        near_experts[expert[is_near]] = True
-        has_room = self.holders.sum(axis=0) < self._slots
-        fits = lacks[:, device][expert]  # [copies, copies], whether the first may come to the second's device
-        first, second = np.nonzero(np.triu(fits & fits.T & (is_near[:, None] | is_near)))
-        swaps = (self._moved(first, device[second]), self._moved(second, device[first]))
-        first, second = np.nonzero(fits.T & is_spare[:, None] & (is_near[:, None] | is_near))
-        displaced = (self._removed(first), self._moved(second, device[first]))
-        copy, more = np.nonzero(lacks.T[device] & is_spare[:, None] & (is_near[:, None] | near_experts))
-        replaced = (self._removed(copy), self._added(more, device[copy]))
-        alone = [
-            self._moved(*np.nonzero(lacks[expert] & has_room & is_near[:, None])),
-            self._removed(np.flatnonzero(is_spare & is_near)),
-            self._added(*np.nonzero(lacks & has_room & near_experts[:, None])),
-        ]
-        alone_ids = np.concatenate(alone)
-        firsts = np.concatenate([alone_ids, swaps[0], displaced[0], replaced[0]])
-        seconds = np.concatenate([np.zeros_like(alone_ids), swaps[1], displaced[1], replaced[1]])
-        return firsts, seconds
-
     def _slopes(self, slope: Floats) -> Floats:
-        """Return the slope of the objective along each edit, float64[edits], in the order of their ids."""
-        costs, held, copies = self._costs, self.holders, self._copies
-        now, more = costs.slopes(slope, copies + 0.0), costs.slopes(slope, copies + 1.0)
-        fewer = costs.slopes(slope, np.maximum(copies - 1.0, 1.0))
-        present, thinner, denser = ((each * held).sum(axis=1) for each in (now, more, fewer))
-        expert, device = self._expert, self._device
+        """Return the slope of the objective along each edit, float64[edits]."""
+        copies = self.holders.sum(axis=1)
+        now, more = self._costs.slopes(slope, copies + 0.0), self._costs.slopes(slope, copies + 1.0)
+        fewer = self._costs.slopes(slope, np.maximum(copies - 1.0, 1.0))
+        present, thinner, denser = ((each * self.holders).sum(axis=1) for each in (now, more, fewer))
+        expert, device = self._options.expert, self._options.device
         moved = now[expert] - now[expert, device][:, None]
         removed = denser[expert] - fewer[expert, device] - present[expert]
-        added = (thinner - present)[:, None] + more
-        return np.concatenate([np.zeros(1), moved.ravel(), removed, added.ravel()])
+        return self._options.in_order(moved, removed, (thinner - present)[:, None] + more)
 
     def _changes(self, edit: Ids) -> Floats:
         """Return what each edit adds to the terms, float64[edits, TERMS, devices]."""
-        expert, source, target = self._decoded(edit)
-        rows = np.arange(len(edit))
+        expert, lost, got = self._options.edits[:, edit]
+        rows, parts = np.arange(len(edit)), self._parts[expert]
         holders = self.holders[expert] + 0.0
-        holders[rows[source >= 0], source[source >= 0]] = 0.0
-        holders[rows[target >= 0], target[target >= 0]] = 1.0
-        return self._costs.seconds(expert, holders, holders.sum(axis=1)) - self._parts[expert]
+        holders[rows[lost >= 0], lost[lost >= 0]] = 0.0
+        holders[rows[got >= 0], got[got >= 0]] = 1.0
+        change: Floats = self._costs.seconds(expert, holders, holders.sum(axis=1).astype(np.float64)) - parts
+        return change
 
-    def _take(self, step: tuple[int, int]) -> list[int]:
-        """Change the copies; return the experts that changed."""
-        expert, source, target = (ids.tolist() for ids in self._decoded(np.array(step)))
-        changed = []
-        for which, lost, got in zip(expert, source, target, strict=True):
-            if lost >= 0:
-                self.holders[which, lost] = False
-            if got >= 0:
-                self.holders[which, got] = True
-            if lost >= 0 or got >= 0:
-                changed.append(which)
-        self._sum_up()
-        return changed
+    def _take(self, *edits: int) -> None:
+        expert, lost, got = self._options.edits[:, edits]
+        holders = self.holders.copy()
+        holders[expert[lost >= 0], lost[lost >= 0]] = False
+        holders[expert[got >= 0], got[got >= 0]] = True
+        self._replace(holders)
 
-
-def smooth_maxima(totals: Floats, sharpness: float) -> Floats:
-    """Return the sum over terms of a norm over devices.
-
-    Args:
-        totals: float64[rows, TERMS, devices], not negative.
-        sharpness: exponent of the norm, a power of two; infinity gives the maximum.
-
-    Returns:
-        float64[rows].
-    """
-    largest = totals.max(axis=2)
-    if np.isinf(sharpness):
-        return np.asarray(largest.sum(axis=1))
-    ratio = totals / np.maximum(largest, np.finfo(float).tiny)[:, :, None]
-    return np.asarray((largest * _power(ratio, sharpness).sum(axis=2) ** (1.0 / sharpness)).sum(axis=1))
-
-
-def slope_of_maxima(totals: Floats, sharpness: float) -> Floats:
-    """Return the slope of `smooth_maxima` at one point, float64[TERMS, devices].
-
-    Args:
-        totals: float64[TERMS, devices].
-    """
-    if np.isinf(sharpness):
-        return (np.arange(totals.shape[1]) == totals.argmax(axis=1)[:, None]) + 0.0
-    ratio = totals / np.maximum(totals.max(axis=1, keepdims=True), np.finfo(float).tiny)
-    powers = _power(ratio, sharpness)
-    norm = np.maximum(powers.sum(axis=1, keepdims=True), 1.0)
-    slope: Floats = powers / np.maximum(ratio, np.finfo(float).tiny) / norm ** (1.0 - 1.0 / sharpness)
-    return slope
-
-
-def _power(numbers: Floats, exponent: float) -> Floats:
-    """Raise to a power of two by squaring, which is many times faster than the general power."""
-    for _ in range(int(exponent).bit_length() - 1):
-        numbers = numbers * numbers
-    return numbers
+    def _replace(self, holders: NDArray[np.bool_]) -> None:
+        self.holders = holders
+        self._options = LayerSteps(holders, self._slots)
+        self._parts: Floats = self._costs.seconds(np.arange(len(holders)), holders + 0.0, holders.sum(axis=1) + 0.0)
+        self._totals: Floats = self._parts.sum(axis=0)

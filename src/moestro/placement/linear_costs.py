@@ -1,4 +1,4 @@
-"""The terms of the placement objective, a copy at a time: linear in the copies while each expert's number of them stays.
+"""The placement objective, a copy at a time: its terms are linear in the copies while each expert keeps their number.
 
 With equal shares and r copies, an expert's copy gets 1/r of its tokens. `score` and `move_s` give the same sums for
 whole tables; searches and the exact solver need the terms.
@@ -64,7 +64,6 @@ class LinearCosts:
         answers_s = self.owned[expert] * (holders @ self.row_s.T)
         arriving_s = holders * self.arriving_s[expert]
         return np.stack([holders * work_s, (answers_s + arriving_s) / shared, holders * self.receive_s[expert]], axis=1)
-
 
     def slopes(self, slope: Floats, copies: Floats) -> Floats:
         """Return each possible copy's `seconds` times a factor for each term and device.

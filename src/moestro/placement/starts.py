@@ -66,7 +66,7 @@ def fresh_start(view: PlaceView) -> Holders:
 
 
 def _copies_by_load(tokens: NDArray[np.float64], num_slots: int, max_copies: int) -> NDArray[np.int64]:
-    """Return int64[experts]: one copy each, and one more to the expert with the most tokens a copy, while slots last."""
+    """Return int64[experts]: one copy each, then one more to the expert with the most tokens a copy."""
     copies = np.ones(len(tokens), np.int64)
     for _ in range(min(num_slots, len(tokens) * max_copies) - len(tokens)):
         copies[np.where(copies < max_copies, tokens / copies, -1.0).argmax()] += 1
