@@ -12,6 +12,7 @@ EXTRAS = {
     "tokenizer": ("transformers", "tokenizers", "huggingface_hub", "jinja2"),
     "plots": ("matplotlib",),
     "ray": ("ray",),
+    "exact": ("scipy",),
 }
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moestro.core.expert_load import ExpertLoad
+from moestro.core.expert_load import ExpertLoad, LayerPairs
 from moestro.core.expert_table import ExpertTable
 from moestro.core.policy_registry import PolicyKind
 from moestro.errors import ConfigError
@@ -57,15 +57,17 @@ PlacePolicy = Callable[[PlaceView], ExpertTable]
 
 
 def _try_once(policy: PlacePolicy) -> None:
-    """Place four experts of one layer on two devices.
+    """Place four experts of each of two layers on two devices.
 
     Raises:
         ConfigError: The policy returned no placement.
     """
     devices = even_devices(2, 2)
-    table = ExpertTable(0, np.array([[[0, 1]], [[2, 3]]], np.int32), 4, np.ones(2, np.bool_))
-    tokens = np.array([[[4.0, 3.0, 1.0, 0.0]], [[4.0, 3.0, 1.0, 0.0]]])
-    load = ExpertLoad(tokens, np.zeros((1, 4)), np.array([[1.0, 1.0, 0.5, 0.0]]), 100.0)
+    table = ExpertTable(0, np.array([[[0, 1]] * 2, [[2, 3]] * 2], np.int32), 4, np.ones(2, np.bool_))
+    tokens = np.array([[[4.0, 3.0, 1.0, 0.0]] * 2] * 2)
+    earlier, expert, partner = np.array([[0, 0], [0, 1], [2, 3]], np.int32)
+    pairs = LayerPairs(earlier, expert, partner, np.array([3.0, 2.0]))
+    load = ExpertLoad(tokens, np.zeros((2, 4)), np.array([[1.0, 1.0, 0.5, 0.0]] * 2), 100.0, pairs)
     prices = PlacePrices(
         token_s=1e-6, expert_s=1e-5, row_s=(0.0, 1e-7, 1e-6), expert_bytes=1 << 20, move_bytes_per_s=(1e12, 1e11, 1e10)
     )

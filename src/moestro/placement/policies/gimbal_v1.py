@@ -1,0 +1,210 @@
+"""Gimbal's first paper: Algorithm 3, and its integer program solved exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.expert_table import ExpertTable
+from moestro.errors import ConfigError
+from moestro.placement.gimbal_affinity import CUTS, SCOPES, Affinity, Cut, Scope, pairs_of, rank_pairs
+from moestro.placement.gimbal_milp import GimbalProgram, solve_program
+from moestro.placement.registry import PLACE_POLICIES, PlaceView
+from moestro.placement.slots import even_sizes, table_with
+
+SOURCE = "Gimbal v1 (arXiv 2602.21626), section III-D"
+
+
+@PLACE_POLICIES.register(
+    "gimbal_v1",
+    "Puts experts with strong inter-layer affinity on one anchor device, and the others on the least loaded ones.",
+    source=f"{SOURCE}, Algorithm 3",
+)
+@dataclass(frozen=True, slots=True)
+class GimbalV1Placement:
+    """Algorithm 3: co-locates affine experts on an anchor device and balances the rest greedily.
+
+    The algorithm runs once at load and again every tau steps (the paper: 3000). The caller decides when: tau belongs to
+    the loop that calls this policy. Each expert gets one copy, so that redundant slots stay empty.
+    The paper's affinity comes from one offline run; to follow it, give each call the pairs of that run.
+    docs/placement_objective.md lists where the paper is silent and what this policy does there.
+
+    Attributes:
+        anchor: index k of the anchor device. If that one is dead, the next live one in turn serves.
+        top_pairs: number of strongest pairs whose experts form the set M: of each two consecutive layers with scope
+            "layer", of the whole model with scope "model".
+        min_tokens: a pair counts only if more tokens per step than this follow it.
+        scope: "layer" places each layer's experts; "model" uses one map for all layers, as equations 3 to 12 do.
+        cut: "literal" counts pairs (j, k) with j < k only, as equation 11 does; "symmetric" counts all.
+    """
+
+    anchor: int = 0
+    top_pairs: int = 8
+    min_tokens: float = 0.0
+    scope: str = "layer"
+    cut: str = "symmetric"
+
+    def __post_init__(self) -> None:
+        if self.anchor < 0 or self.top_pairs < 0 or self.min_tokens < 0:
+            raise ConfigError("anchor, top_pairs and min_tokens must not be negative")
+        scope_of(self.scope)
+        cut_of(self.cut)
+
+    def __call__(self, view: PlaceView) -> ExpertTable:
+        """Return Algorithm 3's placement.
+
+        Raises:
+            ValueError: The load has no pairs, the anchor does not exist, or the experts do not fit.
+        """
+        pairs, scope = pairs_of(view.load, "gimbal_v1"), scope_of(self.scope)
+        sizes = even_sizes(view.devices, view.table.num_experts)
+        anchor = _live_anchor(view, self.anchor)
+        activation = view.load.total  # A
+        if scope == "model":
+            activation = activation.sum(axis=0, keepdims=True)
+        affinity = rank_pairs(pairs, view.table.num_experts, scope, cut_of(self.cut))
+        affine = self._affine(affinity, activation.shape, int(sizes[anchor]), next_layer=int(scope == "layer"))
+        device_of = place_greedily(activation, affine, sizes, anchor)
+        holders = device_of == np.arange(len(sizes))[:, None, None]  # [devices, 1 or layers, experts]
+        return table_with(view, np.broadcast_to(holders, view.table.num_copies.shape))
+
+    def _affine(
+        self, affinity: Affinity, shape: tuple[int, ...], capacity: int, *, next_layer: int
+    ) -> NDArray[np.bool_]:
+        """Return the set M, bool[layers, experts]: experts of the strongest pairs, as many as the anchor has room for.
+
+        The threshold is tightened until M fits: the first pair that does not fit ends the list of its two layers.
+
+        Args:
+            shape: layers and experts.
+            capacity: experts that the anchor holds in a layer.
+            next_layer: layers between an expert and its partner.
+        """
+        affine = np.zeros(shape, np.bool_)
+        num_taken = np.zeros(shape[0], np.int64)
+        is_open = np.full(shape[0], self.top_pairs > 0)
+        strong = affinity.weight > self.min_tokens
+        columns = (affinity.layer[strong], affinity.expert[strong], affinity.partner[strong])
+        for layer, expert, partner in zip(*(column.tolist() for column in columns), strict=True):
+            if not is_open[layer]:
+                continue
+            wider = affine[[layer, layer + next_layer]].copy()
+            wider[0, expert] = wider[next_layer, partner] = True
+            if wider.sum(axis=1).max() > capacity:
+                is_open[layer] = False
+                continue
+            affine[layer], affine[layer + next_layer] = wider[0], wider[next_layer]
+            num_taken[layer] += 1
+            is_open[layer] = num_taken[layer] < self.top_pairs
+        return affine
+
+
+def place_greedily(
+    activation: NDArray[np.float64], affine: NDArray[np.bool_], sizes: NDArray[np.int64], anchor: int
+) -> NDArray[np.int64]:
+    """Run the procedure Exp-relocation of Algorithm 3 in all layers at once.
+
+    Args:
+        activation: float64[layers, experts], the matrix A.
+        affine: bool[layers, experts], the set M.
+        sizes: int64[devices], experts that each device holds (equation 4).
+        anchor: device k.
+
+    Returns:
+        int64[layers, experts], device of each expert.
+    """
+    num_layers, num_experts = activation.shape
+    every = np.arange(num_layers)
+    device_of = np.full(activation.shape, anchor)  # line 2
+    room = np.tile(sizes, (num_layers, 1))
+    room[:, anchor] -= affine.sum(axis=1)
+    loads = np.zeros(room.shape)
+    loads[:, anchor] = np.where(affine, activation, 0.0).sum(axis=1)
+    order = np.argsort(np.where(affine, np.inf, -activation), axis=1, kind="stable")  # line 3; M comes last
+    for nth in range(num_experts):
+        expert = order[:, nth]
+        is_left = ~affine[every, expert]
+        device = np.where(room > 0, loads, np.inf).argmin(axis=1)
+        layer, expert, device = every[is_left], expert[is_left], device[is_left]
+        device_of[layer, expert] = device
+        loads[layer, device] += activation[layer, expert]
+        room[layer, device] -= 1
+    return device_of
+
+
+@PLACE_POLICIES.register(
+    "gimbal_v1_milp",
+    "Solves the first Gimbal paper's integer program exactly, for small models: one map for all layers.",
+    source=f"{SOURCE}, equations 3 to 12, solved by HiGHS",
+)
+@dataclass(frozen=True, slots=True)
+class GimbalMilpPlacement:
+    """Equations 3 to 12: the least weighted sum of imbalance and cut, with one map of experts for all layers.
+
+    Attributes:
+        alpha: weight of D, the largest deviation from a layer's mean load, in tokens per step. The paper gives none.
+        beta: weight of the cut, in tokens per step. The paper gives none.
+        cut: "literal" counts pairs (j, k) with j < k only, as equation 11 does; "symmetric" counts all.
+        time_limit_s: time after which the search gives up, seconds.
+    """
+
+    alpha: float = 1.0
+    beta: float = 1.0
+    cut: str = "literal"
+    time_limit_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not (self.alpha > 0 and self.beta > 0 and self.time_limit_s > 0):
+            raise ConfigError("alpha, beta and time_limit_s must be above 0")
+        cut_of(self.cut)
+
+    def __call__(self, view: PlaceView) -> ExpertTable:
+        """Return the program's optimum.
+
+        Raises:
+            ConfigError: scipy is not installed.
+            ValueError: The load has no pairs, the experts do not fit, or no optimum is proven within the time.
+        """
+        num_experts = view.table.num_experts
+        affinity = rank_pairs(pairs_of(view.load, "gimbal_v1_milp"), num_experts, "model", cut_of(self.cut))
+        sizes = even_sizes(view.devices, num_experts)
+        used = np.flatnonzero(sizes)
+        program = GimbalProgram(view.load.total, affinity, sizes[used], self.alpha, self.beta)
+        device_of = used[solve_program(program, self.time_limit_s)]
+        holders = device_of == np.arange(len(sizes))[:, None, None]
+        return table_with(view, np.broadcast_to(holders, view.table.num_copies.shape))
+
+
+def scope_of(word: str) -> Scope:
+    """Return the setting `scope`.
+
+    Raises:
+        ConfigError: The word is none of SCOPES.
+    """
+    for scope in SCOPES:
+        if word == scope:
+            return scope
+    raise ConfigError(f"scope must be one of {', '.join(SCOPES)}, got {word!r}")
+
+
+def cut_of(word: str) -> Cut:
+    """Return the setting `cut`.
+
+    Raises:
+        ConfigError: The word is none of CUTS.
+    """
+    for cut in CUTS:
+        if word == cut:
+            return cut
+    raise ConfigError(f"cut must be one of {', '.join(CUTS)}, got {word!r}")
+
+
+def _live_anchor(view: PlaceView, anchor: int) -> int:
+    """Return the first live device from `anchor` on, in turn."""
+    num_devices = view.devices.num_devices
+    if anchor >= num_devices:
+        raise ValueError(f"the anchor is device {anchor}, and there are {num_devices} devices")
+    live = np.flatnonzero(view.devices.is_alive)
+    return int(live[((live - anchor) % num_devices).argmin()])
