@@ -59,8 +59,9 @@ class Allowance:
         return taken
 
     def _may_fit(self, devices: Experts, receives: Experts) -> NDArray[np.bool_]:
-        fits: NDArray[np.bool_] = (np.maximum(receives, 0) <= self.each[devices]).all(axis=1)
-        return fits & (np.maximum(receives, 0).sum(axis=1) <= self.total)
+        due = np.maximum(receives, 0)
+        fits: NDArray[np.bool_] = np.less_equal(due, self.each[devices]).all(axis=1) & (due.sum(axis=1) <= self.total)
+        return fits
 
 
 def allowance_of(limits: PlaceLimits, expert_bytes: int, num_devices: int) -> Allowance:

@@ -101,5 +101,9 @@ def in_old_slots(packing: Packing, old: Experts, num_experts: int) -> Packing:
         source, np.argsort(is_taken, axis=2, kind="stable"), np.argsort(is_kept, axis=2, kind="stable"), axis=2
     )
     source[row[0], row[1], slot[is_kept]] = row[2]
-    figures = (np.take_along_axis(each, source, axis=2) for each in (expert, packing.share, packing.work))
-    return Packing(*figures, packing.held)
+    return Packing(
+        np.take_along_axis(expert, source, axis=2),
+        np.take_along_axis(packing.share, source, axis=2),
+        np.take_along_axis(packing.work, source, axis=2),
+        packing.held,
+    )

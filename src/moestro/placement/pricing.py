@@ -61,7 +61,7 @@ def price(view: PlaceView, problem: PlaceProblem, packing: Packing, layers: NDAr
     _, node_s, far_s = (view.prices.expert_bytes / each for each in view.prices.move_bytes_per_s)
     index, shape = row * num_devices + device, (len(layers), num_devices)
     receives = np.bincount(index, minlength=shape[0] * shape[1]).reshape(shape)
-    receive_s = np.bincount(index, np.where(is_near, node_s, far_s), shape[0] * shape[1]).reshape(shape)
+    receive_s = np.bincount(index, np.where(is_near, node_s, far_s), shape[0] * shape[1]).astype(float).reshape(shape)
     return LayerPrices(found.compute_s, found.exchange_s, receives, receive_s)
 
 

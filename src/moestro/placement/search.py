@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,7 +77,7 @@ def shorten(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allow
 
 def _turns(problem: PlaceProblem) -> int:
     """Return by how much more rounds a device with many slots takes."""
-    return -(-problem.room.shape[1] // SLOTS_A_TURN)
+    return math.ceil(problem.shape[3] / SLOTS_A_TURN)
 
 
 def start_anew(problem: PlaceProblem, limits: SearchLimits) -> Packing:
@@ -113,4 +114,5 @@ def least_load(problem: PlaceProblem, packing: Packing) -> Floats:
     num_hot = np.arange(1, np.count_nonzero(num_slots) + 1)
     lightest = sums[:, num_hot * (int(num_slots[num_slots > 0].min()) - 1)]
     heaviest = sums[:, -1:] - sums[:, -1 - num_hot]
-    return np.maximum(even, ((heaviest + lightest) / num_hot).max(axis=1) / problem.speed.max())
+    hot: Floats = ((heaviest + lightest) / num_hot).max(axis=1) / problem.speed.max()
+    return np.maximum(even, hot)

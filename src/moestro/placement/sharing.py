@@ -8,6 +8,7 @@ So one linear system gives the shares that equalise all loads, where none become
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moestro.core.expert_table import EMPTY
 from moestro.placement.copies import Packing, live_counts
@@ -63,9 +64,8 @@ def _newton(problem: PlaceProblem, packing: Packing) -> Floats:
     rows = np.arange(num_batches)[:, None]
     place[rows, shared] = np.arange(num_shared)
     place[:, EMPTY] = num_shared
-    parts = np.zeros(
-        (num_batches, num_shared + 1, num_devices), np.float32
-    )  # half the time, and steps correct each other
+    # In single precision, which takes half the time: the next step corrects what this one rounds.
+    parts = np.zeros((num_batches, num_shared + 1, num_devices), np.float32)
     row, device, _ = index = np.nonzero((packing.expert != EMPTY) & problem.room)
     which = place[row, packing.expert[index]]
     parts[row, which, device] = packing.share[index]
@@ -78,15 +78,17 @@ def _newton(problem: PlaceProblem, packing: Packing) -> Floats:
     graph[:, every, every] += weighted.sum(axis=1) + np.float32(RIDGE)
     price = np.linalg.solve(graph, ((load / unit - 1) * problem.speed).astype(np.float32)[..., None])
     drop = price.swapaxes(1, 2) - parts @ price  # [batches, shared, devices]
-    parts = _step(parts, drop)
+    stepped = _stepped(parts, drop)
     share = packing.share.copy()
     is_shared = which < num_shared
     index = tuple(each[is_shared] for each in index)
-    share[index] = parts[row[is_shared], which[is_shared], device[is_shared]]
+    share[index] = stepped[row[is_shared], which[is_shared], device[is_shared]]
     return share
 
 
-def _step(parts: Floats, drop: Floats) -> Floats:
-    parts = parts * np.maximum(1 - drop, KEPT)
-    parts /= np.maximum(parts.sum(axis=-1, keepdims=True), np.finfo(np.float32).tiny)
-    return parts
+def _stepped(parts: NDArray[np.float32], drop: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Return float32[batches, experts, devices], parts after a step that leaves some of each and sums to 1."""
+    kept = parts * np.maximum(1 - drop, KEPT)
+    kept /= np.maximum(kept.sum(axis=-1, keepdims=True), np.finfo(np.float32).tiny)
+    scaled: NDArray[np.float32] = kept.astype(np.float32, copy=False)
+    return scaled

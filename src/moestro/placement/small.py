@@ -28,6 +28,7 @@ MOST_STARTS = 64
 TINY_SLOTS = 24  # slots of a layer up to which all neighbours of a placement are priced
 NUM_CLIMBERS = 12  # best starts of a layer from which neighbours are tried
 MOST_CLIMBS = 12
+TOO_SLOW = 1e3  # above any seconds of rows or moves, so that what exceeds the slack comes last
 
 
 def is_small(problem: PlaceProblem) -> bool:
@@ -107,9 +108,10 @@ class SmallSearch:
         """
         prices = price(self.view, self.problem, packing, layers)
         np.minimum.at(least_s, layers, prices.compute_s)
-        cost = prices.step_s + self.move_weight * prices.receive_s.max(axis=1)
+        cost: Floats = prices.step_s + self.move_weight * prices.receive_s.max(axis=1)
         is_above = prices.compute_s > least_s[layers] * (1 + self.limits.slack) * (1 + 1e-9)
-        return np.where(is_above, cost + prices.compute_s * 1e3, cost)
+        cost[is_above] += prices.compute_s[is_above] * TOO_SLOW
+        return cost
 
     def _climb(self, expert: Experts, layers: NDArray[np.intp], least_s: Floats) -> tuple[Experts, NDArray[np.intp]]:
         """Move the best placements of each layer to their best neighbours until none is better."""

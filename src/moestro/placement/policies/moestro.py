@@ -20,9 +20,9 @@ from moestro.placement.small import SmallSearch, is_small
 from moestro.placement.traffic import Floats
 
 # After a death, service comes before the last percent: fewer copies move, and the next change levels the rest.
-URGENT_TARGET, URGENT_STEPS = 0.94, 5
+URGENT_TARGET, URGENT_STEPS = 0.942, 5
 # A layer with a lower mean load over largest load is only placed anew: exchanges would move as much and take longer.
-FAR_OFF = 0.5
+FAR_OFF = 0.55
 # A layer that misses the target by more is also placed anew; for less, it would move most of its copies.
 MISSED_BY = 0.01
 # A layer that is placed anew comes closer to its target by this factor, because its exchanges move nothing further.
