@@ -172,5 +172,6 @@ class LayerDescent:
     def _replace(self, holders: NDArray[np.bool_]) -> None:
         self.holders = holders
         self._options = LayerSteps(holders, self._slots)
-        self._parts: Floats = self._costs.seconds(np.arange(len(holders)), holders + 0.0, holders.sum(axis=1) + 0.0)
+        copies = holders.sum(axis=1).astype(np.float64)
+        self._parts: Floats = self._costs.seconds(np.arange(len(holders)), holders + 0.0, copies)
         self._totals: Floats = self._parts.sum(axis=0)
