@@ -173,5 +173,5 @@ class LayerDescent:
         self.holders = holders
         self._options = LayerSteps(holders, self._slots)
         copies = holders.sum(axis=1).astype(np.float64)
-        self._parts: Floats = self._costs.seconds(np.arange(len(holders)), holders + 0.0, copies)
+        self._parts: Floats = self._costs.seconds(np.arange(len(holders)), holders.astype(np.float64), copies)
         self._totals: Floats = self._parts.sum(axis=0)
