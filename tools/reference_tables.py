@@ -20,6 +20,7 @@ from metric_tables import kv_event_metrics, own_metrics, route_metrics, shared_m
 
 from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
 from moestro.flow.registry import STEP_POLICIES
+from moestro.placement.registry import PLACE_POLICIES
 from moestro.routing.registry import ROUTE_POLICIES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -36,6 +37,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "batch policies": BATCH_POLICIES.table,
     "evict policies": EVICT_POLICIES.table,
     "step policies": STEP_POLICIES.table,
+    "place policies": PLACE_POLICIES.table,
+    "flags of moestro place": partial(flags_of, "place"),
 }
 
 _MARKED = re.compile(r"(<!-- generated: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)

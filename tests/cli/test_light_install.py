@@ -58,7 +58,7 @@ def test_the_table_of_extras_names_the_packages_of_pyproject():
 
 
 def test_every_verb_shows_its_help():
-    verbs = ["serve", "route", "sim", "bench", "replay", "explain", "repro", "calibrate"]
+    verbs = ["serve", "route", "sim", "bench", "replay", "explain", "repro", "calibrate", "plan", "place"]
     help_of_all = f"[app([verb, '--help'], result_action='return_value') for verb in {verbs}]"
     code = f"{ABSENCE}; import moestro.cli; from moestro.cli.app import app; {help_of_all}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
@@ -109,3 +109,15 @@ def test_a_tokenizer_without_its_extra_says_what_to_install(tmp_path):
 def test_a_verb_without_its_extra_says_what_to_install(verb):
     done = light(verb)
     assert (done.returncode, done.stderr) == (2, missing(f"moestro {verb}", "serve"))
+
+
+def test_place_needs_torch_only_for_dumps_of_sglang(tmp_path):
+    devices = ("--devices", 8, "--slots-per-device", 5, "--policy", "static")
+    profile = ROOT / "examples" / "gptoss20b_mmlu.npz"
+    done = light("place", profile, *devices)
+    assert done.returncode == 0, done.stderr
+    done = light("place", profile, *devices, "--png", tmp_path / "x.png")
+    assert (done.returncode, done.stderr) == (2, missing("--png", "plots"))
+    done = light("place", ROOT / "tests" / "workload" / "sglang_dumps" / "stat.pt", *devices)
+    assert done.returncode == 2
+    assert "torch reads: pip install 'moestro[serve]'" in done.stderr

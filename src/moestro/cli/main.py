@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from moestro.cli import bench, calibrate, explain, plan, replay, repro, route, serve, sim  # noqa: F401 each registers its verb
+from moestro.cli import bench, calibrate, explain, place, plan, replay, repro, route, serve, sim  # noqa: F401 each registers its verb
 from moestro.cli.app import app
 from moestro.config.user_code import accept_user_code
 from moestro.errors import ConfigError, MoestroError

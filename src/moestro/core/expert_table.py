@@ -37,16 +37,24 @@ class ExpertTable:
     shares: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
-        copies = self.num_copies
-        if copies.max(initial=0) > 1:
-            worker, layer, expert = np.argwhere(copies > 1)[0].tolist()
-            raise ValueError(f"worker {worker} has two copies of expert {expert} in layer {layer}")
-        live = copies[self.is_alive].sum(axis=0)
+        # Sums by layer and expert only: one by worker too would take most of the time in which a placement is planned.
+        ordered = np.sort(self.logical_of, axis=2)
+        is_twice = (ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] != EMPTY)
+        if is_twice.any():
+            worker, layer, slot = np.argwhere(is_twice)[0].tolist()
+            raise ValueError(
+                f"worker {worker} has two copies of expert {ordered[worker, layer, slot]} in layer {layer}"
+            )
+        num_layers = self.logical_of.shape[1]
+        index = np.arange(num_layers)[:, None] * self.num_experts + self.logical_of
+        is_used = (self.logical_of != EMPTY) & self.is_alive[:, None, None]
+        num_cells = num_layers * self.num_experts
+        live = np.bincount(index[is_used], minlength=num_cells).reshape(num_layers, self.num_experts)
         if (live == 0).any():
             layer, expert = np.argwhere(live == 0)[0].tolist()
             raise ValueError(f"expert {expert} of layer {layer} has no copy on a live worker")
         if self.shares is not None:
-            totals = self._by_expert(np.where(self.is_alive[:, None, None], self.shares, 0.0)).sum(axis=0)
+            totals = np.bincount(index[is_used], self.shares[is_used], num_cells).reshape(live.shape)
             if not np.allclose(totals, 1.0):
                 layer, expert = np.argwhere(~np.isclose(totals, 1.0))[0].tolist()
                 raise ValueError(f"the shares of expert {expert} in layer {layer} sum to {totals[layer, expert]:g}")

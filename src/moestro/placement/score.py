@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.placement.devices import OTHER_NODE, SAME_DEVICE, Devices, PlacePrices
+from moestro.placement.traffic import Traffic, Where, slot_parts, traffic_of
 
 Floats = NDArray[np.float64]
 
@@ -67,26 +68,56 @@ def score(load: ExpertLoad, table: ExpertTable, devices: Devices, prices: PlaceP
     Balance counts live devices only. A copy is activated by each step in which one of its tokens comes: an expert that
     is idle in a fraction p of the steps leaves a copy with a share s of its tokens idle in a fraction p**s.
     """
-    parts = np.swapaxes(table.parts, 0, 1)  # [layers, devices, experts]
-    tokens = np.einsum("le,lde->ld", load.total, parts)
-    activated = (1 - (1 - np.minimum(load.activated, 1.0))[:, None, :] ** parts).sum(axis=-1)
+    parts = slot_parts(table)
+    origin = traffic_of(load, devices)
+    where = (np.arange(parts.shape[1])[:, None], np.maximum(table.logical_of, 0))
+    tokens = (origin.total[where] * parts).sum(axis=-1).T  # [layers, devices]
+    idle = 1 - np.minimum(load.activated, 1.0)
+    activated = np.where(parts > 0, 1 - idle[where] ** parts, 0.0).sum(axis=-1).T
     live = devices.is_alive
     work_s = (prices.token_s * tokens + prices.expert_s * activated)[:, live] / devices.speed[live]
-    rows = np.einsum("sle,lde->lsd", load.tokens, parts)
-    way = devices.distance[devices.source_on]  # [sources, devices]
-    row_s = np.array(prices.row_s)[way]
-    arriving_s = (rows * row_s).sum(axis=1)  # [layers, devices], what each device receives of others
-    returning_s = (rows * row_s).sum(axis=2)  # [layers, sources], the answers
-    received_s = arriving_s.copy()
-    np.add.at(received_s.T, devices.source_on, returning_s.T)
-    totals = np.array([2 * rows[:, way == kind].sum() for kind in range(3)])
+    arriving = _arriving_rows(origin, where, parts)
+    answers = _answer_rows(load, devices, origin, where, parts)
+    row_s = np.array(prices.row_s)
+    received_s = np.einsum("kdl,k->ld", arriving, row_s)
+    np.add.at(received_s.T, devices.source_on, np.einsum("ksl,k->sl", answers, row_s))
     return PlaceScore(
         tokens=tokens[:, live],
         activated=activated[:, live],
         compute_s=work_s.max(axis=1),
         exchange_s=received_s.max(axis=1),
-        rows=totals,
+        rows=2 * arriving.sum(axis=(1, 2)),
     )
+
+
+def _arriving_rows(origin: Traffic, where: Where, parts: Floats) -> Floats:
+    """Return float64[3, devices, layers], rows that each device receives from itself, its node, and other nodes."""
+    every = np.arange(len(parts))[:, None, None]
+    own, in_node, total = (
+        (tokens * parts).sum(axis=-1)
+        for tokens in (
+            origin.by_device[(every, *where)],
+            origin.by_node[(origin.node_at[:, None, None], *where)],
+            origin.total[where],
+        )
+    )
+    return np.stack([own, in_node - own, total - in_node])
+
+
+def _answer_rows(load: ExpertLoad, devices: Devices, origin: Traffic, where: Where, parts: Floats) -> Floats:
+    """Return float64[3, sources, layers], answers that each source receives from its device, its node, and others."""
+    num_layers, num_experts = origin.total.shape
+    device = devices.source_on
+    layer, expert = where
+    own = (load.tokens[np.arange(len(device))[:, None, None], layer, expert[device]] * parts[device]).sum(axis=-1)
+    index = (origin.node_at[:, None, None] * num_layers + layer) * num_experts + expert
+    in_nodes = np.bincount(index.ravel(), parts.ravel(), origin.by_node.size).reshape(origin.by_node.shape)
+    in_node = np.empty(load.tokens.shape[:2])
+    for node in range(len(in_nodes)):
+        sources = origin.node_at[device] == node
+        in_node[sources] = np.einsum("sle,le->sl", load.tokens[sources], in_nodes[node])
+    total = np.einsum("sle,le->sl", load.tokens, in_nodes.sum(axis=0))
+    return np.stack([own, in_node - own, total - in_node])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ from moestro.cost.networks import NetworkShape
 from moestro.cost.popularity import PopularityForm
 from moestro.errors import ConfigError
 from moestro.planner.lengths import LengthSample
-from moestro.planner.settings import HardwareSettings, PlanSettings, TrafficSettings
+from moestro.planner.settings import PlanSettings, TrafficSettings
 from moestro.workload.traces import read_trace
 
 _NVSWITCH = {"a100": NVSWITCH_A100, "h20-": NVSWITCH_H100, "h100": NVSWITCH_H100, "h200": NVSWITCH_H100}
@@ -70,7 +70,7 @@ def make_question(settings: PlanSettings) -> PlanQuestion:
         settings=settings,
         network=read_network(settings.model),
         gpu=gpu,
-        within=_link_within(hardware, gpu),
+        within=link_within(hardware.link_within, gpu),
         across=link_named(hardware.link_across),
         lengths=_lengths(settings.traffic),
         family=family,
@@ -105,9 +105,17 @@ def read_network(model: str) -> NetworkShape:
     return network_from_config(path.resolve().name if path.is_dir() else path.stem, config)
 
 
-def _link_within(hardware: HardwareSettings, gpu: Gpu) -> Link:
-    if hardware.link_within is not None:
-        return link_named(hardware.link_within)
+def link_within(name: str | None, gpu: Gpu) -> Link:
+    """Look up the link between the GPUs of a machine.
+
+    Args:
+        name: its name; None means the NVSwitch of the GPU.
+
+    Raises:
+        ConfigError: the name is unknown, or the GPU has no NVSwitch.
+    """
+    if name is not None:
+        return link_named(name)
     link = _NVSWITCH.get(gpu.name[:4])
     if link is None:
         raise ConfigError(f"--link-within has no default for {gpu.name}, which has no NVSwitch: name a link")

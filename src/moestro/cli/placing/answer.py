@@ -1,0 +1,156 @@
+"""Asks placement policies, and prices their answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.cli.placing.placements import VERSION, PlacementFile, filled_slots
+from moestro.cli.placing.question import PlaceQuestion
+from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.errors import ConfigError, MoestroError
+from moestro.placement.devices import Devices
+from moestro.placement.payback import Payback, payback
+from moestro.placement.registry import PLACE_POLICIES, PlaceView
+from moestro.placement.score import PlaceScore
+from moestro.workload.expert_profile import CREATED_BY
+
+
+class PlacementError(MoestroError):
+    """A policy found no placement, or one that the devices cannot have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlaceAnswer:
+    """The placement of one policy.
+
+    Attributes:
+        policy: The policy, as the operator wrote it.
+        table: New placement.
+        change: Costs before and after, moves, and their payback.
+    """
+
+    policy: str
+    table: ExpertTable
+    change: Payback
+
+
+def ask(policy: str, view: PlaceView, *, fills_slots: bool = False) -> PlaceAnswer:
+    """Ask one policy.
+
+    Args:
+        policy: The policy, as the operator wrote it.
+        view: What it sees.
+        fills_slots: Whether the placement is for an engine that has an expert in every slot and divides tokens evenly
+            among copies. Then no slot is saved by leaving it empty, so the policy sees no price for reading an expert;
+            empty slots are filled afterwards, and the answer is priced as it then is.
+
+    Raises:
+        ConfigError: No policy has this name, or a setting is wrong.
+        PlacementError: The policy fails, or its placement does not fit the devices.
+    """
+    decide = PLACE_POLICIES.make(policy)
+    seen = replace(view, prices=replace(view.prices, expert_s=0.0)) if fills_slots else view
+    try:
+        table = decide(seen)
+        _check(view, table)
+    except MoestroError:
+        raise
+    except Exception as error:  # a policy of a user's file may raise anything
+        raise PlacementError(f"policy {policy} found no placement: {type(error).__name__}: {error}") from error
+    if fills_slots:
+        table = _with_even_shares(table, filled_slots(table, view.devices, view.load.total), view.devices)
+    return PlaceAnswer(policy=policy, table=table, change=payback(view, table))
+
+
+def _check(view: PlaceView, table: ExpertTable) -> None:
+    if not isinstance(table, ExpertTable):
+        raise TypeError(f"it returned {table!r} in place of an ExpertTable")
+    if table.logical_of.shape != view.table.logical_of.shape:
+        raise ValueError(f"its table has the shape {table.logical_of.shape}, not {view.table.logical_of.shape}")
+    used = (table.logical_of != EMPTY).sum(axis=2)
+    over = np.argwhere(used > view.devices.num_slots[:, None])
+    if len(over):
+        device, layer = over[0].tolist()
+        raise ValueError(
+            f"device {device} has {view.devices.num_slots[device]} slots and gets {used[device, layer]} experts in"
+            f" layer {layer}"
+        )
+
+
+def ask_all(view: PlaceView, *, fills_slots: bool = False) -> dict[str, PlaceAnswer | str]:
+    """Ask every registered policy under its default settings; in place of an answer, a failed one has its reason."""
+    found: dict[str, PlaceAnswer | str] = {}
+    for name in PLACE_POLICIES.names():
+        try:
+            found[name] = ask(name, view, fills_slots=fills_slots)
+        except (ConfigError, PlacementError) as error:
+            found[name] = str(error)
+    return found
+
+
+def _with_even_shares(table: ExpertTable, rows: NDArray[np.int32], devices: Devices) -> ExpertTable:
+    """Return the placement that an engine has after it loads a file.
+
+    Args:
+        table: Placement of a policy.
+        rows: int32[layers, slots], experts in the slots of the live devices end to end.
+        devices: The devices.
+    """
+    live = np.flatnonzero(devices.is_alive)
+    logical_of = np.full(table.logical_of.shape, EMPTY, np.int32)
+    parts = rows.reshape(len(rows), len(live), -1).swapaxes(0, 1)
+    for device, held in zip(live.tolist(), parts, strict=True):
+        for layer, experts in enumerate(held):
+            # With more slots than experts a device has an expert twice, which its first copy computes alone.
+            once = np.unique(experts)
+            logical_of[device, layer, : len(once)] = once
+    return replace(table, logical_of=logical_of, shares=None, is_alive=devices.is_alive)
+
+
+def placement_file(question: PlaceQuestion, answer: PlaceAnswer) -> PlacementFile:
+    """Return the contents of our file."""
+    devices, profile, moves = question.view.devices, question.profile, answer.change.moves
+    columns = zip(
+        moves.layer.tolist(), moves.expert.tolist(), moves.source.tolist(), moves.target.tolist(), strict=True
+    )
+    table, layers = answer.table, profile.layers
+    return PlacementFile(
+        moestro_placement=VERSION,
+        policy=answer.policy,
+        created_by=CREATED_BY,
+        model=profile.model,
+        num_experts=profile.num_experts,
+        layers=list(layers),
+        num_model_layers=profile.num_model_layers,
+        devices=[
+            {"node": int(node), "slots": int(slots), "speed": float(speed), "alive": bool(alive)}
+            for node, slots, speed, alive in zip(
+                devices.node_of, devices.num_slots, devices.speed, devices.is_alive, strict=True
+            )
+        ],
+        table=table.logical_of.swapaxes(0, 1).tolist(),
+        shares=None if table.shares is None else table.shares.swapaxes(0, 1).round(6).tolist(),
+        moves=[(layers[layer], expert, source, target) for layer, expert, source, target in columns],
+        before=figures(answer.change.before),
+        after=figures(answer.change.after),
+        move_s=answer.change.move_s,
+        payback_steps=answer.change.steps,
+    )
+
+
+def figures(score: PlaceScore) -> dict[str, float]:
+    """Return the figures of a cost by name."""
+    rows = (score.rows / max(float(score.rows.sum()), 1e-300)).tolist()
+    return {
+        "balance_of_sums": score.balance_of_sums,
+        "mean_balance": score.mean_balance,
+        "step_s": score.step_s,
+        "compute_s": float(score.compute_s.sum()),
+        "exchange_s": float(score.exchange_s.sum()),
+        "same_device_rows": rows[0],
+        "same_node_rows": rows[1],
+        "other_node_rows": rows[2],
+    }

@@ -1,0 +1,166 @@
+"""What `moestro place` is asked, with all files read and all names looked up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moestro.cli.extras import is_installed
+from moestro.cli.placing.devices import make_devices, spread_sources
+from moestro.cli.placing.placements import first_table, read_current
+from moestro.cli.placing.settings import PlaceSettings, PriceSettings
+from moestro.core.expert_load import ExpertLoad
+from moestro.core.expert_table import ExpertTable
+from moestro.cost.gpus import gpu_named
+from moestro.cost.hf_config import CONFIGS, network_named
+from moestro.cost.links import link_named
+from moestro.cost.networks import NetworkShape
+from moestro.errors import ConfigError
+from moestro.placement.devices import Devices, PlacePrices
+from moestro.placement.prices import place_prices
+from moestro.placement.registry import PlaceView
+from moestro.planner.question import link_within, read_network
+from moestro.workload.expert_profile import ExpertProfile
+from moestro.workload.profile_readers import ProfileReading, read_profile
+
+_FALLBACK = "qwen3-30b-a3b"  # prices of a network that fits no known one; its experts are small, as most are now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlaceQuestion:
+    """A profile, devices, prices and limits.
+
+    Attributes:
+        settings: Settings as given.
+        profile: Profile as read, with the network's layer numbers.
+        view: What a policy sees.
+        network: Network whose prices hold.
+        notes: What was assumed, a sentence each.
+    """
+
+    settings: PlaceSettings
+    profile: ExpertProfile
+    view: PlaceView
+    network: NetworkShape
+    notes: tuple[str, ...]
+
+
+def make_question(settings: PlaceSettings) -> PlaceQuestion:
+    """Read all files and look up all names.
+
+    Raises:
+        ConfigError: A name is unknown, a file cannot be read, or the parts do not fit each other.
+    """
+    named = None if settings.prices.model is None else read_network(settings.prices.model)
+    if named is not None and named.experts is None:
+        raise ConfigError(f"--model {named.name} has no experts to place")
+    profile = read_profile(settings.paths, _reading(settings, named))
+    network, why = named, ""
+    if network is None:
+        network, why = _known_network(profile)
+    else:
+        profile = replace(profile, model=network.name)
+    profile = _numbered(profile, network)
+    devices = make_devices(settings.devices, profile.num_experts)
+    view = PlaceView(
+        load=spread_sources(profile.load, devices),
+        table=_current(settings, devices, profile),
+        devices=devices,
+        prices=_prices(settings.prices, network),
+        limits=settings.policy.limits,
+        num_groups=settings.policy.num_groups,
+    )
+    if profile.num_experts % settings.policy.num_groups:
+        raise ConfigError(f"--num-groups {settings.policy.num_groups} does not divide {profile.num_experts} experts")
+    notes = [*profile.notes, *([why] if why else [])]
+    if profile.num_sources not in (1, devices.num_devices):
+        notes.append(f"the {profile.num_sources} sources are laid on the {devices.num_devices} devices in order")
+    return PlaceQuestion(settings=settings, profile=profile, view=view, network=network, notes=tuple(notes))
+
+
+def load_to_check(question: PlaceQuestion, path: Path) -> ExpertLoad:
+    """Read the load of another profile of the same network.
+
+    Raises:
+        ConfigError: It cannot be read, or has other layers or experts.
+    """
+    settings, profile = question.settings, question.profile
+    reading = replace(_reading(settings, None), num_experts=profile.num_experts, index=None, datasets=())
+    other = read_profile([path], reading)
+    if other.num_layers != profile.num_layers:
+        raise ConfigError(
+            f"--check {path} has {other.num_layers} layers with experts, and {profile.num_layers} are placed"
+        )
+    return spread_sources(other.load, question.view.devices)
+
+
+def _reading(settings: PlaceSettings, named: NetworkShape | None) -> ProfileReading:
+    experts = None if named is None else named.experts
+    read_tensors = None
+    if is_installed("serve"):
+
+        def read_tensors(path: Path) -> Any:
+            from moestro.model.tensor_files import read_tensor_file  # torch takes seconds, and few profiles need it
+
+            return read_tensor_file(path)
+
+    return ProfileReading(
+        num_experts=settings.profile.num_experts or (None if experts is None else experts.num_experts),
+        top_k=8 if experts is None else experts.top_k,
+        tokens_per_step=settings.profile.tokens_per_step,
+        index=settings.profile.routing_index,
+        datasets=settings.profile.dataset,
+        read_tensors=read_tensors,
+    )
+
+
+def _known_network(profile: ExpertProfile) -> tuple[NetworkShape, str]:
+    """Return the network that the profile names, or the first known one with its experts and layers, and say why."""
+    if profile.model in CONFIGS:
+        return network_named(profile.model), f"prices are those of {profile.model}, which the profile names"
+    for name in CONFIGS:
+        network = network_named(name)
+        has_experts = network.experts is not None and network.experts.num_experts == profile.num_experts
+        if has_experts and profile.num_layers == network.num_moe_layers:
+            return network, f"prices are those of {name}, whose experts and layers match (--model names another one)"
+    return network_named(_FALLBACK), (
+        f"no known network has {profile.num_experts} experts in {profile.num_layers} layers: prices are those of"
+        f" {_FALLBACK} (--model names another one)"
+    )
+
+
+def _numbered(profile: ExpertProfile, network: NetworkShape) -> ExpertProfile:
+    """Number the layers as in the network, where a profile has only those with experts, and as many as the network."""
+    numbers = sorted(layer for group in network.groups if group.has_experts for layer in group.layers)
+    if profile.num_model_layers == profile.num_layers == len(numbers) != network.num_layers:
+        return replace(profile, layers=tuple(numbers), num_model_layers=network.num_layers)
+    return profile
+
+
+def _prices(settings: PriceSettings, network: NetworkShape) -> PlacePrices:
+    gpu = gpu_named(settings.gpu)
+    return place_prices(network, gpu, link_within(settings.link_within, gpu), link_named(settings.link_across))
+
+
+def _current(settings: PlaceSettings, devices: Devices, profile: ExpertProfile) -> ExpertTable:
+    path = settings.devices.current
+    if path is None:
+        try:
+            return first_table(devices, profile.num_layers, profile.num_experts)
+        except ValueError as error:
+            raise ConfigError(f"experts in order do not fit the devices: {error}; give --current") from None
+    try:
+        data = path.read_bytes()
+        is_tensors = data.startswith(b"PK")
+        contents = None if is_tensors else msgspec.json.decode(data)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"--current {path} cannot be read: {error}") from error
+    if is_tensors:
+        read_tensors = _reading(settings, None).read_tensors
+        if read_tensors is None:
+            raise ConfigError(f"--current {path} is a file of tensors, which torch reads: pip install 'moestro[serve]'")
+        contents = read_tensors(path)
+    return read_current(path, contents, devices, profile.layers, profile.num_experts)

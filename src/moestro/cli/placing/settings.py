@@ -1,0 +1,149 @@
+"""The settings of `moestro place`. A docstring under a field is its text in `--help`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+
+from moestro.core.setting_checks import CheckedSettings, above, at_least
+from moestro.cost.gpus import GPUS
+from moestro.cost.links import LINKS
+from moestro.placement.devices import PlaceLimits
+from moestro.placement.registry import PLACE_POLICIES
+
+_READING = Parameter(group=Group.create_ordered("Profile", help="How the recorded load is read."))
+_DEVICES = Parameter(group=Group.create_ordered("Devices", help="Where experts can be, and where they are now."))
+_PRICES = Parameter(group=Group.create_ordered("Prices", help="What tokens, rows and moves cost."))
+_POLICY = Parameter(group=Group.create_ordered("Policy", help="What decides, and what it may move."))
+_OUTPUT = Parameter(group=Group.create_ordered("Output", help="What is written."))
+_POLICIES = f"Policy (NAME or NAME:SETTING=VALUE,...), or FILE.py:NAME.\n\n{PLACE_POLICIES.help_text()}"
+
+# vLLM's and SGLang's usual batch of one engine in decode is a few hundred sequences, a token each in a step.
+DEFAULT_TOKENS_PER_STEP = 256
+# The default policy for engines that divide tokens evenly among copies.
+EVEN_POLICY = "moestro:weighted=0"
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ProfileSettings(CheckedSettings):
+    """The profile."""
+
+    tokens_per_step: Annotated[int, at_least(1), _READING] = DEFAULT_TOKENS_PER_STEP
+    "Tokens of a step of all sources, for recordings that have no steps (choices per token, plain counts)."
+    num_experts: Annotated[int | None, at_least(1), _READING] = None
+    "Experts of a layer. Unset: as in the profile; for choices per token those of --model, or the largest one seen."
+    routing_index: Annotated[Path | None, _READING] = None
+    "Index of a routing trace (JSON lines with dataset, offset and num_tokens)."
+    dataset: Annotated[tuple[str, ...], Parameter(show_default=False), _READING] = ()
+    "Data set of --routing-index to use; may be repeated. Unset: all."
+    save_profile: Annotated[Path | None, _READING] = None
+    "Write the profile here in Moestro's own form: one compressed file without pickle."
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class DeviceSettings(CheckedSettings):
+    """The devices."""
+
+    devices: Annotated[int | None, at_least(1), _DEVICES] = None
+    "Devices of the expert-parallel group."
+    slots_per_device: Annotated[int | None, at_least(1), _DEVICES] = None
+    "Copies of experts that a device has room for in each layer. Unset: just enough for one copy of each expert."
+    nodes: Annotated[int, at_least(1), _DEVICES] = 1
+    "Machines; each has equally many consecutive devices."
+    topology: Annotated[Path | None, _DEVICES] = None
+    "YAML file of the devices, in place of the three flags above: node, slots, speed, alive and count of each."
+    dead: Annotated[str | None, _DEVICES] = None
+    "Devices that no longer compute, by number from 0: 3,7."
+    current: Annotated[Path | None, _DEVICES] = None
+    "Present placement: a file of --out, or SGLang's with physical_to_logical_map. Unset: experts in order."
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class PriceSettings(CheckedSettings):
+    """The prices."""
+
+    model: Annotated[str | None, _PRICES] = None
+    "Network by name, or its config.json. Unset: the known network whose experts and layers match the profile's."
+    gpu: Annotated[str, Parameter(help=f"One of {', '.join(GPUS)}."), _PRICES] = "h100"
+    link_within: Annotated[
+        str | None,
+        Parameter(help=f"Link between the GPUs of a machine. Unset: NVSwitch of the GPU; one of {', '.join(LINKS)}."),
+        _PRICES,
+    ] = None
+    link_across: Annotated[str, Parameter(help=f"Link between machines: one of {', '.join(LINKS)}."), _PRICES] = (
+        "infiniband-hdr"
+    )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class PlacePolicySettings(CheckedSettings):
+    """The policy and its limits."""
+
+    policy: Annotated[str, Parameter(help=_POLICIES), _POLICY] = "moestro"
+    compare: Annotated[bool, Parameter(negative=()), _POLICY] = False
+    "Ask every policy under its default settings, and show all answers in a table."
+    num_groups: Annotated[int, at_least(1), _POLICY] = 1
+    "Groups of experts that the gate chooses first (DeepSeek-V3: 8)."
+    check: Annotated[Path | None, _POLICY] = None
+    "Another profile (the next window, another domain), under whose load both placements are priced too."
+    max_bytes: Annotated[int | None, at_least(0), _POLICY] = None
+    "Largest number of bytes of weights that move. Policies of other systems ignore limits."
+    max_receives: Annotated[int | None, at_least(0), _POLICY] = None
+    "Largest number of experts that one device receives."
+    max_layers: Annotated[int | None, at_least(0), _POLICY] = None
+    "Largest number of layers that change."
+    horizon_steps: Annotated[float, above(0), _POLICY] = PlaceLimits().horizon_steps
+    "Steps within which a move must pay for itself."
+
+    @property
+    def limits(self) -> PlaceLimits:
+        """The limits as policies read them."""
+        return PlaceLimits(
+            max_bytes=self.max_bytes,
+            max_receives=self.max_receives,
+            max_layers=self.max_layers,
+            horizon_steps=self.horizon_steps,
+        )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class OutputSettings(CheckedSettings):
+    """The files."""
+
+    out: Annotated[Path | None, _OUTPUT] = None
+    "Write the placement, its shares, moves and figures here as JSON."
+    sglang: Annotated[Path | None, _OUTPUT] = None
+    "Write the file for SGLang's --init-expert-location here. Every slot then gets an expert, and copies share evenly."
+    tensorrt_llm: Annotated[Path | None, _OUTPUT] = None
+    "Write TensorRT-LLM's YAML of a load balancer here, under the same two conditions."
+    png: Annotated[Path | None, _OUTPUT] = None
+    "Draw load by layer and device, pairs of experts and moves here. Needs matplotlib."
+
+    @property
+    def is_for_engines(self) -> bool:
+        """Whether an engine loads the placement that has an expert in every slot and knows no shares."""
+        return self.sglang is not None or self.tensorrt_llm is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceSettings:
+    """All of `moestro place`.
+
+    Attributes:
+        paths: Files of the profile.
+    """
+
+    paths: tuple[Path, ...]
+    profile: ProfileSettings = ProfileSettings()
+    devices: DeviceSettings = DeviceSettings()
+    prices: PriceSettings = PriceSettings()
+    policy: PlacePolicySettings = PlacePolicySettings()
+    output: OutputSettings = OutputSettings()

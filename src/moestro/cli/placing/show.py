@@ -1,0 +1,204 @@
+"""Terminal output of `moestro place`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from moestro.cli.placing.answer import PlaceAnswer
+from moestro.cli.placing.question import PlaceQuestion
+from moestro.placement.payback import Payback
+from moestro.placement.score import PlaceScore, share_moved
+
+_SHOWN_LAYERS, _SHOWN_DEVICES = 5, 8
+
+
+def line(console: Console, text: str) -> None:
+    """Print one line as it is."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_question(console: Console, question: PlaceQuestion) -> None:
+    """Print what was read, and what was assumed."""
+    profile, devices = question.profile, question.view.devices
+    origin = f" ({profile.origin})" if profile.origin else ""
+    line(
+        console,
+        f"Profile: {profile.num_layers} layers with {profile.num_experts} experts,"
+        f" {_number(profile.num_sources, 'source')}, {_number(round(profile.load.num_steps), 'step')}{origin}",
+    )
+    slots = sorted(set(devices.num_slots.tolist()))
+    num_dead = int((~devices.is_alive).sum())
+    line(
+        console,
+        f"Devices: {devices.num_devices} on {_number(len(set(devices.node_of.tolist())), 'node')},"
+        f" {' to '.join(str(each) for each in dict.fromkeys((slots[0], slots[-1])))} slots each in a layer"
+        + (f", {num_dead} of them dead" if num_dead else ""),
+    )
+    for note in question.notes:
+        line(console, f"- {note}")
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def print_answer(console: Console, question: PlaceQuestion, answer: PlaceAnswer) -> None:
+    """Print the table before and after, the slowest layers, and the plan of moves."""
+    change = answer.change
+    line(console, f"Policy: {answer.policy}")
+    lost = _num_lost(question)
+    if lost:
+        line(console, f"- {lost:,} experts have no live copy now; the tokens for them are missing in the column before")
+    console.print(_figures_table(change))
+    console.print(_layers_table(question, change))
+    _print_moves(console, question, answer)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(columns[0], no_wrap=True)
+    for name in columns[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _num_lost(question: PlaceQuestion) -> int:
+    """Number of experts of all layers that only dead devices hold."""
+    copies = question.view.table.num_copies[question.view.devices.is_alive]
+    return int((copies.sum(axis=0) == 0).sum())
+
+
+def _figures_table(change: Payback) -> Table:
+    table = _table("Priced by the traffic model", "", "before", "after")
+
+    def row(name: str, figure: str, unit: float = 1.0, form: str = ".4f") -> None:
+        before, after = _figure(change.before, figure), _figure(change.after, figure)
+        table.add_row(name, f"{before * unit:{form}}", f"{after * unit:{form}}")
+
+    row("balance, ratio of sums (vLLM)", "balance_of_sums")
+    row("balance, mean of ratios (SGLang)", "mean_balance")
+    row("step, ms", "step_s", 1e3)
+    row("  experts, ms", "compute_s", 1e3)
+    row("  rows and answers, ms", "exchange_s", 1e3)
+    row("experts read, busiest devices", "activated", 1.0, ".1f")
+    row("rows that stay, %", "stay", 100, ".1f")
+    row("rows within a node, %", "within", 100, ".1f")
+    row("rows between nodes, %", "between", 100, ".1f")
+    return table
+
+
+def _figure(score: PlaceScore, name: str) -> float:
+    rows = score.rows / max(float(score.rows.sum()), 1e-300)
+    special = {
+        "compute_s": float(score.compute_s.sum()),
+        "exchange_s": float(score.exchange_s.sum()),
+        "activated": float(score.activated.max(axis=1).mean()),
+        "stay": float(rows[0]),
+        "within": float(rows[1]),
+        "between": float(rows[2]),
+    }
+    return special[name] if name in special else float(getattr(score, name))
+
+
+def _layers_table(question: PlaceQuestion, change: Payback) -> Table:
+    table = _table("Slowest layers before", "layer", "µs before", "µs after", "max/mean before", "max/mean after")
+    before_s = change.before.compute_s + change.before.exchange_s
+    after_s = change.after.compute_s + change.after.exchange_s
+    for layer in np.argsort(-before_s, kind="stable")[:_SHOWN_LAYERS].tolist():
+        table.add_row(
+            str(question.profile.layers[layer]),
+            f"{before_s[layer] * 1e6:.1f}",
+            f"{after_s[layer] * 1e6:.1f}",
+            f"{_imbalance(change.before, layer):.2f}",
+            f"{_imbalance(change.after, layer):.2f}",
+        )
+    return table
+
+
+def _imbalance(score: PlaceScore, layer: int) -> float:
+    mean = float(score.tokens[layer].mean())
+    return float(score.tokens[layer].max()) / mean if mean else 1.0
+
+
+def _print_moves(console: Console, question: PlaceQuestion, answer: PlaceAnswer) -> None:
+    moves, prices, change = answer.change.moves, question.view.prices, answer.change
+    if not len(moves):
+        line(console, "Moves: none; the present placement stays.")
+        return
+    size = len(moves) * prices.expert_bytes
+    line(
+        console,
+        f"Moves: {len(moves):,} copies of experts ({share_moved(moves, answer.table):.1%} of the filled slots) in"
+        f" {len(np.unique(moves.layer))} layers, {_bytes(size)}, {change.move_s:.3g} s for the busiest device.",
+    )
+    line(console, _payback(change))
+    received = np.bincount(moves.target, minlength=question.view.devices.num_devices)
+    sent = np.bincount(moves.source[moves.source >= 0], minlength=len(received))
+    table = _table("Moves by device", "device", "receives", "sends", "bytes received")
+    order = np.argsort(-received, kind="stable")
+    for device in order[:_SHOWN_DEVICES].tolist():
+        table.add_row(
+            str(device), f"{received[device]:,}", f"{sent[device]:,}", _bytes(received[device] * prices.expert_bytes)
+        )
+    console.print(table)
+    if len(order) > _SHOWN_DEVICES:
+        line(console, f"{len(order) - _SHOWN_DEVICES} more devices receive at most {received[order[_SHOWN_DEVICES]]:,}")
+    loaded = int((moves.source < 0).sum())
+    if loaded:
+        line(console, f"{loaded:,} copies have no live holder, and come from the checkpoint.")
+
+
+def _payback(change: Payback) -> str:
+    if change.steps is None:
+        return "Payback: never; a step takes no less time than before."
+    if not change.steps:
+        return "Payback: at once, because experts have no live copy now."
+    return f"Payback: {change.steps:,.0f} steps, each {change.saved_s * 1e6:.1f} µs shorter."
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"
+
+
+def print_check(console: Console, name: str, before: PlaceScore, after: PlaceScore) -> None:
+    """Print what both placements cost under the load of another profile."""
+    line(
+        console,
+        f"Under the load of {name}: balance {before.mean_balance:.4f} before, {after.mean_balance:.4f} after;"
+        f" step {before.step_s * 1e3:.4f} ms before, {after.step_s * 1e3:.4f} ms after.",
+    )
+
+
+def print_comparison(console: Console, answers: Mapping[str, PlaceAnswer | str]) -> None:
+    """Print all policies in a table, and the reasons of those that failed."""
+    table = _table(
+        "This policy, and all under their default settings",
+        "policy", "balance (vLLM)", "(SGLang)", "step ms", "between nodes %", "moved %", "payback steps",
+    )  # fmt: skip
+    for name, answer in answers.items():
+        if isinstance(answer, str):
+            table.add_row(name, "failed", "", "", "", "", "")
+            continue
+        after, change = answer.change.after, answer.change
+        table.add_row(
+            name,
+            f"{after.balance_of_sums:.4f}",
+            f"{after.mean_balance:.4f}",
+            f"{after.step_s * 1e3:.4f}",
+            f"{after.far_share * 100:.1f}",
+            f"{share_moved(change.moves, answer.table) * 100:.1f}",
+            "never" if change.steps is None and len(change.moves) else f"{change.steps or 0:,.0f}",
+        )
+    console.print(table)
+    for name, answer in answers.items():
+        if isinstance(answer, str):
+            line(console, f"{name} failed: {answer}")

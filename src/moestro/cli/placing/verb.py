@@ -1,0 +1,87 @@
+"""`moestro place`: reads, asks, shows, and writes files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from moestro.cli.extras import require_extra
+from moestro.cli.placing.answer import PlaceAnswer, ask, ask_all, placement_file
+from moestro.cli.placing.placements import all_model_layers, filled_slots, write_json, write_tensorrt_llm
+from moestro.cli.placing.question import PlaceQuestion, load_to_check, make_question
+from moestro.cli.placing.settings import EVEN_POLICY, PlacePolicySettings, PlaceSettings
+from moestro.cli.placing.show import line, print_answer, print_check, print_comparison, print_question
+from moestro.placement.payback import payback
+from moestro.workload.profile_file import write_profile
+from moestro.workload.progress import progress_bar
+
+
+def run_place(settings: PlaceSettings, console: Console) -> None:
+    """Answer the question of `settings`, print the answer, and write the files that it asks for.
+
+    Raises:
+        ConfigError: A name is unknown, a file cannot be read or written, or a library is not installed.
+        PlacementError: The policy finds no placement.
+    """
+    if settings.output.png is not None:
+        require_extra("plots", "--png")
+    with progress_bar(Console(stderr=True)) as bar:
+        bar.add_task("reading the profile", total=None)
+        question = make_question(settings)
+    print_question(console, question)
+    if settings.profile.save_profile is not None:
+        write_profile(settings.profile.save_profile, question.profile)
+        line(console, f"written: {settings.profile.save_profile}")
+    policy, fills_slots = settings.policy.policy, settings.output.is_for_engines
+    if fills_slots:
+        line(console, "- every slot gets an expert, and copies share evenly, as SGLang and TensorRT-LLM have it")
+        policy = EVEN_POLICY if policy == PlacePolicySettings().policy else policy
+    with progress_bar(Console(stderr=True)) as bar:
+        bar.add_task("placing", total=None)
+        answer = ask(policy, question.view, fills_slots=fills_slots)
+        others = ask_all(question.view, fills_slots=fills_slots) if settings.policy.compare else {}
+    print_answer(console, question, answer)
+    if settings.policy.check is not None:
+        _check(console, question, answer, settings.policy.check)
+    if others:
+        print_comparison(console, {answer.policy: answer} | others)
+    _write(console, question, answer)
+
+
+def _check(console: Console, question: PlaceQuestion, answer: PlaceAnswer, path: Path) -> None:
+    view = replace(question.view, load=load_to_check(question, path))
+    change = payback(view, answer.table)
+    print_check(console, path.name, change.before, change.after)
+
+
+def _write(console: Console, question: PlaceQuestion, answer: PlaceAnswer) -> None:
+    output = question.settings.output
+    if output.out is not None:
+        write_json("--out", output.out, placement_file(question, answer))
+        line(console, f"written: {output.out}")
+    if output.is_for_engines:
+        _write_for_engines(console, question, answer)
+    if output.png is None:
+        return
+    from moestro.cli.placing.draw import save_placement
+
+    save_placement(output.png, question, answer)
+    line(console, f"written: {output.png}")
+
+
+def _write_for_engines(console: Console, question: PlaceQuestion, answer: PlaceAnswer) -> None:
+    view, profile, output = question.view, question.profile, question.settings.output
+    rows = filled_slots(answer.table, view.devices, view.load.total)
+    if output.sglang is not None:
+        slots = all_model_layers(rows, profile.layers, profile.num_model_layers, profile.num_experts)
+        write_json("--sglang", output.sglang, {"physical_to_logical_map": slots})
+        line(
+            console,
+            f"written: {output.sglang}, for --init-expert-location with --ep-size {int(view.devices.is_alive.sum())}"
+            f" --ep-num-redundant-experts {rows.shape[1] - profile.num_experts}",
+        )
+    if output.tensorrt_llm is not None:
+        write_tensorrt_llm(output.tensorrt_llm, rows, profile.layers)
+        line(console, f"written: {output.tensorrt_llm}, for moe_config.load_balancer")

@@ -1,0 +1,79 @@
+"""Copies of experts in the slots of devices, with what they weigh; the state that a search changes in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.expert_table import EMPTY
+from moestro.placement.problem import Experts, PlaceProblem
+from moestro.placement.traffic import Floats
+
+
+@dataclass(slots=True, eq=False)
+class Packing:
+    """Copies in slots, changed in place by exchanges.
+
+    Attributes:
+        expert: int64[batches, devices, slots].
+        share: float64[batches, devices, slots].
+        work: float64[batches, devices, slots], seconds of each copy at speed 1.
+        held: bool[batches, experts + 1, devices], who holds what.
+    """
+
+    expert: Experts
+    share: Floats
+    work: Floats
+    held: NDArray[np.bool_] = field(repr=False)
+
+    def of_layers(self, layers: NDArray[np.integer]) -> Packing:
+        """Return a copy of some batches."""
+        return Packing(self.expert[layers], self.share[layers], self.work[layers], self.held[layers])
+
+    def put(self, layers: NDArray[np.integer], other: Packing) -> None:
+        """Replace some batches."""
+        self.expert[layers], self.share[layers] = other.expert, other.share
+        self.work[layers], self.held[layers] = other.work, other.held
+
+
+def packing_of(problem: PlaceProblem, expert: Experts, share: Floats) -> Packing:
+    """Return the state that exchanges change."""
+    return Packing(expert, share, problem.work(expert, share), held_by(expert, problem.shape[1]))
+
+
+def live_counts(expert: Experts, num_experts: int) -> Experts:
+    """Return int64[batches, experts], copies of each expert."""
+    num_batches = len(expert)
+    index = np.arange(num_batches)[:, None, None] * num_experts + expert
+    counts = np.bincount(index[expert != EMPTY], minlength=num_batches * num_experts)
+    return counts.reshape(num_batches, num_experts)
+
+
+def even_shares(expert: Experts, num_experts: int) -> Floats:
+    """Return float64[batches, devices, slots], equal parts for all copies of an expert; 0 for EMPTY."""
+    counts = np.maximum(live_counts(expert, num_experts), 1)
+    share: Floats = np.where(expert == EMPTY, 0.0, 1.0 / counts[np.arange(len(expert))[:, None, None], expert])
+    return share
+
+
+def held_by(expert: Experts, num_experts: int) -> NDArray[np.bool_]:
+    """Return bool[batches, experts + 1, devices], who holds what; the last expert is EMPTY, which is never held."""
+    num_batches, num_devices, _ = expert.shape
+    held = np.zeros((num_batches, num_experts + 1, num_devices), np.bool_)
+    batch, device, slot = np.nonzero(expert != EMPTY)
+    held[batch, expert[batch, device, slot], device] = True
+    return held
+
+
+def normal_shares(expert: Experts, share: Floats, num_experts: int) -> Floats:
+    """Scale shares so that those of each expert sum to 1; copies that have none at all become equal."""
+    batch = np.arange(len(expert))[:, None, None]
+    index = np.where(expert == EMPTY, 0, batch * num_experts + expert)
+    share = np.where(expert == EMPTY, 0.0, share)
+    totals = np.bincount(index.ravel(), share.ravel(), len(expert) * num_experts)[index]
+    scaled: Floats = share / np.where(totals > 0, totals, 1.0)
+    if (totals > 0).all():
+        return scaled
+    return np.where(totals > 0, scaled, even_shares(expert, num_experts))

@@ -1,0 +1,167 @@
+"""Exchanges copies between pairs of devices; all pairs of all layers at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.expert_table import EMPTY
+from moestro.placement.budget import Allowance
+from moestro.placement.copies import Packing
+from moestro.placement.problem import Experts, PlaceProblem
+from moestro.placement.traffic import Floats
+
+LEAST_GAIN = 1e-6  # of the even load; less is rounding
+PATIENCE = 6  # rounds without a gain, each with other pairs, after which a layer is at rest
+
+
+def balance(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds: int, allowance: Allowance) -> None:
+    """Exchange copies between heavy and light devices until no device is above the target.
+
+    Args:
+        target: float64[batches], load at which a device is left alone.
+        num_rounds: Rounds at most; in each one every heavy device makes one exchange at most.
+    """
+    resting = np.zeros(len(target), np.int64)
+    for turn in range(num_rounds):
+        load = problem.load(packing.work)
+        batch = np.flatnonzero((load.max(axis=1) > target * (1 + LEAST_GAIN)) & (resting < PATIENCE))
+        if not len(batch):
+            return
+        load = load[batch]
+        num_heavy = int((load > target[batch, None]).sum(axis=1).max())
+        num_heavy = min(num_heavy, load.shape[1] // 2)
+        order = np.argsort(load, axis=1, kind="stable")
+        heavy = order[:, ::-1][:, :num_heavy]
+        light = order[:, (np.arange(num_heavy) + turn) % (load.shape[1] - num_heavy)]
+        has_gained = exchange(problem, packing, (batch, heavy, light), target, allowance)
+        resting[batch] = np.where(has_gained, 0, resting[batch] + 1)
+
+
+def bring_near(problem: PlaceProblem, packing: Packing, cap: Floats, num_turns: int, allowance: Allowance) -> None:
+    """Exchange copies so that rows travel less, between pairs that rotate over all devices as in a tournament.
+
+    Args:
+        cap: float64[batches], load that no device may exceed for it.
+        num_turns: Rotations at most; as many as there are devices pair each one with every other one.
+    """
+    num_devices = len(problem.speed)
+    cycle = num_devices - 1 + num_devices % 2
+    every, batch = np.arange(cycle), np.arange(len(cap))
+    num_idle = 0
+    for turn in range(num_turns):
+        partner = (turn - every) % cycle
+        if num_devices > cycle:
+            partner[partner == every] = cycle  # of an even number of devices, the last one pairs with who is left
+        first = every[every < partner]
+        if not len(first):
+            return
+        one = np.broadcast_to(first, (len(batch), len(first)))
+        other = np.broadcast_to(partner[first], one.shape)
+        has_gained = exchange(problem, packing, (batch, one, other), cap, allowance)
+        num_idle = 0 if has_gained.any() else num_idle + 1
+        if num_idle == cycle:
+            return
+
+
+def exchange(
+    problem: PlaceProblem,
+    packing: Packing,
+    pairs: tuple[Experts, Experts, Experts],
+    target: Floats,
+    allowance: Allowance,
+) -> NDArray[np.bool_]:
+    """Make the best exchange of one copy for another, or for an empty slot, in each pair of devices where one gains.
+
+    An exchange counts the larger load of the pair (nothing below the target), what is received, and the way of rows.
+
+    Args:
+        pairs: int64[batches] and twice int64[batches, pairs]: batches, and the devices of each pair.
+        target: float64[all batches].
+
+    Returns:
+        bool[batches], whether any pair of the batch made an exchange.
+    """
+    batch, one, other = pairs
+    sides = _Side.of(problem, packing, batch, one, other), _Side.of(problem, packing, batch, other, one)
+    delta = sides[0].work[..., :, None] - sides[1].work[..., None, :]
+    speed_one, speed_other = problem.speed[one][..., None, None], problem.speed[other][..., None, None]
+    floor = target[batch][:, None]
+    key = np.maximum(
+        sides[0].load[..., None, None] - delta / speed_one, sides[1].load[..., None, None] + delta / speed_other
+    )
+    np.maximum(key, floor[..., None, None], out=key)
+    key += sides[0].cost[..., :, None]
+    key += sides[1].cost[..., None, :]
+    num_slots = key.shape[-1]
+    key = key.reshape(*one.shape, -1)
+    best = key.argmin(axis=-1)
+    now = np.maximum(np.maximum(sides[0].load, sides[1].load), floor)
+    gain = now - np.take_along_axis(key, best[..., None], axis=-1)[..., 0]
+    row, pair = np.nonzero(gain > LEAST_GAIN * floor)
+    slot_one, slot_other = np.divmod(best[row, pair], num_slots)
+    devices = np.stack([one[row, pair], other[row, pair]], axis=1)
+    if allowance.is_limited and len(row):
+        receives = _receives(problem, packing, batch[row], devices, np.stack([slot_one, slot_other], axis=1))
+        ok = allowance.admit(gain[row, pair], devices, receives)
+        row, devices, slot_one, slot_other = row[ok], devices[ok], slot_one[ok], slot_other[ok]
+    _swap(packing, batch[row], (devices[:, 0], slot_one), (devices[:, 1], slot_other))
+    return np.bincount(row, minlength=len(batch)) > 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Side:
+    """One device of each pair.
+
+    Attributes:
+        work: float64[batches, pairs, slots], seconds of each copy at speed 1.
+        load: float64[batches, pairs], seconds of the device.
+        cost: float64[batches, pairs, slots], seconds that sending each copy to the other device costs; infinite where
+            that one holds the expert.
+    """
+
+    work: Floats
+    load: Floats
+    cost: Floats
+
+    @classmethod
+    def of(cls, problem: PlaceProblem, packing: Packing, batch: Experts, source: Experts, target: Experts) -> _Side:
+        _, num_experts, num_devices, num_slots = problem.shape
+        # Indices into flat arrays: several times faster than indices by axis, and this is where the time goes.
+        slots = ((batch[:, None] * num_devices + source) * num_slots)[..., None] + np.arange(num_slots)
+        expert = packing.expert.reshape(-1).take(slots)
+        base = (batch[:, None, None] * (num_experts + 1) + expert % (num_experts + 1)) * num_devices
+        here, there = base + source[..., None], base + target[..., None]
+        work = packing.work.reshape(-1).take(slots)
+        moved = problem.moved.reshape(-1)
+        cost = problem.move_s * (moved.take(there).astype(np.float64) - moved.take(here))
+        if problem.row_s is not None:
+            row_s = problem.row_s.reshape(-1)
+            cost += (row_s.take(there) - row_s.take(here)) * packing.share.reshape(-1).take(slots)
+        cost[packing.held.reshape(-1).take(there)] = np.inf
+        if not problem.room.all():  # slots that do not exist stay empty
+            cost[~problem.room[source]] = np.inf
+        return cls(work, work.sum(axis=-1) / problem.speed[source], cost)
+
+
+def _receives(problem: PlaceProblem, packing: Packing, batch: Experts, devices: Experts, slots: Experts) -> Experts:
+    """Return int64[exchanges, 2], copies that each device of an exchange receives, less those that it gives back."""
+    at = batch[:, None]
+    expert = packing.expert[at, devices, slots]
+    had = problem.moved[at, expert, devices].astype(np.int64)
+    receives: Experts = problem.moved[at, expert[:, ::-1], devices] - had
+    return receives
+
+
+def _swap(packing: Packing, batch: Experts, one: tuple[Experts, Experts], other: tuple[Experts, Experts]) -> None:
+    """Exchange two slots in each of some batches; no device is in two exchanges of a batch."""
+    first, second = (batch, *one), (batch, *other)
+    expert_one, expert_other = packing.expert[first], packing.expert[second]
+    packing.held[batch, expert_one, one[0]] = False
+    packing.held[batch, expert_other, other[0]] = False
+    packing.held[batch, expert_one, other[0]] = expert_one != EMPTY
+    packing.held[batch, expert_other, one[0]] = expert_other != EMPTY
+    for figures in (packing.expert, packing.share, packing.work):
+        figures[first], figures[second] = figures[second], figures[first]

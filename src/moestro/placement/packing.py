@@ -1,0 +1,105 @@
+"""Places all copies anew, the heaviest first."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moestro.core.expert_table import EMPTY
+from moestro.placement.problem import TINY, Experts, PlaceProblem
+from moestro.placement.replicas import copy_work
+from moestro.placement.traffic import Floats
+
+# With fewer slots on a device, the heaviest copies must choose first, shared or not (288 slots on 144 devices).
+JOINED_SLOTS = 4
+TIE = 1e-9  # of all work of a layer
+
+
+def pack(problem: PlaceProblem, counts: Experts, stay: float, near: float) -> Experts:
+    """Place each copy on the device that ends with the least load, and never two of an expert on one device.
+
+    A further copy that finds no device without its expert is left out.
+
+    Args:
+        counts: int64[batches, experts], copies of each expert.
+        stay: Load, as a part of the even load, that a device may have more in order to keep what it holds.
+        near: Weight of the seconds of rows against the seconds of work.
+
+    Returns:
+        int64[batches, devices, slots]
+    """
+    num_batches, _, num_devices, num_slots = problem.shape
+    work = copy_work(problem, counts)
+    are_joined = problem.room.sum() >= JOINED_SLOTS * num_devices
+    items, is_again = _by_weight(work, counts, are_shared_first=are_joined)
+    item_work = np.append(work, np.zeros((num_batches, 1)), axis=1)[np.arange(num_batches)[:, None], items]
+    dislike = _dislike(problem, work, stay, near)
+    every = np.arange(num_batches)
+    joins = _joins(counts, items) if are_joined else np.zeros((num_batches, 0), np.int64)
+    expert = np.full((num_batches, num_devices, num_slots), EMPTY, np.int64)
+    flat = expert.reshape(-1)
+    room, slowness = problem.room.sum(axis=1), 1 / problem.speed
+    far_above = (work * counts).sum(axis=1, keepdims=True) * slowness.max() + 1.0
+    # Ties go to another device in each layer; else the first one would hold what joins the others in all of them.
+    turn = (np.arange(num_devices) - np.arange(num_batches)[:, None]) % num_devices
+    load = np.where(room == 0, np.inf, turn * (TIE * far_above / num_devices))
+    filled = np.zeros((num_batches, num_devices), np.int64)
+    last = np.full((num_batches, num_devices), EMPTY)
+    for k in range(items.shape[1]):
+        what = items[:, k]
+        cost = load + dislike[every, what]
+        if k < joins.shape[1]:
+            cost += far_above * ((filled > 0) == (joins[:, k, None] < 0)) * (joins[:, k, None] != 0)
+        if len(problem.speed) > 1 and problem.speed.min() != problem.speed.max():
+            cost += item_work[:, k, None] * slowness
+        if is_again[k]:  # copies of an expert follow each other, so an earlier one is the device's last
+            cost[last == what[:, None]] = np.inf
+        device = cost.argmin(axis=1)
+        at = every * num_devices + device
+        ok = np.isfinite(cost.reshape(-1)[at]) & (what != EMPTY)
+        if not ok.all():
+            at, what, device = at[ok], what[ok], device[ok]
+        flat[at * num_slots + filled.reshape(-1)[at]] = what
+        filled.reshape(-1)[at] += 1
+        last.reshape(-1)[at] = what
+        now = load.reshape(-1)[at] + item_work[ok, k] * slowness[device]
+        load.reshape(-1)[at] = np.where(filled.reshape(-1)[at] < room[device], now, np.inf)
+    return expert
+
+
+def _dislike(problem: PlaceProblem, work: Floats, stay: float, near: float) -> Floats:
+    """Return float64[batches, experts + 1, devices], load that a copy may cost more where it is held, or near."""
+    weight = np.append(work, np.zeros((len(work), 1)), axis=1)[:, :, None]
+    dislike: Floats = problem.moved * (stay * weight)
+    if problem.row_s is not None:
+        dislike += problem.row_s * (near * weight / np.maximum(problem.row_s.max(axis=-1, keepdims=True), TINY))
+    return dislike
+
+
+def _joins(counts: Experts, items: Experts) -> Experts:
+    """Return int64[batches, shared copies]: 1 where a copy joins devices that others share, -1 where it adds a device.
+
+    So the copies of shared experts join all devices, if there are enough, and shares can level the loads of all.
+    """
+    batch = np.arange(len(items))[:, None]
+    is_shared = np.append(counts > 1, np.zeros((len(items), 1), np.bool_), axis=1)[batch, items]
+    is_shared = is_shared[:, : int(is_shared.sum(axis=1).max(initial=0))]
+    adds = np.zeros(is_shared.shape, np.bool_)
+    adds[:, 1:] = items[:, 1 : is_shared.shape[1]] == items[:, : max(0, is_shared.shape[1] - 1)]
+    return np.where(is_shared, np.where(adds, -1, 1), 0)
+
+
+def _by_weight(work: Floats, counts: Experts, *, are_shared_first: bool) -> tuple[Experts, list[bool]]:
+    """Return int64[batches, copies], the expert of each copy, the heaviest first; EMPTY pads.
+
+    Also returns whether any batch has the same expert twice in a row, for each place of the order.
+    """
+    num_batches = len(work)
+    order = np.lexsort((-work, counts == 1)) if are_shared_first else np.argsort(-work, axis=1, kind="stable")
+    batch = np.arange(num_batches)[:, None]
+    repeats = counts[batch, order]
+    totals = repeats.sum(axis=1)
+    items = np.full((num_batches, int(totals.max(initial=0))), EMPTY, np.int64)
+    items[np.arange(items.shape[1]) < totals[:, None]] = np.repeat(order.ravel(), repeats.ravel())
+    is_again = np.zeros(items.shape[1], np.bool_)
+    is_again[1:] = ((items[:, 1:] == items[:, :-1]) & (items[:, 1:] != EMPTY)).any(axis=0)
+    return items, is_again.tolist()

@@ -1,0 +1,222 @@
+"""How many copies each expert gets."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.expert_table import EMPTY
+from moestro.placement.budget import Allowance
+from moestro.placement.copies import Packing, held_by, live_counts, normal_shares
+from moestro.placement.problem import TINY, Experts, PlaceProblem
+from moestro.placement.traffic import Floats
+
+# A layer keeps more copies as long as they raise its smallest possible load by no more than this; without a price of
+# reading weights they never do, and copies make loads divisible.
+COPIES_MAY_COST = 0.005
+NUM_GIVERS = (
+    8  # experts that may spare a copy for a pair: 288 slots on 144 devices .898 with 4, .912 with 8, .913 with 16
+)
+HARM_POWER = 16  # of loads; 2, 4, 8 moved more in a sweep of deaths among 64 devices
+LAST_CHOICE = 1e6  # times the even load: above any load, so that other devices come first
+
+
+def copy_work(problem: PlaceProblem, counts: Experts) -> Floats:
+    """Return float64[batches, experts], seconds of each copy if the copies share evenly."""
+    work: Floats = problem.token_s / counts
+    if problem.expert_s > 0:
+        work = work + problem.expert_s * (1 - problem.idle ** (1.0 / counts))
+    return work
+
+
+def copy_counts(problem: PlaceProblem) -> Experts:
+    """Give each further copy to the expert with the most work per copy; stop where reading weights costs more.
+
+    Returns:
+        int64[batches, experts], at least 1 and at most the number of devices.
+    """
+    num_batches, num_experts, num_devices, _ = problem.shape
+    num_extra = min(int(problem.room.sum()), num_experts * num_devices) - num_experts
+    counts = np.ones((num_batches, num_experts), np.int64)
+    every = np.arange(num_batches)
+    per_copy = copy_work(problem, counts)
+    total, speed = per_copy.sum(axis=1), problem.speed.sum()
+    given, bounds = np.zeros((num_extra, num_batches), np.int64), np.empty((num_extra + 1, num_batches))
+    fastest = problem.speed.max()
+    for i in range(num_extra + 1):
+        most = per_copy.argmax(axis=1)
+        bounds[i] = np.maximum(total / speed, per_copy[every, most] / fastest)
+        if i == num_extra:
+            break
+        given[i] = most
+        total -= (per_copy * counts)[every, most] if problem.expert_s > 0 else 0.0
+        counts[every, most] += 1
+        now = counts[every, most]
+        work = problem.token_s[every, most] / now
+        if problem.expert_s > 0:
+            work = work + problem.expert_s * (1 - problem.idle[every, most] ** (1.0 / now))
+            total += work * now
+        per_copy[every, most] = np.where(now < num_devices, work, -1.0)
+    if problem.expert_s > 0:
+        allowed = bounds <= bounds.min(axis=0) * (1 + COPIES_MAY_COST)
+        last = num_extra - allowed[::-1].argmax(axis=0)  # the most copies that cost no more
+        dropped = np.arange(num_extra)[:, None] >= last
+        step, batch = np.nonzero(dropped)
+        np.subtract.at(counts, (batch, given[step, batch]), 1)
+    return counts
+
+
+def suit_pairs(problem: PlaceProblem, counts: Experts) -> Experts:
+    """Change numbers of copies so that pairs of copies, the heaviest with the lightest, are lighter at most.
+
+    With two slots on a device, many light copies of a heavy expert leave other heavy experts without a light partner.
+    In each round a copy moves from one of the experts that can spare it to one of the heaviest pair.
+    Takes devices of equal speed; with others it stays a heuristic.
+
+    Returns:
+        int64[batches, experts]
+    """
+    counts = counts.copy()
+    num_copies = 2 * len(problem.speed)
+    largest, pair = _heaviest_pair(copy_work(problem, counts), counts, num_copies)
+    batch = np.arange(len(counts))
+    while len(batch):
+        now, token_s = counts[batch], problem.token_s[batch]
+        spared = np.where(now > 1, token_s / np.maximum(now - 1, 1), np.inf)
+        gives = np.argsort(spared, axis=1, kind="stable")[:, :NUM_GIVERS]
+        tried = np.repeat(np.repeat(now[:, None, None], 2, axis=1), gives.shape[1], axis=2)
+        at = np.ix_(*(np.arange(each) for each in tried.shape[:3]))
+        tried[(*at, pair[batch][:, :, None])] += 1
+        tried[(*at, gives[:, None])] -= 1
+        is_allowed = ((tried >= 1) & (tried <= len(problem.speed))).all(axis=-1).reshape(len(batch), -1)
+        tried = np.maximum(tried.reshape(len(batch), -1, now.shape[1]), 1)
+        flat = tried.reshape(-1, now.shape[1])
+        work = copy_work(problem.only_work(np.repeat(batch, tried.shape[1])), flat)
+        then, pairs = _heaviest_pair(work, flat, num_copies)
+        then = np.where(is_allowed, then.reshape(is_allowed.shape), np.inf)
+        best, rows = then.argmin(axis=1), np.arange(len(batch))
+        better = np.flatnonzero(then[rows, best] < largest[batch] * (1 - 1e-6))
+        batch, best = batch[better], best[better]
+        counts[batch], largest[batch] = tried[better, best], then[better, best]
+        pair[batch] = pairs.reshape(*is_allowed.shape, 2)[better, best]
+    return counts
+
+
+def _heaviest_pair(work: Floats, counts: Experts, num_copies: int) -> tuple[Floats, Experts]:
+    """Return float64[batches], the heaviest pair of the heaviest with the lightest copies; and its two experts."""
+    rows = np.arange(len(work))[:, None]
+    order = np.argsort(-work, axis=1, kind="stable")
+    repeats = counts[rows, order]
+    is_used = np.arange(num_copies) < np.minimum(repeats.sum(axis=1), num_copies)[:, None]
+    weights, experts = np.zeros(is_used.shape), np.zeros(is_used.shape, np.int64)
+    experts[is_used] = np.repeat(order.ravel(), repeats.ravel())[: int(is_used.sum())]
+    weights[is_used] = np.repeat(work[rows, order].ravel(), repeats.ravel())[: int(is_used.sum())]
+    half = num_copies // 2
+    sums = weights[:, :half] + weights[:, : half - 1 : -1]
+    heaviest = sums.argmax(axis=1)[:, None]
+    pair = np.concatenate([experts[rows, heaviest], experts[rows, num_copies - 1 - heaviest]], axis=1)
+    return sums.max(axis=1), pair
+
+
+def restore(problem: PlaceProblem, packing: Packing, allowance: Allowance) -> NDArray[np.intp]:
+    """Place every expert without a copy into an empty slot, or into that of an expert with further copies.
+
+    Coverage comes before limits: a device that may receive nothing more is the last choice, but a choice.
+
+    Returns:
+        Batches that changed.
+    """
+    num_experts = problem.shape[1]
+    changed = np.zeros(len(packing.expert), np.bool_)
+    while True:
+        counts = live_counts(packing.expert, num_experts)
+        batch = np.flatnonzero((counts == 0).any(axis=1))
+        if not len(batch):
+            return np.flatnonzero(changed)
+        changed[batch] = True
+        lost = np.where(counts[batch] == 0, problem.token_s[batch], -1.0).argmax(axis=1)
+        key = _harm(problem, packing, batch, problem.token_s[batch, lost])
+        key += LAST_CHOICE * (allowance.each < 1)[:, None]
+        slot = key.reshape(len(batch), -1).argmin(axis=1)
+        _put(problem, packing, batch, slot, lost, np.ones(len(batch)))
+        np.subtract.at(allowance.each, slot // key.shape[2], 1.0)
+        allowance.total -= len(batch)
+
+
+def _harm(problem: PlaceProblem, packing: Packing, batch: NDArray[np.intp], added_s: Floats) -> Floats:
+    """Return float64[batches, devices, slots]: how much heavier heavy devices become if an expert takes the slot.
+
+    The other copies of the expert in the slot take over its tokens, about evenly. The measure is the change of the sum
+    of a power of loads, which stands for the largest. A slot that is no place for it has infinity.
+
+    Args:
+        batch: Batches to look at.
+        added_s: float64[batches], seconds of the expert that comes.
+    """
+    num_experts, speed = problem.shape[1], problem.speed[:, None]
+    expert, work = packing.expert[batch], packing.work[batch]
+    unit = np.maximum(problem.even_load(work), TINY)[:, None, None]
+    is_used = expert != EMPTY
+    index = np.where(is_used, np.arange(len(batch))[:, None, None] * num_experts + expert, 0)
+    counts = np.bincount(index[is_used], minlength=len(batch) * num_experts)[index]
+    load = np.broadcast_to(problem.load(work)[:, :, None] / unit, work.shape)
+    now = load**HARM_POWER
+    taken = problem.token_s[batch[:, None, None], expert] / (np.maximum(counts * (counts - 1), 1) * unit * speed)
+    grown = np.where(is_used, (load + taken) ** HARM_POWER - now, 0.0)
+    others = np.bincount(index.ravel(), grown.ravel())[index] - grown
+    harm = (
+        (load + (added_s[:, None, None] - work) / (unit * speed)) ** HARM_POWER - now + np.where(is_used, others, 0.0)
+    )
+    harm[~np.where(is_used, counts > 1, problem.room)] = np.inf
+    return harm
+
+
+def add_copies(problem: PlaceProblem, packing: Packing, threshold: Floats, allowance: Allowance) -> None:
+    """Give experts whose copies are too heavy one more, in an empty slot or that of an expert that can spare it.
+
+    Args:
+        threshold: float64[batches], seconds of a copy above which its expert gets another one.
+    """
+    num_batches, num_experts, num_devices, num_slots = problem.shape
+    for _ in range(num_devices):
+        counts = live_counts(packing.expert, num_experts)
+        per_copy = np.where(counts < num_devices, copy_work(problem, counts), -1.0)
+        hot = per_copy.argmax(axis=1)
+        batch = np.flatnonzero(per_copy[np.arange(num_batches), hot] > threshold)
+        if not len(batch):
+            return
+        hot, counts, expert, work = hot[batch], counts[batch], packing.expert[batch], packing.work[batch]
+        rows = np.arange(len(batch))
+        # What a copy of an expert would weigh with one fewer; the last copy stays.
+        spared = np.where(counts > 1, problem.token_s[batch] / np.maximum(counts - 1, 1), np.inf)
+        spared = np.append(spared, np.zeros((len(batch), 1)), axis=1)
+        after = problem.token_s[batch, hot] / (counts[rows, hot] + 1)
+        harm = spared[rows[:, None, None], expert]
+        is_open = problem.room & ~packing.held[batch, hot][:, :, None] & (harm <= after[:, None, None])
+        key = np.where(is_open, problem.load(work)[:, :, None] - work + harm, np.inf)
+        slot = key.reshape(len(batch), -1).argmin(axis=1)
+        ok = np.isfinite(key.reshape(len(batch), -1)[rows, slot])
+        if allowance.is_limited and ok.any():
+            at = np.flatnonzero(ok)
+            pairs = np.stack([slot[at] // num_slots] * 2, axis=1)
+            receives = problem.moved[batch[at], hot[at], pairs[:, 0]].astype(np.int64)
+            gain = per_copy[batch[at], hot[at]]
+            ok[at] = allowance.admit(gain, pairs, np.stack([receives, np.zeros_like(receives)], axis=1))
+        if not ok.any():
+            return
+        share = 1.0 / counts[rows, hot]
+        _put(problem, packing, batch[ok], slot[ok], hot[ok], share[ok])
+
+
+def _put(
+    problem: PlaceProblem, packing: Packing, batch: NDArray[np.intp], slot: Experts, expert: Experts, share: Floats
+) -> None:
+    """Put experts into slots, numbered over all devices, and scale their shares with those of their other copies."""
+    num_slots = packing.expert.shape[2]
+    where = (batch, slot // num_slots, slot % num_slots)
+    packing.expert[where], packing.share[where] = expert, share
+    now = packing.expert[batch]
+    shares = normal_shares(now, packing.share[batch], problem.shape[1])
+    packing.share[batch] = shares
+    packing.work[batch] = problem.only_work(batch).work(now, shares)
+    packing.held[batch] = held_by(now, problem.shape[1])

@@ -1,0 +1,84 @@
+"""Where tokens come from: the load summed by the device and by the node of its sources.
+
+A row's price depends only on whether its source is the device itself, in its node, or elsewhere. So sums by device and
+by node price every placement, without a product of sources and devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.expert_load import ExpertLoad
+from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.placement.devices import Devices
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Traffic:
+    """Tokens per step by origin.
+
+    Attributes:
+        total: float64[layers, experts], tokens of all sources.
+        by_node: float64[nodes, layers, experts], tokens of the sources in each node; nodes in ascending order.
+        by_device: float64[devices, layers, experts], tokens of the sources on each device.
+        node_at: int64[devices], index into `by_node` of each device.
+    """
+
+    total: Floats
+    by_node: Floats
+    by_device: Floats
+    node_at: NDArray[np.int64]
+
+    def seconds(self, row_s: tuple[float, float, float], device: NDArray[np.int64], where: Where) -> Floats:
+        """Seconds of the rows of some experts, if each one had a single copy, one way.
+
+        Args:
+            row_s: Seconds of a row that stays, goes within a node, and goes between nodes.
+            device: Devices of the copies; broadcasts with `where`.
+            where: Layers and experts of the copies.
+        """
+        own_s, node_s, far_s = row_s
+        seconds = far_s * self.total[where]
+        if node_s != far_s:
+            seconds -= (far_s - node_s) * self.by_node[(self.node_at[device], *where)]
+        if own_s != node_s:
+            seconds -= (node_s - own_s) * self.by_device[(device, *where)]
+        return seconds
+
+
+Where = tuple[NDArray[np.intp], NDArray[np.int32]]
+
+
+def traffic_of(load: ExpertLoad, devices: Devices) -> Traffic:
+    """Sum a load by the places of its sources."""
+    nodes, node_at = np.unique(devices.node_of, return_inverse=True)
+    if np.array_equal(devices.source_on, np.arange(devices.num_devices)):
+        by_device = load.tokens
+    else:
+        by_device = _summed(load.tokens, devices.source_on, devices.num_devices)
+    by_node = _summed(load.tokens, node_at[devices.source_on], len(nodes))
+    return Traffic(by_node.sum(axis=0), by_node, by_device, node_at)
+
+
+def _summed(tokens: Floats, place: NDArray[np.integer], num_places: int) -> Floats:
+    """Return float64[places, layers, experts]."""
+    sums = np.zeros((num_places, *tokens.shape[1:]))
+    for source, at in enumerate(place.tolist()):
+        sums[at] += tokens[source]
+    return sums
+
+
+def slot_parts(table: ExpertTable) -> Floats:
+    """Return float64[workers, layers, slots], part of its expert's tokens that each slot gets; 0 for unused slots."""
+    is_used = (table.logical_of != EMPTY) & table.is_alive[:, None, None]
+    if table.shares is not None:
+        return np.where(is_used, table.shares, 0.0)
+    index = np.arange(table.logical_of.shape[1])[:, None] * table.num_experts + table.logical_of
+    copies = np.bincount(index[is_used], minlength=table.logical_of.shape[1] * table.num_experts)
+    parts: Floats = np.where(is_used, 1.0 / np.maximum(copies, 1)[np.where(is_used, index, 0)], 0.0)
+    return parts

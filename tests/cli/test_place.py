@@ -1,0 +1,277 @@
+"""`moestro place` from a server's dump to files for engines, as an operator runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import yaml
+
+from moestro.cli import main
+from moestro.cli.placing.devices import make_devices, spread_sources
+from moestro.cli.placing.placements import PlacementFile, filled_slots, first_table, table_of_slots
+from moestro.cli.placing.settings import DeviceSettings
+from moestro.core.expert_load import ExpertLoad
+from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.errors import ConfigError
+
+DUMPS = Path(__file__).parents[1] / "workload" / "sglang_dumps"
+RANKS = [DUMPS / "per_token_0.pt", DUMPS / "per_token_1.pt"]
+HEAVIEST_FIRST = """
+import numpy as np
+from moestro.core.expert_table import EMPTY, ExpertTable
+
+def heaviest_first(view):
+    devices, total = view.devices, view.load.total
+    logical_of = np.full_like(view.table.logical_of, EMPTY)
+    for layer, weights in enumerate(total):
+        load, used = np.zeros(devices.num_devices), np.zeros(devices.num_devices, int)
+        for expert in np.argsort(-weights, kind="stable"):
+            room = devices.is_alive & (used < devices.num_slots)
+            device = int(np.argmin(np.where(room, load, np.inf)))
+            logical_of[device, layer, used[device]] = expert
+            used[device] += 1
+            load[device] += weights[expert]
+    return ExpertTable(view.table.version + 1, logical_of, view.table.num_experts, devices.is_alive)
+
+def nonsense(view):
+    return "no table" if view.table.num_experts > 4 else view.table
+
+def overfull(view):
+    if view.table.num_experts == 4:
+        return view.table
+    every = np.broadcast_to(np.arange(12, dtype=np.int32), (*view.table.logical_of.shape[:2], 12))
+    return ExpertTable(1, every.copy(), 12, view.devices.is_alive)
+"""
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> str:
+    (tmp_path / "my_policy.py").write_text(HEAVIEST_FIRST)
+    return f"{tmp_path / 'my_policy.py'}:"
+
+
+def place(*arguments: object) -> int:
+    """Run the command in this process; returns the exit status."""
+    try:
+        main(["place", *map(str, arguments)])
+    except SystemExit as done:
+        return int(done.code or 0)
+    return 0
+
+
+def test_a_dump_becomes_files_for_the_engines(tmp_path, policy):
+    arguments = [
+        *RANKS, "--devices", 4, "--slots-per-device", 4, "--nodes", 2, "--current", RANKS[0],
+        "--policy", f"{policy}heaviest_first", "--compare", "--check", DUMPS / "stat.pt",
+        "--out", "out.json", "--sglang", "init.json", "--tensorrt-llm", "moe.yaml", "--png", "load.png",
+        "--save-profile", "load.moestro",
+    ]  # fmt: skip
+    command = [sys.executable, "-c", "from moestro.cli import main; main()", "place", *map(str, arguments)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    for words in ("3 layers with 12 experts, 2 sources, 6 steps", "balance, mean of ratios (SGLang)", "Payback: ",
+                  "Moves by device", "all under their default settings", "Under the load of stat.pt",
+                  "--ep-size 4 --ep-num-redundant-experts 4"):  # fmt: skip
+        assert words in done.stdout, words
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+
+    found = msgspec.json.decode((tmp_path / "out.json").read_bytes(), type=PlacementFile)
+    assert (found.layers, found.num_model_layers) == ([1, 2, 3], 4)
+    assert found.after["step_s"] < found.before["step_s"]
+    assert {layer for layer, *_ in found.moves} <= {1, 2, 3}
+    table = np.array(found.table)
+
+    slots = json.loads((tmp_path / "init.json").read_text())
+    assert list(slots) == ["physical_to_logical_map"]  # SGLang refuses any other key
+    rows = np.array(slots["physical_to_logical_map"])
+    assert rows.shape == (4, 16)
+    for layer, row in enumerate(rows):
+        assert set(row.tolist()) == set(range(12))
+        for device, held in enumerate(row.reshape(4, 4).tolist()):
+            assert len(set(held)) == 4
+            assert layer == 0 or set(table[layer - 1, device].tolist()) - {EMPTY} <= set(held)
+
+    balancer = yaml.safe_load((tmp_path / "moe.yaml").read_text())
+    assert balancer["num_slots"] == 16
+    assert balancer["layer_updates_per_iter"] == 0
+    assert balancer["initial_global_assignments"] == {layer: rows[layer].tolist() for layer in (1, 2, 3)}
+
+
+def test_a_written_placement_is_a_present_placement_and_a_written_profile_a_profile(tmp_path, policy, capsys):
+    common = ["--devices", 4, "--slots-per-device", 4]
+    out, again, own = tmp_path / "out.json", tmp_path / "again.json", tmp_path / "own"
+    assert place(*RANKS, *common, "--policy", f"{policy}heaviest_first", "--out", out, "--save-profile", own) == 0
+    assert place(own, *common, "--policy", "static", "--current", out, "--out", again) == 0
+    first, second = (json.loads(path.read_text()) for path in (out, again))
+    assert second["before"] == pytest.approx(first["after"])
+    assert second["table"] == first["table"]
+    assert second["moves"] == []
+    assert "Moves: none" in capsys.readouterr().out
+
+
+def test_a_placement_for_sglang_is_a_present_placement(tmp_path, policy):
+    common = [DUMPS / "stat.pt", "--devices", 4, "--policy", "static"]
+    init, out = tmp_path / "init.json", tmp_path / "out.json"
+    assert place(*common, "--slots-per-device", 4, "--sglang", init) == 0
+    assert place(*common, "--slots-per-device", 5, "--current", init, "--out", out) == 0
+    rows = np.array(json.loads(init.read_text())["physical_to_logical_map"]).reshape(4, 4, 4)[1:]
+    assert (np.array(json.loads(out.read_text())["table"])[:, :, :4] == rows).all()
+
+
+def test_a_dead_device_gets_nothing_and_lost_experts_come_from_the_checkpoint(tmp_path, policy, capsys):
+    out, init = tmp_path / "out.json", tmp_path / "init.json"
+    arguments = ["--devices", 4, "--slots-per-device", 4, "--dead", "1,", "--out", out, "--sglang", init]
+    assert place(DUMPS / "stat.pt", *arguments) == 2
+    arguments[5] = "1"
+    assert place(DUMPS / "stat.pt", *arguments, "--policy", f"{policy}heaviest_first") == 0
+    shown = capsys.readouterr().out
+    assert "1 of them dead" in shown
+    assert "have no live copy now" in shown
+    assert "come from the checkpoint" in shown
+    found = json.loads(out.read_text())
+    assert all(expert == EMPTY for layer in found["table"] for expert in layer[1])
+    assert len(json.loads(init.read_text())["physical_to_logical_map"][0]) == 12  # three devices
+
+
+def test_a_topology_has_its_own_slots_and_speeds(tmp_path, policy):
+    topology, out = tmp_path / "topology.yaml", tmp_path / "out.json"
+    topology.write_text(
+        "devices:\n- {node: a, slots: 6, speed: 2.0}\n- {node: b, slots: 4, count: 2}\n- {node: b, slots: 4, alive: no}"
+    )
+    common = [DUMPS / "stat.pt", "--topology", topology, "--policy", f"{policy}heaviest_first"]
+    assert place(*common, "--out", out) == 0
+    devices = json.loads(out.read_text())["devices"]
+    assert [(each["node"], each["slots"], each["speed"], each["alive"]) for each in devices] == [
+        (0, 6, 2.0, True), (1, 4, 1.0, True), (1, 4, 1.0, True), (1, 4, 1.0, False),
+    ]  # fmt: skip
+    assert place(*common, "--sglang", tmp_path / "x.json") == 2
+
+
+GOOD = [DUMPS / "stat.pt", "--devices", 4, "--slots-per-device", 4, "--policy", "static"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["missing.pt", *GOOD[1:]], "missing.pt cannot be read"),
+        ([GOOD[0], "--policy", "static"], "give --devices, or --topology"),
+        ([GOOD[0], "--devices", 4, "--slots-per-device", 2], "have 8 slots in a layer, too few for 12 experts"),
+        ([*GOOD, "--nodes", 3], "cannot be spread evenly over 3 nodes"),
+        ([*GOOD, "--dead", 4], "devices have the numbers 0 to 3"),
+        ([*GOOD, "--dead", "x"], "expected numbers of devices"),
+        ([*GOOD, "--model", "gpt-oss-20b"], "12 experts a layer, and 32 were expected"),
+        ([*GOOD, "--model", "qwen2-7b"], "has no experts to place"),
+        ([*GOOD, "--gpu", "abacus"], "no constants for GPU 'abacus'"),
+        ([*GOOD, "--num-groups", 5], "--num-groups 5 does not divide 12 experts"),
+        ([*GOOD[:-1], "unknown"], "unknown place policy 'unknown'"),
+        ([*GOOD, "--topology", "t.yaml"], "leave out their flags"),
+        ([*GOOD, "--current", "missing.json"], "cannot be read"),
+        ([*GOOD, "--out", "/missing/folder/x.json"], "--out /missing/folder/x.json cannot be written"),
+        ([*GOOD, "--max-layers", -1], "--max-layers must be at least 0"),
+        ([*GOOD, "--check", "missing.pt"], "missing.pt cannot be read"),
+    ],
+)
+def test_wrong_settings_end_with_status_2(arguments, words, capsys):
+    assert place(*arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        ("{}", "is no placement"),
+        ("[", "cannot be read"),
+        ('{"physical_to_logical_map": [[0, 1]]}', "expected a row for each of 3 layers"),
+        ('{"physical_to_logical_map": 3}', "expected a row for each of 3 layers"),
+        ('{"physical_to_logical_map": [[0, 1], [0, 1], [0, 1]]}', "its 2 slots are not those of 4 devices"),
+        (json.dumps({"physical_to_logical_map": [[0] * 16] * 3}), "expert 1 of layer 0 has no copy"),
+        (json.dumps({"physical_to_logical_map": [[12] * 16] * 3}), "must have numbers below 12"),
+        ('{"moestro_placement": 2, "num_experts": 12, "table": []}', "has version 2"),
+        ('{"moestro_placement": 1, "num_experts": 12}', "does not fit"),
+        ('{"moestro_placement": 1, "num_experts": 12, "table": [[[0]]]}', "it has 1 devices, and 4 are placed"),
+    ],
+)
+def test_a_present_placement_that_does_not_fit_is_refused(tmp_path, contents, words, capsys):
+    (tmp_path / "c.json").write_text(contents)
+    assert place(*GOOD, "--current", tmp_path / "c.json") == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        ("devices: []", "length >= 1"),
+        ("devices: [{slots: 4, colour: red}]", "unknown field `colour`"),
+        ("devices: [{slots: 4, speed: 0}]", "> 0"),
+        ("devices: {", "t.yaml"),
+        ("devices: [{slots: 4}]", "too few for 12 experts"),
+    ],
+)
+def test_a_topology_of_another_form_is_refused(tmp_path, contents, words, capsys):
+    (tmp_path / "t.yaml").write_text(contents)
+    assert place(GOOD[0], "--topology", tmp_path / "t.yaml") == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "words"), [("nonsense", "in place of an ExpertTable"), ("overfull", "has the shape")])
+def test_a_policy_that_fails_ends_with_status_1(policy, name, words, capsys):
+    assert place(*GOOD[:-1], f"{policy}{name}") == 1
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sources_keep_their_tokens_on_live_devices(seed):
+    rng = np.random.default_rng(seed)
+    num_sources, num_devices = int(rng.integers(1, 9)), int(rng.integers(1, 9))
+    dead = rng.permutation(num_devices)[: rng.integers(0, num_devices)]
+    text = ",".join(map(str, dead)) or None
+    devices = make_devices(DeviceSettings(devices=num_devices, slots_per_device=5, dead=text), 5)
+    tokens = rng.random((num_sources, 2, 5))
+    load = ExpertLoad(tokens, np.zeros((2, 5)), np.ones((2, 5)), 1.0)
+    spread = spread_sources(load, devices)
+    assert spread.total == pytest.approx(load.total)
+    assert not spread.tokens[dead].any()
+    if num_sources == num_devices and not len(dead):
+        assert (spread.tokens == tokens).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_filled_slots_repeat_no_expert_on_a_device(seed):
+    rng = np.random.default_rng(seed)
+    num_devices, num_experts = int(rng.integers(2, 6)), int(rng.integers(2, 10))
+    num_slots = int(rng.integers(-(-num_experts // num_devices), num_experts + 1))
+    devices = make_devices(DeviceSettings(devices=num_devices, slots_per_device=num_slots), num_experts)
+    table = first_table(devices, 2, num_experts)
+    emptied = table.logical_of.copy()
+    for device in range(num_devices):
+        for slot in range(num_slots):
+            held = emptied[device, 0, slot]
+            if rng.random() < 0.7 and (emptied[:, 0] == held).sum() > 1:
+                emptied[device, 0, slot] = EMPTY
+    table = ExpertTable(0, emptied, num_experts, np.ones(num_devices, np.bool_))
+    rows = filled_slots(table, devices, rng.random((2, num_experts)))
+    assert rows.min() >= 0
+    for layer, held in enumerate(rows.reshape(2, num_devices, num_slots)):
+        for device in range(num_devices):
+            assert len(set(held[device].tolist())) == num_slots
+            assert set(emptied[device, layer].tolist()) - {EMPTY} <= set(held[device].tolist())
+
+
+def test_a_second_copy_on_a_device_becomes_a_larger_share():
+    devices = make_devices(DeviceSettings(devices=2, slots_per_device=3), 3)
+    table = table_of_slots(np.array([[0, 0, 1, 0, 2, 1]]), devices, 3)
+    assert table.parts[:, 0] == pytest.approx(np.array([[2 / 3, 0.5, 0.0], [1 / 3, 0.5, 1.0]]))
+    assert (table.num_copies <= 1).all()
+
+
+def test_devices_without_a_number_of_slots_have_just_enough():
+    assert make_devices(DeviceSettings(devices=3), 8).num_slots.tolist() == [3, 3, 3]
+    assert make_devices(DeviceSettings(devices=3, dead="0"), 8).num_slots.tolist() == [4, 4, 4]
+    with pytest.raises(ConfigError, match="0 live devices have 0 slots"):
+        make_devices(DeviceSettings(devices=1, dead="0"), 8)
