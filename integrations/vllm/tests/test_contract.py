@@ -14,7 +14,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; integrations/vllm/README.md says how to run these tests")
 
+import moestro_vllm
 import torch
+from moestro_vllm import interface
+from moestro_vllm.plugin import PLACEMENT, register
+from moestro_vllm.schedulers import PolicyRequestQueue, PolicyScheduler
 from vllm.config.scheduler import SchedulerConfig
 from vllm.distributed.eplb import policy as vllm_eplb
 from vllm.sampling_params import SamplingParams
@@ -22,11 +26,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
-import moestro_vllm
 from moestro.engine.registry import ORDER_POLICIES
-from moestro_vllm import interface
-from moestro_vllm.plugin import PLACEMENT, register
-from moestro_vllm.schedulers import PolicyRequestQueue, PolicyScheduler
 
 
 def request(name: str, length: int, arrival_s: float | None = None, **xargs: object) -> Request:
@@ -111,7 +111,7 @@ def test_a_placement_answers_as_vllms_own_does(placement, name, dtype):
 def test_without_the_variable_vllm_keeps_its_own_placement(monkeypatch):
     monkeypatch.delenv(PLACEMENT, raising=False)
     register()
-    assert vllm_eplb.EPLB_POLICIES == {"default": vllm_eplb.DefaultEplbPolicy}
+    assert {"default": vllm_eplb.DefaultEplbPolicy} == vllm_eplb.EPLB_POLICIES
 
 
 def test_vllm_finds_the_plugin():
