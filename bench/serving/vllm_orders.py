@@ -14,8 +14,8 @@ the requests whose time to first token is above the age. A result with a large p
 *Adversary*: one long prompt arrives amid more short ones than the server can serve. With ageing it waits for about
 --age seconds and until a running request ends. Without ageing (`SJF, no ageing`) it waits until the short ones end.
 
-Long prompts are told apart as an operator would do it: `priority` 1 for vLLM's priorities, and for all systems the class
-`be` and a user of their own in `vllm_xargs`.
+Long prompts are told apart as an operator would do it: by `priority` 1 for vLLM's priorities, and for all systems by
+the class `be` and a user of their own in `vllm_xargs`.
 """
 
 from __future__ import annotations
