@@ -1,0 +1,280 @@
+"""A waiting queue in the order of one of Moestro's order policies, with the methods of vLLM's `RequestQueue`.
+
+Nothing here needs vLLM: a request is any object with the attributes of `QueuedRequest`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.clock import FOREVER_NS, NS_PER_S
+from moestro.core.hashing import name_key
+from moestro.core.request import ServiceClass
+from moestro.core.views import BE, LS, WaitingView
+from moestro.engine.policy_contract import Admitted, Left, OrderPolicy
+from moestro.engine.waiting import MAX_LOOKED_UP
+
+CLASS_KEY, USER_KEY = "service_class", "user"  # names in a request's `vllm_xargs`, which are Moestro's API fields
+_INT32 = np.iinfo(np.int32)
+
+_COLUMNS = np.dtype(
+    [
+        ("arrival_ns", np.int64),
+        ("serial", np.int64),
+        ("user", np.int64),
+        ("num_prompt_tokens", np.int32),
+        ("num_tokens", np.int32),
+        ("priority", np.int32),
+        ("service_class", np.uint8),
+    ],
+    align=True,
+)
+_logger = logging.getLogger(__name__)
+
+
+class QueuedRequest(Protocol):
+    """What the queue reads of a request, under vLLM's names.
+
+    Attributes:
+        arrival_time: Time of arrival at the API server, seconds since 1970.
+        num_prompt_tokens: Length of the prompt.
+        num_tokens: Length of the prompt and of the tokens generated so far.
+        priority: As the client sent it.
+        sampling_params: Object whose `extra_args` is a dict or None; None for a pooling request.
+    """
+
+    arrival_time: float
+    priority: int
+    sampling_params: Any
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the prompt and of the tokens generated so far."""
+
+
+class OrderedQueue:
+    """Waiting requests in an order policy's order.
+
+    The policy is asked again only when the order may have changed: after a request came or was withdrawn, after an
+    event, and at the time that the policy names. `pop_request` takes what `peek_request` last showed, because vLLM
+    allocates blocks for that request in between.
+
+    Args:
+        policy: Orders the rows; its state changes only through `admitted` and `left`.
+        now_ns: Clock of the requests' `arrival_time`, in nanoseconds.
+        num_cached: Returns how many of a request's first tokens the prefix cache holds, for a policy that reads it.
+    """
+
+    def __init__(
+        self, policy: OrderPolicy, now_ns: Callable[[], int], num_cached: Callable[[Any], int] | None = None
+    ) -> None:
+        if policy.reads_cache and num_cached is None:
+            raise ValueError("a policy that reads the prefix cache needs num_cached")
+        self.policy = policy
+        self._now_ns = now_ns
+        self._num_cached = num_cached
+        self._rows = np.empty(16, _COLUMNS)
+        self._requests: list[Any] = []  # by row; None where the request is gone
+        self._row_of: dict[Any, int] = {}
+        self._first_serial = self._last_serial = 0
+        self._order: list[int] = []  # rows, of which the first `_num_passed` were taken
+        self._num_passed = 0
+        # The order holds in [_from_ns, _until_ns) until something but time changes it.
+        self._from_ns = self._until_ns = 0
+        self._shown: Any = None
+
+    # --- vLLM's RequestQueue ------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Any) -> None:
+        """Append `request`, which is not in the queue."""
+        self._last_serial += 1
+        self._add(request, self._last_serial)
+
+    def pop_request(self) -> Any:
+        """Remove and return the request that `peek_request` last showed, or else the first one.
+
+        Raises:
+            IndexError: The queue is empty.
+        """
+        request = self._shown if self._shown is not None else self.peek_request()
+        self._drop(request)
+        self._shown = None
+        return request
+
+    def peek_request(self) -> Any:
+        """Return the first request.
+
+        Raises:
+            IndexError: The queue is empty.
+        """
+        if not self._row_of:
+            raise IndexError("the queue is empty")
+        self._sort()
+        while self._requests[self._order[self._num_passed]] is None:
+            self._num_passed += 1
+        self._shown = self._requests[self._order[self._num_passed]]
+        return self._shown
+
+    def prepend_request(self, request: Any) -> None:
+        """Put back a request that was popped or preempted. It keeps its arrival time, which decides its place."""
+        self._first_serial -= 1
+        self._add(request, self._first_serial)
+
+    def prepend_requests(self, requests: Iterable[Any]) -> None:
+        """Put back several requests; of two that the policy finds equal, the later one comes first."""
+        for request in list(requests):
+            self.prepend_request(request)
+
+    def remove_request(self, request: Any) -> None:
+        """Withdraw `request`.
+
+        Raises:
+            ValueError: It is not in the queue.
+        """
+        if request not in self._row_of:
+            raise ValueError(f"request {getattr(request, 'request_id', request)} is not in the queue")
+        self._drop(request)
+        self._forget_order()
+
+    def remove_requests(self, requests: Iterable[Any]) -> None:
+        """Withdraw those of `requests` that are in the queue."""
+        for request in [each for each in requests if each in self._row_of]:
+            self.remove_request(request)
+
+    def __bool__(self) -> bool:
+        return bool(self._row_of)
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over all requests in the policy's order."""
+        if not self._row_of:
+            return
+        self._sort()
+        for row in self._order[self._num_passed :]:
+            request = self._requests[row]
+            if request is not None:
+                yield request
+
+    # --- what a scheduler reports -------------------------------------------------------------------------------------
+
+    def cache_changed(self) -> None:
+        """Report that the prefix cache may hold other blocks than before."""
+        if self.policy.reads_cache:
+            self._forget_order()
+
+    def admitted(self, request: QueuedRequest) -> None:
+        """Report that `request` was given KV blocks for the first time."""
+        if self.policy.observes:
+            self.policy.observe(Admitted(user_of(request), request.num_prompt_tokens))
+            self._forget_order()
+
+    def left(self, request: QueuedRequest) -> None:
+        """Report that `request` is over."""
+        if self.policy.observes:
+            self.policy.observe(Left(user_of(request), request.num_tokens - request.num_prompt_tokens))
+            self._forget_order()
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def _add(self, request: Any, serial: int) -> None:
+        if request in self._row_of:
+            raise ValueError(f"request {getattr(request, 'request_id', request)} is in the queue already")
+        if len(self._requests) == len(self._rows):
+            self._compact()
+        row = len(self._requests)
+        self._rows[row] = _row(request, serial)
+        self._requests.append(request)
+        self._row_of[request] = row
+        self._forget_order()
+
+    def _drop(self, request: Any) -> None:
+        self._requests[self._row_of.pop(request)] = None
+
+    def _forget_order(self) -> None:
+        self._until_ns = self._from_ns
+        self._shown = None
+
+    def _sort(self) -> None:
+        now_ns = self._now_ns()
+        if self._from_ns <= now_ns < self._until_ns:
+            return
+        rows = np.fromiter(self._row_of.values(), np.int64, len(self._row_of))
+        self._num_passed = 0
+        if len(rows) == 1:
+            self._order, self._from_ns, self._until_ns = rows.tolist(), now_ns, FOREVER_NS
+            return
+        view = self._view(rows)
+        self._order = rows[self.policy.order(view, now_ns)].tolist()
+        self._from_ns, self._until_ns = now_ns, self.policy.next_change_ns(view, now_ns)
+
+    def _view(self, rows: NDArray[np.int64]) -> WaitingView:
+        """The policy's view of `rows`."""
+        columns = self._rows.take(rows)
+        return WaitingView(
+            arrival_ns=columns["arrival_ns"],
+            num_prompt_tokens=columns["num_prompt_tokens"],
+            priority=columns["priority"],
+            serial=columns["serial"],
+            service_class=columns["service_class"],
+            user=columns["user"],
+            num_uncached=self._num_uncached(rows, columns) if self.policy.reads_cache else None,
+        )
+
+    def _num_uncached(self, rows: NDArray[np.int64], columns: NDArray[np.void]) -> NDArray[np.int32]:
+        """int32[rows], tokens to compute; only the oldest rows are looked up, as in Moestro's own engine."""
+        assert self._num_cached is not None, "checked when the queue was made"
+        num_uncached: NDArray[np.int32] = columns["num_tokens"].copy()
+        for i in np.argsort(columns["arrival_ns"], kind="stable")[:MAX_LOOKED_UP].tolist():
+            num_uncached[i] -= min(self._num_cached(self._requests[rows[i]]), int(num_uncached[i]) - 1)
+        return num_uncached
+
+    def _compact(self) -> None:
+        """Drop the rows of requests that are gone, and double the space when more than half of the rows are alive."""
+        rows = np.array(sorted(self._row_of.values()), np.int64)
+        kept = np.empty(len(self._rows) * (2 if 2 * len(rows) > len(self._rows) else 1), _COLUMNS)
+        kept[: len(rows)] = self._rows[rows]
+        self._rows = kept
+        self._requests = [self._requests[row] for row in rows.tolist()]
+        self._row_of = {request: row for row, request in enumerate(self._requests)}
+
+
+def user_of(request: QueuedRequest) -> int:
+    """Return the key of the user whom the client named in `vllm_xargs`; all requests without a name share one."""
+    user = _extra_args(request).get(USER_KEY)
+    return name_key(None if user is None else str(user))
+
+
+def _extra_args(request: QueuedRequest) -> dict[str, Any]:
+    return getattr(request.sampling_params, "extra_args", None) or {}
+
+
+def _row(request: QueuedRequest, serial: int) -> tuple[int, ...]:
+    # The priority of vLLM has no bounds, and the column has 32 bits.
+    return (
+        round(request.arrival_time * NS_PER_S),
+        serial,
+        user_of(request),
+        request.num_prompt_tokens,
+        request.num_tokens,
+        min(max(request.priority, _INT32.min), _INT32.max),
+        _class_of(request),
+    )
+
+
+def _class_of(request: QueuedRequest) -> int:
+    """LS or BE. vLLM has accepted the request already, so another word is logged and counts as latency-sensitive."""
+    given = _extra_args(request).get(CLASS_KEY, ServiceClass.LS)
+    if given not in tuple(ServiceClass):
+        _logger.warning("%s %r is neither 'ls' nor 'be'; the request counts as 'ls'", CLASS_KEY, given)
+    return BE if given == ServiceClass.BE else LS

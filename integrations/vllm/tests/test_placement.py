@@ -1,0 +1,156 @@
+"""The placement that vLLM asks for, in NumPy: full slots, experts kept in their slots, no needless second copy."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from moestro_vllm.placement import Fleet, Planner
+from moestro_vllm.placement_settings import DEFAULTS, planner_from, policy_text
+
+from moestro.errors import ConfigError
+from moestro.placement.registry import PLACE_POLICIES
+
+POLICIES = ["static", "eplb", "moestro"]
+
+
+def planner(policy: str = "eplb", **environment: str) -> Planner:
+    return planner_from(policy, environment)
+
+
+def initial(num_layers: int, num_experts: int, num_slots: int) -> np.ndarray:
+    """vLLM's first placement: all experts, then the first ones again."""
+    return np.tile(np.arange(num_slots) % num_experts, (num_layers, 1))
+
+
+def by_rank(placed: np.ndarray, num_ranks: int) -> np.ndarray:
+    return placed.reshape(len(placed), num_ranks, -1)
+
+
+def has_second_copy(placed: np.ndarray, num_ranks: int) -> bool:
+    local = np.sort(by_rank(placed, num_ranks), axis=-1)
+    return bool((local[..., 1:] == local[..., :-1]).any())
+
+
+def imbalance(load: np.ndarray, placed: np.ndarray, num_ranks: int) -> float:
+    """Largest over mean load of a rank, summed over layers; copies get equal parts, as in vLLM."""
+    copies = np.stack([np.bincount(row, minlength=load.shape[1]) for row in placed])
+    each = np.take_along_axis(load / copies, placed, axis=1)
+    ranks = by_rank(each, num_ranks).sum(axis=-1)
+    return float(ranks.max(axis=1).sum() / ranks.mean(axis=1).sum())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(8))
+def test_any_question_of_vllm_is_answered_with_full_slots_that_keep_what_stays(policy, seed):
+    rng = np.random.default_rng(seed)
+    num_ranks, num_local = int(rng.choice([2, 4, 8])), int(rng.integers(2, 6))
+    num_slots = num_ranks * num_local
+    num_experts = int(rng.integers(num_local, num_slots + 1))
+    load = rng.zipf(1.5, (3, num_experts)).clip(0, 1000) * (rng.random((3, num_experts)) < 0.9)
+    fleet = Fleet(num_slots, 1, int(rng.choice([1, 2])), num_ranks)
+    old = initial(3, num_experts, num_slots)
+    if seed % 2:
+        old = rng.permuted(old, axis=1)
+    placed = planner(policy).place(load.astype(np.float64), fleet, old)
+    assert placed.shape == (3, num_slots)
+    assert placed.dtype == np.int64
+    assert all(set(row) == set(range(num_experts)) for row in placed.tolist())
+    assert not has_second_copy(placed, num_ranks)
+    for now, was in zip(
+        by_rank(placed, num_ranks).reshape(-1, num_local), by_rank(old, num_ranks).reshape(-1, num_local), strict=True
+    ):
+        stays = set(now) & set(was)
+        assert all(np.flatnonzero(now == expert)[0] in np.flatnonzero(was == expert) for expert in stays)
+    assert np.array_equal(placed, planner(policy).place(load.astype(np.float64), fleet, old))
+
+
+# EPLB's second copies on a rank give way to other experts here, so the parts of its hottest experts grow.
+@pytest.mark.parametrize(("policy", "bound"), [("eplb", 1.15), ("moestro", 1.01)])
+def test_a_skewed_load_is_leveled(policy, bound):
+    rng = np.random.default_rng(1)
+    load = rng.permuted(np.tile(1e6 / np.arange(1, 65) ** 0.8, (4, 1)), axis=1)
+    old = initial(4, 64, 80)
+    placed = planner(policy).place(load, Fleet(80, 8, 2, 8), old)
+    assert imbalance(load, old, 8) > 1.5
+    assert imbalance(load, placed, 8) < bound
+
+
+def test_the_static_policy_moves_nothing():
+    old = initial(2, 8, 12)
+    assert np.array_equal(planner("static").place(np.ones((2, 8)), Fleet(12, 1, 1, 4), old), old)
+
+
+def test_the_moestro_policy_moves_nothing_where_the_load_is_level():
+    old = initial(2, 8, 8)
+    assert np.array_equal(planner("moestro").place(np.full((2, 8), 1e5), Fleet(8, 1, 1, 4), old), old)
+
+
+def test_a_second_copy_on_a_rank_of_the_old_placement_gives_way_to_another_expert():
+    old = np.array([[0, 0, 1, 2, 3, 1]])
+    placed = planner("static").place(np.array([[1.0, 1.0, 1.0, 9.0]]), Fleet(6, 1, 1, 2), old)
+    assert placed.tolist() == [[0, 3, 1, 2, 3, 1]]
+
+
+def test_more_slots_on_a_rank_than_experts_are_filled_with_second_copies():
+    placed = planner("static").place(np.array([[1.0, 5.0]]), Fleet(6, 1, 1, 2), np.array([[0, 1, 0, 0, 1, 1]]))
+    assert sorted(placed[0, :3]) in ([0, 0, 1], [0, 1, 1])
+    assert sorted(placed[0, 3:]) in ([0, 0, 1], [0, 1, 1])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ranks_that_come_or_go_leave_every_expert_covered(policy):
+    load = np.arange(1.0, 9.0)[None]
+    old = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]])  # four ranks of three
+    fewer = planner(policy).place(load, Fleet(9, 1, 1, 3), np.array([[0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 3]]))
+    assert set(fewer[0].tolist()) == set(range(8))
+    more = planner(policy).place(load, Fleet(15, 1, 1, 5), np.concatenate([old, [[-1, -1, -1]]], axis=1))
+    assert set(more[0].tolist()) == set(range(8))
+    assert not has_second_copy(more, 5)
+    none = planner(policy).place(load, Fleet(12, 1, 2, 4), None)
+    assert set(none[0].tolist()) == set(range(8))
+
+
+def test_experts_that_do_not_fit_and_odd_sizes_are_refused():
+    with pytest.raises(ValueError, match="9 experts do not fit into 8 slots"):
+        planner().place(np.ones((1, 9)), Fleet(8, 1, 1, 2), None)
+    with pytest.raises(ValueError, match="do not divide"):
+        Fleet(9, 1, 1, 2)
+    with pytest.raises(ValueError, match="below 1"):
+        Fleet(8, 1, 0, 2)
+
+
+def test_settings_are_read_from_the_environment(tmp_path):
+    found = planner("eplb", MOESTRO_VLLM_WINDOW_SIZE="200", MOESTRO_VLLM_STEP_INTERVAL="500", MOESTRO_VLLM_GPU="h200")
+    assert (found.window.num_steps, found.window.horizon_steps) == (200, 500)
+    assert found.prices.expert_bytes == planner().prices.expert_bytes
+    config = {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 100, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert planner("eplb", MOESTRO_VLLM_NETWORK=str(tmp_path)).prices.expert_bytes == 3 * 64 * 32 * 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "environment", "message"),
+    [
+        ("best", {}, "MOESTRO_VLLM_PLACEMENT=best: unknown place policy 'best'; known: "),
+        ("eplb:speed=2", {}, "has no setting 'speed'"),
+        ("eplb", {"MOESTRO_VLLM_GPU": "tpu"}, "MOESTRO_VLLM_NETWORK, _GPU, .*no constants for GPU 'tpu'"),
+        ("eplb", {"MOESTRO_VLLM_WINDOW_SIZE": "0"}, "MOESTRO_VLLM_WINDOW_SIZE must be a number of steps"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(policy, environment, message):
+    with pytest.raises(ConfigError, match=message):
+        planner(policy, **environment)
+
+
+def test_moestro_plans_with_equal_parts_unless_told_otherwise():
+    assert policy_text("moestro") == "moestro:weighted=0"
+    assert policy_text("moestro:target=0.9") == "moestro:target=0.9,weighted=0"
+    assert policy_text("moestro:weighted=1") == "moestro:weighted=1"
+    assert policy_text("eplb") == "eplb"
+    assert set(POLICIES) <= set(PLACE_POLICIES.names())
+    assert len(DEFAULTS) == 6
