@@ -170,7 +170,17 @@ def start(fake_command, tmp_path):
     servers: list[Running] = []
 
     def start(*flags: str) -> Running:
-        command = (*fake_command, "--mode", "ep", "--engines", "2", "--route-policy", "round_robin", *flags)
+        command = (
+            *fake_command,
+            "--mode",
+            "ep",
+            "--engines",
+            "2",
+            "--no-standby",
+            "--route-policy",
+            "round_robin",
+            *flags,
+        )
         servers.append(Running(command, tmp_path))
         return servers[-1]
 
@@ -215,7 +225,7 @@ def test_a_group_that_cannot_be_started_any_more_is_given_up(start):
 
 
 def test_an_engine_that_does_not_start_is_named(fake_command, tmp_path):
-    flags = ("--mode", "ep", "--engines", "2", "--seed", "3", "--startup-timeout", "8")
+    flags = ("--mode", "ep", "--engines", "2", "--no-standby", "--seed", "3", "--startup-timeout", "8")
     server = Running((*fake_command, *flags), tmp_path, wait=False)
     assert server.process.wait(20) == 1
     assert "not ready within 8 s (engine 0 after 'pretend', engine 1 after 'pretend')" in server.text

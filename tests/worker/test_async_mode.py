@@ -102,7 +102,7 @@ def test_each_process_shows_what_it_is(paced):
 
 
 def standbys(server) -> list[psutil.Process]:
-    return [each for each in server.ranks() if each.cmdline()[-1:] == ["standby"]]
+    return [each for each in server.processes() if each.cmdline()[-1:] == ["standby"]]
 
 
 def test_one_process_forks_the_workers_and_their_successors(paced):
@@ -236,7 +236,7 @@ def test_copies_answer_for_a_stopped_worker_which_is_used_again_when_it_goes_on(
 @pytest.mark.parametrize("flags", [(), ("--no-standby",)], ids=["forked", "not forked"])
 def test_stopped_workers_do_not_outlive_an_api_server_that_was_killed(flags, tmp_path):
     running = Running((*REAL, *PACED, *flags), tmp_path)
-    processes = running.ranks()
+    processes = [*running.ranks(), *standbys(running)]
     for each in processes:
         each.suspend()
     running.kill()
