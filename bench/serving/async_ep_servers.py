@@ -113,11 +113,12 @@ def measure(running: Running, load: Load) -> dict[str, object]:
         name: {key: seconds - cpu[name][key] for key, seconds in times.items()} for name, times in running.cpu().items()
     }
     time.sleep(_REPORT_S)
-    gained = _gained(before, running.workers()) if before else _gained_by_engines(engines, running.engines())
-    return {**found, "workers": gained, "cpu": cpu, "queues": _queues(looks)}
+    gains = gained(before, running.workers()) if before else _gained_by_engines(engines, running.engines())
+    return {**found, "workers": gains, "cpu": cpu, "queues": _queues(looks)}
 
 
-def _gained(before: list[dict], after: list[dict]) -> dict[str, dict[str, float]]:
+def gained(before: list[dict], after: list[dict]) -> dict[str, dict[str, float]]:
+    """Return what each worker of a group counted between two looks, by its name."""
     found = {}
     for old, now in zip(before, after, strict=True):
         past, present = old["figures"], now["figures"]

@@ -67,7 +67,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Scene:
-    """What a policy plans on, and later loads on which its plan is scored."""
+    """The view that a policy plans on, and the later loads under which its plan is scored."""
 
     view: PlaceView
     later: dict[str, list[ExpertLoad]] = field(default_factory=dict)

@@ -144,7 +144,7 @@ def from_clusters(bed: Bed, sticky: float, rng: np.random.Generator) -> ExpertLo
     """Draw a load in which the sources of node n prefer tasks of kind n modulo 4.
 
     Args:
-        sticky: Share of a node's tokens that are of its own kind for certain; the others are of any kind.
+        sticky: Share of a node's tokens whose task is the node's own; the tasks of the others are drawn evenly.
     """
     common = zipf(bed.model, 0.6, rng)
     kinds = [

@@ -12,8 +12,8 @@ that requests end evenly, and does not count.
 
 The planner's simulation has the paced devices' prices: hot experts are the same in all layers; `ep` prices experts one
 by one, and replicas a grouped product. The host of `async` is a parameter: the time that an item took this machine
-beside its modelled duration, divided by the dilation. It comes from a run of its own with other prompts, on the same
-server, before the run that is compared.
+beside its modelled duration, divided by the dilation. A run with other prompts on the same server gives it, before the
+run that is compared.
 
 A run is invalid if the devices' mean lateness exceeds 5 % of the mean duration of their items. The goal is 10 % for
 throughput and ITL, and the same order of the deployments wherever predictions differ by more than that.
@@ -22,11 +22,9 @@ throughput and ITL, and the same order of the deployments wherever predictions d
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import sys
 import time
-import urllib.request
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -42,6 +40,8 @@ from moestro.planner.settings import HardwareSettings, PlanSearchSettings, PlanS
 from moestro.planner.simulated import FittingDivision, SimulatedPoint
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from serving.async_ep_servers import Running, System, gained
+from serving.async_ep_sim import HostTimes
 from shared.completions import Answer, ask, session
 from shared.results import make_parser, save
 from shared.server import Server, moestro
@@ -59,14 +59,6 @@ WAYS = {
     "async": (GpuDivision("async", 1, 2), 20.0),
     "async_1_1": (GpuDivision("async", 1, 2, 1), 20.0),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class HostTimes:
-    """Time of the host for an item of each kind, in microseconds."""
-
-    attention_us: float = 0.0
-    expert_us: float = 0.0
 
 
 NO_HOST = HostTimes()
@@ -142,37 +134,27 @@ async def measure(server: Server, num_users: int, seed: int = 0) -> tuple[float,
     return len(seen) * per_chunk / (to_s - from_s), fmean(gaps), fmean(waits)
 
 
-def workers(admin_port: int) -> list[dict]:
-    """Return the figures of each worker of a group in `async` mode."""
+def workers(server: Server, admin_port: int) -> list[dict]:
+    """Return the figures of each worker of a group in `async` mode, after its last report."""
     time.sleep(REPORT_S)
-    with urllib.request.urlopen(f"http://127.0.0.1:{admin_port}/admin/workers", timeout=5) as answer:
-        return json.load(answer)["workers"]
+    return Running(System("", "async", (), 0), server, admin_port).workers()
 
 
-def gained(before: list[dict], after: list[dict]) -> list[dict]:
-    """Return kind and times of each worker between two looks: items, and nanoseconds."""
-    found = []
-    for old, new in zip(before, after, strict=True):
-        was, now = ({**each["figures"], **each["figures"]["pace"]} for each in (old, new))
-        names = ("num_items", "item_ns", "late_ns", "idle_ns", "lived_ns")
-        found.append({"kind": new["kind"], **{name: now[name] - was[name] for name in names}})
-    return found
-
-
-def host_of(spent: list[dict]) -> HostTimes:
+def host_of(spent: dict[str, dict[str, float]]) -> HostTimes:
     """Return the time beside modelled work in which a worker had something to do, for an item of each kind."""
 
-    def mean_us(*kinds: str) -> float:
-        own = [each for each in spent if each["kind"] in kinds]
+    def mean_us(kind: str) -> float:
+        own = [each for name, each in spent.items() if name.startswith(kind)]
         beside_ns = sum(each["lived_ns"] - each["idle_ns"] - each["item_ns"] for each in own)
         return beside_ns / max(sum(each["num_items"] for each in own), 1) / 1e3
 
-    return HostTimes(mean_us("attention", "both"), mean_us("experts", "both"))
+    has_experts_alone = any(name.startswith("expert worker") for name in spent)
+    return HostTimes(mean_us("engine"), mean_us("expert worker" if has_experts_alone else "engine"))
 
 
-def lateness(spent: list[dict]) -> float:
+def lateness(spent: dict[str, dict[str, float]]) -> float:
     """Return the largest lateness of a worker, as a share of its items' time."""
-    return max((each["late_ns"] / max(each["item_ns"], 1) for each in spent), default=0.0)
+    return max((each["late_ns"] / max(each["item_ns"], 1) for each in spent.values()), default=0.0)
 
 
 def lateness_of_engines(server: Server) -> float:
@@ -195,12 +177,12 @@ def compare(way: str, num_requests: int) -> Comparison:
     with moestro(free_port(), *flags, OMP_NUM_THREADS="1") as server:
         if division.mode == "async":
             asyncio.run(measure(server, 2, seed=2))  # workers report nothing before their first item
-            start = workers(admin_port)
+            start = workers(server, admin_port)
             asyncio.run(measure(server, num_requests, seed=1))
-            before = workers(admin_port)
+            before = workers(server, admin_port)
             host = host_of(gained(start, before))
         tokens_per_s, itl_s, ttft_s = asyncio.run(measure(server, num_requests))
-        late = lateness_of_engines(server) if host is NO_HOST else lateness(gained(before, workers(admin_port)))
+        late = lateness_of_engines(server) if host is NO_HOST else lateness(gained(before, workers(server, admin_port)))
     dilated = HostTimes(host.attention_us / dilation, host.expert_us / dilation)
     predicted: SimulatedPoint = fitting_of(division, dilated).run(num_requests, 0)
     return Comparison(

@@ -62,19 +62,23 @@ class ExpertTable:
     @property
     def parts(self) -> NDArray[np.float64]:
         """float64[workers, layers, experts], part of each expert's tokens that each worker gets."""
-        if self.shares is not None:
-            return self._by_expert(np.where(self.is_alive[:, None, None], self.shares, 0.0))
-        live = self.num_copies * self.is_alive[:, None, None]
-        parts: NDArray[np.float64] = live / live.sum(axis=0)
+        num_workers, num_layers, _ = self.logical_of.shape
+        parts = np.zeros((num_workers, num_layers, self.num_experts))
+        worker, layer, slot = np.nonzero(self.logical_of != EMPTY)
+        parts[worker, layer, self.logical_of[worker, layer, slot]] = self.slot_parts[worker, layer, slot]
         return parts
 
-    def _by_expert(self, figures: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return float64[workers, layers, experts] from a figure for each slot."""
-        num_workers, num_layers, _ = self.logical_of.shape
-        found = np.zeros((num_workers, num_layers, self.num_experts))
-        worker, layer, slot = np.nonzero(self.logical_of != EMPTY)
-        np.add.at(found, (worker, layer, self.logical_of[worker, layer, slot]), figures[worker, layer, slot])
-        return found
+    @property
+    def slot_parts(self) -> NDArray[np.float64]:
+        """float64[workers, layers, slots], part of its expert's tokens that each slot gets; 0 for unused slots."""
+        is_used = (self.logical_of != EMPTY) & self.is_alive[:, None, None]
+        if self.shares is not None:
+            return np.where(is_used, self.shares, 0.0)
+        num_layers = self.logical_of.shape[1]
+        index = np.arange(num_layers)[:, None] * self.num_experts + self.logical_of
+        copies = np.bincount(index[is_used], minlength=num_layers * self.num_experts)
+        parts: NDArray[np.float64] = np.where(is_used, 1.0 / np.maximum(copies, 1)[np.where(is_used, index, 0)], 0.0)
+        return parts
 
     @property
     def num_copies(self) -> NDArray[np.int64]:

@@ -16,7 +16,8 @@ from moestro.engine.sequences import Sequence
 
 MAX_LOOKED_UP = 64  # the oldest rows, which are looked up in the prefix cache; log2(blocks) look-ups each
 
-_COLUMNS = np.dtype(
+# A waiting request as order policies see it, and the serial of its arrival in the queue.
+WAITING_COLUMNS = np.dtype(
     [
         ("arrival_ns", np.int64),
         ("serial", np.int64),
@@ -28,6 +29,23 @@ _COLUMNS = np.dtype(
     ],
     align=True,
 )
+
+
+def waiting_view(rows: NDArray[np.void], num_uncached: Int32s | None) -> WaitingView:
+    """Return an order policy's view of rows of `WAITING_COLUMNS`.
+
+    Args:
+        num_uncached: int32[rows], tokens to compute; None for a policy that does not read the prefix cache.
+    """
+    return WaitingView(
+        arrival_ns=rows["arrival_ns"],
+        num_prompt_tokens=rows["num_prompt_tokens"],
+        priority=rows["priority"],
+        serial=rows["serial"],
+        service_class=rows["service_class"],
+        user=rows["user"],
+        num_uncached=num_uncached,
+    )
 
 
 class WaitingQueue:
@@ -51,7 +69,7 @@ class WaitingQueue:
         self.policy = policy
         self._pool = pool
         self._block_size = block_size
-        self._rows = np.empty(16, _COLUMNS)
+        self._rows = np.empty(16, WAITING_COLUMNS)
         self._live = np.zeros(16, np.bool_)
         self._sequences: list[Sequence | None] = []
         self._row_of: dict[int, int] = {}
@@ -111,7 +129,7 @@ class WaitingQueue:
 
     def rank(self, sequences: list[Sequence], now_ns: int) -> NDArray[np.int64]:
         """int64[n], the place of each of `sequences` in the policy's order of them; they need not be in the queue."""
-        rows = np.array([_row(sequence) for sequence in sequences], _COLUMNS)
+        rows = np.array([_row(sequence) for sequence in sequences], WAITING_COLUMNS)
         order = self.policy.order(self._view(rows, sequences.__getitem__), now_ns)
         ranks = np.empty(len(sequences), np.int64)
         ranks[order] = np.arange(len(sequences))
@@ -134,15 +152,7 @@ class WaitingQueue:
 
     def _view(self, rows: NDArray[np.void], sequence_at: Callable[[int], Sequence | None]) -> WaitingView:
         """The policy's view of `rows`; row i belongs to `sequence_at(i)`."""
-        return WaitingView(
-            arrival_ns=rows["arrival_ns"],
-            num_prompt_tokens=rows["num_prompt_tokens"],
-            priority=rows["priority"],
-            serial=rows["serial"],
-            service_class=rows["service_class"],
-            user=rows["user"],
-            num_uncached=self._num_uncached(rows, sequence_at) if self.policy.reads_cache else None,
-        )
+        return waiting_view(rows, self._num_uncached(rows, sequence_at) if self.policy.reads_cache else None)
 
     def _num_uncached(self, rows: NDArray[np.void], sequence_at: Callable[[int], Sequence | None]) -> Int32s:
         num_uncached = rows["num_tokens"].copy()
@@ -158,7 +168,7 @@ class WaitingQueue:
         """Drop dead rows, and double the space when more than half of the rows are alive."""
         rows = np.flatnonzero(self._live)
         size = len(self._rows) * (2 if 2 * len(rows) > len(self._rows) else 1)
-        kept = np.empty(size, _COLUMNS)
+        kept = np.empty(size, WAITING_COLUMNS)
         kept[: len(rows)] = self._rows[rows]
         self._rows = kept
         self._live = np.arange(size) < len(rows)

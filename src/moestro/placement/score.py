@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.placement.devices import OTHER_NODE, SAME_DEVICE, Devices, PlacePrices
-from moestro.placement.traffic import TokenOrigins, Where, origins_of, slot_parts
+from moestro.placement.traffic import TokenOrigins, Where, origins_of
 
 Floats = NDArray[np.float64]
 
@@ -68,7 +68,7 @@ def score(load: ExpertLoad, table: ExpertTable, devices: Devices, prices: PlaceP
     Balance counts live devices only. A copy is activated by each step in which one of its tokens comes: an expert that
     is idle in a fraction p of the steps leaves a copy with a share s of its tokens idle in a fraction p**s.
     """
-    parts = slot_parts(table)
+    parts = table.slot_parts
     origin = origins_of(load, devices)
     where = (np.arange(parts.shape[1])[:, None], np.maximum(table.logical_of, 0))
     tokens = (origin.total[where] * parts).sum(axis=-1).T  # [layers, devices]

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.expert_load import ExpertLoad
-from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.placement.devices import Devices
 
 Floats = NDArray[np.float64]
@@ -71,14 +70,3 @@ def _summed(tokens: Floats, place: NDArray[np.integer], num_places: int) -> Floa
     for source, at in enumerate(place.tolist()):
         sums[at] += tokens[source]
     return sums
-
-
-def slot_parts(table: ExpertTable) -> Floats:
-    """Return float64[workers, layers, slots], part of its expert's tokens that each slot gets; 0 for unused slots."""
-    is_used = (table.logical_of != EMPTY) & table.is_alive[:, None, None]
-    if table.shares is not None:
-        return np.where(is_used, table.shares, 0.0)
-    index = np.arange(table.logical_of.shape[1])[:, None] * table.num_experts + table.logical_of
-    copies = np.bincount(index[is_used], minlength=table.logical_of.shape[1] * table.num_experts)
-    parts: Floats = np.where(is_used, 1.0 / np.maximum(copies, 1)[np.where(is_used, index, 0)], 0.0)
-    return parts

@@ -66,7 +66,7 @@ from moestro.workload.request_record import Header, RecordedRequest
 # A doubt without need costs tokens that are computed twice; a worker whose beats were late gets more time (PATIENCE).
 ENGINE_BEAT_MS, EXPERT_BEAT_MS, COPIED_BEAT_MS = 250, 100, 40
 ENGINE_DOUBT_BEATS, EXPERT_DOUBT_BEATS = 3, 2  # missed, until others get the work of a silent rank
-IDLE_BEATS = 3
+IDLE_BEATS = 3  # of a worker without tokens, in the time after which it counts as hung
 
 Recorded = Header | RecordedRequest
 

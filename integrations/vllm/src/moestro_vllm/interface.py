@@ -1,4 +1,4 @@
-"""What this package takes for granted of vLLM, checked before it is used, because vLLM calls none of it public."""
+"""Checks the parts of vLLM's interface that this package uses, because vLLM does not call them public."""
 
 from __future__ import annotations
 

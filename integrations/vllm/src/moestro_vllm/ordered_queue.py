@@ -17,28 +17,15 @@ from moestro.core.hashing import name_key
 from moestro.core.request import ServiceClass
 from moestro.core.views import BE, LS, WaitingView
 from moestro.engine.policy_contract import Admitted, Left, OrderPolicy
-from moestro.engine.waiting import MAX_LOOKED_UP
+from moestro.engine.waiting import MAX_LOOKED_UP, WAITING_COLUMNS, waiting_view
 
 CLASS_KEY, USER_KEY = "service_class", "user"  # names in a request's `vllm_xargs`, which are Moestro's API fields
 _INT32 = np.iinfo(np.int32)
-
-_COLUMNS = np.dtype(
-    [
-        ("arrival_ns", np.int64),
-        ("serial", np.int64),
-        ("user", np.int64),
-        ("num_prompt_tokens", np.int32),
-        ("num_tokens", np.int32),
-        ("priority", np.int32),
-        ("service_class", np.uint8),
-    ],
-    align=True,
-)
 _logger = logging.getLogger(__name__)
 
 
 class QueuedRequest(Protocol):
-    """What the queue reads of a request, under vLLM's names.
+    """Attributes of a request that the queue reads, under vLLM's names.
 
     Attributes:
         arrival_time: Time of arrival at the API server, seconds since 1970.
@@ -82,7 +69,7 @@ class OrderedQueue:
         self.policy = policy
         self._now_ns = now_ns
         self._num_cached = num_cached
-        self._rows = np.empty(16, _COLUMNS)
+        self._rows = np.empty(16, WAITING_COLUMNS)
         self._requests: list[Any] = []  # by row; None where the request is gone
         self._row_of: dict[Any, int] = {}
         self._first_serial = self._last_serial = 0
@@ -221,15 +208,7 @@ class OrderedQueue:
     def _view(self, rows: NDArray[np.int64]) -> WaitingView:
         """The policy's view of `rows`."""
         columns = self._rows.take(rows)
-        return WaitingView(
-            arrival_ns=columns["arrival_ns"],
-            num_prompt_tokens=columns["num_prompt_tokens"],
-            priority=columns["priority"],
-            serial=columns["serial"],
-            service_class=columns["service_class"],
-            user=columns["user"],
-            num_uncached=self._num_uncached(rows, columns) if self.policy.reads_cache else None,
-        )
+        return waiting_view(columns, self._num_uncached(rows, columns) if self.policy.reads_cache else None)
 
     def _num_uncached(self, rows: NDArray[np.int64], columns: NDArray[np.void]) -> NDArray[np.int32]:
         """int32[rows], tokens to compute; only the oldest rows are looked up, as in Moestro's own engine."""
@@ -242,7 +221,7 @@ class OrderedQueue:
     def _compact(self) -> None:
         """Drop the rows of requests that are gone, and double the space when more than half of the rows are alive."""
         rows = np.array(sorted(self._row_of.values()), np.int64)
-        kept = np.empty(len(self._rows) * (2 if 2 * len(rows) > len(self._rows) else 1), _COLUMNS)
+        kept = np.empty(len(self._rows) * (2 if 2 * len(rows) > len(self._rows) else 1), WAITING_COLUMNS)
         kept[: len(rows)] = self._rows[rows]
         self._rows = kept
         self._requests = [self._requests[row] for row in rows.tolist()]

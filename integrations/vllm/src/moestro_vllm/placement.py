@@ -18,7 +18,7 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class LoadWindow:
-    """What vLLM's load figures stand for.
+    """The steps that vLLM's load figures cover, and those until the next placement.
 
     Attributes:
         num_steps: Steps that the load sums up, vLLM's `window_size`.

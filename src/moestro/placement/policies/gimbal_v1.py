@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.expert_table import ExpertTable
 from moestro.errors import ConfigError
-from moestro.placement.gimbal_affinity import CUTS, SCOPES, Affinity, Cut, Scope, pairs_of, rank_pairs
+from moestro.placement.gimbal_affinity import CUTS, SCOPES, Affinity, pairs_of, rank_pairs
 from moestro.placement.gimbal_milp import GimbalProgram, solve_program
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.slots import even_sizes, table_with
 
+WordT = TypeVar("WordT", bound=str)
 SOURCE = "Gimbal v1 (arXiv 2602.21626), section III-D"
 
 
@@ -49,8 +51,8 @@ class GimbalV1Placement:
     def __post_init__(self) -> None:
         if self.anchor < 0 or self.top_pairs < 0 or self.min_tokens < 0:
             raise ConfigError("anchor, top_pairs and min_tokens must not be negative")
-        scope_of(self.scope)
-        cut_of(self.cut)
+        checked_word("scope", self.scope, SCOPES)
+        checked_word("cut", self.cut, CUTS)
 
     def __call__(self, view: PlaceView) -> ExpertTable:
         """Return Algorithm 3's placement.
@@ -58,13 +60,13 @@ class GimbalV1Placement:
         Raises:
             ValueError: The load has no pairs, the anchor does not exist, or the experts do not fit.
         """
-        pairs, scope = pairs_of(view.load, "gimbal_v1"), scope_of(self.scope)
+        pairs, scope = pairs_of(view.load, "gimbal_v1"), checked_word("scope", self.scope, SCOPES)
         sizes = even_sizes(view.devices, view.table.num_experts)
         anchor = _live_anchor(view, self.anchor)
         activation = view.load.total  # A
         if scope == "model":
             activation = activation.sum(axis=0, keepdims=True)
-        affinity = rank_pairs(pairs, view.table.num_experts, scope, cut_of(self.cut))
+        affinity = rank_pairs(pairs, view.table.num_experts, scope, checked_word("cut", self.cut, CUTS))
         affine = self._affine(affinity, activation.shape, int(sizes[anchor]), next_layer=int(scope == "layer"))
         device_of = place_greedily(activation, affine, sizes, anchor)
         holders = device_of == np.arange(len(sizes))[:, None, None]  # [devices, 1 or layers, experts]
@@ -158,7 +160,7 @@ class GimbalMilpPlacement:
     def __post_init__(self) -> None:
         if not (self.alpha > 0 and self.beta > 0 and self.time_limit_s > 0):
             raise ConfigError("alpha, beta and time_limit_s must be above 0")
-        cut_of(self.cut)
+        checked_word("cut", self.cut, CUTS)
 
     def __call__(self, view: PlaceView) -> ExpertTable:
         """Return the program's optimum.
@@ -168,7 +170,9 @@ class GimbalMilpPlacement:
             ValueError: The load has no pairs, the experts do not fit, or no optimum is proven within the time.
         """
         num_experts = view.table.num_experts
-        affinity = rank_pairs(pairs_of(view.load, "gimbal_v1_milp"), num_experts, "model", cut_of(self.cut))
+        affinity = rank_pairs(
+            pairs_of(view.load, "gimbal_v1_milp"), num_experts, "model", checked_word("cut", self.cut, CUTS)
+        )
         sizes = even_sizes(view.devices, num_experts)
         used = np.flatnonzero(sizes)
         program = GimbalProgram(view.load.total, affinity, sizes[used], self.alpha, self.beta)
@@ -177,28 +181,16 @@ class GimbalMilpPlacement:
         return table_with(view, np.broadcast_to(holders, view.table.num_copies.shape))
 
 
-def scope_of(word: str) -> Scope:
-    """Return the setting `scope`.
+def checked_word(setting: str, word: str, allowed: tuple[WordT, ...]) -> WordT:
+    """Return a setting that is one of some words.
 
     Raises:
-        ConfigError: The word is none of SCOPES.
+        ConfigError: The word is none of them.
     """
-    for scope in SCOPES:
-        if word == scope:
-            return scope
-    raise ConfigError(f"scope must be one of {', '.join(SCOPES)}, got {word!r}")
-
-
-def cut_of(word: str) -> Cut:
-    """Return the setting `cut`.
-
-    Raises:
-        ConfigError: The word is none of CUTS.
-    """
-    for cut in CUTS:
-        if word == cut:
-            return cut
-    raise ConfigError(f"cut must be one of {', '.join(CUTS)}, got {word!r}")
+    for each in allowed:
+        if word == each:
+            return each
+    raise ConfigError(f"{setting} must be one of {', '.join(allowed)}, got {word!r}")
 
 
 def _live_anchor(view: PlaceView, anchor: int) -> int:
