@@ -36,7 +36,7 @@ def test_a_policy_takes_settings_by_name():
         ("llm-d-affinity:predict_ttft_ns=3", "has no setting 'predict_ttft_ns'; it has min_hit, max_penalty_s"),
         ("lmetric:detector=5", "has no setting 'detector'; it has hotspots, window_s, max_requests"),
         ("lmetric:hotspots=1", "hotspots must be a word, got 1"),
-        ("lmetric:min_share=2", "0 < min_share < max_share"),
+        ("lmetric:min_share=2", "min_share must be above 0 and at most 1, got 2"),
         ("lmetric:window_s=inf", "route policy 'lmetric'"),
         ("session_affinity:by=user", "has no setting 'by'; it has expiry_s"),
         ("vllm-0.27:num_clients=1000000000000000000000", "cannot decide with {'num_clients': 10"),

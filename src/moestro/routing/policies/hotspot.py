@@ -1,12 +1,12 @@
 """LMetric's two-phase detector of KV hotspots: prefixes so popular that P-token times batch cannot spread them.
 
-A request's class is the deepest block of its prompt that at least `min_share` of the window's requests share. A block
-shared by more than `max_share` of them does not distinguish requests and forms no class. M is the set of engines that
-hold the class's block; x is the class's share of the window.
+A request's class is the deepest block of its prompt that at least `min_share` of the window's requests share. M is the
+set of engines that hold the class's block; x is the class's share of the window.
 
 First phase (equations 2 and 3): x / (1 - x) > |M| / (number of other engines). If M got the whole class, its batches
-would outgrow the others'. Second phase (equation 4): more than 2 |M| consecutive requests of the class scored lower on
-M than elsewhere, so the growing batch does not push them away. Then M is a hotspot for this class.
+would outgrow the others'. A prefix that all engines hold raises no alarm, however popular it is. Second phase (equation
+4): more than 2 |M| consecutive requests of the class scored lower on M than elsewhere, so the growing batch does not
+push them away. Then M is a hotspot for this class.
 
 Source: LMetric, section 5.2.
 """
@@ -35,21 +35,20 @@ class HotspotSettings:
     Attributes:
         window_s: length of the window, seconds; one minute in the paper.
         max_requests: limit of requests in the window, which bounds its memory; the newest are kept.
-        min_share, max_share: bounds of a class's share of the window's requests, 0 .. 1.
+        min_share: least share of a class of the window's requests, 0 .. 1.
         max_classes: limit of tracked classes; those whose hits save the most blocks are kept.
     """
 
     window_s: float = 60.0
     max_requests: int = 2048
     min_share: float = 0.01
-    max_share: float = 0.9
     max_classes: int = 16
 
     def __post_init__(self) -> None:
         if not (self.window_s > 0 and self.max_requests > 0 and self.max_classes > 0):
             raise ConfigError("window_s, max_requests and max_classes must be above 0")
-        if not 0 < self.min_share < self.max_share <= 1:
-            raise ConfigError("0 < min_share < max_share <= 1 must hold")
+        if not 0 < self.min_share <= 1:
+            raise ConfigError(f"min_share must be above 0 and at most 1, got {self.min_share:g}")
 
 
 class PrefixClass(NamedTuple):
@@ -148,13 +147,10 @@ class HotspotDetector:
         return PrefixClass(_block(hashes, num_blocks), num_blocks, run.counts[_ALL])
 
     def _shared(self, run: BlockRun | None) -> BlockRun | None:
-        """Return the last run up to `last` that enough of the window's requests share; None if nearly all share it."""
-        num_requests = len(self._window)
-        least = max(2, self._settings.min_share * num_requests)
+        """Return the last run up to `run` that enough of the window's requests share; None if there is none."""
+        least = max(2, self._settings.min_share * len(self._window))
         while run is not None and run.counts[_ALL] < least:
             run = run.parent
-        if run is None or run.counts[_ALL] > self._settings.max_share * num_requests:
-            return None
         return run
 
     @property

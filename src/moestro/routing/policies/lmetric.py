@@ -38,7 +38,7 @@ class LMetric:
     Attributes:
         hotspots: response to a hotspot. `filter` excludes its engines for its class; `load` sends the class to the
             smallest batch; `off` disables the detector.
-        window_s, max_requests, min_share, max_share, max_classes: settings of the detector, as in `HotspotSettings`.
+        window_s, max_requests, min_share, max_classes: settings of the detector, as in `HotspotSettings`.
         num_alarms: numbers of alarms of the first and of the second phase.
 
     Source: LMetric, sections 5 and 5.2.
@@ -48,7 +48,6 @@ class LMetric:
     window_s: float = _DETECTOR.window_s
     max_requests: int = _DETECTOR.max_requests
     min_share: float = _DETECTOR.min_share
-    max_share: float = _DETECTOR.max_share
     max_classes: int = _DETECTOR.max_classes
     num_alarms: list[int] = field(default_factory=lambda: [0, 0], init=False)
     needs = Needs(hits=True, figures=("queued_prefill_tokens",), otherwise="the router's own count of prompt tokens")
@@ -60,7 +59,6 @@ class LMetric:
             window_s=self.window_s,
             max_requests=self.max_requests,
             min_share=self.min_share,
-            max_share=self.max_share,
             max_classes=self.max_classes,
         )
         self._detector = None if self.hotspots == "off" else HotspotDetector(settings)
