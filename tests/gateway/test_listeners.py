@@ -207,6 +207,23 @@ class TestFigures:
             assert ("index_bytes",) in found
 
     @looped
+    async def test_what_engines_had_cached_bounds_what_is_predicted(self):
+        """The engine says no size: its answers tell that it keeps no prompt."""
+
+        async def script(engine: FakeEngine, wire: Wire, request: Received) -> None:
+            usage = {"prompt_tokens": 3000, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
+            wire.reply(json.dumps({"choices": [], "usage": usage}).encode())
+
+        async with rig(FakeEngine("e", script), route_policy="lmetric") as it:
+            counts, predicted = it.engine("e").counts, []
+            for name in "abab":
+                await it.call("/v1/completions", body={"prompt": f"{name} " * 4000, "model": "m"})
+                predicted.append(counts.num_predicted_tokens)
+            assert predicted[:2] == [0, 0]
+            assert predicted[2] > 2800, "the router believes that the prompt is there still"
+            assert predicted[3] == predicted[2], "and no more"
+
+    @looped
     async def test_usage_is_found_at_the_end_of_a_stream(self):
         async def script(engine: FakeEngine, wire: Wire, request: Received) -> None:
             wire.open_stream()

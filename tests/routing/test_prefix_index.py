@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import tracemalloc
 
@@ -11,7 +12,6 @@ import pytest
 from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, split_hashes
 from moestro.routing.prefix_index import SAID_BYTES, PrefixIndex
 
-EXPIRY_NS = 100
 PLENTY = 1 << 40
 
 
@@ -30,7 +30,7 @@ def chain(rng: random.Random) -> list[int]:
 
 
 def index(num_engines: int, max_bytes: int = PLENTY) -> PrefixIndex:
-    made = PrefixIndex(max_bytes, EXPIRY_NS)
+    made = PrefixIndex(max_bytes)
     for engine in range(num_engines):
         made.add_engine(engine)
     return made
@@ -40,21 +40,35 @@ class Engine:
     """The same books of one engine, as plainly as they can be kept."""
 
     def __init__(self) -> None:
-        self.history: list[tuple[int, tuple[bytes, ...], bool]] = []
+        self.history: list[tuple[tuple[bytes, ...], bool]] = []
         self.pending: list[tuple[bytes, ...]] = []
         self.said: set[bytes] = set()
-        self.is_complete = self.is_exact = False
+        self.is_complete = self.is_exact = self.is_capacity_known = False
+        self.capacity = math.inf
 
-    def sent(self, blocks, now_ns, capacity, *, is_ours=True):
-        self.history.append((now_ns, blocks, is_ours))
-        while len(self.history) > 1 and len({each for _, prompt, _ in self.history for each in prompt}) > capacity:
+    def sent(self, blocks, *, is_ours=True):
+        self.history.append((blocks, is_ours))
+        self.keep(self.capacity)
+
+    def keep(self, capacity):
+        while len(self.history) > 1 and self.num_blocks > capacity:
             del self.history[0]
 
-    def expire(self, now_ns):
-        self.history = [each for each in self.history if now_ns - each[0] <= EXPIRY_NS]
+    @property
+    def num_blocks(self) -> int:
+        return len({each for prompt, _ in self.history for each in prompt})
+
+    def surprised(self, num_blocks):
+        if self.is_capacity_known or self.is_exact:
+            return
+        if num_blocks < 0:
+            self.capacity = max(min(self.capacity, self.num_blocks) + num_blocks, 1)
+            self.keep(self.capacity)
+        else:
+            self.capacity += num_blocks
 
     def forget_elsewhere(self):
-        self.history = [each for each in self.history if each[2]]
+        self.history = [each for each in self.history if each[1]]
 
     def lost_track(self):
         self.said = set()
@@ -69,7 +83,7 @@ class Engine:
         self.is_complete = True
 
     def match(self, blocks) -> int:
-        prompts = self.pending if self.is_exact else [prompt for _, prompt, _ in self.history]
+        prompts = self.pending if self.is_exact else [prompt for prompt, _ in self.history]
         held = self.said.union(*prompts)
         return [*(each in held for each in blocks), False].index(False)
 
@@ -78,9 +92,10 @@ class Engine:
 def test_law_random_histories_equal_sets(num_engines):
     rng = random.Random(num_engines)
     ours, oracle = index(num_engines), [Engine() for _ in range(num_engines)]
-    capacity, cursor, was_exact = 40, 0, 0
-    for engine in range(num_engines):
-        ours.set_capacity(engine, capacity)
+    was_exact = 0
+    for engine in range(0, num_engines, 2):  # the others' capacity is learned
+        ours.set_capacity(engine, 40)
+        oracle[engine].capacity, oracle[engine].is_capacity_known = 40, True
     chains = [chain(rng) for _ in range(30)]
     deeds = {
         "sent": 30,
@@ -93,19 +108,17 @@ def test_law_random_histories_equal_sets(num_engines):
         "forget": 0.5,
         "cleared": 1,
         "lost_track": 0.5,
+        "surprised": 5,
     }
     in_flight = []
-    for now_ns in range(0, 15_000, 10):
+    for _ in range(1500):
         engine, hashes = rng.randrange(num_engines), packed(*rng.choice(chains))
         plain = oracle[engine]
         (deed,) = rng.choices(list(deeds), list(deeds.values()))
         if deed in ("sent", "elsewhere"):
             is_ours = deed == "sent"
-            pending = ours.sent(engine, hashes, now_ns, is_ours=is_ours)
-            plain.sent(split_hashes(hashes), now_ns, capacity, is_ours=is_ours)
-            cursor = (cursor + 1) % num_engines
-            plain.expire(now_ns)
-            oracle[cursor].expire(now_ns)
+            pending = ours.sent(engine, hashes, is_ours=is_ours)
+            plain.sent(split_hashes(hashes), is_ours=is_ours)
             assert (pending is not None) == (plain.is_exact and is_ours)
             if pending is not None:
                 plain.pending.append(split_hashes(hashes))
@@ -126,8 +139,9 @@ def test_law_random_histories_equal_sets(num_engines):
             ours.removed(engine, b"".join(plain.said))
             plain.said = set()
         elif deed != "ended":
-            getattr(ours, deed)(engine)
-            getattr(plain, deed)()
+            extra = [rng.choice([-9, -3, 4, 20])] if deed == "surprised" else []
+            getattr(ours, deed)(engine, *extra)
+            getattr(plain, deed)(*extra)
         asked = packed(*rng.choice(chains), 9)
         assert ours.match(asked).tolist() == [each.match(split_hashes(asked)) for each in oracle]
         assert [ours.is_exact(each) for each in range(num_engines)] == [each.is_exact for each in oracle]
@@ -148,12 +162,12 @@ def test_a_gap_ends_a_hit():
 
 def test_an_engine_that_says_all_is_not_believed_to_hold_what_was_only_sent_once():
     one = index(1)
-    one.sent(0, packed(1, 2), 0)
+    one.sent(0, packed(1, 2))
     assert one.match(packed(1, 2)).tolist() == [2]
     one.cleared(0)
     one.said(0, packed(1))
     assert one.match(packed(1, 2)).tolist() == [1]
-    pending = one.sent(0, packed(1, 2, 3), 1)
+    pending = one.sent(0, packed(1, 2, 3))
     assert one.match(packed(1, 2, 3)).tolist() == [3]
     one.ended(0, pending)
     assert one.match(packed(1, 2, 3)).tolist() == [1]
@@ -165,8 +179,8 @@ def test_an_engine_whose_last_block_was_removed_is_still_known_by_what_is_pendin
     one = index(1)
     one.cleared(0)
     one.said(0, packed(1))
-    one.ended(0, one.sent(0, packed(1, 2), 0))
-    one.sent(0, packed(3, 4), 1)
+    one.ended(0, one.sent(0, packed(1, 2)))
+    one.sent(0, packed(3, 4))
     one.removed(0, packed(1))
     assert one.is_exact(0)
     assert one.match(packed(1, 2)).tolist() == [0]
@@ -176,9 +190,9 @@ def test_an_engine_whose_last_block_was_removed_is_still_known_by_what_is_pendin
 def test_the_oldest_prompt_goes_when_the_cache_is_full_and_what_others_share_stays():
     one = index(1)
     one.set_capacity(0, 5)
-    one.sent(0, packed(1, 2, 3), 0)
-    one.sent(0, packed(1, 2, 4), 1)
-    one.sent(0, packed(8, 9), 2)
+    one.sent(0, packed(1, 2, 3))
+    one.sent(0, packed(1, 2, 4))
+    one.sent(0, packed(8, 9))
     assert [one.match(packed(*each)).tolist() for each in ((1, 2, 3), (1, 2, 4), (8, 9))] == [[2], [3], [2]]
 
 
@@ -201,7 +215,7 @@ def test_memory_stays_within_its_bound_however_many_prompts_come():
     bound = 1_000_000
     made = index(4, bound)
     for prompt in range(4000):
-        made.sent(prompt % 4, packed(*range(prompt * 10, prompt * 10 + 10)), 0)
+        made.sent(prompt % 4, packed(*range(prompt * 10, prompt * 10 + 10)))
         made.said(prompt % 3, packed(*range(prompt * 10, prompt * 10 + 10)))
         assert made.num_bytes <= bound
     assert made.num_bytes > bound / 2
@@ -217,7 +231,7 @@ def test_what_is_said_to_take_memory_is_what_it_takes():
         tracemalloc.start()
         for i in range(2000):
             hashes = rng.choice(shared) + rng.randbytes(20 * HASH_BYTES)
-            made.said(i % 8, hashes) if by_word else made.sent(i % 8, hashes, 0)
+            made.said(i % 8, hashes) if by_word else made.sent(i % 8, hashes)
         taken = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert 0.5 * taken < made.num_bytes < 2 * taken
@@ -243,7 +257,7 @@ def test_thousands_of_engines_are_found_by_their_bits():
 def test_thousands_of_engines_share_the_beginning_of_their_prompts():
     many = index(4096)
     for engine in range(4096):
-        many.sent(engine, packed(1, 2, 3, 100 + engine, 200 + engine), 0)
+        many.sent(engine, packed(1, 2, 3, 100 + engine, 200 + engine))
     expected = np.full(4096, 3)
     expected[7] = 5
     assert (many.match(packed(1, 2, 3, 107, 207)) == expected).all()
@@ -251,7 +265,26 @@ def test_thousands_of_engines_share_the_beginning_of_their_prompts():
 
 def test_the_history_of_an_engine_can_be_read():
     one = index(1)
-    one.sent(0, packed(1, 2, 3), 5)
-    one.sent(0, packed(1, 2), 6)
-    one.sent(0, packed(1, 9), 7)
+    one.sent(0, packed(1, 2, 3))
+    one.sent(0, packed(1, 2))
+    one.sent(0, packed(1, 9))
     assert [last.hashes() for last in one.prompts(0)] == [packed(1, 2, 3), packed(1, 2), packed(1, 9)]
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_the_size_of_a_cache_is_learned_from_answers(learns):
+    """An engine has room for 12 of 40 prompts, and evicts the least recent; the router knows its answers alone."""
+    rng, held, wrong, one = random.Random(3), dict[int, None](), [], index(1)
+    for _ in range(600):
+        prompt = min(rng.randrange(40), rng.randrange(40))
+        hashes = packed(*range(prompt * 10, prompt * 10 + 10))
+        surprise = 10 * (prompt in held) - int(one.match(hashes)[0])
+        held.pop(prompt, None)
+        held[prompt] = None
+        if len(held) > 12:
+            del held[next(iter(held))]
+        one.sent(0, hashes)
+        if learns:
+            one.surprised(0, surprise)
+        wrong.append(surprise != 0)
+    assert np.mean(wrong[100:]) < 0.1 if learns else np.mean(wrong[100:]) > 0.4

@@ -1,14 +1,22 @@
 import pytest
-from support.routers import request, router
+from support.routers import BLOCK_SIZE, request, router
 
 from moestro.core.load_figures import LoadFigures
 from moestro.core.views import NEVER_NS
 from moestro.errors import ConfigError, InvariantError, NoEngineError, QueueFullError
 from moestro.routing.registry import ROUTE_POLICIES
+from moestro.routing.settings import EngineSpec
+
+HOUR = 3600 * 10**9
 
 
 def submit(to, *names, now_ns=0, **fields):
     return [to.submit(request(name, **fields), now_ns).engine for name in names]
+
+
+def prompt_of(name, num_blocks):
+    hashes = b"".join(f"{name:>8}{depth:08d}".encode() for depth in range(num_blocks))
+    return request(name, num_prompt_tokens=BLOCK_SIZE * num_blocks + 5, block_hashes=hashes)
 
 
 def test_requests_in_flight_are_counted_until_they_end():
@@ -168,3 +176,27 @@ def test_an_excluded_engine_gets_nothing_and_stays_in_rotation():
         two.submit(request("b"), 0, exclude={0, 1})
     assert two.num_routable == 2
     assert submit(two, "b") == [0]
+
+
+def test_a_prompt_is_remembered_for_as_long_as_the_cache_has_room():
+    one = router(1, "lmetric", EngineSpec(num_blocks=8))
+    prompts, found = {name: prompt_of(name, 4) for name in "abc"}, []
+    for at, name in enumerate("aababca"):
+        found.append(one.submit(prompts[name], at * HOUR).hit_tokens)
+        one.ended(name, at * HOUR + 1, cached_share=0.0)  # a known size is not learned
+    assert found == [0, 64, 0, 64, 64, 0, 0]
+
+
+def test_an_engine_of_unknown_size_is_believed_to_hold_what_its_answers_say():
+    one = router(1, "lmetric")
+    prompts = {name: prompt_of(name, 4) for name in "abcd"}
+    for name in "abcd":
+        assert one.submit(prompts[name], 0).hit_tokens == 0
+        one.ended(name, 1, cached_share=0.0)
+    assert one.submit(prompts["a"], 2).hit_tokens == 64
+    one.ended("a", 3, cached_share=0.0)  # so it has no room for all four, which are 16 blocks
+    assert one.submit(prompts["b"], 4).hit_tokens == 0
+    one.ended("b", 5, cached_share=0.5)  # half of the prompt was there all the same
+    one.submit(prompts["b"], 6)
+    one.engine_lost(0, 7)
+    one.ended("b", 8, cached_share=0.0)  # the answer of a process that is gone teaches nothing

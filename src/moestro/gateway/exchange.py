@@ -333,7 +333,7 @@ class Exchange:
         """Send the request to an engine that it has not tried, and return False without such an engine."""
         engine, decision = self._engine, self._decision
         assert engine is not None
-        self._end_in_router(None)
+        self._end_in_router({})
         self._why = f"{engine.name} {cause}"
         try:
             self._choose()
@@ -416,13 +416,15 @@ class Exchange:
         usage = usage_in(self._tail) if self._status == 200 else {}
         if usage:
             self._count_hits(usage)
-        self._end_in_router(usage.get(b"completion_tokens"))
+        self._end_in_router(usage)
         self._shared.decision_log.ended(self._incoming.request_id, status, usage)
 
-    def _end_in_router(self, num_output_tokens: int | None) -> None:
+    def _end_in_router(self, usage: dict[bytes, int]) -> None:
         if self._is_in_router and self._request is not None:
             self._is_in_router = False
-            self._shared.fleet.router.ended(self._request.request_id, time.monotonic_ns(), num_output_tokens)
+            self._shared.fleet.router.ended(
+                self._request.request_id, time.monotonic_ns(), usage.get(b"completion_tokens"), _cached_share(usage)
+            )
 
     def _count_hits(self, usage: dict[bytes, int]) -> None:
         num_prompt_tokens = usage.get(b"prompt_tokens", 0)
@@ -433,6 +435,12 @@ class Exchange:
         counts.num_hit_tokens += usage.get(b"cached_tokens", 0)
         share = min(1.0, self._decision.hit_tokens / self._request.num_prompt_tokens)
         counts.num_predicted_tokens += share * num_prompt_tokens
+
+
+def _cached_share(usage: dict[bytes, int]) -> float | None:
+    """Return the part of the prompt that the engine had cached; None if it did not say."""
+    num_prompt_tokens, num_cached = usage.get(b"prompt_tokens", 0), usage.get(b"cached_tokens")
+    return min(num_cached / num_prompt_tokens, 1.0) if num_prompt_tokens and num_cached is not None else None
 
 
 def _broken(cause: str) -> GenerationError:

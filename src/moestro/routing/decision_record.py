@@ -139,6 +139,7 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     now_ns: int
     num_output_tokens: int | None
+    cached_share: float | None = None
 
 
 class Reported(msgspec.Struct, frozen=True, tag=True):
@@ -266,10 +267,16 @@ class RecordedRouter(Router):
         super().first_token(request_id, now_ns)
         self._write(FirstTokenCame(request_id, now_ns))
 
-    def ended(self, request_id: str, now_ns: int, num_output_tokens: int | None = None) -> None:
+    def ended(
+        self,
+        request_id: str,
+        now_ns: int,
+        num_output_tokens: int | None = None,
+        cached_share: float | None = None,
+    ) -> None:
         """Implement `Router.ended`, and record the call."""
-        super().ended(request_id, now_ns, num_output_tokens)
-        self._write(RequestEnded(request_id, now_ns, num_output_tokens))
+        super().ended(request_id, now_ns, num_output_tokens, cached_share)
+        self._write(RequestEnded(request_id, now_ns, num_output_tokens, cached_share))
 
     def sent_elsewhere(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """Implement `Router.sent_elsewhere`, and record the call."""

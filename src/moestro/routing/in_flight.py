@@ -20,6 +20,7 @@ class Flight:
     Attributes:
         num_known_tokens: tokens of the prompt and of a resumed answer.
         num_prefill_tokens: those of `num_known_tokens` that the engine was expected to compute.
+        num_hit_tokens: those that it was expected to have cached. None means that its process was replaced since.
         pending: handle to return to the prefix index at the end; None means no handle.
         serial: sequence number among all requests of the router.
     """
@@ -28,6 +29,7 @@ class Flight:
     submit_ns: int
     num_known_tokens: int
     num_prefill_tokens: int
+    num_hit_tokens: int | None
     pending: BlockRun | None = None
     is_prefilling: bool = True
     serial: int = 0
@@ -134,6 +136,8 @@ class InFlight:
         row = self._rows[engine]
         row.seen = row.seen_prefill = self._num_added - 1
         row.departed.clear()
+        for flight in row.flights.values():
+            flight.num_hit_tokens = None
         self._columns.num_unseen[engine] = self._columns.num_foreign[engine] = 0
         self._columns.said_prefill_tokens[engine] = math.inf
 

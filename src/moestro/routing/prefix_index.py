@@ -3,14 +3,17 @@
 The index keeps three sources of knowledge. Each represents a set of engines as one integer, one bit per engine, so that
 a thousand engines cost little more than ten:
 
-    history   prompts recently sent to each engine, in a tree of shared prefixes; bounded by age and by the blocks of
-              the engine's cache
+    history   prompts sent to each engine, in a tree of shared prefixes; bounded by the blocks of the engine's cache
     said      blocks that an engine reports by KV events, stored and removed one by one
     pending   prompts in flight on engines with complete KV events
 
 An engine without KV events is represented by its history. An engine with complete events is represented by what it said
 and by pending prompts: from the decision to the request's end the engine holds the prompt or will hold it. An engine
 with a gap in its events is represented by its history and by what it said.
+
+The size of an engine's cache may be unknown. Then it follows from the engine's answers: for each block that was wrongly
+predicted to be cached it shrinks by one block, for each that was wrongly dropped it grows by one. In the long run as
+many blocks are predicted too many as too few.
 """
 
 from __future__ import annotations
@@ -40,13 +43,15 @@ class _Engine:
 
     Attributes:
         said: blocks that the engine reported, in order of their reports.
-        prompts: history, oldest first, as (sending time in ns, last run, whether this router sent it).
+        prompts: history, oldest first, as (last run, whether this router sent it).
         capacity: size of the engine's cache in blocks.
+        is_capacity_known: whether the engine said so; else it is learned.
     """
 
     said: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    prompts: deque[tuple[int, BlockRun, bool]] = field(default_factory=deque)
+    prompts: deque[tuple[BlockRun, bool]] = field(default_factory=deque)
     capacity: int = _UNLIMITED
+    is_capacity_known: bool = False
 
 
 class PrefixIndex:
@@ -55,19 +60,16 @@ class PrefixIndex:
     Args:
         max_bytes: memory limit. Each engine gets an equal share. Over its share, an engine loses its oldest prompts,
             last blocks first, then its oldest reported blocks.
-        expiry_ns: age at which a prompt is dropped from the history.
     """
 
-    def __init__(self, max_bytes: int, expiry_ns: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._expiry_ns = expiry_ns
         self._engines: list[_Engine] = []
         self._history = PrefixTree()
         self._pending = PrefixTree()
         self._said: dict[bytes, int] = {}  # block -> set of engines that hold it
         self._complete = 0  # engines whose events report all their blocks
         self._exact = 0  # those of `_complete` that have reported a block
-        self._next_to_expire = 0
 
     def add_engine(self, engine: int) -> None:
         """Add `engine`, whose number is the next one or that of a forgotten engine."""
@@ -76,11 +78,27 @@ class PrefixIndex:
         row = self._engines[engine]
         assert not row.said
         assert not row.prompts
-        row.capacity = _UNLIMITED
+        self.set_capacity(engine, None)
 
     def set_capacity(self, engine: int, num_blocks: int | None) -> None:
         """Set the cache size of `engine` in blocks; None means unknown."""
-        self._engines[engine].capacity = _UNLIMITED if num_blocks is None else num_blocks
+        row = self._engines[engine]
+        row.capacity, row.is_capacity_known = _UNLIMITED if num_blocks is None else num_blocks, num_blocks is not None
+
+    def surprised(self, engine: int, num_blocks: int) -> None:
+        """Learn from an answer of `engine` how large its cache is, unless that is known or events report its blocks.
+
+        Args:
+            num_blocks: how many more blocks of the prompt the engine had than were predicted; below 0 means fewer.
+        """
+        row = self._engines[engine]
+        if row.is_capacity_known or self._exact >> engine & 1:
+            return
+        if num_blocks < 0:
+            row.capacity = max(min(row.capacity, self._history.num_blocks[engine]) + num_blocks, 1)
+            self._keep_capacity(engine)
+        elif row.capacity != _UNLIMITED:
+            row.capacity += num_blocks
 
     # --- queries
 
@@ -111,7 +129,7 @@ class PrefixIndex:
 
     # --- requests
 
-    def sent(self, engine: int, hashes: bytes, now_ns: int, *, is_ours: bool = True) -> BlockRun | None:
+    def sent(self, engine: int, hashes: bytes, *, is_ours: bool = True) -> BlockRun | None:
         """Record that a prompt was sent to `engine`, which will hold its blocks.
 
         Args:
@@ -122,15 +140,9 @@ class PrefixIndex:
         """
         last = self._history.add(engine, hashes)
         if last is not None:
-            row = self._engines[engine]
-            row.prompts.append((now_ns, last, is_ours))
-            while self._history.num_blocks[engine] > row.capacity and len(row.prompts) > 1:
-                self._drop_oldest(engine)
+            self._engines[engine].prompts.append((last, is_ours))
+            self._keep_capacity(engine)
             self._keep_share(engine)
-        # Expire the prompts of one other engine per call, so that no decision waits for all engines.
-        self._next_to_expire = (self._next_to_expire + 1) % len(self._engines)
-        for each in (engine, self._next_to_expire):
-            self._expire(each, now_ns)
         return self._pending.add(engine, hashes) if is_ours and self._exact >> engine & 1 else None
 
     def ended(self, engine: int, pending: BlockRun) -> None:
@@ -187,13 +199,13 @@ class PrefixIndex:
 
     def prompts(self, engine: int) -> list[BlockRun]:
         """Return the history of `engine`: the last run of each prompt, oldest first."""
-        return [last for _, last, _ in self._engines[engine].prompts]
+        return [last for last, _ in self._engines[engine].prompts]
 
     def forget_elsewhere(self, engine: int) -> None:
         """Drop the prompts that other routers sent to `engine` from its history."""
         row = self._engines[engine]
-        prompts, row.prompts = row.prompts, deque(each for each in row.prompts if each[2])
-        for _, last, is_ours in prompts:
+        prompts, row.prompts = row.prompts, deque(each for each in row.prompts if each[1])
+        for last, is_ours in prompts:
             if not is_ours:
                 self._history.drop(engine, last)
 
@@ -219,6 +231,11 @@ class PrefixIndex:
             begin = border
         _set(found, alive, begin)
 
+    def _keep_capacity(self, engine: int) -> None:
+        row = self._engines[engine]
+        while self._history.num_blocks[engine] > row.capacity and len(row.prompts) > 1:
+            self._drop_oldest(engine)
+
     def _keep_share(self, engine: int) -> None:
         row, share = self._engines[engine], self._max_bytes // len(self._engines)
         while (row.prompts or row.said) and self._bytes_of(engine) > share:
@@ -240,12 +257,7 @@ class PrefixIndex:
         )
 
     def _drop_oldest(self, engine: int) -> None:
-        self._history.drop(engine, self._engines[engine].prompts.popleft()[1])
-
-    def _expire(self, engine: int, now_ns: int) -> None:
-        prompts = self._engines[engine].prompts
-        while prompts and now_ns - prompts[0][0] > self._expiry_ns:
-            self._drop_oldest(engine)
+        self._history.drop(engine, self._engines[engine].prompts.popleft()[0])
 
     def _drop(self, bit: int, block: bytes) -> None:
         left = self._said[block] & ~bit

@@ -91,7 +91,7 @@ def _apply(router: RecordedRouter, entry: Entry) -> None:
         case FirstTokenCame():
             router.first_token(entry.request_id, entry.now_ns)
         case RequestEnded():
-            router.ended(entry.request_id, entry.now_ns, entry.num_output_tokens)
+            router.ended(entry.request_id, entry.now_ns, entry.num_output_tokens, entry.cached_share)
         case SentElsewhere():
             router.sent_elsewhere(entry.engine, entry.hashes, entry.now_ns)
         case ElsewhereForgotten():

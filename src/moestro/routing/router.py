@@ -59,7 +59,7 @@ class Router:
         self.keeps_candidates = False
         self._columns = EngineColumns()
         self._flights = InFlight(self._columns)
-        self._index = PrefixIndex(settings.index_bytes, int(settings.predicted_expiry_s * 1e9))
+        self._index = PrefixIndex(settings.index_bytes)
         self._removed: set[int] = set()  # removed engines with requests that have not ended
         self._absent: set[int] = set()  # removed engines whose numbers are not reused yet
         self._num_decisions = 0
@@ -120,10 +120,10 @@ class Router:
         self._num_decisions += 1
         hit_tokens = int(view.hit_tokens[engine])
         num_prefill_tokens = max(1, request.num_known_tokens - hit_tokens)
-        flight = Flight(engine, now_ns, request.num_known_tokens, num_prefill_tokens)
+        flight = Flight(engine, now_ns, request.num_known_tokens, num_prefill_tokens, hit_tokens)
         self._flights.add(request.request_id, flight)
         if self._policy.needs.hits:
-            flight.pending = self._index.sent(engine, request.block_hashes, now_ns)
+            flight.pending = self._index.sent(engine, request.block_hashes)
         self._policy.observe(Routed(request, engine, hit_tokens, choice.detail, now_ns))
         return RouteDecision(engine, choice.score, choice.reason, hit_tokens, candidates)
 
@@ -155,13 +155,23 @@ class Router:
         if flight is not None:
             self._policy.observe(FirstToken(request_id, flight.engine, now_ns))
 
-    def ended(self, request_id: str, now_ns: int, num_output_tokens: int | None = None) -> None:
+    def ended(
+        self,
+        request_id: str,
+        now_ns: int,
+        num_output_tokens: int | None = None,
+        cached_share: float | None = None,
+    ) -> None:
         """Record the end of a request, for any reason.
 
         Args:
             num_output_tokens: number of generated tokens; None means not counted.
+            cached_share: part of the prompt's tokens that the engine had cached, 0 .. 1; None means that it did not
+                say. A share, because the engine may count other tokens than the router.
         """
         flight = self._flights.ended(request_id, now_ns)
+        if cached_share is not None and self._policy.needs.hits:
+            self._learn(flight, cached_share)
         if flight.pending is not None:
             self._index.ended(flight.engine, flight.pending)
         self._policy.observe(Ended(request_id, flight.engine, flight.submit_ns, now_ns, num_output_tokens))
@@ -173,7 +183,7 @@ class Router:
         Args:
             hashes: packed block hashes, in prompt order.
         """
-        self._index.sent(engine, hashes, now_ns, is_ours=False)
+        self._index.sent(engine, hashes, is_ours=False)
 
     def forget_elsewhere(self, engine: int) -> None:
         """Discard the records of `sent_elsewhere` for `engine`, before the caller sends them again."""
@@ -270,6 +280,16 @@ class Router:
         )
         self._columns.speed[engine] = spec.speed
         self._index.set_capacity(engine, spec.num_blocks)
+
+    def _learn(self, flight: Flight, cached_share: float) -> None:
+        """Compare what an engine had cached with the prediction; a difference below a block says nothing."""
+        if flight.num_hit_tokens is None:
+            return
+        # An engine computes the last token of a prompt again, however much it has cached.
+        predicted = min(flight.num_hit_tokens, flight.num_known_tokens - 1)
+        num_blocks = int((cached_share * flight.num_known_tokens - predicted) / self._settings.block_size)
+        if num_blocks:
+            self._index.surprised(flight.engine, num_blocks)
 
     def _set_routable(self, engine: int, *, routable: bool) -> None:
         self._columns.is_up[engine] = routable

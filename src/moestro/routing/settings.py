@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from cyclopts import Parameter
 
-from moestro.core.setting_checks import CheckedSettings, above, at_least, check_settings
+from moestro.core.setting_checks import CheckedSettings, at_least, check_settings
 from moestro.routing.registry import ROUTE_POLICIES
 
 _HELP = f"Policy that chooses engines (bailian:hit_weight=0.5), or FILE.py:NAME.\n\n{ROUTE_POLICIES.help_text()}"
@@ -32,7 +32,6 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
             but refuse only between two steps.
         seed: random seed of draws between equal engines.
         index_bytes: memory limit of the prefix index, bytes.
-        predicted_expiry_s: age at which a predicted cache entry is dropped, seconds.
     """
 
     PLACE: ClassVar[str] = ""
@@ -41,7 +40,6 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued: int | None = None
     seed: int = 0
     index_bytes: Annotated[int, at_least(1)] = 1 << 30
-    predicted_expiry_s: Annotated[float, above(0)] = 180.0
 
     def __post_init__(self) -> None:
         check_settings(self)
