@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.routers import decide, request, router, table
 
 from moestro.core.load_figures import LoadFigures
@@ -37,6 +39,63 @@ def test_a_user_goes_back_to_the_engine_of_the_last_request_unless_kv_is_saturat
     assert send("d", 3, usage=0.95) == 0, "saturated: the least KV"
     assert send("e", 64) == 4 % 3, "its memory has expired"
     assert dict(policy.counts) == {"new user": 2, "no user": 1, "user": 1, "least KV": 1}
+
+
+class Algorithm1:
+    """Algorithm 1 of Gimbal v1 as the paper has it, line by line, with theta_kv 7/8, theta_diff 1/8 and theta_load 40."""
+
+    def __init__(self, expiry_s: int) -> None:
+        self.expiry_s = expiry_s
+        self.users: dict[str, tuple[int, int]] = {}
+
+    def choose(self, at_s, kv, load, user, decision) -> int:
+        engines = range(len(kv))
+        chosen = decision % len(kv)
+        most, least = max(engines, key=kv.__getitem__), min(engines, key=kv.__getitem__)
+        if kv[most] >= 7 / 8:
+            if kv[most] - kv[least] >= 1 / 8:
+                chosen = least
+            elif max(load) - min(load) > 40:
+                chosen = min(engines, key=load.__getitem__)
+        elif user in self.users and at_s - self.users[user][1] <= self.expiry_s:
+            chosen = self.users[user][0]
+        if user is not None:
+            self.users[user] = chosen, at_s
+        return chosen
+
+
+eighths = st.lists(st.integers(4, 8).map(lambda n: n / 8), min_size=3, max_size=3)
+loads = st.lists(st.sampled_from([0, 1, 40, 41, 100]), min_size=3, max_size=3)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6), eighths, loads, st.sampled_from([None, "u", "v"])), max_size=30))
+def test_law_decisions_are_those_of_algorithm_1(requests):
+    twin = Algorithm1(expiry_s=10)
+    three = router(3, GimbalV1(kv_threshold=7 / 8, kv_gap=1 / 8, load_gap=40, user_expiry_s=10))
+    at_s = 0
+    for number, (pause_s, kv, load, user) in enumerate(requests):
+        at_s += pause_s
+        for engine in range(3):
+            three.report(
+                engine, LoadFigures(kv_usage=kv[engine], num_tokens=load[engine]), at_s * SECOND, at_s * SECOND
+            )
+        name = str(number)
+        chosen = three.submit(request(name, user=user), at_s * SECOND).engine
+        three.ended(name, at_s * SECOND)
+        assert chosen == twin.choose(at_s, kv, load, user, number)
+
+
+def test_the_default_thresholds_are_the_papers():
+    for kv, branch in (([0.9, 0.7], "least KV"), ([0.89, 0.7], "no user"), ([0.9, 0.81], "saturated and even")):
+        assert decide(GimbalV1(), table(kv_usage=kv, num_tokens=[0, 3000])).reason == branch
+    assert decide(GimbalV1(), table(kv_usage=[0.9, 0.85], num_tokens=[0, 3001])).reason == "least load"
+
+
+def test_tokens_in_hand_are_counted_by_the_router_where_engines_do_not_tell():
+    """vLLM and SGLang report KV use, and no tokens."""
+    known = table(kv_usage=[0.95, 0.9, 0.9], context_tokens=[9000, 4000, 5000])
+    assert (decide(GimbalV1(), known).reason, decide(GimbalV1(), known).engine) == ("least load", 1)
 
 
 def test_an_engine_that_is_not_routable_is_neither_compared_nor_chosen():

@@ -8,7 +8,14 @@ import numpy as np
 
 from moestro.core.rng import Draws
 from moestro.errors import ConfigError
-from moestro.routing.indicators import all_fresh, expert_pressure, kv_usage, num_waiting, queued_prefill_tokens
+from moestro.routing.indicators import (
+    all_fresh,
+    expert_pressure,
+    kv_usage,
+    num_tokens,
+    num_waiting,
+    queued_prefill_tokens,
+)
 from moestro.routing.policies.affinity import StickyMap
 from moestro.routing.policy_contract import Choice, EngineLost, Needs, Routed, RouteEvent, RouteView
 from moestro.routing.registry import ROUTE_POLICIES
@@ -35,10 +42,14 @@ class GimbalV1:
         counts: number of decisions by each branch in BRANCHES.
 
     Source: Gimbal v1 (arXiv), section III-B, Algorithm 1. Line numbers in comments are the algorithm's. RunningLoad is
-    the figure `num_tokens`: tokens of running and waiting requests.
+    the figure `num_tokens`: tokens of running and waiting requests. The router's own count takes its place, because vLLM
+    and SGLang report none.
     """
 
-    needs = Needs(figures=("kv_usage", "num_tokens"), otherwise="the engines in turn")
+    needs = Needs(
+        figures=("kv_usage", "num_tokens"),
+        otherwise="the engines in turn without KV use; the router's own count of tokens",
+    )
 
     def __init__(
         self, *, kv_threshold: float = 0.9, kv_gap: float = 0.1, load_gap: float = 3000.0, user_expiry_s: float = 600.0
@@ -56,9 +67,9 @@ class GimbalV1:
         engines = view.engines
         rows = np.flatnonzero(engines.routable)
         in_turn = int(rows[view.decision_id % len(rows)])  # line 1
-        if not all_fresh(view, engines.kv_usage, engines.num_tokens):  # line 2
+        if not all_fresh(view, engines.kv_usage):  # line 2
             return _branch(in_turn, 0.0, "no metrics")
-        kv, load = engines.kv_usage.values[rows], engines.num_tokens.values[rows]
+        kv, load = engines.kv_usage.values[rows], num_tokens(view)[rows]
         most, least = int(kv.argmax()), int(kv.argmin())  # lines 3, 4
         if kv[most] >= self._kv_threshold:  # line 5
             if kv[most] - kv[least] >= self._kv_gap:  # line 6
