@@ -42,7 +42,7 @@ def test_a_user_goes_back_to_the_engine_of_the_last_request_unless_kv_is_saturat
 
 
 class Algorithm1:
-    """Algorithm 1 of Gimbal v1 as the paper has it, line by line, with theta_kv 7/8, theta_diff 1/8 and theta_load 40."""
+    """Algorithm 1 of Gimbal v1 line by line, with theta_kv 7/8, theta_diff 1/8 and theta_load 40."""
 
     def __init__(self, expiry_s: int) -> None:
         self.expiry_s = expiry_s

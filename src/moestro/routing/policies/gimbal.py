@@ -42,8 +42,8 @@ class GimbalV1:
         counts: number of decisions by each branch in BRANCHES.
 
     Source: Gimbal v1 (arXiv), section III-B, Algorithm 1. Line numbers in comments are the algorithm's. RunningLoad is
-    the figure `num_tokens`: tokens of running and waiting requests. The router's own count takes its place, because vLLM
-    and SGLang report none.
+    the figure `num_tokens`: tokens of running and waiting requests. vLLM and SGLang report none; then the router's own
+    count takes its place.
     """
 
     needs = Needs(
