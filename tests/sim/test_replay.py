@@ -89,6 +89,25 @@ def test_another_policy_is_compared_with_the_simulation_of_the_recorded_one(path
     )
 
 
+@pytest.mark.parametrize(("factor", "says_ttft"), [(1, True), (70, False)])
+def test_a_mean_that_the_simulation_misses_is_not_compared(path, factor, says_ttft):
+    """A simulation 70 times off once printed "+13.4 %"."""
+    simulated = what_if(read_request_record(path), (), None).report.outcomes[1].report.ttft_ms.mean
+    lines = path.read_bytes().splitlines(keepends=True)
+    took_ns = int(simulated * factor * 1e6)
+    told = [msgspec.json.decode(line, type=RecordedRequest) for line in lines[1:]]
+    told = [
+        msgspec.structs.replace(each, first_token_ns=each.arrival_ns + took_ns, last_token_ns=each.arrival_ns + took_ns)
+        for each in told
+    ]
+    path.write_bytes(b"".join([lines[0], *(msgspec.json.encode(each) + b"\n" for each in told)]))
+    answer = what_if(read_request_record(path), ("lmetric",), None)
+    (sentence,) = answer.sentences()
+    assert ("mean TTFT" in sentence) == says_ttft
+    assert any(warning.startswith("The mean TTFT is not compared") for warning in answer.warnings()) != says_ttft
+    assert "hit ratio" in sentence
+
+
 def test_a_scored_prompt_has_no_latency_and_is_replayed_all_the_same(path):
     """`max_tokens` 0: its record has no time of a token, and none is made of it."""
     before = what_if(read_request_record(path), (), None)

@@ -51,6 +51,8 @@ def replay_record(path: Path, policies: Sequence[str], cost: str | None) -> tupl
     answer = what_if(read_request_record(path), policies, cost)
     console = Console()
     print_report(console, answer.report)
+    for warning in answer.warnings():
+        console.print(f"[yellow]{warning}[/]", highlight=False, soft_wrap=True)
     for sentence in answer.sentences():
         console.print(sentence, highlight=False, soft_wrap=True)
     return answer.report, answer.runs
