@@ -33,6 +33,7 @@ from moestro.server.engine_client import EngineClient
 from moestro.server.expert_admin import ExpertAdmin
 from moestro.server.group_metrics import GroupLines
 from moestro.server.launcher import PACED_WORKER, WORKER, Launcher, opened
+from moestro.server.live_placement import LivePlacement, MovingGroup, open_placement
 from moestro.server.liveness import LivenessTimeouts
 from moestro.server.local_launcher import LocalLauncher
 from moestro.server.metrics import Metrics
@@ -292,6 +293,7 @@ class _ServeProcess:
     ) -> None:
         settings, engines = self._settings.server, cluster.engines
         api = ApiServer(engines, model, settings.write_timeout)
+        placement = open_placement(self._settings, model.info, engines.expert_loads, _moving_group(cluster))
         sources = Sources(
             model_name=model.names[0],
             info=model.info,
@@ -303,20 +305,22 @@ class _ServeProcess:
             num_refused=lambda: cluster.wire.num_refused,
             num_unrecorded=lambda: record.num_lost if record is not None else 0,
             coordinator=cluster.coordinator,
+            placement=placement.control,
         )
         refusals = cluster.metrics.refusals
         middleware = HttpMiddleware(self._access, refusals, MAX_BODY_BYTES)
         runner = await middleware.runner(
             api.app(Exposition(ServerCollector(sources))), shutdown_timeout=RESPONSE_FLUSH_S
         )
-        admin = await self._open_admin(cluster, model.info)
+        admin = await self._open_admin(cluster, model.info, placement)
         stats = asyncio.create_task(log_forever(_stat_lines(cluster)))
         try:
             server = await listen(runner, listener, refusals, settings.max_connections, self._max_per_address)
             self._lifecycle.is_serving = True
             cluster.supervisor.watch()
             self._announce(listener, infos)
-            await self._until_stopped(cluster.supervisor)
+            async with placement.running():
+                await self._until_stopped(cluster.supervisor)
             server.close()
             api.traffic.is_draining = True
             await self._lifecycle.drain(lambda: api.traffic.num_answering)
@@ -329,7 +333,7 @@ class _ServeProcess:
                 await admin.cleanup()
             api.close()
 
-    async def _open_admin(self, cluster: _Cluster, info: ModelInfo) -> web.AppRunner | None:
+    async def _open_admin(self, cluster: _Cluster, info: ModelInfo, placement: LivePlacement) -> web.AppRunner | None:
         """Serve the plane of operators, if a port is given."""
         settings = self._settings.server
         if settings.admin_port is None:
@@ -338,6 +342,7 @@ class _ServeProcess:
         routes = ExpertAdmin(cluster.engines.expert_loads, info, half_life).routes()
         if cluster.coordinator is not None:
             routes += WorkerAdmin(cluster.coordinator, cluster.supervisor).routes()
+        routes += placement.routes()
         runner = await admin_runner(routes, settings.admin_api_key)
         with bound_socket(ADMIN_HOST, settings.admin_port) as listener:
             await web.SockSite(runner, listener.dup()).start()
@@ -390,6 +395,11 @@ class _ServeProcess:
         self._clock.mark("listen")
         names, url = server.served_model_name, url_of(listener)
         print_banner(serve_banner(infos, self._clock.phases, names, url, needs_key=bool(server.api_key)))
+
+
+def _moving_group(cluster: _Cluster) -> MovingGroup | None:
+    """Return the group whose experts can move; None where each engine has all experts."""
+    return None
 
 
 def _describe_start(cluster: _Cluster) -> str:
