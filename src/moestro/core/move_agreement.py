@@ -38,23 +38,24 @@ class MoveAgreement:
         version: number of the table that all workers use.
         plan: the layer that moves, as far as this worker knows.
         is_prepared: whether this worker has all experts of the plan.
+        over: number of the last plan that has ended.
     """
 
     def __init__(self, version: int) -> None:
         self.version = version
         self.plan: LayerPlan | None = None
         self.is_prepared = False
-        self._over = version  # plans up to this number have ended
+        self.over = version
         self._cancelled = 0
 
     def take(self, plan: LayerPlan) -> None:
         """Take a plan from the API server. A plan that the group has dropped meanwhile is ignored."""
-        if plan.version > self._over:
+        if plan.version > self.over:
             self.plan, self.is_prepared = plan, False
 
     def cancel(self, version: int) -> None:
         """Ask for the end of a plan. A plan that has ended is ignored."""
-        if version > self._over:
+        if version > self.over:
             self._cancelled = version
 
     def numbers(self) -> NDArray[np.int64]:
@@ -74,14 +75,16 @@ class MoveAgreement:
             InvariantError: the workers use different tables.
         """
         if (gathered[:, _VERSION] != self.version).any():
-            raise InvariantError(f"the engines of a group have tables {gathered[:, _VERSION].tolist()} of their experts")
+            raise InvariantError(
+                f"the engines of a group have tables {gathered[:, _VERSION].tolist()} of their experts"
+            )
         newest, cancelled = int(gathered[:, _KNOWN].max()), int(gathered[:, _CANCELLED].max())
         if newest and (gathered[:, _PREPARED] == newest).all():
             # Also when a worker asks for its end: it asks too late.
-            self.version = self._over = newest
+            self.version = self.over = newest
             return MoveAction.COMMIT
         if cancelled and newest <= cancelled:
-            self._over = cancelled
+            self.over = cancelled
             return MoveAction.DROP
         if not newest:
             return MoveAction.REST

@@ -150,7 +150,8 @@ def empty_slot(module: nn.Module, slot: int) -> None:
     tag = tag_of(module)
     assert tag.logical_of is not None, "a module with all experts has no slots to empty"
     if tag.packed:
-        none = tuple(weight.new_empty(0) for weight in weights_of(cast(PackedExperts, module))[::2] if weight is not None)
+        up, _, down, _ = weights_of(cast(PackedExperts, module))
+        none = (up.new_empty(0), down.new_empty(0))
         retag(module, packed=[*tag.packed[:slot], none, *tag.packed[slot + 1 :]])
     tag.logical_of[slot] = EMPTY
 

@@ -112,9 +112,8 @@ class SpreadDevice(TorchDevice):
             self._table = with_layer(self._table, plan.version, plan.layer, rows, parts)
             self._spread.use_layer(plan.layer, rows, parts)
         self._agreement.settled()
-        if plan is not None:
-            num_bytes = 0 if mover is None else mover.num_bytes
-            self.on_settled(SettledLayer(version=plan.version, is_committed=is_committed, num_bytes=num_bytes))
+        num_bytes = 0 if mover is None else mover.num_bytes
+        self.on_settled(SettledLayer(version=self._agreement.over, is_committed=is_committed, num_bytes=num_bytes))
 
     def take_part(self, now_ns: int) -> None:
         """Implement `LockStepDevice.take_part`."""

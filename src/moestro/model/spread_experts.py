@@ -34,7 +34,9 @@ class SpreadExperts:
         self._modules = [module for _, module in network.experts]
         self._num_experts, self._num_slots = table.num_experts, table.logical_of.shape[2]
         parts = table.slot_parts
-        self._copies = {layer: self._choice(table.logical_of[:, layer], parts[:, layer]) for layer, _ in network.experts}
+        self._copies = {
+            layer: self._choice(table.logical_of[:, layer], parts[:, layer]) for layer, _ in network.experts
+        }
         network.routing.stand_in = self
 
     def use_layer(self, layer: int, rows: NDArray[np.int32], parts: NDArray[np.float64]) -> None:
@@ -89,4 +91,3 @@ class SpreadExperts:
         answers = torch.empty_like(guests)
         answers[by_slot] = run_slots(module, guests.index_select(0, by_slot), received.sum(0))
         return exchange.exchange_rows(answers, num_received, num_sent)
-
