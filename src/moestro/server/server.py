@@ -34,10 +34,11 @@ from moestro.server.ep_migration import EpMigration
 from moestro.server.expert_admin import ExpertAdmin
 from moestro.server.group_metrics import GroupLines
 from moestro.server.launcher import PACED_WORKER, WORKER, Launcher, opened
-from moestro.server.live_placement import LivePlacement, MovingGroup, open_placement
+from moestro.server.live_placement import LivePlacement, open_placement
 from moestro.server.liveness import LivenessTimeouts
 from moestro.server.local_launcher import LocalLauncher
 from moestro.server.metrics import Metrics
+from moestro.server.moving_group import lock_step_group
 from moestro.server.pace_lines import PaceLines
 from moestro.server.private_directory import private_directory
 from moestro.server.prometheus import ServerCollector, Sources
@@ -318,7 +319,8 @@ class _ServeProcess:
     ) -> None:
         settings, engines = self._settings.server, cluster.engines
         api = ApiServer(engines, model, settings.write_timeout)
-        placement = open_placement(self._settings, model.info, engines.expert_loads, _moving_group(cluster))
+        group = lock_step_group(self._settings, engines, self._migration)
+        placement = open_placement(self._settings, model.info, engines.expert_loads, group)
         sources = Sources(
             model_name=model.names[0],
             info=model.info,
@@ -420,11 +422,6 @@ class _ServeProcess:
         self._clock.mark("listen")
         names, url = server.served_model_name, url_of(listener)
         print_banner(serve_banner(infos, self._clock.phases, names, url, needs_key=bool(server.api_key)))
-
-
-def _moving_group(cluster: _Cluster) -> MovingGroup | None:
-    """Return the group whose experts can move; None where each engine has all experts."""
-    return None
 
 
 def _describe_start(cluster: _Cluster) -> str:
