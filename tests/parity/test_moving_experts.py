@@ -10,7 +10,8 @@ import pytest
 from parity import tiny
 from support.fake_device import make_request
 from support.lock_step_processes import SETTINGS, settings_of
-from support.moving_ranks import CANCEL, MovingRanks, random_target
+from support.moving_ranks import CANCEL, MovingRanks
+from support.moving_tables import random_target
 from support.running import wait_until
 
 from moestro.core.request import Request
