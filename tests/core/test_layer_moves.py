@@ -1,4 +1,4 @@
-"""Moves between two placements of a layer: they lead to the new one, and no worker sends or takes too much in a round."""
+"""Moves between two placements of a layer: they lead to the new one, within the limits of each round."""
 
 from __future__ import annotations
 

@@ -69,35 +69,48 @@ def test_different_tables_are_an_error():
         open_step([MoveAgreement(1), MoveAgreement(2)])
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_law_all_workers_have_the_same_table_whatever_comes_when(seed):
-    """Messages of one server reach each worker in order, and after any number of steps."""
-    rng = random.Random(seed)
-    workers = [MoveAgreement(0) for _ in range(rng.randrange(1, 5))]
-    queues: list[list[tuple[str, int]]] = [[] for _ in workers]
-    version, moved, ends = 0, 0, []
-    has_plan = False
-    for _ in range(400):
-        if not has_plan:
-            version, moved, has_plan = version + 1, rng.randrange(4), True
-            for queue in queues:
-                queue.append(("take", version))
-        elif rng.random() < 0.03:
-            for queue in queues:
-                queue.append(("cancel", version))
-        for worker, queue in zip(workers, queues, strict=True):
-            while queue and rng.random() < 0.4:
+class Server:
+    """Sends one plan after the other, and cancels some. Its messages reach each worker in order, at any time."""
+
+    def __init__(self, rng: random.Random, workers: list[MoveAgreement]) -> None:
+        self._rng, self._workers = rng, workers
+        self._queues: list[list[tuple[str, int]]] = [[] for _ in workers]
+        self.version, self.has_plan = 0, False
+
+    def act(self) -> None:
+        """Send something, and let some of the messages arrive."""
+        if not self.has_plan:
+            self.version, self.has_plan = self.version + 1, True
+            self._send("take")
+        elif self._rng.random() < 0.03:
+            self._send("cancel")
+        for worker, queue in zip(self._workers, self._queues, strict=True):
+            while queue and self._rng.random() < 0.4:
                 kind, number = queue.pop(0)
                 worker.take(plan(number)) if kind == "take" else worker.cancel(number)
+
+    def _send(self, kind: str) -> None:
+        for queue in self._queues:
+            queue.append((kind, self.version))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_law_all_workers_have_the_same_table_whatever_comes_when(seed):
+    rng = random.Random(seed)
+    workers = [MoveAgreement(0) for _ in range(rng.randrange(1, 5))]
+    server, left, ends = Server(rng, workers), 0, []
+    for _ in range(400):
+        if not server.has_plan:
+            left = rng.randrange(4)
+        server.act()
         action = open_step(workers)
         if action is MoveAction.MOVE:
-            moved -= 1
+            left -= 1
             for worker in workers:
-                assert worker.plan is not None
-                worker.is_prepared = moved <= 0
+                worker.is_prepared = left <= 0
         if action in {MoveAction.COMMIT, MoveAction.DROP}:
             ends.append(action)
-            has_plan = False
-            assert {worker.version for worker in workers} == {version} or action is MoveAction.DROP
+            server.has_plan = False
+            assert action is MoveAction.DROP or {worker.version for worker in workers} == {server.version}
     assert ends.count(MoveAction.COMMIT) > 5
     assert len({worker.version for worker in workers}) == 1
