@@ -116,6 +116,11 @@ class ServeSettings:
                 )
         elif group.attention is not None or group.experts is not None:
             raise ConfigError("--attention and --experts number the workers of --mode async: add it, or leave them out")
+        if self.processes.num_redundant_experts and self.stepping.mode not in {"async", "ep"}:
+            raise ConfigError(
+                f"--num-redundant-experts {self.processes.num_redundant_experts} gives slots to workers that share the"
+                " experts: add --mode async or ep, or leave it out"
+            )
 
     @property
     def num_engines(self) -> int:
