@@ -204,7 +204,8 @@ class _ServeProcess:
     def _coordinator(self, send: Callable[[int, ToRank], None]) -> Coordinator | None:
         if self._settings.stepping.mode != "async":
             return None
-        return Coordinator(self._settings.group, self._settings.processes.startup_timeout, send)
+        processes = self._settings.processes
+        return Coordinator(self._settings.group, processes.startup_timeout, send, processes.num_redundant_experts)
 
     def _spec(
         self,
