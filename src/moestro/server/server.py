@@ -213,7 +213,8 @@ class _ServeProcess:
     def _coordinator(self, send: Callable[[int, ToRank], None]) -> Coordinator | None:
         if self._settings.stepping.mode != "async":
             return None
-        return Coordinator(self._settings.group, self._settings.processes.startup_timeout, send)
+        processes = self._settings.processes
+        return Coordinator(self._settings.group, processes.startup_timeout, send, processes.num_redundant_experts)
 
     def _ep_migration(self, send: Callable[[int, ToRank], None]) -> EpMigration | None:
         """Return the moves of experts of a group in lock-step. A paced group has an even placement, which stays."""
