@@ -63,9 +63,9 @@ class ProcessSettings(CheckedSettings):
     num_redundant_experts: Annotated[int, at_least(0)] = 0
     (
         "In async and ep mode, slots for experts in each layer beyond those that the experts fill at the start, spread"
-        " evenly over the workers that hold experts: in async mode rounded up for each, in ep mode all slots must divide"
-        " evenly. They are empty at first; placement fills them with copies, and moves experts through those that are"
-        " empty."
+        " evenly over the workers that hold experts: in async mode rounded up for each; in ep mode all slots must"
+        " divide evenly. They are empty at first; placement fills them with copies, and moves experts through those"
+        " that are empty."
     )
     kv_events_config: str | None = None
     (
