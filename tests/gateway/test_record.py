@@ -16,8 +16,8 @@ from support.routers import request
 
 from moestro.errors import ConfigError
 from moestro.gateway.app import _record
-from moestro.gateway.explain import explain
-from moestro.gateway.replay import replay_record
+from moestro.cli.recorded.explain import explain
+from moestro.cli.recorded.replay import replay_record
 from moestro.routing.decision_record import PolicyText, RecordedRouter, Submitted, decode_entry
 from moestro.routing.replay import replay
 from moestro.routing.request_trace import RequestTrace

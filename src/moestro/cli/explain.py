@@ -33,6 +33,6 @@ def explain(
     """
     from rich.console import Console
 
-    from moestro.gateway.explain import explain as tell
+    from moestro.cli.recorded.explain import explain as tell
 
     tell(request_id, admin_url=admin_url, admin_api_key=admin_api_key, record=record, console=Console())

@@ -21,7 +21,7 @@ def replay_decisions(record: Path) -> None:
     """
     from rich.console import Console
 
-    from moestro.gateway.replay import replay_record
+    from moestro.cli.recorded.replay import replay_record
 
     if not replay_record(record, Console(soft_wrap=True)):
         sys.exit(1)
