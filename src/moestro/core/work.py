@@ -142,6 +142,15 @@ class PlanWanted(NamedTuple):
     service_class: int | None = None
 
 
+MOST_RANGES = 4  # of layers, for which the workers of a unit's experts are told apart
+
+
+def range_ends(num_layers: int) -> tuple[int, ...]:
+    """First layer behind each of at most `MOST_RANGES` equal ranges of layers."""
+    num_ranges = min(MOST_RANGES, num_layers)
+    return tuple(num_layers * (i + 1) // num_ranges for i in range(num_ranges))
+
+
 class StepVisits(NamedTuple):
     """Workers that computed the experts of the units of a step.
 

@@ -47,6 +47,7 @@ class PeerSettings:
         dtype: dtype of tensors, as in `Hop`.
         incarnation: how often the worker has started again. Its epochs are larger than those of its earlier lives, so
             expert workers that knew it listen to it again.
+        counts_visits: whether results tell which workers computed each unit's experts.
     """
 
     worker: int
@@ -56,6 +57,7 @@ class PeerSettings:
     switch_gap: int = SWITCH_GAP
     dtype: str = ""
     incarnation: int = 0
+    counts_visits: bool = False
 
 
 class Owed(NamedTuple):
@@ -102,6 +104,7 @@ class Dispatcher:
 
     def _use(self, table: ExpertTable) -> None:
         self._table = table
+        self._pool.table_version = table.version
         num_workers, num_layers, _ = table.logical_of.shape
         shape = (num_workers, num_layers, table.num_experts)
         self._slot_on = np.full(shape, EMPTY, np.int16)

@@ -36,7 +36,7 @@ class SpreadExperts:
 
     def use(self, table: ExpertTable) -> None:
         """Send tokens by another table from the next step on; all workers change between the same two steps."""
-        self._num_slots = table.logical_of.shape[2]
+        self._num_slots, self._version = table.logical_of.shape[2], table.version
         slot_of = _choose_slots(table, self._exchange.worker)
         self._slot_of = torch.from_numpy(slot_of).to(self._device)
 
@@ -47,6 +47,8 @@ class SpreadExperts:
         flat = ids.reshape(-1)
         tag.routing.counts[tag.layer].scatter_add_(0, flat, torch.ones_like(flat))
         slots = self._slot_of[tag.layer][flat]
+        if tag.routing.visits is not None:
+            tag.routing.visits.add(tag.layer, slots // self._num_slots, self._version)
         by_slot = slots.argsort(stable=True)
         answers = hidden.new_empty(len(flat), hidden.shape[1])
         answers[by_slot] = self._compute(module, hidden.index_select(0, by_slot // num_chosen), slots)

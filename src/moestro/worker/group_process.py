@@ -157,6 +157,7 @@ def _executor(
         num_credits=stepping.expert_credits or num_home_rows(spec.scheduler),
         dtype=part.tensors.dtype,
         incarnation=spec.launch,
+        counts_visits=spec.records_events,
     )
     policy = make_step_policy(name, spec.stepping.max_be_wait)
     return FlowExecutor(part.device, policy, part.launch_ahead, peers, links)

@@ -43,4 +43,6 @@ def build_spread_rank(
         on_phase,
     )
     device.network.sample_choices(PAIR_INTERVAL)
+    if spec.records_events:
+        device.network.count_visits(num_ranks)
     return build_lock_step_rank(scheduler_settings(spec, info), device, lambda step: send(WakeGroup(step))), info
