@@ -348,7 +348,7 @@ def test_settings_that_cannot_be_honoured_are_refused_with_what_to_do(flags, tex
     assert text in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("flags", [("--attention", "2"), ("--experts", "0")])
+@pytest.mark.parametrize("flags", [("--attention", "2"), ("--experts", "0"), ("--num-redundant-experts", "2")])
 def test_settings_of_async_mode_alone_are_refused_in_other_modes(flags, capsys):
     with pytest.raises(SystemExit):
         main(["serve", *flags])

@@ -10,6 +10,7 @@ import msgspec
 
 from moestro.config.kv_events_settings import KvEventsSettings
 from moestro.core.curve_keys import CurveKeys
+from moestro.core.table_record import TableRecord
 from moestro.core.worker_names import Worker, WorkerKind
 from moestro.cost.settings import PacedSettings
 from moestro.engine.settings import SchedulerOptions
@@ -74,6 +75,8 @@ class LockStepSpec(msgspec.Struct, frozen=True, kw_only=True):
         listen_fd: descriptor of the socket that listens on `port`, in the process of rank 0; None in the others.
         join_by_ns: time.monotonic_ns() by which all ranks, which run on one machine, must have joined.
         timeout_s: longest wait for another rank within a step, in seconds.
+        num_redundant_experts: slots of a layer beyond one for each expert, of all ranks.
+        placed: placement of the experts. None means an even one, as at the first start.
     """
 
     num_ranks: int
@@ -81,6 +84,8 @@ class LockStepSpec(msgspec.Struct, frozen=True, kw_only=True):
     listen_fd: int | None
     join_by_ns: int
     timeout_s: float
+    num_redundant_experts: int = 0
+    placed: TableRecord | None = None
 
     def join_wait_s(self, now_ns: int) -> float:
         """Seconds that are left to join."""

@@ -60,6 +60,12 @@ class ProcessSettings(CheckedSettings):
 
     engines: Annotated[int, between(1, 1024)] = 1
     "Number of engines; a router spreads requests over them. Each has the whole model, in ep mode its share of experts."
+    num_redundant_experts: Annotated[int, at_least(0)] = 0
+    (
+        "In async and ep mode, slots for experts in each layer beyond one for each expert, spread evenly over the"
+        " workers that hold experts: in async mode rounded up for each, in ep mode all slots must divide evenly. They"
+        " are empty at first; placement fills them with copies, and moves experts through those that are empty."
+    )
     kv_events_config: str | None = None
     (
         "KV events that each engine publishes for routers, in the form of vLLM:"

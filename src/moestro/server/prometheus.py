@@ -16,6 +16,8 @@ from moestro.server.engine_client import EngineClient
 from moestro.server.expert_metrics import expert_metrics
 from moestro.server.group_metrics import group_metrics
 from moestro.server.metrics import ByClass, EngineMetrics, Metrics
+from moestro.server.placement_control import PlacementControl
+from moestro.server.placement_metrics import placement_metrics
 from moestro.web.prometheus import Histogram, buckets, merge
 
 
@@ -31,6 +33,7 @@ class Sources:
         num_refused: Callable that returns the number of connections without the keys of this server.
         num_unrecorded: Callable that returns the number of requests that `--record` has lost.
         coordinator: The group of workers in `async` mode.
+        placement: State of live placement; None where no experts can move.
     """
 
     model_name: str
@@ -43,6 +46,7 @@ class Sources:
     num_refused: Callable[[], int]
     num_unrecorded: Callable[[], int]
     coordinator: Coordinator | None = None
+    placement: PlacementControl | None = None
 
 
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
@@ -99,6 +103,8 @@ class ServerCollector(Collector):
             yield from expert_metrics(self._sources.engines.expert_loads, self._sources.model_name)
         if self._sources.coordinator is not None:
             yield from group_metrics(self._sources.coordinator)
+        if self._sources.placement is not None:
+            yield from placement_metrics(self._sources.placement, self._sources.model_name)
 
     def _shared(self, prefix: str) -> Iterator[Metric]:
         """Yield the metrics that vLLM has too, by the same names; under its prefix also by the same labels."""

@@ -14,6 +14,7 @@ from moestro.core.model_info import ModelInfo
 from moestro.core.request import Output, Request
 from moestro.core.scheduling_events import SchedulingEvent
 from moestro.wire.expert_reports import ExpertReport, ReadExperts
+from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerSettled, MoveLayer
 
 # From the API server to a rank.
 
@@ -77,7 +78,7 @@ class WakeGroup(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
-ToRank = Add | Abort | Shutdown | Members | ClockReading | WakeGroup | ReadExperts
+ToRank = Add | Abort | Shutdown | Members | ClockReading | WakeGroup | ReadExperts | MoveLayer | DropLayer
 
 
 # From a rank to the API server.
@@ -195,6 +196,8 @@ FromRank = (
     | WakeGroup
     | ExpertReport
     | EngineEvents
+    | ExpertsPlaced
+    | LayerSettled
 )
 
 MAX_MESSAGE_BYTES = 64 << 20  # The longest prompt is a few MiB.

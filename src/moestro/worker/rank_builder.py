@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 
 from moestro.config.launch_spec import LaunchSpec
 from moestro.core.model_info import ModelInfo
 from moestro.core.stages import StagedDevice
 from moestro.core.work import Device
 from moestro.engine.cache_events import CacheEvents
+from moestro.engine.lock_step import LockStepRank
 from moestro.engine.rank import Rank, build_preemptive_rank, build_rank, recorder_of
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.executor import FlowExecutor
+from moestro.wire.layer_messages import DropLayer, MoveLayer
 from moestro.wire.messages import FromRank
 from moestro.worker.expert_collection import ExpertCollection
 from moestro.worker.group_rank import Home
@@ -65,7 +68,15 @@ def side_jobs_of(spec: LaunchSpec, rank: Rank) -> SideJobs:
         pace_counts=rank.pace_counts,
         report_experts=collection.report,
         take_events=recorder_of(rank).take if spec.records_events else tuple,
+        move_experts=partial(_move_experts, rank) if isinstance(rank, LockStepRank) else None,
     )
+
+
+def _move_experts(rank: LockStepRank, message: MoveLayer | DropLayer) -> None:
+    if isinstance(message, MoveLayer):
+        rank.move_layer(message.plan)
+    else:
+        rank.drop_layer(message.version)
 
 
 def _publisher_of(spec: LaunchSpec, rank: Rank) -> Callable[[], None]:

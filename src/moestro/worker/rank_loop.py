@@ -14,6 +14,7 @@ from moestro.core.request import Output, Request
 from moestro.core.scheduling_events import SchedulingEvent
 from moestro.errors import RequestError
 from moestro.wire.expert_reports import ExpertReport, ReadExperts
+from moestro.wire.layer_messages import DropLayer, MoveLayer
 from moestro.wire.messages import Abort, Add, EngineEvents, FromRank, Outputs, Refused, Shutdown, ToRank, WakeGroup
 
 
@@ -88,12 +89,14 @@ class SideJobs:
             news themselves.
         report_experts: Answers a question about the load of experts. None means that the rank has no experts.
         take_events: Supplier of what the scheduler did since the last call; empty where no record wants it.
+        move_experts: Takes a message about moves of experts. None means that the rank moves none.
     """
 
     after_step: Callable[[], None] = lambda: None
     pace_counts: Callable[[], PaceCounts | None] = lambda: None
     report_experts: Callable[[ReadExperts], ExpertReport] | None = None
     take_events: Callable[[], tuple[SchedulingEvent, ...]] = tuple
+    move_experts: Callable[[MoveLayer | DropLayer], None] | None = None
 
 
 _NOTHING = SideJobs()
@@ -176,6 +179,8 @@ def _obey(
                 rank.wake(step)
             case ReadExperts() if jobs.report_experts is not None:
                 channel.send(jobs.report_experts(message))
+            case MoveLayer() | DropLayer() if jobs.move_experts is not None:
+                jobs.move_experts(message)
             case Shutdown():
                 return False
     return True
