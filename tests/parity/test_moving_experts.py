@@ -86,7 +86,9 @@ def serve_while_moving(moving: MovingRanks, asked: list[Request], rng, max_bytes
     ("name", "num_ranks", "num_redundant"),
     [("qwen3_moe", 2, 0), ("qwen3_moe", 3, 4), ("deepseek_v3", 2, 4), ("gpt_oss", 2, 2)],
 )
-def test_tokens_are_those_of_one_rank_while_experts_move_in_every_step(name, num_ranks, num_redundant, checkpoint, group):
+def test_tokens_are_those_of_one_rank_while_experts_move_in_every_step(
+    name, num_ranks, num_redundant, checkpoint, group
+):
     """Two experts a step at most; gates, biases, dense layers and transposed weights; with spare slots and without."""
     rng = np.random.default_rng(num_ranks + num_redundant)
     asked = requests(rng)

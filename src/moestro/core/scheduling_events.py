@@ -9,10 +9,15 @@ import msgspec
 
 
 class PoliciesStarted(msgspec.Struct, frozen=True, tag=True):
-    """An engine started with these policies, in text form. All earlier requests of the engine are gone."""
+    """An engine started with these policies, in text form. All earlier requests of the engine are gone.
+
+    Attributes:
+        observes: whether the order policy has a state, which admissions and ends change.
+    """
 
     order: str
     evict: str
+    observes: bool = False
 
 
 class SequenceQueued(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -161,7 +166,7 @@ SchedulingEvent = RequestEvent | PoliciesStarted | SequenceLeft | OrderDecision 
 
 
 class ExpertMove(msgspec.Struct, frozen=True):
-    """One expert of a layer on its way between workers. A source of -1 means a new copy, a target of -1 a dropped one."""
+    """An expert of a layer that moves between workers. A source of -1 is a new copy, a target of -1 a dropped one."""
 
     expert: int
     source: int

@@ -1,4 +1,4 @@
-"""Makes the recorded decisions of a scheduler's policies again: the order of its queue, and the victims of preemption."""
+"""Makes recorded decisions of a scheduler's policies again: the order of its queue, and victims of preemption."""
 
 from __future__ import annotations
 

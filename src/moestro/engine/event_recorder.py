@@ -68,7 +68,7 @@ class EventRecorder:
 
     def __init__(self, order: OrderPolicy, order_name: str, evict_name: str) -> None:
         self._order = order
-        self._events: list[SchedulingEvent] = [PoliciesStarted(order_name, evict_name)]
+        self._events: list[SchedulingEvent] = [PoliciesStarted(order_name, evict_name, order.observes)]
         self._ids: dict[int, str] = {}  # by serial, of all requests of the rank
         self._new: dict[int, bool] = {}  # serials that the queue got since the last look: whether by a preemption
         self._queued: dict[int, tuple[int, int]] = {}  # time, and number of admissions before, by serial

@@ -14,8 +14,8 @@ from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Int32s, Units
 from moestro.errors import UnsupportedModelError
 from moestro.model.attention import STEP_ARGUMENT
 from moestro.model.expert_slots import keep_experts, pack_experts
-from moestro.model.experts import Routing, is_experts, tag_experts
 from moestro.model.expert_visits import ExpertVisitCounter
+from moestro.model.experts import Routing, is_experts, tag_experts
 from moestro.model.gate_override import GateOverride, GateShape
 from moestro.model.packing import can_pack, pack_linears
 from moestro.model.pools import KVPools

@@ -152,6 +152,10 @@ class DecisionLog:
         for request_id in list(self._unwritten):
             self.complete(request_id)
 
+    def is_running(self, request_id: str) -> bool:
+        """Whether a request is known and has not ended."""
+        return request_id in self._running
+
     # --- what is asked ----------------------------------------------------------------------------------------------
 
     def trace(self, request_id: str) -> RequestTrace | None:

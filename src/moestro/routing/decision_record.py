@@ -194,6 +194,7 @@ Entry = (
     | RequestTrace | ScheduledOn | ExpertsMoved
 )  # fmt: skip
 
+
 class _Tag(msgspec.Struct):
     type: str = ""
 

@@ -1,10 +1,9 @@
-"""Joins what all levels do with each request, for `--record` and `moestro explain`. A failure ends it, and no request."""
+"""Joins what all levels do with each request, for `--record` and `moestro explain`. A failure ends no request."""
 
 from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec
 
@@ -17,6 +16,7 @@ from moestro.core.scheduling_events import (
     ExpertsMoved,
     OrderDecision,
     PoliciesStarted,
+    RequestEvent,
     SchedulingEvent,
     SequenceAdmitted,
     SequenceLeft,
@@ -62,6 +62,7 @@ class RequestLog:
 
     Attributes:
         has_failed: whether the log has ended because of an error.
+        look: called before a request's trace is complete, to learn of the last changes of the expert table.
     """
 
     def __init__(self, policy: str, num_engines: int, write: Callable[[Entry], None] | None) -> None:
@@ -72,6 +73,7 @@ class RequestLog:
         self._observes = [False] * num_engines
         self._left: dict[str, int] = {}  # engine of each running request that left it, and may go to another one
         self.has_failed = False
+        self.look: Callable[[], None] = lambda: None
 
     # --- from the API server
 
@@ -90,7 +92,9 @@ class RequestLog:
         """Note the end of a request on `engine`. A `reason` of None means a refusal by the engine."""
         request_id = request.request_id
         usage = {b"prompt_tokens": request.num_prompt_tokens, b"completion_tokens": num_tokens}
-        is_complete = not self._has_recorder[engine] or self._left.pop(request_id, None) == engine or reason is None
+        has_left = self._left.pop(request_id, None) == engine
+        is_complete = has_left or reason is None or not self._has_recorder[engine]
+        self.look()
         self._log.ended(request_id, _STATUS.get(reason, _FAILED), usage, is_complete=is_complete)
 
     @_guarded
@@ -124,13 +128,21 @@ class RequestLog:
             self._take(engine, event)
 
     def _take(self, engine: int, event: SchedulingEvent) -> None:
-        name = self._names[engine]
         match event:
             case PoliciesStarted():
                 self._has_recorder[engine], self._observes[engine] = True, event.observes
                 self._replayed(engine, event)
             case OrderDecision() | EvictDecision():
                 self._replayed(engine, event)
+            case SequenceLeft():
+                self._left_engine(engine, event)
+            case _:
+                self._happened(engine, event)
+
+    def _happened(self, engine: int, event: RequestEvent) -> None:
+        """Add an event to the traces of its requests."""
+        name = self._names[engine]
+        match event:
             case BatchPassed():
                 for request_id in (*event.by, *event.passed):
                     self._log.scheduled(request_id, name, event)
@@ -142,20 +154,16 @@ class RequestLog:
                 self._log.scheduled(event.request_id, name, event)
                 if isinstance(event, SequenceAdmitted) and self._observes[engine]:
                     self._replayed(engine, event)
-            case SequenceLeft():
-                self._log.visited(event.request_id, name, event.visits)
-                if self._observes[engine]:
-                    self._replayed(engine, msgspec.structs.replace(event, visits=()))
-                if self._log.is_running(event.request_id):
-                    self._left[event.request_id] = engine
-                else:
-                    self._log.complete(event.request_id)
+
+    def _left_engine(self, engine: int, event: SequenceLeft) -> None:
+        self._log.visited(event.request_id, self._names[engine], event.visits)
+        if self._observes[engine]:
+            self._replayed(engine, msgspec.structs.replace(event, visits=()))
+        if self._log.is_running(event.request_id):
+            self._left[event.request_id] = engine
+        else:
+            self._log.complete(event.request_id)
 
     def _replayed(self, engine: int, event: SchedulingEvent) -> None:
         if self._write is not None:
             self._write(ScheduledOn(engine, event))
-
-
-def monotonic_ns() -> int:
-    """Return the time of changes of the expert table."""
-    return time.monotonic_ns()

@@ -2,7 +2,7 @@
 
 Each line is a JSON object: first a `Header`, then a `RecordedRequest` for each request, in the order of their ends.
 A restarted server appends another header and continues.
-Lines with a `type` are the server's decisions, which `moestro explain` and `moestro replay` read; they are skipped here.
+Lines with a `type` are the decisions of the server, which `moestro explain` and `moestro replay` read.
 The record holds no prompt and no answer: blocks appear as keyed hashes, users as numbers.
 """
 
