@@ -269,9 +269,11 @@ class RecordedRouter(Router):
         self._write(EngineRemoved(engine, now_ns))
 
     def set_routable(self, engine: int, *, routable: bool) -> None:
-        """Implement `Router.set_routable`, and record the call."""
+        """Implement `Router.set_routable`, and record the call if it changes anything; a server repeats it."""
+        is_new = self.is_routable(engine) != routable
         super().set_routable(engine, routable=routable)
-        self._write(RoutableSet(engine, routable))
+        if is_new:
+            self._write(RoutableSet(engine, routable))
 
     def engine_lost(self, engine: int, now_ns: int) -> None:
         """Implement `Router.engine_lost`, and record the call."""

@@ -43,7 +43,9 @@ class Recording:
     def __init__(self, settings: ServeSettings) -> None:
         self._settings = settings
         server, routing = settings.server, settings.routing
-        self._file: RecordFile[Recorded] | None = None if server.record is None else RecordFile(server.record)
+        self._file: RecordFile[Recorded] | None = None
+        if server.record is not None:
+            self._file = RecordFile(server.record, max_bytes=int(server.record_max_size * 2**30))
         policy = routing.route_score or routing.route_policy
         self.log: RequestLog | None = None
         if self._file is not None or server.admin_port is not None:

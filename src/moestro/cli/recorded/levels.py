@@ -84,18 +84,19 @@ def _queued(event: SequenceQueued) -> str:
     again = "waits again" if event.was_preempted else "waits"
     where = f"{again} at place {event.place + 1} of {event.num_waiting}"
     if not event.ahead:
-        return f"{where}: {_key(event.key)}"
+        return f"{where}, {_key(event.key)}"
     if event.key != event.ahead_key:
-        return f"{where}: {_key(event.key)}; {event.ahead} before it has {_key(event.ahead_key)}"
-    tie = f"as {event.ahead} before it, which came earlier"
-    return f"{where}: {_key(event.key)}, {tie}" if event.key else f"{where}: {event.ahead} before it came earlier"
+        return f"{where}, {_key(event.key)}; {event.ahead} before it has {_key(event.ahead_key)}"
+    if event.key:
+        return f"{where}, {_key(event.key)}; {event.ahead} before it has the same and came earlier"
+    return f"{where}; {event.ahead} before it came earlier"
 
 
 def _admitted(event: SequenceAdmitted) -> str:
     again = "" if event.is_first else " again"
     cached = f"; {event.num_cached:,} tokens need no computation" if event.num_cached else ""
-    before = f"; {event.num_before:,} others were admitted since it waited" if event.num_before else ""
-    key = f"; {_key(event.key)} by then" if event.key else ""
+    before = f"; admissions of others while it waited: {event.num_before:,}" if event.num_before else ""
+    key = f"; by then {_key(event.key)}" if event.key else ""
     return f"admitted{again}{cached}{before}{key}"
 
 
@@ -103,7 +104,7 @@ def _preempted(event: SequencePreempted, request_id: str) -> str:
     if event.request_id != request_id:
         why = "because it is latency-sensitive" if event.is_for_class else "because KV blocks had run out"
         return f"preempted {event.request_id}, {why}"
-    kept = "its KV goes to host memory if there is room" if event.keeps else "its KV is freed"
+    kept = "its KV goes to host memory if there is room" if event.keeps else "its KV is computed again"
     if event.by == request_id:
         return f"preempted itself: KV blocks had run out, and it comes last; {kept}"
     why = "waits and is latency-sensitive" if event.is_for_class else "needed KV blocks, which had run out"
@@ -111,7 +112,7 @@ def _preempted(event: SequencePreempted, request_id: str) -> str:
 
 
 def _key(key: dict[str, float]) -> str:
-    return ", ".join(f"{value:,.6g} ({name})" for name, value in key.items()) or "by arrival alone"
+    return ", ".join(f"{name}: {value:,.6g}" for name, value in key.items()) or "by arrival alone"
 
 
 def _some(request_ids: Sequence[str]) -> str:

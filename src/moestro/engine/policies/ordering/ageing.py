@@ -62,7 +62,7 @@ class Sjf(_Ageing):
 
     def keys(self, view: WaitingView, now_ns: int) -> dict[str, NDArray[Any]]:
         """Implement `OrderPolicy.keys`."""
-        return {"prompt tokens, or -1 if aged": self._unless_aged(view, now_ns, view.num_prompt_tokens)}
+        return {"prompt tokens (-1 if aged)": self._unless_aged(view, now_ns, view.num_prompt_tokens)}
 
 
 @ORDER_POLICIES.register(
@@ -86,7 +86,7 @@ class PrefillAware(_Ageing):
     def keys(self, view: WaitingView, now_ns: int) -> dict[str, NDArray[Any]]:
         """Implement `OrderPolicy.keys`."""
         assert view.num_uncached is not None, "a policy with `reads_cache` gets this column"
-        return {"uncached tokens, or -1 if aged": self._unless_aged(view, now_ns, view.num_uncached)}
+        return {"uncached tokens (-1 if aged)": self._unless_aged(view, now_ns, view.num_uncached)}
 
 
 @ORDER_POLICIES.register(
@@ -122,7 +122,7 @@ class QllmOrder(OrderPolicy):
 
     def keys(self, view: WaitingView, now_ns: int) -> dict[str, NDArray[Any]]:
         """Implement `OrderPolicy.keys`."""
-        return {"class, 0 for latency-sensitive or aged": self._classes(view, now_ns)}
+        return {"class (0 is ls or aged)": self._classes(view, now_ns)}
 
     def _classes(self, view: WaitingView, now_ns: int) -> NDArray[np.uint8]:
         aged = now_ns - view.arrival_ns >= self.promotes_after_ns
