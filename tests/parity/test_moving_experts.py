@@ -7,16 +7,21 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from parity import tiny
 from support.fake_device import make_request
 from support.lock_step_processes import SETTINGS, settings_of
-from support.moving_ranks import CANCEL, MovingRanks, random_target
+from support.moving_ranks import CANCEL, MovingRanks
+from support.moving_tables import random_target
 from support.running import wait_until
 
+from moestro.core.expert_table import EMPTY
 from moestro.core.request import Request
 from moestro.engine.rank import build_rank
 from moestro.model.device import open_device
-from moestro.model.expert_bytes import num_expert_bytes
+from moestro.model.expert_bytes import num_expert_bytes, to_bytes
+from moestro.model.expert_slots import pick_expert, read_expert
+from moestro.model.experts import tag_of
 
 NUM_REQUESTS = 10
 
@@ -103,3 +108,78 @@ def test_tokens_are_those_of_one_rank_while_experts_move_in_every_step(
     assert all(each == tables[0] for each in tables)
     assert (tables[0].table().logical_of == moving.migration.table.logical_of).all()
     wait_until(moving.all_sleep)
+
+
+@pytest.mark.parametrize("num_redundant", [0, 3])
+def test_slots_of_one_device_swap_experts_and_no_token_changes(num_redundant, checkpoint, group):
+    """A device that has all experts, in cut modules."""
+    rng = np.random.default_rng(8)
+    asked = requests(rng)
+    moving = group("qwen3_moe", 1, num_redundant)
+    num_committed, _ = serve_while_moving(moving, asked, rng, 1)
+    assert moving.told == answers_alone(checkpoint("qwen3_moe"), asked)
+    assert num_committed >= 3
+    assert moving.migration.progress.num_bytes == 0
+    assert moving.exchanges[0].most_sent == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("gpt_oss", "float32"), ("qwen3_moe", "bfloat16"), ("qwen3_moe", "float64")]
+)
+def test_moved_weights_are_those_of_the_checkpoint_bit_for_bit_and_idle_ranks_sleep_again(
+    name, dtype, checkpoint, group
+):
+    """Packed weights and others. Nobody asks anything: the group is awake for the moves only."""
+    network = tiny.load(checkpoint(name), dtype=dtype)
+    rng = np.random.default_rng(3)
+    moving = group(name, 2, 4, dtype)
+    size = num_expert_bytes(network.experts[0][1])
+    wait_until(moving.all_sleep)
+    num_bytes = 0
+    for _ in range(3):
+        target = random_target(rng, moving.migration.table)
+        moving.migration.start(target, size)
+        moving.settle()
+        assert moving.migration.progress.num_committed == len(network.experts)
+        num_bytes += moving.migration.progress.num_bytes
+        for device in moving.devices:
+            for place, (layer, module) in enumerate(device.network.experts):
+                rows = target.logical_of[device._exchange.worker, place]
+                assert (tag_of(module).logical_of == rows).all()
+                for slot in np.flatnonzero(rows != EMPTY).tolist():
+                    found = to_bytes(read_expert(module, slot))
+                    kept = to_bytes(pick_expert(dict(network.experts)[layer], int(rows[slot])))
+                    assert torch.equal(found, kept)
+    assert num_bytes % size == 0
+    assert num_bytes > 0
+    wait_until(moving.all_sleep)
+    assert not any(rank.has_work for rank in moving.ranks)
+    assert moving.ranks[0].num_steps > 0, "a group that moves makes progress, as the watchdog sees it"
+    assert moving.ranks[0].stats().lock_step.num_group_steps == 0
+
+
+@pytest.mark.parametrize("num_redundant", [0, 4])
+def test_a_dropped_layer_leaves_no_trace(num_redundant, checkpoint, group):
+    """Cancelled at once or in the middle: slots that were free are free again, the others have what they had."""
+    moving = group("qwen3_moe", 2, num_redundant, "float32")
+    rng = np.random.default_rng(5)
+    num_dropped = 0
+    for number in range(6):
+        table = moving.migration.table
+        moving.migration.start(random_target(rng, table), 1)
+        first = moving.ranks[0].num_steps
+        wait_until(lambda n=first + number: moving.ranks[0].num_steps >= n or not moving.events.empty())
+        moving.migration.cancel()
+        moving.settle()
+        if moving.migration.progress.num_committed == 0:
+            assert moving.migration.table is table
+            num_dropped += 1
+    assert num_dropped > 0
+    wait_until(moving.all_sleep)
+    for device in moving.devices:
+        rows = device.placed.table().logical_of[device._exchange.worker]
+        assert (device.placed.table().logical_of == moving.migration.table.logical_of).all()
+        for place, (_, module) in enumerate(device.network.experts):
+            tag = tag_of(module)
+            assert (tag.logical_of == rows[place]).all()
+            assert all(bool(up.numel()) == (row != EMPTY) for (up, _), row in zip(tag.packed, rows[place], strict=True))

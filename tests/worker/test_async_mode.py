@@ -171,7 +171,7 @@ def test_workers_are_added_drained_and_removed_while_requests_run(paced, expecte
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(ask_many, paced, 6, max_tokens=20)
         status, added = admin(paced, "POST", **key)
-        assert (status, added["name"], added["shares"]) == (201, "expert worker 2", [0])
+        assert (status, added["name"], added["num_experts"]) == (201, "expert worker 2", 4 * NUM_LAYERS)
         wait_until(lambda: workers(paced)[2]["phase"] == "serving", 20)
         assert admin(paced, "POST", "/0/drain", **key)[1]["is_draining"] is True
         assert admin(paced, "POST", "/0/resume", **key)[1]["is_draining"] is False

@@ -87,11 +87,10 @@ def open_placement(
         if not info.num_experts:
             raise ConfigError("The model is dense: it has no experts.")
         if group is None:
-            mode = settings.stepping.mode
-            raise ConfigError(f"In --mode {mode} each engine has all experts: start the server in --mode ep or async.")
+            raise ConfigError(_why_fixed(settings))
         if len(group.places().holders) < 2:
             raise ConfigError("One worker holds all experts, so there is nothing to place: start more workers.")
-        view = GroupView(group.places, live_prices(settings), live.limits)
+        view = GroupView(group.places, live_prices(settings, info.dtype), live.limits)
     except ConfigError as error:
         if live.plans_by_itself or live.init_expert_location is not None:
             raise ConfigError(f"--placement-policy and --init-expert-location: {error}") from None
@@ -100,6 +99,13 @@ def open_placement(
     if live.init_expert_location is not None:
         _move_to_file(loop, live.init_expert_location)
     return LivePlacement(loop)
+
+
+def _why_fixed(settings: ServeSettings) -> str:
+    mode = settings.stepping.mode
+    if mode in ("ep", "async"):
+        return f"The experts of a paced group in --mode {mode} have no weights to move: serve a model without pacing."
+    return f"In --mode {mode} each engine has all experts: start the server in --mode ep or async."
 
 
 def _move_to_file(loop: PlacementLoop, path: Path) -> None:

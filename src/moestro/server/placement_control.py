@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 # The progress is looked at every second, so that the alarm comes within 10 s.
 STALL_NS = 8 * NS_PER_S
+LONGEST_TICK_NS = 2 * NS_PER_S
 # Fewer steps are noise: a step of decoding has a token or two for most experts.
 DRIFT_STEPS = 100
 
@@ -86,17 +87,23 @@ class _StepCount:
 
 
 class _ProgressWatch:
-    """Tells whether something that runs makes progress."""
+    """Tells for how long something that runs has made no progress."""
 
     def __init__(self) -> None:
         self._mark: object = None
-        self._since_ns = 0
+        self._last_ns = self._stood_ns = 0
 
-    def stalled_s(self, mark: object, now_ns: int) -> float:
-        """Return for how long the mark has been the same, in seconds; a mark of None means that nothing runs."""
+    def stood_ns(self, mark: object, now_ns: int) -> int:
+        """Return for how long the mark has been the same; a mark of None means that nothing runs.
+
+        While this process is stopped, no progress can be seen; of a long gap between two looks, a tick counts.
+        """
         if mark is None or mark != self._mark:
-            self._mark, self._since_ns = mark, now_ns
-        return (now_ns - self._since_ns) / NS_PER_S
+            self._mark, self._stood_ns = mark, 0
+        else:
+            self._stood_ns += min(now_ns - self._last_ns, LONGEST_TICK_NS)
+        self._last_ns = now_ns
+        return self._stood_ns
 
 
 class PlacementControl:
@@ -250,23 +257,28 @@ class PlacementControl:
         self._last_bytes = progress.num_bytes
         if self.active is not None and not progress.is_running:
             self._end(self.active)
-        mark = (progress.num_committed, progress.num_bytes) if progress.is_running else None
-        moving_s = self._moving.stalled_s(mark, now_ns)
-        planning_s = self._planning.stalled_s(self._planning_ns, now_ns)
-        stall = ""
-        if mark is not None and moving_s * NS_PER_S >= STALL_NS:
-            stall = (
-                f"the migration has made no progress for {moving_s:.0f} s: {progress.num_committed} of"
-                f" {progress.num_layers} layers are committed"
-            )
-        elif self._planning_ns is not None and planning_s * NS_PER_S >= STALL_NS:
-            stall = f"the policy has been planning for {planning_s:.0f} s"
+        stall = self._find_stall(now_ns)
         if stall and not self.stall:
             self.num_stalls += 1
             logger.warning("placement: stalled: %s; POST /admin/placement/cancel gives it up", stall)
         if self.stall and not stall:
             logger.info("placement: no longer stalled")
         self.stall = stall
+
+    def _find_stall(self, now_ns: int) -> str:
+        """Return what stands still, and for how long; "" means nothing."""
+        progress = self.migration.progress
+        mark = (progress.num_committed, progress.num_bytes) if progress.is_running else None
+        moving_ns = self._moving.stood_ns(mark, now_ns)
+        planning_ns = self._planning.stood_ns(self._planning_ns, now_ns)
+        if moving_ns >= STALL_NS:
+            return (
+                f"the migration has made no progress for {moving_ns / NS_PER_S:.0f} s:"
+                f" {progress.num_committed} of {progress.num_layers} layers are committed"
+            )
+        if planning_ns >= STALL_NS:
+            return f"the policy has been planning for {planning_ns / NS_PER_S:.0f} s"
+        return ""
 
     def _end(self, plan: PlacementPlan) -> None:
         progress = self.migration.progress
@@ -304,5 +316,5 @@ def describe_plan(plan: PlacementPlan) -> str:
     pays = "never" if change.steps is None else f"in {change.steps:,.0f} steps"
     return (
         f"{moves}; balance {change.before.mean_balance:.3f} to {change.after.mean_balance:.3f}, step"
-        f" {change.saved_s * 1e6:.1f} µs shorter, pays {pays} (priced)"
+        f" {change.saved_s * 1e6:.3g} µs shorter, pays {pays} (priced)"
     )

@@ -58,7 +58,7 @@ class PlacementPlan:
         if not horizon_steps or change is None:
             return ""
         if change.steps is None:
-            return f"it never pays: a step would take {-change.saved_s * 1e6:.1f} µs longer"
+            return f"it never pays: a step would take {-change.saved_s * 1e6:.3g} µs longer"
         if change.steps > horizon_steps:
             return f"it pays after {change.steps:,.0f} steps, and the horizon is {horizon_steps:,.0f}"
         return ""

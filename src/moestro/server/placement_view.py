@@ -21,6 +21,7 @@ from moestro.placement.registry import PlacementError, PlaceView
 from moestro.placement.slots import in_slots_of
 
 _DEFAULT_GPU = "h100"  # as in `moestro place`
+_BYTES = {"float32": 4, "float64": 8}  # of a weight, where it is not 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +45,12 @@ class LivePrices:
         return tuple(sorted(at for group in self.network.groups if group.has_experts for at in group.layers))
 
 
-def live_prices(settings: ServeSettings) -> LivePrices:
+def live_prices(settings: ServeSettings, dtype: str) -> LivePrices:
     """Return the prices of the model on the paced GPU, or on the one that `--placement-gpu` names.
+
+    Args:
+        settings: Settings of the server.
+        dtype: Type of the served weights. Experts of 2 bytes a weight move in that type; packed ones move packed.
 
     Raises:
         ConfigError: The model has no experts or unknown sizes, or the GPU needs the name of a link.
@@ -57,7 +62,10 @@ def live_prices(settings: ServeSettings) -> LivePrices:
     gpu = gpu_named(live.placement_gpu or name)
     link = link_within(live.placement_link or link_name, gpu, "--placement-link")
     network = read_network(paced.network if paced is not None and is_priced else settings.model.model)
-    return LivePrices(network=network, gpu=gpu.name, link=link.name, prices=place_prices(network, gpu, link, link))
+    prices = place_prices(network, gpu, link, link)
+    if not is_priced and network.experts is not None and network.experts.bytes_per_weight == 2:
+        prices = replace(prices, expert_bytes=prices.expert_bytes * _BYTES.get(dtype, 2) // 2)
+    return LivePrices(network=network, gpu=gpu.name, link=link.name, prices=prices)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

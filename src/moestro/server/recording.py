@@ -10,14 +10,12 @@ from dataclasses import asdict
 
 from moestro.config.launch_spec import GroupSpec, name_of
 from moestro.config.serve_settings import ServeSettings
-from moestro.core.expert_table import ExpertTable, SharedExperts
 from moestro.core.model_info import ModelInfo
 from moestro.routing.decision_record import Entry, PolicyText, RecordedRouter
 from moestro.routing.registry import policy_from
 from moestro.routing.request_trace import ServerFacts
 from moestro.routing.router import Router
 from moestro.routing.settings import RouterSettings
-from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
 from moestro.server.request_log import RequestLog
 from moestro.server.table_watch import WATCH_S, ReadTable, TableWatch
@@ -147,14 +145,3 @@ def server_facts(settings: ServeSettings, info: ModelInfo) -> ServerFacts:
         expert_workers=tuple(workers),
         is_paced=settings.paced is not None,
     )
-
-
-def shared_table(coordinator: Coordinator, info: ModelInfo, num_shares: int) -> ReadTable:
-    """Return the function that reads the table of a group whose workers hold shares of the experts."""
-    experts, layers = SharedExperts(info.num_layers, info.num_experts, num_shares), range(info.num_layers)
-
-    def read() -> tuple[ExpertTable, Sequence[int]] | None:
-        members = coordinator.members()
-        return experts.table(members.version, members.held, members.used, members.alive), layers
-
-    return read

@@ -33,21 +33,22 @@ from moestro.server.expert_admin import ExpertAdmin
 from moestro.server.explain_admin import ExplainAdmin
 from moestro.server.group_metrics import GroupLines
 from moestro.server.launcher import PACED_WORKER, WORKER, Launcher, opened
-from moestro.server.live_placement import LivePlacement, MovingGroup, open_placement
+from moestro.server.live_placement import LivePlacement, open_placement
 from moestro.server.liveness import LivenessTimeouts
 from moestro.server.local_launcher import LocalLauncher
 from moestro.server.metrics import Metrics
+from moestro.server.moving_group import lock_step_group
 from moestro.server.pace_lines import PaceLines
 from moestro.server.private_directory import private_directory
 from moestro.server.prometheus import ServerCollector, Sources
 from moestro.server.rank_socket import RankSocket
-from moestro.server.recording import Recording, shared_table
+from moestro.server.recording import Recording
 from moestro.server.request_builder import ServedModel
 from moestro.server.start_checks import check_start
 from moestro.server.start_clock import StartClock
 from moestro.server.statline import StatLines
 from moestro.server.supervisor import Launching, Supervisor
-from moestro.server.table_watch import ReadTable
+from moestro.server.table_watch import ReadTable, ServedTable
 from moestro.server.worker_admin import WorkerAdmin
 from moestro.server.worker_processes import now_ns
 from moestro.text.tokenizer import Tokenizer
@@ -212,7 +213,8 @@ class _ServeProcess:
     def _coordinator(self, send: Callable[[int, ToRank], None]) -> Coordinator | None:
         if self._settings.stepping.mode != "async":
             return None
-        return Coordinator(self._settings.group, self._settings.processes.startup_timeout, send)
+        processes = self._settings.processes
+        return Coordinator(self._settings.group, processes.startup_timeout, send, processes.num_redundant_experts)
 
     def _ep_migration(self, send: Callable[[int, ToRank], None]) -> EpMigration | None:
         """Return the moves of experts of a group in lock-step. A paced group has an even placement, which stays."""
@@ -318,7 +320,8 @@ class _ServeProcess:
     ) -> None:
         settings, engines = self._settings.server, cluster.engines
         api = ApiServer(engines, model, settings.write_timeout)
-        placement = open_placement(self._settings, model.info, engines.expert_loads, _moving_group(cluster))
+        group = lock_step_group(self._settings, engines, self._migration)
+        placement = open_placement(self._settings, model.info, engines.expert_loads, group)
         sources = Sources(
             model_name=model.names[0],
             info=model.info,
@@ -379,10 +382,12 @@ class _ServeProcess:
         """Return the function that reads the group's expert table; None where experts never move."""
         if not info.num_experts:
             return None
-        if cluster.coordinator is not None:
-            return shared_table(cluster.coordinator, info, self._settings.group.num_shares)
+        coordinator = cluster.coordinator
+        if coordinator is not None:
+            group = coordinator.table
+            return lambda: ServedTable(coordinator.migration.table, group.experts.layers, group.first)
         migration = self._migration
-        return None if migration is None else lambda: (migration.table, migration.layers)
+        return None if migration is None else lambda: ServedTable(migration.table, migration.layers)
 
     async def _until_stopped(self, supervisor: Supervisor) -> None:
         """Serve until a signal.
@@ -404,11 +409,6 @@ class _ServeProcess:
         self._clock.mark("listen")
         names, url = server.served_model_name, url_of(listener)
         print_banner(serve_banner(infos, self._clock.phases, names, url, needs_key=bool(server.api_key)))
-
-
-def _moving_group(cluster: _Cluster) -> MovingGroup | None:
-    """Return the group whose experts can move; None where each engine has all experts."""
-    return None
 
 
 def _describe_start(cluster: _Cluster) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +18,21 @@ WATCH_S = 0.1  # between looks; a look without a change compares two numbers
 MOST_MOVES = 32  # moves that an event names
 NOBODY = -1  # source of a new copy, and target of a dropped one
 
-# Returns the table that the group serves by and the network's layer of each of its layers; None means none yet.
-ReadTable = Callable[[], tuple[ExpertTable, Sequence[int]] | None]
+
+class ServedTable(NamedTuple):
+    """The table by which a group serves now.
+
+    Attributes:
+        layers: the network's layer of each of the table's layers.
+        first: number of the worker in the table's first row.
+    """
+
+    table: ExpertTable
+    layers: Sequence[int]
+    first: int = 0
+
+
+ReadTable = Callable[[], ServedTable | None]  # None means that the group has no table yet
 
 
 class TableWatch:
@@ -39,25 +53,20 @@ class TableWatch:
             found = self._read()
             if found is None:
                 return
-            table, layers = found
-            before, self._last = self._last, table
-            if before is not None and before.version != table.version:
-                self._on_change(describe_change(before, table, layers, now_ns))
+            before, self._last = self._last, found.table
+            if before is not None and before.version != found.table.version:
+                self._on_change(describe_change(before, found, now_ns))
         except Exception:  # A record must not disturb the group.
             logger.debug("a change of the expert table could not be described", exc_info=True)
 
 
-def describe_change(before: ExpertTable, after: ExpertTable, layers: Sequence[int], now_ns: int) -> ExpertsMoved:
-    """Describe the step from one table to another one of the same group.
-
-    Args:
-        layers: the network's layer of each of the tables' layers.
-    """
-    moves = list(_moves(before, after, layers))
-    dead = set(np.flatnonzero(~after.is_alive).tolist())
+def describe_change(before: ExpertTable, after: ServedTable, now_ns: int) -> ExpertsMoved:
+    """Describe the step from one table to another one of the same group."""
+    moves = list(_moves(before, after))
+    dead = {worker + after.first for worker in np.flatnonzero(~after.table.is_alive).tolist()}
     return ExpertsMoved(
         now_ns,
-        after.version,
+        after.table.version,
         layers=tuple(sorted({layer for layer, _ in moves})),
         num_moves=len(moves),
         moves=tuple(moves[:MOST_MOVES]),
@@ -65,8 +74,9 @@ def describe_change(before: ExpertTable, after: ExpertTable, layers: Sequence[in
     )
 
 
-def _moves(before: ExpertTable, after: ExpertTable, layers: Sequence[int]) -> Iterator[tuple[int, ExpertMove]]:
+def _moves(before: ExpertTable, served: ServedTable) -> Iterator[tuple[int, ExpertMove]]:
     """Pair the workers that lost a copy of an expert with those that got one."""
+    after, layers, first = served
     if before.logical_of.shape[1] != after.logical_of.shape[1]:
         return
     for at in range(after.logical_of.shape[1]):
@@ -78,8 +88,8 @@ def _moves(before: ExpertTable, after: ExpertTable, layers: Sequence[int]) -> It
             sources = sorted(worker for each, worker in lost.elements() if each == expert)
             targets = sorted(worker for each, worker in gained.elements() if each == expert)
             for place in range(max(len(sources), len(targets))):
-                source = sources[place] if place < len(sources) else NOBODY
-                target = targets[place] if place < len(targets) else NOBODY
+                source = sources[place] + first if place < len(sources) else NOBODY
+                target = targets[place] + first if place < len(targets) else NOBODY
                 yield layers[at], ExpertMove(expert, source, target)
 
 
