@@ -147,7 +147,7 @@ def test_a_request_is_explained_from_the_router_and_from_its_record(routed, caps
 @pytest.mark.parametrize(
     ("place", "words", "code"),
     [
-        (("--admin-url", "http://127.0.0.1:1"), "no router answers", 1),
+        (("--admin-url", "http://127.0.0.1:1"), "nothing answers", 1),
         (("--record", "/missing/file"), "cannot be read", 2),
     ],
 )

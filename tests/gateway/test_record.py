@@ -14,10 +14,10 @@ from gateway.rig import FakeEngine, Received, Wire, looped, rig
 from rich.console import Console
 from support.routers import request
 
+from moestro.cli.recorded.explain import find_trace, tell
+from moestro.cli.recorded.replay import replay_record
 from moestro.errors import ConfigError
 from moestro.gateway.app import _record
-from moestro.gateway.explain import explain
-from moestro.gateway.replay import replay_record
 from moestro.routing.decision_record import PolicyText, RecordedRouter, Submitted, decode_entry
 from moestro.routing.replay import replay
 from moestro.routing.request_trace import RequestTrace
@@ -108,7 +108,7 @@ async def test_each_decision_has_its_regret_and_its_story_tells_the_same(tmp_pat
     assert any(each[0].regret is not None and each[0].regret < 0 for each in decisions.values())
     text = io.StringIO()
     console = Console(file=text, width=200)
-    explain(ids[-1], admin_url="", admin_api_key=None, record=record, console=console)
+    tell(find_trace(ids[-1], admin_url="", admin_api_key=None, record=record), console)
     assert ids[-1] in text.getvalue()
     assert "answered 200" in text.getvalue()
 

@@ -1,12 +1,24 @@
 import msgspec
+import numpy as np
 import pytest
 from support.routers import BLOCK_SIZE, request
 
 from moestro.config.user_code import accept_user_code
 from moestro.core.load_figures import LoadFigures
 from moestro.errors import ConfigError, NoEngineError
-from moestro.routing.decision_record import Decision, PolicyText, RecordedRouter, Submitted, decode_entry, encode_entry
+from moestro.routing.decision_record import (
+    Decision,
+    PolicyText,
+    RecordedRouter,
+    Reported,
+    RoutableSet,
+    Submitted,
+    decode_entry,
+    encode_entry,
+)
+from moestro.routing.registry import policy_from
 from moestro.routing.replay import replay
+from moestro.routing.router import Router
 from moestro.routing.settings import RouterSettings
 
 accept_user_code()
@@ -125,3 +137,40 @@ def test_an_exclusion_is_written_and_replays():
         made.submit(request("c"), 0, exclude=[0, 1])
     assert [was.engine for was in decisions(lines)[:2]] == [1, 1]
     assert [was.exclude for was, again in replay(lines) if was == again] == [(0,), (0,), (0, 1)]
+
+
+def test_of_reports_in_a_row_the_last_is_written_and_decisions_stay_the_same():
+    rng = np.random.default_rng(2)
+    for policy in ("moestro", "lmetric", "least_loaded", "gimbal-v1"):
+        made, lines = recorded(policy)
+        plain = Router(policy_from(policy), RouterSettings(block_size=BLOCK_SIZE))
+        for _ in range(3):
+            plain.set_routable(plain.add_engine(), routable=True)
+        num_reports, in_flight = 0, []
+        for step in range(300):
+            now_ns = step * MS
+            for _ in range(int(rng.integers(0, 6))):
+                engine, num_reports = int(rng.integers(3)), num_reports + 1
+                figures = LoadFigures(
+                    num_running=int(rng.integers(9)),
+                    num_waiting=int(rng.integers(5)),
+                    kv_usage=float(rng.random()) if rng.random() < 0.8 else None,
+                    queued_prefill_tokens=int(rng.integers(900)),
+                    num_preemptions=step,
+                )
+                as_of_ns = now_ns - int(rng.integers(3)) * MS
+                for router in (made, plain):
+                    router.report(engine, figures, as_of_ns, now_ns)
+            asked = request(str(step), prompt=rng.integers(0, 9, 60).tolist())
+            assert made.submit(asked, now_ns).engine == plain.submit(asked, now_ns).engine
+            in_flight.append(asked.request_id)
+            if rng.random() < 0.9:
+                ended = in_flight.pop(int(rng.integers(len(in_flight))))
+                for router in (made, plain):
+                    router.first_token(ended, now_ns)
+                    router.ended(ended, now_ns)
+            made.set_routable(0, routable=True)  # a server says so twenty times a second
+        entries = [decode_entry(line) for line in lines]
+        assert sum(isinstance(entry, RoutableSet) for entry in entries) == 3
+        assert 0 < sum(isinstance(entry, Reported) for entry in entries) < 0.95 * num_reports
+        assert all(was == again for was, again in replay(lines))

@@ -37,6 +37,7 @@ class FakeGroup(LinkedGroup):
         repeats: float = 0.0,
         losses: float = 0.0,
         ahead: int = 1,
+        counts_visits: bool = False,
     ) -> None:
         num_workers = len(table.logical_of)
         super().__init__(rng, num_homes, num_workers, repeats=repeats, losses=losses)
@@ -61,6 +62,7 @@ class FakeGroup(LinkedGroup):
                 table=table,
                 num_credits=num_credits,
                 switch_gap=int(rng.integers(0, 6)),
+                counts_visits=counts_visits,
             )
             links = Links(self, worker)
             executor = FlowExecutor(device, make_policy(worker), ahead, peers, links)

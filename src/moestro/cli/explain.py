@@ -1,4 +1,4 @@
-"""`moestro explain`: shows the routing decision of a request."""
+"""`moestro explain`: shows what all levels of scheduling did with a request."""
 
 from __future__ import annotations
 
@@ -17,22 +17,29 @@ def explain(
     admin_url: str = "http://127.0.0.1:8081",
     admin_api_key: Annotated[str | None, Parameter(show_default=False)] = None,
     record: Path | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Show the engine of a request, the scores and the reason of the choice, and the outcome.
+    """Show the engine of a request and why it was chosen, its place in the queue, who preempted it, and the outcome.
+
+    Of moestro serve, the devices that computed its experts and the experts that moved meanwhile are shown too.
 
     Parameters
     ----------
     request_id
-        Id of the request, from the answer's x-request-id header.
+        Of moestro route: the answer's x-request-id header. Of moestro serve: the answer's id, for further choices
+        with -1, -2, and so on behind it.
     admin_url
-        Address of the running router's admin plane.
+        Address of the operators' port of the running router, or of the server with --admin-port.
     admin_api_key
         Key of the admin plane. MOESTRO_ADMIN_API_KEY keeps it out of the process list.
     record
-        Read this file of moestro route --record instead.
+        Read this file of --record instead, of moestro route or of moestro serve.
+    json
+        Print the trace as JSON.
     """
     from rich.console import Console
 
-    from moestro.gateway.explain import explain as tell
+    from moestro.cli.recorded.explain import find_trace, tell
 
-    tell(request_id, admin_url=admin_url, admin_api_key=admin_api_key, record=record, console=Console())
+    trace = find_trace(request_id, admin_url=admin_url, admin_api_key=admin_api_key, record=record)
+    tell(trace, Console(), as_json=json)

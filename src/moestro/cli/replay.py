@@ -1,4 +1,4 @@
-"""`moestro replay`: repeats the routing decisions of a record."""
+"""`moestro replay`: repeats the decisions of a record."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ def replay_decisions(record: Path) -> None:
     """Repeat every decision of a record; the exit status is 0 if all are equal, 1 if not.
 
     The record holds the router's whole input, so decisions differ only if Moestro or a policy's file has changed.
+    Of moestro serve, the order of waiting requests and the victims of preemptions are repeated too.
 
     Parameters
     ----------
     record
-        A file of moestro route --record.
+        A file of --record, of moestro route or of moestro serve.
     """
     from rich.console import Console
 
-    from moestro.gateway.replay import replay_record
+    from moestro.cli.recorded.replay import replay_record
 
     if not replay_record(record, Console(soft_wrap=True)):
         sys.exit(1)

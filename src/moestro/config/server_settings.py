@@ -29,7 +29,9 @@ class ServerSettings(CheckedSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     "Lowest severity that is logged. Prompts and answers are never logged."
     record: Path | None = None
-    "Append a line without text for each answered request to this file, for moestro sim --replay."
+    "Append each request's way through all levels, without text, to this file: for moestro explain, replay and sim."
+    record_max_size: Annotated[float, at_least(0)] = 16.0
+    "GiB of the file at which --record ends, with one line in the log. A request takes about 5 kB."
     shutdown_timeout: Annotated[float, at_least(0)] = 10.0
     "Seconds in which running requests can finish after SIGTERM or Ctrl-C."
     write_timeout: Annotated[float, at_least(1)] = 60.0

@@ -142,6 +142,29 @@ class PlanWanted(NamedTuple):
     service_class: int | None = None
 
 
+MOST_RANGES = 4  # of layers, for which the workers of a unit's experts are told apart
+
+
+def range_ends(num_layers: int) -> tuple[int, ...]:
+    """First layer behind each of at most `MOST_RANGES` equal ranges of layers."""
+    num_ranges = min(MOST_RANGES, num_layers)
+    return tuple(num_layers * (i + 1) // num_ranges for i in range(num_ranges))
+
+
+class StepVisits(NamedTuple):
+    """Workers that computed the experts of the units of a step.
+
+    Attributes:
+        version: version of the expert table that was in use.
+        ends: first layer behind each range of layers.
+        num_pairs: int64[units, ranges, workers], (token, expert) pairs.
+    """
+
+    version: int
+    ends: tuple[int, ...]
+    num_pairs: NDArray[np.int64]
+
+
 class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Results of some units: those of one plan, or fewer when others were preempted meanwhile.
 
@@ -157,6 +180,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
         expert_counts: int64[num_layers, num_experts], tokens that each logical expert computed. None for dense models.
         expert_choices: int32[layers with experts, sampled tokens, chosen], logical experts of some tokens of a step
             that is sampled. None means that the step is not.
+        visits: workers that computed each unit's experts. None means that they are not counted, or that there is one.
     """
 
     slot: Slots
@@ -168,6 +192,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
     block_hashes: dict[int, bytes] = msgspec.field(default_factory=dict)
     expert_counts: NDArray[np.int64] | None = None
     expert_choices: NDArray[np.int32] | None = None
+    visits: StepVisits | None = None
 
     def select(self, rows: NDArray[np.int64]) -> StepResult:
         """Select rows of the result. What experts did belongs to the whole step and stays unchanged."""
@@ -182,6 +207,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
             block_hashes={row_of[i]: v for i, v in self.block_hashes.items() if i in row_of},
             expert_counts=self.expert_counts,
             expert_choices=self.expert_choices,
+            visits=None if self.visits is None else self.visits._replace(num_pairs=self.visits.num_pairs[rows]),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -54,6 +54,10 @@ class OrderPolicy(ABC):
     @abstractmethod
     def order(self, view: WaitingView, now_ns: int) -> NDArray[np.int64]:
         """int64[n], indices of all rows, the first to be admitted first. Changes nothing."""
+
+    def keys(self, view: WaitingView, now_ns: int) -> dict[str, NDArray[Any]]:
+        """Columns by which `order` sorts before arrival, to explain it, the deciding one first; smaller is earlier."""
+        return {}
 
     def next_change_ns(self, view: WaitingView, now_ns: int) -> int:
         """A time after `now_ns` until which `order` of these rows stays as it is, if nothing happens but time.

@@ -13,6 +13,7 @@ from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
 from moestro.core.stages import StagedDevice
 from moestro.core.views import BE, StepPolicy
 from moestro.core.work import Device, Executor, Plan, PlanWanted, StepResult
+from moestro.engine.event_recorder import EventRecorder
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
@@ -113,6 +114,9 @@ class Rank:
             self.expert_counts += result.expert_counts
             if self.expert_observer is not None:
                 self.expert_observer.observe(result)
+        recorder = self.scheduler.state.recorder
+        if recorder is not None and result.visits is not None:
+            recorder.visited(self.scheduler.table.at_all(result.slot), result.visits)
         return self.scheduler.update(result, now_ns)
 
     def begin(self, now_ns: int) -> Plan | None:
@@ -135,6 +139,9 @@ class Rank:
             overlaps = wanted.max_tokens is not None
             self._has_news = self.scheduler.has_unplanned if overlaps else self.scheduler.waiting.num_ls > 0
             plan = plan if self._passes_decodes else self._hastening_prompts(plan)
+        elif (recorder := self.scheduler.state.recorder) is not None:
+            table = self.scheduler.table
+            recorder.passed(table.at_all(plan.units.slot), table.at_all(table.in_flight(BE)), now_ns)
         self.executor.submit(plan, now_ns)
         return plan
 
@@ -193,6 +200,15 @@ class Rank:
             num_restored_tokens=counts.num_restored_tokens,
             pass_counts=self.executor.pass_counts,
         )
+
+
+def recorder_of(rank: Rank) -> EventRecorder:
+    """Let a rank note what happens to its requests from now on. Returns the notes."""
+    settings = rank.scheduler.settings
+    order = rank.scheduler.waiting.policy
+    recorder = EventRecorder(order, settings.scheduling_policy, settings.evict_policy)
+    rank.scheduler.record_with(recorder)
+    return recorder
 
 
 def build_rank(settings: SchedulerSettings, device: Device) -> Rank:

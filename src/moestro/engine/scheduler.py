@@ -13,12 +13,14 @@ from __future__ import annotations
 import numpy as np
 
 from moestro.core.request import Request
+from moestro.core.scheduling_events import SequencePreempted
 from moestro.core.views import BE, LS, BatchLimits, BatchView
 from moestro.core.work import Int32s, Plan, Slots, StepResult
+from moestro.engine.event_recorder import EventRecorder
 from moestro.engine.policies.admission import admit
 from moestro.engine.policy_views import PolicyViews
 from moestro.engine.scheduler_state import SchedulerState
-from moestro.engine.sequence_preemption import Recall, SequencePreemption
+from moestro.engine.sequence_preemption import PreemptionVictim, Recall, SequencePreemption
 from moestro.engine.sequences import Sequence
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import StepOutput, append_sampled_tokens
@@ -90,7 +92,7 @@ class Scheduler:
         sequence = Sequence(request, self._num_added)
         self._num_added += 1
         self.by_id[request.request_id] = sequence
-        self.waiting.add(sequence)
+        self.state.enqueue(sequence)
         return sequence.serial
 
     def abort(self, request_id: str, now_ns: int) -> bool:
@@ -155,6 +157,8 @@ class Scheduler:
                 chunk below `LEAST_CHUNK_SHARE` of the budget, while chunks in flight hold rows that come back.
         """
         limits = self.limits if max_tokens is None else self.limits.at_most(max_tokens)
+        if self.state.recorder is not None and len(self.waiting):
+            self.state.recorder.look(self.waiting, now_ns)
         # 1. A waiting latency-sensitive request that finds no place preempts best-effort sequences.
         idle = self.table.idle(service_class)
         view = self.views.running(idle, now_ns)
@@ -201,6 +205,10 @@ class Scheduler:
         if not self.preemption.makes_way or self.batch_policy.room(view, limits) <= 0:
             return False
         victims = self.preemption.victims_for_first(now_ns, service_class)
+        if victims and self.state.recorder is not None:
+            first = next(self.waiting.in_order(now_ns))
+            for victim in victims:
+                self._record_preemption(victim, first, now_ns, is_for_class=True)
         for slot, keeps in victims:
             self.state.preempt(slot, keeps=keeps)
         return bool(victims)
@@ -227,11 +235,28 @@ class Scheduler:
                 dropped.add(victim)
                 # A sequence is not preempted for itself while a unit in flight may soon release blocks: it waits.
                 if victim != slot or table.num_units_in_flight == 0:
+                    self._record_preemption(PreemptionVictim(victim, keeps), table.at(slot), now_ns)
                     self.state.preempt(victim, keeps=keeps)
             if slot not in dropped:
                 table.add_block(slot, self.pool.allocate())
         remains = np.array([slot not in dropped for slot in slots.tolist()], np.bool_)
         return slots[remains], num_tokens[remains], bool(dropped)
+
+    def _record_preemption(
+        self, victim: PreemptionVictim, by: Sequence, now_ns: int, *, is_for_class: bool = False
+    ) -> None:
+        """Note a preemption that comes now, if there is a recorder."""
+        if self.state.recorder is not None:
+            self.state.recorder.preempted(
+                SequencePreempted(
+                    self.table.at(victim.slot).request.request_id,
+                    now_ns,
+                    by.request.request_id,
+                    is_for_class,
+                    int(self.table.num_computed[victim.slot]),
+                    bool(victim.keeps),
+                )
+            )
 
     def _admit(
         self, candidates: list[AdmissionCandidate], chunk: Int32s, num_free: int, now_ns: int
@@ -328,6 +353,10 @@ class Scheduler:
             self._num_aborted_in_flight -= 1
             self.state.leave(self.table.at(slot))
         return result.select(np.flatnonzero(~is_aborted))
+
+    def record_with(self, recorder: EventRecorder) -> None:
+        """Note what happens to requests from now on."""
+        self.state.recorder = self.preemption.recorder = recorder
 
     def check(self) -> None:
         """Recount blocks and slots from scratch.

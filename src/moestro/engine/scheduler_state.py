@@ -15,6 +15,7 @@ import numpy as np
 
 from moestro.core.work import Int32s, Slots
 from moestro.engine.block_pool import BlockPool
+from moestro.engine.event_recorder import EventRecorder
 from moestro.engine.host_blocks import HostBlocks
 from moestro.engine.policy_contract import Admitted, Left, OrderPolicy
 from moestro.engine.sequences import BlockContent, Sequence, SequenceTable
@@ -35,6 +36,7 @@ class SchedulerState:
     Attributes:
         by_id: every sequence by request id, until it finishes or is aborted.
         block_contents: contents of filled blocks by hash, for a publisher that empties it. None means no publisher.
+        recorder: notes what happens to requests. None means that nothing does.
     """
 
     def __init__(self, settings: SchedulerSettings, order: OrderPolicy) -> None:
@@ -46,7 +48,16 @@ class SchedulerState:
         self.by_id: dict[str, Sequence] = {}
         self.counts = SchedulerCounts()
         self.block_contents: dict[bytes, BlockContent] | None = None
+        self.recorder: EventRecorder | None = None
         self._order = order
+
+    # --- -> waiting -------------------------------------------------------------------------------------------------
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Put a sequence, new or preempted, into the waiting queue."""
+        self.waiting.add(sequence)
+        if self.recorder is not None:
+            self.recorder.added(sequence)
 
     # --- waiting -> running -----------------------------------------------------------------------------------------
 
@@ -60,6 +71,8 @@ class SchedulerState:
             The slot.
         """
         num_shared = len(needs.shared)
+        if self.recorder is not None:
+            self.recorder.admitted(sequence, needs.num_cached, now_ns)
         self.waiting.remove(sequence)
         self.pool.share(needs.shared)
         sequence.blocks = needs.shared + self.pool.allocate_many(needs.num_own)
@@ -94,7 +107,7 @@ class SchedulerState:
         sequence.num_preemptions += 1
         if sequence.prompt_logprobs is not None and not is_kept:
             sequence.prompt_logprobs = []  # the prompt is computed again, from its first token
-        self.waiting.add(sequence)
+        self.enqueue(sequence)
 
     # --- running or waiting -> gone ---------------------------------------------------------------------------------
 
@@ -114,9 +127,12 @@ class SchedulerState:
         if sequence.slot is not None:
             self._release_slot(sequence.slot)
         self.host.forget(sequence)
-        if self._order.observes:
+        if self._order.observes or self.recorder is not None:
             num_generated = min(len(sequence.generated), sequence.request.sampling.max_tokens)
-            self.waiting.observe(Left(sequence.user, num_generated))
+            if self.recorder is not None:
+                self.recorder.left(sequence, num_generated)
+            if self._order.observes:
+                self.waiting.observe(Left(sequence.user, num_generated))
 
     def _release_slot(self, slot: int) -> Sequence:
         """Free the slot and the blocks of a running sequence. Returns the sequence."""

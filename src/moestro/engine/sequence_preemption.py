@@ -13,6 +13,7 @@ import numpy as np
 
 from moestro.core.views import BE, EvictView
 from moestro.core.work import Slots
+from moestro.engine.event_recorder import EventRecorder
 from moestro.engine.host_blocks import HostBlocks
 from moestro.engine.policy_contract import EvictPolicy
 from moestro.engine.policy_views import PolicyViews
@@ -42,6 +43,7 @@ class SequencePreemption:
 
     Attributes:
         makes_way: whether a waiting latency-sensitive sequence may preempt running best-effort ones.
+        recorder: as in `SchedulerState`.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class SequencePreemption:
         self._views = views
         self._host = host
         self._recall = recall
+        self.recorder: EventRecorder | None = None
 
     def victim(self, now_ns: int) -> PreemptionVictim:
         """The sequence to preempt for a free block. At least one running sequence has no unit in flight."""
@@ -141,5 +144,7 @@ class SequencePreemption:
         ranks = self._waiting.rank([self._table.at(slot) for slot in slots.tolist()], now_ns)
         classes = self._views.classes(slots, now_ns)
         view = EvictView(ranks, self._table.num_computed[slots], classes, room)
-        row, keeps = self._policy(view)
+        row, keeps = choice = self._policy(view)
+        if self.recorder is not None:
+            self.recorder.chose(self._table.at(int(slots[row])), view, choice, now_ns)
         return PreemptionVictim(int(slots[row]), keeps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +49,20 @@ def waiting_view(rows: NDArray[np.void], num_uncached: Int32s | None) -> Waiting
     )
 
 
+class QueueOrder(NamedTuple):
+    """A waiting queue as its order policy saw it last.
+
+    Attributes:
+        view: all waiting requests.
+        order: int64[n], rows of `view`, the first to be admitted first.
+        asked_ns: time at which the policy was asked.
+    """
+
+    view: WaitingView
+    order: NDArray[np.int64]
+    asked_ns: int
+
+
 class WaitingQueue:
     """Sequences without KV blocks, in the order policy's order.
 
@@ -79,6 +94,7 @@ class WaitingQueue:
         # The order holds in [_from_ns, _until_ns), as long as the prefix cache stays the same.
         self._from_ns = self._until_ns = 0
         self._pool_version = 0
+        self._last: tuple[WaitingView, NDArray[np.int64]] | None = None  # of the last sort; None for a single row
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -122,6 +138,15 @@ class WaitingQueue:
             assert sequence is not None, f"row {row} is dead"
             yield sequence
 
+    def last_order(self, now_ns: int) -> QueueOrder:
+        """The present order, and what the policy knew when it was asked for it."""
+        self._sort(now_ns)
+        if self._last is not None:
+            return QueueOrder(*self._last, self._from_ns)
+        rows = self._order
+        view = self._view(self._rows.take(rows), lambda i: self._sequences[rows[i]])
+        return QueueOrder(view, np.arange(len(rows)), self._from_ns)
+
     def order_holds_until_ns(self, now_ns: int) -> int:
         """The first time after `now_ns` at which the order may change with time alone."""
         self._sort(now_ns)
@@ -142,11 +167,13 @@ class WaitingQueue:
         rows = np.flatnonzero(self._live)
         if len(rows) == 1:
             self._order, self._from_ns, self._until_ns = rows, now_ns, FOREVER_NS
+            self._last = None
             self._pool_version = self._pool.version
             return
         # On structured rows `take` costs a tenth of indexing.
         view = self._view(self._rows.take(rows), lambda i: self._sequences[rows[i]])
-        self._order = rows[self.policy.order(view, now_ns)]
+        order = self.policy.order(view, now_ns)
+        self._order, self._last = rows[order], (view, order)
         self._from_ns, self._until_ns = now_ns, self.policy.next_change_ns(view, now_ns)
         self._pool_version = self._pool.version
 
@@ -174,6 +201,12 @@ class WaitingQueue:
         self._live = np.arange(size) < len(rows)
         self._sequences = [self._sequences[row] for row in rows.tolist()]
         self._row_of = {int(serial): row for row, serial in enumerate(kept["serial"][: len(rows)].tolist())}
+
+
+def view_of_one(sequence: Sequence, num_uncached: int | None) -> WaitingView:
+    """Return an order policy's view of one sequence; `num_uncached` as in `waiting_view`."""
+    column = None if num_uncached is None else np.array([num_uncached], np.int32)
+    return waiting_view(np.array([_row(sequence)], WAITING_COLUMNS), column)
 
 
 def _row(sequence: Sequence) -> tuple[int, ...]:

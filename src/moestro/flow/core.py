@@ -87,7 +87,7 @@ class FlowCore:
     ) -> None:
         self.shape = shape
         self._policy, self._launch_ahead, self._peers = policy, launch_ahead, peers
-        self._pool = TokenPool(shape)
+        self._pool = TokenPool(shape, peers.num_workers if peers and peers.counts_visits else 0)
         self._guests = Guests(shape.num_places, shape.num_guests, peers.num_workers if peers else 1)
         self._queues = MicroQueues(shape, self._pool, self._guests)
         self._passed_over = PassedOver(self._pool, self._guests, self._queues, peers.worker if peers else None)
@@ -372,7 +372,8 @@ class FlowCore:
                 self._take_stopped(now_ns, launched, item, result, commands)
             case ((Sample() | Passage()), StepResult(expert_counts=counts)):
                 self._count(counts)
-                commands.append(Emit(msgspec.structs.replace(result, expert_counts=self._counts)))
+                visits = self._pool.visits_of(launched.ids, result.slot)
+                commands.append(Emit(msgspec.structs.replace(result, expert_counts=self._counts, visits=visits)))
                 self._counts = self._no_counts()
                 self._pool.leave(launched.ids)
             case _:

@@ -47,6 +47,7 @@ class PeerSettings:
         dtype: dtype of tensors, as in `Hop`.
         incarnation: how often the worker has started again. Its epochs are larger than those of its earlier lives, so
             expert workers that knew it listen to it again.
+        counts_visits: whether results tell which workers computed each unit's experts.
         is_near: whether each worker is on this worker's machine. None means that all are.
     """
 
@@ -57,6 +58,7 @@ class PeerSettings:
     switch_gap: int = SWITCH_GAP
     dtype: str = ""
     incarnation: int = 0
+    counts_visits: bool = False
     is_near: tuple[bool, ...] | None = None
 
 
@@ -108,6 +110,7 @@ class Dispatcher:
     def _use(self, table: ExpertTable) -> None:
         before = self._worker_of, self._may_use
         self._table = table
+        self._pool.table_version = table.version
         num_workers, num_layers, _ = table.logical_of.shape
         shape = (num_workers, num_layers, table.num_experts)
         self._slot_on = np.full(shape, EMPTY, np.int16)

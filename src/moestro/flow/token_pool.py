@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.stages import Merges, StageShape
-from moestro.core.work import Int32s, Slots, Units
+from moestro.core.work import Int32s, Slots, StepVisits, Units
 from moestro.errors import InvariantError
 from moestro.flow.unit_columns import UnitColumns
+from moestro.flow.unit_visits import UnitVisits
 
 Int64s = NDArray[np.int64]
 
@@ -51,6 +52,7 @@ class TokenPool:
 
     Args:
         shape: numbers of rows and places.
+        num_visited: workers whose contributions are counted for each unit; 0 means that none are.
 
     Attributes:
         columns: the units, by unit.
@@ -66,9 +68,10 @@ class TokenPool:
         num_units: units in the network.
         num_best_effort, num_decodes: those of them of class BE, and those of one token.
         num_free_rows, num_free_places: numbers of those left.
+        table_version: version of the expert table that is in use.
     """
 
-    def __init__(self, shape: StageShape) -> None:
+    def __init__(self, shape: StageShape, num_visited: int = 0) -> None:
         num_rows, num_places = shape.num_rows, shape.num_places
         self._num_chosen = shape.num_chosen
         self.columns = UnitColumns(num_rows)
@@ -84,6 +87,8 @@ class TokenPool:
         self.topk_ids: Int32s = np.zeros((num_places, shape.num_chosen), np.int32)
         self.num_units = self.num_best_effort = self.num_decodes = 0
         self.num_free_rows, self.num_free_places = num_rows, num_places
+        self.table_version = 0
+        self._visits = UnitVisits(num_rows, shape.num_layers, num_visited) if num_visited else None
         self._is_unit = np.zeros(num_rows, np.bool_)
         self._row_is_free = np.ones(num_rows, np.bool_)
         self._place_is_free = np.ones(num_places, np.bool_)
@@ -123,6 +128,8 @@ class TokenPool:
         unit_rows = rows.astype(np.int32)
         self.columns.put(ids, unit_rows, units)
         self.lacking[ids] = 0
+        if self._visits is not None:
+            self._visits.enter(ids)
         self.entry_of[ids] = number
         self._is_unit[ids] = True
         self._unit_of_row[rows] = np.repeat(ids, units.num_tokens)
@@ -156,6 +163,14 @@ class TokenPool:
                 del self._left[number]
         # The names may soon be those of other units.
         self._waves = {key: wave for key, wave in self._waves.items() if self._is_unit[wave.ids].all()}
+
+    def visits_of(self, ids: Int64s, slots: Slots) -> StepVisits | None:
+        """Workers that computed the experts of the units `ids`, in the order of their `slots`. None: not counted."""
+        if self._visits is None:
+            return None
+        of_ids = self.columns.slot[ids]
+        by_slot = of_ids.argsort()
+        return self._visits.of(ids[by_slot[of_ids[by_slot].searchsorted(slots)]], self.table_version)
 
     def wave(self, ids: Int64s) -> Wave:
         """The units `ids` (int64, distinct, ascending) as one wave."""
@@ -310,6 +325,8 @@ class TokenPool:
         owner = self.owner.reshape(-1)
         if owner.take(pairs).min(initial=0) == THERE:
             raise InvariantError("a contribution arrives that is there already, or that no token waits for")
+        if self._visits is not None:
+            self._visits.add(self.units_at(places), self.layer_at.take(places), owner.take(pairs))
         owner[pairs] = THERE
         given = np.bincount(self.units_at(places))
         lacking = self.lacking[: len(given)]

@@ -9,11 +9,11 @@ import msgspec
 from aiohttp import web
 
 from moestro.errors import ConfigError, RequestError, shown
-from moestro.gateway.decision_log import DecisionLog
 from moestro.gateway.engine_admin import EngineAdmin
 from moestro.gateway.fleet import RoutedEngine
 from moestro.gateway.index_transfer import MAX_INDEX_BYTES, IndexTransfer
 from moestro.gateway.settings import AdminSettings, EngineUrl, is_loopback
+from moestro.routing.decision_log import DecisionLog
 from moestro.web.access import Access
 from moestro.web.errors import HttpError
 from moestro.web.lifecycle import RESPONSE_FLUSH_S

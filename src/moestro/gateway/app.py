@@ -10,7 +10,6 @@ from pathlib import Path
 from prometheus_client.registry import Collector
 
 from moestro.gateway.client_limits import ClientLimits
-from moestro.gateway.decision_log import DecisionLog
 from moestro.gateway.downstream import ClientConnections
 from moestro.gateway.engine_admin import EngineAdmin
 from moestro.gateway.exchange import ExchangeContext, ExchangeRules
@@ -26,6 +25,7 @@ from moestro.gateway.prompt_blocks import PromptReader
 from moestro.gateway.proxy import Proxy
 from moestro.gateway.settings import FrontSettings, ReliabilitySettings, RouteSettings
 from moestro.routing.breaker import BreakerRules
+from moestro.routing.decision_log import DecisionLog
 from moestro.routing.decision_record import Entry, PolicyText, RecordedRouter
 from moestro.routing.health import HealthRules
 from moestro.routing.registry import policy_from
@@ -85,6 +85,7 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader) -> RouterApp:
         settings.record.remember,
         lambda: fleet.names,
         record.write if record else None,
+        read_clocks,
     )
     shared = ExchangeContext(
         fleet=fleet,

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from moestro.core.request import Request
 from moestro.errors import RequestError
-from moestro.gateway.decision_log import DecisionLog
 from moestro.gateway.downstream import ClientConnection
 from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.gateway.http_headers import AnswerHead, Incoming, Named, header_text
 from moestro.gateway.metrics import Counts, usage_in
 from moestro.gateway.upstream import EngineConnection
+from moestro.routing.decision_log import DecisionLog
 from moestro.routing.health import Condition
 from moestro.routing.retry_budget import RetryBudget
 from moestro.routing.router import RouteDecision

@@ -70,7 +70,8 @@ class TorchDevice:
             logits = self.network.logits(step)
             routing = self.network.routing
             counts, choices = (None, None) if routing is None else (routing.counts, routing.choices())
-            self._running.append(compute_result(step, logits, counts, choices))
+            visits = None if routing is None or routing.visits is None else routing.visits.read()
+            self._running.append(compute_result(step, logits, counts, choices, visits))
 
     def poll(self, now_ns: int) -> list[StepResult]:
         """Return results that are ready, in launch order: all of them on a CPU. On an accelerator it never blocks."""

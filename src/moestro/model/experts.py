@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.moe import ExpertsInterface
 
+from moestro.model.expert_visits import ExpertVisitCounter
 from moestro.model.packing import packed_linear
 
 EXPERTS = "moestro"  # name in the registry
@@ -61,11 +62,13 @@ class Routing:
         sample_interval: one step in so many keeps choices; 0 means none.
         stand_in: function called in place of all experts, with their arguments; None means that the experts compute.
             An override of the gate is already applied.
+        visits: counts the workers of each unit's experts, which `stand_in` tells it. None means that nothing does.
     """
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
         self._shape, self._device = (num_layers, num_experts), device
         self.stand_in: Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor] | None = None
+        self.visits: ExpertVisitCounter | None = None
         self.sample_interval = self._num_steps = 0
         self._choices: list[Tensor] | None = None
         self.begin(None)

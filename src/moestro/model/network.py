@@ -14,6 +14,7 @@ from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Int32s, Units
 from moestro.errors import UnsupportedModelError
 from moestro.model.attention import STEP_ARGUMENT
 from moestro.model.expert_slots import keep_experts, pack_experts
+from moestro.model.expert_visits import ExpertVisitCounter
 from moestro.model.experts import Routing, is_experts, tag_experts
 from moestro.model.gate_override import GateOverride, GateShape
 from moestro.model.packing import can_pack, pack_linears
@@ -115,6 +116,11 @@ class Network:
         if self.routing is not None:
             self.routing.sample_interval = interval
 
+    def count_visits(self, num_workers: int) -> None:
+        """Count the workers that compute each unit's experts, for `StepResult.visits`."""
+        if self.routing is not None:
+            self.routing.visits = ExpertVisitCounter(self.num_layers, num_workers)
+
     @torch.inference_mode()
     def logits(self, step: PagedStep) -> Tensor:
         """Run one step: write its K and V, count its experts' tokens, and return the requested logits.
@@ -127,6 +133,8 @@ class Network:
         """
         if self.routing is not None:
             self.routing.begin(self.choose_experts(step))
+            if self.routing.visits is not None:
+                self.routing.visits.begin(step)
         answer = self.model(
             input_ids=step.input_ids,
             position_ids=step.position_ids,

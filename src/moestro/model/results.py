@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moestro.core.request import TokenLogprobs
-from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, StepResult, Units
+from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, StepResult, StepVisits, Units
+from moestro.model.expert_visits import VisitTensor
 from moestro.model.logit_edits import edit_logits
 from moestro.model.sampler import LogprobTensors, has_finite_peak, measure_logprobs, sample
 from moestro.model.step import Int64s, PagedStep
@@ -60,7 +61,7 @@ class PendingResult:
         tokens: int64[n], their tokens; `_NO_TOKEN` where the logits are not finite.
         sampled, prompt: log probabilities of sampled and of prompt tokens, where some unit requests them.
         expert_counts: int64[layers, experts]; None for a dense model.
-        expert_choices: as in `StepResult`.
+        expert_choices, visits: as in `StepResult`.
         done: event that passes when everything is on the host; None means that it is.
     """
 
@@ -71,6 +72,7 @@ class PendingResult:
     prompt: LogprobRows | None
     expert_counts: Tensor | None
     expert_choices: Tensor | None = None
+    visits: VisitTensor | None = None
     done: Any = None  # torch.cuda.Event, whose methods torch leaves untyped
 
     @property
@@ -92,6 +94,9 @@ class PendingResult:
             prompt_logprobs={} if self.prompt is None else self.prompt.entries(),
             expert_counts=None if self.expert_counts is None else self.expert_counts.numpy(),
             expert_choices=None if self.expert_choices is None else self.expert_choices.numpy(),
+            visits=None
+            if self.visits is None
+            else StepVisits(self.visits.version, self.visits.ends, self.visits.num_pairs.numpy()),
         )
 
     def _non_finite(self, tokens: Int64s) -> Int64s | None:
@@ -103,14 +108,18 @@ class PendingResult:
 
 
 def compute_result(
-    step: PagedStep, logits: Tensor, expert_counts: Tensor | None, expert_choices: Tensor | None = None
+    step: PagedStep,
+    logits: Tensor,
+    expert_counts: Tensor | None,
+    expert_choices: Tensor | None = None,
+    visits: VisitTensor | None = None,
 ) -> PendingResult:
     """Sample, measure log probabilities, and start all copies to the host.
 
     Args:
         logits: [requested rows, vocabulary], in the order of `step.logit_rows`.
         expert_counts: int64[layers, experts], or None.
-        expert_choices: as in `StepResult`.
+        expert_choices, visits: as in `StepResult`.
     """
     units = step.units
     sampled_units = np.flatnonzero(units.logits & LOGITS_LAST)
@@ -125,13 +134,14 @@ def compute_result(
     sampled = _measure_sampled(step, sampled_units, last, tokens.clamp(min=0))
     prompt = _measure_prompts(step, logits)
     if logits.device.type == "cpu":
-        return PendingResult(units, sampled_units, tokens, sampled, prompt, expert_counts, expert_choices)
+        return PendingResult(units, sampled_units, tokens, sampled, prompt, expert_counts, expert_choices, visits)
     tokens, sampled, prompt = to_host(tokens), _measured_to_host(sampled), _measured_to_host(prompt)
     expert_counts = None if expert_counts is None else to_host(expert_counts)
     expert_choices = None if expert_choices is None else to_host(expert_choices)
+    visits = None if visits is None else visits._replace(num_pairs=to_host(visits.num_pairs))
     done = cast(Any, torch.cuda.Event)()
     done.record(torch.cuda.current_stream(logits.device))  # the process's current device may differ
-    return PendingResult(units, sampled_units, tokens, sampled, prompt, expert_counts, expert_choices, done)
+    return PendingResult(units, sampled_units, tokens, sampled, prompt, expert_counts, expert_choices, visits, done)
 
 
 def _measure_sampled(step: PagedStep, sampled_units: Int64s, last: Tensor, tokens: Tensor) -> LogprobRows | None:

@@ -111,6 +111,7 @@ class SpreadDevice(TorchDevice):
             rows, parts = plan.rows(), plan.part_rows()
             self._table = with_layer(self._table, plan.version, plan.layer, rows, parts)
             self._spread.use_layer(plan.layer, rows, parts)
+            self._spread.version = plan.version
         self._agreement.settled()
         num_bytes = 0 if mover is None else mover.num_bytes
         self.on_settled(SettledLayer(version=self._agreement.over, is_committed=is_committed, num_bytes=num_bytes))

@@ -33,6 +33,7 @@ class SpreadExperts:
         self._exchange, self._device = exchange, network.device
         self._modules = [module for _, module in network.experts]
         self._num_experts, self._num_slots = table.num_experts, table.logical_of.shape[2]
+        self.version = table.version
         parts = table.slot_parts
         self._copies = {
             layer: self._choice(table.logical_of[:, layer], parts[:, layer]) for layer, _ in network.experts
@@ -59,6 +60,8 @@ class SpreadExperts:
         flat = ids.reshape(-1)
         tag.routing.counts[tag.layer].scatter_add_(0, flat, torch.ones_like(flat))
         slots = self._copies[tag.layer].slots_for(flat)
+        if tag.routing.visits is not None:
+            tag.routing.visits.add(tag.layer, slots // self._num_slots, self.version)
         by_slot = slots.argsort(stable=True)
         answers = hidden.new_empty(len(flat), hidden.shape[1])
         answers[by_slot] = self._compute(module, hidden.index_select(0, by_slot // num_chosen), slots)

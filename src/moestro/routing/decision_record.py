@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import msgspec
 
 from moestro.core.clock import ClockPair
-from moestro.core.load_figures import LoadFigures
-from moestro.core.request import Request
+from moestro.core.load_figures import ROUTED_FIGURES, LoadFigures
+from moestro.core.request import Request, SamplingParams
+from moestro.core.scheduling_events import ExpertsMoved, SchedulingEvent
 from moestro.core.views import NEVER_NS
 from moestro.errors import RequestError
 from moestro.routing.candidates import Candidates, finite
@@ -181,14 +182,36 @@ class KvLost(msgspec.Struct, frozen=True, tag=True):
     now_ns: int
 
 
+class ScheduledOn(msgspec.Struct, frozen=True, tag=True):
+    """Entry: what the scheduler of an engine did. A replay makes the decisions in it again."""
+
+    engine: int
+    event: SchedulingEvent
+
+
 Entry = (
     Head | EngineAdded | SpecSet | EngineRemoved | RoutableSet | EngineWasLost | Submitted | FirstTokenCame
     | RequestEnded | SentElsewhere | ElsewhereForgotten | Reported | KvStored | KvRemoved | KvCleared | KvLost
-    | RequestTrace
+    | RequestTrace | ScheduledOn | ExpertsMoved
 )  # fmt: skip
+
+
+class _Tag(msgspec.Struct):
+    type: str = ""
+
 
 encode_entry = msgspec.json.Encoder().encode
 decode_entry = msgspec.json.Decoder(Entry).decode
+_decode_tag = msgspec.json.Decoder(_Tag).decode
+
+
+def is_entry(line: bytes) -> bool:
+    """Whether a line is an entry of a decision record. `moestro serve` also has lines of its answered requests.
+
+    Raises:
+        msgspec.MsgspecError: the line is damaged.
+    """
+    return bool(_decode_tag(line).type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +241,17 @@ class RecordedRouter(Router):
     ) -> None:
         self._chosen_by = policy_from(policy.policy, policy.score)
         super().__init__(self._chosen_by, settings)
-        self._write = write
+        self._write_now = write
+        self._reports: dict[int, Reported] = {}  # by engine, the last one that is not written
         self.keeps_candidates = True
         self._decision: Decision | None = None
-        write(Head(policy.policy, policy.score, settings, clocks))
+        self._write(Head(policy.policy, policy.score, settings, clocks))
+
+    def _write(self, entry: Entry) -> None:
+        for report in self._reports.values():
+            self._write_now(report)
+        self._reports.clear()
+        self._write_now(entry)
 
     def add_engine(self, spec: EngineSpec = ANY_ENGINE) -> int:
         """Implement `Router.add_engine`, and record the call."""
@@ -240,9 +270,11 @@ class RecordedRouter(Router):
         self._write(EngineRemoved(engine, now_ns))
 
     def set_routable(self, engine: int, *, routable: bool) -> None:
-        """Implement `Router.set_routable`, and record the call."""
+        """Implement `Router.set_routable`, and record the call if it changes anything; a server repeats it."""
+        is_new = self.is_routable(engine) != routable
         super().set_routable(engine, routable=routable)
-        self._write(RoutableSet(engine, routable))
+        if is_new:
+            self._write(RoutableSet(engine, routable))
 
     def engine_lost(self, engine: int, now_ns: int) -> None:
         """Implement `Router.engine_lost`, and record the call."""
@@ -253,7 +285,10 @@ class RecordedRouter(Router):
         """Implement `Router.submit`, and record the decision or refusal."""
         # The decision depends on the number of resumed tokens; their values are private content.
         resumed = bytes(len(request.resumed_token_ids))
-        bare = msgspec.structs.replace(request, token_ids=None, resumed_token_ids=resumed, cache_salt=None)
+        sampling = SamplingParams(max_tokens=request.sampling.max_tokens)
+        bare = msgspec.structs.replace(
+            request, token_ids=None, resumed_token_ids=resumed, cache_salt=None, sampling=sampling
+        )
         try:
             answer = super().submit(request, now_ns, exclude)
         except RequestError as refusal:
@@ -289,9 +324,16 @@ class RecordedRouter(Router):
         self._write(ElsewhereForgotten(engine))
 
     def report(self, engine: int, figures: LoadFigures, as_of_ns: int, now_ns: int) -> None:
-        """Implement `Router.report`, and record the call."""
+        """Implement `Router.report`, and record the call.
+
+        An engine reports every step. Of reports without another call between them, the last one alone has an effect.
+        """
         super().report(engine, figures, as_of_ns, now_ns)
-        self._write(Reported(engine, figures, as_of_ns, now_ns))
+        report = Reported(engine, _routed_part(figures), as_of_ns, now_ns)
+        earlier = self._reports.pop(engine, None)
+        if earlier is not None and not _replaces(report, earlier):
+            self._write_now(earlier)
+        self._reports[engine] = report
 
     def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """Implement `Router.kv_stored`, and record the call."""
@@ -315,6 +357,19 @@ class RecordedRouter(Router):
 
     def _decided(self, view: RouteView, choice: Choice, candidates: Candidates) -> None:
         self._decision = _described(view, choice, candidates, self._chosen_by.needs.figures)
+
+
+def _routed_part(figures: LoadFigures) -> LoadFigures:
+    """Return the figures that a router keeps."""
+    return LoadFigures(**{name: getattr(figures, name) for name in ROUTED_FIGURES})
+
+
+def _replaces(report: Reported, earlier: Reported) -> bool:
+    """Whether a report makes an earlier one of the same engine superfluous."""
+    has_all = all(
+        getattr(report.figures, name) is not None or getattr(earlier.figures, name) is None for name in ROUTED_FIGURES
+    )
+    return has_all and report.as_of_ns >= earlier.as_of_ns
 
 
 def _described(view: RouteView, choice: Choice, candidates: Candidates, figures: tuple[str, ...]) -> Decision:

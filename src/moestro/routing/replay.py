@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from moestro.core.scheduling_events import ExpertsMoved
 from moestro.errors import ConfigError, RequestError
 from moestro.routing.decision_record import (
     ElsewhereForgotten,
@@ -25,10 +26,12 @@ from moestro.routing.decision_record import (
     Reported,
     RequestEnded,
     RoutableSet,
+    ScheduledOn,
     SentElsewhere,
     SpecSet,
     Submitted,
     decode_entry,
+    is_entry,
 )
 from moestro.routing.request_trace import RequestTrace
 
@@ -54,11 +57,13 @@ def replay(lines: Iterable[bytes]) -> Iterator[tuple[Submitted, Submitted]]:
         if not line.strip():
             continue
         try:
+            if not is_entry(line):
+                continue
             entry = decode_entry(line)
         except msgspec.MsgspecError as error:
             router, damage = None, f"line {number} is not an entry of a record: {error}"
             continue
-        if isinstance(entry, RequestTrace):
+        if isinstance(entry, RequestTrace | ScheduledOn | ExpertsMoved):
             continue
         if isinstance(entry, Head):
             router = RecordedRouter(PolicyText(entry.policy, entry.score), entry.settings, remade.append)
@@ -69,7 +74,7 @@ def replay(lines: Iterable[bytes]) -> Iterator[tuple[Submitted, Submitted]]:
         if isinstance(entry, Submitted):
             with contextlib.suppress(RequestError):  # the record contains refusals too
                 router.submit(entry.request, entry.now_ns, entry.exclude)
-            (again,) = remade
+            again = remade[-1]  # the reports before it are written with it
             assert isinstance(again, Submitted)
             yield entry, again
         else:

@@ -1,8 +1,10 @@
-"""Trace of one request through a router, readable for people: engine names, retries and outcome."""
+"""Trace of one request through all levels, readable for people: engines, queue, preemptions, experts and outcome."""
 
 from __future__ import annotations
 
 import msgspec
+
+from moestro.core.scheduling_events import ExpertsMoved, ExpertVisits, RequestEvent
 
 
 class ScoredEngine(msgspec.Struct, frozen=True):
@@ -34,8 +36,42 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     regret: float | None
 
 
-class RequestTrace(msgspec.Struct, frozen=True, kw_only=True, tag="Story"):
-    """Everything known about one request.
+class EngineEvent(msgspec.Struct, frozen=True):
+    """What the scheduler of an engine did with the request."""
+
+    engine: str
+    event: RequestEvent
+
+
+class EngineVisits(msgspec.Struct, frozen=True):
+    """Workers that computed the request's experts while it was on an engine."""
+
+    engine: str
+    visits: tuple[ExpertVisits, ...]
+
+
+class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The server of a trace, as far as its traces have to be understood.
+
+    Attributes:
+        mode: mode of `moestro serve`.
+        order, evict: policies of each engine's scheduler.
+        num_experts: routed experts of a layer; 0 means a dense network.
+        expert_workers: names of the workers that count as devices of experts, in the order of `ExpertVisits.num_pairs`.
+            Empty where each engine computes all experts itself.
+        is_paced: whether devices are modelled, so that no device computes experts.
+    """
+
+    mode: str
+    order: str
+    evict: str
+    num_experts: int
+    expert_workers: tuple[str, ...] = ()
+    is_paced: bool = False
+
+
+class RequestTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="Story"):
+    """Everything known about one request. The fields after `usage` are those of `moestro serve`.
 
     Attributes:
         time: time of arrival, seconds since 1970.
@@ -43,6 +79,13 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True, tag="Story"):
         status: status of the response. 499 means that the client disconnected; None means still running.
         seconds: time from arrival to the end, seconds; None means still running.
         usage: token counts reported by the response.
+        arrival_ns: arrival on the clock of `events` and `moves`; None means that there are none.
+        service_class, priority: as requested.
+        server: the server; None means a router, whose servers have records of their own.
+        events: what the schedulers of its engines did with it, in order; the last ones are missing if there are many.
+        num_omitted_events: number of those that are missing.
+        visits: workers that computed its experts, by engine.
+        moves: changes of the expert table while the request was under way.
     """
 
     request_id: str
@@ -53,3 +96,11 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True, tag="Story"):
     status: int | None
     seconds: float | None
     usage: dict[str, int]
+    arrival_ns: int | None = None
+    service_class: str = ""
+    priority: int = 0
+    server: ServerFacts | None = None
+    events: list[EngineEvent] = []
+    num_omitted_events: int = 0
+    visits: list[EngineVisits] = []
+    moves: list[ExpertsMoved] = []

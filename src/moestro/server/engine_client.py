@@ -17,12 +17,14 @@ from moestro.routing.settings import EngineSpec
 from moestro.server.expert_loads import ExpertLoads
 from moestro.server.metrics import Metrics
 from moestro.server.rank_errors import RefusedByRankError
+from moestro.server.request_log import RequestLog
 from moestro.server.request_state import Inbox, Interrupted, RequestState
 from moestro.web.errors import GenerationError, InternalError
 from moestro.wire.expert_reports import ExpertReport, ReadExperts
 from moestro.wire.messages import (
     Abort,
     Add,
+    EngineEvents,
     Failed,
     FromRank,
     Outputs,
@@ -54,6 +56,7 @@ class EngineClient:
         loads: Load figures of each engine after its last step.
         phases: Phases of each engine's last start.
         expert_loads: Load of the experts, as the engines reported it last.
+        log: Notes what happens to requests; None means that nothing does.
 
     Invariants: Every submitted request ends once: by an output with a finish reason, a refusal, `abort`, or an error.
     The error is for a request whose engine ended and which no other engine takes over. No output of an ended engine
@@ -77,6 +80,7 @@ class EngineClient:
         self._unsent_aborts: dict[int, list[str]] = {}  # Ids whose abort could not be sent, by engine.
         self._causes: dict[int, MoestroError] = {}
         self.expert_loads = ExpertLoads(router.num_engines, self._ask_experts)
+        self.log: RequestLog | None = None
         self._is_up = [False] * router.num_engines
         self.loads = [IDLE] * router.num_engines
         self.phases: list[list[Phase]] = [[] for _ in range(router.num_engines)]
@@ -236,8 +240,8 @@ class EngineClient:
                 with self._ending_on_error(message.request_id):
                     if state := self._end(message.request_id, None):
                         state.inbox.put_nowait(RefusedByRankError(message))
-            case ExpertReport():
-                self.expert_loads.heard(engine, message, self._now_ns())
+            case ExpertReport() | EngineEvents():
+                self._take_report(engine, message)
             case Phase():
                 self.phases[engine].append(message)
                 logger.info("engine %d: %s took %.2f s", engine, message.name, message.seconds)
@@ -249,6 +253,12 @@ class EngineClient:
                 self._causes[engine] = kind(message.cause)
                 self._take_down(engine)
 
+    def _take_report(self, engine: int, report: ExpertReport | EngineEvents) -> None:
+        if isinstance(report, ExpertReport):
+            self.expert_loads.heard(engine, report, self._now_ns())
+        elif self.log is not None:
+            self.log.took(engine, report.events)
+
     def on_exit(self, engine: int, how: str) -> MoestroError:
         """Interrupt or end the requests of a rank whose process has ended, and return the cause.
 
@@ -258,6 +268,8 @@ class EngineClient:
         cause = self._causes.pop(engine, None) or EngineDiedError(f"engine {engine}: {how}")
         self._take_down(engine)
         self._unsent_aborts.pop(engine, None)
+        if self.log is not None:
+            self.log.engine_lost(engine)
         self._router.engine_lost(engine, self._now_ns())
         self.loads[engine] = IDLE
         self.expert_loads.ended(engine)
@@ -295,9 +307,10 @@ class EngineClient:
         self._is_up[engine] = False
         self._router.set_routable(engine, routable=False)
 
-    def _send_somewhere(self, request: Request) -> int:
+    def _send_somewhere(self, request: Request, because: str = "") -> int:
         while True:
-            engine = self._router.submit(request, self._now_ns()).engine
+            decision = self._router.submit(request, self._now_ns())
+            engine = decision.engine
             try:
                 self._send(engine, Add(request))
             except NoEngineError:  # The engine is out of rotation until the supervisor handles its end.
@@ -307,13 +320,15 @@ class EngineClient:
                 self._router.ended(request.request_id, self._now_ns())
                 raise
             else:
+                if self.log is not None:
+                    self.log.routed(request, decision, because)
                 return engine
 
     def _place(self, state: RequestState) -> bool:
         """Send an unassigned request to an engine, and return whether it was sent or has ended."""
         request_id = state.request.request_id
         try:
-            state.engine = self._send_somewhere(state.request)
+            state.engine = self._send_somewhere(state.request, f"engine {state.engine} ended")
         except (NoEngineError, QueueFullError):
             return False
         except Exception:  # A user's policy may raise; the other requests must still be placed.
@@ -373,6 +388,8 @@ class EngineClient:
             self._router.ended(request_id, self._now_ns(), state.num_tokens)
         if reason is not None:
             self._count_end(state, reason)
+        if self.log is not None:
+            self.log.ended(state.request, state.engine, reason, state.num_tokens)
         return state
 
     def _count_end(self, state: RequestState, reason: FinishReason) -> None:

@@ -9,7 +9,7 @@ import shutil
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,6 @@ from moestro.config.server_settings import ProcessSettings
 from moestro.core.clock import NS_PER_MS
 from moestro.core.model_info import ModelInfo
 from moestro.errors import DrainingError, EngineDiedError
-from moestro.routing.registry import policy_from
-from moestro.routing.router import Router
 from moestro.routing.settings import RouterSettings
 from moestro.server.admin_plane import ADMIN_HOST, admin_runner
 from moestro.server.api import ApiServer
@@ -32,6 +30,7 @@ from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
 from moestro.server.ep_migration import EpMigration
 from moestro.server.expert_admin import ExpertAdmin
+from moestro.server.explain_admin import ExplainAdmin
 from moestro.server.group_metrics import GroupLines
 from moestro.server.launcher import PACED_WORKER, WORKER, Launcher, opened
 from moestro.server.live_placement import LivePlacement, PlaceableGroup, open_placement
@@ -43,11 +42,13 @@ from moestro.server.placeable_groups import async_group, lock_step_group
 from moestro.server.private_directory import private_directory
 from moestro.server.prometheus import ServerCollector, Sources
 from moestro.server.rank_socket import RankSocket
+from moestro.server.recording import Recording
 from moestro.server.request_builder import ServedModel
 from moestro.server.start_checks import check_start
 from moestro.server.start_clock import StartClock
 from moestro.server.statline import StatLines
 from moestro.server.supervisor import Launching, Supervisor
+from moestro.server.table_watch import ReadTable, ServedTable
 from moestro.server.worker_admin import WorkerAdmin
 from moestro.server.worker_processes import now_ns
 from moestro.text.tokenizer import Tokenizer
@@ -58,11 +59,9 @@ from moestro.web.connections import bound_socket, listen, url_of, warn_if_open
 from moestro.web.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server
 from moestro.web.middleware import HttpMiddleware
 from moestro.web.prometheus import Exposition
-from moestro.web.record_file import RecordFile, read_clocks
 from moestro.web.statline import log_forever
 from moestro.wire.curve import ListenAddress
 from moestro.wire.messages import ToRank
-from moestro.workload.request_record import Header, RecordedRequest
 
 # Between heartbeats. Each costs the API server 0.1 ms, so only workers with copies, which can take over at once, send
 # many: a copy has the tokens of a stopped worker after 0.09 to 0.18 s (two missed beats at two looks of the watchdog).
@@ -73,8 +72,6 @@ IDLE_BEATS = 3  # of a worker without tokens, in the time after which it counts 
 # Share of --startup-timeout in which the engines of a group must meet. Those that wait then say which one is missing,
 # before the server ends the start without knowing it.
 _MEETING_SHARE = 0.9
-
-Recorded = Header | RecordedRequest
 
 
 def serve(settings: ServeSettings, command: Sequence[str] | None = None) -> None:
@@ -154,6 +151,7 @@ class _ServeProcess:
         self._lifecycle = lifecycle
         self._clock = StartClock()
         self._migration: EpMigration | None = None
+        self._recording = Recording(settings)
 
     async def run(self) -> None:
         with bound_socket(self._settings.server.host, self._settings.server.port) as listener:
@@ -163,13 +161,14 @@ class _ServeProcess:
                 except BaseException:
                     self._lifecycle.begin_exit()
                     raise
-                async with self._recording(cluster.engines, infos[0]) as record:
-                    await self._serve(cluster, model, listener, infos, record)
+                table = self._read_table(cluster, infos[0])
+                async with self._recording.running(cluster.engines, infos[0], table):
+                    await self._serve(cluster, model, listener, infos)
 
     @contextlib.asynccontextmanager
     async def _cluster(self) -> AsyncIterator[_Cluster]:
         """Start the engines' processes, and end them with the block."""
-        processes, scheduler, routing = self._settings.processes, self._settings.scheduler, self._settings.routing
+        processes, scheduler = self._settings.processes, self._settings.scheduler
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(private_directory())
             num_engines = self._settings.num_engines
@@ -184,10 +183,11 @@ class _ServeProcess:
             settings = RouterSettings(
                 block_size=self._settings.model.block_size, max_num_queued=scheduler.max_num_queued_reqs
             )
-            router = Router(policy_from(routing.route_policy, routing.route_score), settings)
+            router = self._recording.make_router(settings)
             for _ in range(num_engines):
                 router.add_engine()
             engines = EngineClient(router, wire.send, metrics)
+            engines.log = self._recording.log
             timeouts = _timeouts(processes)
             launching = Launching(
                 spec=lambda rank, launch, listener: self._spec((rank, launch), endpoint, coordinator, listener),
@@ -259,6 +259,7 @@ class _ServeProcess:
             stepping=self._settings.stepping,
             expert_load=self._settings.expert_load,
             kv_events=self._settings.kv_events if rank < self._settings.num_engines else None,
+            records_events=self._recording.log is not None,
             group=group,
             lock_step=None if listener is None else self._lock_step_spec(rank, listener),
             beat_ms=self._expert_beat_ms if has_experts_alone else ENGINE_BEAT_MS,
@@ -324,7 +325,6 @@ class _ServeProcess:
         model: ServedModel,
         listener: socket.socket,
         infos: Sequence[ModelInfo],
-        record: RecordFile[Recorded] | None,
     ) -> None:
         settings, engines = self._settings.server, cluster.engines
         api = ApiServer(engines, model, settings.write_timeout)
@@ -338,7 +338,7 @@ class _ServeProcess:
             groups=[cluster.supervisor.group_number(engine) for engine in range(len(infos))],
             num_dropped=lambda: cluster.wire.num_dropped,
             num_refused=lambda: cluster.wire.num_refused,
-            num_unrecorded=lambda: record.num_lost if record is not None else 0,
+            num_unrecorded=lambda: self._recording.num_lost,
             coordinator=cluster.coordinator,
             placement=placement.control,
         )
@@ -378,37 +378,23 @@ class _ServeProcess:
         if cluster.coordinator is not None:
             routes += WorkerAdmin(cluster.coordinator, cluster.supervisor).routes()
         routes += placement.routes()
+        if self._recording.log is not None:
+            routes += ExplainAdmin(self._recording.log).routes()
         runner = await admin_runner(routes, settings.admin_api_key)
         with bound_socket(ADMIN_HOST, settings.admin_port) as listener:
             await web.SockSite(runner, listener.dup()).start()
         return runner
 
-    @contextlib.asynccontextmanager
-    async def _recording(self, engines: EngineClient, info: ModelInfo) -> AsyncIterator[RecordFile[Recorded] | None]:
-        """Record the requests that are answered inside the block, if `--record` is given."""
-        settings = self._settings
-        if settings.server.record is None:
-            yield None
-            return
-        record: RecordFile[Recorded] = RecordFile(settings.server.record)
-        header = Header(
-            model=settings.server.served_model_name[0],
-            device=info.device,
-            pace_dilation=info.pace_dilation,
-            num_engines=settings.num_engines,
-            block_size=info.block_size,
-            num_blocks=info.num_blocks,
-            max_model_len=info.max_model_len,
-            kv_offloading_size=settings.model.kv_offloading_size,
-            limits=asdict(settings.scheduler),
-            stepping=asdict(settings.stepping),
-            route_policy=settings.routing.route_score or settings.routing.route_policy,
-            clocks=read_clocks(),
-        )
-        record.write(header)
-        engines.on_answered = record.write
-        async with record.writing():
-            yield record
+    def _read_table(self, cluster: _Cluster, info: ModelInfo) -> ReadTable | None:
+        """Return the function that reads the group's expert table; None where experts never move."""
+        if not info.num_experts:
+            return None
+        coordinator = cluster.coordinator
+        if coordinator is not None:
+            group = coordinator.table
+            return lambda: ServedTable(coordinator.migration.table, group.experts.layers, group.first)
+        migration = self._migration
+        return None if migration is None else lambda: ServedTable(migration.table, migration.layers)
 
     async def _until_stopped(self, supervisor: Supervisor) -> None:
         """Serve until a signal.

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from moestro.core.clock import ClockPair
-from moestro.errors import ConfigError
+from moestro.errors import ConfigError, MoestroError
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ class RecordFile(Generic[T]):
         path: File to append to.
         after_gap: Types of entries that are useful even if entries before them are missing.
         consequence: Meaning of a gap for a reader of the record, for the log.
+        max_bytes: Size of the file at which the record ends. None means no limit.
 
     Attributes:
         num_lost: Number of entries that were not written.
@@ -41,10 +42,17 @@ class RecordFile(Generic[T]):
         ConfigError: The file cannot be opened for writing.
     """
 
-    def __init__(self, path: Path, after_gap: tuple[type, ...] = (), consequence: str = "the record ends here") -> None:
+    def __init__(
+        self,
+        path: Path,
+        after_gap: tuple[type, ...] = (),
+        consequence: str = "the record ends here",
+        max_bytes: int | None = None,
+    ) -> None:
         self._path = path
         self._after_gap = after_gap
         self._consequence = consequence
+        self._max_bytes = max_bytes
         self._pending: list[T] = []
         self._has_gap = False
         self._writing: asyncio.Task[None] | None = None
@@ -111,6 +119,8 @@ class RecordFile(Generic[T]):
 
     def _append(self, entries: list[T]) -> None:
         lines = msgspec.json.Encoder().encode_lines(entries)
+        if self._max_bytes is not None and self._file.tell() + len(lines) > self._max_bytes:
+            raise MoestroError(f"it would be larger than {self._max_bytes / 2**30:g} GiB")
         self._file.write(b"\n" + lines if self._has_gap else lines)  # The gap may be in the middle of a line.
         self._file.flush()
 

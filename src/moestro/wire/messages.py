@@ -12,6 +12,7 @@ import msgspec
 from moestro.core.load_figures import LoadFigures, PaceCounts
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import Output, Request
+from moestro.core.scheduling_events import SchedulingEvent
 from moestro.core.table_message import ExpertLayers, TableMessage
 from moestro.wire.expert_reports import ExpertReport, ReadExperts
 from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerSettled, MoveLayer
@@ -157,6 +158,12 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     as_of_ns: int = 0  # When the rank last read its inbox: the figures exclude requests that were sent later.
 
 
+class EngineEvents(msgspec.Struct, frozen=True, tag=True):
+    """What the rank's scheduler did since the last one, where a record or `moestro explain` wants it."""
+
+    events: tuple[SchedulingEvent, ...]
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """Sign of life of the communication thread. A growing `num_steps` shows that the main loop makes progress.
 
@@ -227,6 +234,7 @@ FromRank = (
     | Failed
     | WakeGroup
     | ExpertReport
+    | EngineEvents
     | ExpertsPlaced
     | LayerSettled
 )

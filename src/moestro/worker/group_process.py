@@ -158,6 +158,7 @@ def _executor(spec: LaunchSpec, group: GroupSpec, part: WorkerPart, links: PeerL
         num_credits=stepping.expert_credits or num_home_rows(spec.scheduler),
         dtype=part.tensors.dtype,
         incarnation=spec.launch,
+        counts_visits=spec.records_events,
         is_near=near_workers(members.addresses, group.worker),
     )
     policy = make_step_policy(name, spec.stepping.max_be_wait)

@@ -12,7 +12,7 @@ from moestro.core.stages import StagedDevice
 from moestro.core.work import Device
 from moestro.engine.cache_events import CacheEvents
 from moestro.engine.lock_step import LockStepRank
-from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
+from moestro.engine.rank import Rank, build_preemptive_rank, build_rank, recorder_of
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.executor import FlowExecutor
@@ -67,6 +67,7 @@ def side_jobs_of(spec: LaunchSpec, rank: Rank) -> SideJobs:
         after_step=_publisher_of(spec, rank),
         pace_counts=rank.pace_counts,
         report_experts=collection.report,
+        take_events=recorder_of(rank).take if spec.records_events else tuple,
         move_experts=partial(_move_experts, rank) if isinstance(rank, LockStepRank) else None,
     )
 

@@ -11,10 +11,11 @@ import msgspec
 from moestro.core.clock import FOREVER_NS
 from moestro.core.load_figures import IDLE, LoadFigures, PaceCounts
 from moestro.core.request import Output, Request
+from moestro.core.scheduling_events import SchedulingEvent
 from moestro.errors import RequestError
 from moestro.wire.expert_reports import ExpertReport, ReadExperts
 from moestro.wire.layer_messages import DropLayer, MoveLayer
-from moestro.wire.messages import Abort, Add, FromRank, Outputs, Refused, Shutdown, ToRank, WakeGroup
+from moestro.wire.messages import Abort, Add, EngineEvents, FromRank, Outputs, Refused, Shutdown, ToRank, WakeGroup
 
 
 class Steppable(Protocol):
@@ -87,12 +88,14 @@ class SideJobs:
         pace_counts: Supplier of the counts of a paced device, which accompany other news: they change too often to be
             news themselves.
         report_experts: Answers a question about the load of experts. None means that the rank has no experts.
+        take_events: Supplier of what the scheduler did since the last call; empty where no record wants it.
         move_experts: Takes a message about moves of experts. None means that the rank moves none.
     """
 
     after_step: Callable[[], None] = lambda: None
     pace_counts: Callable[[], PaceCounts | None] = lambda: None
     report_experts: Callable[[ReadExperts], ExpertReport] | None = None
+    take_events: Callable[[], tuple[SchedulingEvent, ...]] = tuple
     move_experts: Callable[[MoveLayer | DropLayer], None] | None = None
 
 
@@ -132,6 +135,8 @@ def run_rank(
             rank.begin(now_ns())
         channel.num_steps = rank.num_steps
         jobs.after_step()
+        if events := jobs.take_events():
+            channel.send(EngineEvents(events))  # before the outputs, so that an ended request's events are complete
         load = rank.stats()
         if outputs or load != told:
             pace = jobs.pace_counts()

@@ -40,6 +40,8 @@ def build_spread_rank(
         on_phase,
     )
     device.network.sample_choices(PAIR_INTERVAL)
+    if spec.records_events:
+        device.network.count_visits(lock_step.num_ranks)
     if spec.rank == 0:  # all ranks know the same
         send(ExpertsPlaced(device.placed))
         device.on_settled = lambda settled: send(LayerSettled(settled))

@@ -2,6 +2,7 @@
 
 Each line is a JSON object: first a `Header`, then a `RecordedRequest` for each request, in the order of their ends.
 A restarted server appends another header and continues.
+Lines with a `type` are the decisions of the server, which `moestro explain` and `moestro replay` read.
 The record holds no prompt and no answer: blocks appear as keyed hashes, users as numbers.
 """
 
@@ -24,6 +25,7 @@ from moestro.workload.files import open_lines
 from moestro.workload.rows import Int64s
 
 FORMAT = "moestro-requests-1"
+_TAGGED = '{"type":'  # lines of the decision record, `routing.decision_record`, which the same file holds
 _TIMES = ("arrival_ns", "admitted_ns", "first_token_ns", "last_token_ns")
 
 
@@ -169,7 +171,7 @@ def _runs(path: Path) -> list[_Run]:
     cut_off = ""
     with open_lines(path) as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
+            if not line.strip() or line.startswith(_TAGGED):
                 continue
             try:
                 entry = _decoded(line)

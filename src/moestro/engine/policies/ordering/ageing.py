@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,8 +30,12 @@ class _Ageing(OrderPolicy):
         self.max_passed_over_ns = None if self._theta_ns == FOREVER_NS else self._theta_ns
 
     def _aged_first(self, view: WaitingView, now_ns: int, key: NDArray[np.int32]) -> NDArray[np.int64]:
+        return np.lexsort((view.serial, view.arrival_ns, self._unless_aged(view, now_ns, key)))
+
+    def _unless_aged(self, view: WaitingView, now_ns: int, key: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the key of each request; -1 for an aged one."""
         aged = now_ns - view.arrival_ns >= self._theta_ns
-        return np.lexsort((view.serial, view.arrival_ns, np.where(aged, -1, key)))
+        return np.where(aged, np.int32(-1), key)
 
     def next_change_ns(self, view: WaitingView, now_ns: int) -> int:
         """Return the time at which the next request ages."""
@@ -54,6 +60,10 @@ class Sjf(_Ageing):
         """Order by age, then prompt length, then arrival."""
         return self._aged_first(view, now_ns, view.num_prompt_tokens)
 
+    def keys(self, view: WaitingView, now_ns: int) -> dict[str, NDArray[Any]]:
+        """Implement `OrderPolicy.keys`."""
+        return {"prompt tokens (-1 if aged)": self._unless_aged(view, now_ns, view.num_prompt_tokens)}
+
 
 @ORDER_POLICIES.register(
     "prefill_aware",
@@ -72,6 +82,11 @@ class PrefillAware(_Ageing):
         """Order by age, then uncached tokens, then arrival."""
         assert view.num_uncached is not None, "a policy with `reads_cache` gets this column"
         return self._aged_first(view, now_ns, view.num_uncached)
+
+    def keys(self, view: WaitingView, now_ns: int) -> dict[str, NDArray[Any]]:
+        """Implement `OrderPolicy.keys`."""
+        assert view.num_uncached is not None, "a policy with `reads_cache` gets this column"
+        return {"uncached tokens (-1 if aged)": self._unless_aged(view, now_ns, view.num_uncached)}
 
 
 @ORDER_POLICIES.register(
@@ -103,8 +118,15 @@ class QllmOrder(OrderPolicy):
 
     def order(self, view: WaitingView, now_ns: int) -> NDArray[np.int64]:
         """Order by class, then arrival."""
+        return np.lexsort((view.serial, view.arrival_ns, self._classes(view, now_ns)))
+
+    def keys(self, view: WaitingView, now_ns: int) -> dict[str, NDArray[Any]]:
+        """Implement `OrderPolicy.keys`."""
+        return {"class (0 is ls or aged)": self._classes(view, now_ns)}
+
+    def _classes(self, view: WaitingView, now_ns: int) -> NDArray[np.uint8]:
         aged = now_ns - view.arrival_ns >= self.promotes_after_ns
-        return np.lexsort((view.serial, view.arrival_ns, np.where(aged, LS, view.service_class)))
+        return np.where(aged, np.uint8(LS), view.service_class)
 
     def next_change_ns(self, view: WaitingView, now_ns: int) -> int:
         """Return the time at which the next best-effort request counts as latency-sensitive."""

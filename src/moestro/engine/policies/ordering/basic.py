@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.clock import to_ns
+from moestro.core.clock import NS_PER_S, to_ns
 from moestro.core.views import BE, WaitingView
 from moestro.engine.policy_contract import OrderPolicy
 from moestro.engine.registry import ORDER_POLICIES
@@ -45,6 +47,10 @@ class Priority(OrderPolicy):
         """Order by priority, then arrival."""
         return np.lexsort((view.serial, view.arrival_ns, view.priority))
 
+    def keys(self, view: WaitingView, now_ns: int) -> dict[str, NDArray[Any]]:
+        """Implement `OrderPolicy.keys`."""
+        return {"priority": view.priority}
+
 
 @ORDER_POLICIES.register(
     "edf",
@@ -72,5 +78,11 @@ class EarliestDeadline(OrderPolicy):
 
     def order(self, view: WaitingView, now_ns: int) -> NDArray[np.int64]:
         """Order by deadline, then arrival."""
-        slo_ns = np.where(view.service_class == BE, self._be_slo_ns, self._ls_slo_ns)
-        return np.lexsort((view.serial, view.arrival_ns, view.arrival_ns + slo_ns))
+        return np.lexsort((view.serial, view.arrival_ns, self._deadline_ns(view)))
+
+    def keys(self, view: WaitingView, now_ns: int) -> dict[str, NDArray[Any]]:
+        """Implement `OrderPolicy.keys`."""
+        return {"seconds to deadline": (self._deadline_ns(view) - now_ns) / NS_PER_S}
+
+    def _deadline_ns(self, view: WaitingView) -> NDArray[np.int64]:
+        return view.arrival_ns + np.where(view.service_class == BE, self._be_slo_ns, self._ls_slo_ns)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -59,6 +61,18 @@ class WeightedFair(OrderPolicy):
 
     def order(self, view: WaitingView, now_ns: int) -> NDArray[np.int64]:
         """Order by start tag, then arrival."""
+        by_arrival, tags = self._tags(view)
+        return by_arrival[np.argsort(tags, kind="stable")]
+
+    def keys(self, view: WaitingView, now_ns: int) -> dict[str, NDArray[Any]]:
+        """Implement `OrderPolicy.keys`."""
+        by_arrival, tags = self._tags(view)
+        start_tag = np.empty(len(tags))
+        start_tag[by_arrival] = tags
+        return {"start tag": start_tag}
+
+    def _tags(self, view: WaitingView) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the rows by arrival, and the start tag of each of them."""
         by_arrival = np.lexsort((view.serial, view.arrival_ns))
         users, user_of = np.unique(view.user[by_arrival], return_inverse=True)
         clocks = np.array([self._clock(user) for user in users.tolist()])
@@ -69,7 +83,7 @@ class WeightedFair(OrderPolicy):
         first = np.searchsorted(user_of[by_user], np.arange(len(users)))
         tags = np.empty(len(by_arrival))
         tags[by_user] = before + (clocks - before[first])[user_of[by_user]]
-        return by_arrival[np.argsort(tags, kind="stable")]
+        return by_arrival, tags
 
     def observe(self, event: OrderEvent) -> None:
         """Charge an admitted prompt or a generated output to its user's clock."""

@@ -1,4 +1,4 @@
-"""`moestro explain`: prints the trace of one request, from the running router or from its record."""
+"""`moestro explain`: finds and prints the trace of a request, of a running router or server or of a record."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from moestro.cli.recorded.levels import tell_levels
 from moestro.errors import ConfigError, MoestroError
-from moestro.routing.decision_record import decode_entry
+from moestro.routing.decision_record import decode_entry, is_entry
 from moestro.routing.request_trace import Attempt, RequestTrace
 
 _TIMEOUT_S = 10.0
@@ -30,38 +31,44 @@ class _AdminErrorBody(msgspec.Struct):
     error: _AdminError
 
 
-def explain(
-    request_id: str, *, admin_url: str, admin_api_key: str | None, record: Path | None, console: Console
-) -> None:
-    """Print the engines, scores, reasons and outcome of one request.
+def find_trace(request_id: str, *, admin_url: str, admin_api_key: str | None, record: Path | None) -> RequestTrace:
+    """Find the trace of a request.
 
     Args:
-        admin_url: URL of the running router's admin plane.
-        record: file of `moestro route --record` to search instead; None means the running router.
+        request_id: id of the request, or of its answer, of which the first choice is meant.
+        admin_url: URL of the operators' port of a running router or server.
+        record: file of `--record` to search instead; None means the running one.
 
     Raises:
         ConfigError: the request is unknown, or the file cannot be read.
     """
     if record is not None:
-        story = _from_file(request_id, record)
-    else:
-        story = asyncio.run(_from_router(request_id, admin_url.rstrip("/"), admin_api_key))
-    for line in _told(story):
-        console.print(line)
+        return _from_file(request_id, record)
+    return asyncio.run(_from_router(request_id, admin_url.rstrip("/"), admin_api_key))
+
+
+def tell(trace: RequestTrace, console: Console, *, as_json: bool = False) -> None:
+    """Print the engines, the queue, preemptions, experts and the outcome of one request, or its trace as JSON."""
+    if as_json:
+        text = msgspec.json.format(msgspec.json.encode(trace)).decode()
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        return
+    for line in _told(trace):
+        console.print(line, highlight=False, soft_wrap=isinstance(line, str))
 
 
 def _from_file(request_id: str, record: Path) -> RequestTrace:
-    wanted = request_id.encode()
+    wanted, ids = request_id.encode(), {request_id, f"{request_id}-0"}
     found: RequestTrace | None = None
     try:
         with record.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if wanted in line:
                     try:
-                        entry = decode_entry(line)
+                        entry = decode_entry(line) if is_entry(line) else None
                     except msgspec.MsgspecError as error:
                         raise ConfigError(f"{record}:{number} is not an entry of a record: {error}") from None
-                    if isinstance(entry, RequestTrace) and entry.request_id == request_id:
+                    if isinstance(entry, RequestTrace) and entry.request_id in ids:
                         found = entry
     except OSError as error:
         raise ConfigError(f"--record {record} cannot be read: {error.strerror}") from None
@@ -79,14 +86,15 @@ async def _from_router(request_id: str, admin_url: str, key: str | None) -> Requ
             status, body = answer.status, await answer.read()
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise MoestroError(
-            f"no router answers at {admin_url} ({error or 'timed out'}): give its --admin-url, or --record FILE"
+            f"nothing answers at {admin_url} ({error or 'timed out'}): give the --admin-url of a router or server with"
+            " --admin-port, or --record FILE"
         ) from None
     try:
         if status == 200:
             return msgspec.json.decode(body, type=RequestTrace)
         raise ConfigError(msgspec.json.decode(body, type=_AdminErrorBody).error.message)
     except msgspec.MsgspecError:
-        raise MoestroError(f"the server at {admin_url} is not a Moestro router (status {status})") from None
+        raise MoestroError(f"{admin_url} is not the operators' port of Moestro (status {status})") from None
 
 
 def _told(story: RequestTrace) -> Iterator[str | Table]:
@@ -95,6 +103,7 @@ def _told(story: RequestTrace) -> Iterator[str | Table]:
     yield f"[bold]{escape(story.request_id)}[/bold]  {when}  {tokens}  {escape(story.policy)}"
     for attempt in story.attempts:
         yield from _attempt_told(attempt)
+    yield from tell_levels(story)
     yield _outcome(story)
 
 

@@ -1,0 +1,117 @@
+"""`moestro replay`: checks whether a record's decisions are reproduced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from moestro.engine.decision_replay import DecisionReplay, ReplayedDecision
+from moestro.errors import ConfigError
+from moestro.routing.decision_record import Decision, ScheduledOn, Submitted, decode_entry, is_entry
+from moestro.routing.replay import replay
+
+
+def replay_record(record: Path, console: Console) -> bool:
+    """Replay every decision of a `--record` of `moestro route` or `moestro serve`, and print how many are reproduced.
+
+    The output also shows the first difference, and how often another engine had a better score.
+    Of `moestro serve`, the order of waiting requests and the victims of preemptions are replayed too.
+
+    Returns:
+        Whether all decisions are reproduced.
+
+    Raises:
+        ConfigError: the file is no record, or contains no decision.
+    """
+    regrets: list[float] = []
+    try:
+        with record.open("rb") as lines:
+            routed = _compare(_routing_decisions(lines, regrets))
+        with record.open("rb") as lines:
+            scheduled = _compare(_scheduling_decisions(lines))
+    except OSError as error:
+        raise ConfigError(f"{record} cannot be read: {error.strerror}") from None
+    if not routed[0] and not scheduled[0]:
+        raise ConfigError(f"{record} contains no decision")
+    is_equal = _tell("decisions", routed, console)
+    _tell_regrets(regrets, console)
+    if scheduled[0]:
+        is_equal &= _tell("decisions of schedulers (order of the queue, victims of preemption)", scheduled, console)
+    return is_equal
+
+
+# Number of decisions, of equal ones, and the first that differs.
+_Comparison = tuple[int, int, ReplayedDecision | None]
+
+
+def _compare(decisions: Iterator[ReplayedDecision]) -> _Comparison:
+    num = num_equal = 0
+    first: ReplayedDecision | None = None
+    for decision in decisions:
+        num += 1
+        if decision.recorded == decision.replayed:
+            num_equal += 1
+        elif first is None:
+            first = decision
+    return num, num_equal, first
+
+
+def _routing_decisions(lines: Iterator[bytes], regrets: list[float]) -> Iterator[ReplayedDecision]:
+    for was, again in replay(lines):
+        recorded = _told(was)
+        # The text rounds; entries are compared as a whole.
+        replayed = recorded if was == again else _told(again) + ("" if _told(again) != recorded else " (in details)")
+        yield ReplayedDecision(was.request.request_id, recorded, replayed)
+        if was.decision is not None and was.decision.regret is not None:
+            regrets.append(was.decision.regret)
+
+
+def _scheduling_decisions(lines: Iterator[bytes]) -> Iterator[ReplayedDecision]:
+    engines: dict[int, DecisionReplay] = {}
+    for line in lines:
+        if not line.strip():
+            continue
+        with contextlib.suppress(msgspec.MsgspecError):  # the end of a killed server; the routing replay judges damage
+            entry = decode_entry(line) if is_entry(line) else None
+            if isinstance(entry, ScheduledOn):
+                decision = engines.setdefault(entry.engine, DecisionReplay()).take(entry.event)
+                if decision is not None:
+                    yield decision
+
+
+def _tell(what: str, comparison: _Comparison, console: Console) -> bool:
+    num, num_equal, first = comparison
+    console.print(f"{num_equal:,} of {num:,} {what} are reproduced")
+    if first is not None:
+        console.print(f"first difference: request [bold]{escape(first.request_id)}[/bold]")
+        console.print(f"  recorded: {escape(first.recorded)}")
+        console.print(f"  replayed: {escape(first.replayed)}")
+    return num == num_equal
+
+
+def _tell_regrets(regrets: list[float], console: Console) -> None:
+    passed_over = [regret for regret in regrets if regret > 0]
+    if passed_over:
+        console.print(
+            f"{len(passed_over):,} of {len(regrets):,} decisions ignored an engine with a better score,"
+            f" by {max(passed_over):,.6g} at most"
+        )
+    elif regrets:
+        console.print(f"none of {len(regrets):,} decisions ignored an engine with a better score")
+
+
+def _told(entry: Submitted) -> str:
+    decision = entry.decision
+    return f"refused ({entry.refusal})" if decision is None else _decision_told(decision)
+
+
+def _decision_told(decision: Decision) -> str:
+    scores = ", ".join(
+        f"{each.engine}: {'none' if each.score is None else f'{each.score:,.9g}'}" for each in decision.candidates
+    )
+    return f"engine {decision.engine}, {decision.reason}; {decision.hit_tokens:,} hit tokens; scores {scores}"

@@ -1,0 +1,228 @@
+"""Notes what a scheduler does with its requests, for the API server's record. A failure ends the notes, never the rank.
+
+A scheduler without a recorder pays for one comparison with None at each of these places.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Concatenate, ParamSpec
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.scheduling_events import (
+    BatchPassed,
+    EvictDecision,
+    ExpertVisits,
+    OrderDecision,
+    PoliciesStarted,
+    SchedulingEvent,
+    SequenceAdmitted,
+    SequenceLeft,
+    SequencePreempted,
+    SequenceQueued,
+)
+from moestro.core.views import EvictView, Victim
+from moestro.core.work import StepVisits
+from moestro.engine.policy_contract import OrderPolicy
+from moestro.engine.sequences import Sequence
+from moestro.engine.waiting import WaitingQueue, view_of_one
+
+logger = logging.getLogger(__name__)
+
+MOST_ROWS = 8  # waiting requests in an `OrderDecision`, and requests of each list of a `BatchPassed`
+MOST_VERSIONS = 4  # versions of the expert table that one request tells apart
+_P = ParamSpec("_P")
+
+
+def _guarded(
+    method: Callable[Concatenate[EventRecorder, _P], None],
+) -> Callable[Concatenate[EventRecorder, _P], None]:
+    """Make a method end the notes where it fails, and do nothing from then on."""
+
+    @functools.wraps(method)
+    def guarded(self: EventRecorder, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        if not self.has_failed:
+            try:
+                method(self, *args, **kwargs)
+            except Exception:
+                self.has_failed = True
+                logger.exception("the scheduler's decisions are no longer recorded; requests are served as before")
+
+    return guarded
+
+
+class EventRecorder:
+    """Collects the events of one rank until they are taken.
+
+    Args:
+        order: order policy of the rank, which explains its order.
+        order_name, evict_name: policies in text form, from which a replay makes them again.
+
+    Attributes:
+        has_failed: whether notes have ended because of an error.
+    """
+
+    def __init__(self, order: OrderPolicy, order_name: str, evict_name: str) -> None:
+        self._order = order
+        self._events: list[SchedulingEvent] = [PoliciesStarted(order_name, evict_name, order.observes)]
+        self._ids: dict[int, str] = {}  # by serial, of all requests of the rank
+        self._new: dict[int, bool] = {}  # serials that the queue got since the last look: whether by a preemption
+        self._queued: dict[int, tuple[int, int]] = {}  # time, and number of admissions before, by serial
+        self._num_admitted = 0
+        self._visits: dict[int, dict[int, tuple[tuple[int, ...], NDArray[np.int64]]]] = {}
+        self.has_failed = False
+
+    def take(self) -> tuple[SchedulingEvent, ...]:
+        """Return the events since the last call."""
+        events = tuple(self._events)
+        self._events.clear()
+        return events
+
+    # --- the queue --------------------------------------------------------------------------------------------------
+
+    @_guarded
+    def added(self, sequence: Sequence) -> None:
+        """Note that the queue got a sequence, which came or was preempted."""
+        self._ids[sequence.serial] = sequence.request.request_id
+        self._new[sequence.serial] = sequence.num_preemptions > 0
+
+    @_guarded
+    def look(self, waiting: WaitingQueue, now_ns: int) -> None:
+        """Note the place of each request that the queue got since the last look."""
+        if not self._new:
+            return
+        view, order, asked_ns = waiting.last_order(now_ns)
+        serials = view.serial[order].tolist()
+        keys = self._order.keys(view, asked_ns)
+        place_of = {serial: place for place, serial in enumerate(serials) if serial in self._new}
+        for serial, place in place_of.items():
+            ahead = place - 1
+            self._events.append(
+                SequenceQueued(
+                    self._ids[serial],
+                    now_ns,
+                    place,
+                    len(serials),
+                    key=_key(keys, int(order[place])),
+                    ahead="" if ahead < 0 else self._ids[serials[ahead]],
+                    ahead_key={} if ahead < 0 else _key(keys, int(order[ahead])),
+                    was_preempted=self._new[serial],
+                )
+            )
+            self._queued[serial] = (now_ns, self._num_admitted)
+        self._new.clear()
+        if len(serials) > 1:
+            first = order[:MOST_ROWS]
+            self._events.append(
+                OrderDecision(
+                    asked_ns,
+                    len(serials),
+                    request_ids=tuple(self._ids[serial] for serial in serials[:MOST_ROWS]),
+                    arrival_ns=_column(view.arrival_ns, first),
+                    num_prompt_tokens=_column(view.num_prompt_tokens, first),
+                    priority=_column(view.priority, first),
+                    serial=_column(view.serial, first),
+                    service_class=_column(view.service_class, first),
+                    user=_column(view.user, first),
+                    num_uncached=None if view.num_uncached is None else _column(view.num_uncached, first),
+                )
+            )
+
+    @_guarded
+    def admitted(self, sequence: Sequence, num_cached: int, now_ns: int) -> None:
+        """Note an admission, before the order policy learns of it."""
+        serial, request = sequence.serial, sequence.request
+        queued_ns, num_before = self._queued.pop(serial, (now_ns, self._num_admitted))
+        key: dict[str, float] = {}
+        if queued_ns != now_ns:  # else the key stands in the event before
+            view = view_of_one(sequence, sequence.num_tokens - num_cached if self._order.reads_cache else None)
+            key = _key(self._order.keys(view, now_ns), 0)
+        self._events.append(
+            SequenceAdmitted(
+                request.request_id,
+                now_ns,
+                num_cached,
+                key=key,
+                num_before=self._num_admitted - num_before,
+                is_first=sequence.num_cached_tokens is None,
+                user=sequence.user,
+                num_prompt_tokens=request.num_prompt_tokens,
+            )
+        )
+        self._num_admitted += 1
+
+    # --- preemption -------------------------------------------------------------------------------------------------
+
+    @_guarded
+    def chose(self, victim: Sequence, view: EvictView, choice: Victim, now_ns: int) -> None:
+        """Note an answer of the evict policy."""
+        self._events.append(
+            EvictDecision(
+                victim.request.request_id,
+                now_ns,
+                int(choice.row),
+                bool(choice.keeps),
+                tuple(view.order_rank.tolist()),
+                tuple(view.num_computed_tokens.tolist()),
+                tuple(view.service_class.tolist()),
+                view.num_free_host_tokens,
+            )
+        )
+
+    @_guarded
+    def preempted(self, event: SequencePreempted) -> None:
+        """Note that a sequence frees its KV."""
+        self._events.append(event)
+
+    @_guarded
+    def passed(self, by: Iterable[Sequence], passed: Iterable[Sequence], now_ns: int) -> None:
+        """Note that a plan enters the device ahead of units in flight."""
+        ids = [tuple(each.request.request_id for each in some)[:MOST_ROWS] for some in (by, passed)]
+        if ids[1]:
+            self._events.append(BatchPassed(now_ns, *ids))
+
+    # --- experts and the end ----------------------------------------------------------------------------------------
+
+    @_guarded
+    def visited(self, sequences: Iterable[Sequence], visits: StepVisits) -> None:
+        """Add the devices of a step's experts to its sequences."""
+        for sequence, pairs in zip(sequences, visits.num_pairs, strict=True):
+            by_version = self._visits.setdefault(sequence.serial, {})
+            version = visits.version
+            if version not in by_version and len(by_version) == MOST_VERSIONS:
+                version = next(reversed(by_version))
+            if version in by_version:
+                by_version[version][1].__iadd__(pairs)
+            else:
+                by_version[version] = (visits.ends, pairs.copy())
+
+    @_guarded
+    def left(self, sequence: Sequence, num_generated_tokens: int) -> None:
+        """Note the end of a sequence."""
+        serial = sequence.serial
+        visits = self._visits.pop(serial, {})
+        self._new.pop(serial, None)
+        self._queued.pop(serial, None)
+        self._events.append(
+            SequenceLeft(
+                self._ids.pop(serial, sequence.request.request_id),
+                sequence.user,
+                num_generated_tokens,
+                tuple(
+                    ExpertVisits(version, ends, tuple(map(tuple, pairs.tolist())))
+                    for version, (ends, pairs) in visits.items()
+                ),
+            )
+        )
+
+
+def _column(column: NDArray[np.generic], rows: NDArray[np.int64]) -> tuple[int, ...]:
+    return tuple(column[rows].tolist())
+
+
+def _key(keys: dict[str, NDArray[np.generic]], row: int) -> dict[str, float]:
+    return {name: float(column[row].item()) for name, column in keys.items()}

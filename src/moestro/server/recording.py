@@ -1,0 +1,147 @@
+"""The record of a server: its router's decisions, its engines' events, and its answered requests, in one file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict
+
+from moestro.config.launch_spec import GroupSpec, name_of
+from moestro.config.serve_settings import ServeSettings
+from moestro.core.model_info import ModelInfo
+from moestro.routing.decision_record import Entry, PolicyText, RecordedRouter
+from moestro.routing.registry import policy_from
+from moestro.routing.request_trace import ServerFacts
+from moestro.routing.router import Router
+from moestro.routing.settings import RouterSettings
+from moestro.server.engine_client import EngineClient
+from moestro.server.request_log import RequestLog
+from moestro.server.table_watch import WATCH_S, ReadTable, TableWatch
+from moestro.web.record_file import RecordFile, read_clocks
+from moestro.workload.request_record import Header, RecordedRequest
+
+Recorded = Header | RecordedRequest | Entry
+
+
+class Recording:
+    """What is noted of requests: in a file with `--record`, and in memory with `--admin-port` too.
+
+    Args:
+        settings: settings of the server.
+
+    Attributes:
+        log: joins what all levels do with each request; None means that nothing is noted.
+
+    Raises:
+        ConfigError: the file cannot be opened for writing.
+    """
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self._settings = settings
+        server, routing = settings.server, settings.routing
+        self._file: RecordFile[Recorded] | None = None
+        if server.record is not None:
+            self._file = RecordFile(server.record, max_bytes=int(server.record_max_size * 2**30))
+        policy = routing.route_score or routing.route_policy
+        self.log: RequestLog | None = None
+        if self._file is not None or server.admin_port is not None:
+            write = None if self._file is None else self._file.write
+            self.log = RequestLog(policy, settings.num_engines, write)
+
+    @property
+    def num_lost(self) -> int:
+        """Number of lines that could not be written."""
+        return 0 if self._file is None else self._file.num_lost
+
+    def make_router(self, bounds: RouterSettings) -> Router:
+        """Make the router, whose calls and decisions are recorded if there is a file."""
+        routing = self._settings.routing
+        if self._file is not None:
+            text = PolicyText(routing.route_policy, routing.route_score)
+            return RecordedRouter(text, bounds, self._file.write, read_clocks())
+        router = Router(policy_from(routing.route_policy, routing.route_score), bounds)
+        router.keeps_candidates = self.log is not None
+        return router
+
+    @contextlib.asynccontextmanager
+    async def running(
+        self, engines: EngineClient, info: ModelInfo, read_table: ReadTable | None
+    ) -> AsyncIterator[None]:
+        """Record the requests that are answered inside the block.
+
+        Args:
+            engines: Client of the engines.
+            info: The loaded model.
+            read_table: Reads the expert table of the group; None means that no experts move.
+        """
+        if self.log is None:
+            yield
+            return
+        self.log.describe(server_facts(self._settings, info))
+        watch = None if read_table is None else TableWatch(read_table, self.log.moved)
+        self.log.look = _looker(watch)
+        async with contextlib.AsyncExitStack() as stack:
+            if self._file is not None:
+                self._file.write(self._header(info))
+                engines.on_answered = self._file.write
+                await stack.enter_async_context(self._file.writing())
+            stack.callback(self.log.close)
+            looking = asyncio.create_task(_look_forever(self.log))
+            stack.callback(looking.cancel)
+            yield
+
+    def _header(self, info: ModelInfo) -> Header:
+        settings = self._settings
+        return Header(
+            model=settings.server.served_model_name[0],
+            device=info.device,
+            pace_dilation=info.pace_dilation,
+            num_engines=settings.num_engines,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            max_model_len=info.max_model_len,
+            kv_offloading_size=settings.model.kv_offloading_size,
+            limits=asdict(settings.scheduler),
+            stepping=asdict(settings.stepping),
+            route_policy=settings.routing.route_score or settings.routing.route_policy,
+            clocks=read_clocks(),
+        )
+
+
+def _looker(watch: TableWatch | None) -> Callable[[], None]:
+    return (lambda: None) if watch is None else (lambda: watch.look(time.monotonic_ns()))
+
+
+async def _look_forever(log: RequestLog) -> None:
+    while True:
+        log.look()
+        await asyncio.sleep(WATCH_S)
+
+
+def server_facts(settings: ServeSettings, info: ModelInfo) -> ServerFacts:
+    """Return what traces have to know of a server."""
+    mode, group = settings.stepping.mode, settings.group
+    workers: Sequence[str] = ()
+    if info.num_experts and mode == "ep" and settings.paced is None:
+        workers = [f"engine {rank}" for rank in range(settings.num_engines)]
+    elif info.num_experts and mode == "async":
+        spec = GroupSpec(
+            worker=0,
+            num_homes=group.num_homes,
+            num_workers=group.num_places,
+            num_shares=group.num_shares,
+            held=(),
+            is_colocated=group.num_expert_workers == 0,
+            stepping=group,
+        )
+        workers = [str(name_of(worker, spec)) for worker in range(group.num_places)]
+    return ServerFacts(
+        mode=mode,
+        order=settings.scheduler.scheduling_policy,
+        evict=settings.scheduler.evict_policy,
+        num_experts=info.num_experts,
+        expert_workers=tuple(workers),
+        is_paced=settings.paced is not None,
+    )

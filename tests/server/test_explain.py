@@ -1,0 +1,125 @@
+"""`moestro explain` and `moestro replay` on what real servers did: engine, queue, preempter, devices of experts."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.running import MOESTRO, Running, call_admin, complete, free_port, load, wait_until
+
+from moestro.workload.request_record import read_request_record
+
+READY_S = 200  # two processes load torch on a busy machine
+ONE_EACH = ("--engines", "2", "--route-policy", "round_robin", "--max-num-seqs", "1")
+QLLM = ("--scheduling-policy", "qllm", "--evict-policy", "least_computed_be_first")
+
+
+def started(command: tuple[str, ...], directory: Path) -> Iterator[tuple[Running, Path]]:
+    record = directory / "record.jsonl"
+    command = (*command, "--dtype", "float32", "--record", str(record))
+    server = Running(command, directory, admin_port=free_port(), ready_s=READY_S)
+    try:
+        yield server, record
+        assert server.stop() == 0
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def classes(real_command, tmp_path_factory) -> Iterator[tuple[Running, Path]]:
+    yield from started((*real_command, *ONE_EACH, *QLLM), tmp_path_factory.mktemp("classes"))
+
+
+@pytest.fixture(scope="module")
+def spread(real_command, tmp_path_factory) -> Iterator[tuple[Running, Path]]:
+    yield from started((*real_command, "--mode", "ep", "--engines", "2"), tmp_path_factory.mktemp("spread"))
+
+
+def ask(server: Running, service_class: str, max_tokens: int, ids: list[str]) -> None:
+    prompt = f"def fibonacci(n):  # {service_class} {max_tokens}\n"
+    reply = complete(
+        server, prompt=prompt, max_tokens=max_tokens, temperature=0, ignore_eos=True, service_class=service_class
+    )
+    assert reply.status == 200, reply.body
+    ids.append(reply.json["id"])
+
+
+def moestro(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([MOESTRO, *arguments], capture_output=True, text=True, timeout=120, check=False)
+
+
+def is_written(record: Path, request_id: str) -> bool:
+    return any(request_id in line and '"Story"' in line for line in record.read_text().splitlines())
+
+
+def test_explain_tells_engine_queue_and_preempter_and_the_record_replays(classes):
+    server, record = classes
+    batch: list[str] = []
+    urgent: list[str] = []
+    threads = [threading.Thread(target=ask, args=(server, "be", 400 + i, batch)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: [(each["num_running"], each["num_waiting"]) for each in load(server)] == [(1, 1)] * 2, 120)
+    ask(server, "ls", 4, urgent)
+    for thread in threads:
+        thread.join(240)
+    wait_until(lambda: all(is_written(record, each) for each in batch + urgent))
+
+    told = moestro("explain", urgent[0], "--record", str(record))
+    assert told.returncode == 0, told.stderr
+    text = " ".join(told.stdout.split())
+    assert re.search(r"to engine [01]: .*queue by qllm; class ls on engine [01]", text), text
+    assert "waits at place 1 of 2, class (0 is ls or aged): 0" in text
+    assert (victim := re.search(r"preempted (cmpl-\w+)-0, because it is latency-sensitive", text)), text
+    assert "in mode fused each engine has all experts" in text
+    assert "answered 200" in text
+
+    passed = moestro("explain", victim[1], "--record", str(record)).stdout
+    assert f"preempted by {urgent[0]}-0, which waits and is latency-sensitive" in passed
+    assert "waits again at place" in passed
+    assert "admitted again" in passed
+    waited = [moestro("explain", each, "--admin-url", f"http://127.0.0.1:{server.admin_port}").stdout for each in batch]
+    assert any("it was never preempted" in each for each in waited)
+    assert any(re.search(r"waits at place \d of \d", each) for each in waited)
+
+    replayed = moestro("replay", str(record))
+    assert replayed.returncode == 0, replayed.stdout
+    assert "5 of 5 decisions are reproduced" in replayed.stdout
+    assert re.search(r"(\d+) of \1 decisions of schedulers", replayed.stdout)
+    assert len(read_request_record(record)) == 5, "moestro sim reads its part of the same file"
+
+
+def test_an_unknown_id_is_an_error_that_says_where_it_was_looked_for(classes):
+    server, record = classes
+    for where in (("--record", str(record)), ("--admin-url", f"http://127.0.0.1:{server.admin_port}")):
+        told = moestro("explain", "cmpl-nobody", *where)
+        assert told.returncode != 0
+        assert "cmpl-nobody" in told.stderr
+        assert "Traceback" not in told.stderr
+
+
+def test_explain_tells_which_ranks_computed_a_requests_experts(spread):
+    server, record = spread
+    ids: list[str] = []
+    ask(server, "ls", 6, ids)
+    trace = call_admin(server, "GET", f"/admin/explain/{ids[0]}").json
+    (visits,) = trace["visits"]
+    (by_version,) = visits["visits"]
+    num_tokens = trace["usage"]["prompt_tokens"] + 6 - 1
+    num_layers = by_version["ends"][-1]
+    pairs = by_version["num_pairs"]
+    assert sum(map(sum, pairs)) == num_tokens * 2 * num_layers
+    assert all(sum(ranks) for ranks in zip(*pairs, strict=True)), "both ranks have experts that some token chose"
+
+    wait_until(lambda: is_written(record, ids[0]))
+    text = moestro("explain", ids[0], "--record", str(record)).stdout
+    assert re.search(r"layers\s+engine 0\s+engine 1", text), text
+    assert f"0  {pairs[0][0]}  {pairs[0][1]}" in re.sub(" +", "  ", text)
+    assert "no expert moved meanwhile" in text
+    as_json = moestro("explain", ids[0], "--record", str(record), "--json")
+    assert json.loads(as_json.stdout) == {"type": "Story"} | trace
