@@ -1,0 +1,93 @@
+"""`moestro route` before two real servers, of which one has a skewed gate: its expert pressure turns decisions."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+from rich.console import Console
+from support.running import MOESTRO, REAL, Running, complete, metrics, wait_until
+
+from moestro.gateway.replay import replay_record
+from moestro.routing.decision_record import Reported, decode_entry, encode_entry
+from moestro.routing.replay import replay
+
+# Real processes and messages; the devices are modelled and answer without torch. The network has 8 experts, top-1.
+PACED = ("--device", "paced:h200", "--model", "mixtral-8x7b-mqa-top1", "--paced-arithmetic", "none")
+GROUP = ("--mode", "ep", "--engines", "2")
+CALM, PRESSED = 0, 1
+NUM_REQUESTS = 8
+INTERVAL_S = 0.05  # between the router's looks at the servers' figures
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory) -> Iterator[list[Running]]:
+    """A server with an even gate, and one whose tokens mostly visit one expert of a layer."""
+
+    def start(override: str) -> Running:
+        directory = tmp_path_factory.mktemp(override.partition(":")[0])
+        return Running((*REAL, *PACED, *GROUP, "--gate-override", override), directory)
+
+    with ThreadPoolExecutor() as pool:
+        running = list(pool.map(start, ("uniform", "exponential:2")))
+    yield running
+    for server in running:
+        server.stop()
+        server.kill()
+
+
+def pressures(server: Running) -> list[float]:
+    return [value for name, value in metrics(server).items() if name.startswith("moestro:expert_pressure{")]
+
+
+def all_known(servers: list[Running]) -> bool:
+    """Whether all engines have a pressure, those of the server with the even gate a low one."""
+    calm, pressed = (pressures(server) for server in servers)
+    return len(calm) == len(pressed) == 2 and max(calm) < 1.1 < 1.2 < min(pressed)
+
+
+def work(servers: list[Running]) -> None:
+    """All engines compute, so that each server has a fresh pressure of both."""
+    for server in servers:
+        with ThreadPoolExecutor(8) as pool:
+            replies = pool.map(lambda i: complete(server, prompt=f"{i} " * 100, max_tokens=8), range(8))  # noqa: B023
+            assert {reply.status for reply in replies} == {200}
+    wait_until(lambda: all_known(servers))
+    time.sleep(5 * INTERVAL_S)  # the router reads them
+
+
+def without_pressure(line: bytes) -> bytes:
+    entry = decode_entry(line)
+    if isinstance(entry, Reported):
+        figures = msgspec.structs.replace(entry.figures, expert_pressure=None)
+        entry = msgspec.structs.replace(entry, figures=figures)
+    return encode_entry(entry)
+
+
+@pytest.mark.parametrize("policy", ["gimbal-v2", "moestro"])
+def test_requests_avoid_the_pressed_server_and_the_replay_agrees(servers, tmp_path, policy):
+    record = tmp_path / "record.jsonl"
+    flags = ("--route-policy", policy, "--admin-port", "0", "--record", str(record))
+    urls = (part for server in servers for part in ("--engine", server.url))
+    router = Running((MOESTRO, "route", *urls, *flags, "--metrics-interval", str(INTERVAL_S)), tmp_path)
+    try:
+        for i in range(NUM_REQUESTS):
+            if i % 4 == 0:  # A figure lives for 5 s, and the machine may be slow.
+                work(servers)
+            assert complete(router, prompt=f"{i} {policy} " * 8, max_tokens=4).status == 200
+            time.sleep(5 * INTERVAL_S)  # the router learns that the server is idle again
+        assert router.stop() == 0
+    finally:
+        router.kill()
+    text = io.StringIO()
+    assert replay_record(record, Console(file=text)), text.getvalue()
+    assert f"{NUM_REQUESTS} of {NUM_REQUESTS} decisions are reproduced" in text.getvalue()
+    lines = [line for line in record.read_bytes().splitlines() if line]
+    chosen = [recorded.decision.engine for recorded, _ in replay(lines)]
+    otherwise = [again.decision.engine for _, again in replay(map(without_pressure, lines))]
+    assert otherwise.count(PRESSED) > chosen.count(PRESSED)
+    assert (CALM, PRESSED) in zip(chosen, otherwise, strict=True)
