@@ -73,6 +73,11 @@ def run(bed: Bed, seed: int, *, is_shuffled: bool) -> dict[str, Figures]:
     return found
 
 
+def mean_of(figures: list[Figures]) -> Figures:
+    """Return the mean of each figure over the seeds."""
+    return {name: round(statistics.mean(each[name] for each in figures), 4) for name in figures[0]}
+
+
 def gains(runs: list[dict[str, Figures]], policy: str) -> dict[str, list[float]]:
     """Fractions by which a policy has fewer rows between nodes, and a shorter step, than its blind twin, by seed."""
     return {
@@ -90,12 +95,7 @@ def main() -> None:
     for bed, policies in POLICIES.items():
         for sources in SOURCES:
             runs = [run(bed, seed, is_shuffled=sources == "shuffled") for seed in range(asked.seeds)]
-            means = {
-                name: {
-                    figure: round(statistics.mean(each[name][figure] for each in runs), 4) for figure in runs[0][name]
-                }
-                for name in runs[0]
-            }
+            means = {name: mean_of([each[name] for each in runs]) for name in runs[0]}
             gained = {name: gains(runs, name) for name in policies}
             found[f"{bed.name}, sources {sources}"] = {"mean": means, "gain_over_blind_twin": gained}
             print(f"{bed.name} ({bed.num_nodes} machines), sources {sources}")

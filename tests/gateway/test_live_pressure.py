@@ -8,10 +8,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
+import numpy as np
 import pytest
 from rich.console import Console
-from support.running import MOESTRO, REAL, Running, complete, metrics, wait_until
+from support.running import MOESTRO, REAL, Running, call_admin, complete, free_port, metrics, wait_until
 
+from moestro.core.expert_pressure import expert_pressures
+from moestro.core.expert_table import spread_evenly
+from moestro.core.near_experts import DISTANCES
 from moestro.gateway.replay import replay_record
 from moestro.routing.decision_record import Reported, decode_entry, encode_entry
 from moestro.routing.replay import replay
@@ -30,7 +34,8 @@ def servers(tmp_path_factory) -> Iterator[list[Running]]:
 
     def start(override: str) -> Running:
         directory = tmp_path_factory.mktemp(override.partition(":")[0])
-        return Running((*REAL, *PACED, *GROUP, "--gate-override", override), directory)
+        command = (*REAL, *PACED, *GROUP, "--gate-override", override)
+        return Running(command, directory, admin_port=free_port())
 
     with ThreadPoolExecutor() as pool:
         running = list(pool.map(start, ("uniform", "exponential:2")))
@@ -58,6 +63,20 @@ def work(servers: list[Running]) -> None:
             assert {reply.status for reply in replies} == {200}
     wait_until(lambda: all_known(servers))
     time.sleep(5 * INTERVAL_S)  # the router reads them
+
+
+def test_operators_see_the_pressure_and_how_near_the_experts_are(servers):
+    work(servers)
+    found = call_admin(servers[PRESSED], "GET", "/admin/experts?arrays=true").json
+    visits = np.array(found["arrays"]["counts"], float)
+    table = spread_evenly(*visits.shape[1:], [0, 1], 2)
+    assert found["table_version"] == 0
+    for engine, (near, expected) in enumerate(zip(found["near"], expert_pressures(visits, table.parts), strict=True)):
+        assert near["pressure"] == pytest.approx(expected, abs=0.1), "of recent tokens and of all tokens"
+        assert near["experts"] == {name: [share] * 32 for name, share in zip(DISTANCES, (0.5, 0.5, 0), strict=True)}
+        local = (visits[engine] * table.parts[engine]).sum() / visits[engine].sum()
+        assert near["visits"]["device"] == pytest.approx(local, abs=0.1)
+        assert near["visits"]["other"] == 0
 
 
 def without_pressure(line: bytes) -> bytes:
