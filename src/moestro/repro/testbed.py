@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S
-from moestro.core.load_figures import FIGURES
 from moestro.cost.capacity import kv_blocks
 from moestro.cost.gpus import Gpu
 from moestro.cost.networks import NetworkShape
@@ -138,8 +137,7 @@ def run(bed: Testbed, load: TimedLoad, policy: RoutePolicy, signals: SignalSetti
 def signals_of(policy_name: str, policy: RoutePolicy) -> SignalSettings:
     """Return the signals that deliver the figures a policy needs, over the channel of the policy's own system."""
     figures = policy.needs.figures
-    # Engines with the whole network have no figures of a group.
-    sent = tuple(name for name in figures if FIGURES[name].is_from_rank)
+    sent = tuple(name for name in figures if name != "expert_pressure")  # engines with the whole network have none
     if not sent:
         return SignalSettings()
     channel = ReportChannel.BROADCAST if policy_name in _BROADCAST else ReportChannel.PIGGYBACKED
