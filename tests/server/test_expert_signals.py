@@ -105,6 +105,7 @@ def test_the_record_has_the_pressure_and_its_age():
     assert [line["figures"]["expert_pressure"] for line in reported] == server.pressures(SECOND)
     decision = json.loads(server.lines[-2])["decision"]
     assert decision["ages_ns"]["expert_pressure"] == 2 * SECOND
+    assert [each["expert_pressure"] for each in decision["candidates"]] == server.pressures(SECOND)[::-1]
 
 
 def test_figures_that_are_not_renewed_are_dropped():
