@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -18,6 +19,7 @@ from moestro.gateway.prometheus import RouteCollector
 from moestro.routing.breaker import BreakerState
 from moestro.routing.health import Condition
 from moestro.server.expert_loads import ExpertLoads
+from moestro.server.expert_signals import ExpertSignal
 from moestro.server.metrics import Metrics
 from moestro.server.prometheus import ServerCollector, Sources
 from moestro.wire.expert_reports import report_of
@@ -54,9 +56,12 @@ def _server() -> Collector:
     load = SourceLoad(np.ones((1, 1), np.int64), *np.ones((3, 1, 1)), weight=1.0, num_steps=1)
     experts.heard(0, report_of(0, load), 0)
     engines = SimpleNamespace(loads=[IDLE], is_routable=lambda engine: True, expert_loads=experts)
-    return ServerCollector(
-        Sources("a-model", MagicMock(), engines, metrics, "fused", [0], lambda: 0, lambda: 0, lambda: 0)
+    signal = ExpertSignal(pressure=1.0, visits=(1.0, 0.0, 0.0), as_of_ns=0)
+    signals = SimpleNamespace(
+        num_engines=1, of_engine=lambda engine, now_ns: signal, near_experts=np.array([[[1.0], [0.0], [0.0]]])
     )
+    sources = Sources("a-model", MagicMock(), engines, metrics, "fused", [0], lambda: 0, lambda: 0, lambda: 0)
+    return ServerCollector(replace(sources, signals=signals))
 
 
 def _route() -> Collector:

@@ -61,6 +61,15 @@ def test_what_is_no_possible_value_is_not_there(value):
     assert scrape(VLLM + b"vllm:num_requests_running " + value + b"\n").figures.num_running is None
 
 
+def test_the_expert_pressure_of_an_address_is_the_mean_of_its_ranks():
+    text = b"""moestro:expert_pressure{engine="0",model_name="m"} 1.75
+moestro:expert_pressure{engine="1",model_name="m"} 0.5
+moestro:expert_local_share{engine="0",model_name="m"} 0.25
+"""
+    assert scrape(text).figures == LoadFigures(expert_pressure=1.125, expert_local_share=0.25)
+    assert scrape(VLLM).figures.expert_pressure is None
+
+
 def test_a_usage_above_one_is_one():
     assert scrape(b"sglang:token_usage 1.25\n").figures.kv_usage == 1.0
 

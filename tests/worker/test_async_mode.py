@@ -27,6 +27,7 @@ from support.running import (
 )
 
 from moestro.cli import main
+from moestro.core.near_experts import DISTANCES
 from moestro.wire.messages import WorkerFigures
 
 NETWORK = "mixtral-8x7b-mqa-top1"  # the fewest items a token
@@ -99,6 +100,25 @@ def test_each_process_shows_what_it_is(paced):
     assert names(paced) == ["attention-0", "attention-1", "experts-0", "experts-1"]
     lines = sorted(each.cmdline()[-2:] for each in paced.ranks() if "-" in each.name())
     assert lines == [["attention", "0"], ["attention", "1"], ["experts", "0"], ["experts", "1"]]
+
+
+def test_routers_learn_the_pressure_of_experts_that_other_devices_hold(paced):
+    def of_engines(name: str) -> list[float]:
+        values = metrics(paced)
+        return [values.get(f'moestro:{name}{{engine="{engine}"}}', 0.0) for engine in (0, 1)]
+
+    def all_known() -> bool:
+        texts(ask_many(paced, 6))
+        return min(of_engines("expert_pressure")) > 0
+
+    wait_until(all_known)
+    assert max(of_engines("expert_pressure")) < 100, "queues are short"
+    found = metrics(paced)
+    for engine in (0, 1):
+        shares = [found[f'moestro:expert_near_share{{distance="{name}",engine="{engine}"}}'] for name in DISTANCES]
+        assert shares == [0, 1, 0], "the experts are on workers of their own, all on this machine"
+    near = call_admin(paced, "GET", "/admin/experts", Authorization="Bearer key").json["near"]
+    assert [set(each["experts"]["machine"]) for each in near] == [{1.0}, {1.0}]
 
 
 def standbys(server) -> list[psutil.Process]:

@@ -26,8 +26,8 @@ class FigureUnit(StrEnum):
 
     REQUESTS = "requests"
     TOKENS = "tokens"
-    FRACTION = "fraction"  # 0 .. 1; several ranks behind one address have the mean, of all other units the sum
-    RATIO = "ratio"
+    FRACTION = "fraction"  # 0 .. 1; several ranks behind one address have the mean
+    RATIO = "ratio"  # several ranks behind one address have the mean; of all other units, they have the sum
     TIMES = "times"
     NANOSECONDS = "nanoseconds"  # seconds at `/metrics`
 
@@ -43,7 +43,7 @@ class FigureSpec:
         metric: name at `/metrics`, without prefix and without `_total`; None means not shown there.
         has_vllm_name: whether vLLM has the same metric, so that `/metrics` shows it with the prefix `vllm:` too.
         is_routed: whether routers keep it in a column of `EngineTable`, which has the name of the field.
-        is_from_rank: whether ranks report it.
+        is_from_rank: whether ranks report it. The API server computes the others from the reports of a whole group.
         log_format: the figure in the engine's log line; None means not shown there.
     """
 
@@ -216,7 +216,9 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         queued_prefill_tokens: prompt tokens yet to be computed, of waiting and of running requests, without those that
             preempted requests keep in host memory.
         num_tokens: context tokens of waiting and running requests (Gimbal's RunningLoad).
-        expert_pressure: load of the busiest expert device of the engine's tokens over the mean, at least 1.
+        expert_pressure: load of the workers that compute the experts of the engine's tokens, over that of the mean
+            worker, as `core.expert_pressure` defines it. None where each engine holds the whole network.
+        expert_local_share: fraction of the visits of the engine's tokens that experts on its own device compute.
         num_preemptions: times that a request gave up its KV.
         num_queried_tokens, num_hit_tokens: prompt tokens looked up, and found, in the prefix cache.
         num_kept_tokens: tokens whose KV preempted requests left in host memory.
@@ -275,7 +277,20 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         FigureSpec(
             _GAUGE,
             FigureUnit.RATIO,
-            "Load of the busiest expert device over the mean.",
+            "Load of the workers that compute the experts of the engine's tokens, over the mean worker's; with queue"
+            " ages in mode async.",
+            metric="expert_pressure",
+            is_routed=True,
+            is_from_rank=False,
+        ),
+    ] = None
+    expert_local_share: Annotated[
+        float | None,
+        FigureSpec(
+            _GAUGE,
+            FigureUnit.FRACTION,
+            "Fraction of the visits of the engine's tokens that experts on its own device compute.",
+            metric="expert_local_share",
             is_routed=True,
             is_from_rank=False,
         ),

@@ -52,7 +52,8 @@ class EngineTable:
         num_foreign: int64[n], other routers' requests at the time of `num_waiting` and `num_running`.
         num_kv_tokens: int64[n], capacity of the KV cache in tokens. UNKNOWN_KV_TOKENS means unknown.
         speed: float64[n], speed relative to the other engines, as configured by the operator; 1 by default.
-        num_waiting, num_running, kv_usage, queued_prefill_tokens, num_tokens, expert_pressure: as in `LoadFigures`.
+        num_waiting, num_running, kv_usage, queued_prefill_tokens, num_tokens, expert_pressure, expert_local_share: as
+            in `LoadFigures`.
     """
 
     routable: NDArray[np.bool_]
@@ -71,6 +72,7 @@ class EngineTable:
     queued_prefill_tokens: Figure
     num_tokens: Figure
     expert_pressure: Figure
+    expert_local_share: Figure
 
     def __len__(self) -> int:
         return len(self.routable)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import ssl
+import time
 from dataclasses import dataclass
 
 import msgspec
 
+from moestro.core.views import Figure
 from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.gateway.health_checks import Watch
 from moestro.gateway.http_headers import EngineHead
 from moestro.gateway.settings import EngineSettings, EngineUrl
 from moestro.gateway.upstream import Address, Pool
+from moestro.routing.policy_contract import FRESH_NS
 
 
 class EngineView(msgspec.Struct, kw_only=True):
-    """State of one engine, as the admin plane shows it."""
+    """State of one engine, as the admin plane shows it. A figure of None was not reported within the last 5 s."""
 
     name: str
     url: str
@@ -25,6 +28,8 @@ class EngineView(msgspec.Struct, kw_only=True):
     num_decisions: int
     models: tuple[str, ...]
     cause: str | None  # reason for the last connection failure
+    expert_pressure: float | None
+    expert_local_share: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,4 +92,11 @@ class EngineAdmin:
             num_decisions=engine.counts.num_decisions,
             models=self.fleet.models.names_of(engine.row),
             cause=engine.unreachable or None,
+            expert_pressure=self._fresh("expert_pressure", engine.row),
+            expert_local_share=self._fresh("expert_local_share", engine.row),
         )
+
+    def _fresh(self, figure: str, row: int) -> float | None:
+        """Return a figure of an engine as policies see it now; None means missing or old."""
+        column: Figure = getattr(self.fleet.router.table, figure)
+        return float(column.values[row]) if column.known(time.monotonic_ns(), FRESH_NS)[row] else None

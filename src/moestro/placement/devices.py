@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-SAME_DEVICE, SAME_NODE, OTHER_NODE = 0, 1, 2  # how far a row or an expert travels
+from moestro.core.near_experts import OTHER_NODE, SAME_DEVICE, SAME_NODE
 
 
 @dataclass(frozen=True, slots=True, eq=False)

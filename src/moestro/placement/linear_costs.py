@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.expert_table import ExpertTable
-from moestro.placement.devices import OTHER_NODE
+from moestro.core.near_experts import OTHER_NODE
 from moestro.placement.registry import PlaceView
 from moestro.placement.score import move_s, moves_between, score
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import EMPTY, ExpertTable
-from moestro.placement.devices import OTHER_NODE, SAME_DEVICE, Devices, PlacePrices
+from moestro.core.near_experts import OTHER_NODE, SAME_DEVICE
+from moestro.placement.devices import Devices, PlacePrices
 from moestro.placement.traffic import TokenOrigins, Where, origins_of
 
 Floats = NDArray[np.float64]

@@ -19,7 +19,7 @@ from moestro.core.scheduling_events import ExpertsMoved, SchedulingEvent
 from moestro.core.views import NEVER_NS
 from moestro.errors import RequestError
 from moestro.routing.candidates import Candidates, finite
-from moestro.routing.indicators import batch_size, queued_prefill_tokens
+from moestro.routing.indicators import batch_size, fresh, queued_prefill_tokens
 from moestro.routing.policy_contract import Choice, RouteView
 from moestro.routing.registry import policy_from
 from moestro.routing.request_trace import RequestTrace
@@ -74,13 +74,21 @@ class EngineWasLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """State of a candidate engine at the decision. A score of None was not a finite number."""
+    """State of a candidate engine at the decision.
+
+    Attributes:
+        engine: number of the engine.
+        score: None means that it was not a finite number.
+        hit_tokens, num_requests, queued_prefill_tokens: as the policy saw them.
+        expert_pressure: None means that no report was fresh; the policy then took 1.
+    """
 
     engine: int
     score: float | None
     hit_tokens: int
     num_requests: int
     queued_prefill_tokens: float
+    expert_pressure: float | None = None
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -379,6 +387,7 @@ def _described(view: RouteView, choice: Choice, candidates: Candidates, figures:
     chosen = next(at for at in places if candidates.rows[at] == engine)
     others = [at for at in places if at != chosen and candidates.score(at) is not None][: _NUM_CANDIDATES - 1]
     load, queued = batch_size(view), queued_prefill_tokens(view)
+    pressure, has_pressure = view.engines.expert_pressure.values, fresh(view, view.engines.expert_pressure)
     as_of_ns = {name: int(getattr(view.engines, name).as_of_ns[engine]) for name in figures}
     return Decision(
         engine=engine,
@@ -393,6 +402,7 @@ def _described(view: RouteView, choice: Choice, candidates: Candidates, figures:
                 hit_tokens=int(candidates.hit_tokens[at]),
                 num_requests=int(load[row]),
                 queued_prefill_tokens=float(queued[row]),
+                expert_pressure=float(pressure[row]) if has_pressure[row] else None,
             )
             for at in (chosen, *others)
         ),

@@ -99,9 +99,15 @@ def kv_usage(view: RouteView) -> Scores:
 
 
 def expert_pressure(view: RouteView) -> Scores:
-    """Load of the busiest expert device over the mean, at least 1; without a fresh report, 1."""
+    """Load of the workers of each engine's experts over the mean worker's, at least 1; without a fresh report, 1."""
     figure = view.engines.expert_pressure
     return np.where(fresh(view, figure), np.maximum(figure.values, 1.0), 1.0)
+
+
+def expert_local_share(view: RouteView) -> Scores:
+    """Fraction of each engine's visits to experts that stay on its device, 0 .. 1; without a fresh report, 0."""
+    figure = view.engines.expert_local_share
+    return np.where(fresh(view, figure), figure.values, 0.0)
 
 
 def speed(view: RouteView) -> Scores:
@@ -119,7 +125,7 @@ INDICATORS: Mapping[str, Callable[[RouteView], Scores | Counts]] = {
     each.__name__: each
     for each in (
         p_tokens, new_tokens, queued_prefill_tokens, hit_ratio, prompt_tokens, batch_size,
-        num_waiting, num_running, num_tokens, kv_usage, expert_pressure, speed,
+        num_waiting, num_running, num_tokens, kv_usage, expert_pressure, expert_local_share, speed,
     )
 }  # fmt: skip
 
@@ -133,4 +139,5 @@ FIGURES_OF: Mapping[str, tuple[str, ...]] = {
     "num_tokens": ("num_tokens",),
     "kv_usage": ("kv_usage",),
     "expert_pressure": ("expert_pressure",),
+    "expert_local_share": ("expert_local_share",),
 }

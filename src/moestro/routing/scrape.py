@@ -22,7 +22,7 @@ class ScrapedLoad:
     """Figures of all ranks behind one address; None means missing, or not a possible value.
 
     Attributes:
-        figures: gauges that a router keeps, summed over the ranks; fractions are the mean of the ranks.
+        figures: gauges that a router keeps, summed over the ranks; fractions and ratios are the mean of the ranks.
         num_tokens_computed: prompt and generated tokens since the server's start, as a sign of progress.
         block_size: tokens per KV block.
         num_kv_tokens: capacity of the KV caches of all ranks, tokens.
@@ -84,7 +84,10 @@ def scrape(text: bytes) -> ScrapedLoad:
 
 
 def _load_figure(text: bytes, figure: str, names: Sequence[str]) -> Any:
-    if FIGURES[figure].unit is FigureUnit.FRACTION:
+    unit = FIGURES[figure].unit
+    if unit is FigureUnit.RATIO:
+        return _figure(text, names, _mean)
+    if unit is FigureUnit.FRACTION:
         mean = _figure(text, names, _mean)
         return None if mean is None else min(mean, 1.0)
     return _count(_figure(text, names, sum))

@@ -17,6 +17,7 @@ from moestro.core.clock import NS_PER_S
 from moestro.core.expert_load import LayerPairs
 from moestro.core.model_info import ModelInfo
 from moestro.server.expert_loads import ExpertLoads, GroupLoad
+from moestro.server.expert_signals import ExpertSignals, NearView, near_views
 from moestro.web.errors import HttpError
 from moestro.workload.expert_profile import ExpertProfile
 from moestro.workload.profile_file import write_profile
@@ -89,6 +90,9 @@ class ExpertsView(msgspec.Struct, kw_only=True):
         half_life: Steps after which a step counts half; 0 means that all count alike.
         num_steps: Sum of the weights of the window's steps.
         balance: Mean of the layers' balance; None while nothing was counted.
+        table_version: Version of the group's table of experts; None means that each engine holds the whole network, or
+            that nothing was counted yet.
+        near: How near the experts of each engine are by that table.
     """
 
     num_experts: int
@@ -97,6 +101,8 @@ class ExpertsView(msgspec.Struct, kw_only=True):
     balance: float | None
     engines: list[EngineWindowView]
     layers: list[LayerView]
+    table_version: int | None = None
+    near: list[NearView] = []
     arrays: ArraysView | None = None
 
 
@@ -107,12 +113,19 @@ class ExpertAdmin:
         loads: Reports of the engines.
         info: The model.
         half_life: Half-life of the engines' windows, in steps.
+        signals: Figures of the experts of a group. None means that each engine holds the whole network.
     """
 
     def __init__(
-        self, loads: ExpertLoads, info: ModelInfo, half_life: float, now_ns: Callable[[], int] = time.monotonic_ns
+        self,
+        loads: ExpertLoads,
+        info: ModelInfo,
+        half_life: float,
+        signals: ExpertSignals | None = None,
+        now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._loads, self._info, self._half_life, self._now_ns = loads, info, half_life, now_ns
+        self._signals = signals
 
     def routes(self) -> list[web.RouteDef]:
         """Return all routes."""
@@ -173,6 +186,8 @@ class ExpertAdmin:
             balance=None if merged is None else float(merged.balance.mean()),
             engines=engines,
             layers=[] if merged is None else _layers(merged),
+            table_version=None if self._signals is None else self._signals.table_version,
+            near=[] if self._signals is None else near_views(self._signals, now_ns),
             arrays=self._arrays(merged) if has_arrays and merged is not None else None,
         )
 

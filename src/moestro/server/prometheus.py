@@ -13,7 +13,8 @@ from moestro.core.model_info import ModelInfo
 from moestro.core.request import FinishReason
 from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
-from moestro.server.expert_metrics import expert_metrics
+from moestro.server.expert_metrics import expert_metrics, signal_metrics
+from moestro.server.expert_signals import ExpertSignals
 from moestro.server.group_metrics import group_metrics
 from moestro.server.metrics import ByClass, EngineMetrics, Metrics
 from moestro.server.placement_control import PlacementControl
@@ -34,6 +35,7 @@ class Sources:
         num_unrecorded: Callable that returns the number of requests that `--record` has lost.
         coordinator: The group of workers in `async` mode.
         placement: State of live placement; None where no experts can move.
+        signals: Figures of the experts of a group. None means that each engine holds the whole network.
     """
 
     model_name: str
@@ -47,6 +49,7 @@ class Sources:
     num_unrecorded: Callable[[], int]
     coordinator: Coordinator | None = None
     placement: PlacementControl | None = None
+    signals: ExpertSignals | None = None
 
 
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
@@ -101,6 +104,8 @@ class ServerCollector(Collector):
         yield from self._own()
         if self._sources.info.num_experts:
             yield from expert_metrics(self._sources.engines.expert_loads, self._sources.model_name)
+        if self._sources.signals is not None:
+            yield from signal_metrics(self._sources.signals, self._sources.model_name)
         if self._sources.coordinator is not None:
             yield from group_metrics(self._sources.coordinator)
         if self._sources.placement is not None:
@@ -147,11 +152,15 @@ class ServerCollector(Collector):
         yield CounterMetricFamily("moestro:record_lines_lost", text, value=sources.num_unrecorded())
 
     def _load_figures(self, prefix: str, kind: FigureKind, *, has_vllm_name: bool) -> Iterator[Metric]:
-        """Yield the figures that ranks report, with or without a counterpart of the same name in vLLM."""
+        """Yield the figures that ranks report, with or without a counterpart of the same name in vLLM.
+
+        `expert_metrics` yields those that the API server computes, which are absent where they are unknown.
+        """
         make = self._gauge if kind is FigureKind.GAUGE else self._counter
         loads = [figure_values(load) for load in self._sources.engines.loads]
         for figure, spec in FIGURES.items():
-            if spec.metric is not None and spec.kind is kind and spec.has_vllm_name is has_vllm_name:
+            is_wanted = spec.kind is kind and spec.has_vllm_name is has_vllm_name
+            if spec.metric is not None and spec.is_from_rank and is_wanted:
                 yield make(f"{prefix}:{spec.metric}", spec.help, [spec.metric_value(load[figure]) for load in loads])
 
     def _gauge(self, name: str, text: str, values: Iterable[float]) -> Metric:

@@ -30,6 +30,8 @@ from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
 from moestro.server.ep_migration import EpMigration
 from moestro.server.expert_admin import ExpertAdmin
+from moestro.server.expert_places import places_of
+from moestro.server.expert_signals import ExpertSignals
 from moestro.server.explain_admin import ExplainAdmin
 from moestro.server.group_metrics import GroupLines
 from moestro.server.launcher import PACED_WORKER, WORKER, Launcher, opened
@@ -136,6 +138,7 @@ class _Cluster:
     supervisor: Supervisor
     wire: RankSocket
     coordinator: Coordinator | None
+    signals: ExpertSignals | None
 
 
 class _ServeProcess:
@@ -208,7 +211,9 @@ class _ServeProcess:
             self._lifecycle.before_exit = [supervisor.kill_all, lambda: shutil.rmtree(directory, ignore_errors=True)]
             self._clock.mark("start the API server")
             async with opened(launcher), supervisor.running():
-                yield _Cluster(engines, metrics, supervisor, wire, coordinator)
+                places = places_of(self._settings, supervisor.machine_of, coordinator, self._migration)
+                signals = None if places is None else ExpertSignals(engines.expert_loads, places, router)
+                yield _Cluster(engines, metrics, supervisor, wire, coordinator, signals)
 
     def _coordinator(self, send: Callable[[int, ToRank], None]) -> Coordinator | None:
         if self._settings.stepping.mode != "async":
@@ -341,6 +346,7 @@ class _ServeProcess:
             num_unrecorded=lambda: self._recording.num_lost,
             coordinator=cluster.coordinator,
             placement=placement.control,
+            signals=cluster.signals,
         )
         refusals = cluster.metrics.refusals
         middleware = HttpMiddleware(self._access, refusals, MAX_BODY_BYTES)
@@ -348,7 +354,9 @@ class _ServeProcess:
             api.app(Exposition(ServerCollector(sources))), shutdown_timeout=RESPONSE_FLUSH_S
         )
         admin = await self._open_admin(cluster, model.info, placement)
-        stats = asyncio.create_task(log_forever(_stat_lines(cluster)))
+        tasks = [asyncio.create_task(log_forever(_stat_lines(cluster)))]
+        if cluster.signals is not None:
+            tasks.append(asyncio.create_task(cluster.signals.follow(cluster.metrics)))
         try:
             server = await listen(runner, listener, refusals, settings.max_connections, self._max_per_address)
             self._lifecycle.is_serving = True
@@ -361,7 +369,8 @@ class _ServeProcess:
             await self._lifecycle.drain(lambda: api.traffic.num_answering)
         finally:
             self._lifecycle.begin_exit()
-            stats.cancel()
+            for task in tasks:
+                task.cancel()
             engines.fail_all(DrainingError())  # Also when a second signal cuts the drain short.
             await runner.cleanup()
             if admin is not None:
@@ -374,7 +383,7 @@ class _ServeProcess:
         if settings.admin_port is None:
             return None
         half_life = self._settings.expert_load.expert_load_half_life
-        routes = ExpertAdmin(cluster.engines.expert_loads, info, half_life).routes()
+        routes = ExpertAdmin(cluster.engines.expert_loads, info, half_life, cluster.signals).routes()
         if cluster.coordinator is not None:
             routes += WorkerAdmin(cluster.coordinator, cluster.supervisor).routes()
         routes += placement.routes()

@@ -130,6 +130,10 @@ class Supervisor:
         """Return the number of the group that a rank belongs to."""
         return self._groups.index(self._group_of[rank])
 
+    def machine_of(self, rank: int) -> str:
+        """Return the name of the machine of a rank's process; "" means this machine."""
+        return self._processes.place(rank)
+
     def kill_all(self) -> None:
         """Kill every process now. Any thread may call this method."""
         self._processes.kill_all()

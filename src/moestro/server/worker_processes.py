@@ -83,6 +83,11 @@ class WorkerProcesses:
         process = self._processes.get(rank)
         return process is not None and not process.has_ended
 
+    def place(self, rank: int) -> str:
+        """Return the machine of a rank's last process, as the launcher names it; "" means this machine."""
+        process = self._processes.get(rank)
+        return "" if process is None else process.place
+
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to the process of `rank`, if it has one."""
         process = self._processes.get(rank)
