@@ -119,7 +119,7 @@ def problem_of(view: PlaceView, risk: float) -> PlaceProblem:
     num_slots = np.minimum(devices.num_slots[live], num_experts)
     far_move_s = prices.expert_bytes / prices.move_bytes_per_s[OTHER_NODE]
     return PlaceProblem(
-        token_s=prices.token_s * (origin.total + risk * np.sqrt(load.variance)),
+        token_s=prices.token_s * _hedged(origin.total, load.variance, risk),
         idle=1 - np.minimum(load.activated, 1.0),
         expert_s=prices.expert_s,
         speed=devices.speed[live],
@@ -128,3 +128,12 @@ def problem_of(view: PlaceView, risk: float) -> PlaceProblem:
         moved=moved,
         move_s=far_move_s / (len(live) * max(view.limits.horizon_steps, 1.0)),
     )
+
+
+def _hedged(total: Floats, variance: Floats, risk: float) -> Floats:
+    """Return float64[layers, experts], tokens with a part of their spread.
+
+    Spread of independent tokens (Poisson) does not count: it is alike in all steps, and the mean has it already.
+    """
+    hedged: Floats = total + risk * np.sqrt(np.maximum(variance - total, 0.0))
+    return hedged

@@ -14,13 +14,13 @@ from moestro.placement.copies import Packing, even_shares, in_old_slots, normal_
 from moestro.placement.pricing import LayerPrices, price, table_of
 from moestro.placement.problem import TINY, PlaceProblem, problem_of
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
-from moestro.placement.replicas import restore
+from moestro.placement.restoring import recover, restore
 from moestro.placement.search import SHARE_STEPS, SearchLimits, improve, is_level, start_anew
 from moestro.placement.small import SmallSearch, is_small
 from moestro.placement.traffic import Floats
 
 # After a death, service comes before the last percent: fewer copies move, and the next change levels the rest.
-URGENT_TARGET, URGENT_STEPS = 0.942, 5
+URGENT_TARGET = 0.955
 # A layer with a lower mean load over largest load is only placed anew: exchanges would move as much and take longer.
 FAR_OFF = 0.55
 # A layer that misses the target by more is also placed anew; for less, it would move most of its copies.
@@ -93,12 +93,7 @@ class MoestroPlacement:
         limits = SearchLimits(self.target, self.slack, self.rounds, self.turns, SHARE_STEPS if self.weighted else 0)
         plan = _Plan(view, problem, base, self.hysteresis)
         if len(restored):
-            urgent = replace(
-                limits,
-                target=min(self.target, URGENT_TARGET),
-                num_share_steps=min(URGENT_STEPS, limits.num_share_steps),
-                num_turns=0,
-            )
+            urgent = replace(limits, target=min(self.target, URGENT_TARGET), num_turns=0)
             return plan.urgent(urgent, allowance, restored)
         return plan.best(limits, allowance)
 
@@ -134,7 +129,13 @@ class _Plan:
         """Return the base, leveled by few moves where that makes the slowest device faster; no gate, for it is due."""
         before = self.problem.load(self.base.work).max(axis=1)
         layers = self._layers_to_change(restored)
-        plan = self._improved(layers, limits, allowance)
+        if limits.num_share_steps:
+            plan = self._all_layers(self.base)
+            recovered = self.base.of_layers(layers)
+            recover(self.problem.of_layers(layers), recovered, limits.target, allowance)
+            plan.put(layers, recovered)
+        else:
+            plan = self._improved(layers, limits, allowance)
         better = np.flatnonzero(self.problem.load(plan.work).max(axis=1) < before)
         self.base.put(better, plan.of_layers(better))
         return table_of(self.view, self.base)
