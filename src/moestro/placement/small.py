@@ -15,9 +15,8 @@ from moestro.placement.budget import allowance_of
 from moestro.placement.copies import Packing, even_shares, held_by, live_counts, packing_of
 from moestro.placement.devices import PlaceLimits
 from moestro.placement.packing import pack
-from moestro.placement.pricing import price
+from moestro.placement.pricing import Pricer
 from moestro.placement.problem import Experts, PlaceProblem
-from moestro.placement.registry import PlaceView
 from moestro.placement.replicas import copy_counts, suit_pairs
 from moestro.placement.search import NEAR, STAY, SearchLimits, least_load, level, shorten
 from moestro.placement.sharing import share_out
@@ -42,12 +41,12 @@ class SmallSearch:
     """A search of all layers of a small problem.
 
     Attributes:
-        view, problem: What is placed.
+        pricer, problem: What is placed, and what it costs.
         limits: How far the search goes.
         move_weight: Steps' seconds that a second of moving counts.
     """
 
-    view: PlaceView
+    pricer: Pricer
     problem: PlaceProblem
     limits: SearchLimits
     move_weight: float
@@ -106,7 +105,7 @@ class SmallSearch:
         Args:
             least_s: float64[layers], least seconds of work that were found; lowered in place.
         """
-        prices = price(self.view, self.problem, packing, layers)
+        prices = self.pricer.price(packing, layers)
         np.minimum.at(least_s, layers, prices.compute_s)
         cost: Floats = prices.step_s + self.move_weight * prices.receive_s.max(axis=1)
         is_above = prices.compute_s > least_s[layers] * (1 + self.limits.slack) * (1 + 1e-9)
