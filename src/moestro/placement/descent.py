@@ -27,7 +27,7 @@ def balance(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds:
     for turn in range(num_rounds):
         load = problem.load(packing.work)
         batch = np.flatnonzero((load.max(axis=1) > target * (1 + LEAST_GAIN)) & ~at_rest)
-        if not len(batch):
+        if not len(batch) or allowance.total < 1:
             return
         load = load[batch]
         order = np.argsort(load, axis=1, kind="stable")

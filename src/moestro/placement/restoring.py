@@ -16,6 +16,7 @@ from moestro.placement.traffic import Floats
 HARM_POWER = 16  # of loads; 2, 4, 8 moved more in a sweep of deaths among 64 devices
 LAST_CHOICE = 1e6  # times the even load: above any load, so that other devices come first
 NUM_SLOTS = 24  # least harmful slots of a layer in which a further copy is tried
+SHARE_STEPS_AGAIN = 2
 RELIEFS, COPIES_A_RELIEF = 2, 4  # times that copies are added before tokens are divided anew, and copies each time
 LEAST_RELIEF = 1e-3  # of the even load; a copy that relieves a device by less is not worth its bytes
 
@@ -73,17 +74,15 @@ def _harm(problem: PlaceProblem, packing: Packing, batch: NDArray[np.intp], adde
     return harm
 
 
-def recover(problem: PlaceProblem, packing: Packing, target: float, allowance: Allowance) -> None:
-    """Level devices after `restore` in place, by shares first, then by further copies, which few bytes bring.
+def recover(problem: PlaceProblem, packing: Packing, target: Floats, allowance: Allowance) -> None:
+    """Level devices in place by further copies, which few bytes bring, and divide tokens anew.
 
     Args:
-        target: Mean load over largest load at which a batch is left alone.
+        target: float64[batches], load at which a batch is left alone.
     """
-    goal = problem.even_load(packing.work) / target
-    share_out(problem, packing, goal, 1)
     for _ in range(RELIEFS):
-        relieve(problem, packing, goal, COPIES_A_RELIEF, allowance)
-        share_out(problem, packing, goal, 2)
+        relieve(problem, packing, target, COPIES_A_RELIEF, allowance)
+        share_out(problem, packing, target, SHARE_STEPS_AGAIN)
 
 
 def relieve(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds: int, allowance: Allowance) -> None:
@@ -101,7 +100,7 @@ def relieve(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds:
     for _ in range(num_rounds):
         load = problem.load(packing.work)
         batch = np.flatnonzero((load.max(axis=1) > target) & ~at_rest)
-        if not len(batch):
+        if not len(batch) or allowance.total < 1:
             return
         choice = _best_relief(problem, packing, batch, load[batch], target[batch])
         item, slot, part, gain = choice

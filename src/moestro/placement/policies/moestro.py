@@ -15,6 +15,7 @@ from moestro.placement.pricing import LayerPrices, Pricer, table_of
 from moestro.placement.problem import TINY, PlaceProblem, problem_of
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.restoring import recover, restore
+from moestro.placement.sharing import share_out
 from moestro.placement.search import SHARE_STEPS, SearchLimits, improve, is_level, start_anew
 from moestro.placement.small import SmallSearch, is_small
 from moestro.placement.traffic import Floats, origins_of
@@ -135,7 +136,10 @@ class _Plan:
         if limits.num_share_steps:
             plan = self._all_layers(self.base)
             recovered = self.base.of_layers(layers)
-            recover(self.problem.of_layers(layers), recovered, limits.target, allowance)
+            some = self.problem.of_layers(layers)
+            goal = some.even_load(recovered.work) / limits.target
+            share_out(some, recovered, goal, 1)
+            recover(some, recovered, goal, allowance)
             plan.put(layers, recovered)
         else:
             plan = self._improved(layers, limits, allowance)
@@ -151,7 +155,7 @@ class _Plan:
         plan = self._improved(near, limits, allowance)
         offers = self._offers(plan, base)
         chosen, net = self._pay(offers, left)
-        missed = layers[~is_level(self.problem, plan, limits.target - MISSED_BY)[layers]]
+        missed = self._worth_anew(plan, layers[~is_level(self.problem, plan, limits.target - MISSED_BY)[layers]], left)
         anew: Packing | None = None
         if is_small(self.problem):
             weight = (1 + self.hysteresis) / max(self.view.limits.horizon_steps, TINY)
@@ -196,6 +200,15 @@ class _Plan:
     def _all_layers(self, packing: Packing) -> Packing:
         """Return a copy."""
         return packing.of_layers(np.arange(self.problem.shape[0]))
+
+    def _worth_anew(self, plan: Packing, layers: NDArray[np.intp], left: Allowance) -> NDArray[np.intp]:
+        """Return the least level of some layers, as many as may receive all of their copies."""
+        most = left.total / max(int(self.problem.room.sum()), 1)
+        if most >= len(layers):
+            return layers
+        work = plan.work[layers]
+        excess = self.problem.load(work).max(axis=1) / np.maximum(self.problem.even_load(work), TINY)
+        return np.sort(layers[np.argsort(-excess, kind="stable")[: int(most)]])
 
     def _layers_to_change(self, changed: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return the layers that may change: those that did already, then those with the most to gain."""
