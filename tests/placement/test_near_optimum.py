@@ -19,9 +19,11 @@ from moestro.placement.policies.gimbal_v2 import gimbal_v2
 from moestro.placement.registry import PLACE_POLICIES, PlacePolicy, PlaceView
 
 TOLERANCE = 0.02
-# `moestro` has oracles of its own; here it meets this one.
+# The policy `moestro` as the objective states it: equal shares, mean loads, and moves that need not pay more than once.
+# Its margin for what pays (`hysteresis`) is no part of the objective, so it has tests of its own.
+BY_OBJECTIVE = "moestro:weighted=0,risk=0,hysteresis=0"
 RUNS = [("gimbal_v2", first) for first in range(0, 24, 4)]
-RUNS += [("moestro", first) for first in range(0, 8, 4) if "moestro" in PLACE_POLICIES.names()]
+RUNS += [(BY_OBJECTIVE, first) for first in range(0, 24, 4)]
 TINY = [Shape(4, 2, 3), Shape(6, 2, 4), Shape(8, 2, 5), Shape(5, 3, 2), Shape(5, 3, 3), Shape(8, 2, 4)]
 FIXED = [Shape(8, 2, 4), Shape(12, 3, 4), Shape(12, 4, 3, nodes=2), Shape(10, 2, 5)]
 
@@ -70,7 +72,9 @@ def test_the_terms_add_up_to_the_price_of_a_table(seed):
 def test_tiny_layers_come_near_the_best_of_all_placements(first):
     for seed in range(first, first + 30):
         view = random_view(seed, TINY[seed % len(TINY)])
-        assert objective_s(view, place("gimbal_v2", view)) <= (1 + TOLERANCE) * least_of_all(view), seed
+        least = least_of_all(view)
+        for name in ("gimbal_v2", BY_OBJECTIVE):
+            assert objective_s(view, place(name, view)) <= (1 + TOLERANCE) * least, (name, seed)
 
 
 @pytest.mark.parametrize(("name", "first"), RUNS)

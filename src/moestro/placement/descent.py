@@ -14,7 +14,6 @@ from moestro.placement.problem import Experts, PlaceProblem
 from moestro.placement.traffic import Floats
 
 LEAST_GAIN = 1e-6  # of the even load; less is rounding
-PATIENCE = 6  # rounds without a gain, each with other pairs, after which a layer is at rest
 
 
 def balance(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds: int, allowance: Allowance) -> None:
@@ -24,21 +23,24 @@ def balance(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds:
         target: float64[batches], load at which a device is left alone.
         num_rounds: Rounds at most; in each one every heavy device makes one exchange at most.
     """
-    resting = np.zeros(len(target), np.int64)
+    at_rest = np.zeros(len(target), np.bool_)
     for turn in range(num_rounds):
         load = problem.load(packing.work)
-        batch = np.flatnonzero((load.max(axis=1) > target * (1 + LEAST_GAIN)) & (resting < PATIENCE))
-        if not len(batch):
+        batch = np.flatnonzero((load.max(axis=1) > target * (1 + LEAST_GAIN)) & ~at_rest)
+        if not len(batch) or allowance.total < 1:
             return
         load = load[batch]
-        num_heavy = int((load > target[batch, None]).sum(axis=1).max())
-        # Every third round the heaviest device alone meets one of all others; the half of light ones leaves some out.
-        num_heavy = 1 if turn % 3 == 2 else min(num_heavy, load.shape[1] // 2)
         order = np.argsort(load, axis=1, kind="stable")
-        heavy = order[:, ::-1][:, :num_heavy]
-        light = order[:, (np.arange(num_heavy) + turn // 3 * 2 + turn % 3 % 2) % (load.shape[1] - num_heavy)]
-        has_gained = exchange(problem, packing, (batch, heavy, light), target, allowance)
-        resting[batch] = np.where(has_gained, 0, resting[batch] + 1)
+        num_devices = load.shape[1]
+        num_heavy = min(int((load > target[batch, None]).sum(axis=1).max()), num_devices // 2)
+        if turn % 3 == 2 or num_heavy == 1:
+            # Without an exchange between the heaviest device and any other one, its load cannot fall.
+            heavy = np.broadcast_to(order[:, -1:], (len(batch), num_devices - 1))
+            at_rest[batch] = ~exchange(problem, packing, (batch, heavy, order[:, :-1]), target, allowance, one_each=True)
+        else:
+            heavy = order[:, ::-1][:, :num_heavy]
+            light = order[:, (np.arange(num_heavy) + turn // 3 * 2 + turn % 3) % (num_devices - num_heavy)]
+            exchange(problem, packing, (batch, heavy, light), target, allowance)
 
 
 def bring_near(problem: PlaceProblem, packing: Packing, cap: Floats, num_turns: int, allowance: Allowance) -> None:
@@ -73,6 +75,8 @@ def exchange(
     pairs: tuple[Experts, Experts, Experts],
     target: Floats,
     allowance: Allowance,
+    *,
+    one_each: bool = False,
 ) -> NDArray[np.bool_]:
     """Make the best exchange of one copy for another, or for an empty slot, in each pair of devices where one gains.
 
@@ -101,7 +105,11 @@ def exchange(
     best = key.argmin(axis=-1)
     now = np.maximum(np.maximum(sides[0].load, sides[1].load), floor)
     gain = now - np.take_along_axis(key, best[..., None], axis=-1)[..., 0]
-    row, pair = np.nonzero(gain > LEAST_GAIN * floor)
+    if one_each:
+        row, pair = np.arange(len(batch)), gain.argmax(axis=1)
+        row, pair = row[is_gain := gain[row, pair] > LEAST_GAIN * floor[:, 0]], pair[is_gain]
+    else:
+        row, pair = np.nonzero(gain > LEAST_GAIN * floor)
     slot_one, slot_other = np.divmod(best[row, pair], num_slots)
     devices = np.stack([one[row, pair], other[row, pair]], axis=1)
     if allowance.is_limited and len(row):

@@ -33,24 +33,31 @@ def pack(problem: PlaceProblem, counts: Experts, stay: Floats | float, near: Flo
     are_joined = problem.room.sum() >= JOINED_SLOTS * num_devices
     items, is_again = _by_weight(work, counts, are_shared_first=are_joined)
     item_work = np.append(work, np.zeros((num_batches, 1)), axis=1)[np.arange(num_batches)[:, None], items]
-    dislike = _dislike(problem, work, stay, near)
+    stay_s = np.broadcast_to(stay, (num_batches, 1, 1))[:, :, 0] * item_work
+    far_s = _far(problem, work, near)
     every = np.arange(num_batches)
     joins = _joins(counts, items) if are_joined else np.zeros((num_batches, 0), np.int64)
     expert = np.full((num_batches, num_devices, num_slots), EMPTY, np.int64)
     flat = expert.reshape(-1)
+    has_speeds = problem.speed.min() != problem.speed.max()
     room, slowness = problem.room.sum(axis=1), 1 / problem.speed
     far_above = (work * counts).sum(axis=1, keepdims=True) * slowness.max() + 1.0
     # Ties go to another device in each layer; else the first one would hold what joins the others in all of them.
     turn = (np.arange(num_devices) - np.arange(num_batches)[:, None]) % num_devices
     load = np.where(room == 0, np.inf, turn * (TIE * far_above / num_devices))
     filled = np.zeros((num_batches, num_devices), np.int64)
+    # Devices that a copy should not take: filled ones where it adds a device to those that shared copies join.
+    is_filled, adds, joining_s = np.zeros(load.shape, np.bool_), joins < 0, far_above * (joins != 0)
     last = np.full((num_batches, num_devices), EMPTY)
     for k in range(items.shape[1]):
         what = items[:, k]
-        cost = load + dislike[every, what]
+        cost = problem.moved[every, what] * stay_s[:, k, None]
+        cost += load
+        if far_s is not None:
+            cost += far_s[every, what]
         if k < joins.shape[1]:
-            cost += far_above * ((filled > 0) == (joins[:, k, None] < 0)) * (joins[:, k, None] != 0)
-        if len(problem.speed) > 1 and problem.speed.min() != problem.speed.max():
+            cost += (is_filled == adds[:, k, None]) * joining_s[:, k, None]
+        if has_speeds:
             cost += item_work[:, k, None] * slowness
         if is_again[k]:  # copies of an expert follow each other, so an earlier one is the device's last
             cost[last == what[:, None]] = np.inf
@@ -61,19 +68,20 @@ def pack(problem: PlaceProblem, counts: Experts, stay: Floats | float, near: Flo
             at, what, device = at[ok], what[ok], device[ok]
         flat[at * num_slots + filled.reshape(-1)[at]] = what
         filled.reshape(-1)[at] += 1
+        is_filled.reshape(-1)[at] = True
         last.reshape(-1)[at] = what
         now = load.reshape(-1)[at] + item_work[ok, k] * slowness[device]
         load.reshape(-1)[at] = np.where(filled.reshape(-1)[at] < room[device], now, np.inf)
     return expert
 
 
-def _dislike(problem: PlaceProblem, work: Floats, stay: Floats | float, near: Floats | float) -> Floats:
-    """Return float64[batches, experts + 1, devices], load that a copy may cost more where it is held, or near."""
+def _far(problem: PlaceProblem, work: Floats, near: Floats | float) -> Floats | None:
+    """Return float64[batches, experts + 1, devices], load that a copy may cost more where it is near, or None."""
+    if problem.row_s is None:
+        return None
     weight = np.append(work, np.zeros((len(work), 1)), axis=1)[:, :, None]
-    dislike: Floats = problem.moved * (stay * weight)
-    if problem.row_s is not None:
-        dislike += problem.row_s * (near * weight / np.maximum(problem.row_s.max(axis=-1, keepdims=True), TINY))
-    return dislike
+    far_s: Floats = problem.row_s * (near * weight / np.maximum(problem.row_s.max(axis=-1, keepdims=True), TINY))
+    return far_s
 
 
 def _joins(counts: Experts, items: Experts) -> Experts:

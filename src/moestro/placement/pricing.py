@@ -13,7 +13,7 @@ from moestro.placement.copies import Packing, even_shares
 from moestro.placement.problem import Experts, PlaceProblem
 from moestro.placement.registry import PlaceView
 from moestro.placement.score import score
-from moestro.placement.traffic import Floats
+from moestro.placement.traffic import Floats, TokenOrigins
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,31 +38,55 @@ class LayerPrices:
         return self.compute_s + self.exchange_s
 
 
-def price(view: PlaceView, problem: PlaceProblem, packing: Packing, layers: NDArray[np.intp]) -> LayerPrices:
-    """Price placements.
+@dataclass(frozen=True, slots=True, eq=False)
+class Pricer:
+    """Prices placements for one view.
 
-    Args:
-        packing: Placements, a layer each.
-        layers: int64[placements], the layer that each of them places.
+    Attributes:
+        view, problem: What is placed.
+        origin: Sums of the view's load.
+        in_node: bool[live devices, layers, experts], whether a live device of the same node holds the expert.
     """
-    load = view.load
-    if not np.array_equal(layers, np.arange(problem.shape[0])):
-        load = ExpertLoad(load.tokens[:, layers], load.variance[layers], load.activated[layers], load.num_steps)
-    found = score(load, table_of(view, packing), view.devices, view.prices)
-    num_experts, num_devices = problem.shape[1:3]
-    live = np.flatnonzero(view.devices.is_alive)
-    nodes, node_at = np.unique(view.devices.node_of[live], return_inverse=True)
-    in_node = np.zeros((len(nodes), problem.shape[0], num_experts), np.bool_)
-    device, layer, slot = np.nonzero(view.table.logical_of[live] != EMPTY)
-    in_node[node_at[device], layer, view.table.logical_of[live[device], layer, slot]] = True
-    every = np.arange(num_devices)[:, None]
-    row, device, slot = np.nonzero(problem.moved[layers[:, None, None], packing.expert, every])
-    is_near = in_node[node_at[device], layers[row], packing.expert[row, device, slot]]
-    _, node_s, far_s = (view.prices.expert_bytes / each for each in view.prices.move_bytes_per_s)
-    index, shape = row * num_devices + device, (len(layers), num_devices)
-    receives = np.bincount(index, minlength=shape[0] * shape[1]).reshape(shape)
-    receive_s = np.bincount(index, np.where(is_near, node_s, far_s), shape[0] * shape[1]).astype(float).reshape(shape)
-    return LayerPrices(found.compute_s, found.exchange_s, receives, receive_s)
+
+    view: PlaceView
+    problem: PlaceProblem
+    origin: TokenOrigins
+    in_node: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, view: PlaceView, problem: PlaceProblem, origin: TokenOrigins) -> Pricer:
+        """Make the pricer of a view."""
+        live = np.flatnonzero(view.devices.is_alive)
+        nodes, node_at = np.unique(view.devices.node_of[live], return_inverse=True)
+        in_node = np.zeros((len(nodes), *problem.shape[:2]), np.bool_)
+        device, layer, slot = np.nonzero(view.table.logical_of[live] != EMPTY)
+        in_node[node_at[device], layer, view.table.logical_of[live[device], layer, slot]] = True
+        return cls(view, problem, origin, in_node[node_at])
+
+    def price(self, packing: Packing, layers: NDArray[np.intp] | None = None) -> LayerPrices:
+        """Price placements.
+
+        Args:
+            packing: Placements, a layer each.
+            layers: int64[placements], the layer that each of them places; None means all layers in order.
+        """
+        view, load, origin = self.view, self.view.load, self.origin
+        if layers is None:
+            layers = np.arange(self.problem.shape[0])
+        else:
+            load = ExpertLoad(load.tokens[:, layers], load.variance[layers], load.activated[layers], load.num_steps)
+            origin = origin.of_layers(layers)
+        found = score(load, table_of(view, packing), view.devices, view.prices, origin)
+        num_devices = self.problem.shape[2]
+        every = np.arange(num_devices)[:, None]
+        row, device, slot = np.nonzero(self.problem.moved[layers[:, None, None], packing.expert, every])
+        is_near = self.in_node[device, layers[row], packing.expert[row, device, slot]]
+        _, node_s, far_s = (view.prices.expert_bytes / each for each in view.prices.move_bytes_per_s)
+        index, shape = row * num_devices + device, (len(layers), num_devices)
+        receives = np.bincount(index, minlength=shape[0] * shape[1]).reshape(shape)
+        seconds = np.where(is_near, node_s, far_s)
+        receive_s = np.bincount(index, seconds, shape[0] * shape[1]).astype(float).reshape(shape)
+        return LayerPrices(found.compute_s, found.exchange_s, receives, receive_s)
 
 
 def table_of(view: PlaceView, packing: Packing) -> ExpertTable:

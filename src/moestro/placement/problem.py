@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from moestro.core.expert_table import EMPTY
 from moestro.core.near_experts import OTHER_NODE
 from moestro.placement.registry import PlaceView
-from moestro.placement.traffic import Floats, origins_of
+from moestro.placement.traffic import Floats, TokenOrigins
 
 Experts = NDArray[np.int64]
 # Ways of rows are left out of the search if all experts at their nearest place saved less than this part of the work.
@@ -92,26 +92,16 @@ class PlaceProblem:
         return even
 
 
-def problem_of(view: PlaceView, risk: float) -> PlaceProblem:
+def problem_of(view: PlaceView, origin: TokenOrigins, risk: float) -> PlaceProblem:
     """State the view as a problem.
 
     Args:
+        origin: Sums of the view's load.
         risk: Standard deviations of an expert's tokens that are added to their mean.
     """
     load, devices, prices = view.load, view.devices, view.prices
     live = np.flatnonzero(devices.is_alive)
     num_layers, num_experts = load.variance.shape
-    origin = origins_of(load, devices)
-    row_s: Floats | None = None
-    if len(live) > 1 and len(set(prices.row_s)) > 1:
-        row_s = np.zeros((num_layers, num_experts + 1, len(live)))
-        own_s, node_s, far_s = (2 * each / len(live) for each in prices.row_s)
-        near = far_s * origin.total - (far_s - node_s) * origin.by_node  # [nodes, layers, experts]
-        row_s[:, :-1] = near.transpose(1, 2, 0)[:, :, origin.node_at[live]]
-        row_s[:, :-1] -= (node_s - own_s) * origin.by_device[live].transpose(1, 2, 0)
-        saved_s = (row_s.mean(axis=2) - row_s.min(axis=2)).sum(axis=1)
-        if (saved_s <= WORTH * prices.token_s * origin.total.sum(axis=1) / devices.speed[live].sum()).all():
-            row_s = None
     moved = np.ones((num_layers, num_experts + 1, len(live)), np.bool_)
     moved[:, -1] = False  # an empty slot receives nothing
     at, layer, slot = np.nonzero(view.table.logical_of[live] != EMPTY)
@@ -119,12 +109,42 @@ def problem_of(view: PlaceView, risk: float) -> PlaceProblem:
     num_slots = np.minimum(devices.num_slots[live], num_experts)
     far_move_s = prices.expert_bytes / prices.move_bytes_per_s[OTHER_NODE]
     return PlaceProblem(
-        token_s=prices.token_s * (origin.total + risk * np.sqrt(load.variance)),
+        token_s=prices.token_s * _hedged(origin.total, load.variance, risk),
         idle=1 - np.minimum(load.activated, 1.0),
         expert_s=prices.expert_s,
         speed=devices.speed[live],
         room=np.arange(view.table.logical_of.shape[2]) < num_slots[:, None],
-        row_s=row_s,
+        row_s=_ways_of_rows(view, origin, live),
         moved=moved,
         move_s=far_move_s / (len(live) * max(view.limits.horizon_steps, 1.0)),
     )
+
+
+def _ways_of_rows(view: PlaceView, origin: TokenOrigins, live: NDArray[np.intp]) -> Floats | None:
+    """Return `PlaceProblem.row_s`."""
+    prices = view.prices
+    if len(live) < 2 or len(set(prices.row_s)) < 2:
+        return None
+    own_s, node_s, far_s = (2 * each / len(live) for each in prices.row_s)
+    worth_s = WORTH * prices.token_s * origin.total.sum(axis=1) / view.devices.speed[live].sum()
+    by_node = origin.by_node[np.unique(origin.node_at[live])]
+    # What the mean is above the least cannot be more than this, which takes a fraction of the time.
+    most_s = abs(far_s - node_s) * np.ptp(by_node, axis=0).sum(axis=1)
+    most_s += abs(node_s - own_s) * np.ptp(origin.by_device[live], axis=0).sum(axis=1)
+    if (most_s <= worth_s).all():
+        return None
+    row_s = np.zeros((origin.total.shape[0], origin.total.shape[1] + 1, len(live)))
+    near = far_s * origin.total - (far_s - node_s) * origin.by_node  # [nodes, layers, experts]
+    row_s[:, :-1] = near.transpose(1, 2, 0)[:, :, origin.node_at[live]]
+    row_s[:, :-1] -= (node_s - own_s) * origin.by_device[live].transpose(1, 2, 0)
+    saved_s = (row_s.mean(axis=2) - row_s.min(axis=2)).sum(axis=1)
+    return None if (saved_s <= worth_s).all() else row_s
+
+
+def _hedged(total: Floats, variance: Floats, risk: float) -> Floats:
+    """Return float64[layers, experts], tokens with a part of their spread.
+
+    Spread of independent tokens (Poisson) does not count: it is alike in all steps, and the mean has it already.
+    """
+    hedged: Floats = total + risk * np.sqrt(np.maximum(variance - total, 0.0))
+    return hedged

@@ -8,17 +8,15 @@ from numpy.typing import NDArray
 from moestro.core.expert_table import EMPTY
 from moestro.placement.budget import Allowance
 from moestro.placement.copies import Packing, held_by, live_counts, normal_shares
-from moestro.placement.problem import TINY, Experts, PlaceProblem
+from moestro.placement.problem import Experts, PlaceProblem
 from moestro.placement.traffic import Floats
 
 # A layer keeps more copies as long as they raise its smallest possible load by no more than this; without a price of
 # reading weights they never do, and copies make loads divisible.
-COPIES_MAY_COST = 0.005
+COPIES_MAY_COST = 0.02
 NUM_GIVERS = (
     8  # experts that may spare a copy for a pair: 288 slots on 144 devices .898 with 4, .912 with 8, .913 with 16
 )
-HARM_POWER = 16  # of loads; 2, 4, 8 moved more in a sweep of deaths among 64 devices
-LAST_CHOICE = 1e6  # times the even load: above any load, so that other devices come first
 
 
 def copy_work(problem: PlaceProblem, counts: Experts) -> Floats:
@@ -118,59 +116,6 @@ def _heaviest_pair(work: Floats, counts: Experts, num_copies: int) -> tuple[Floa
     return sums.max(axis=1), pair
 
 
-def restore(problem: PlaceProblem, packing: Packing, allowance: Allowance) -> NDArray[np.intp]:
-    """Place every expert without a copy into an empty slot, or into that of an expert with further copies.
-
-    Coverage comes before limits: a device that may receive nothing more is the last choice, but a choice.
-
-    Returns:
-        Batches that changed.
-    """
-    num_experts = problem.shape[1]
-    changed = np.zeros(len(packing.expert), np.bool_)
-    while True:
-        counts = live_counts(packing.expert, num_experts)
-        batch = np.flatnonzero((counts == 0).any(axis=1))
-        if not len(batch):
-            return np.flatnonzero(changed)
-        changed[batch] = True
-        lost = np.where(counts[batch] == 0, problem.token_s[batch], -1.0).argmax(axis=1)
-        key = _harm(problem, packing, batch, problem.token_s[batch, lost])
-        key += LAST_CHOICE * (allowance.each < 1)[:, None]
-        slot = key.reshape(len(batch), -1).argmin(axis=1)
-        _put(problem, packing, batch, slot, lost, np.ones(len(batch)))
-        np.subtract.at(allowance.each, slot // key.shape[2], 1.0)
-        allowance.total -= len(batch)
-
-
-def _harm(problem: PlaceProblem, packing: Packing, batch: NDArray[np.intp], added_s: Floats) -> Floats:
-    """Return float64[batches, devices, slots]: how much heavier heavy devices become if an expert takes the slot.
-
-    The other copies of the expert in the slot take over its tokens, about evenly. The measure is the change of the sum
-    of a power of loads, which stands for the largest. A slot that is no place for it has infinity.
-
-    Args:
-        batch: Batches to look at.
-        added_s: float64[batches], seconds of the expert that comes.
-    """
-    num_experts, speed = problem.shape[1], problem.speed[:, None]
-    expert, work = packing.expert[batch], packing.work[batch]
-    unit = np.maximum(problem.even_load(work), TINY)[:, None, None]
-    is_used = expert != EMPTY
-    index = np.where(is_used, np.arange(len(batch))[:, None, None] * num_experts + expert, 0)
-    counts = np.bincount(index[is_used], minlength=len(batch) * num_experts)[index]
-    load = np.broadcast_to(problem.load(work)[:, :, None] / unit, work.shape)
-    now = load**HARM_POWER
-    taken = problem.token_s[batch[:, None, None], expert] / (np.maximum(counts * (counts - 1), 1) * unit * speed)
-    grown = np.where(is_used, (load + taken) ** HARM_POWER - now, 0.0)
-    others = np.bincount(index.ravel(), grown.ravel())[index] - grown
-    harm = (
-        (load + (added_s[:, None, None] - work) / (unit * speed)) ** HARM_POWER - now + np.where(is_used, others, 0.0)
-    )
-    harm[~np.where(is_used, counts > 1, problem.room)] = np.inf
-    return harm
-
-
 def add_copies(problem: PlaceProblem, packing: Packing, threshold: Floats, allowance: Allowance) -> None:
     """Give experts whose copies are too heavy one more, in an empty slot or that of an expert that can spare it.
 
@@ -205,10 +150,10 @@ def add_copies(problem: PlaceProblem, packing: Packing, threshold: Floats, allow
         if not ok.any():
             return
         share = 1.0 / counts[rows, hot]
-        _put(problem, packing, batch[ok], slot[ok], hot[ok], share[ok])
+        put_copies(problem, packing, batch[ok], slot[ok], hot[ok], share[ok])
 
 
-def _put(
+def put_copies(
     problem: PlaceProblem, packing: Packing, batch: NDArray[np.intp], slot: Experts, expert: Experts, share: Floats
 ) -> None:
     """Put experts into slots, numbered over all devices, and scale their shares with those of their other copies."""

@@ -63,14 +63,25 @@ class PlaceScore:
         return float(self.rows[OTHER_NODE] / self.rows.sum()) if self.rows.sum() else 0.0
 
 
-def score(load: ExpertLoad, table: ExpertTable, devices: Devices, prices: PlacePrices) -> PlaceScore:
+def score(
+    load: ExpertLoad,
+    table: ExpertTable,
+    devices: Devices,
+    prices: PlacePrices,
+    origin: TokenOrigins | None = None,
+) -> PlaceScore:
     """Price a placement.
 
     Balance counts live devices only. A copy is activated by each step in which one of its tokens comes: an expert that
     is idle in a fraction p of the steps leaves a copy with a share s of its tokens idle in a fraction p**s.
+
+    Args:
+        origin: Sums of the load by `origins_of`, for callers that price several placements; None means that they are
+            made here.
     """
     parts = table.slot_parts
-    origin = origins_of(load, devices)
+    if origin is None:
+        origin = origins_of(load, devices)
     where = (np.arange(parts.shape[1])[:, None], np.maximum(table.logical_of, 0))
     tokens = (origin.total[where] * parts).sum(axis=-1).T  # [layers, devices]
     idle = 1 - np.minimum(load.activated, 1.0)
@@ -113,12 +124,14 @@ def _answer_rows(load: ExpertLoad, devices: Devices, origin: TokenOrigins, where
     own = (load.tokens[np.arange(len(device))[:, None, None], layer, expert[device]] * parts[device]).sum(axis=-1)
     index = (origin.node_at[:, None, None] * num_layers + layer) * num_experts + expert
     in_nodes = np.bincount(index.ravel(), parts.ravel(), origin.by_node.size).reshape(origin.by_node.shape)
-    in_node = np.empty(load.tokens.shape[:2])
-    for node in range(len(in_nodes)):
-        sources = origin.node_at[device] == node
+    in_node = origin.by_source.copy()
+    for node in range(len(in_nodes) if len(in_nodes) > 1 else 0):
+        sources: NDArray[np.intp] | slice = np.flatnonzero(origin.node_at[device] == node)
+        if len(sources) and sources[-1] - sources[0] + 1 == len(sources):
+            sources = slice(int(sources[0]), int(sources[-1]) + 1)  # a view, where an index would copy all tokens
         in_node[sources] = np.einsum("sle,le->sl", load.tokens[sources], in_nodes[node])
-    total = np.einsum("sle,le->sl", load.tokens, in_nodes.sum(axis=0))
-    return np.stack([own, in_node - own, total - in_node])
+    # All shares of an expert sum to 1, so each source gets as many answers as it sent tokens.
+    return np.stack([own, in_node - own, origin.by_source - in_node])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

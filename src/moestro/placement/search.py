@@ -15,6 +15,7 @@ from moestro.placement.devices import PlaceLimits
 from moestro.placement.packing import pack
 from moestro.placement.problem import PlaceProblem
 from moestro.placement.replicas import add_copies, copy_counts, copy_work, suit_pairs
+from moestro.placement.restoring import recover
 from moestro.placement.sharing import share_out
 from moestro.placement.traffic import Floats
 
@@ -22,8 +23,9 @@ from moestro.placement.traffic import Floats
 HEAVY_COPY = 0.6
 # A copy may weigh this much more than with the best numbers of copies before one of them moves.
 HEAVIER_COPY = 1.05
-SHARE_STEPS = 8  # Newton steps from shares of another load; few more gain nothing (sweep, 58 x 256 on 64 devices)
+SHARE_STEPS = 3  # Newton steps from shares of another load; few more gain nothing (sweep, 58 x 256 on 64 devices)
 SHARE_STEPS_AGAIN = 3
+LEVELS = 4
 STAY = 0.1  # load that a new packing may cost a copy more, as a part of the copy, so that it stays where it is held
 SLOTS_A_TURN = 8  # devices with more slots take more turns, because each turn exchanges one of them
 NEAR = 8.0  # weight of the way of rows in a new packing; a sweep from 0 to 8 shortened ways at no loss of balance
@@ -55,6 +57,8 @@ def improve(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allow
     counts = copy_counts(problem)
     peak = copy_work(problem, counts).max(axis=1)
     add_copies(problem, packing, np.maximum(HEAVIER_COPY * peak, HEAVY_COPY * even * problem.speed.max()), allowance)
+    if limits.num_share_steps:
+        recover(problem, packing, least_load(problem, packing) / limits.target, allowance)
     level(problem, packing, limits, allowance)
     shorten(problem, packing, limits, allowance)
 
@@ -62,8 +66,12 @@ def improve(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allow
 def level(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
     """Exchange copies and divide tokens until devices are as equally loaded as the target asks."""
     goal = least_load(problem, packing) / limits.target
-    balance(problem, packing, goal, limits.num_rounds * _turns(problem), allowance)
-    share_out(problem, packing, goal, min(SHARE_STEPS_AGAIN, limits.num_share_steps))
+    num_rounds = limits.num_rounds * _turns(problem)
+    # Shares level what exchanges began: a few of them join devices with too much work to others with too little.
+    num_parts = LEVELS if limits.num_share_steps else 1
+    for _ in range(num_parts):
+        balance(problem, packing, goal, math.ceil(num_rounds / num_parts), allowance)
+        share_out(problem, packing, goal, min(SHARE_STEPS_AGAIN, limits.num_share_steps))
 
 
 def shorten(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:

@@ -7,16 +7,19 @@ So one linear system gives the shares that equalise all loads, where none become
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields, replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.expert_table import EMPTY
 from moestro.placement.copies import Packing, live_counts
-from moestro.placement.problem import TINY, PlaceProblem
+from moestro.placement.problem import TINY, Experts, PlaceProblem
 from moestro.placement.traffic import Floats
 
 RIDGE = 1e-4  # of the even load: joins devices that no expert joins, so that the system can be solved
 KEPT = 0.05  # part of a share that a step keeps at least, so that the share can grow again
+LEAST_STEP = 1e-4  # part of its largest load that a batch must gain by a step to take another one
 
 
 def share_out(problem: PlaceProblem, packing: Packing, target: Floats, num_steps: int) -> None:
@@ -30,65 +33,121 @@ def share_out(problem: PlaceProblem, packing: Packing, target: Floats, num_steps
     """
     best = problem.load(packing.work).max(axis=1)
     batch = np.flatnonzero(best > target)
-    if not len(batch):
+    if not len(batch) or not num_steps:
         return
-    layers, now = problem.only_work(batch), packing.of_layers(batch)
+    copies = _shared_copies(problem, packing, batch)
     for _ in range(num_steps):
-        share = _newton(layers, now)
-        now = packing_of_shares(layers, now, share)
-        largest = layers.load(now.work).max(axis=1)
-        better = largest < best[batch]
-        packing.put(batch[better], now.of_layers(np.flatnonzero(better)))
-        best[batch] = np.minimum(best[batch], largest)
-        left = np.flatnonzero(best[batch] > target[batch])
-        if not len(left):
+        copies = replace(copies, share=copies.stepped())
+        largest = copies.load().max(axis=1)
+        before = best[copies.batch]
+        better = largest < before
+        best[copies.batch] = np.minimum(before, largest)
+        copies.of_rows(better).put(packing)
+        left = (largest < before * (1 - LEAST_STEP)) & (largest > target[copies.batch])
+        if not left.any():
             return
-        if len(left) < len(batch):
-            batch, layers, now = batch[left], layers.only_work(left), now.of_layers(left)
+        if not left.all():
+            copies = copies.of_rows(left)
 
 
-def packing_of_shares(problem: PlaceProblem, packing: Packing, share: Floats) -> Packing:
-    """Return the same copies with other shares."""
-    return Packing(packing.expert, share, problem.work(packing.expert, share), packing.held)
+@dataclass(frozen=True, slots=True, eq=False)
+class _SharedCopies:
+    """Copies of the experts with several copies, in some batches. Arrays of copies have an entry for each one.
+
+    Attributes:
+        batch: int64[rows], numbers of the batches; a row is one of them.
+        fixed: float64[rows, devices], seconds of all other copies at speed 1.
+        speed: float64[devices].
+        expert_s: Seconds in which a device of speed 1 reads the weights of one activated expert.
+        row, device, slot: int64[copies], where each copy is.
+        which: int64[copies], its expert, numbered within the row.
+        token_s, idle: float64[copies], of its expert, as in the problem.
+        share: float64[copies].
+    """
+
+    batch: NDArray[np.intp]
+    fixed: Floats
+    speed: Floats
+    expert_s: float
+    row: Experts
+    device: Experts
+    slot: Experts
+    which: Experts
+    token_s: Floats
+    idle: Floats
+    share: Floats
+
+    def of_rows(self, is_kept: NDArray[np.bool_]) -> _SharedCopies:
+        """Return some rows."""
+        in_kept, number = is_kept[self.row], np.cumsum(is_kept) - 1
+        names = [each.name for each in fields(self)][4:]
+        copies = {name: getattr(self, name)[in_kept] for name in names}
+        copies["row"] = number[copies["row"]]
+        return replace(self, batch=self.batch[is_kept], fixed=self.fixed[is_kept], **copies)
+
+    def work(self) -> Floats:
+        """Return float64[copies], seconds of each copy at speed 1."""
+        work: Floats = self.token_s * self.share
+        if self.expert_s > 0:
+            work += np.where(self.share > 0, self.expert_s * (1 - self.idle**self.share), 0.0)
+        return work
+
+    def load(self) -> Floats:
+        """Return float64[rows, devices], seconds of each device."""
+        shape = self.fixed.shape
+        shared = np.bincount(self.row * shape[1] + self.device, self.work(), self.fixed.size).reshape(shape)
+        load: Floats = (self.fixed + shared) / self.speed
+        return load
+
+    def put(self, packing: Packing) -> None:
+        """Set the shares of these copies in a placement."""
+        where = (self.batch[self.row], self.device, self.slot)
+        packing.share[where], packing.work[where] = self.share, self.work()
+
+    def stepped(self) -> Floats:
+        """Return float64[copies], shares after one step that leaves some of each; those of an expert sum to 1."""
+        num_rows, num_devices = self.fixed.shape
+        load = self.load()
+        unit = np.maximum((load * self.speed).sum(axis=1) / self.speed.sum(), TINY)
+        weight = self.share * self.token_s / unit[self.row]
+        # In single precision, which takes half the time: the next step corrects what this one rounds.
+        num_experts = int(self.which.max(initial=0)) + 1
+        parts = np.zeros((num_rows, num_experts, num_devices), np.float32)
+        weighted = np.zeros_like(parts)
+        where = (self.row, self.which, self.device)
+        parts[where], weighted[where] = self.share, weight
+        graph = -(weighted.swapaxes(1, 2) @ parts)
+        every = np.arange(num_devices)
+        graph[:, every, every] += weighted.sum(axis=1) + np.float32(RIDGE)
+        excess = ((load / unit[:, None] - 1) * self.speed).astype(np.float32)
+        price = np.linalg.solve(graph, excess[..., None])
+        mean = (parts @ price)[..., 0]
+        drop = price[self.row, self.device, 0] - mean[self.row, self.which]
+        kept = self.share * np.maximum(1 - drop.astype(np.float64), KEPT)
+        index = self.row * num_experts + self.which
+        totals = np.bincount(index, kept, num_rows * num_experts)
+        share: Floats = kept / np.maximum(totals, TINY)[index]
+        return share
 
 
-def _newton(problem: PlaceProblem, packing: Packing) -> Floats:
-    """Return float64[batches, devices, slots], shares after one step."""
-    num_batches, num_experts, num_devices, _ = problem.shape
-    counts = live_counts(packing.expert, num_experts)
-    num_shared = int((counts > 1).sum(axis=1).max(initial=0))
-    if not num_shared:
-        return packing.share
-    shared = np.argsort(-counts, axis=1, kind="stable")[:, :num_shared]  # the others among them have one copy
-    place = np.full((num_batches, num_experts + 1), num_shared)
-    rows = np.arange(num_batches)[:, None]
-    place[rows, shared] = np.arange(num_shared)
-    place[:, EMPTY] = num_shared
-    # In single precision, which takes half the time: the next step corrects what this one rounds.
-    parts = np.zeros((num_batches, num_shared + 1, num_devices), np.float32)
-    row, device, _ = index = np.nonzero((packing.expert != EMPTY) & problem.room)
-    which = place[row, packing.expert[index]]
-    parts[row, which, device] = packing.share[index]
-    parts = parts[:, :-1]
-    load, even = problem.load(packing.work), problem.even_load(packing.work)
-    unit = np.maximum(even, TINY)[:, None]
-    weighted = parts * (problem.token_s[rows, shared] / unit).astype(np.float32)[:, :, None]
-    graph = -weighted.swapaxes(1, 2) @ parts
-    every = np.arange(num_devices)
-    graph[:, every, every] += weighted.sum(axis=1) + np.float32(RIDGE)
-    price = np.linalg.solve(graph, ((load / unit - 1) * problem.speed).astype(np.float32)[..., None])
-    drop = price.swapaxes(1, 2) - parts @ price  # [batches, shared, devices]
-    stepped = _stepped(parts, drop)
-    share = packing.share.copy()
-    is_shared = which < num_shared
-    index = tuple(each[is_shared] for each in index)
-    share[index] = stepped[row[is_shared], which[is_shared], device[is_shared]]
-    return share
-
-
-def _stepped(parts: NDArray[np.float32], drop: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Return float32[batches, experts, devices], parts after a step that leaves some of each and sums to 1."""
-    kept = parts * np.maximum(1 - drop, KEPT)
-    kept /= np.maximum(kept.sum(axis=-1, keepdims=True), np.finfo(np.float32).tiny)
-    scaled: NDArray[np.float32] = kept.astype(np.float32, copy=False)
-    return scaled
+def _shared_copies(problem: PlaceProblem, packing: Packing, batch: NDArray[np.intp]) -> _SharedCopies:
+    """Find the copies of experts with several ones in some batches."""
+    num_experts, num_devices = problem.shape[1:3]
+    expert, work = packing.expert[batch], packing.work[batch]
+    is_shared = np.append(live_counts(expert, num_experts) > 1, np.zeros((len(batch), 1), np.bool_), axis=1)
+    of_slot = is_shared[np.arange(len(batch))[:, None, None], expert] & (expert != EMPTY)
+    row, device, slot = np.nonzero(of_slot)
+    what = expert[row, device, slot]
+    return _SharedCopies(
+        batch,
+        np.where(of_slot, 0.0, work).sum(axis=2),
+        problem.speed,
+        problem.expert_s,
+        row,
+        device,
+        slot,
+        (np.cumsum(is_shared, axis=1) - 1)[row, what],
+        problem.token_s[batch[row], what],
+        problem.idle[batch[row], what],
+        packing.share[batch[row], device, slot],
+    )

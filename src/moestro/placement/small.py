@@ -15,20 +15,18 @@ from moestro.placement.budget import allowance_of
 from moestro.placement.copies import Packing, even_shares, held_by, live_counts, packing_of
 from moestro.placement.devices import PlaceLimits
 from moestro.placement.packing import pack
-from moestro.placement.pricing import price
+from moestro.placement.pricing import Pricer
 from moestro.placement.problem import Experts, PlaceProblem
-from moestro.placement.registry import PlaceView
 from moestro.placement.replicas import copy_counts, suit_pairs
 from moestro.placement.search import NEAR, STAY, SearchLimits, least_load, level, shorten
 from moestro.placement.sharing import share_out
 from moestro.placement.traffic import Floats
 
 SMALL = 2048  # slots of all layers up to which a problem gets several starts
-MOST_STARTS = 64
+MOST_STARTS = 128
 TINY_SLOTS = 24  # slots of a layer up to which all neighbours of a placement are priced
 NUM_CLIMBERS = 12  # best starts of a layer from which neighbours are tried
 MOST_CLIMBS = 12
-TOO_SLOW = 1e3  # above any seconds of rows or moves, so that what exceeds the slack comes last
 
 
 def is_small(problem: PlaceProblem) -> bool:
@@ -42,12 +40,12 @@ class SmallSearch:
     """A search of all layers of a small problem.
 
     Attributes:
-        view, problem: What is placed.
+        pricer, problem: What is placed, and what it costs.
         limits: How far the search goes.
         move_weight: Steps' seconds that a second of moving counts.
     """
 
-    view: PlaceView
+    pricer: Pricer
     problem: PlaceProblem
     limits: SearchLimits
     move_weight: float
@@ -59,9 +57,8 @@ class SmallSearch:
         layers = np.tile(np.arange(num_layers), num_starts)
         expert = np.concatenate([self._starts(layers), present.expert])
         layers = np.append(layers, np.arange(num_layers))
-        least_s = np.full(num_layers, np.inf)
         if self.problem.room.size <= TINY_SLOTS:
-            climbed, of_climbed = self._climb(expert, layers, least_s)
+            climbed, of_climbed = self._climb(expert, layers)
             expert, layers = np.concatenate([expert, climbed]), np.append(layers, of_climbed)
         packing = packing_of(self.problem.of_layers(layers), expert, even_shares(expert, self.problem.shape[1]))
         if self.limits.num_share_steps:
@@ -70,7 +67,7 @@ class SmallSearch:
             share_out(wide, shared, least_load(wide, shared) / self.limits.target, self.limits.num_share_steps)
             packing = _joined(packing, shared)
             layers = np.tile(layers, 2)
-        cost = self._cost(packing, layers, least_s)
+        cost = self._cost(packing, layers)
         order = np.lexsort((cost, layers))
         first = order[np.searchsorted(layers[order], np.arange(num_layers))]
         return packing.of_layers(first)
@@ -100,20 +97,13 @@ class SmallSearch:
         expert[rows] = packing.expert
         return expert
 
-    def _cost(self, packing: Packing, layers: NDArray[np.intp], least_s: Floats) -> Floats:
-        """Return float64[placements], seconds per step and of the move; far more where work is above the slack.
-
-        Args:
-            least_s: float64[layers], least seconds of work that were found; lowered in place.
-        """
-        prices = price(self.view, self.problem, packing, layers)
-        np.minimum.at(least_s, layers, prices.compute_s)
+    def _cost(self, packing: Packing, layers: NDArray[np.intp]) -> Floats:
+        """Return float64[placements], seconds per step and of the move."""
+        prices = self.pricer.price(packing, layers)
         cost: Floats = prices.step_s + self.move_weight * prices.receive_s.max(axis=1)
-        is_above = prices.compute_s > least_s[layers] * (1 + self.limits.slack) * (1 + 1e-9)
-        cost[is_above] += prices.compute_s[is_above] * TOO_SLOW
         return cost
 
-    def _climb(self, expert: Experts, layers: NDArray[np.intp], least_s: Floats) -> tuple[Experts, NDArray[np.intp]]:
+    def _climb(self, expert: Experts, layers: NDArray[np.intp]) -> tuple[Experts, NDArray[np.intp]]:
         """Move the best placements of each layer to their best neighbours until none is better."""
         num_experts = self.problem.shape[1]
         best = np.full(self.problem.shape[0], np.inf)
@@ -122,7 +112,7 @@ class SmallSearch:
             _, index = np.unique(_keys(expert, layers), axis=0, return_index=True)
             expert, layers = expert[index], layers[index]
             packing = packing_of(self.problem.of_layers(layers), expert, even_shares(expert, num_experts))
-            cost = self._cost(packing, layers, least_s)
+            cost = self._cost(packing, layers)
             order = np.lexsort((cost, layers))
             place = np.arange(len(order)) - np.searchsorted(layers[order], layers[order])
             expert, layers, first = expert[order], layers[order], cost[order][place == 0]

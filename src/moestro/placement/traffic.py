@@ -25,13 +25,25 @@ class TokenOrigins:
         total: float64[layers, experts], tokens of all sources.
         by_node: float64[nodes, layers, experts], tokens of the sources in each node; nodes in ascending order.
         by_device: float64[devices, layers, experts], tokens of the sources on each device.
+        by_source: float64[sources, layers], tokens of each source.
         node_at: int64[devices], index into `by_node` of each device.
     """
 
     total: Floats
     by_node: Floats
     by_device: Floats
+    by_source: Floats
     node_at: NDArray[np.int64]
+
+    def of_layers(self, layers: NDArray[np.integer]) -> TokenOrigins:
+        """Return the tokens of some layers; one that is named twice comes twice."""
+        return TokenOrigins(
+            self.total[layers],
+            self.by_node[:, layers],
+            self.by_device[:, layers],
+            self.by_source[:, layers],
+            self.node_at,
+        )
 
     def seconds(self, row_s: tuple[float, float, float], device: NDArray[np.int64], where: Where) -> Floats:
         """Seconds of the rows of some experts, if each one had a single copy, one way.
@@ -61,7 +73,7 @@ def origins_of(load: ExpertLoad, devices: Devices) -> TokenOrigins:
     else:
         by_device = _summed(load.tokens, devices.source_on, devices.num_devices)
     by_node = _summed(load.tokens, node_at[devices.source_on], len(nodes))
-    return TokenOrigins(by_node.sum(axis=0), by_node, by_device, node_at)
+    return TokenOrigins(by_node.sum(axis=0), by_node, by_device, load.tokens.sum(axis=2), node_at)
 
 
 def _summed(tokens: Floats, place: NDArray[np.integer], num_places: int) -> Floats:

@@ -11,16 +11,17 @@ from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.errors import ConfigError
 from moestro.placement.budget import Allowance, LayerOffers, allowance_of, layers_that_pay
 from moestro.placement.copies import Packing, even_shares, in_old_slots, normal_shares, packing_of
-from moestro.placement.pricing import LayerPrices, price, table_of
+from moestro.placement.pricing import LayerPrices, Pricer, table_of
 from moestro.placement.problem import TINY, PlaceProblem, problem_of
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
-from moestro.placement.replicas import restore
+from moestro.placement.restoring import recover, restore
+from moestro.placement.sharing import share_out
 from moestro.placement.search import SHARE_STEPS, SearchLimits, improve, is_level, start_anew
 from moestro.placement.small import SmallSearch, is_small
-from moestro.placement.traffic import Floats
+from moestro.placement.traffic import Floats, origins_of
 
 # After a death, service comes before the last percent: fewer copies move, and the next change levels the rest.
-URGENT_TARGET, URGENT_STEPS = 0.942, 5
+URGENT_TARGET = 0.955
 # A layer with a lower mean load over largest load is only placed anew: exchanges would move as much and take longer.
 FAR_OFF = 0.55
 # A layer that misses the target by more is also placed anew; for less, it would move most of its copies.
@@ -82,7 +83,8 @@ class MoestroPlacement:
         Raises:
             ValueError: The live devices have fewer slots than there are experts.
         """
-        problem = problem_of(view, self.risk)
+        origin = origins_of(view.load, view.devices)
+        problem = problem_of(view, origin, self.risk)
         if int(problem.room.sum()) < problem.shape[1]:
             raise ValueError(
                 f"{problem.shape[1]} experts do not fit into the {int(problem.room.sum())} slots of the live devices"
@@ -91,14 +93,9 @@ class MoestroPlacement:
         base = _present(view, problem)
         restored = restore(problem, base, allowance)
         limits = SearchLimits(self.target, self.slack, self.rounds, self.turns, SHARE_STEPS if self.weighted else 0)
-        plan = _Plan(view, problem, base, self.hysteresis)
+        plan = _Plan(view, problem, base, self.hysteresis, Pricer.of(view, problem, origin))
         if len(restored):
-            urgent = replace(
-                limits,
-                target=min(self.target, URGENT_TARGET),
-                num_share_steps=min(URGENT_STEPS, limits.num_share_steps),
-                num_turns=0,
-            )
+            urgent = replace(limits, target=min(self.target, URGENT_TARGET), num_turns=0)
             return plan.urgent(urgent, allowance, restored)
         return plan.best(limits, allowance)
 
@@ -123,18 +120,29 @@ class _Plan:
         view, problem: What is planned.
         base: The present placement, with all experts covered; what is not changed stays so.
         hysteresis: Part by which savings must exceed the seconds of the move.
+        pricer: What placements cost.
     """
 
     view: PlaceView
     problem: PlaceProblem
     base: Packing
     hysteresis: float
+    pricer: Pricer
 
     def urgent(self, limits: SearchLimits, allowance: Allowance, restored: NDArray[np.intp]) -> ExpertTable:
         """Return the base, leveled by few moves where that makes the slowest device faster; no gate, for it is due."""
         before = self.problem.load(self.base.work).max(axis=1)
         layers = self._layers_to_change(restored)
-        plan = self._improved(layers, limits, allowance)
+        if limits.num_share_steps:
+            plan = self._all_layers(self.base)
+            recovered = self.base.of_layers(layers)
+            some = self.problem.of_layers(layers)
+            goal = some.even_load(recovered.work) / limits.target
+            share_out(some, recovered, goal, 1)
+            recover(some, recovered, goal, allowance)
+            plan.put(layers, recovered)
+        else:
+            plan = self._improved(layers, limits, allowance)
         better = np.flatnonzero(self.problem.load(plan.work).max(axis=1) < before)
         self.base.put(better, plan.of_layers(better))
         return table_of(self.view, self.base)
@@ -142,16 +150,16 @@ class _Plan:
     def best(self, limits: SearchLimits, allowance: Allowance) -> ExpertTable:
         """Return the best table within the limits."""
         left = Allowance(allowance.total, allowance.each.copy())
-        base, layers = self._priced(self.base), self._layers_to_change(np.zeros(0, np.intp))
+        base, layers = self.pricer.price(self.base), self._layers_to_change(np.zeros(0, np.intp))
         near = layers if allowance.is_limited else layers[is_level(self.problem, self.base, FAR_OFF)[layers]]
         plan = self._improved(near, limits, allowance)
         offers = self._offers(plan, base)
         chosen, net = self._pay(offers, left)
-        missed = layers[~is_level(self.problem, plan, limits.target - MISSED_BY)[layers]]
+        missed = self._worth_anew(plan, layers[~is_level(self.problem, plan, limits.target - MISSED_BY)[layers]], left)
         anew: Packing | None = None
         if is_small(self.problem):
             weight = (1 + self.hysteresis) / max(self.view.limits.horizon_steps, TINY)
-            anew = SmallSearch(self.view, self.problem, limits, weight).best(self.base)
+            anew = SmallSearch(self.pricer, self.problem, limits, weight).best(self.base)
             missed = layers
         elif len(missed):
             anew = self._all_layers(self.base)
@@ -193,6 +201,15 @@ class _Plan:
         """Return a copy."""
         return packing.of_layers(np.arange(self.problem.shape[0]))
 
+    def _worth_anew(self, plan: Packing, layers: NDArray[np.intp], left: Allowance) -> NDArray[np.intp]:
+        """Return the least level of some layers, as many as may receive all of their copies."""
+        most = left.total / max(int(self.problem.room.sum()), 1)
+        if most >= len(layers):
+            return layers
+        work = plan.work[layers]
+        excess = self.problem.load(work).max(axis=1) / np.maximum(self.problem.even_load(work), TINY)
+        return np.sort(layers[np.argsort(-excess, kind="stable")[: int(most)]])
+
     def _layers_to_change(self, changed: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return the layers that may change: those that did already, then those with the most to gain."""
         num_layers = self.problem.shape[0]
@@ -217,13 +234,10 @@ class _Plan:
 
     def _offers(self, packing: Packing, base: LayerPrices) -> LayerOffers:
         """Price a placement against the base, layer by layer."""
-        prices = self._priced(packing)
         differs = (packing.expert != self.base.expert).any(axis=(1, 2)) | (packing.share != self.base.share).any(
             axis=(1, 2)
         )
+        prices = self.pricer.price(packing) if differs.any() else base
         saved_s = base.step_s - prices.step_s
         saved_s[np.abs(saved_s) <= ROUNDING * base.step_s] = 0.0
         return LayerOffers(saved_s, prices.receives - base.receives, prices.receive_s - base.receive_s, differs)
-
-    def _priced(self, packing: Packing) -> LayerPrices:
-        return price(self.view, self.problem, packing, np.arange(self.problem.shape[0]))
