@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -75,7 +75,7 @@ class Hop(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     num_taken: int = 0
 
 
-class HopMessage(NamedTuple):
+class HopMessage(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A message between workers.
 
     Attributes:

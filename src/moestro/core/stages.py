@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,8 +48,7 @@ class StageShape:
         return len(self.is_sparse)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Merges:
+class Merges(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Tokens of an item whose experts' contributions are added before the item begins.
 
     Contributions are added in ascending logical expert id in float32 (float64 in float64). A token's new place may be
@@ -65,8 +65,7 @@ class Merges:
         return len(self.rows)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Attention:
+class Attention(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Item: a layer up to and including its gate, for whole units.
 
     In layer 0 the embedding comes first. The layer before is completed first for tokens that have contributions of its
@@ -86,8 +85,7 @@ class Attention:
     merges: Merges
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Experts:
+class Experts(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Item: expert batches of one layer, one after another.
 
     Attributes:
@@ -105,8 +103,7 @@ class Experts:
     choices: Int32s
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Passage:
+class Passage(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Item: all stages of several layers for the same units, as fast as a forward pass, but it can be withdrawn.
 
     Attributes:
@@ -126,8 +123,7 @@ class Passage:
     merges: Merges
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sample:
+class Sample(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Item: the stage after the last layer, with logits, next tokens and log probabilities.
 
     Attributes:
@@ -141,8 +137,7 @@ class Sample:
     merges: Merges
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Merge:
+class Merge(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Item: the end of a layer alone, which frees the places of units that wait for the next attention.
 
     Attributes:
@@ -157,8 +152,7 @@ class Merge:
 StageItem = Attention | Experts | Merge | Passage | Sample
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionDone:
+class AttentionDone(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Result of an `Attention`.
 
     Attributes:
@@ -168,8 +162,7 @@ class AttentionDone:
     topk_ids: Int32s | None
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsDone:
+class ExpertsDone(msgspec.Struct, frozen=True, gc=False):
     """Result of an `Experts`.
 
     Attributes:
@@ -179,13 +172,11 @@ class ExpertsDone:
     num_batches: int
 
 
-@dataclass(frozen=True, slots=True)
-class Merged:
+class Merged(msgspec.Struct, frozen=True, gc=False):
     """Result of a `Merge`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Stopped:
+class Stopped(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Result of a `Passage` that stopped where it should, or was withdrawn.
 
     Attributes:

@@ -204,8 +204,7 @@ EVERY_EXPERT = -1  # group of a `Run`: all expert queues of the layer, one batch
 NOBODY_WAITS_NS = np.iinfo(np.int64).max
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class QueueTable:
+class QueueTable(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Micro-queues of one device: waiting tokens by class, layer and group.
 
     A group is the attention (`ATTENTION`) or a physical expert (its id plus 1). Layer `num_layers` has the sampler as
@@ -236,8 +235,7 @@ class QueueTable:
     num_prefill_tokens: NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(msgspec.Struct, frozen=True, gc=False):
     """Answer of a step policy: run this micro-queue next.
 
     Attributes:

@@ -109,8 +109,7 @@ class AttentionQueues:
             if num_tokens > len(ids):
                 columns.num_prefill_tokens[service_class, layer] += sizes.sum(where=sizes > 1)
         self._num_without_place[service_class, layer] += self._pool.num_lacking_places(ids).sum()
-        oldest_ns = min(int(columns.oldest_ns[at]), now_ns)
-        columns.set_queue(at, int(columns.n[at]) + num_tokens, oldest_ns)
+        columns.add_to_queue(at, num_tokens, now_ns)
 
     def take(self, run: Run) -> Int64s:
         """Take units for which there are rows, and places where the layer wants them: the first classes first.

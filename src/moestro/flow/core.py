@@ -394,11 +394,11 @@ class FlowCore:
         self._pool.queued_ns[launched.ids] = now_ns
         if self._dispatcher is None:
             self._pool.expect(launched.ids, places, layer, topk_ids, _ALONE)
-            self._queues.experts.add(self._pool, layer, all_pairs(places, topk_ids))
+            self._queues.experts.add(self._pool, layer, all_pairs(places, topk_ids), now_ns)
             return
         self._dispatcher.set_own_backlog(self._queues.num_pairs)
         own, sends = self._dispatcher.dispatch(layer, launched.ids, places, topk_ids)
-        self._queues.experts.add(self._pool, layer, own)
+        self._queues.experts.add(self._pool, layer, own, now_ns)
         commands += sends
 
     def _arrive(self, layer: int, places: Int32s, choices: Int32s, now_ns: int) -> None:
@@ -423,6 +423,8 @@ class FlowCore:
 
     def _split(self, pairs: Pairs) -> tuple[Pairs, Pairs]:
         """Tell pairs of own tokens from those of guests."""
+        if self.shape.num_places == 0:
+            return NO_PAIRS, pairs
         is_own = pairs.places < self.shape.num_places
         num_own = np.count_nonzero(is_own)
         if num_own == len(is_own):

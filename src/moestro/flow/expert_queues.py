@@ -75,25 +75,33 @@ class ExpertQueues:
         self._nobody_waits_ns: Int64s = np.full(num_slots, NOBODY_WAITS_NS, np.int64)
         self._segments: list[list[Segment]] = [[] for _ in range(num_layers + 1)]
 
-    def add(self, holder: PlaceTable, layer: int, pairs: Pairs) -> None:
-        """Pairs wait from now on, since the time that `holder` knows."""
+    def add(self, holder: PlaceTable, layer: int, pairs: Pairs, since_ns: int | None = None) -> None:
+        """Let pairs wait.
+
+        Args:
+            holder: knows since when each of them waits.
+            since_ns: that time, where it is the same for all; it saves looking it up.
+        """
         if not len(pairs.places):
             return
         if not holder.num_best_effort:
-            self._add_segment(holder, layer, LS, pairs)
+            self._add_segment(holder, (LS, layer), pairs, since_ns)
             return
         is_best_effort = holder.classes_at(pairs.places) == BE
         for service_class, is_own in ((LS, ~is_best_effort), (BE, is_best_effort)):
             index = is_own.nonzero()[0]
             if len(index):
-                self._add_segment(holder, layer, service_class, pairs.at(index))
+                self._add_segment(holder, (service_class, layer), pairs.at(index), since_ns)
 
-    def _add_segment(self, holder: PlaceTable, layer: int, service_class: int, pairs: Pairs) -> None:
-        places, choices = pairs.places, pairs.choices
+    def _add_segment(self, holder: PlaceTable, queue: tuple[int, int], pairs: Pairs, since_ns: int | None) -> None:
+        """Add pairs of one class to the `queue` (class, layer)."""
+        places, choices, (service_class, layer) = pairs.places, pairs.choices, queue
         if self._num_slots == 1:  # nothing to sort, and nothing to count
-            sizes = np.array([len(places)])
-            segment = Segment(holder, service_class, places, choices, np.zeros(1, np.int64), sizes, len(places))
-            oldest_ns = holder.queued_ns_at(places).min(keepdims=True)
+            begin, end = np.zeros(1, np.int64), np.array([len(places)])
+            segment = Segment(holder, service_class, places, choices, begin, end, len(places))
+            if since_ns is None:
+                since_ns = int(np.minimum.reduce(holder.queued_ns_at(places)))
+            self._columns.add_to_queue((service_class, layer, 1), len(places), since_ns)
         else:
             sizes = np.bincount(pairs.slots, minlength=self._num_slots)
             # NumPy sorts numbers of 16 bits by their digits, three times as fast as wider ones.
@@ -101,9 +109,12 @@ class ExpertQueues:
             places, choices = places.take(order), choices.take(order)
             segment = _segment(holder, service_class, places, choices, sizes)
             some, oldest_ns = sizes.nonzero()[0], self._nobody_waits_ns.copy()
-            oldest_ns[some] = np.minimum.reduceat(holder.queued_ns_at(places), segment.begin[some])
+            if since_ns is None:
+                oldest_ns[some] = np.minimum.reduceat(holder.queued_ns_at(places), segment.begin[some])
+            else:
+                oldest_ns[some] = since_ns
+            self._columns.add_pairs(service_class, layer, sizes, oldest_ns)
         self._segments[layer].append(segment)
-        self._columns.add_pairs(service_class, layer, sizes, oldest_ns)
         if len(self._segments[layer]) > _MANY_SEGMENTS:
             self._join_segments(layer)
 
@@ -125,8 +136,11 @@ class ExpertQueues:
         """Take pairs of one slot, the first classes first."""
         places, choices, left = [], [], max_rows
         for service_class in classes:
-            if not self._columns.n[service_class, layer, 1 + slot]:
+            at = (service_class, layer, 1 + slot)
+            num_waiting = int(self._columns.n[at])
+            if not num_waiting:
                 continue
+            takes_all = num_waiting <= left
             for segment in self._of_class(layer, service_class):
                 begin = int(segment.begin[slot])
                 end = min(int(segment.end[slot]), begin + left)
@@ -136,7 +150,11 @@ class ExpertQueues:
                     segment.begin[slot] = end
                     segment.num_waiting -= end - begin
                     left -= end - begin
-            self._recount(service_class, layer, slot)
+            if takes_all:
+                self._columns.set_queue(at, 0, NOBODY_WAITS_NS)
+                self._leave_out_empty(layer)
+            else:
+                self._recount(service_class, layer, slot)
         num_taken = max_rows - left
         return Batches(
             np.array([slot] if num_taken else [], np.int32),
@@ -205,6 +223,9 @@ class ExpertQueues:
                 left += end - begin
                 oldest_ns = min(oldest_ns, int(segment.holder.queued_ns_at(segment.places[begin:end]).min()))
         self._columns.set_queue((service_class, layer, 1 + slot), left, oldest_ns)
+        self._leave_out_empty(layer)
+
+    def _leave_out_empty(self, layer: int) -> None:
         self._segments[layer] = [segment for segment in self._segments[layer] if segment.num_waiting]
 
 

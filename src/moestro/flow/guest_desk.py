@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from moestro.core.hops import REPLY, Hop, HopMessage
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.events import Send, Store
-from moestro.flow.guests import GuestArrival, Guests, Pairs
+from moestro.flow.guests import Guests, Pairs
 from moestro.flow.micro_queues import MicroQueues
 
 _NO_GUESTS = np.empty(0, np.int32)
@@ -62,11 +62,10 @@ class GuestDesk:
         """
         if not self._lobby:
             return []
-        num_free, arrived = self._guests.num_free, list[GuestArrival]()
-        while self._lobby and self._lobby[0][0].hop.num_rows <= num_free:
-            message, at_ns = self._lobby.popleft()
-            num_free -= message.hop.num_rows
-            arrived.append(GuestArrival(message, at_ns))
+        num_free, arrived = self._guests.num_free, list[tuple[HopMessage, int]]()
+        while self._lobby and (num_rows := self._lobby[0][0].hop.num_rows) <= num_free:
+            arrived.append(self._lobby.popleft())
+            num_free -= num_rows
         if not arrived:
             return []
         places, pairs = self._guests.admit(take_entries(len(arrived)), arrived)
@@ -84,16 +83,17 @@ class GuestDesk:
         self._queues.experts.add(self._guests, layer, pairs.at(is_wanted.nonzero()[0]))
         self._guests.drop(pairs.places[~is_wanted])
 
-    def _queue(self, arrived: list[GuestArrival], pairs: Pairs) -> None:
+    def _queue(self, arrived: list[tuple[HopMessage, int]], pairs: Pairs) -> None:
         """Put pairs into the queues of their layers, those of one layer together."""
-        layers = [message.hop.layer for message, _ in arrived]
+        layers, since_ns = [message.hop.layer for message, _ in arrived], [at_ns for _, at_ns in arrived]
+        all_since_ns = since_ns[0] if since_ns.count(since_ns[0]) == len(since_ns) else None
         if layers.count(layers[0]) == len(layers):
-            self._queues.experts.add(self._guests, layers[0], pairs)
+            self._queues.experts.add(self._guests, layers[0], pairs, all_since_ns)
             return
         layer_of = np.array(layers).repeat([len(message.records) for message, _ in arrived])
         for layer in sorted(set(layers)):
             index = (layer_of == layer).nonzero()[0]
-            self._queues.experts.add(self._guests, layer, pairs.at(index))
+            self._queues.experts.add(self._guests, layer, pairs.at(index), all_since_ns)
 
     def reply(self, layer: int, pairs: Pairs) -> list[Send]:
         """Send the contributions of computed pairs of guests to their homes."""

@@ -6,8 +6,8 @@ An expert worker keeps nothing else: what it loses, the home sends again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,10 +18,11 @@ from moestro.errors import InvariantError
 
 Int64s = NDArray[np.int64]
 
-_NOBODY, _GIVEN_UP = -1, -2
+_GIVEN_UP = -1  # home of a guest
+_RECORD_BYTES = np.dtype((np.void, HOP_RECORD.itemsize))
 
 
-class Pairs(NamedTuple):
+class Pairs(msgspec.Struct, frozen=True, eq=False, gc=False):
     """(token, choice) pairs of one layer.
 
     Attributes:
@@ -56,17 +57,10 @@ def all_pairs(places: Int32s, topk_ids: Int32s, wanted: NDArray[np.bool_] | None
     num_chosen = topk_ids.shape[1]
     choices = np.tile(np.arange(num_chosen, dtype=np.int32), len(places))
     pairs = Pairs(np.repeat(places, num_chosen), choices, topk_ids.reshape(-1))
-    return pairs if wanted is None else Pairs(*(each[wanted.reshape(-1)] for each in pairs))
+    return pairs if wanted is None else pairs.at(wanted.reshape(-1).nonzero()[0])
 
 
-class GuestArrival(NamedTuple):
-    """A dispatch, and the time at which it arrived."""
-
-    message: HopMessage
-    at_ns: int
-
-
-class GuestReply(NamedTuple):
+class GuestReply(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What goes back to one home.
 
     Attributes:
@@ -102,10 +96,10 @@ class Guests:
 
     def __init__(self, first: int, num_guests: int, num_workers: int) -> None:
         num_places = first + num_guests
-        # Home of each guest; _NOBODY at a free place, and _GIVEN_UP if the home does not wait for the guest any more.
-        self._home: NDArray[np.int16] = np.full(num_places, _NOBODY, np.int16)
-        self._home_place: Int32s = np.zeros(num_places, np.int32)
-        self._generation: NDArray[np.uint32] = np.zeros(num_places, np.uint32)
+        # Home of each guest; _GIVEN_UP if it does not wait for the guest any more. Free places have any.
+        self._home: NDArray[np.int16] = np.zeros(num_places, np.int16)
+        # The first record of each guest: bytes for NumPy, which copies fields one by one.
+        self._record: NDArray[np.void] = np.zeros(num_places, _RECORD_BYTES)
         self._service_class: NDArray[np.uint8] = np.zeros(num_places, np.uint8)
         self._entry: Int64s = np.zeros(num_places, np.int64)
         self._queued_ns: Int64s = np.zeros(num_places, np.int64)
@@ -113,19 +107,20 @@ class Guests:
         # Pairs of each guest beyond the first that are not done, and their sum.
         self._more_pairs: Int32s = np.zeros(num_places, np.int32)
         self._num_more = 0
-        self._free: Int64s = np.arange(first, num_places)  # the last `num_free` of them
+        self._is_free: NDArray[np.bool_] = np.arange(num_places) >= first
+        self._first = self._next = first  # `_next`: the place after the one that was given out last
         self.num_free = num_guests
         self.num_passed = self.num_best_effort = self._num_given_up = 0
         # By home: the present epoch, and the credits that go back with the next reply.
         self._epoch_of = [0] * num_workers
         self._credits = [0] * num_workers
 
-    def admit(self, entry: int, arrived: Sequence[GuestArrival]) -> tuple[Int32s, Pairs]:
+    def admit(self, entry: int, arrived: Sequence[tuple[HopMessage, int]]) -> tuple[Int32s, Pairs]:
         """Take in the tokens of dispatches.
 
         Args:
             entry: number of the first of these entries, larger than all before.
-            arrived: dispatches, each of whose records are ordered by row.
+            arrived: dispatches, each of whose records are ordered by row, and when each arrived.
 
         Returns:
             int32[rows], the place of each row of the dispatches' tensors end to end, and the pairs in the order of the
@@ -136,37 +131,48 @@ class Guests:
         """
         records = join_records([message.records for message, _ in arrived])
         sizes = [message.hop.num_rows for message, _ in arrived]
-        guests = self._take_places(sum(sizes))
-        index = _dispatch_of_rows(sizes)
-        self._home[guests] = _each([message.hop.src for message, _ in arrived], index)
-        self._queued_ns[guests] = _each([at_ns for _, at_ns in arrived], index)
-        self._entry[guests] = index + entry
-        places = guests.astype(np.int32)
+        guests, places = self._take_places(sum(sizes))
+        repeats = np.array(sizes)
+        self._home[guests] = _each([message.hop.src for message, _ in arrived], repeats)
+        self._queued_ns[guests] = _each([at_ns for _, at_ns in arrived], repeats)
+        self._entry[guests] = _each(range(entry, entry + len(arrived)), repeats)
         choices, slots = records["choice"].astype(np.int32), records["slot"].astype(np.int32)
         num_records = [len(message.records) for message, _ in arrived]
         if num_records == sizes:  # no token has two experts here
             self._enter(guests, records)
             return places, Pairs(places, choices, slots)
-        row = records["row"] + _each((np.cumsum(sizes) - sizes).tolist(), _dispatch_of_rows(num_records))
-        num_pairs = np.bincount(row, minlength=len(guests))
-        if len(num_pairs) != len(guests) or not num_pairs.all():
-            raise InvariantError(f"dispatches of {len(guests)} rows have records of {np.count_nonzero(num_pairs)} rows")
+        row = records["row"] + _each((repeats.cumsum() - repeats).tolist(), np.array(num_records))
+        num_pairs = np.bincount(row, minlength=len(places))
+        if len(num_pairs) != len(places) or not num_pairs.all():
+            raise InvariantError(f"dispatches of {len(places)} rows have records of {np.count_nonzero(num_pairs)} rows")
         self._enter(guests, records.take(num_pairs.cumsum() - num_pairs))
         self._more_pairs[guests] = num_pairs - 1
-        self._num_more += len(records) - len(guests)
+        self._num_more += len(records) - len(places)
         return places, Pairs(places[row], choices, slots)
 
-    def _take_places(self, num: int) -> Int64s:
-        """Take `num` free places, those first that became free last."""
+    def _take_places(self, num: int) -> tuple[slice | Int64s, Int32s]:
+        """Take `num` free places: those after the last ones if they are free, because slices cost less.
+
+        Returns:
+            An index of the places, and their numbers.
+        """
         if num > self.num_free:
             raise InvariantError(f"{num} guests come where {self.num_free} places are free")
-        first = len(self._free) - self.num_free
         self.num_free -= num
-        return self._free[first : first + num].copy()
+        begin = self._next if self._next + num <= len(self._is_free) else self._first
+        guests: slice | Int64s = slice(begin, begin + num)
+        if np.count_nonzero(self._is_free[guests]) == num:
+            places = np.arange(begin, begin + num, dtype=np.int32)
+        else:
+            guests = self._is_free.nonzero()[0][:num]
+            places = guests.astype(np.int32)
+        self._is_free[guests] = False
+        self._next = int(places[-1]) + 1 if num else self._next
+        return guests, places
 
-    def _enter(self, guests: Int64s, first: HopRecords) -> None:
+    def _enter(self, guests: slice | Int64s, first: HopRecords) -> None:
         """Store the first record of each guest."""
-        self._home_place[guests], self._generation[guests] = first["place"], first["generation"]
+        self._record[guests] = first.view(_RECORD_BYTES)
         if num_best_effort := int(np.count_nonzero(first["service_class"])):
             self._service_class[guests] = first["service_class"]
             self.num_best_effort += num_best_effort
@@ -181,7 +187,7 @@ class Guests:
             Places of its earlier guests, int32[n]; the caller takes their waiting pairs out of the queues (`drop`).
         """
         self._epoch_of[home], self._credits[home] = epoch, 0
-        old = (self._home == home).nonzero()[0]
+        old = ((self._home == home) & ~self._is_free).nonzero()[0]
         self._home[old] = _GIVEN_UP
         self._num_given_up += len(old)
         given_up: Int32s = old.astype(np.int32)
@@ -198,7 +204,7 @@ class Guests:
 
     def drop(self, places: Int32s) -> None:
         """Forget one pair at each of `places` (which may repeat) that was never computed, without an answer."""
-        self._leave(self._count_done(places))
+        self._leave(self._count_done(places.astype(np.int64)))
 
     def answer(self, pairs: Pairs) -> list[GuestReply]:
         """Make the replies for pairs that were computed; guests leave with the last of their pairs.
@@ -206,47 +212,50 @@ class Guests:
         Returns:
             One reply for each home, in order of its number. What a home has given up gets none.
         """
-        done = pairs.places
+        done = pairs.places.astype(np.int64)  # NumPy would convert narrower indices each time
+        choices, slots, kept = pairs.choices, pairs.slots, done
         if self._num_given_up:
-            pairs = pairs.at(self.is_wanted(done).nonzero()[0])
-        homes = self._home.take(pairs.places)
+            wanted = self.is_wanted(done).nonzero()[0]
+            kept, choices, slots = done.take(wanted), choices.take(wanted), slots.take(wanted)
+        homes = self._home.take(kept)
         sizes = np.bincount(homes).tolist()
-        are_all_last = not (self._num_more or self._num_given_up)
         if sizes.count(0) < len(sizes) - 1:  # of several homes
-            pairs = pairs.at(homes.argsort(kind="stable"))
-        records = self._records(pairs)
+            order = homes.argsort(kind="stable")
+            kept, choices, slots = kept.take(order), choices.take(order), slots.take(order)
+        records = self._records(kept, choices, slots)
+        are_all_last = not (self._num_more or self._num_given_up)
         self._leave(self._count_done(done), sizes if are_all_last else None)
         replies, begin = [], 0
+        places, rows = kept.astype(np.int32), np.arange(max(sizes, default=0), dtype=np.int32)
         for home, size in enumerate(sizes):
             if size:
                 end = begin + size
-                own, (places, choices, _) = records[begin:end], pairs.part(begin, end)
-                own["row"] = np.arange(size)
-                replies.append(GuestReply(home, self._epoch_of[home], self._credits[home], own, places, choices))
+                own, part = records[begin:end], slice(begin, end)
+                own["row"] = rows[:size]
+                epoch, num_credits = self._epoch_of[home], self._credits[home]
+                replies.append(GuestReply(home, epoch, num_credits, own, places[part], choices[part]))
                 self._credits[home], begin = 0, end
         return replies
 
-    def _records(self, pairs: Pairs) -> HopRecords:
-        guests = pairs.places
-        records = np.empty(len(guests), HOP_RECORD)
-        records["place"], records["generation"] = self._home_place.take(guests), self._generation.take(guests)
-        records["choice"], records["slot"] = pairs.choices, pairs.slots
-        records["service_class"] = self._service_class.take(guests) if self.num_best_effort else LS
-        records["waited_us"] = 0
+    def _records(self, guests: Int64s, choices: Int32s, slots: Int32s) -> HopRecords:
+        """Make records of replies, which echo the home's place, its generation and the class."""
+        records = self._record.take(guests).view(HOP_RECORD)
+        records["choice"], records["slot"], records["waited_us"] = choices, slots, 0
         if self.num_passed:
             records["waited_us"] = np.minimum(self._passed_ns.take(guests) // 1000, np.iinfo(np.uint32).max)
         return records
 
-    def _count_done(self, places: Int32s) -> Int64s:
+    def _count_done(self, places: Int64s) -> Int64s:
         """Count one pair of each of `places` (which may repeat). Returns the guests without any more."""
         if not self._num_more:
-            return places.astype(np.int64)
+            return places
         guests, num_done = np.unique(places, return_counts=True)
         more = self._more_pairs[guests] - num_done
         is_gone = more < 0
         self._num_more -= len(places) - int(np.count_nonzero(is_gone))
         self._more_pairs[guests] = np.maximum(more, 0)
-        return guests[is_gone].astype(np.int64)
+        gone: Int64s = guests[is_gone]
+        return gone
 
     def _leave(self, guests: Int64s, num_by_home: list[int] | None = None) -> None:
         """Free the places of guests, and note the credits of their homes.
@@ -261,18 +270,16 @@ class Guests:
         if self.num_passed:
             self.num_passed -= int(np.count_nonzero(self._passed_ns[guests]))
             self._passed_ns[guests] = 0
-        homes = self._home.take(guests) if num_by_home is None else None
-        self._home[guests] = _NOBODY
+        self._is_free[guests] = True
         self.num_free += len(guests)
-        first = len(self._free) - self.num_free
-        self._free[first : first + len(guests)] = guests
-        if homes is not None:
+        if num_by_home is None:
+            homes = self._home.take(guests)
             if self._num_given_up:
                 is_wanted = homes != _GIVEN_UP
                 self._num_given_up -= len(homes) - int(np.count_nonzero(is_wanted))
                 homes = homes[is_wanted]
             num_by_home = np.bincount(homes).tolist()
-        for home, num_credits in enumerate(num_by_home or ()):
+        for home, num_credits in enumerate(num_by_home):
             self._credits[home] += num_credits
 
     # --- ages -------------------------------------------------------------------------------------------------------
@@ -295,7 +302,7 @@ class Guests:
 
     def find_earlier(self, service_class: int, before: int) -> Int32s:
         """Places of the guests of a class of entries with a number less than `before`."""
-        is_earlier = (self._home != _NOBODY) & (self._service_class == service_class) & (self._entry < before)
+        is_earlier = ~self._is_free & (self._service_class == service_class) & (self._entry < before)
         earlier: Int32s = is_earlier.nonzero()[0].astype(np.int32)
         return earlier
 
@@ -305,13 +312,8 @@ class Guests:
         self._passed_ns[places] += passed_ns
 
 
-def _dispatch_of_rows(sizes: list[int]) -> Int64s | int:
-    """int64[rows], number of the dispatch of each row, for dispatches of `sizes` rows; 0 stands for those of one."""
-    return np.arange(len(sizes)).repeat(np.array(sizes)) if len(sizes) > 1 else 0
-
-
-def _each(values: list[int], index: Int64s | int) -> Int64s | int:
-    """Return `values` by the number of the dispatch; one value that all dispatches share stands for all rows."""
+def _each(values: Sequence[int], repeats: Int64s) -> Int64s | int:
+    """Repeat each of `values`; one value that all share stands for all of them."""
     if values.count(values[0]) == len(values):
         return values[0]
-    return np.array(values).take(index)
+    return np.array(values).repeat(repeats)

@@ -65,7 +65,7 @@ class ItemMaker:
 
         The places are free at once, because the device merges before any later item uses them.
         """
-        if not self._queues.attention.is_short_of_places(LS):
+        if not self._pool.num_units or not self._queues.attention.is_short_of_places(LS):
             return None
         found = self._queues.attention.holding_places(BE)
         if found is None:

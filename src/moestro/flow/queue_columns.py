@@ -50,6 +50,10 @@ class QueueColumns:
             self.num_pairs += change
         self.n[at], self.oldest_ns[at] = num_tokens, oldest_ns
 
+    def add_to_queue(self, at: tuple[int, int, int], num_tokens: int, oldest_ns: int) -> None:
+        """Add tokens that wait since `oldest_ns` to one queue. `at`: class, layer, group."""
+        self.set_queue(at, int(self.n[at]) + num_tokens, min(int(self.oldest_ns[at]), oldest_ns))
+
     def add_pairs(self, service_class: int, layer: int, sizes: Int64s, oldest_ns: Int64s) -> None:
         """Add pairs to a layer's expert queues.
 

@@ -36,7 +36,9 @@ def balance(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds:
         if turn % 3 == 2 or num_heavy == 1:
             # Without an exchange between the heaviest device and any other one, its load cannot fall.
             heavy = np.broadcast_to(order[:, -1:], (len(batch), num_devices - 1))
-            at_rest[batch] = ~exchange(problem, packing, (batch, heavy, order[:, :-1]), target, allowance, one_each=True)
+            at_rest[batch] = ~exchange(
+                problem, packing, (batch, heavy, order[:, :-1]), target, allowance, one_each=True
+            )
         else:
             heavy = order[:, ::-1][:, :num_heavy]
             light = order[:, (np.arange(num_heavy) + turn // 3 * 2 + turn % 3) % (num_devices - num_heavy)]

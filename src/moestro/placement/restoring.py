@@ -146,7 +146,9 @@ def _best_relief(
     key = np.maximum(top_now[:, None] - given * slow, left[:, None] + given * fast)
     key = np.maximum(np.maximum(key, harm[:, None]), floor[:, None, None])
     # Copies of an expert that its device holds already, and empty slots, are no choice.
-    is_open = ~packing.held[batch[:, None, None], expert[:, :, None], device[:, None, :]] & (expert != EMPTY)[:, :, None]
+    is_open = (
+        ~packing.held[batch[:, None, None], expert[:, :, None], device[:, None, :]] & (expert != EMPTY)[:, :, None]
+    )
     flat = np.where(is_open, key, np.inf).reshape(len(batch), -1)
     best = flat.argmin(axis=1)
     item, nth = np.divmod(best, slot.shape[1])

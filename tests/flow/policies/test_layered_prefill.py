@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from support.queue_tables import queues, table_of
 
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, NUM_CLASSES, QueueTable

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from support.queue_tables import KINDS, NUM_EXPERTS, NUM_LAYERS, queues, random_table, table_of
 
 from moestro.config.user_code import accept_user_code

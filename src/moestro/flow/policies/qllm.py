@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run, Wait

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
+from msgspec.structs import replace
 
 from moestro.core.clock import to_ns
 from moestro.core.policy_registry import Setting

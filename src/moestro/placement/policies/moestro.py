@@ -15,8 +15,8 @@ from moestro.placement.pricing import LayerPrices, Pricer, table_of
 from moestro.placement.problem import TINY, PlaceProblem, problem_of
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.restoring import recover, restore
-from moestro.placement.sharing import share_out
 from moestro.placement.search import SHARE_STEPS, SearchLimits, improve, is_level, start_anew
+from moestro.placement.sharing import share_out
 from moestro.placement.small import SmallSearch, is_small
 from moestro.placement.traffic import Floats, origins_of
 
