@@ -95,9 +95,12 @@ class PlacementLoop:
 
     async def read(self) -> None:
         """Read the load, and price what the group serves under it."""
-        await self._loads.read()
-        self.control.counted([report.num_steps + report.earlier_steps for report in self._loads.engines])
+        await self._ask_engines()
         await self._measure()
+
+    async def _ask_engines(self, *, with_pairs: bool = False) -> None:
+        await self._loads.read(with_pairs=with_pairs)
+        self.control.counted([report.num_steps + report.earlier_steps for report in self._loads.engines])
 
     async def _measure(self) -> None:
         control = self.control
@@ -153,7 +156,7 @@ class PlacementLoop:
         control = self.control
         control.begin_planning(self.now_ns())
         try:
-            await self._loads.read(with_pairs=getattr(decide, "needs_pairs", False))
+            await self._ask_engines(with_pairs=getattr(decide, "needs_pairs", False))
             request = self._request()
             self._answer = _in_thread(lambda: ask_policy(policy, decide, request))
             plan: PlacementPlan = await self._answer
