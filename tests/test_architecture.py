@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "repro": {"sim", "core", "wire", "cost", "workload", "config", *LEVELS},
     "planner": {"sim", "core", "wire", "cost", "workload", "config", *LEVELS},
     "worker": {"core", "wire", "model", "cost", "config", *LEVELS},
-    "server": {"core", "wire", "routing", "text", "web", "workload", "config"},
+    "server": {"core", "wire", "routing", "placement", "cost", "text", "web", "workload", "config"},
     "gateway": {"core", "wire", "routing", "text", "web", "workload", "config"},
     "loadgen": {"core", "workload", "cost", "web", "config"},
     "calibrate": {"core", "workload", "cost", "web", "config", "engine", "model"},  # it times a rank in its own process

@@ -14,11 +14,12 @@ import yaml
 
 from moestro.cli import main
 from moestro.cli.placing.devices import make_devices, spread_sources
-from moestro.cli.placing.placements import PlacementFile, filled_slots, first_table, table_of_slots
+from moestro.cli.placing.placements import filled_slots, first_table
 from moestro.cli.placing.settings import DeviceSettings
 from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.errors import ConfigError
+from moestro.placement.placement_file import PlacementFile, table_of_slots
 
 DUMPS = Path(__file__).parents[1] / "workload" / "sglang_dumps"
 RANKS = [DUMPS / "per_token_0.pt", DUMPS / "per_token_1.pt"]

@@ -9,8 +9,8 @@ from parity import drive, tiny
 from support.expert_group import Task, run_alone, run_group
 from support.expert_tables import scatter
 
-from moestro.core.expert_table import EMPTY, ExpertTable, spread_evenly
-from moestro.model.spread_experts import SpreadExperts, _choose_slots
+from moestro.core.expert_table import spread_evenly
+from moestro.model.spread_experts import SpreadExperts
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])
@@ -55,17 +55,6 @@ def test_slots_in_any_order_change_no_bit(name, dtype, checkpoint):
         result = drive.run(device, units)
         results.append((result.token_ids.tolist(), result.logprobs, result.expert_counts.tolist()))
     assert results[0] == results[1]
-
-
-def test_a_worker_visits_its_own_copy_and_others_take_turns():
-    logical_of = np.array([[[0, 1]], [[1, 2]], [[2, EMPTY]], [[EMPTY, EMPTY]]], np.int32)
-    table = ExpertTable(0, logical_of, 3, np.array([True, True, True, True]))
-    assert [_choose_slots(table, worker)[0].tolist() for worker in range(4)] == [
-        [0, 1, 3],
-        [0, 2, 3],
-        [0, 1, 4],
-        [0, 2, 4],
-    ]
 
 
 def test_a_cut_network_refuses_to_run_alone(checkpoint):

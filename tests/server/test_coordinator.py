@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from moestro.core.clock import NS_PER_S
+from moestro.core.expert_table import EMPTY
+from moestro.core.table_message import ExpertLayers
 from moestro.errors import EngineDiedError, NoEngineError
 from moestro.flow.settings import GroupOptions
 from moestro.server.coordinator import CONNECT_S, START_S, Coordinator
 from moestro.server.group_metrics import GroupLines, group_metrics
 from moestro.web.errors import HttpError
-from moestro.wire.messages import Failed, Heartbeat, Joined, Ready, WorkerFigures
+from moestro.wire.messages import Failed, Heartbeat, Joined, Members, Ready, WorkerFigures
 
 LOAD_S = 50.0
+LAYERS = ExpertLayers(num_layers=3, layers=(0, 2), num_experts=6)
 
 
 class Group:
@@ -25,6 +29,7 @@ class Group:
         self.unreachable: set[int] = set()
         self.launches: dict[int, int] = {}
         self.now_ns = 0
+        self.num_shares = GroupOptions(**options).num_shares
         self.coordinator = Coordinator(GroupOptions(**options), LOAD_S, self._send)
 
     def _send(self, worker, message) -> None:
@@ -43,7 +48,7 @@ class Group:
 
     def join(self, *workers) -> None:
         for worker in workers:
-            self.hear(Joined(f"tcp://node-{worker}:{self.launches[worker]}"), worker)
+            self.hear(Joined(f"tcp://node-{worker}:{self.launches[worker]}", LAYERS), worker)
 
     def serve(self, *workers) -> None:
         self.launch(*workers)
@@ -60,8 +65,22 @@ class Group:
         return done.exception() if done.done() else None
 
     @property
+    def members(self) -> Members:
+        return self.coordinator.members()
+
+    @property
     def used(self) -> list:
-        return list(self.coordinator.members().used[:5])
+        return self.used_in(self.members)[:5]
+
+    def used_in(self, members: Members) -> list[tuple[int, ...]]:
+        """Shares of the experts whose tokens each worker gets, which are the same in both layers."""
+        logical_of = members.table.table(members.version).logical_of
+        assert (logical_of[:, 0] == logical_of[:, 2]).all()
+        parts = np.array_split(np.arange(LAYERS.num_experts), self.num_shares)
+        share_of = {expert: share for share, part in enumerate(parts) for expert in part.tolist()}
+        used = [tuple(share_of[slot] for slot in slots if slot != EMPTY) for slots in logical_of[:, 0].tolist()]
+        assert all(own.count(share) == len(parts[share]) for own in used for share in own)
+        return [tuple(dict.fromkeys(own)) for own in used]
 
 
 def in_loop(test):
@@ -87,7 +106,7 @@ def test_the_group_is_described_when_all_have_joined_and_is_ready_when_all_serve
     assert sorted(group.sent) == [0, 1, 2, 3]
     (members,) = group.sent[0]
     assert members.addresses[:5] == (*(f"tcp://node-{worker}:0" for worker in range(4)), "")
-    assert members.held[:4] == members.used[:4] == ((), (), (0,), (1,))
+    assert group.used_in(members)[:4] == [(), (), (0,), (1,)]
     group.hear(Ready(None), 0, 1, 2)
     assert not group.coordinator.all_serve.done()
     group.hear(Ready(None), 3)
@@ -134,12 +153,12 @@ def test_copies_take_over_from_a_silent_worker_and_give_back_when_it_speaks():
     for _ in range(3):
         group.coordinator.doubt(1, is_silent=True)
     (members,) = group.sent[0]
-    assert members.used[:3] == ((), (), (1, 0))
-    assert members.alive[:3] == (True, False, True)  # homes send what it owes to the copies
+    assert group.used_in(members)[:3] == [(), (), (1, 0)]
+    assert members.table.alive[:3] == (True, False, True)  # homes send what it owes to the copies
     assert members.addresses[1], "it may speak again"
     group.coordinator.doubt(1, is_silent=False)
-    assert group.sent[0][-1].used[:3] == ((), (0, 1), (1, 0))
-    assert all(group.sent[0][-1].alive)
+    assert group.used_in(group.sent[0][-1])[:3] == [(), (0, 1), (1, 0)]
+    assert all(group.sent[0][-1].table.alive)
     assert group.coordinator.view(1).num_doubts == 1
 
 
@@ -150,8 +169,8 @@ def test_the_only_worker_with_experts_is_waited_for_although_it_is_silent():
     group.coordinator.doubt(1, is_silent=True)
     group.coordinator.doubt(2, is_silent=True)
     members = group.coordinator.members()
-    assert members.used[:3] == ((), (0, 1), (1, 0))
-    assert all(members.alive)
+    assert group.used_in(members)[:3] == [(), (0, 1), (1, 0)]
+    assert all(members.table.alive)
     single = Group(attention=1, experts=1)
     single.serve(0, 1)
     single.sent.clear()
@@ -166,9 +185,9 @@ def test_the_doubt_ends_with_the_process():
     group.serve(0, 1, 2)
     group.coordinator.doubt(1, is_silent=True)
     group.end(1)
-    assert all(group.coordinator.members().alive)
+    assert all(group.members.table.alive)
     group.launch(1)
-    group.hear(Joined("ipc://1"), 1)
+    group.hear(Joined("ipc://1", LAYERS), 1)
     assert group.used[:3] == [(), (0, 1), (1, 0)]
 
 
@@ -237,19 +256,25 @@ def test_the_start_fails_with_the_cause_of_the_first_worker_that_ends():
     assert str(group.check(0)) == "expert worker 1: no memory"
 
 
+def loads(group: Group, worker: int) -> list[int]:
+    """Experts of a layer that a worker loads which starts now."""
+    slots = group.coordinator.spec(worker).expert_table(LAYERS.num_layers, LAYERS.num_experts).logical_of[worker, 2]
+    return slots[slots != EMPTY].tolist()
+
+
 @in_loop
-def test_a_worker_that_is_added_holds_the_share_with_the_fewest_copies():
+def test_a_worker_that_is_added_holds_the_experts_with_the_fewest_copies():
     group = Group(attention=1, experts=2)
     group.serve(0, 1, 2)
     worker = group.coordinator.add()
     assert worker == 3
-    assert group.coordinator.spec(3).shares == (0,)
+    assert loads(group, 3) == [0, 1, 2]
     group.launch(3)
     assert group.used[3] == ()  # share 0 has a worker that runs
     group.join(3)
     assert group.used == [(), (0,), (1,), (0,), ()]
     assert group.coordinator.add() == 4
-    assert group.coordinator.spec(4).shares == (1,)
+    assert loads(group, 4) == [3, 4, 5]
     while len(group.coordinator.present) < group.coordinator.num_places:
         group.coordinator.add()
     with pytest.raises(HttpError, match="no place"):
@@ -260,17 +285,17 @@ def test_a_worker_that_is_added_holds_the_share_with_the_fewest_copies():
 def test_only_a_worker_whose_experts_another_one_serves_can_be_drained():
     group = Group(attention=1, experts=2)
     group.serve(0, 1, 2)
-    with pytest.raises(HttpError, match="share 0: add a worker"):
+    with pytest.raises(HttpError, match="expert 0 of layer 0: add a worker"):
         group.coordinator.drain(1, is_draining=True)
     group.coordinator.add()
     group.launch(3)
-    with pytest.raises(HttpError, match="share 0: add a worker"):  # it does not serve yet
+    with pytest.raises(HttpError, match="expert 0 of layer 0: add a worker"):  # it does not serve yet
         group.coordinator.drain(1, is_draining=True)
     group.join(3)
     group.hear(Ready(None), 3)
     group.coordinator.drain(1, is_draining=True)
     assert group.used[:4] == [(), (), (1,), (0,)]
-    with pytest.raises(HttpError, match="share 0: add a worker"):
+    with pytest.raises(HttpError, match="expert 0 of layer 0: add a worker"):
         group.coordinator.drain(3, is_draining=True)
     group.coordinator.drain(1, is_draining=False)
     assert group.used[:4] == [(), (0,), (1,), (0,)]
@@ -318,7 +343,7 @@ def test_a_worker_that_is_removed_while_it_does_not_run_holds_nothing():
     group.end(1)
     group.coordinator.drain(1, is_draining=True)
     group.coordinator.remove(1)
-    assert group.coordinator.members().held[1] == ()
+    assert loads(group, 1) == []
 
 
 def figures(idle_ns: int, num_sent: int, waiting: int = 0) -> WorkerFigures:

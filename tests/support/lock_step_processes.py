@@ -43,7 +43,7 @@ def requests_of(rank: int) -> list[Request]:
 
 def answers_alone(checkpoint: Path) -> dict[str, list[int]]:
     """Tokens of each request on one rank in the fused mode."""
-    rank = build_rank(SETTINGS, open_device(_settings(checkpoint))[0])
+    rank = build_rank(SETTINGS, open_device(settings_of(checkpoint))[0])
     told: dict[str, list[int]] = {}
     for number in range(len(PROMPTS)):
         for request in requests_of(number):
@@ -132,7 +132,7 @@ def _run(rank: int, checkpoints: list[Path], directory: Path, inbox: Any, outbox
 
     for number, checkpoint in enumerate(checkpoints):
         store = distributed.FileStore(str(directory / f"store-{number}"), place.num_workers)
-        device, _ = open_spread_device(_settings(checkpoint), place, make_table, lambda store=store: store)
+        device, _ = open_spread_device(settings_of(checkpoint), place, make_table, lambda store=store: store)
         made = build_lock_step_rank(SETTINGS, device, lambda step: channel.send(WakeGroup(step)))
         try:
             run_rank(made, channel, time.monotonic_ns)
@@ -142,10 +142,11 @@ def _run(rank: int, checkpoints: list[Path], directory: Path, inbox: Any, outbox
         distributed.destroy_process_group()
 
 
-def _settings(checkpoint: Path) -> ModelSettings:
+def settings_of(checkpoint: Path, dtype: str = "float64") -> ModelSettings:
+    """A network on a CPU, with the blocks of `SETTINGS`."""
     return ModelSettings(
         model=str(checkpoint),
-        dtype="float64",
+        dtype=dtype,
         device="cpu",
         num_gpu_blocks_override=_NUM_BLOCKS,
         block_size=_BLOCK_SIZE,

@@ -44,6 +44,8 @@ class Meeting:
 class LockStepKvDevice(KvDevice):
     """A device without a network; each step has the exchange of one layer, which needs all ranks."""
 
+    is_moving = False
+
     def __init__(self, rank: int, meeting: Meeting, delay: int) -> None:
         super().__init__(SETTINGS.num_blocks, SETTINGS.block_size, delay)
         self._rank, self._meeting = rank, meeting

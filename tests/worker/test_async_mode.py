@@ -191,7 +191,7 @@ def test_workers_are_added_drained_and_removed_while_requests_run(paced, expecte
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(ask_many, paced, 6, max_tokens=20)
         status, added = admin(paced, "POST", **key)
-        assert (status, added["name"], added["shares"]) == (201, "expert worker 2", [0])
+        assert (status, added["name"], added["num_experts"]) == (201, "expert worker 2", 4 * NUM_LAYERS)
         wait_until(lambda: workers(paced)[2]["phase"] == "serving", 20)
         assert admin(paced, "POST", "/0/drain", **key)[1]["is_draining"] is True
         assert admin(paced, "POST", "/0/resume", **key)[1]["is_draining"] is False
@@ -368,7 +368,7 @@ def test_settings_that_cannot_be_honoured_are_refused_with_what_to_do(flags, tex
     assert text in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("flags", [("--attention", "2"), ("--experts", "0")])
+@pytest.mark.parametrize("flags", [("--attention", "2"), ("--experts", "0"), ("--num-redundant-experts", "2")])
 def test_settings_of_async_mode_alone_are_refused_in_other_modes(flags, capsys):
     with pytest.raises(SystemExit):
         main(["serve", *flags])

@@ -298,7 +298,7 @@ def test_links_without_channels_send_everything_inline():
         num_homes=1,
         num_workers=2,
         num_shares=1,
-        held=((), (0,)),
+        first_shares=((), (0,)),
         is_colocated=False,
         stepping=GroupStepSettings(inline_limit=7),
     )

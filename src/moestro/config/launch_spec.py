@@ -7,9 +7,13 @@ import struct
 from typing import BinaryIO
 
 import msgspec
+import numpy as np
 
 from moestro.config.kv_events_settings import KvEventsSettings
 from moestro.core.curve_keys import CurveKeys
+from moestro.core.expert_table import ExpertTable, slots_of_shares
+from moestro.core.table_message import TableMessage
+from moestro.core.table_record import TableRecord
 from moestro.core.worker_names import Worker, WorkerKind
 from moestro.cost.settings import PacedSettings
 from moestro.engine.settings import SchedulerOptions
@@ -28,8 +32,10 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
         worker: number of the worker. The first ones have attention.
         num_homes: workers with attention.
         num_workers: most workers that the group can have.
-        num_shares: parts into which the experts of each layer are divided.
-        held: shares that each worker holds.
+        num_shares: parts into which the experts of each layer are divided at the start of the group.
+        first_shares: shares that each worker holds at the start of the group.
+        num_spare: slots of each worker that are empty at the start of the group.
+        table: slots of all workers at the start of this process; None means the start of the group.
         is_colocated: whether the workers with attention hold the experts too.
         stepping: step policies, credits and the limit of inline tensors.
     """
@@ -38,14 +44,16 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_homes: int
     num_workers: int
     num_shares: int
-    held: tuple[tuple[int, ...], ...]
+    first_shares: tuple[tuple[int, ...], ...]
+    num_spare: int = 0
+    table: TableMessage | None = None
     is_colocated: bool
     stepping: GroupStepSettings
 
     @property
-    def shares(self) -> tuple[int, ...]:
-        """Shares that this worker holds."""
-        return self.held[self.worker]
+    def has_experts(self) -> bool:
+        """Whether the worker has slots for experts, empty or not."""
+        return self.is_colocated or not self.is_home
 
     @property
     def is_home(self) -> bool:
@@ -56,6 +64,18 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> Worker:
         """The worker's name."""
         return name_of(self.worker, self)
+
+    def expert_table(self, num_layers: int, num_experts: int) -> ExpertTable:
+        """Make the table by which this process loads its experts.
+
+        Args:
+            num_layers, num_experts: of the network.
+        """
+        if self.table is not None:
+            return self.table.table(0)
+        slots = slots_of_shares(num_experts, self.num_shares, self.first_shares, self.num_spare)
+        by_layer = np.repeat(slots[:, None], num_layers, axis=1)
+        return ExpertTable(0, by_layer, num_experts, np.ones(len(slots), np.bool_))
 
 
 def name_of(worker: int, group: GroupSpec) -> Worker:
@@ -74,6 +94,8 @@ class LockStepSpec(msgspec.Struct, frozen=True, kw_only=True):
         listen_fd: descriptor of the socket that listens on `port`, in the process of rank 0; None in the others.
         join_by_ns: time.monotonic_ns() by which all ranks, which run on one machine, must have joined.
         timeout_s: longest wait for another rank within a step, in seconds.
+        num_redundant_experts: slots of a layer beyond one for each expert, of all ranks.
+        placed: placement of the experts. None means an even one, as at the first start.
     """
 
     num_ranks: int
@@ -81,6 +103,8 @@ class LockStepSpec(msgspec.Struct, frozen=True, kw_only=True):
     listen_fd: int | None
     join_by_ns: int
     timeout_s: float
+    num_redundant_experts: int = 0
+    placed: TableRecord | None = None
 
     def join_wait_s(self, now_ns: int) -> float:
         """Seconds that are left to join."""

@@ -17,6 +17,7 @@ from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
 from moestro.flow.settings import GroupOptions, SteppingSettings
 from moestro.model.settings import DEMO_MODEL, ModelSettings
+from moestro.placement.live_settings import LivePlacementSettings
 from moestro.placement.settings import ExpertLoadSettings
 from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access_settings import AccessSettings
@@ -32,6 +33,7 @@ _SCHEDULING = _panel("Scheduling", "The contents of one step of one engine.", 3)
 _SERVER = _panel("Server", "The address of the server, and the access to it.", 4)
 _PROCESSES = _panel("Engines", "The processes behind the API server.", 5)
 _GROUP = _panel("Workers", "The workers of --mode async.", 6)
+_PLACEMENT = _panel("Placement", "Where experts live while a group serves, in --mode ep and async.", 7)
 
 
 @Parameter(name="*")
@@ -50,6 +52,7 @@ class ServeSettings:
     routing: Annotated[RoutePolicySettings, _PROCESSES] = field(default_factory=RoutePolicySettings)
     group: Annotated[GroupOptions, _GROUP] = field(default_factory=GroupOptions)
     expert_load: Annotated[ExpertLoadSettings, _SERVER] = field(default_factory=ExpertLoadSettings)
+    placement: Annotated[LivePlacementSettings, _PLACEMENT] = field(default_factory=LivePlacementSettings)
 
     def __post_init__(self) -> None:
         scheduler = self.scheduler
@@ -58,6 +61,7 @@ class ServeSettings:
             if not scheduler.enable_prefix_caching:
                 raise ConfigError("--kv-events-config publishes the prefix cache: leave --no-enable-prefix-caching out")
         self._check_group()
+        self.placement.check_mode(self.stepping.mode)
         if self.stepping.mode == "ep":
             self._check_expert_parallelism()
         if self.stepping.mode in {"preemptive", "async"}:
@@ -116,6 +120,11 @@ class ServeSettings:
                 )
         elif group.attention is not None or group.experts is not None:
             raise ConfigError("--attention and --experts number the workers of --mode async: add it, or leave them out")
+        if self.processes.num_redundant_experts and self.stepping.mode not in {"async", "ep"}:
+            raise ConfigError(
+                f"--num-redundant-experts {self.processes.num_redundant_experts} gives slots to workers that share the"
+                " experts: add --mode async or ep, or leave it out"
+            )
 
     @property
     def num_engines(self) -> int:

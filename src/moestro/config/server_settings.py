@@ -38,7 +38,7 @@ class ServerSettings(CheckedSettings):
     "Maximum number of connected clients; a further one is refused with 503 and Retry-After."
 
     admin_port: Annotated[int | None, PORT] = None
-    "Port on 127.0.0.1 for operators: /admin/experts, and in async mode /admin/workers. Unset: none."
+    "Port on 127.0.0.1 for operators: /admin/experts, /admin/placement, and in async mode /admin/workers. Unset: none."
     admin_api_key: Annotated[str | None, Parameter(show_default=False)] = field(default=None, repr=False)
     "Bearer token of the operators' port, which --api-key does not open. Unset: no key is required."
 
@@ -60,6 +60,13 @@ class ProcessSettings(CheckedSettings):
 
     engines: Annotated[int, between(1, 1024)] = 1
     "Number of engines; a router spreads requests over them. Each has the whole model, in ep mode its share of experts."
+    num_redundant_experts: Annotated[int, at_least(0)] = 0
+    (
+        "In async and ep mode, slots for experts in each layer beyond those that the experts fill at the start, spread"
+        " evenly over the workers that hold experts: in async mode rounded up for each; in ep mode all slots must"
+        " divide evenly. They are empty at first; placement fills them with copies, and moves experts through those"
+        " that are empty."
+    )
     kv_events_config: str | None = None
     (
         "KV events that each engine publishes for routers, in the form of vLLM:"

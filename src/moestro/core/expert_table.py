@@ -105,48 +105,24 @@ def experts_of_shares(num_experts: int, num_shares: int, shares: Sequence[int]) 
     return np.concatenate([np.empty(0, np.int32), *(parts[share] for share in shares)])
 
 
-@dataclass(frozen=True, slots=True)
-class SharedExperts:
-    """A network's routed experts, divided into shares.
+def slots_of_shares(
+    num_experts: int, num_shares: int, shares_of: Sequence[Sequence[int]], num_spare: int = 0
+) -> NDArray[np.int32]:
+    """Return the slots with which the workers of a group start, the same in every layer.
 
-    Attributes:
-        num_layers, num_experts: of the network.
-        num_shares: equal parts, within one, into which the experts of each layer are divided.
+    Args:
+        num_experts, num_shares: as for `experts_of_shares`.
+        shares_of: the shares that each worker holds.
+        num_spare: empty slots of the worker that holds most; the others have as many slots in all.
+
+    Returns:
+        int32[workers, slots], logical expert in each slot; EMPTY means none.
     """
-
-    num_layers: int
-    num_experts: int
-    num_shares: int
-
-    def slots_of(self, shares: Sequence[int]) -> NDArray[np.int32]:
-        """int32[slots], logical expert in each slot of a worker that holds `shares`."""
-        return experts_of_shares(self.num_experts, self.num_shares, shares)
-
-    def table(
-        self,
-        version: int,
-        held: Sequence[Sequence[int]],
-        used: Sequence[Sequence[int]],
-        alive: Sequence[bool] | None = None,
-    ) -> ExpertTable:
-        """Make the table of workers that hold shares.
-
-        Args:
-            version: number of the table.
-            held: shares that each worker holds, which number its slots.
-            used: those of them that get tokens from now on.
-            alive: whether to wait for what each worker owes; None means all.
-
-        Raises:
-            ValueError: a share has no worker that uses it.
-        """
-        slots_of = [self.slots_of(shares) for shares in held]
-        logical_of = np.full((len(slots_of), self.num_layers, max(map(len, slots_of))), EMPTY, np.int32)
-        for worker, slots in enumerate(slots_of):
-            is_used = np.isin(slots, self.slots_of(used[worker]))
-            logical_of[worker, :, : len(slots)] = np.where(is_used, slots, EMPTY)
-        is_alive = np.ones(len(slots_of), np.bool_) if alive is None else np.array(alive, np.bool_)
-        return ExpertTable(version, logical_of, self.num_experts, is_alive)
+    held = [experts_of_shares(num_experts, num_shares, shares) for shares in shares_of]
+    slots = np.full((len(held), max(map(len, held)) + num_spare), EMPTY, np.int32)
+    for worker, experts in enumerate(held):
+        slots[worker, : len(experts)] = experts
+    return slots
 
 
 def spread_evenly(num_layers: int, num_experts: int, workers: list[int], num_workers: int) -> ExpertTable:

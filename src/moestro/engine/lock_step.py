@@ -2,6 +2,7 @@
 
 A step opens with a handshake, in which each rank tells the others how many tokens it has. A rank without tokens takes
 part in the step. When no rank has any, the group sleeps: no rank waits for another one. A plan on any rank wakes it.
+While experts move between the ranks, the group is awake too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
-from moestro.core.expert_table import ExpertTable, spread_evenly
+from moestro.core.expert_table import EMPTY, ExpertTable, spread_evenly
+from moestro.core.layer_moves import LayerPlan
 from moestro.core.load_figures import LoadFigures, LockStepCounts, PassCounts
 from moestro.core.work import Device, Forward, Plan, PlanWanted, Slots, StepResult, Units
 from moestro.engine.rank import Rank
@@ -29,7 +31,13 @@ _IDLE_STEPS_A_REPORT = 32
 
 
 class LockStepDevice(Device, Protocol):
-    """A device that computes the experts of a step for all ranks of a group."""
+    """A device that computes the experts of a step for all ranks of a group.
+
+    Attributes:
+        is_moving: whether experts move between the ranks as of the last opened step; the same on all ranks.
+    """
+
+    is_moving: bool
 
     def open_step(self, units: Units | None) -> NDArray[np.int64]:
         """Open a step; the call returns when all ranks of the group have made it.
@@ -38,7 +46,7 @@ class LockStepDevice(Device, Protocol):
             units: units of this rank in the step. None means that it has no plan.
 
         Returns:
-            int64[ranks], tokens of each rank. If all are 0, there is no step.
+            int64[ranks], tokens of each rank. If all are 0, there is nothing to compute.
 
         Raises:
             GroupLostError: another rank has ended.
@@ -50,6 +58,14 @@ class LockStepDevice(Device, Protocol):
 
         The call returns when that is done. The rank then takes the requests that came meanwhile into the next step.
         """
+        ...
+
+    def move_layer(self, plan: LayerPlan) -> None:
+        """Move the experts of a layer, from the first step on that opens when all ranks know the plan."""
+        ...
+
+    def drop_layer(self, version: int) -> None:
+        """End the moves of the plan of this version, unless they are committed before all ranks agree."""
         ...
 
 
@@ -79,13 +95,14 @@ class LockStepExecutor:
         self._num_in_flight = 0
         self._results: deque[StepResult] = deque()
         self._counts = LockStepCounts()
+        self._num_moving_steps = 0
         self.is_awake = False
         self.reported = self._counts
 
     @property
     def num_pieces(self) -> int:
-        """Steps in which this rank took part."""
-        return self._counts.num_group_steps
+        """Steps in which this rank took part, with those that had no tokens and moved experts."""
+        return self._counts.num_group_steps + self._num_moving_steps
 
     @property
     def num_idle_steps(self) -> int:
@@ -95,6 +112,15 @@ class LockStepExecutor:
     def wake(self, step: int) -> None:
         """Take part in `step` if it is the next one: another rank has a plan for it."""
         self.is_awake |= step == self._step
+
+    def move_layer(self, plan: LayerPlan) -> None:
+        """Move the experts of a layer. All ranks get the plan, so each of them ends its sleep by itself."""
+        self._device.move_layer(plan)
+        self.is_awake = True
+
+    def drop_layer(self, version: int) -> None:
+        """End the moves of a plan. A group with a plan is awake."""
+        self._device.drop_layer(version)
 
     def wanted_plan(self) -> PlanWanted | None:
         """Want one plan at a time."""
@@ -138,7 +164,8 @@ class LockStepExecutor:
         num_tokens = self._device.open_step(None if plan is None else plan.units)
         self._step += 1
         if not num_tokens.any():
-            self.is_awake, self.reported = False, self._counts
+            self.is_awake, self.reported = self._device.is_moving, self._counts
+            self._num_moving_steps += self.is_awake
             return
         self._count(num_tokens, is_idle=plan is None)
         if plan is None:
@@ -175,6 +202,14 @@ class LockStepRank(Rank):
         """Take part in `step` of the group, if it has not begun."""
         self._lock_step.wake(step)
 
+    def move_layer(self, plan: LayerPlan) -> None:
+        """Move the experts of a layer between the ranks of the group."""
+        self._lock_step.move_layer(plan)
+
+    def drop_layer(self, version: int) -> None:
+        """End the moves of a plan, unless they are committed."""
+        self._lock_step.drop_layer(version)
+
     def collect(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> StepOutput:
         """Take what is ready; an idle step is a step without tokens for the rank's experts."""
         num_idle_steps = self._lock_step.num_idle_steps
@@ -193,11 +228,14 @@ class LockStepRank(Rank):
         return msgspec.structs.replace(super().stats(), lock_step=self._lock_step.reported)
 
 
-def spread_over_ranks(num_layers: int, num_experts: int, num_ranks: int) -> ExpertTable:
+def spread_over_ranks(num_layers: int, num_experts: int, num_ranks: int, num_redundant: int = 0) -> ExpertTable:
     """Give each rank consecutive experts, as many as the others or one more.
 
+    Args:
+        num_redundant: slots of a layer beyond one for each expert. They are empty at the start.
+
     Raises:
-        ConfigError: a rank would have none.
+        ConfigError: a rank would have none, or the slots do not divide evenly.
     """
     if num_experts == 0:
         raise ConfigError("--mode ep spreads experts over engines, and this model has none: leave --mode out")
@@ -206,7 +244,19 @@ def spread_over_ranks(num_layers: int, num_experts: int, num_ranks: int) -> Expe
             f"--mode ep needs an expert for each engine: the model has {num_experts} experts a layer, so give"
             f" --engines {num_experts} or less"
         )
-    return spread_evenly(num_layers, num_experts, list(range(num_ranks)), num_ranks)
+    table = spread_evenly(num_layers, num_experts, list(range(num_ranks)), num_ranks)
+    if not num_redundant:
+        return table
+    num_slots, left = divmod(num_experts + num_redundant, num_ranks)
+    if left:
+        raise ConfigError(
+            f"{num_experts} experts a layer and --num-redundant-experts {num_redundant} are"
+            f" {num_experts + num_redundant} slots, which do not divide evenly over --engines {num_ranks}: give"
+            f" --num-redundant-experts {num_redundant + num_ranks - left}"
+        )
+    logical_of = np.full((num_ranks, num_layers, num_slots), EMPTY, np.int32)
+    logical_of[:, :, : table.logical_of.shape[2]] = table.logical_of
+    return ExpertTable(table.version, logical_of, num_experts, table.is_alive)
 
 
 def build_lock_step_rank(

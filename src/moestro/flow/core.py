@@ -59,7 +59,7 @@ from moestro.flow.events import (
     Withdraw,
 )
 from moestro.flow.guest_desk import GuestDesk
-from moestro.flow.guests import NO_PAIRS, Guests, Pairs
+from moestro.flow.guests import NO_PAIRS, Guests, Pairs, all_pairs
 from moestro.flow.items import ItemMaker, LaunchedItem
 from moestro.flow.micro_queues import MicroQueues
 from moestro.flow.passed_over import PassedOver, Tokens
@@ -130,6 +130,17 @@ class FlowCore:
         return sum(each.num_dropped for each in (self._dispatcher, self._desk) if each is not None)
 
     @property
+    def is_settled(self) -> bool:
+        """Implement `Dispatcher.is_settled`."""
+        return self._dispatcher is None or self._dispatcher.is_settled
+
+    def is_slot_idle(self, layer: int, slot: int) -> bool:
+        """Whether no pair waits in an expert's slot, and no item with the device has any of it."""
+        items = [launched.item for launched in self._launched]
+        is_running = any(isinstance(each, Experts) and each.layer == layer and slot in each.experts for each in items)
+        return not is_running and not self._queues.num_waiting_in(layer, slot)
+
+    @property
     def pass_counts(self) -> PassCounts:
         """Totals since the start."""
         return self._passed_over.counts
@@ -194,10 +205,10 @@ class FlowCore:
                 return commands  # what runs, and what waits behind it, is as before
             case PlanSubmitted(plan):
                 self._submit(plan, now_ns, commands)
-            case TableChanged(table):
+            case TableChanged(table, is_near):
                 assert self._dispatcher is not None, "a device that is alone has no table"
                 self._open_inbox(now_ns, commands)
-                self._send_again(self._dispatcher.change_table(table), now_ns, commands)
+                self._send_again(self._dispatcher.change_table(table, is_near), now_ns, commands)
             case PeerLost(worker):
                 assert self._dispatcher is not None, "a device that is alone has no peers"
                 self._open_inbox(now_ns, commands)
@@ -382,7 +393,7 @@ class FlowCore:
         self._pool.queued_ns[launched.ids] = now_ns
         if self._dispatcher is None:
             self._pool.expect(launched.ids, places, layer, topk_ids, _ALONE)
-            self._queues.experts.add(self._pool, layer, _all_pairs(places, topk_ids))
+            self._queues.experts.add(self._pool, layer, all_pairs(places, topk_ids))
             return
         self._dispatcher.set_own_backlog(self._queues.num_pairs)
         own, sends = self._dispatcher.dispatch(layer, launched.ids, places, topk_ids)
@@ -439,7 +450,7 @@ class FlowCore:
         is_open = topk_ids >= stopped.first_open
         assert self._counts is not None, "experts of a dense network"
         self._counts[layer] += np.bincount(topk_ids[is_open], minlength=self._num_experts)
-        self._queues.experts.add(self._pool, layer, _all_pairs(places, topk_ids, is_open))
+        self._queues.experts.add(self._pool, layer, all_pairs(places, topk_ids, is_open))
         token, choice = np.nonzero(~is_open)
         self._arrive(layer, places[token], choice.astype(np.int32), now_ns)
 
@@ -478,17 +489,3 @@ def _earlier(first_ns: int | None, second_ns: int | None) -> int | None:
     if first_ns is None or second_ns is None:
         return second_ns if first_ns is None else first_ns
     return min(first_ns, second_ns)
-
-
-def _all_pairs(places: Int32s, topk_ids: Int32s, wanted: NDArray[np.bool_] | None = None) -> Pairs:
-    """Pairs of tokens and their experts on a device that has all experts in the slots of their ids.
-
-    Args:
-        places: int32[tokens].
-        topk_ids: int32[tokens, chosen], ascending.
-        wanted: bool[tokens, chosen], which of them. None means all.
-    """
-    num_chosen = topk_ids.shape[1]
-    choices = np.tile(np.arange(num_chosen, dtype=np.int32), len(places))
-    pairs = Pairs(np.repeat(places, num_chosen), choices, topk_ids.reshape(-1))
-    return pairs if wanted is None else Pairs(*(each[wanted.reshape(-1)] for each in pairs))

@@ -7,7 +7,7 @@ place is reserved. So no worker waits for a worker that waits for it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from moestro.core.work import Int32s
 from moestro.flow.events import Send
 from moestro.flow.guests import Pairs
 from moestro.flow.outbox import Outbox, Parcel, make_parcel
-from moestro.flow.token_pool import TokenPool
+from moestro.flow.token_pool import THERE, TokenPool
 
 Int16s = NDArray[np.int16]
 Int64s = NDArray[np.int64]
@@ -47,6 +47,7 @@ class PeerSettings:
         dtype: dtype of tensors, as in `Hop`.
         incarnation: how often the worker has started again. Its epochs are larger than those of its earlier lives, so
             expert workers that knew it listen to it again.
+        is_near: whether each worker is on this worker's machine. None means that all are.
     """
 
     worker: int
@@ -56,6 +57,7 @@ class PeerSettings:
     switch_gap: int = SWITCH_GAP
     dtype: str = ""
     incarnation: int = 0
+    is_near: tuple[bool, ...] | None = None
 
 
 class Owed(NamedTuple):
@@ -96,11 +98,15 @@ class Dispatcher:
         self._expected_seq = [0] * num_workers
         self._outbox = [Outbox(pool) for _ in range(num_workers)]
         self.num_dropped = self.num_switches = 0
+        self._worker_of: Int16s = np.empty((0, 0), np.int16)
+        self._may_use: NDArray[np.bool_] = np.empty((0, 0, 0), np.bool_)
+        self._stand_near(settings.is_near)
         self._use(settings.table)
 
     # --- where experts live -----------------------------------------------------------------------------------------
 
     def _use(self, table: ExpertTable) -> None:
+        before = self._worker_of, self._may_use
         self._table = table
         num_workers, num_layers, _ = table.logical_of.shape
         shape = (num_workers, num_layers, table.num_experts)
@@ -110,34 +116,57 @@ class Dispatcher:
         self._may_use = (self._slot_on != EMPTY) & table.is_alive[:, None, None]
         self._has_copies = self._may_use.sum(axis=0).max(axis=1, initial=0) > 1  # by layer
         self._worker_of = self._first_workers()  # int16[layers, experts], which get an expert's tokens now
+        if before[1].shape == shape:  # An expert whose copies are the same stays where backlogs have brought it.
+            is_same = (before[1] == self._may_use).all(axis=0)
+            self._worker_of = np.where(is_same, before[0], self._worker_of)
         # The slot of the expert on that worker.
         self._slot_of = np.take_along_axis(self._slot_on, self._worker_of[None], axis=0)[0]
 
+    def _stand_near(self, is_near: Sequence[bool] | None) -> None:
+        """Note who is on this machine. A copy elsewhere counts as if `switch_gap` more pairs waited there."""
+        gap = self._settings.switch_gap
+        num_workers = self._settings.num_workers
+        self._distance: Int64s = np.zeros(num_workers, np.int64)
+        if is_near is not None:
+            self._distance[:] = np.where(np.array(is_near), 0, gap)
+
     def _first_workers(self) -> Int16s:
-        """Workers that get each expert's tokens at first: the home itself if it has a copy, else copies in turn.
+        """Workers that get each expert's tokens at first: the home itself if it has a copy, else near copies in turn.
 
         In turn, so that no worker idles while the backlog differs too little for a change; by expert and alike in all
-        homes, so that an expert's tokens meet in one batch.
+        homes, so that an expert's tokens meet in one batch. Copies on other machines have a turn if none is near.
         """
-        may_use = self._may_use
+        may_use = self._may_use & (self._distance == 0)[:, None, None]
+        may_use = np.where(may_use.any(axis=0), may_use, self._may_use)
         num_copies = np.maximum(may_use.sum(axis=0), 1)
         turn = np.arange(may_use.shape[2]) % num_copies
         workers = (may_use & (may_use.cumsum(axis=0) > turn)).argmax(axis=0)
         return np.where(may_use[self._worker], self._worker, workers).astype(np.int16)
 
-    def change_table(self, table: ExpertTable) -> list[Owed]:
+    def change_table(self, table: ExpertTable, is_near: Sequence[bool] | None = None) -> list[Owed]:
         """Use another table.
+
+        Args:
+            is_near: as in `PeerSettings`.
 
         Returns:
             What waits for credits, and what workers owe that compute no longer; the caller sends it again
             (`send_again`).
         """
         stopped = true_rows(self._table.is_alive & ~table.is_alive)
+        self._stand_near(is_near)
         self._use(table)
         waiting = [owed for worker in stopped if worker != self._worker for owed in self.lose(worker)]
         for outbox in self._outbox:
             waiting += [self._unsent(parcel) for parcel in outbox.empty()]
         return waiting
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all contributions that this home waits for come from slots of the present table."""
+        places, choices = np.nonzero(self._pool.owner != THERE)
+        layers, experts = self._pool.layer_at[places], self._pool.topk_ids[places, choices]
+        return bool((self._slot_on[self._pool.owner[places, choices], layers, experts] != EMPTY).all())
 
     def _unsent(self, parcel: Parcel) -> Owed:
         """Contributions that a parcel asks for. The same worker may owe its tokens others, which were sent before."""
@@ -150,12 +179,11 @@ class Dispatcher:
         self._backlog[self._worker] = num_pairs
 
     def _choose_copies(self, layer: int) -> None:
-        """Choose, among the copies of each expert of a layer, the worker with the least backlog, with hysteresis."""
-        may_use = self._may_use[:, layer]
-        backlog = np.where(may_use, self._backlog[:, None], np.iinfo(np.int64).max)
-        best = backlog.argmin(axis=0)
+        """Choose, among the copies of each expert of a layer, the least backlog and distance, with hysteresis."""
+        may_use, cost = self._may_use[:, layer], self._backlog + self._distance
+        best = np.where(may_use, cost[:, None], np.iinfo(np.int64).max).argmin(axis=0)
         now = self._worker_of[layer]
-        changes = self._backlog[now] - self._backlog[best] > self._settings.switch_gap
+        changes = cost[now] - cost[best] > self._settings.switch_gap
         if changes.any():
             self.num_switches += int(np.count_nonzero(changes))
             now[changes] = best[changes]

@@ -35,9 +35,14 @@ class Arrived(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class TableChanged(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Event: experts live elsewhere from now on. What is under way to workers that still compute stays there."""
+    """Event: experts live elsewhere from now on. What is under way to workers that still compute stays there.
+
+    Attributes:
+        is_near: whether each worker is on this worker's machine. None means that all are.
+    """
 
     table: ExpertTable
+    is_near: tuple[bool, ...] | None = None
 
 
 class PeerLost(msgspec.Struct, frozen=True, eq=False, gc=False):

@@ -104,9 +104,18 @@ class FlowExecutor:
         """Take in a message of another worker. What has not begun of less urgent work may go back to its queues."""
         self._apply(Arrived(message), now_ns)
 
-    def change_table(self, table: ExpertTable, now_ns: int) -> None:
-        """Send tokens by another table from now on."""
-        self._apply(TableChanged(table), now_ns)
+    def change_table(self, table: ExpertTable, now_ns: int, is_near: tuple[bool, ...] | None = None) -> None:
+        """Send tokens by another table from now on. `is_near`: as in `PeerSettings`."""
+        self._apply(TableChanged(table, is_near), now_ns)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all contributions that are waited for come from slots of the present table; 20 us."""
+        return self._core.is_settled
+
+    def is_slot_idle(self, layer: int, slot: int) -> bool:
+        """Whether nothing that is here uses an expert's slot, so that another expert can be written to it."""
+        return self._core.is_slot_idle(layer, slot)
 
     def lose(self, worker: int, now_ns: int) -> None:
         """Send again what a worker has not answered."""

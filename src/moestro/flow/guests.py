@@ -45,6 +45,20 @@ _NO_NUMBERS = np.empty(0, np.int32)
 NO_PAIRS = Pairs(_NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS)
 
 
+def all_pairs(places: Int32s, topk_ids: Int32s, wanted: NDArray[np.bool_] | None = None) -> Pairs:
+    """Pairs of tokens and their experts on a device that has all experts in the slots of their ids.
+
+    Args:
+        places: int32[tokens].
+        topk_ids: int32[tokens, chosen], ascending.
+        wanted: bool[tokens, chosen], which of them. None means all.
+    """
+    num_chosen = topk_ids.shape[1]
+    choices = np.tile(np.arange(num_chosen, dtype=np.int32), len(places))
+    pairs = Pairs(np.repeat(places, num_chosen), choices, topk_ids.reshape(-1))
+    return pairs if wanted is None else Pairs(*(each[wanted.reshape(-1)] for each in pairs))
+
+
 class GuestArrival(NamedTuple):
     """A dispatch, and the time at which it arrived."""
 

@@ -45,6 +45,10 @@ class MicroQueues:
         """Pairs that wait for an expert."""
         return self._columns.num_pairs
 
+    def num_waiting_in(self, layer: int, slot: int) -> int:
+        """Pairs that wait in one slot of a layer."""
+        return int(self._columns.n[:, layer, 1 + slot].sum())
+
     def depths(self) -> tuple[int, ...]:
         """Pairs that wait in each slot, summed over all layers and classes."""
         return tuple(self._columns.num_of_slot.tolist())

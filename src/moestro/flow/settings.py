@@ -151,6 +151,11 @@ class GroupOptions(GroupStepSettings, CheckedSettings):
         """Parts into which the experts of a layer are divided: one for each worker that holds experts."""
         return self.num_expert_workers or self.num_homes
 
+    @property
+    def first_shares(self) -> tuple[tuple[int, ...], ...]:
+        """Shares that the worker of each place holds at the start."""
+        return tuple(self.shares_of(worker) for worker in range(self.num_places))
+
     def shares_of(self, worker: int) -> tuple[int, ...]:
         """Shares that a worker holds at the start: its own, and those of the workers after it for copies."""
         holder = worker if self.num_expert_workers == 0 else worker - self.num_homes

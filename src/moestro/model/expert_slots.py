@@ -86,28 +86,74 @@ def pick_expert(module: nn.Module, expert: int) -> ExpertWeights:
     return ExpertWeights(up, up_bias, down, down_bias)
 
 
-def write_expert(module: nn.Module, slot: int, logical: int, weights: ExpertWeights) -> None:
+class PreparedExpert(NamedTuple):
+    """Weights of one expert in the form in which a module computes with them.
+
+    Attributes:
+        up, down: weights, packed where the module's are.
+        up_bias, down_bias: biases, or None.
+    """
+
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+def prepare_expert(module: nn.Module, weights: ExpertWeights) -> PreparedExpert:
+    """Bring weights, on any device, into the form of a cut module, so that `install_expert` has little left to do."""
+    experts = cast(PackedExperts, module)
+    up, up_bias, down, down_bias = weights_of(experts)
+    first, second = weights.up.to(up.device), weights.down.to(down.device)
+    if tag_of(module).packed:
+        first, second = _pack(experts, first), _pack(experts, second)
+    biases = [
+        None if mine is None or given is None else given.to(mine.device)
+        for mine, given in ((up_bias, weights.up_bias), (down_bias, weights.down_bias))
+    ]
+    return PreparedExpert(first, biases[0], second, biases[1])
+
+
+def install_expert(module: nn.Module, slot: int, logical: int, prepared: PreparedExpert) -> None:
     """Replace the expert in a slot of a cut module. No item in flight may use the slot.
 
     Args:
         module: a module after `keep_experts`.
         slot: the slot.
         logical: logical expert that the slot holds from now on.
-        weights: its weights, on any device.
+        prepared: its weights.
     """
-    tag, experts = tag_of(module), cast(PackedExperts, module)
+    tag = tag_of(module)
     assert tag.logical_of is not None, "a module with all experts has no slots to rewrite"
-    up, up_bias, down, down_bias = weights_of(experts)
+    up, up_bias, down, down_bias = weights_of(cast(PackedExperts, module))
     if tag.packed:
-        packed = (_pack(experts, weights.up.to(up.device)), _pack(experts, weights.down.to(down.device)))
-        retag(module, packed=[*tag.packed[:slot], packed, *tag.packed[slot + 1 :]])
+        retag(module, packed=[*tag.packed[:slot], (prepared.up, prepared.down), *tag.packed[slot + 1 :]])
     else:
-        up.data[slot] = weights.up
-        down.data[slot] = weights.down
-    for mine, given in ((up_bias, weights.up_bias), (down_bias, weights.down_bias)):
+        up.data[slot] = prepared.up
+        down.data[slot] = prepared.down
+    for mine, given in ((up_bias, prepared.up_bias), (down_bias, prepared.down_bias)):
         if mine is not None and given is not None:
             mine.data[slot] = given
     tag.logical_of[slot] = logical
+
+
+def write_expert(module: nn.Module, slot: int, logical: int, weights: ExpertWeights) -> None:
+    """Do `prepare_expert` and `install_expert` at once."""
+    install_expert(module, slot, logical, prepare_expert(module, weights))
+
+
+def empty_slot(module: nn.Module, slot: int) -> None:
+    """Note that a slot of a cut module holds no expert, and free the memory of packed weights.
+
+    No item in flight may use the slot.
+    """
+    tag = tag_of(module)
+    assert tag.logical_of is not None, "a module with all experts has no slots to empty"
+    if tag.packed:
+        up, _, down, _ = weights_of(cast(PackedExperts, module))
+        none = (up.new_empty(0), down.new_empty(0))
+        retag(module, packed=[*tag.packed[:slot], none, *tag.packed[slot + 1 :]])
+    tag.logical_of[slot] = EMPTY
 
 
 def _pack(experts: PackedExperts, weight: Tensor) -> Tensor:

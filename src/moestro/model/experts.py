@@ -102,6 +102,8 @@ class ExpertLayer:
         place: its place among the layers with experts.
         routing: state shared by the network's experts.
         hidden_size, dtype: hidden size and dtype of the experts' inputs and answers.
+        layout: shape and dtype of one expert's weights as (up, its bias, down, its bias), not packed; None where the
+            experts have no bias.
         logical_of: int32[slots], logical expert in each slot; EMPTY means none. None means that the module has all
             experts, each in the slot of its number.
         packed: packed up and down weights of each slot, without elements for an empty one; empty if the weights are not
@@ -113,6 +115,7 @@ class ExpertLayer:
     routing: Routing
     hidden_size: int
     dtype: torch.dtype
+    layout: tuple[tuple[torch.Size, torch.dtype] | None, ...]
     logical_of: NDArray[np.int32] | None = None
     packed: Sequence[tuple[Tensor, Tensor]] = ()
 
@@ -121,9 +124,11 @@ def tag_experts(modules: list[tuple[int, nn.Module]], routing: Routing) -> None:
     """Attach its context to each experts module. `modules`: (layer, experts module), ascending."""
     for place, (layer, module) in enumerate(modules):
         experts = cast(PackedExperts, module)
-        up = weights_of(experts)[0]
+        weights = weights_of(experts)
+        up = weights[0]
         hidden_size = up.shape[1] if experts.is_transposed else up.shape[2]
-        setattr(module, _TAG, ExpertLayer(layer, place, routing, hidden_size, up.dtype))
+        layout = tuple(None if each is None else (each.shape[1:], each.dtype) for each in weights)
+        setattr(module, _TAG, ExpertLayer(layer, place, routing, hidden_size, up.dtype, layout))
 
 
 def tag_of(module: nn.Module) -> ExpertLayer:

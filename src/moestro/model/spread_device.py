@@ -10,11 +10,15 @@ from numpy.typing import NDArray
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it unmarked
 
 from moestro.core.expert_table import ExpertTable
+from moestro.core.layer_moves import LayerPlan, SettledLayer, with_layer
 from moestro.core.model_info import ModelInfo
+from moestro.core.move_agreement import MoveAction, MoveAgreement
+from moestro.core.table_record import TableRecord, record_of
 from moestro.core.work import Units
-from moestro.errors import ConfigError, InvariantError
+from moestro.errors import ConfigError
 from moestro.model.device import TorchDevice, open_device
 from moestro.model.expert_exchange import GroupExchange, GroupPlace
+from moestro.model.layer_mover import LayerMover, layer_move_of
 from moestro.model.load import choose_device
 from moestro.model.network import Network
 from moestro.model.pools import KVPools
@@ -30,26 +34,86 @@ class SpreadDevice(TorchDevice):
         network: network with the experts of this worker alone.
         pools: KV cache of this worker.
         exchange: exchange with the other workers.
-        table: placement of the experts.
+        table: placement of the experts, over all layers of the network.
+
+    Attributes:
+        is_moving: whether experts move, so that the group opens the next step even without tokens.
+        on_settled: called when the moves of a layer end, with what became of them.
     """
 
     def __init__(self, network: Network, pools: KVPools, exchange: GroupExchange, table: ExpertTable) -> None:
         super().__init__(network, pools)
-        self._exchange, self._table_version = exchange, table.version
+        self._exchange, self._table = exchange, table
         self._spread = SpreadExperts(network, exchange, table)
+        self._agreement = MoveAgreement(table.version)
+        self._mover: LayerMover | None = None
+        self.is_moving = False
+        self.on_settled: Callable[[SettledLayer], None] = lambda _: None
+
+    @property
+    def placed(self) -> TableRecord:
+        """The placement by which the group computes now."""
+        layers = [layer for layer, _ in self.network.experts]
+        table, shares = self._table, self._table.shares
+        own = ExpertTable(
+            table.version,
+            table.logical_of[:, layers],
+            table.num_experts,
+            table.is_alive,
+            None if shares is None else shares[:, layers],
+        )
+        return record_of(own, tuple(layers))
 
     def open_step(self, units: Units | None) -> NDArray[np.int64]:
-        """Implement `LockStepDevice.open_step`.
+        """Implement `LockStepDevice.open_step`. Experts move here, between two steps.
 
         Raises:
             GroupLostError: another worker has ended.
             InvariantError: the workers would exchange tokens by different tables.
         """
         num_tokens = 0 if units is None else int(units.num_tokens.sum())
-        gathered = self._exchange.gather(np.array([num_tokens, self._table_version], np.int64))
-        if (gathered[:, 1] != self._table_version).any():
-            raise InvariantError(f"the engines of a group have tables {gathered[:, 1].tolist()} of their experts")
+        gathered = self._exchange.gather(np.array([num_tokens, *self._agreement.numbers()], np.int64))
+        self._move(self._agreement.decide(gathered[:, 1:]))
         return gathered[:, 0]
+
+    def move_layer(self, plan: LayerPlan) -> None:
+        """Implement `LockStepDevice.move_layer`."""
+        self._agreement.take(plan)
+
+    def drop_layer(self, version: int) -> None:
+        """Implement `LockStepDevice.drop_layer`."""
+        self._agreement.cancel(version)
+
+    def _move(self, action: MoveAction) -> None:
+        """Do the group's part of a step that concerns moving experts."""
+        self.is_moving = action in {MoveAction.WAIT, MoveAction.MOVE}
+        plan = self._agreement.plan
+        if action is MoveAction.MOVE:
+            assert plan is not None, "all workers know the plan"
+            if self._mover is None:
+                module = dict(self.network.experts)[plan.layer]
+                move = layer_move_of(module, self._table.logical_of[:, plan.layer], plan)
+                self._mover = LayerMover(move, self._exchange)
+            if not self._mover.is_done:
+                self._mover.step()
+            self._agreement.is_prepared = self._mover.is_done
+        elif action in {MoveAction.COMMIT, MoveAction.DROP}:
+            self._settle(plan, is_committed=action is MoveAction.COMMIT)
+
+    def _settle(self, plan: LayerPlan | None, *, is_committed: bool) -> None:
+        """End the moves of a layer. `plan`: None where this worker never learnt of the plan that is dropped."""
+        mover, self._mover = self._mover, None
+        if mover is not None and is_committed:
+            mover.commit()
+        elif mover is not None:
+            mover.drop()
+        if plan is not None and is_committed:
+            rows, parts = plan.rows(), plan.part_rows()
+            self._table = with_layer(self._table, plan.version, plan.layer, rows, parts)
+            self._spread.use_layer(plan.layer, rows, parts)
+        self._agreement.settled()
+        num_bytes = 0 if mover is None else mover.num_bytes
+        self.on_settled(SettledLayer(version=self._agreement.over, is_committed=is_committed, num_bytes=num_bytes))
 
     def take_part(self, now_ns: int) -> None:
         """Implement `LockStepDevice.take_part`."""

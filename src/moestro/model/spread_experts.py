@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.expert_table import ExpertTable
+from moestro.model.copy_choice import CopyChoice
 from moestro.model.expert_exchange import ExpertExchange
 from moestro.model.experts import add_contributions, run_slots, tag_of
 from moestro.model.network import Network
@@ -31,14 +32,25 @@ class SpreadExperts:
         assert network.routing is not None, "a dense network has no experts to spread"
         self._exchange, self._device = exchange, network.device
         self._modules = [module for _, module in network.experts]
-        self.use(table)
+        self._num_experts, self._num_slots = table.num_experts, table.logical_of.shape[2]
+        parts = table.slot_parts
+        self._copies = {
+            layer: self._choice(table.logical_of[:, layer], parts[:, layer]) for layer, _ in network.experts
+        }
         network.routing.stand_in = self
 
-    def use(self, table: ExpertTable) -> None:
-        """Send tokens by another table from the next step on; all workers change between the same two steps."""
-        self._num_slots = table.logical_of.shape[2]
-        slot_of = _choose_slots(table, self._exchange.worker)
-        self._slot_of = torch.from_numpy(slot_of).to(self._device)
+    def use_layer(self, layer: int, rows: NDArray[np.int32], parts: NDArray[np.float64]) -> None:
+        """Send a layer's tokens by another placement; all workers change between the same two steps.
+
+        Args:
+            layer: the network's layer.
+            rows: int32[workers, slots], logical expert in each slot.
+            parts: float64[workers, slots], part of its expert's tokens that each slot gets.
+        """
+        self._copies[layer] = self._choice(rows, parts)
+
+    def _choice(self, rows: NDArray[np.int32], parts: NDArray[np.float64]) -> CopyChoice:
+        return CopyChoice(rows, parts, self._num_experts, self._exchange.worker, self._device)
 
     def __call__(self, module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute what `model.experts.routed_experts` computes, and count the tokens of this worker by expert."""
@@ -46,7 +58,7 @@ class SpreadExperts:
         ids, order = top_k_index.sort(dim=1)
         flat = ids.reshape(-1)
         tag.routing.counts[tag.layer].scatter_add_(0, flat, torch.ones_like(flat))
-        slots = self._slot_of[tag.layer][flat]
+        slots = self._copies[tag.layer].slots_for(flat)
         by_slot = slots.argsort(stable=True)
         answers = hidden.new_empty(len(flat), hidden.shape[1])
         answers[by_slot] = self._compute(module, hidden.index_select(0, by_slot // num_chosen), slots)
@@ -79,21 +91,3 @@ class SpreadExperts:
         answers = torch.empty_like(guests)
         answers[by_slot] = run_slots(module, guests.index_select(0, by_slot), received.sum(0))
         return exchange.exchange_rows(answers, num_received, num_sent)
-
-
-def _choose_slots(table: ExpertTable, worker: int) -> NDArray[np.int64]:
-    """int64[layers, experts], worker * slots + slot of the copy that a worker's tokens visit.
-
-    A worker visits its own copy of an expert. Workers without one take the copies in turn.
-    """
-    _, num_layers, num_slots = table.logical_of.shape
-    slot_of = np.empty((num_layers, table.num_experts), np.int64)
-    for layer in range(num_layers):
-        holders, slots = np.nonzero((table.logical_of[:, layer] != EMPTY) & table.is_alive[:, None])
-        experts = table.logical_of[holders, layer, slots]
-        for expert in range(table.num_experts):
-            copies = np.flatnonzero(experts == expert)
-            own = copies[holders[copies] == worker]
-            copy = own[0] if len(own) else copies[worker % len(copies)]
-            slot_of[layer, expert] = holders[copy] * num_slots + slots[copy]
-    return slot_of

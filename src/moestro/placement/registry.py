@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from moestro.core.expert_load import ExpertLoad, LayerPairs
-from moestro.core.expert_table import ExpertTable
+from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.core.policy_registry import PolicyKind
-from moestro.errors import ConfigError
+from moestro.errors import ConfigError, MoestroError
 from moestro.placement.devices import Devices, PlaceLimits, PlacePrices, even_devices
 
 
@@ -51,9 +51,35 @@ class PlaceView:
                 raise ValueError(f"the number of {what} differs: {first} and {second}")
 
 
+class PlacementError(MoestroError):
+    """A policy found no placement, or one that the devices cannot have."""
+
+
 # A policy returns the next placement; one that leaves all as it is returns `view.table` itself. The new table's version
 # is the present one's plus 1.
 PlacePolicy = Callable[[PlaceView], ExpertTable]
+
+
+def check_answer(view: PlaceView, table: object) -> ExpertTable:
+    """Return the answer of a policy if it is a table that the devices can have.
+
+    Raises:
+        TypeError: It is no table.
+        ValueError: Its shape differs, or a device has too few slots.
+    """
+    if not isinstance(table, ExpertTable):
+        raise TypeError(f"it returned {table!r} in place of an ExpertTable")
+    if table.logical_of.shape != view.table.logical_of.shape:
+        raise ValueError(f"its table has the shape {table.logical_of.shape}, not {view.table.logical_of.shape}")
+    used = (table.logical_of != EMPTY).sum(axis=2)
+    over = np.argwhere(used > view.devices.num_slots[:, None])
+    if len(over):
+        device, layer = over[0].tolist()
+        raise ValueError(
+            f"device {device} has {view.devices.num_slots[device]} slots and gets {used[device, layer]} experts in"
+            f" layer {layer}"
+        )
+    return table
 
 
 def _try_once(policy: PlacePolicy) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,6 +41,27 @@ def table_with(view: PlaceView, holders: Holders) -> ExpertTable:
     nth = np.cumsum(new, axis=2)[device, layer, expert] - 1
     logical_of[device, layer, free_slots[device, layer, nth]] = expert
     return ExpertTable(old.version + 1, logical_of, old.num_experts, devices.is_alive.copy())
+
+
+def in_slots_of(old: ExpertTable, new: ExpertTable) -> ExpertTable:
+    """Return a placement whose copies keep the slots that they have in the present one.
+
+    Args:
+        old: Present placement.
+        new: Placement of the same shape, with its copies in any order.
+    """
+    shares = new.slot_parts
+    logical_of, moved = new.logical_of.copy(), shares.copy()
+    differs = np.argwhere((old.logical_of != new.logical_of).any(axis=2))
+    for device, layer in differs.tolist():
+        before, after = old.logical_of[device, layer], new.logical_of[device, layer]
+        slot_of = {expert: slot for slot, expert in enumerate(after.tolist()) if expert != EMPTY}
+        order = np.array([slot_of.pop(expert, EMPTY) for expert in before.tolist()])
+        order[np.flatnonzero(order == EMPTY)[: len(slot_of)]] = list(slot_of.values())
+        is_used = order != EMPTY
+        logical_of[device, layer] = np.where(is_used, after[order], EMPTY)
+        moved[device, layer] = np.where(is_used, shares[device, layer][order], 0.0)
+    return replace(new, logical_of=logical_of, shares=None if new.shares is None else moved)
 
 
 def even_sizes(devices: Devices, num_experts: int) -> NDArray[np.int64]:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from moestro.cost.gpus import Gpu, gpu_named
-from moestro.cost.hf_config import CONFIGS, network_from_config, network_named
-from moestro.cost.links import NVSWITCH_A100, NVSWITCH_H100, Link, link_named
+from moestro.cost.links import Link, link_named
+from moestro.cost.named_parts import link_within, read_network
 from moestro.cost.networks import NetworkShape
 from moestro.cost.popularity import PopularityForm
 from moestro.errors import ConfigError
 from moestro.planner.lengths import LengthSample
 from moestro.planner.settings import PlanSettings, TrafficSettings
 from moestro.workload.traces import read_trace
-
-_NVSWITCH = {"a100": NVSWITCH_A100, "h20-": NVSWITCH_H100, "h100": NVSWITCH_H100, "h200": NVSWITCH_H100}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,50 +72,6 @@ def make_question(settings: PlanSettings) -> PlanQuestion:
         family=family,
         skew=skew,
     )
-
-
-def read_network(model: str) -> NetworkShape:
-    """Read the sizes of a network.
-
-    Args:
-        model: a name of `cost.hf_config`, a checkpoint directory, or its config.json.
-
-    Raises:
-        ConfigError: there is no such network, or its config lacks a size.
-    """
-    path = Path(model).expanduser()
-    if not path.exists():
-        if model.lower() in CONFIGS:
-            return network_named(model)
-        raise ConfigError(
-            f"no sizes for network {model!r}; known: {', '.join(CONFIGS)}. Give one of them, or a directory with the"
-            " network's config.json"
-        )
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as a network's config.json: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} is not a network's config.json: expected an object")
-    return network_from_config(path.resolve().name if path.is_dir() else path.stem, config)
-
-
-def link_within(name: str | None, gpu: Gpu) -> Link:
-    """Look up the link between the GPUs of a machine.
-
-    Args:
-        name: its name; None means the NVSwitch of the GPU.
-
-    Raises:
-        ConfigError: the name is unknown, or the GPU has no NVSwitch.
-    """
-    if name is not None:
-        return link_named(name)
-    link = _NVSWITCH.get(gpu.name[:4])
-    if link is None:
-        raise ConfigError(f"--link-within has no default for {gpu.name}, which has no NVSwitch: name a link")
-    return link
 
 
 def _popularity(text: str) -> tuple[str, float]:

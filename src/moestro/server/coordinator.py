@@ -6,19 +6,36 @@ Uses no sockets, processes or clock: the supervisor owns the processes, and call
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from moestro.config.launch_spec import GroupSpec, name_of
 from moestro.core.clock import NS_PER_S
+from moestro.core.expert_table import EMPTY
+from moestro.core.table_message import TableMessage
 from moestro.core.worker_names import Worker, WorkerKind
 from moestro.errors import EngineDiedError, MoestroError, NoEngineError
 from moestro.flow.settings import GroupOptions
+from moestro.server.async_migration import AsyncMigration
+from moestro.server.group_table import GroupTable
 from moestro.web.errors import HttpError
-from moestro.wire.messages import Failed, FromRank, Joined, Members, Ready, ToRank, WorkerFigures
+from moestro.wire.messages import (
+    ExpertsPrepared,
+    Failed,
+    FromRank,
+    Joined,
+    Members,
+    Ready,
+    TableServed,
+    ToRank,
+    WorkerFigures,
+)
 
 START_S = 60.0  # from the start of a process to its first message
 CONNECT_S = 20.0  # from a worker's arrival in the group until it serves; a worker itself gives up after half of it
@@ -40,7 +57,6 @@ class _Member:
     """A place in the group, and the worker in it.
 
     Attributes:
-        held: Shares of the experts that the worker holds.
         launch: Number of its present process.
         address: ZeroMQ address at which that process listens to the others; "" until it has joined.
         since_ns: Time at which its phase began.
@@ -51,7 +67,6 @@ class _Member:
         figures: Last figures of its present process; None means none yet.
     """
 
-    held: tuple[int, ...]
     phase: MemberPhase = MemberPhase.ABSENT
     launch: int = 0
     address: str = ""
@@ -67,9 +82,18 @@ class _Member:
         """Whether it listens to the others."""
         return self.phase in (MemberPhase.CONNECTING, MemberPhase.SERVING)
 
+    @property
+    def takes(self) -> bool:
+        """Whether it may get tokens."""
+        return self.is_up and not self.is_draining and not self.is_silent
+
 
 class WorkerView(msgspec.Struct, kw_only=True):
-    """State of one worker, as operators see it."""
+    """State of one worker, as operators see it.
+
+    Attributes:
+        num_experts: Copies of experts that it holds, over all layers.
+    """
 
     name: str
     kind: WorkerKind
@@ -79,7 +103,7 @@ class WorkerView(msgspec.Struct, kw_only=True):
     num_restarts: int
     num_doubts: int
     is_draining: bool
-    shares: tuple[int, ...]
+    num_experts: int
     figures: WorkerFigures | None
 
 
@@ -90,21 +114,31 @@ class Coordinator:
         options: The workers at the start, and their settings.
         load_s: Time in which a worker must load its part, in seconds.
         send: Callable that sends a message to a worker; raises `NoEngineError` if it cannot be reached.
+        num_redundant_experts: Slots of each layer beyond those that the experts fill at the start, of all workers.
 
     Attributes:
+        migration: Moves experts between the workers.
         all_serve: Future that is done when all workers serve for the first time, or fails with the culprit.
     """
 
-    def __init__(self, options: GroupOptions, load_s: float, send: Callable[[int, ToRank], None]) -> None:
+    def __init__(
+        self,
+        options: GroupOptions,
+        load_s: float,
+        send: Callable[[int, ToRank], None],
+        num_redundant_experts: int = 0,
+    ) -> None:
         self._options, self._load_s, self._send = options, load_s, send
+        self._num_spare = -(-num_redundant_experts // options.num_shares)
         self.num_homes = options.num_homes
         num_present = options.num_homes + options.num_expert_workers
-        self._members = [_Member(options.shares_of(worker)) for worker in range(num_present)]
-        self._members += [_Member(()) for _ in range(num_present, options.num_places)]
+        self._members = [_Member() for _ in range(options.num_places)]
+        self._table: GroupTable | None = None  # until a worker has told of the network
         self._present = set(range(num_present))  # places whose worker runs, or is to run
         self._version = 0
         self._has_begun = False  # whether all workers of the start have joined
         self._causes: dict[int, MoestroError] = {}
+        self.migration = AsyncMigration(self)
         self.all_serve: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -122,13 +156,15 @@ class Coordinator:
         return name_of(worker, self.spec(worker))
 
     def spec(self, worker: int) -> GroupSpec:
-        """Return the place of a worker in its group."""
+        """Return the place of a worker in its group, and what a process loads that starts now."""
         return GroupSpec(
             worker=worker,
             num_homes=self.num_homes,
             num_workers=self.num_places,
             num_shares=self._options.num_shares,
-            held=tuple(member.held for member in self._members),
+            first_shares=self._options.first_shares,
+            num_spare=self._num_spare,
+            table=None if self._table is None else self._message(self.table.logical_of, (True,) * self.num_places),
             is_colocated=self._options.num_expert_workers == 0,
             stepping=self._options,
         )
@@ -147,8 +183,9 @@ class Coordinator:
         if member.phase is MemberPhase.STARTING:
             self._enter(member, MemberPhase.LOADING, now_ns)
         match message:
-            case Joined(address):
+            case Joined(address, experts):
                 member.address = address
+                self._table = self._table or GroupTable(self._options, self._num_spare, experts)
                 self._enter(member, MemberPhase.CONNECTING, now_ns)
                 self._begin(now_ns)
             case Ready():
@@ -157,6 +194,10 @@ class Coordinator:
                     self.all_serve.set_result(None)
             case WorkerFigures():
                 member.figures = message
+            case ExpertsPrepared():
+                self.migration.prepared(worker, message)
+            case TableServed(version):
+                self.migration.served(worker, version)
             case Failed(cause):
                 self._causes[worker] = EngineDiedError(f"{self.name(worker)}: {cause}")
 
@@ -170,11 +211,12 @@ class Coordinator:
         self._members[worker].is_silent = False
         self._enter(self._members[worker], MemberPhase.ABSENT, now_ns)
         if self.is_given_up(worker):
-            self._members[worker].held = ()
+            self._forget(worker)
         if not self.all_serve.done():
             self._fail(cause)
         elif self._has_begun:
-            self._announce()
+            self.announce()
+        self.migration.ended(worker)
         return cause
 
     def doubt(self, worker: int, *, is_silent: bool) -> None:
@@ -183,17 +225,17 @@ class Coordinator:
         A worker that was silent in vain has lost nothing but time: what it owed is computed twice.
         """
         member = self._members[worker]
-        if member.is_silent == is_silent:
+        if member.is_silent == is_silent or self._table is None:
             return
         before = self._used()
         member.is_silent = is_silent
-        if self._used() != before:
+        if (self._used() != before).any():
             member.num_doubts += is_silent
-            self._announce()
+            self.announce()
 
     def is_covered(self, worker: int) -> bool:
         """Whether other workers get the tokens of all experts of a worker that has ended."""
-        return not self._used()[worker]
+        return bool((self._used()[worker] == EMPTY).all())
 
     def restarted(self, worker: int) -> None:
         """Count that a worker is started again."""
@@ -255,43 +297,69 @@ class Coordinator:
             self._has_begun = True
             for worker in self._present:
                 self._members[worker].since_ns = now_ns
-        self._announce()
+        self.announce()
 
     # --- members ----------------------------------------------------------------------------------------------------
 
+    @property
+    def table(self) -> GroupTable:
+        """Slots of all workers, as those that start load them. It is known once a worker has joined."""
+        assert self._table is not None, "no worker has told of the network yet"
+        return self._table
+
+    @property
+    def takes(self) -> NDArray[np.bool_]:
+        """bool[places], whether each worker may get tokens."""
+        return np.array([member.takes for member in self._members], np.bool_)
+
+    @property
+    def homes_up(self) -> set[int]:
+        """Workers with attention that listen to the others."""
+        return {worker for worker in range(self.num_homes) if self._members[worker].is_up}
+
     def members(self) -> Members:
         """Describe the group as it is now."""
+        used = self._used()
         return Members(
             version=self._version,
             addresses=tuple(member.address if member.is_up else "" for member in self._members),
             launches=tuple(member.launch for member in self._members),
-            held=tuple(member.held for member in self._members),
-            used=(used := self._used()),
-            alive=tuple(bool(own) or not member.is_silent for member, own in zip(self._members, used, strict=True)),
+            table=self._message(used, tuple(self.alive(used).tolist())),
         )
 
-    def _used(self) -> tuple[tuple[int, ...], ...]:
-        """Shares whose tokens each worker gets: what it holds, or, while it may not run, what no other one holds."""
-        takes = [member.is_up and not member.is_draining and not member.is_silent for member in self._members]
-        covered = {share for member, own in zip(self._members, takes, strict=True) if own for share in member.held}
-        return tuple(
-            ()
-            if member.is_draining
-            else member.held
-            if own
-            else tuple(share for share in member.held if share not in covered)
-            for member, own in zip(self._members, takes, strict=True)
-        )
+    def alive(self, used: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """bool[places], whether to wait for what each worker owes: no other one has what it uses, or it is not silent.
 
-    def _announce(self) -> None:
+        Args:
+            used: int32[places, layers, slots], as of `GroupTable.used`.
+        """
+        is_silent = np.array([member.is_silent for member in self._members], np.bool_)
+        return ~is_silent | (used != EMPTY).any(axis=(1, 2))
+
+    def served_slots(self) -> tuple[NDArray[np.bool_], int]:
+        """Implement `MovingGroup.served_slots`."""
+        used = self._used()
+        return self.takes | (self.alive(used) & (used != EMPTY).any(axis=(1, 2))), self._version
+
+    def _message(self, logical_of: NDArray[np.int32], alive: tuple[bool, ...]) -> TableMessage:
+        return TableMessage.of(self.table.experts, logical_of, alive)
+
+    def _used(self) -> NDArray[np.int32]:
+        return self.table.used(self.takes, np.array([member.is_draining for member in self._members], np.bool_))
+
+    def announce(self) -> int:
+        """Describe the group to all workers. Returns the version of the description."""
         self._version += 1
         members = self.members()
         for worker, member in enumerate(self._members):
             if member.is_up:
-                try:
-                    self._send(worker, members)
-                except NoEngineError:
-                    continue  # Its process has just ended, and the supervisor will say so.
+                self.tell(worker, members)
+        return self._version
+
+    def tell(self, worker: int, message: ToRank) -> None:
+        """Send a message to a worker; one whose process has just ended gets none, and the supervisor will say so."""
+        with contextlib.suppress(NoEngineError):
+            self._send(worker, message)
 
     # --- operators --------------------------------------------------------------------------------------------------
 
@@ -311,7 +379,7 @@ class Coordinator:
             num_restarts=member.num_restarts,
             num_doubts=member.num_doubts,
             is_draining=member.is_draining,
-            shares=member.held,
+            num_experts=0 if self._table is None else int((self.table.logical_of[worker] != EMPTY).sum()),
             figures=member.figures,
         )
 
@@ -321,7 +389,7 @@ class Coordinator:
         return worker if worker in self._present else None
 
     def add(self) -> int:
-        """Take a place for another worker, which holds the share with the fewest copies. Returns the place.
+        """Take a place for another worker, which holds the experts with the fewest copies. Returns the place.
 
         Raises:
             HttpError: All places are taken.
@@ -333,14 +401,10 @@ class Coordinator:
         ]
         if not free:
             raise HttpError(409, f"The group has no place for more than {len(self._members)} workers.", "no_place")
-        present = [self._members[worker] for worker in self._present]
-        copies = [
-            sum(share in member.held and not member.is_draining for member in present)
-            for share in range(self._options.num_shares)
-        ]
         worker = free[0]
         member = self._members[worker]
-        member.held, member.is_draining = (copies.index(min(copies)),), False
+        self.table.fill(worker, [other for other in self._present if not self._members[other].is_draining])
+        member.is_draining = False
         member.num_restarts = member.num_doubts = 0
         self._present.add(worker)
         return worker
@@ -349,24 +413,18 @@ class Coordinator:
         """Send a worker no more tokens, or send it tokens again.
 
         Raises:
-            HttpError: No other worker that serves holds one of its shares.
+            HttpError: No other worker that serves holds one of its experts.
         """
-        if is_draining and (alone := self.shares_alone(worker)):
-            text = f"No other worker holds the experts of share {alone[0]}: add a worker first."
+        others = [
+            other for other in self._present - {worker} if self._serves(other) and not self._members[other].is_draining
+        ]
+        if is_draining and (alone := self.table.alone(worker, others)) is not None:
+            layer, expert = alone
+            text = f"No other worker holds expert {expert} of layer {layer}: add a worker or move the expert first."
             raise HttpError(409, text, "only_copy")
         member = self._members[worker]
         member.is_draining = is_draining
-        self._announce()
-
-    def shares_alone(self, worker: int) -> list[int]:
-        """Return the shares of a worker that no other worker serves."""
-        covered = {
-            share
-            for other in self._present - {worker}
-            if self._serves(other) and not self._members[other].is_draining
-            for share in self._members[other].held
-        }
-        return [share for share in self._members[worker].held if share not in covered]
+        self.announce()
 
     def give_up(self, worker: int) -> bool:
         """Remove a worker that does not start, if others have its experts: now, or when they have started again.
@@ -374,15 +432,16 @@ class Coordinator:
         Returns:
             Whether the group can go on without it.
         """
-        others = [self._members[other] for other in self._present - {worker}]
-        for share in self._members[worker].held:
-            holders = [member for member in others if share in member.held]
-            if not holders:
-                return False
-            if all(member.is_draining for member in holders):
-                holders[0].is_draining = False  # The operator's wish waits for another copy.
+        others = sorted(self._present - {worker})
+        if self.table.alone(worker, others) is not None:
+            return False
+        for other in others:
+            active = [each for each in others if not self._members[each].is_draining]
+            if self.table.alone(worker, active) is None:
+                break
+            self._members[other].is_draining = False  # The operator's wish waits for another copy.
         self.remove(worker)
-        self._announce()
+        self.announce()
         return True
 
     def remove(self, worker: int) -> None:
@@ -390,7 +449,11 @@ class Coordinator:
         self._present.discard(worker)
         member = self._members[worker]
         if member.phase is MemberPhase.ABSENT:  # Otherwise it holds them until its process ends.
-            member.held = ()
+            self._forget(worker)
+
+    def _forget(self, worker: int) -> None:
+        if self._table is not None:
+            self._table.clear(worker)
 
     def dismissed(self, worker: int, now_ns: int) -> None:
         """Note that a removed worker was asked to end: it listens no more, though its process may still run."""

@@ -9,27 +9,31 @@ from numpy.typing import NDArray
 
 from moestro.config.serve_settings import ServeSettings
 from moestro.core.clock import NS_PER_S
-from moestro.core.expert_table import ExpertTable, SharedExperts, spread_evenly
+from moestro.core.expert_table import ExpertTable, spread_evenly
 from moestro.server.coordinator import Coordinator
+from moestro.server.ep_migration import EpMigration
 from moestro.server.expert_signals import ExpertPlaces
 
 MachineOf = Callable[[int], str]  # name of the machine of a rank's process
 
 
-class LockStepPlaces(ExpertPlaces):
-    """The group of mode `ep`, whose engines hold equal parts of the experts.
+class LockStepExpertPlaces(ExpertPlaces):
+    """The group of mode `ep`, whose engines hold all experts.
 
     Args:
         num_engines: Engines of the group.
         machine_of: Names the machine of each engine.
+        migration: Has the table. None means a paced group, which keeps an even one.
     """
 
-    def __init__(self, num_engines: int, machine_of: MachineOf) -> None:
-        self._num_engines, self._machine_of = num_engines, machine_of
+    def __init__(self, num_engines: int, machine_of: MachineOf, migration: EpMigration | None) -> None:
+        self._num_engines, self._machine_of, self._migration = num_engines, machine_of, migration
         self._table: ExpertTable | None = None
 
     def table(self, num_layers: int, num_experts: int) -> ExpertTable:
         """Implement `ExpertPlaces.table`."""
+        if self._migration is not None:
+            return self._migration.table
         if self._table is None or self._table.num_experts != num_experts:
             engines = list(range(self._num_engines))
             self._table = spread_evenly(num_layers, num_experts, engines, self._num_engines)
@@ -43,24 +47,22 @@ class LockStepPlaces(ExpertPlaces):
         """Implement `ExpertPlaces.oldest_s`: the group computes in step, so no token waits in a queue."""
 
 
-class GroupPlaces(ExpertPlaces):
+class AsyncExpertPlaces(ExpertPlaces):
     """The group of mode `async`.
 
     Args:
         coordinator: Knows its workers.
-        num_shares: Parts into which the experts of each layer are divided.
         machine_of: Names the machine of each worker.
     """
 
-    def __init__(self, coordinator: Coordinator, num_shares: int, machine_of: MachineOf) -> None:
-        self._coordinator, self._num_shares, self._machine_of = coordinator, num_shares, machine_of
+    def __init__(self, coordinator: Coordinator, machine_of: MachineOf) -> None:
+        self._coordinator, self._machine_of = coordinator, machine_of
 
     def table(self, num_layers: int, num_experts: int) -> ExpertTable | None:
-        """Implement `ExpertPlaces.table`: None while no worker has some share, because its process has just ended."""
+        """Implement `ExpertPlaces.table`: None while no worker has some expert, because its process has just ended."""
         members = self._coordinator.members()
-        experts = SharedExperts(num_layers, num_experts, self._num_shares)
         try:
-            return experts.table(members.version, members.held, members.used, members.alive)
+            return members.table.table(members.version)
         except ValueError:
             return None
 
@@ -78,16 +80,21 @@ class GroupPlaces(ExpertPlaces):
         return oldest
 
 
-def places_of(settings: ServeSettings, machine_of: MachineOf, coordinator: Coordinator | None) -> ExpertPlaces | None:
+def places_of(
+    settings: ServeSettings, machine_of: MachineOf, coordinator: Coordinator | None, migration: EpMigration | None
+) -> ExpertPlaces | None:
     """Return where the experts of a server's group are; None means that each engine holds the whole network.
 
     Args:
         machine_of: Names the machine of each rank's process.
         coordinator: The group of mode `async`.
+        migration: Moves of experts in mode `ep`; None there means a paced group.
     """
     if coordinator is not None:
-        return GroupPlaces(coordinator, settings.group.num_shares, machine_of)
-    return LockStepPlaces(settings.num_engines, machine_of) if settings.stepping.mode == "ep" else None
+        return AsyncExpertPlaces(coordinator, machine_of)
+    if settings.stepping.mode != "ep":
+        return None
+    return LockStepExpertPlaces(settings.num_engines, machine_of, migration)
 
 
 def _numbered(names: Sequence[str]) -> NDArray[np.int64]:

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from moestro.core.clock import NS_PER_S
 from moestro.core.load_figures import FIGURES, FigureKind, PaceCounts
+from moestro.core.worker_names import WorkerKind
 from moestro.server.coordinator import Coordinator, WorkerView
 
 _WORKER = ("worker",)
@@ -27,7 +28,7 @@ def group_metrics(coordinator: Coordinator) -> Iterator[Metric]:
     for view in views:
         serving.add_metric((view.name,), float(view.phase == "serving"))
         restarts.add_metric((view.name,), view.num_restarts)
-        if view.shares:
+        if view.kind is not WorkerKind.ATTENTION:
             doubts.add_metric((view.name,), view.num_doubts)
     yield from (serving, restarts, doubts)
     reporting = [view for view in views if view.figures is not None]

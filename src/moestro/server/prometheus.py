@@ -17,6 +17,8 @@ from moestro.server.expert_metrics import expert_metrics, signal_metrics
 from moestro.server.expert_signals import ExpertSignals
 from moestro.server.group_metrics import group_metrics
 from moestro.server.metrics import ByClass, EngineMetrics, Metrics
+from moestro.server.placement_control import PlacementControl
+from moestro.server.placement_metrics import placement_metrics
 from moestro.web.prometheus import Histogram, buckets, merge
 
 
@@ -33,6 +35,7 @@ class Sources:
         num_unrecorded: Callable that returns the number of requests that `--record` has lost.
         coordinator: The group of workers in `async` mode.
         signals: Figures of the experts of a group. None means that each engine holds the whole network.
+        placement: State of live placement; None where no experts can move.
     """
 
     model_name: str
@@ -46,6 +49,7 @@ class Sources:
     num_unrecorded: Callable[[], int]
     coordinator: Coordinator | None = None
     signals: ExpertSignals | None = None
+    placement: PlacementControl | None = None
 
 
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
@@ -104,6 +108,8 @@ class ServerCollector(Collector):
             yield from signal_metrics(self._sources.signals, self._sources.model_name)
         if self._sources.coordinator is not None:
             yield from group_metrics(self._sources.coordinator)
+        if self._sources.placement is not None:
+            yield from placement_metrics(self._sources.placement, self._sources.model_name)
 
     def _shared(self, prefix: str) -> Iterator[Metric]:
         """Yield the metrics that vLLM has too, by the same names; under its prefix also by the same labels."""

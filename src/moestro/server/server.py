@@ -30,15 +30,18 @@ from moestro.server.api import ApiServer
 from moestro.server.banner import serve_banner
 from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
+from moestro.server.ep_migration import EpMigration
 from moestro.server.expert_admin import ExpertAdmin
 from moestro.server.expert_places import places_of
 from moestro.server.expert_signals import ExpertSignals
 from moestro.server.group_metrics import GroupLines
 from moestro.server.launcher import PACED_WORKER, WORKER, Launcher, opened
+from moestro.server.live_placement import LivePlacement, PlaceableGroup, open_placement
 from moestro.server.liveness import LivenessTimeouts
 from moestro.server.local_launcher import LocalLauncher
 from moestro.server.metrics import Metrics
 from moestro.server.pace_lines import PaceLines
+from moestro.server.placeable_groups import async_group, lock_step_group
 from moestro.server.private_directory import private_directory
 from moestro.server.prometheus import ServerCollector, Sources
 from moestro.server.rank_socket import RankSocket
@@ -69,6 +72,9 @@ from moestro.workload.request_record import Header, RecordedRequest
 ENGINE_BEAT_MS, EXPERT_BEAT_MS, COPIED_BEAT_MS = 250, 100, 40
 ENGINE_DOUBT_BEATS, EXPERT_DOUBT_BEATS = 3, 2  # missed, until others get the work of a silent rank
 IDLE_BEATS = 3  # of a worker without tokens, in the time after which it counts as hung
+# Share of --startup-timeout in which the engines of a group must meet. Those that wait then say which one is missing,
+# before the server ends the start without knowing it.
+_MEETING_SHARE = 0.9
 
 Recorded = Header | RecordedRequest
 
@@ -150,6 +156,7 @@ class _ServeProcess:
         self._make_launcher = make_launcher
         self._lifecycle = lifecycle
         self._clock = StartClock()
+        self._migration: EpMigration | None = None
 
     async def run(self) -> None:
         with bound_socket(self._settings.server.host, self._settings.server.port) as listener:
@@ -175,6 +182,7 @@ class _ServeProcess:
                 contextlib.closing(RankSocket(launcher.server_address, num_ranks, launcher.keys))
             )
             coordinator = self._coordinator(wire.send)
+            self._migration = self._ep_migration(wire.send)
             metrics = Metrics(num_engines)
             settings = RouterSettings(
                 block_size=self._settings.model.block_size, max_num_queued=scheduler.max_num_queued_reqs
@@ -198,18 +206,34 @@ class _ServeProcess:
                 is_one_group=self._settings.stepping.mode == "ep",
             )
             supervisor = Supervisor(engines, wire, metrics, launching, coordinator)
+            supervisor.migration = self._migration
             endpoint = ListenAddress(wire.address, launcher.keys)
             self._lifecycle.before_exit = [supervisor.kill_all, lambda: shutil.rmtree(directory, ignore_errors=True)]
             self._clock.mark("start the API server")
             async with opened(launcher), supervisor.running():
-                places = places_of(self._settings, supervisor.machine_of, coordinator)
+                places = places_of(self._settings, supervisor.machine_of, coordinator, self._migration)
                 signals = None if places is None else ExpertSignals(engines.expert_loads, places, router)
                 yield _Cluster(engines, metrics, supervisor, wire, coordinator, signals)
 
     def _coordinator(self, send: Callable[[int, ToRank], None]) -> Coordinator | None:
         if self._settings.stepping.mode != "async":
             return None
-        return Coordinator(self._settings.group, self._settings.processes.startup_timeout, send)
+        processes = self._settings.processes
+        return Coordinator(self._settings.group, processes.startup_timeout, send, processes.num_redundant_experts)
+
+    def _ep_migration(self, send: Callable[[int, ToRank], None]) -> EpMigration | None:
+        """Return the moves of experts of a group in lock-step. A paced group has an even placement, which stays."""
+        if self._settings.stepping.mode != "ep" or self._settings.paced is not None:
+            return None
+        return EpMigration(self._settings.num_engines, send)
+
+    def _placeable_group(self, cluster: _Cluster) -> PlaceableGroup | None:
+        """Return the group whose experts can move; None where each engine has all, and for paced engines in `ep`."""
+        if cluster.coordinator is not None:
+            return async_group(cluster.coordinator)
+        if self._migration is not None:
+            return lock_step_group(self._migration, self._settings.num_engines, cluster.engines)
+        return None
 
     def _spec(
         self,
@@ -241,9 +265,21 @@ class _ServeProcess:
             expert_load=self._settings.expert_load,
             kv_events=self._settings.kv_events if rank < self._settings.num_engines else None,
             group=group,
-            lock_step=None if listener is None else _lock_step_spec(self._settings.processes, rank, listener),
+            lock_step=None if listener is None else self._lock_step_spec(rank, listener),
             beat_ms=self._expert_beat_ms if has_experts_alone else ENGINE_BEAT_MS,
             idle_beat_ms=self._expert_idle_beat_ms if has_experts_alone else ENGINE_BEAT_MS,
+        )
+
+    def _lock_step_spec(self, rank: int, listener: socket.socket) -> LockStepSpec:
+        processes, migration = self._settings.processes, self._migration
+        return LockStepSpec(
+            num_ranks=processes.engines,
+            port=listener.getsockname()[1],
+            listen_fd=listener.fileno() if rank == 0 else None,
+            join_by_ns=now_ns() + int(_MEETING_SHARE * processes.startup_timeout * 1e9),
+            timeout_s=processes.step_timeout,
+            num_redundant_experts=processes.num_redundant_experts,
+            placed=None if migration is None else migration.placed,
         )
 
     @property
@@ -297,6 +333,7 @@ class _ServeProcess:
     ) -> None:
         settings, engines = self._settings.server, cluster.engines
         api = ApiServer(engines, model, settings.write_timeout)
+        placement = open_placement(self._settings, model.info, engines.expert_loads, self._placeable_group(cluster))
         sources = Sources(
             model_name=model.names[0],
             info=model.info,
@@ -309,22 +346,24 @@ class _ServeProcess:
             num_unrecorded=lambda: record.num_lost if record is not None else 0,
             coordinator=cluster.coordinator,
             signals=cluster.signals,
+            placement=placement.control,
         )
         refusals = cluster.metrics.refusals
         middleware = HttpMiddleware(self._access, refusals, MAX_BODY_BYTES)
         runner = await middleware.runner(
             api.app(Exposition(ServerCollector(sources))), shutdown_timeout=RESPONSE_FLUSH_S
         )
-        admin = await self._open_admin(cluster, model.info)
         tasks = [asyncio.create_task(log_forever(_stat_lines(cluster)))]
         if cluster.signals is not None:
             tasks.append(asyncio.create_task(cluster.signals.follow(cluster.metrics)))
+        admin = await self._open_admin(cluster, model.info, placement)
         try:
             server = await listen(runner, listener, refusals, settings.max_connections, self._max_per_address)
             self._lifecycle.is_serving = True
             cluster.supervisor.watch()
             self._announce(listener, infos)
-            await self._until_stopped(cluster.supervisor)
+            async with placement.running():
+                await self._until_stopped(cluster.supervisor)
             server.close()
             api.traffic.is_draining = True
             await self._lifecycle.drain(lambda: api.traffic.num_answering)
@@ -338,7 +377,7 @@ class _ServeProcess:
                 await admin.cleanup()
             api.close()
 
-    async def _open_admin(self, cluster: _Cluster, info: ModelInfo) -> web.AppRunner | None:
+    async def _open_admin(self, cluster: _Cluster, info: ModelInfo, placement: LivePlacement) -> web.AppRunner | None:
         """Serve the plane of operators, if a port is given."""
         settings = self._settings.server
         if settings.admin_port is None:
@@ -347,6 +386,7 @@ class _ServeProcess:
         routes = ExpertAdmin(cluster.engines.expert_loads, info, half_life, cluster.signals).routes()
         if cluster.coordinator is not None:
             routes += WorkerAdmin(cluster.coordinator, cluster.supervisor).routes()
+        routes += placement.routes()
         runner = await admin_runner(routes, settings.admin_api_key)
         with bound_socket(ADMIN_HOST, settings.admin_port) as listener:
             await web.SockSite(runner, listener.dup()).start()
@@ -424,21 +464,6 @@ def _timeouts(processes: ProcessSettings) -> LivenessTimeouts:
         silence_ns=int(processes.engine_timeout * 1e9),
         stall_ns=int(processes.watchdog_timeout * 1e9),
         step_ns=int(processes.step_timeout * 1e9),
-    )
-
-
-# Share of --startup-timeout in which the engines of a group must meet. Those that wait then say which one is missing,
-# before the server ends the start without knowing it.
-_MEETING_SHARE = 0.9
-
-
-def _lock_step_spec(processes: ProcessSettings, rank: int, listener: socket.socket) -> LockStepSpec:
-    return LockStepSpec(
-        num_ranks=processes.engines,
-        port=listener.getsockname()[1],
-        listen_fd=listener.fileno() if rank == 0 else None,
-        join_by_ns=now_ns() + int(_MEETING_SHARE * processes.startup_timeout * 1e9),
-        timeout_s=processes.step_timeout,
     )
 
 

@@ -17,6 +17,7 @@ from moestro.errors import EngineDiedError, MoestroError, NoEngineError
 from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
 from moestro.server.engine_group import EngineGroup
+from moestro.server.ep_migration import EpMigration
 from moestro.server.launcher import Launcher
 from moestro.server.liveness import LivenessTimeouts
 from moestro.server.metrics import Metrics
@@ -70,6 +71,7 @@ class Supervisor:
 
     Attributes:
         over: Future that fails with an EngineDiedError once no engine is left and none will be restarted.
+        migration: Moves of experts in mode `ep`, which hear of messages and ends of ranks; None in other modes.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Supervisor:
         self._group_of = {rank: group for group in self._groups for rank in group.members}
         self._leaving: dict[int, int] = {}  # Time of the removal of each worker that may still have tokens.
         self._tasks: set[asyncio.Task[None]] = set()
+        self.migration: EpMigration | None = None
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @contextlib.asynccontextmanager
@@ -190,6 +193,8 @@ class Supervisor:
         state.liveness.heard(now)
         if self._coordinator is not None:
             self._coordinator.heard(rank, message, now)
+        if self.migration is not None:
+            self.migration.heard(rank, message)
         match message:
             case Heartbeat(num_steps, owes, is_idle):
                 state.liveness.counted(num_steps, now, is_idle=is_idle)
@@ -235,6 +240,8 @@ class Supervisor:
     def _on_exit(self, rank: int, how: str) -> None:
         state, group = self._ranks[rank], self._group_of[rank]
         state.ended()
+        if self.migration is not None:
+            self.migration.ended(rank)
         how = state.why_killed or how
         for other in group.members:
             self._end_with(other, rank)

@@ -12,7 +12,9 @@ import msgspec
 from moestro.core.load_figures import LoadFigures, PaceCounts
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import Output, Request
+from moestro.core.table_message import ExpertLayers, TableMessage
 from moestro.wire.expert_reports import ExpertReport, ReadExperts
+from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerSettled, MoveLayer
 
 # From the API server to a rank.
 
@@ -37,21 +39,34 @@ class Members(msgspec.Struct, frozen=True, tag=True):
     """The workers of a group, as they are from now on. Later messages replace earlier ones.
 
     Attributes:
-        version: Number of the message; the expert table that it describes has the same.
+        version: Number of the message; its expert table has the same.
         addresses: Address of each worker for the others; "" means that it does not run.
         launches: Number of each worker's present process; another number than before means a new process.
-        held: Shares of the experts that each worker holds.
-        used: Those of them whose tokens it gets. A worker that does not run keeps the shares that no other one holds,
-            because their tokens wait for it.
-        alive: Whether to wait for what each worker owes. False means that it is silent, and that others have copies.
+        table: Slots whose tokens each worker gets. A worker that does not run keeps the experts that no other one
+            holds, because their tokens wait for it. A worker that is not alive there is silent, and others have copies.
     """
 
     version: int
     addresses: tuple[str, ...]
     launches: tuple[int, ...]
-    held: tuple[tuple[int, ...], ...]
-    used: tuple[tuple[int, ...], ...]
-    alive: tuple[bool, ...]
+    table: TableMessage
+
+
+class PrepareExperts(msgspec.Struct, frozen=True, tag=True):
+    """Load experts into slots that no token visits, between two pieces of work. The latest message counts.
+
+    Attributes:
+        ticket: Number of the message, which the answer echoes.
+        layer: Layer of the network.
+        slots, experts: Each slot, and the logical expert that it gets.
+        max_bytes: Bytes of weights that are written between two pieces of work, at most; one expert is the least.
+    """
+
+    ticket: int
+    layer: int
+    slots: tuple[int, ...]
+    experts: tuple[int, ...]
+    max_bytes: int
 
 
 class ClockReading(msgspec.Struct, frozen=True, tag=True):
@@ -76,7 +91,9 @@ class WakeGroup(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
-ToRank = Add | Abort | Shutdown | Members | ClockReading | WakeGroup | ReadExperts
+ToRank = (
+    Add | Abort | Shutdown | Members | PrepareExperts | ClockReading | WakeGroup | ReadExperts | MoveLayer | DropLayer
+)
 
 
 # From a rank to the API server.
@@ -99,6 +116,27 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
     """Announce that a worker of a group has loaded its part, and listens to the others at `address`."""
 
     address: str
+    experts: ExpertLayers
+
+
+class ExpertsPrepared(msgspec.Struct, frozen=True, tag=True):
+    """Answer `PrepareExperts`.
+
+    Attributes:
+        ticket: Number of the question.
+        num_bytes: Bytes of weights that were written.
+        error: Why the worker cannot load the experts; "" means that it has them.
+    """
+
+    ticket: int
+    num_bytes: int = 0
+    error: str = ""
+
+
+class TableServed(msgspec.Struct, frozen=True, tag=True):
+    """Announce that a home sends by the table of `version`, and waits for no slot outside of it."""
+
+    version: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -180,6 +218,8 @@ FromRank = (
     | Phase
     | WorkerFigures
     | Joined
+    | ExpertsPrepared
+    | TableServed
     | Ready
     | Outputs
     | Heartbeat
@@ -187,6 +227,8 @@ FromRank = (
     | Failed
     | WakeGroup
     | ExpertReport
+    | ExpertsPlaced
+    | LayerSettled
 )
 
 MAX_MESSAGE_BYTES = 64 << 20  # The longest prompt is a few MiB.

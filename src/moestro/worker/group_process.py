@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moestro.config.launch_spec import GroupSpec, LaunchSpec
-from moestro.core.expert_table import ExpertTable, SharedExperts
 from moestro.core.load_figures import PaceCounts
 from moestro.core.model_info import ModelInfo
 from moestro.core.stages import StagedDevice
+from moestro.core.table_message import ExpertLayers
 from moestro.engine.rank import Rank
 from moestro.engine.settings import SchedulerOptions
 from moestro.flow.dispatcher import PeerSettings
@@ -23,11 +23,12 @@ from moestro.flow.executor import FlowExecutor
 from moestro.flow.registry import make_step_policy
 from moestro.wire.curve import ListenAddress
 from moestro.wire.hop_frames import Hello, HopLimits, TensorFrames
-from moestro.wire.messages import Joined, Ready
+from moestro.wire.messages import Joined, Members, Ready
 from moestro.worker.channel import Channel
+from moestro.worker.expert_loader import SlotMemory
 from moestro.worker.group_rank import ExpertRank
 from moestro.worker.paced_links import LinkPace
-from moestro.worker.peer_inbox import PeerInbox
+from moestro.worker.peer_inbox import PeerInbox, near_workers
 from moestro.worker.peer_links import PeerLinks
 from moestro.worker.rank_builder import OnPhase, make_home, side_jobs_of
 from moestro.worker.rank_loop import run_rank
@@ -56,6 +57,7 @@ class WorkerPart:
         num_experts: logical experts of a layer of the network.
         info: the whole network, and the KV cache. None means a worker without attention.
         tensors: turns the device's tensors into frames.
+        memory: of the experts, which other ones can replace; None without experts.
         launch_ahead: items with the device at once.
         link_pace: holds messages for as long as a modelled link takes; None with a device that is not paced.
         pace_counts: supplier of the counts of a paced device.
@@ -68,6 +70,7 @@ class WorkerPart:
     num_experts: int
     info: ModelInfo | None
     tensors: TensorFrames
+    memory: SlotMemory | None = None
     launch_ahead: int = 1
     link_pace: LinkPace | None = None
     pace_counts: Callable[[], PaceCounts | None] = lambda: None
@@ -92,7 +95,7 @@ def worker_sizes(spec: LaunchSpec, group: GroupSpec) -> WorkerSizes:
     num_rows = num_home_rows(spec.scheduler)
     return WorkerSizes(
         num_rows=num_rows if group.is_home else 0,
-        num_guests=(group.stepping.expert_credits or num_rows) * group.num_homes if group.shares else 0,
+        num_guests=(group.stepping.expert_credits or num_rows) * group.num_homes if group.has_experts else 0,
     )
 
 
@@ -103,7 +106,8 @@ def serve_group_worker(spec: LaunchSpec, group: GroupSpec, channel: Channel, par
         EngineDiedError: another worker did not connect.
     """
     shape = part.device.shape
-    experts = SharedExperts(shape.num_layers, part.num_experts, group.num_shares)
+    layers = tuple(layer for layer, is_sparse in enumerate(shape.is_sparse) if is_sparse)
+    experts = ExpertLayers(num_layers=shape.num_layers, layers=layers, num_experts=part.num_experts)
     limits = HopLimits(
         worker=group.worker,
         num_workers=group.num_workers,
@@ -117,13 +121,12 @@ def serve_group_worker(spec: LaunchSpec, group: GroupSpec, channel: Channel, par
     way = _two_phase(group, part) if part.link_pace is None else part.link_pace
     links = PeerLinks(Hello(group.worker, spec.launch), endpoint, part.tensors, limits, way)
     try:
-        inbox = PeerInbox(group, channel, links, experts, part.pace_counts)
-        channel.send(Joined(links.address))
+        inbox = PeerInbox(group, channel, links, part.memory, part.pace_counts)
+        channel.send(Joined(links.address, experts))
         members = inbox.await_members()
         if members is None:
             return
-        table = experts.table(members.version, members.held, members.used, members.alive)
-        executor = _executor(spec, group, part, links, table)
+        executor = _executor(spec, group, part, links, members)
         inbox.use(executor)
         if not inbox.await_peers():
             return
@@ -145,18 +148,17 @@ def _two_phase(group: GroupSpec, part: WorkerPart) -> TwoPhase | None:
     return TwoPhase(inline_limit=group.stepping.inline_limit, open_channel=part.open_channel)
 
 
-def _executor(
-    spec: LaunchSpec, group: GroupSpec, part: WorkerPart, links: PeerLinks, table: ExpertTable
-) -> FlowExecutor:
+def _executor(spec: LaunchSpec, group: GroupSpec, part: WorkerPart, links: PeerLinks, members: Members) -> FlowExecutor:
     stepping = group.stepping
     name = stepping.attention_step_policy if group.is_home else stepping.expert_step_policy
     peers = PeerSettings(
         worker=group.worker,
         num_workers=group.num_workers,
-        table=table,
+        table=members.table.table(members.version),
         num_credits=stepping.expert_credits or num_home_rows(spec.scheduler),
         dtype=part.tensors.dtype,
         incarnation=spec.launch,
+        is_near=near_workers(members.addresses, group.worker),
     )
     policy = make_step_policy(name, spec.stepping.max_be_wait)
     return FlowExecutor(part.device, policy, part.launch_ahead, peers, links)

@@ -8,13 +8,14 @@ from functools import partial
 import msgspec
 
 from moestro.config.launch_spec import GroupSpec, LaunchSpec
-from moestro.core.expert_table import ExpertTable, SharedExperts
+from moestro.core.expert_table import ExpertTable
 from moestro.core.model_info import ModelInfo
 from moestro.cost.settings import PacedSettings
 from moestro.engine.rank import Rank
 from moestro.errors import ConfigError
 from moestro.model.device import open_device
 from moestro.model.expert_open import open_expert_device
+from moestro.model.slot_memory import TorchSlots
 from moestro.model.staged_device import ExpertTorchDevice
 from moestro.model.staged_open import open_staged_device
 from moestro.model.tensor_channel import TensorChannels
@@ -89,7 +90,12 @@ def load_network_part(spec: LaunchSpec, sizes: WorkerSizes, on_phase: OnPhase) -
         return load_paced_part(spec, sizes, NetworkAnswers(device), info)
     group = spec.group
     assert group is not None, "a part belongs to a group"
-    share = WorkerShare(worker=group.worker, make_table=partial(_table, group), num_guests=sizes.num_guests)
+    share = WorkerShare(
+        worker=group.worker,
+        make_table=partial(_table, group),
+        num_guests=sizes.num_guests,
+        keeps_empty_slots=group.has_experts,
+    )
     if not sizes.num_rows:
         expert_device, info = open_expert_device(spec.model, share, on_phase, spec.rank)
         return _part(expert_device, info, None, spec)
@@ -112,7 +118,7 @@ def _table(group: GroupSpec, num_layers: int, num_experts: int) -> ExpertTable:
             f"--mode async spreads experts over {group.num_shares} workers, and the network {has}: lower --experts,"
             " or take another --mode"
         )
-    return SharedExperts(num_layers, num_experts, group.num_shares).table(0, group.held, group.held)
+    return group.expert_table(num_layers, num_experts)
 
 
 def _part(device: ExpertTorchDevice, network: ModelInfo, info: ModelInfo | None, spec: LaunchSpec) -> WorkerPart:
@@ -121,6 +127,7 @@ def _part(device: ExpertTorchDevice, network: ModelInfo, info: ModelInfo | None,
         num_experts=network.num_experts,
         info=info,
         tensors=TorchFrames(device),
+        memory=TorchSlots(device.network, spec.model) if device.shape.num_experts else None,
         launch_ahead=1 if device.works_when_polled else 2,
         open_channel=TensorChannels(_LOOPBACK).open if spec.keys is None else None,  # gloo does not encrypt
     )

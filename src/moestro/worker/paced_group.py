@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.config.launch_spec import LaunchSpec, LockStepSpec
+from moestro.core.layer_moves import LayerPlan
 from moestro.core.load_figures import PaceCounts
 from moestro.core.model_info import ModelInfo
 from moestro.core.token_keys import Keys, token_keys
@@ -30,7 +31,7 @@ from moestro.cost.model import Batch
 from moestro.cost.roofline import VLLM_HOST
 from moestro.cost.settings import PacedSettings
 from moestro.engine.lock_step import LockStepRank, build_lock_step_rank, spread_over_ranks
-from moestro.errors import GroupLostError
+from moestro.errors import GroupLostError, InvariantError
 from moestro.wire.messages import WakeGroup
 from moestro.worker.paced import Answers, TimedAnswers, paced_gate, stage_cost_of
 from moestro.worker.rank_builder import Send, scheduler_settings
@@ -171,7 +172,12 @@ class PacedGroupDevice(TimedAnswers):
         rank: this rank.
         answers: supplier of the results.
         dilation: factor on modelled durations.
+
+    Attributes:
+        is_moving: False, because a device without weights moves none.
     """
+
+    is_moving = False
 
     def __init__(self, group: StepGuest | StepHost, rank: int, answers: Answers, dilation: float = 1.0) -> None:
         super().__init__(answers, dilation)
@@ -190,6 +196,13 @@ class PacedGroupDevice(TimedAnswers):
         self._step = self._group.open(opened)
         self._wait_ns += self._step.took_ns - self._step.busy_ns[self._rank]
         return np.array(self._step.num_tokens, np.int64)
+
+    def move_layer(self, plan: LayerPlan) -> None:
+        """Refuse: prices are those of an even placement."""
+        raise InvariantError("a paced device has no experts to move")
+
+    def drop_layer(self, version: int) -> None:
+        """Ignore: no layer moves."""
 
     def pace_counts(self) -> PaceCounts:
         """Return the counts of the steps so far; `wait_ns` is that of the steps begun."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from moestro.config.launch_spec import LaunchSpec
-from moestro.core.expert_table import experts_of_shares
+from moestro.core.clock import NS_PER_S
 from moestro.core.load_figures import PaceCounts
 from moestro.core.model_info import ModelInfo
 from moestro.core.token_keys import Keys
@@ -13,7 +16,7 @@ from moestro.core.work import Forward, StepResult, Units
 from moestro.cost.capacity import check_experts_fit, worker_kv_blocks
 from moestro.cost.gpus import A100, Gpu, gpu_named
 from moestro.cost.hf_config import network_named
-from moestro.cost.links import link_named, two_phase
+from moestro.cost.links import Link, link_named, two_phase
 from moestro.cost.networks import NetworkShape
 from moestro.cost.priced_stages import PricedStages, StageSetup, worker_shape
 from moestro.cost.settings import PACED_QLLM, PacedSettings
@@ -92,10 +95,33 @@ def load_paced_part(
         num_experts=experts.num_experts,
         info=info,
         tensors=StampFrames(),
+        memory=PacedSlots(cost.network, link_named(paced.paced_link), paced.pace_dilation) if num_slots else None,
         link_pace=link_pace,
         pace_counts=pace_counts,
         on_home=lambda rank: keys.append(RequestKeys(rank.scheduler.table)),
     )
+
+
+class PacedSlots:
+    """Slots of a modelled device; implements `worker.expert_loader.SlotMemory`.
+
+    Args:
+        network: network whose experts would come.
+        link: link that would bring them, each worker's alone.
+        dilation: factor on its times.
+    """
+
+    def __init__(self, network: NetworkShape, link: Link, dilation: float) -> None:
+        self.expert_bytes = round(network.expert_bytes)
+        self._expert_s = dilation * (link.latency_ns / NS_PER_S + network.expert_bytes / link.bytes_per_s)
+
+    def read(self, layer: int, experts: Sequence[int]) -> Sequence[None]:
+        """Wait for as long as the link would take."""
+        time.sleep(self._expert_s * len(experts))
+        return [None] * len(experts)
+
+    def write(self, layer: int, slot: int, expert: int, weights: None) -> None:
+        """Do nothing: all slots of a modelled device cost the same."""
 
 
 def _modelled(paced: PacedSettings) -> tuple[NetworkShape, Gpu]:
@@ -104,7 +130,7 @@ def _modelled(paced: PacedSettings) -> tuple[NetworkShape, Gpu]:
 
 
 def _num_slots(spec: LaunchSpec, paced: PacedSettings) -> int:
-    """Experts of each layer that the worker holds."""
+    """Slots for experts of each layer that the worker has."""
     assert spec.group is not None, "a part belongs to a group"
     experts = network_named(paced.network).experts
     if experts is None:
@@ -114,4 +140,6 @@ def _num_slots(spec: LaunchSpec, paced: PacedSettings) -> int:
             f"{paced.network} has {experts.num_experts} experts a layer, too few for {spec.group.num_shares} workers:"
             " lower --experts"
         )
-    return len(experts_of_shares(experts.num_experts, spec.group.num_shares, spec.group.shares))
+    if not spec.group.has_experts:
+        return 0
+    return spec.group.expert_table(1, experts.num_experts).logical_of.shape[2]

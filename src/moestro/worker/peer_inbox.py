@@ -7,17 +7,19 @@ import time
 from collections.abc import Callable, Sequence
 
 from moestro.config.launch_spec import GroupSpec, name_of
-from moestro.core.clock import NS_PER_S
-from moestro.core.expert_table import SharedExperts
+from moestro.core.clock import NS_PER_MS, NS_PER_S
 from moestro.core.load_figures import PaceCounts
 from moestro.errors import EngineDiedError
 from moestro.flow.executor import FlowExecutor
-from moestro.wire.messages import FromRank, Members, Shutdown, ToRank, WorkerFigures
+from moestro.wire.messages import FromRank, Members, PrepareExperts, Shutdown, TableServed, ToRank, WorkerFigures
 from moestro.worker.channel import Channel
+from moestro.worker.expert_loader import LOOK_NS as LOADER_LOOK_NS
+from moestro.worker.expert_loader import ExpertLoader, SlotMemory
 from moestro.worker.peer_links import PeerLinks
 
 LOOK_NS = NS_PER_S  # between looks for connections between machines that broke
 REPORT_NS = NS_PER_S  # between reports of a worker that works
+CONFIRM_NS = NS_PER_MS  # between looks whether tokens wait for former slots; a look takes 20 us
 CONNECT_S = 10  # from the description of the group to the last hello; sockets of one machine take milliseconds
 
 
@@ -30,7 +32,7 @@ class PeerInbox:
         group: this worker's place in its group.
         channel: to the API server.
         links: to the other workers.
-        experts: how the network's experts are divided.
+        memory: of the worker's experts; None means a worker without experts.
         pace_counts: supplier of the counts of a paced device.
 
     Attributes:
@@ -42,11 +44,14 @@ class PeerInbox:
         group: GroupSpec,
         channel: Channel,
         links: PeerLinks,
-        experts: SharedExperts,
+        memory: SlotMemory | None = None,
         pace_counts: Callable[[], PaceCounts | None] = lambda: None,
     ) -> None:
-        self._group, self._channel, self._links, self._experts = group, channel, links, experts
+        self._group, self._channel, self._links, self._memory = group, channel, links, memory
         self._pace_counts = pace_counts
+        self._loader: ExpertLoader | None = None
+        self._unconfirmed: int | None = None  # version of the table of which the coordinator is to be told
+        self._confirm_at_ns = self._load_at_ns = self._loaded_in_step = 0
         self._executor: FlowExecutor | None = None
         self.members: Members | None = None
         self._began_ns = channel.now_ns()
@@ -55,8 +60,12 @@ class PeerInbox:
         self._has_reported = True  # whether the last report is true still
 
     def use(self, executor: FlowExecutor) -> None:
-        """Hand messages to `executor` from now on."""
+        """Hand messages to `executor`, which sends by the table of `members`, from now on."""
         self._executor = executor
+        if self._memory is not None:
+            self._loader = ExpertLoader(self._memory, executor.is_slot_idle, self._channel.send)
+        if self._group.is_home and self.members is not None:
+            self._unconfirmed = self.members.version
 
     # --- RankInbox --------------------------------------------------------------------------------------------------
 
@@ -101,15 +110,7 @@ class PeerInbox:
 
     def _take_in(self) -> tuple[list[ToRank], bool]:
         """Return the API server's messages for the rank, and whether anything else happened that may give it work."""
-        others: list[ToRank] = []
-        is_news = False
-        if self._channel.has_messages():
-            for message in self._channel.receive(0):
-                is_news = True
-                if isinstance(message, Members):
-                    self._follow(message)
-                else:
-                    others.append(message)
+        others, is_news = self._hear_server() if self._channel.has_messages() else ([], False)
         if self._executor is None:
             return others, True  # messages wait in the socket
         now_ns, num_notices = self._channel.now_ns(), self._links.num_notices
@@ -122,14 +123,30 @@ class PeerInbox:
         if self._links.to_resend:
             self._resend(now_ns)
             is_news = True
+        self._follow_up(now_ns)
         self._report(now_ns)
         return others, is_news or self._links.num_notices > num_notices
+
+    def _hear_server(self) -> tuple[list[ToRank], bool]:
+        """Return the API server's messages for the rank, and whether it sent any; follow the others."""
+        others: list[ToRank] = []
+        messages = self._channel.receive(0)
+        for message in messages:
+            match message:
+                case Members():
+                    self._follow(message)
+                case PrepareExperts():
+                    assert self._loader is not None, "experts come to workers that serve experts"
+                    self._loader.begin(message)
+                case _:
+                    others.append(message)
+        return others, bool(messages)
 
     def _sleep(self, until_ns: int | None) -> None:
         """Wait for whatever comes first, and count the time in which nothing could run."""
         before_ns = self._channel.now_ns()
         times = (until_ns, None if self._has_reported else self._report_at_ns, self._links.ready_at_ns())
-        due_ns = min((each for each in times if each is not None), default=None)
+        due_ns = min((each for each in (*times, self._look_again_ns()) if each is not None), default=None)
         bound_s = None if due_ns is None else max(due_ns - before_ns, 0) / NS_PER_S
         if self._links.may_break:  # what waits for a lost message would not wake
             bound_s = min(LOOK_NS / NS_PER_S, LOOK_NS / NS_PER_S if bound_s is None else bound_s)
@@ -138,6 +155,32 @@ class PeerInbox:
             self._channel.clear_inbox_fd()
         if until_ns is None:
             self._idle_ns += self._channel.now_ns() - before_ns
+
+    def _follow_up(self, now_ns: int) -> None:
+        """Go on with what takes several steps: experts that are loaded, and a table that is to be confirmed."""
+        # The loop reads its inbox twice in a step, and an idle one takes no steps.
+        is_next_step = self._channel.num_steps != self._loaded_in_step or now_ns >= self._load_at_ns
+        if self._loader is not None and self._loader.is_busy and is_next_step:
+            self._loaded_in_step, self._load_at_ns = self._channel.num_steps, now_ns + LOADER_LOOK_NS
+            self._loader.step()
+        if self._unconfirmed is not None and now_ns >= self._confirm_at_ns:
+            self._confirm(now_ns)
+
+    def _look_again_ns(self) -> int | None:
+        """Time of the next look for what no message announces. None means that nothing changes by itself."""
+        load_ns = self._load_at_ns if self._loader is not None and self._loader.is_busy else None
+        confirm_ns = None if self._unconfirmed is None or self._executor is None else self._confirm_at_ns
+        return min((each for each in (load_ns, confirm_ns) if each is not None), default=None)
+
+    def _confirm(self, now_ns: int) -> None:
+        """Tell the coordinator once no token waits for a slot that the present table does not have."""
+        assert self._executor is not None, "a table is in use with the executor"
+        assert self._unconfirmed is not None, "called while a table is to be confirmed"
+        if self._executor.is_settled:
+            self._channel.send(TableServed(self._unconfirmed))
+            self._unconfirmed = None
+        else:
+            self._confirm_at_ns = now_ns + CONFIRM_NS
 
     def _report(self, now_ns: int) -> None:
         """Send the figures of the queues and links, once a second while they change."""
@@ -234,11 +277,24 @@ class PeerInbox:
             return
         if not self._group.is_home:
             return
-        if (old.held, old.used, old.alive) != (members.held, members.used, members.alive):
-            table = self._experts.table(members.version, members.held, members.used, members.alive)
-            self._executor.change_table(table, now_ns)
+        is_near = near_workers(members.addresses, self._group.worker)
+        if old.table != members.table or is_near != near_workers(old.addresses, self._group.worker):
+            self._executor.change_table(members.table.table(members.version), now_ns, is_near)
         for worker in changed:
             self._executor.lose(worker, now_ns)
+        self._unconfirmed, self._confirm_at_ns = members.version, now_ns
+
+
+def near_workers(addresses: Sequence[str], worker: int) -> tuple[bool, ...]:
+    """Return whether each worker of a group is on the machine of `worker`, by the addresses at which they listen."""
+    machines = [_machine_of(address) for address in addresses]
+    return tuple(machine == machines[worker] for machine in machines)
+
+
+def _machine_of(address: str) -> str:
+    """Host of a TCP address; "" for a socket of this machine's file system, and for a worker that does not run."""
+    kind, _, rest = address.partition("://")
+    return rest.rpartition(":")[0] if kind == "tcp" else ""
 
 
 def _has_shutdown(messages: Sequence[ToRank]) -> bool:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 
 from moestro.config.launch_spec import LaunchSpec
 from moestro.core.model_info import ModelInfo
 from moestro.core.stages import StagedDevice
 from moestro.core.work import Device
 from moestro.engine.cache_events import CacheEvents
+from moestro.engine.lock_step import LockStepRank
 from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.executor import FlowExecutor
+from moestro.wire.layer_messages import DropLayer, MoveLayer
 from moestro.wire.messages import FromRank
 from moestro.worker.expert_collection import ExpertCollection
 from moestro.worker.group_rank import Home
@@ -61,8 +64,18 @@ def side_jobs_of(spec: LaunchSpec, rank: Rank) -> SideJobs:
     collection = ExpertCollection(spec.expert_load)
     rank.expert_observer = collection
     return SideJobs(
-        after_step=_publisher_of(spec, rank), pace_counts=rank.pace_counts, report_experts=collection.report
+        after_step=_publisher_of(spec, rank),
+        pace_counts=rank.pace_counts,
+        report_experts=collection.report,
+        move_experts=partial(_move_experts, rank) if isinstance(rank, LockStepRank) else None,
     )
+
+
+def _move_experts(rank: LockStepRank, message: MoveLayer | DropLayer) -> None:
+    if isinstance(message, MoveLayer):
+        rank.move_layer(message.plan)
+    else:
+        rank.drop_layer(message.version)
 
 
 def _publisher_of(spec: LaunchSpec, rank: Rank) -> Callable[[], None]:

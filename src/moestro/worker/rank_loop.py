@@ -13,6 +13,7 @@ from moestro.core.load_figures import IDLE, LoadFigures, PaceCounts
 from moestro.core.request import Output, Request
 from moestro.errors import RequestError
 from moestro.wire.expert_reports import ExpertReport, ReadExperts
+from moestro.wire.layer_messages import DropLayer, MoveLayer
 from moestro.wire.messages import Abort, Add, FromRank, Outputs, Refused, Shutdown, ToRank, WakeGroup
 
 
@@ -86,11 +87,13 @@ class SideJobs:
         pace_counts: Supplier of the counts of a paced device, which accompany other news: they change too often to be
             news themselves.
         report_experts: Answers a question about the load of experts. None means that the rank has no experts.
+        move_experts: Takes a message about moves of experts. None means that the rank moves none.
     """
 
     after_step: Callable[[], None] = lambda: None
     pace_counts: Callable[[], PaceCounts | None] = lambda: None
     report_experts: Callable[[ReadExperts], ExpertReport] | None = None
+    move_experts: Callable[[MoveLayer | DropLayer], None] | None = None
 
 
 _NOTHING = SideJobs()
@@ -171,6 +174,8 @@ def _obey(
                 rank.wake(step)
             case ReadExperts() if jobs.report_experts is not None:
                 channel.send(jobs.report_experts(message))
+            case MoveLayer() | DropLayer() if jobs.move_experts is not None:
+                jobs.move_experts(message)
             case Shutdown():
                 return False
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from moestro.config.launch_spec import LaunchSpec, LockStepSpec
 from moestro.core.expert_table import ExpertTable
@@ -11,6 +12,7 @@ from moestro.engine.lock_step import LockStepRank, build_lock_step_rank, spread_
 from moestro.model.expert_exchange import GroupPlace, meet
 from moestro.model.spread_device import open_spread_device
 from moestro.placement.pair_window import PAIR_INTERVAL
+from moestro.wire.layer_messages import ExpertsPlaced, LayerSettled
 from moestro.wire.messages import WakeGroup
 from moestro.worker.rank_builder import OnPhase, Send, scheduler_settings
 
@@ -29,18 +31,34 @@ def build_spread_rank(
         UnsupportedModelError: the checkpoint cannot run here.
         GroupLostError: another rank of the group did not start.
     """
-    num_ranks = lock_step.num_ranks
-    place = GroupPlace(worker=spec.rank, num_workers=num_ranks, timeout_s=lock_step.timeout_s)
-
-    def make_table(num_layers: int, num_experts: int) -> ExpertTable:
-        return spread_over_ranks(num_layers, num_experts, num_ranks)
-
+    place = GroupPlace(worker=spec.rank, num_workers=lock_step.num_ranks, timeout_s=lock_step.timeout_s)
     device, info = open_spread_device(
         spec.model,
         place,
-        make_table,
+        partial(table_of, lock_step),
         lambda: meet(place, lock_step.port, lock_step.listen_fd, lock_step.join_wait_s(time.monotonic_ns())),
         on_phase,
     )
     device.network.sample_choices(PAIR_INTERVAL)
+    if spec.rank == 0:  # all ranks know the same
+        send(ExpertsPlaced(device.placed))
+        device.on_settled = lambda settled: send(LayerSettled(settled))
     return build_lock_step_rank(scheduler_settings(spec, info), device, lambda step: send(WakeGroup(step))), info
+
+
+def table_of(lock_step: LockStepSpec, num_layers: int, num_experts: int) -> ExpertTable:
+    """Make the table by which the ranks of a group load their experts, over all layers of the network.
+
+    Raises:
+        ConfigError: the network has too few experts, or the slots do not divide evenly.
+    """
+    table = spread_over_ranks(num_layers, num_experts, lock_step.num_ranks, lock_step.num_redundant_experts)
+    if lock_step.placed is None:
+        return table
+    placed = lock_step.placed.table()
+    logical_of, shares = table.logical_of.copy(), table.slot_parts.copy()
+    layers = list(lock_step.placed.layers)
+    logical_of[:, layers], shares[:, layers] = placed.logical_of, placed.slot_parts
+    return ExpertTable(
+        placed.version, logical_of, num_experts, table.is_alive, None if placed.shares is None else shares
+    )

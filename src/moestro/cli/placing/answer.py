@@ -8,19 +8,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.cli.placing.placements import VERSION, PlacementFile, filled_slots
+from moestro.cli.placing.placements import filled_slots
 from moestro.cli.placing.question import PlaceQuestion
 from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.errors import ConfigError, MoestroError
 from moestro.placement.devices import Devices
 from moestro.placement.payback import Payback, payback
-from moestro.placement.registry import PLACE_POLICIES, PlaceView
-from moestro.placement.score import PlaceScore
+from moestro.placement.placement_file import VERSION, PlacementFile, figures
+from moestro.placement.registry import PLACE_POLICIES, PlacementError, PlaceView, check_answer
 from moestro.workload.expert_profile import CREATED_BY
-
-
-class PlacementError(MoestroError):
-    """A policy found no placement, or one that the devices cannot have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,7 +52,7 @@ def ask(policy: str, view: PlaceView, *, fills_slots: bool = False) -> PlaceAnsw
     seen = replace(view, prices=replace(view.prices, expert_s=0.0)) if fills_slots else view
     try:
         table = decide(seen)
-        _check(view, table)
+        check_answer(view, table)
     except MoestroError:
         raise
     except Exception as error:  # a policy of a user's file may raise anything
@@ -64,21 +60,6 @@ def ask(policy: str, view: PlaceView, *, fills_slots: bool = False) -> PlaceAnsw
     if fills_slots:
         table = _with_even_shares(table, filled_slots(table, view.devices, view.load.total), view.devices)
     return PlaceAnswer(policy=policy, table=table, change=payback(view, table))
-
-
-def _check(view: PlaceView, table: ExpertTable) -> None:
-    if not isinstance(table, ExpertTable):
-        raise TypeError(f"it returned {table!r} in place of an ExpertTable")
-    if table.logical_of.shape != view.table.logical_of.shape:
-        raise ValueError(f"its table has the shape {table.logical_of.shape}, not {view.table.logical_of.shape}")
-    used = (table.logical_of != EMPTY).sum(axis=2)
-    over = np.argwhere(used > view.devices.num_slots[:, None])
-    if len(over):
-        device, layer = over[0].tolist()
-        raise ValueError(
-            f"device {device} has {view.devices.num_slots[device]} slots and gets {used[device, layer]} experts in"
-            f" layer {layer}"
-        )
 
 
 def ask_all(view: PlaceView, advance: Callable[[], None], *, fills_slots: bool = False) -> dict[str, PlaceAnswer | str]:
@@ -147,18 +128,3 @@ def placement_file(question: PlaceQuestion, answer: PlaceAnswer) -> PlacementFil
         move_s=answer.change.move_s,
         payback_steps=answer.change.steps,
     )
-
-
-def figures(score: PlaceScore) -> dict[str, float]:
-    """Return the figures of a cost by name."""
-    rows = (score.rows / max(float(score.rows.sum()), 1e-300)).tolist()
-    return {
-        "balance_of_sums": score.balance_of_sums,
-        "mean_balance": score.mean_balance,
-        "step_s": score.step_s,
-        "compute_s": float(score.compute_s.sum()),
-        "exchange_s": float(score.exchange_s.sum()),
-        "same_device_rows": rows[0],
-        "same_node_rows": rows[1],
-        "other_node_rows": rows[2],
-    }

@@ -17,12 +17,12 @@ from moestro.core.expert_table import ExpertTable
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import CONFIGS, network_named
 from moestro.cost.links import link_named
+from moestro.cost.named_parts import link_within, read_network
 from moestro.cost.networks import NetworkShape
 from moestro.errors import ConfigError
 from moestro.placement.devices import Devices, PlacePrices
 from moestro.placement.prices import place_prices
 from moestro.placement.registry import PlaceView
-from moestro.planner.question import link_within, read_network
 from moestro.workload.expert_profile import ExpertProfile
 from moestro.workload.profile_readers import ProfileReading, read_profile
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,8 @@ class GimbalV1Placement:
         scope: "layer" places each layer's experts; "model" uses one map for all layers, as equations 3 to 12 do.
         cut: "literal" counts pairs (j, k) with j < k only, as equation 11 does; "symmetric" counts all.
     """
+
+    needs_pairs: ClassVar[bool] = True  # live placement asks engines for pairs only where a policy needs them
 
     anchor: int = 0
     top_pairs: int = 8
@@ -151,6 +153,8 @@ class GimbalMilpPlacement:
         cut: "literal" counts pairs (j, k) with j < k only, as equation 11 does; "symmetric" counts all.
         time_limit_s: time after which the search gives up, seconds.
     """
+
+    needs_pairs: ClassVar[bool] = True
 
     alpha: float = 1.0
     beta: float = 1.0

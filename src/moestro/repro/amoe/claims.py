@@ -61,8 +61,7 @@ def _gains(findings: AmoeFindings) -> Iterator[Claim]:
         for lengths in RATES:
             for popularity in POPULARITIES:
                 yield from _gain(findings, panel(lengths, top_k, popularity), _GAINS[lengths] if top_k == 1 else None)
-    for popularity in SKEWED:
-        yield from _gain(findings, f"kernels_{popularity}", _GAINS["medium"])
+    yield from _gain(findings, f"kernels_{SKEWED}", _GAINS["medium"])
 
 
 def _gain(findings: AmoeFindings, load: str, factor: float | None) -> Iterator[Claim]:
@@ -89,20 +88,19 @@ def _gain(findings: AmoeFindings, load: str, factor: float | None) -> Iterator[C
 
 def _spread(findings: AmoeFindings) -> Iterator[Claim]:
     """Compare the throughput of every seed at one rate beyond saturation."""
-    for popularity in SKEWED:
-        load = f"spread_{popularity}"
-        for rate in findings.rates(load):
-            by_system = {name: findings.values(load, rate, name, _tokens) for name in (ASYNC, EP_STALLS, *_HONEST)}
-            honest = np.max([by_system[name] for name in _HONEST if len(by_system[name])], axis=0)
-            stalled, best = by_system[ASYNC] / by_system[EP_STALLS], by_system[ASYNC] / honest
-            yield Claim(
-                source=f"Fig. 9, medium, top-1, {popularity}, {len(best)} seeds",
-                paper=f"{_GAINS['medium']} x the throughput",
-                ours=f"{_mean_and_spread(stalled)} SGLang as published, {_mean_and_spread(best)} the best of the"
-                f" others; {_HOT[popularity]}",
-                holds=bool(stalled.min() >= _CLOSE * _GAINS["medium"]),
-                why=_STALLS_DECIDE,
-            )
+    load = f"spread_{SKEWED}"
+    for rate in findings.rates(load):
+        by_system = {name: findings.values(load, rate, name, _tokens) for name in (ASYNC, EP_STALLS, *_HONEST)}
+        honest = np.max([by_system[name] for name in _HONEST if len(by_system[name])], axis=0)
+        stalled, best = by_system[ASYNC] / by_system[EP_STALLS], by_system[ASYNC] / honest
+        yield Claim(
+            source=f"Fig. 9, medium, top-1, {SKEWED}, {len(best)} seeds",
+            paper=f"{_GAINS['medium']} x the throughput",
+            ours=f"{_mean_and_spread(stalled)} SGLang as published, {_mean_and_spread(best)} the best of the"
+            f" others; {_HOT[SKEWED]}",
+            holds=bool(stalled.min() >= _CLOSE * _GAINS["medium"]),
+            why=_STALLS_DECIDE,
+        )
 
 
 def _mean_and_spread(ratios: NDArray[np.float64]) -> str:
@@ -125,139 +123,132 @@ def _at_equal_itl(findings: AmoeFindings, ours: AmoeCell, other: AmoeCell) -> st
 
 def _low_load(findings: AmoeFindings) -> Iterator[Claim]:
     for lengths, rates in RATES.items():
-        for popularity in SKEWED:
-            cells = {cell.system: cell for cell in _at(findings, panel(lengths, 1, popularity), rates[0])}
-            if {ASYNC, EP, EP_STALLS} <= cells.keys():
-                yield Claim(
-                    source=f"Fig. 9, {lengths}, {popularity}",
-                    paper="under low load the baseline's ITL is lower",
-                    ours=f"at {rates[0]:g}/s: "
-                    + ", ".join(f"{name} {cells[name].itl_ms:.0f} ms" for name in (ASYNC, EP, EP_STALLS)),
-                    holds=max(cells[EP].itl_ms, cells[EP_STALLS].itl_ms) < cells[ASYNC].itl_ms,
-                    why="ideal lock-step is lower; published stalls of 70 % are those of a loaded system",
-                )
+        cells = {cell.system: cell for cell in _at(findings, panel(lengths, 1, SKEWED), rates[0])}
+        if {ASYNC, EP, EP_STALLS} <= cells.keys():
+            yield Claim(
+                source=f"Fig. 9, {lengths}, {SKEWED}",
+                paper="under low load the baseline's ITL is lower",
+                ours=f"at {rates[0]:g}/s: "
+                + ", ".join(f"{name} {cells[name].itl_ms:.0f} ms" for name in (ASYNC, EP, EP_STALLS)),
+                holds=max(cells[EP].itl_ms, cells[EP_STALLS].itl_ms) < cells[ASYNC].itl_ms,
+                why="ideal lock-step is lower; published stalls of 70 % are those of a loaded system",
+            )
 
 
 def _top_2_less(findings: AmoeFindings) -> Iterator[Claim]:
     for lengths in RATES:
-        for popularity in SKEWED:
-            ratios = []
-            for top_k in (1, 2):
-                ours, other = (findings.best(panel(lengths, top_k, popularity), name) for name in (ASYNC, EP))
-                if ours is not None and other is not None:
-                    ratios.append(ours.tokens_per_s / other.tokens_per_s)
-            if len(ratios) == 2:
-                yield Claim(
-                    source=f"Fig. 9, {lengths}, {popularity}",
-                    paper="the gain is smaller with top-2 than with top-1",
-                    ours=f"against ideal lock-step {ratios[0]:.2f} x with top-1, {ratios[1]:.2f} x with top-2",
-                    holds=ratios[1] < ratios[0],
-                    why="with half of the GPUs for experts, top-2 doubles their work; lock-step uses all GPUs",
-                )
+        ratios = []
+        for top_k in (1, 2):
+            ours, other = (findings.best(panel(lengths, top_k, SKEWED), name) for name in (ASYNC, EP))
+            if ours is not None and other is not None:
+                ratios.append(ours.tokens_per_s / other.tokens_per_s)
+        if len(ratios) == 2:
+            yield Claim(
+                source=f"Fig. 9, {lengths}, {SKEWED}",
+                paper="the gain is smaller with top-2 than with top-1",
+                ours=f"against ideal lock-step {ratios[0]:.2f} x with top-1, {ratios[1]:.2f} x with top-2",
+                holds=ratios[1] < ratios[0],
+                why="with half of the GPUs for experts, top-2 doubles their work; lock-step uses all GPUs",
+            )
 
 
 def _scaling(findings: AmoeFindings) -> Iterator[Claim]:
-    for popularity in SKEWED:
-        best = {
-            (nodes, name): cell
-            for nodes in ("one_node", "two_nodes")
-            for name in (ASYNC, EP, EP_STALLS)
-            if (cell := findings.best(f"{nodes}_{popularity}", name)) is not None
-        }
-        if len(best) < 6:
-            continue
-        grows = {name: best["two_nodes", name].tokens_per_s / best["one_node", name].tokens_per_s for name in
-                 (ASYNC, EP, EP_STALLS)}  # fmt: skip
-        ratio = {name: best["two_nodes", ASYNC].tokens_per_s / best["two_nodes", name].tokens_per_s for name in
-                 (EP, EP_STALLS)}  # fmt: skip
-        yield Claim(
-            source=f"Fig. 10, {popularity}",
-            paper="3 x the baseline's throughput with 16 experts on 16 GPUs",
-            ours=f"{ratio[EP_STALLS]:.2f} x SGLang as published, {ratio[EP]:.2f} x ideal lock-step; {_HOT[popularity]}",
-            holds=ratio[EP_STALLS] >= _CLOSE * 3,
-            why=_STALLS_DECIDE,
-        )
-        yield Claim(
-            source=f"Fig. 10, {popularity}",
-            paper="1.92 x the throughput of one machine",
-            ours=f"{grows[ASYNC]:.2f} x",
-            holds=grows[ASYNC] >= _CLOSE * 1.92,
-            why="with the same hot experts in all layers one GPU holds the two hottest of 16, as of 8",
-        )
-        yield Claim(
-            source=f"Fig. 10, {popularity}",
-            paper="the baseline gains nothing from the second machine",
-            ours=f"ideal lock-step {grows[EP]:.2f} x, with published stalls {grows[EP_STALLS]:.2f} x",
-            holds=grows[EP] <= 1 + 5 * _EQUAL,
-            why="twice the GPUs halve attention, which ideal lock-step gains",
-        )
+    best = {
+        (nodes, name): cell
+        for nodes in ("one_node", "two_nodes")
+        for name in (ASYNC, EP, EP_STALLS)
+        if (cell := findings.best(f"{nodes}_{SKEWED}", name)) is not None
+    }
+    if len(best) < 6:
+        return
+    grows = {name: best["two_nodes", name].tokens_per_s / best["one_node", name].tokens_per_s for name in
+             (ASYNC, EP, EP_STALLS)}  # fmt: skip
+    ratio = {name: best["two_nodes", ASYNC].tokens_per_s / best["two_nodes", name].tokens_per_s for name in
+             (EP, EP_STALLS)}  # fmt: skip
+    yield Claim(
+        source=f"Fig. 10, {SKEWED}",
+        paper="3 x the baseline's throughput with 16 experts on 16 GPUs",
+        ours=f"{ratio[EP_STALLS]:.2f} x SGLang as published, {ratio[EP]:.2f} x ideal lock-step; {_HOT[SKEWED]}",
+        holds=ratio[EP_STALLS] >= _CLOSE * 3,
+        why=_STALLS_DECIDE,
+    )
+    yield Claim(
+        source=f"Fig. 10, {SKEWED}",
+        paper="1.92 x the throughput of one machine",
+        ours=f"{grows[ASYNC]:.2f} x",
+        holds=grows[ASYNC] >= _CLOSE * 1.92,
+        why="with the same hot experts in all layers one GPU holds the two hottest of 16, as of 8",
+    )
+    yield Claim(
+        source=f"Fig. 10, {SKEWED}",
+        paper="the baseline gains nothing from the second machine",
+        ours=f"ideal lock-step {grows[EP]:.2f} x, with published stalls {grows[EP_STALLS]:.2f} x",
+        holds=grows[EP] <= 1 + 5 * _EQUAL,
+        why="twice the GPUs halve attention, which ideal lock-step gains",
+    )
 
 
 def _schedulers(findings: AmoeFindings) -> Iterator[Claim]:
     for top_k in (1, 2):
-        for popularity in SKEWED:
-            load = f"schedulers_top{top_k}_{popularity}"
-            for rate in findings.rates(load):
-                cells = {cell.system: cell for cell in _at(findings, load, rate)}
-                ours, others = cells[ASYNC], [cells[MTFS], cells[FLFS]]
-                yield Claim(
-                    source=f"Fig. 11, top-{top_k}, {popularity}",
-                    paper="defrag has lower ITL and higher throughput than mtfs and flfs at 80 % of its most",
-                    ours=f"at {rate:.0f}/s: " + ", ".join(f"{cell.system} {_point(cell)}" for cell in cells.values()),
-                    holds=all(
-                        ours.itl_ms < other.itl_ms and ours.tokens_per_s >= (1 - _EQUAL) * other.tokens_per_s
-                        for other in others
-                    ),
-                    why="without saturation every policy that keeps up has the throughput of the input",
-                )
-
-
-def _input_and_output(findings: AmoeFindings) -> Iterator[Claim]:
-    for popularity in SKEWED:
-        for rate in findings.rates(f"cold_{popularity}"):
-            cells = {cell.system: cell for cell in _at(findings, f"cold_{popularity}", rate)}
-            if not {ASYNC, FLFS} <= cells.keys():
-                continue
+        load = f"schedulers_top{top_k}_{SKEWED}"
+        for rate in findings.rates(load):
+            cells = {cell.system: cell for cell in _at(findings, load, rate)}
+            ours, others = cells[ASYNC], [cells[MTFS], cells[FLFS]]
             yield Claim(
-                source=f"Fig. 12, {popularity}",
-                paper="the output rate of flfs falls behind the input rate; defrag's is closer to it",
-                ours=f"input {rate:.0f}/s, output of flfs {cells[FLFS].requests_per_s:.0f}/s,"
-                f" of defrag {cells[ASYNC].requests_per_s:.0f}/s",
-                holds=cells[FLFS].requests_per_s < _KEEPS_UP * rate
-                and cells[ASYNC].requests_per_s > cells[FLFS].requests_per_s,
-                why="flfs stops later layers only where the workers of the first layers cannot keep up with arrivals",
+                source=f"Fig. 11, top-{top_k}, {SKEWED}",
+                paper="defrag has lower ITL and higher throughput than mtfs and flfs at 80 % of its most",
+                ours=f"at {rate:.0f}/s: " + ", ".join(f"{cell.system} {_point(cell)}" for cell in cells.values()),
+                holds=all(
+                    ours.itl_ms < other.itl_ms and ours.tokens_per_s >= (1 - _EQUAL) * other.tokens_per_s
+                    for other in others
+                ),
+                why="without saturation every policy that keeps up has the throughput of the input",
             )
 
 
+def _input_and_output(findings: AmoeFindings) -> Iterator[Claim]:
+    for rate in findings.rates(f"cold_{SKEWED}"):
+        cells = {cell.system: cell for cell in _at(findings, f"cold_{SKEWED}", rate)}
+        if not {ASYNC, FLFS} <= cells.keys():
+            continue
+        yield Claim(
+            source=f"Fig. 12, {SKEWED}",
+            paper="the output rate of flfs falls behind the input rate; defrag's is closer to it",
+            ours=f"input {rate:.0f}/s, output of flfs {cells[FLFS].requests_per_s:.0f}/s,"
+            f" of defrag {cells[ASYNC].requests_per_s:.0f}/s",
+            holds=cells[FLFS].requests_per_s < _KEEPS_UP * rate
+            and cells[ASYNC].requests_per_s > cells[FLFS].requests_per_s,
+            why="flfs stops later layers only where the workers of the first layers cannot keep up with arrivals",
+        )
+
+
 def _breakdown(findings: AmoeFindings) -> Iterator[Claim]:
-    for popularity in SKEWED:
-        for cell in _at(findings, panel("medium", 1, popularity), RATES["medium"][-1]):
-            if cell.attention_step is not None and cell.expert_step is not None and cell.system == ASYNC:
-                yield Claim(
-                    source=f"Fig. 13, {popularity}",
-                    paper="an attention step takes 2.7 ms, an expert step 0.8 ms",
-                    ours=f"{cell.attention_step.ms:.2f} ms for {cell.attention_step.tokens:.0f} tokens,"
-                    f" {cell.expert_step.ms:.2f} ms for {cell.expert_step.tokens:.0f}, in the mean at {cell.rate:g}/s",
-                    holds=None,
-                    why="the prices were fitted to these times; only the batches are found",
-                )
+    for cell in _at(findings, panel("medium", 1, SKEWED), RATES["medium"][-1]):
+        if cell.attention_step is not None and cell.expert_step is not None and cell.system == ASYNC:
+            yield Claim(
+                source=f"Fig. 13, {SKEWED}",
+                paper="an attention step takes 2.7 ms, an expert step 0.8 ms",
+                ours=f"{cell.attention_step.ms:.2f} ms for {cell.attention_step.tokens:.0f} tokens,"
+                f" {cell.expert_step.ms:.2f} ms for {cell.expert_step.tokens:.0f}, in the mean at {cell.rate:g}/s",
+                holds=None,
+                why="the prices were fitted to these times; only the batches are found",
+            )
 
 
 def _ratios(findings: AmoeFindings) -> Iterator[Claim]:
     for lengths in ("medium", "reasonable"):
-        for popularity in SKEWED:
-            cells = [cell for cell in findings.cells if cell.load == f"ratio_{lengths}_{popularity}"]
-            most: dict[str, float] = {}
-            for cell in cells:
-                most[cell.system] = max(most.get(cell.system, 0.0), cell.tokens_per_s)
-            if most:
-                yield Claim(
-                    source=f"section 3.3, {lengths}, {popularity}",
-                    paper="more GPUs for attention raise throughput where contexts are longer",
-                    ours=", ".join(f"{name.partition(':')[2]} {tokens:,.0f}" for name, tokens in most.items()),
-                    holds=max(most["async:5+3"], most["async:6+2"]) > (1 + _EQUAL) * most["async:4+4"],
-                    why="the prototype's prices do not depend on contexts, and KV memory does not bind on 80 GB",
-                )
+        cells = [cell for cell in findings.cells if cell.load == f"ratio_{lengths}_{SKEWED}"]
+        most: dict[str, float] = {}
+        for cell in cells:
+            most[cell.system] = max(most.get(cell.system, 0.0), cell.tokens_per_s)
+        if most:
+            yield Claim(
+                source=f"section 3.3, {lengths}, {SKEWED}",
+                paper="more GPUs for attention raise throughput where contexts are longer",
+                ours=", ".join(f"{name.partition(':')[2]} {tokens:,.0f}" for name, tokens in most.items()),
+                holds=max(most["async:5+3"], most["async:6+2"]) > (1 + _EQUAL) * most["async:4+4"],
+                why="the prototype's prices do not depend on contexts, and KV memory does not bind on 80 GB",
+            )
 
 
 def _at(findings: AmoeFindings, load: str, rate: float) -> list[AmoeCell]:

@@ -59,7 +59,8 @@ RATES: dict[str, tuple[float, ...]] = {  # of the authors' scripts, the first, a
     "reasonable": (25, 50, 100),
 }
 POPULARITIES: tuple[Popularity, ...] = ("uniform", "same", "permuted")
-SKEWED: tuple[Popularity, ...] = ("same", "permuted")
+# Each layer has other hot experts. One panel has the same ones in all layers, to show how much that decides.
+SKEWED: Popularity = "permuted"
 TOP_1, TOP_2, SIXTEEN = "mixtral-8x7b-mqa-top1", "mixtral-8x7b-mqa", "mixtral-16x7b-mqa-top1"
 MTFS, FLFS, FIFO, URGENT = "async:mtfs", "async:flfs", "async:fifo", "async:urgent"
 RATIOS = tuple(f"async:{homes}+{8 - homes}" for homes in range(2, 7))
@@ -78,60 +79,57 @@ def panel(lengths: str, top_k: int, popularity: Popularity) -> str:
     return f"{lengths}_top{top_k}_{popularity}"
 
 
+def _panel(lengths: str, top_k: int, popularity: Popularity) -> Part:
+    return Part(
+        name=panel(lengths, top_k, popularity),
+        figure="9",
+        lengths=lengths,
+        bed=Bed(network=TOP_1 if top_k == 1 else TOP_2, popularity=popularity),
+        rates=RATES[lengths],
+        systems=(ASYNC, PAIRED if popularity == "same" else COLOCATED, *BASELINES),
+    )
+
+
 def _panels() -> list[Part]:
-    return [
-        Part(
-            name=panel(lengths, top_k, popularity),
-            figure="9",
-            lengths=lengths,
-            bed=Bed(network=TOP_1 if top_k == 1 else TOP_2, popularity=popularity),
-            rates=rates,
-            systems=(ASYNC, PAIRED if popularity == "same" else COLOCATED, *BASELINES),
-        )
-        for lengths, rates in RATES.items()
-        for top_k in (1, 2)
-        for popularity in POPULARITIES
-    ]
+    popularities: tuple[Popularity, ...] = ("uniform", SKEWED)
+    panels = [_panel(lengths, top_k, which) for lengths in RATES for top_k in (1, 2) for which in popularities]
+    return [*panels, _panel("medium", 1, "same")]
 
 
 def _others() -> list[Part]:
-    parts = [
+    medium, two = Bed(popularity=SKEWED), Bed(network=TOP_2, popularity=SKEWED)
+    one_node = Bed(gpu="a100-40g", popularity=SKEWED)
+    nodes = Bed(network=SIXTEEN, gpu="a100-40g", num_gpus=16, popularity=SKEWED)
+    kernels = Bed(popularity=SKEWED, prices="kernels")
+    schedulers, every = (ASYNC, MTFS, FLFS, FIFO, URGENT), (ASYNC, *BASELINES)
+    rows: tuple[tuple[str, str, str, Bed, tuple[float, ...], tuple[str, ...], tuple[float, ...]], ...] = (
+        ("spread", "9, seeds", "medium", medium, (250,), every, ()),
+        ("kernels", "9b", "medium", kernels, (100, 250, 400, 600), every, ()),
+        ("one_node", "10", "medium", one_node, RATES["medium"], every, ()),
+        ("two_nodes", "10", "medium", nodes, (100, 300, 500), every, ()),
+        ("schedulers_top1", "11", "medium", medium, (250,), schedulers, (0.8,)),
+        ("schedulers_top2", "11", "medium", two, (150,), schedulers, (0.8,)),
+        ("ratio_medium", "sec. 3.3", "medium", medium, (250, 400), RATIOS, ()),
+        ("ratio_reasonable", "sec. 3.3", "reasonable", medium, (100, 200), RATIOS, ()),
+        ("tuning", "sec. 3.4", "medium", medium, (), TUNED, (0.8,)),
+    )
+    return [
         Part(
             name="stalls", figure="4", lengths="short", rates=(100,), systems=(EP,),
             bed=Bed(network="mixtral-8x7b", gpu="a100-40g"),
-        )
-    ]  # fmt: skip
-    for popularity in SKEWED:
-        medium = Bed(popularity=popularity)
-        two = Bed(network=TOP_2, popularity=popularity)
-        one_node = Bed(gpu="a100-40g", popularity=popularity)
-        nodes = Bed(network=SIXTEEN, gpu="a100-40g", num_gpus=16, popularity=popularity)
-        kernels = Bed(popularity=popularity, prices="kernels")
-        schedulers, every = (ASYNC, MTFS, FLFS, FIFO, URGENT), (ASYNC, *BASELINES)
-        for name, figure, lengths, bed, rates, systems, shares in (
-            ("spread", "9, seeds", "medium", medium, (250,), every, ()),
-            ("kernels", "9b", "medium", kernels, (100, 250, 400, 600), every, ()),
-            ("one_node", "10", "medium", one_node, RATES["medium"], every, ()),
-            ("two_nodes", "10", "medium", nodes, (100, 300, 500), every, ()),
-            ("schedulers_top1", "11", "medium", medium, (250,), schedulers, (0.8,)),
-            ("schedulers_top2", "11", "medium", two, (150,), schedulers, (0.8,)),
-            ("ratio_medium", "sec. 3.3", "medium", medium, (250, 400), RATIOS, ()),
-            ("ratio_reasonable", "sec. 3.3", "reasonable", medium, (100, 200), RATIOS, ()),
-            ("tuning", "sec. 3.4", "medium", medium, (), TUNED, (0.8,)),
-        ):
-            parts.append(
-                Part(
-                    name=f"{name}_{popularity}", figure=figure, lengths=lengths, bed=bed, rates=rates,
-                    systems=systems, shares=shares, seeds=SPREAD_SEEDS if name == "spread" else (0,),
-                )
-            )  # fmt: skip
-        parts.append(
+        ),
+        *(
             Part(
-                name=f"cold_{popularity}", figure="12", lengths="medium", bed=medium, rates=(250,),
-                systems=(ASYNC, FLFS), shares=(0.8,), is_cold=True, timing=Timing(begin_s=20.0, stop_s=40.0),
+                name=f"{name}_{SKEWED}", figure=figure, lengths=lengths, bed=bed, rates=rates, systems=systems,
+                shares=shares, seeds=SPREAD_SEEDS if name == "spread" else (0,),
             )
-        )  # fmt: skip
-    return parts
+            for name, figure, lengths, bed, rates, systems, shares in rows
+        ),
+        Part(
+            name=f"cold_{SKEWED}", figure="12", lengths="medium", bed=medium, rates=(250,), systems=(ASYNC, FLFS),
+            shares=(0.8,), is_cold=True, timing=Timing(begin_s=20.0, stop_s=40.0),
+        ),
+    ]  # fmt: skip
 
 
 WHOLE = (*_panels(), *_others())

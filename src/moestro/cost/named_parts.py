@@ -1,0 +1,60 @@
+"""A network's sizes and the link of its GPUs, as an operator names them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from moestro.cost.gpus import Gpu
+from moestro.cost.hf_config import CONFIGS, network_from_config, network_named
+from moestro.cost.links import NVSWITCH_A100, NVSWITCH_H100, Link, link_named
+from moestro.cost.networks import NetworkShape
+from moestro.errors import ConfigError
+
+_NVSWITCH = {"a100": NVSWITCH_A100, "h20-": NVSWITCH_H100, "h100": NVSWITCH_H100, "h200": NVSWITCH_H100}
+
+
+def read_network(model: str) -> NetworkShape:
+    """Read the sizes of a network.
+
+    Args:
+        model: a name of `cost.hf_config`, a checkpoint directory, or its config.json.
+
+    Raises:
+        ConfigError: there is no such network, or its config lacks a size.
+    """
+    path = Path(model).expanduser()
+    if not path.exists():
+        if model.lower() in CONFIGS:
+            return network_named(model)
+        raise ConfigError(
+            f"no sizes for network {model!r}; known: {', '.join(CONFIGS)}. Give one of them, or a directory with the"
+            " network's config.json"
+        )
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as a network's config.json: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} is not a network's config.json: expected an object")
+    return network_from_config(path.resolve().name if path.is_dir() else path.stem, config)
+
+
+def link_within(name: str | None, gpu: Gpu, flag: str = "--link-within") -> Link:
+    """Look up the link between the GPUs of a machine.
+
+    Args:
+        name: its name; None means the NVSwitch of the GPU.
+        gpu: the GPU.
+        flag: flag that names the link, for messages.
+
+    Raises:
+        ConfigError: the name is unknown, or the GPU has no NVSwitch.
+    """
+    if name is not None:
+        return link_named(name)
+    link = _NVSWITCH.get(gpu.name[:4])
+    if link is None:
+        raise ConfigError(f"{flag} has no default for {gpu.name}, which has no NVSwitch: name a link")
+    return link

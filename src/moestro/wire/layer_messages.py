@@ -1,0 +1,37 @@
+"""Messages about moves of experts between the ranks of a group in mode `ep`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moestro.core.layer_moves import LayerPlan, SettledLayer
+from moestro.core.table_record import TableRecord
+
+# From the API server to all ranks of a group.
+
+
+class MoveLayer(msgspec.Struct, frozen=True, tag=True):
+    """Move the experts of a layer. All ranks of the group get the same plan, and begin when all of them know it."""
+
+    plan: LayerPlan
+
+
+class DropLayer(msgspec.Struct, frozen=True, tag=True):
+    """End the moves of a layer before their commit. `version`: number of the plan."""
+
+    version: int
+
+
+# From rank 0 to the API server.
+
+
+class ExpertsPlaced(msgspec.Struct, frozen=True, tag=True):
+    """Tell by which placement the group serves from its start on."""
+
+    placed: TableRecord
+
+
+class LayerSettled(msgspec.Struct, frozen=True, tag=True):
+    """Tell what became of a layer's moves."""
+
+    settled: SettledLayer
