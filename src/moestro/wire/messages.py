@@ -13,7 +13,7 @@ from moestro.core.load_figures import LoadFigures, PaceCounts
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import Output, Request
 from moestro.wire.expert_reports import ExpertReport, ReadExperts
-from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerSettled, MoveLayer
+from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer
 
 # From the API server to a rank.
 
@@ -189,6 +189,7 @@ FromRank = (
     | WakeGroup
     | ExpertReport
     | ExpertsPlaced
+    | LayerMoving
     | LayerSettled
 )
 
