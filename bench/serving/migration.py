@@ -34,6 +34,7 @@ from shared.server import Server, moestro
 PORT, VOCAB, SEED = 8260, 4096, 3
 STILL, MOVING = "experts stay", "experts move"
 EP = ("--mode", "ep", "--engines", "2", "--dtype", "float32", "--route-policy", "round_robin")
+COUNTED_S = 3.0  # after which the server has counted the bytes of the last migration
 RETRY_S = 0.01  # after a refusal, because the migration before runs still
 
 
@@ -173,7 +174,7 @@ def show(result: dict) -> None:
         for figure, each in result[name].items():
             print(f"  {figure:14} {each['median']:10.2f}   ({each['min']:.2f} to {each['max']:.2f})")
     print(f"differing answers: {result['num_differing']} of {result['num_answers']}")
-    print(f"migrations: {result['migrations']}, moved {result['moved_bytes'] / 1e6:.1f} MB")
+    print(f"moved: {result['num_moved_layers']} layers, {result['moved_bytes'] / 1e6:.1f} MB")
 
 
 def measure(args: argparse.Namespace) -> dict[str, object]:
@@ -193,11 +194,12 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
             for name, served in zip(done, pair, strict=True):
                 done[name].append(served)
             num_differing += sum(pair[0].answers[i] != pair[1].answers[i] for i in range(len(load.prompts)))
+        time.sleep(COUNTED_S)
         after = asyncio.run(placement(PORT + 2))
     return {name: figures(rounds) for name, rounds in done.items()} | {
         "num_answers": args.rounds * args.streams,
         "num_differing": num_differing,
-        "migrations": after["migrations"],
+        "num_moved_layers": after["table_version"] - before["table_version"],  # one version each
         "moved_bytes": after["moved_bytes"] - before["moved_bytes"],
         "settings": {name: getattr(args, name) for name in ("streams", "users", "output_len", "bytes_per_step")},
     }
