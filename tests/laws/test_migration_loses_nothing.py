@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import numpy as np
 import pytest
@@ -39,10 +40,8 @@ class Mover:
             self.ends.append(migration.progress.error)
         self.was_running = migration.progress.is_running
         if not self.was_running and rng.random() < 0.1:
-            try:
+            with contextlib.suppress(ValueError):  # no slot is free, or an expert's only worker does not run
                 migration.start(self.group.random_target(), int(rng.integers(1, 50)))
-            except ValueError as error:  # no slot is free, or an expert's only worker does not run
-                assert "slot is free" in str(error) or "no copy" in str(error)
             self.was_running = migration.progress.is_running
         elif rng.random() < self.cancel_rate:
             migration.cancel()

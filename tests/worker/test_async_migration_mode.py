@@ -1,4 +1,4 @@
-"""Experts move between the workers of `moestro serve --mode async` while requests run: the real command and processes."""
+"""Experts move between the workers of `moestro serve --mode async` while requests run: real processes."""
 
 from __future__ import annotations
 
