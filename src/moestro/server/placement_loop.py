@@ -28,25 +28,24 @@ CHECK_S = 2.0
 class PlacementLoop:
     """Controls the placement of a running group.
 
+    While a worker is missing, no policy is asked by itself: it would move the experts of one that is about to return.
+
     Args:
         control: Decides.
-        group: Makes what policies see.
+        view: Makes what policies see.
         loads: Reports of the engines.
-        is_complete: Callable that returns whether all workers of the group serve. While one is missing, no policy is
-            asked by itself: it would move the experts of a worker that is about to return.
         now_ns: Clock.
     """
 
     def __init__(
         self,
         control: PlacementControl,
-        group: GroupView,
+        view: GroupView,
         loads: ExpertLoads,
-        is_complete: Callable[[], bool],
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.control, self.group = control, group
-        self._loads, self._is_complete, self.now_ns = loads, is_complete, now_ns
+        self.control, self.view, self.now_ns = control, view, now_ns
+        self._loads = loads
         self._policy = control.settings.placement_policy
         self._decide = None if self._policy == NO_POLICY else PLACE_POLICIES.make(self._policy)
         self._answer: asyncio.Future[Any] | None = None  # of the policy that plans
@@ -84,7 +83,7 @@ class PlacementLoop:
             await self._measure()
             return
         await self.read()
-        if (trigger := control.due()) is None or not self._is_complete():
+        if (trigger := control.due()) is None or not self.view.group.is_complete():
             return
         try:
             plan = await self._plan(self._policy, self._decide)
@@ -134,7 +133,7 @@ class PlacementLoop:
         """
         request = self._request()
         try:
-            return plan_of_table(origin, self.group.table_of(contents, request.table), request)
+            return plan_of_table(origin, self.view.table_of(contents, request.table), request)
         except ValueError as error:
             raise PlacementError(f"{origin}: {error}") from None
 
@@ -168,7 +167,7 @@ class PlacementLoop:
 
     def _request(self) -> PlanRequest:
         merged = self._loads.merged()
-        return PlanRequest(self.group, None if merged is None else merged.load, self.control.migration.table)
+        return PlanRequest(self.view, None if merged is None else merged.load, self.control.migration.table)
 
 
 def _in_thread(function: Callable[[], Any]) -> asyncio.Future[Any]:
