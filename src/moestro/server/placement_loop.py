@@ -48,6 +48,8 @@ class PlacementLoop:
         self._loads = loads
         self._policy = control.settings.placement_policy
         self._decide = None if self._policy == NO_POLICY else PLACE_POLICIES.make(self._policy)
+        # What the present figures are of: its identity, and the objects, which therefore live.
+        self._priced: tuple[tuple[int, int, int], PlanRequest, PlacementPlan | None] | None = None
         self._answer: asyncio.Future[Any] | None = None  # of the policy that plans
 
     @contextlib.asynccontextmanager
@@ -102,13 +104,17 @@ class PlacementLoop:
         self.control.counted([report.num_steps + report.earlier_steps for report in self._loads.engines])
 
     async def _measure(self) -> None:
+        """Price what the group serves, unless neither the load nor a table has changed."""
         control = self.control
         try:
             request, applied = self._request(), control.applied
-            control.measured = await _in_thread(lambda: measure(request, applied))
+            facts = (id(request.load), request.table.version, id(applied))
+            if self._priced is None or facts != self._priced[0]:
+                control.measured = await _in_thread(lambda: measure(request, applied))
+                self._priced = (facts, request, applied)
         except (MoestroError, ValueError) as error:  # The group changes at this moment, or does not fit the counts.
             logger.debug("placement: no balance: %s", error)
-            control.measured = None
+            control.measured = self._priced = None
 
     async def plan(self, policy: str) -> PlacementPlan:
         """Let a policy plan, and keep the plan.
