@@ -24,9 +24,18 @@ from moestro.placement.registry import PLACE_POLICIES, PlacementError
 from moestro.placement.score import score
 from moestro.placement.slots import in_slots_of
 from moestro.server.expert_loads import ExpertLoads
-from moestro.server.live_placement import PlaceableGroup, open_placement
+from moestro.server.live_placement import open_placement
 from moestro.server.placement_plan import PlanRequest, ask_policy
-from moestro.server.placement_view import GroupView, LivePrices, group_places, live_prices, part_of, whole_of
+from moestro.server.placement_view import (
+    GroupPlaces,
+    GroupView,
+    LivePrices,
+    PlaceableGroup,
+    group_places,
+    live_prices,
+    part_of,
+    whole_of,
+)
 
 NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS = 3, 8, 6
 HOLDERS = (1, 2, 4)  # of five workers; the others have no room
@@ -61,7 +70,17 @@ def view_of(sources=HOLDERS, *, has_shares: bool = True) -> GroupView:
     places = group_places(HOLDERS, sources)
     network = SimpleNamespace(name="a-network", groups=())
     prices = LivePrices(network=network, gpu="a-gpu", link="a-link", prices=PRICES)
-    return GroupView(lambda: places, prices, PlaceLimits(), has_shares=has_shares)
+    return GroupView(placeable(places, has_shares=has_shares), prices, PlaceLimits())
+
+
+def placeable(places: GroupPlaces, *, has_shares: bool = True) -> PlaceableGroup:
+    return PlaceableGroup(
+        migration=None,
+        places=lambda: places,
+        layers=lambda: tuple(range(NUM_LAYERS)),
+        is_complete=lambda: True,
+        has_shares=has_shares,
+    )
 
 
 def random_load(seed: int, num_sources: int = 3) -> ExpertLoad:
@@ -139,7 +158,7 @@ def settings(**placement: object) -> ServeSettings:
 def test_prices_are_those_of_the_named_gpu_in_the_served_type(demo_dir):
     named = replace(settings(placement_gpu="h200"), model=ModelSettings(model=str(demo_dir)))
     half, full = live_prices(named, "bfloat16"), live_prices(named, "float32")
-    assert (half.gpu, half.link, half.layers) == ("h200", "nvswitch-h100", tuple(range(7)))
+    assert (half.gpu, half.link) == ("h200", "nvswitch-h100")
     assert full.prices.expert_bytes == 2 * half.prices.expert_bytes
     paced = PacedSettings(device="paced:a100-80g", network="mixtral-8x7b", paced_link="ethernet-100g")
     found = live_prices(replace(settings(), pacing=paced), "bfloat16")
@@ -160,7 +179,7 @@ def test_what_cannot_be_placed_has_a_reason_and_its_flags_are_refused(num_expert
         model_type="m", dtype="float32", device="cpu", num_layers=3, num_experts=num_experts, num_experts_per_token=1,
     )  # fmt: skip
     places = group_places(range(num_holders), range(num_holders))
-    group = PlaceableGroup(migration=None, places=lambda: places, is_complete=lambda: True, has_shares=True)
+    group = placeable(places)
     loads = ExpertLoads(2, lambda engine, question: False)
     found = open_placement(settings(), info, loads, group if has_group else None)
     assert found.loop is None

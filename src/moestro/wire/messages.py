@@ -14,7 +14,7 @@ from moestro.core.model_info import ModelInfo
 from moestro.core.request import Output, Request
 from moestro.core.table_message import ExpertLayers, TableMessage
 from moestro.wire.expert_reports import ExpertReport, ReadExperts
-from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerSettled, MoveLayer
+from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer
 
 # From the API server to a rank.
 
@@ -228,6 +228,7 @@ FromRank = (
     | WakeGroup
     | ExpertReport
     | ExpertsPlaced
+    | LayerMoving
     | LayerSettled
 )
 
