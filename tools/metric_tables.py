@@ -16,11 +16,14 @@ from moestro.core.source_load import SourceLoad
 from moestro.gateway.kv_prometheus import KvFigures
 from moestro.gateway.metrics import Counts, EngineCounts
 from moestro.gateway.prometheus import RouteCollector
+from moestro.placement.live_settings import LivePlacementSettings
 from moestro.routing.breaker import BreakerState
 from moestro.routing.health import Condition
 from moestro.server.expert_loads import ExpertLoads
 from moestro.server.expert_signals import ExpertSignal
 from moestro.server.metrics import Metrics
+from moestro.server.migration import MigrationProgress
+from moestro.server.placement_control import PlacementControl
 from moestro.server.prometheus import ServerCollector, Sources
 from moestro.wire.expert_reports import report_of
 
@@ -61,7 +64,19 @@ def _server() -> Collector:
         num_engines=1, of_engine=lambda engine, now_ns: signal, near_experts=np.array([[[1.0], [0.0], [0.0]]])
     )
     sources = Sources("a-model", MagicMock(), engines, metrics, "fused", [0], lambda: 0, lambda: 0, lambda: 0)
-    return ServerCollector(replace(sources, signals=signals))
+    return ServerCollector(replace(sources, placement=_placement(), signals=signals))
+
+
+def _placement() -> PlacementControl:
+    """Return the state of a group whose last plan is known."""
+    table = SimpleNamespace(version=1)
+    progress = MigrationProgress()
+    control = PlacementControl(SimpleNamespace(table=table, progress=progress), LivePlacementSettings())
+    score = SimpleNamespace(balance_of_sums=1.0, mean_balance=1.0)
+    change = SimpleNamespace(after=score, saved_s=1.0)
+    control.plan = control.applied = SimpleNamespace(change=change, move_s=1.0)
+    control.measured = SimpleNamespace(score=score, found_s=1.0)
+    return control
 
 
 def _route() -> Collector:

@@ -22,7 +22,7 @@ from moestro.routing.replay import replay
 
 # Real processes and messages; the devices are modelled and answer without torch. The network has 8 experts, top-1.
 PACED = ("--device", "paced:h200", "--model", "mixtral-8x7b-mqa-top1", "--paced-arithmetic", "none")
-GROUP = ("--mode", "ep", "--engines", "2")
+GROUP = ("--mode", "ep", "--engines", "2", "--route-policy", "gimbal-v2")
 CALM, PRESSED = 0, 1
 NUM_REQUESTS = 8
 INTERVAL_S = 0.05  # between the router's looks at the servers' figures
@@ -84,6 +84,27 @@ def test_operators_see_the_pressure_and_how_near_the_experts_are(servers):
 
     work(servers)
     wait_until(agrees)
+
+
+def test_the_balancer_of_a_server_takes_the_engine_with_less_pressure(servers):
+    """Nothing else distinguishes its idle engines under `gimbal-v2`, which otherwise takes one at random."""
+
+    def answered() -> list[float]:
+        name = 'moestro:request_success_total{engine="%d",finished_reason="length"}'
+        return [metrics(server)[name % engine] for engine in (0, 1)]
+
+    server, chosen, expected = servers[PRESSED], [], []
+    work(servers)
+    for _ in range(60):
+        seen, before = pressures(server), answered()
+        assert complete(server, prompt="x", max_tokens=2, ignore_eos=True).status == 200
+        if len(seen) == 2 and pressures(server) == seen:  # The figures did not change meanwhile.
+            chosen.append(answered()[1] > before[1])
+            expected.append(seen[1] < seen[0])
+        if len(chosen) == 8:
+            break
+    assert len(chosen) == 8
+    assert chosen == expected
 
 
 def without_pressure(line: bytes) -> bytes:

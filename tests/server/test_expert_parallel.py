@@ -116,6 +116,17 @@ def test_metrics_show_the_mode_and_the_group(spread):
     assert 1 <= largest[0] * NUM_ENGINES / tokens[0] <= NUM_ENGINES
 
 
+def test_metrics_tell_which_experts_are_near(spread):
+    def near(distance: str) -> list[float | None]:
+        names = [f'moestro:expert_near_share{{distance="{distance}",engine="{i}"}}' for i in range(NUM_ENGINES)]
+        return [metrics(spread).get(name) for name in names]
+
+    assert ask(spread, 0)
+    wait_until(lambda: None not in near("device"))
+    assert near("device") == [6 / 16, 5 / 16, 5 / 16]
+    assert near("machine") == [10 / 16, 11 / 16, 11 / 16]
+
+
 def uncached(answer: object) -> str:
     """An answer without the number of its prompt's tokens that were cached; engines that restarted have none."""
     return re.sub(r'"cached_tokens":\d+', "", str(answer))

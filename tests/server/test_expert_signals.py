@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,10 +29,11 @@ class Places:
     """Two engines that hold half of the experts each."""
 
     def __init__(self) -> None:
-        self.machine_of, self.waits_s, self.version = np.zeros(2, np.int64), None, 0
+        self.machine_of, self.waits_s, self.is_swapped = np.zeros(2, np.int64), None, False
 
     def table(self, num_layers, num_experts):
-        return spread_evenly(num_layers, num_experts, [0, 1], 2)
+        table = spread_evenly(num_layers, num_experts, [0, 1], 2)
+        return replace(table, version=1, logical_of=table.logical_of[::-1]) if self.is_swapped else table
 
     def machines(self):
         return self.machine_of
@@ -175,6 +177,18 @@ def test_operators_learn_how_near_the_experts_are():
     assert near_views(server.signals, SECOND + FRESH_NS + 1)[0].visits is None
     table = server.router.table
     assert table.expert_local_share.values.tolist() == [1, 1]
+
+
+def test_figures_follow_the_table_as_experts_move():
+    server = Server()
+    skewed(server)
+    assert server.signals.table_version == 0
+    server.places.is_swapped = True
+    server.count(0, {0: 1}, 2 * SECOND)
+    server.signals.update(2 * SECOND)
+    assert server.signals.table_version == 1
+    assert [each.visits["machine"] for each in near_views(server.signals, 2 * SECOND)] == [1, 1]
+    assert server.router.table.expert_local_share.values.tolist() == [0, 0]
 
 
 def samples(server: Server, now_ns: int) -> dict[tuple[str, ...], float]:

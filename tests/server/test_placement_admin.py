@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
-from support.placed_group import EVEN, NUM_EXPERTS, NUM_LAYERS, NUM_WORKERS, PlacedGroup, run
+from support.placed_group import EVEN, LAYERS, NUM_EXPERTS, NUM_LAYERS, NUM_WORKERS, PlacedGroup, run
 
 from moestro.server.admin_plane import admin_runner
 from moestro.server.live_placement import LivePlacement
@@ -65,6 +65,7 @@ async def test_plan_then_apply_then_show():
         status, plan = await ask("POST", "/plan?policy=eplb&arrays=true")
         assert (status, plan["changes_anything"], plan["refused"]) == (200, True, "")
         assert len(plan["moves"]) == plan["num_moves"] > 0
+        assert {move[0] for move in plan["moves"]} <= set(LAYERS)
         assert plan["num_bytes"] == plan["num_moves"] * plan["prices"]["expert_bytes"]
         assert plan["saved_s_per_step"] == pytest.approx(plan["before"]["step_s"] - plan["after"]["step_s"])
         assert plan["payback_steps"] == pytest.approx(plan["move_s"] / plan["saved_s_per_step"])
@@ -101,7 +102,7 @@ async def test_a_placement_in_a_file_is_applied_without_a_load():
 async def test_a_map_of_sglang_is_applied_too():
     group = PlacedGroup(policy="none")
     async with operator(group) as ask:
-        body = {"physical_to_logical_map": [list(reversed(range(NUM_EXPERTS)))] * NUM_LAYERS}
+        body = {"physical_to_logical_map": [list(reversed(range(NUM_EXPERTS)))] * (LAYERS[-1] + 1)}
         status, plan = await ask("POST", "/apply", body)
         assert (status, plan["num_moves"]) == (202, NUM_EXPERTS * NUM_LAYERS)
 

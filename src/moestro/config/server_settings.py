@@ -40,7 +40,7 @@ class ServerSettings(CheckedSettings):
     "Maximum number of connected clients; a further one is refused with 503 and Retry-After."
 
     admin_port: Annotated[int | None, PORT] = None
-    "Port on 127.0.0.1 for operators: /admin/experts, and in async mode /admin/workers. Unset: none."
+    "Port on 127.0.0.1 for operators: /admin/experts, /admin/placement, and in async mode /admin/workers. Unset: none."
     admin_api_key: Annotated[str | None, Parameter(show_default=False)] = field(default=None, repr=False)
     "Bearer token of the operators' port, which --api-key does not open. Unset: no key is required."
 

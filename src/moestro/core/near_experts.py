@@ -45,10 +45,11 @@ def visit_shares(visits: Floats, parts: Floats, machine_of: NDArray[np.integer])
         float64[sources, 3], fractions of a source's visits by distance; NaN for a source without visits.
     """
     shares = np.full((len(visits), len(DISTANCES)), np.nan)
+    on_machines = {machine: parts[machine_of == machine].sum(axis=0) for machine in np.unique(machine_of).tolist()}
     for source, own in enumerate(visits):
         total = own.sum()
         if total > 0:
             at_home = float((own * parts[source]).sum())
-            on_machine = float((own * parts[machine_of == machine_of[source]].sum(axis=0)).sum())
+            on_machine = float((own * on_machines[int(machine_of[source])]).sum())
             shares[source] = np.array([at_home, on_machine - at_home, total - on_machine]) / total
     return shares.clip(0.0, 1.0)  # differences may round below 0

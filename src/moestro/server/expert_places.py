@@ -17,13 +17,13 @@ from moestro.server.expert_signals import ExpertPlaces
 MachineOf = Callable[[int], str]  # name of the machine of a rank's process
 
 
-class LockStepPlaces(ExpertPlaces):
-    """The group of mode `ep`.
+class LockStepExpertPlaces(ExpertPlaces):
+    """The group of mode `ep`, whose engines hold all experts.
 
     Args:
         num_engines: Engines of the group.
         machine_of: Names the machine of each engine.
-        migration: Knows where the experts are; None where the engines hold equal parts for good.
+        migration: Has the table. None means a paced group, which keeps an even one.
     """
 
     def __init__(self, num_engines: int, machine_of: MachineOf, migration: EpMigration | None) -> None:
@@ -47,7 +47,7 @@ class LockStepPlaces(ExpertPlaces):
         """Implement `ExpertPlaces.oldest_s`: the group computes in step, so no token waits in a queue."""
 
 
-class AsyncPlaces(ExpertPlaces):
+class AsyncExpertPlaces(ExpertPlaces):
     """The group of mode `async`.
 
     Args:
@@ -88,13 +88,13 @@ def places_of(
     Args:
         machine_of: Names the machine of each rank's process.
         coordinator: The group of mode `async`.
-        migration: The moves of the group of mode `ep`.
+        migration: Moves of experts in mode `ep`; None there means a paced group.
     """
     if coordinator is not None:
-        return AsyncPlaces(coordinator, machine_of)
+        return AsyncExpertPlaces(coordinator, machine_of)
     if settings.stepping.mode != "ep":
         return None
-    return LockStepPlaces(settings.num_engines, machine_of, migration)
+    return LockStepExpertPlaces(settings.num_engines, machine_of, migration)
 
 
 def _numbered(names: Sequence[str]) -> NDArray[np.int64]:

@@ -107,10 +107,10 @@ class PlacementAdmin:
 
     def _plan_view(self, plan: PlacementPlan, *, has_arrays: bool) -> PlanView:
         horizon_steps = self._control.settings.placement_payback_horizon
-        return plan_view(plan, self._loop.group.prices, horizon_steps, has_arrays=has_arrays)
+        return plan_view(plan, self._loop.view, horizon_steps, has_arrays=has_arrays)
 
     def _shown(self, *, has_arrays: bool) -> web.Response:
-        workers = self._loop.group.places().holders.tolist()
+        workers = self._loop.view.group.places().holders.tolist()
         return _json(placement_view(self._control, workers, self._loop.now_ns(), has_arrays=has_arrays))
 
 

@@ -34,8 +34,8 @@ class Sources:
         num_refused: Callable that returns the number of connections without the keys of this server.
         num_unrecorded: Callable that returns the number of requests that `--record` has lost.
         coordinator: The group of workers in `async` mode.
-        placement: State of live placement; None where no experts can move.
         signals: Figures of the experts of a group. None means that each engine holds the whole network.
+        placement: State of live placement; None where no experts can move.
     """
 
     model_name: str
@@ -48,8 +48,8 @@ class Sources:
     num_refused: Callable[[], int]
     num_unrecorded: Callable[[], int]
     coordinator: Coordinator | None = None
-    placement: PlacementControl | None = None
     signals: ExpertSignals | None = None
+    placement: PlacementControl | None = None
 
 
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (

@@ -35,12 +35,13 @@ from moestro.server.expert_signals import ExpertSignals
 from moestro.server.explain_admin import ExplainAdmin
 from moestro.server.group_metrics import GroupLines
 from moestro.server.launcher import PACED_WORKER, WORKER, Launcher, opened
-from moestro.server.live_placement import LivePlacement, PlaceableGroup, open_placement
+from moestro.server.live_placement import LivePlacement, open_placement
 from moestro.server.liveness import LivenessTimeouts
 from moestro.server.local_launcher import LocalLauncher
 from moestro.server.metrics import Metrics
 from moestro.server.pace_lines import PaceLines
 from moestro.server.placeable_groups import async_group, lock_step_group
+from moestro.server.placement_view import PlaceableGroup
 from moestro.server.private_directory import private_directory
 from moestro.server.prometheus import ServerCollector, Sources
 from moestro.server.rank_socket import RankSocket
@@ -345,18 +346,18 @@ class _ServeProcess:
             num_refused=lambda: cluster.wire.num_refused,
             num_unrecorded=lambda: self._recording.num_lost,
             coordinator=cluster.coordinator,
-            placement=placement.control,
             signals=cluster.signals,
+            placement=placement.control,
         )
         refusals = cluster.metrics.refusals
         middleware = HttpMiddleware(self._access, refusals, MAX_BODY_BYTES)
         runner = await middleware.runner(
             api.app(Exposition(ServerCollector(sources))), shutdown_timeout=RESPONSE_FLUSH_S
         )
-        admin = await self._open_admin(cluster, model.info, placement)
         tasks = [asyncio.create_task(log_forever(_stat_lines(cluster)))]
         if cluster.signals is not None:
             tasks.append(asyncio.create_task(cluster.signals.follow(cluster.metrics)))
+        admin = await self._open_admin(cluster, model.info, placement)
         try:
             server = await listen(runner, listener, refusals, settings.max_connections, self._max_per_address)
             self._lifecycle.is_serving = True
