@@ -83,7 +83,9 @@ def test_explain_tells_engine_queue_and_preempter_and_the_record_replays(classes
     assert f"preempted by {urgent[0]}-0, which waits and is latency-sensitive" in passed
     assert "waits again at place" in passed
     assert "admitted again" in passed
-    waited = [moestro("explain", each, "--admin-url", f"http://127.0.0.1:{server.admin_port}").stdout for each in batch]
+    told_live = [moestro("explain", each, "--admin-url", f"http://127.0.0.1:{server.admin_port}") for each in batch]
+    assert [each.returncode for each in told_live] == [0] * 4, told_live
+    waited = [each.stdout for each in told_live]
     assert any("it was never preempted" in each for each in waited)
     assert any(re.search(r"waits at place \d of \d", each) for each in waited)
 
