@@ -75,7 +75,8 @@ def test_explain_tells_engine_queue_and_preempter_and_the_record_replays(classes
     text = " ".join(told.stdout.split())
     assert re.search(r"to engine [01]: .*queue by qllm; class ls on engine [01]", text), text
     assert "waits at place 1 of 2, class (0 is ls or aged): 0" in text
-    assert (victim := re.search(r"preempted (cmpl-\w+)-0, because it is latency-sensitive", text)), text
+    victim = re.search(r"preempted (cmpl-\w+)-0, because it is latency-sensitive", text)
+    assert victim, text
     assert "in mode fused each engine has all experts" in text
     assert "answered 200" in text
 

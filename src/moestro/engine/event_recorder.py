@@ -44,7 +44,7 @@ def _guarded(
     """Make a method end the notes where it fails, and do nothing from then on."""
 
     @functools.wraps(method)
-    def guarded(self: EventRecorder, *args: _P.args, **kwargs: _P.kwargs) -> None:
+    def guarded(self: EventRecorder, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
         if not self.has_failed:
             try:
                 method(self, *args, **kwargs)
