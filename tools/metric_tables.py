@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -15,10 +16,13 @@ from moestro.core.source_load import SourceLoad
 from moestro.gateway.kv_prometheus import KvFigures
 from moestro.gateway.metrics import Counts, EngineCounts
 from moestro.gateway.prometheus import RouteCollector
+from moestro.placement.live_settings import LivePlacementSettings
 from moestro.routing.breaker import BreakerState
 from moestro.routing.health import Condition
 from moestro.server.expert_loads import ExpertLoads
 from moestro.server.metrics import Metrics
+from moestro.server.migration import MigrationProgress
+from moestro.server.placement_control import PlacementControl
 from moestro.server.prometheus import ServerCollector, Sources
 from moestro.wire.expert_reports import report_of
 
@@ -54,9 +58,20 @@ def _server() -> Collector:
     load = SourceLoad(np.ones((1, 1), np.int64), *np.ones((3, 1, 1)), weight=1.0, num_steps=1)
     experts.heard(0, report_of(0, load), 0)
     engines = SimpleNamespace(loads=[IDLE], is_routable=lambda engine: True, expert_loads=experts)
-    return ServerCollector(
-        Sources("a-model", MagicMock(), engines, metrics, "fused", [0], lambda: 0, lambda: 0, lambda: 0)
-    )
+    sources = Sources("a-model", MagicMock(), engines, metrics, "fused", [0], lambda: 0, lambda: 0, lambda: 0)
+    return ServerCollector(replace(sources, placement=_placement()))
+
+
+def _placement() -> PlacementControl:
+    """Return the state of a group whose last plan is known."""
+    table = SimpleNamespace(version=1)
+    progress = MigrationProgress()
+    control = PlacementControl(SimpleNamespace(table=table, progress=progress), LivePlacementSettings())
+    score = SimpleNamespace(balance_of_sums=1.0, mean_balance=1.0)
+    change = SimpleNamespace(after=score, saved_s=1.0)
+    control.plan = control.applied = SimpleNamespace(change=change, move_s=1.0)
+    control.measured = SimpleNamespace(score=score, found_s=1.0)
+    return control
 
 
 def _route() -> Collector:

@@ -40,7 +40,7 @@ class ServerSettings(CheckedSettings):
     "Maximum number of connected clients; a further one is refused with 503 and Retry-After."
 
     admin_port: Annotated[int | None, PORT] = None
-    "Port on 127.0.0.1 for operators: /admin/experts, and in async mode /admin/workers. Unset: none."
+    "Port on 127.0.0.1 for operators: /admin/experts, /admin/placement, and in async mode /admin/workers. Unset: none."
     admin_api_key: Annotated[str | None, Parameter(show_default=False)] = field(default=None, repr=False)
     "Bearer token of the operators' port, which --api-key does not open. Unset: no key is required."
 
@@ -65,9 +65,9 @@ class ProcessSettings(CheckedSettings):
     num_redundant_experts: Annotated[int, at_least(0)] = 0
     (
         "In async and ep mode, slots for experts in each layer beyond those that the experts fill at the start, spread"
-        " evenly over the workers that hold experts: in async mode rounded up for each, in ep mode all slots must divide"
-        " evenly. They are empty at first; placement fills them with copies, and moves experts through those that are"
-        " empty."
+        " evenly over the workers that hold experts: in async mode rounded up for each; in ep mode all slots must"
+        " divide evenly. They are empty at first; placement fills them with copies, and moves experts through those"
+        " that are empty."
     )
     kv_events_config: str | None = None
     (

@@ -23,18 +23,20 @@ from moestro.server.placement_view import GroupPlaces, GroupView, live_prices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MovingGroup:
+class PlaceableGroup:
     """A group whose experts can move.
 
     Attributes:
         migration: The group's table, and moves towards another one.
         places: Callable that returns where the group has room for experts now.
         is_complete: Callable that returns whether all workers of the group serve.
+        has_shares: Whether the group divides an expert's tokens by the shares of a table; else by its own means.
     """
 
     migration: Migration
     places: Callable[[], GroupPlaces]
     is_complete: Callable[[], bool]
+    has_shares: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class LivePlacement:
 
 
 def open_placement(
-    settings: ServeSettings, info: ModelInfo, loads: ExpertLoads, group: MovingGroup | None
+    settings: ServeSettings, info: ModelInfo, loads: ExpertLoads, group: PlaceableGroup | None
 ) -> LivePlacement:
     """Return what controls the placement of a group, or why nothing can be placed.
 
@@ -90,7 +92,7 @@ def open_placement(
             raise ConfigError(_why_fixed(settings))
         if len(group.places().holders) < 2:
             raise ConfigError("One worker holds all experts, so there is nothing to place: start more workers.")
-        view = GroupView(group.places, live_prices(settings, info.dtype), live.limits)
+        view = GroupView(group.places, live_prices(settings, info.dtype), live.limits, has_shares=group.has_shares)
     except ConfigError as error:
         if live.plans_by_itself or live.init_expert_location is not None:
             raise ConfigError(f"--placement-policy and --init-expert-location: {error}") from None

@@ -27,7 +27,7 @@ def placement_metrics(
     text = "The same, as the last completed plan predicted it."
     yield _balance("moestro:placement_balance_predicted", text, None if change is None else change.after, model_name)
     yield from _payback(control, model_name)
-    gauges = {
+    gauges: dict[str, tuple[str, float]] = {
         "table_version": ("Version of the table of experts that the group serves.", control.migration.table.version),
         "frozen": ("1 while an operator lets no migration start.", control.is_frozen),
         "migrating": ("1 while experts move.", control.migration.progress.is_running),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -96,6 +96,8 @@ def ask_policy(policy: str, decide: PlacePolicy, request: PlanRequest) -> Placem
     view = request.group.view(request.load, request.table, places)
     try:
         part = check_answer(view, decide(view))
+        if part.shares is not None and not request.group.has_shares:
+            part = replace(part, shares=None)
         target = request.table if part is view.table else whole_of(part, request.table, places)
         return _priced(policy, request, target, places)
     except MoestroError:

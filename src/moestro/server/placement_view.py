@@ -123,10 +123,13 @@ class GroupView:
         places: Callable that returns where the group has room for experts now.
         prices: Prices of the work and of moves.
         limits: Bounds on what may move.
+        has_shares: Whether the group divides an expert's tokens by the shares of a table.
     """
 
-    def __init__(self, places: Callable[[], GroupPlaces], prices: LivePrices, limits: PlaceLimits) -> None:
-        self.places, self.prices, self._limits = places, prices, limits
+    def __init__(
+        self, places: Callable[[], GroupPlaces], prices: LivePrices, limits: PlaceLimits, *, has_shares: bool = True
+    ) -> None:
+        self.places, self.prices, self._limits, self.has_shares = places, prices, limits, has_shares
 
     def view(self, load: ExpertLoad, table: ExpertTable, places: GroupPlaces) -> PlaceView:
         """Return the view of the workers that hold experts.
@@ -170,7 +173,10 @@ class GroupView:
         if len(layers) != table.logical_of.shape[1]:  # A network whose config names no dense layers.
             layers = tuple(range(table.logical_of.shape[1]))
         found = table_of_contents(contents, devices, layers, table.num_experts)
-        live = replace(found, is_alive=part.is_alive)  # Raises where only a dead worker would have an expert.
+        shares = found.shares if self.has_shares else None
+        live = replace(
+            found, is_alive=part.is_alive, shares=shares
+        )  # Raises where only a dead worker would have an expert.
         return whole_of(live, table, places)
 
 

@@ -33,12 +33,12 @@ from moestro.server.expert_admin import ExpertAdmin
 from moestro.server.explain_admin import ExplainAdmin
 from moestro.server.group_metrics import GroupLines
 from moestro.server.launcher import PACED_WORKER, WORKER, Launcher, opened
-from moestro.server.live_placement import LivePlacement, open_placement
+from moestro.server.live_placement import LivePlacement, PlaceableGroup, open_placement
 from moestro.server.liveness import LivenessTimeouts
 from moestro.server.local_launcher import LocalLauncher
 from moestro.server.metrics import Metrics
-from moestro.server.moving_group import lock_step_group
 from moestro.server.pace_lines import PaceLines
+from moestro.server.placeable_groups import async_group, lock_step_group
 from moestro.server.private_directory import private_directory
 from moestro.server.prometheus import ServerCollector, Sources
 from moestro.server.rank_socket import RankSocket
@@ -222,6 +222,14 @@ class _ServeProcess:
             return None
         return EpMigration(self._settings.num_engines, send)
 
+    def _placeable_group(self, cluster: _Cluster) -> PlaceableGroup | None:
+        """Return the group whose experts can move; None where each engine has all, and for paced engines in `ep`."""
+        if cluster.coordinator is not None:
+            return async_group(cluster.coordinator)
+        if self._migration is not None:
+            return lock_step_group(self._migration, self._settings.num_engines, cluster.engines)
+        return None
+
     def _spec(
         self,
         process: tuple[int, int],
@@ -320,8 +328,7 @@ class _ServeProcess:
     ) -> None:
         settings, engines = self._settings.server, cluster.engines
         api = ApiServer(engines, model, settings.write_timeout)
-        group = lock_step_group(self._settings, engines, self._migration)
-        placement = open_placement(self._settings, model.info, engines.expert_loads, group)
+        placement = open_placement(self._settings, model.info, engines.expert_loads, self._placeable_group(cluster))
         sources = Sources(
             model_name=model.names[0],
             info=model.info,

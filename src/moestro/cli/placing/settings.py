@@ -131,6 +131,13 @@ class OutputSettings(CheckedSettings):
     "Write TensorRT-LLM's YAML of a load balancer here, under the same two conditions."
     png: Annotated[Path | None, _OUTPUT] = None
     "Draw load by layer and device, pairs of experts and moves here. Needs matplotlib."
+    apply: Annotated[str | None, _OUTPUT] = None
+    (
+        "Let a running server of Moestro move its experts to the placement: the address of its --admin-port, such as"
+        " http://localhost:8100. Its devices are the workers that hold experts, in order."
+    )
+    admin_api_key: Annotated[str | None, Parameter(show_default=False), _OUTPUT] = None
+    "Its --admin-api-key. Unset: it needs none."
 
     @property
     def is_for_engines(self) -> bool:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from moestro.cli.extras import require_extra
 from moestro.cli.placing.answer import PlaceAnswer, ask, ask_all, placement_file
+from moestro.cli.placing.apply import apply_placement
 from moestro.cli.placing.placements import all_model_layers, filled_slots, write_json, write_tensorrt_llm
 from moestro.cli.placing.question import PlaceQuestion, load_to_check, make_question
 from moestro.cli.placing.settings import EVEN_POLICY, PlacePolicySettings, PlaceSettings
@@ -78,12 +79,13 @@ def _write(console: Console, question: PlaceQuestion, answer: PlaceAnswer) -> No
         line(console, f"written: {output.out}")
     if output.is_for_engines:
         _write_for_engines(console, question, answer)
-    if output.png is None:
-        return
-    from moestro.cli.placing.draw import save_placement
+    if output.png is not None:
+        from moestro.cli.placing.draw import save_placement
 
-    save_placement(output.png, question, answer)
-    line(console, f"written: {output.png}")
+        save_placement(output.png, question, answer)
+        line(console, f"written: {output.png}")
+    if output.apply is not None:
+        line(console, apply_placement(output.apply, output.admin_api_key, placement_file(question, answer)))
 
 
 def _write_for_engines(console: Console, question: PlaceQuestion, answer: PlaceAnswer) -> None:

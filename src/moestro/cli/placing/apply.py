@@ -1,0 +1,70 @@
+"""Sends a placement to a running server of ours."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+
+import msgspec
+
+from moestro.placement.placement_file import PlacementFile
+from moestro.placement.registry import PlacementError
+
+_ANSWER_S = 30.0
+
+
+class _Refusal(msgspec.Struct):
+    message: str
+
+
+class _Answer(msgspec.Struct):
+    """Fields of the server's answer that are shown.
+
+    Attributes:
+        num_moves, num_layers: Copies that move from the server's present placement, and layers of them.
+        error: Why the placement stays; None means that it does not.
+    """
+
+    num_moves: int = 0
+    num_layers: int = 0
+    error: _Refusal | None = None
+
+
+def apply_placement(url: str, key: str | None, placement: PlacementFile) -> str:
+    """Let a server move its experts towards a placement, and return what it answered in words.
+
+    Args:
+        url: Address of the server's operators' port.
+        key: Its --admin-api-key; None means that it needs none.
+        placement: The placement.
+
+    Raises:
+        PlacementError: The server cannot be reached, or refuses the placement; the text says why.
+    """
+    headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    if not url.startswith(("http://", "https://")):
+        raise PlacementError(
+            f"--apply {url}: give the address of a server's --admin-port, such as http://localhost:8100"
+        )
+    request = urllib.request.Request(  # noqa: S310 the scheme is HTTP
+        f"{url.rstrip('/')}/admin/placement/apply", msgspec.json.encode(placement), headers, method="POST"
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as reply:  # noqa: S310 the scheme is HTTP
+            status, body = reply.status, reply.read()
+    except urllib.error.HTTPError as error:
+        raise PlacementError(f"--apply {url}: the server refused: {_reason(error)}") from None
+    except (OSError, ValueError) as error:
+        raise PlacementError(f"--apply {url}: the server cannot be reached: {error}") from None
+    answer = msgspec.json.decode(body, type=_Answer)
+    if status != 202:
+        return f"{url} has this placement already"
+    return f"{url} moves {answer.num_moves:,} copies of experts in {answer.num_layers} layers"
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    try:
+        found = msgspec.json.decode(error.read(), type=_Answer).error
+    except msgspec.MsgspecError:
+        found = None
+    return f"{error.code} {error.reason}" if found is None else found.message
