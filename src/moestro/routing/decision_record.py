@@ -7,6 +7,7 @@ A new head in the same file starts a new record.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ from moestro.routing.registry import policy_from
 from moestro.routing.request_trace import RequestTrace
 from moestro.routing.router import RouteDecision, Router
 from moestro.routing.settings import ANY_ENGINE, EngineSpec, RouterSettings
+
+logger = logging.getLogger(__name__)
 
 _NUM_CANDIDATES = 4
 
@@ -349,7 +352,11 @@ class RecordedRouter(Router):
         self._write(KvLost(engine, now_ns))
 
     def _decided(self, view: RouteView, choice: Choice, candidates: Candidates) -> None:
-        self._decision = _described(view, choice, candidates, self._chosen_by.needs.figures)
+        try:
+            self._decision = _described(view, choice, candidates, self._chosen_by.needs.figures)
+        except Exception:  # A user's policy may answer with details that no record can hold; the request goes on.
+            self._decision = None
+            logger.exception("the decision for request %s is recorded without its figures", view.request.request_id)
 
 
 def _routed_part(figures: LoadFigures) -> LoadFigures:
