@@ -156,7 +156,7 @@ def test_explain_tells_which_expert_workers_computed_a_requests_experts(apart):
     trace = call_admin(server, "GET", f"/admin/explain/{ids[0]}").json
     assert num_pairs(trace) == (trace["usage"]["prompt_tokens"] + 6 - 1) * 2 * 7
     text = moestro("explain", ids[0], "--record", str(record)).stdout
-    assert re.search(r"layers\s+expert worker 0\s+expert worker 1\n", text), text
+    assert re.search(r"layers\s+expert worker 0\s+expert worker 1\s", text), text
 
 
 def test_explain_tells_which_ranks_computed_a_requests_experts(spread):
