@@ -174,16 +174,16 @@ def interrupt(site: Site, is_over: threading.Event) -> str:
     counts = {name: int(sum(site.server.samples(f"moestro:{name}"))) for name in names}
     if not any(counts.values()):
         raise NotRunError("no request was preempted")
-    told = ", ".join(f"{count} {name.removesuffix('_total').replace('_', ' ')}" for name, count in counts.items())
+    told = ", ".join(f"{name.removesuffix('_total')} {count}" for name, count in counts.items())
     return f"{num_requests} latency-sensitive requests; {told}"
 
 
 def shown_table(site: Site) -> list[list[list[int]]]:
-    """Return the experts by layer, worker and slot."""
+    """Return the experts by layer, by worker that can hold some, and by slot; -1 means an empty slot."""
     status, shown = site.admin("GET", "/admin/placement?arrays=true")
     if status != 200:
         raise NotRunError(shown["error"]["message"])
-    return shown["table"]
+    return [[layer[worker] for worker in shown["workers"]] for layer in shown["table"]]
 
 
 def progress(site: Site) -> dict[str, Any]:
@@ -284,11 +284,13 @@ def show(rows: list[Parity], console: Console) -> None:
     """Print the table, and every difference and near tie below it."""
     table = Table("feature", "prompts", "tokens", "equal", "near ties", "max |Δ logprob|", "verdict", box=None)
     for row in rows:
-        verdict = "equal" if row.holds else f"not compared: {row.why_not}" if row.why_not else "DIFFERS"
+        verdict = "equal" if row.holds else "not compared" if row.why_not else "DIFFERS"
         figures = (row.num_prompts, row.num_tokens, row.num_equal, len(row.near_ties))
         table.add_row(row.feature, *map(str, figures), f"{row.max_difference:.1e}", verdict)
     console.print(table)
     for row in rows:
+        if row.why_not:
+            console.print(f"{row.feature}: not compared: {row.why_not}", markup=False)
         for text in row.differences:
             console.print(f"{row.feature}: {text}", markup=False)
         for prompt, place, gap in row.near_ties:
