@@ -32,7 +32,8 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_each_file_that_a_page_names_exists(page):
     text = page.read_text()
-    fences = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)  # diagrams; shells' and outputs are apart
+    plain = re.sub(r"^```\w+\n.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    fences = re.findall(r"^```\n(.*?)^```$", plain, re.MULTILINE | re.DOTALL)  # diagrams; shells' and outputs are apart
     spans = CODE.findall(re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
     named = {path for span in [*spans, *fences] for path in PATH.findall(span)}
     named |= {folder for span in spans for folder in FOLDER.findall(span)}

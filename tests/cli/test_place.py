@@ -276,3 +276,12 @@ def test_devices_without_a_number_of_slots_have_just_enough():
     assert make_devices(DeviceSettings(devices=3, dead="0"), 8).num_slots.tolist() == [4, 4, 4]
     with pytest.raises(ConfigError, match="0 live devices have 0 slots"):
         make_devices(DeviceSettings(devices=1, dead="0"), 8)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"), [("http://127.0.0.1:9", "cannot be reached"), ("ftp://localhost", "give the address of a server")]
+)
+def test_a_server_that_cannot_take_the_placement_is_named(url, words, capsys):
+    assert place(*GOOD, "--apply", url) == 1
+    assert f"--apply {url}" in (error := capsys.readouterr().err)
+    assert words in error

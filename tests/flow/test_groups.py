@@ -169,6 +169,59 @@ def test_a_home_changes_to_the_other_copy_when_its_backlog_is_less_by_more_than_
     assert dispatcher.num_switches == (NUM_EXPERTS // 2 if changes else 0)
 
 
+def near(*workers: int) -> tuple[bool, ...]:
+    return tuple(worker in workers for worker in range(3))
+
+
+def test_copies_of_the_home_s_machine_get_the_tokens_while_backlogs_differ_little():
+    pool = TokenPool(StageShape(is_sparse=IS_SPARSE, num_experts=0, num_chosen=1, num_rows=4, num_places=4))
+    dispatcher = Dispatcher(peers(0, switch_gap=10, is_near=near(0, 2)), pool)
+    assert (dispatcher._worker_of == 2).all()
+    dispatcher.accept(told(2, 20))
+    dispatcher._choose_copies(0)
+    assert (dispatcher._worker_of[0] == 2).all(), "as far as a copy elsewhere counts more, and the gap"
+    dispatcher._backlog[2] = 21
+    dispatcher._choose_copies(0)
+    assert (dispatcher._worker_of[0] == 1).all()
+    dispatcher._backlog[:] = 5, 5, 5
+    dispatcher._choose_copies(0)
+    assert (dispatcher._worker_of[0] == 1).all()
+    dispatcher._backlog[1] = 6
+    dispatcher._choose_copies(0)
+    assert (dispatcher._worker_of[0] == 2).all()
+
+
+def test_a_machine_without_a_copy_sends_to_all_others_in_turn():
+    pool = TokenPool(StageShape(is_sparse=IS_SPARSE, num_experts=0, num_chosen=1, num_rows=4, num_places=4))
+    dispatcher = Dispatcher(peers(0, is_near=near(0)), pool)
+    assert dispatcher._worker_of[0].tolist() == [1, 2] * (NUM_EXPERTS // 2)
+
+
+def test_an_expert_whose_copies_are_the_same_stays_when_the_table_changes():
+    dispatcher = make_dispatcher(switch_gap=0)
+    dispatcher.accept(told(1, 5))
+    dispatcher._choose_copies(0)
+    table = everything_twice(1)
+    table.logical_of[1, 0, 3] = -1
+    dispatcher.change_table(table)
+    assert (dispatcher._worker_of[0] == 2).all()
+    assert dispatcher._worker_of[2].tolist() == [1, 2] * (NUM_EXPERTS // 2)
+
+
+def test_a_home_is_settled_when_it_waits_for_no_slot_that_the_table_gave_up():
+    dispatcher, one = make_dispatcher(switch_gap=0), np.zeros(1, np.int32)
+    dispatcher.dispatch(0, np.zeros(1, np.int64), one, one[:, None])  # expert 0, on worker 1
+    assert dispatcher.is_settled
+    table = everything_twice(1)
+    table.logical_of[1, 0, 0] = -1
+    assert dispatcher.change_table(table) == []
+    assert not dispatcher.is_settled
+    table = everything_twice(2)
+    table.logical_of[1, 2, 0] = -1  # of another layer
+    dispatcher.change_table(table)
+    assert dispatcher.is_settled
+
+
 def test_a_table_in_which_an_expert_lives_nowhere_is_refused():
     with pytest.raises(ValueError, match="expert 0 of layer 0 has no copy on a live worker"):
         everything_twice(dead=(1, 2))

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from moestro.core.expert_table import EMPTY
 from moestro.errors import UnsupportedModelError
-from moestro.model.expert_files import load_experts, read_experts
+from moestro.model.expert_files import read_experts
 from moestro.model.expert_slots import read_expert
 from moestro.model.experts import tag_of
 from moestro.model.settings import ModelSettings
+from moestro.model.slot_memory import TorchSlots
 from moestro.model.worker_share import WorkerShare
 
 
@@ -64,11 +65,22 @@ def test_slots_take_experts_of_the_checkpoint(checkpoint):
     cut.pack_experts()
     (layer, module), (_, source) = cut.experts[1], whole.experts[1]
     slots = [int(np.flatnonzero(table.logical_of[0, layer] == EMPTY)[0]), 0]
-    load_experts(cut, settings, layer, dict(zip(slots, [3, 1], strict=True)))
+    memory = TorchSlots(cut, settings)
+    for slot, logical, weights in zip(slots, [3, 1], memory.read(layer, [3, 1]), strict=True):
+        memory.write(layer, slot, logical, weights)
+    assert memory.expert_bytes == sum(each.nbytes for each in memory.read(layer, [3])[0] if each is not None)
     assert tag_of(module).logical_of[slots].tolist() == [3, 1]
     for slot, logical in zip(slots, [3, 1], strict=True):
         for ours, theirs in zip(read_expert(module, slot), read_expert(source, logical), strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_an_expert_that_a_layer_does_not_have_needs_no_weights(checkpoint):
+    settings = tiny.settings_of(checkpoint("gpt_oss"))
+    memory = TorchSlots(tiny.load_settings(settings), settings)
+    weights, none = memory.read(1, [3, 99])
+    assert weights is not None
+    memory.write(1, 0, 99, none)
 
 
 def test_a_layer_that_went_missing_is_refused(tmp_path):

@@ -18,6 +18,7 @@ from support.running import wait_until
 from moestro.core.expert_table import EMPTY
 from moestro.core.request import Request
 from moestro.engine.rank import build_rank
+from moestro.model import layer_mover
 from moestro.model.device import open_device
 from moestro.model.expert_bytes import num_expert_bytes, to_bytes
 from moestro.model.expert_slots import pick_expert, read_expert
@@ -55,8 +56,8 @@ def answers_alone(checkpoint, asked: list[Request]) -> dict[str, list[int]]:
 def group(checkpoint):
     made: list[MovingRanks] = []
 
-    def make(name: str, num_ranks: int, num_redundant: int, dtype: str = "float64") -> MovingRanks:
-        made.append(MovingRanks(checkpoint(name), num_ranks, num_redundant, dtype))
+    def make(name: str, *args, **kwargs) -> MovingRanks:
+        made.append(MovingRanks(checkpoint(name), *args, **kwargs))
         return made[-1]
 
     yield make
@@ -183,3 +184,38 @@ def test_a_dropped_layer_leaves_no_trace(num_redundant, checkpoint, group):
             tag = tag_of(module)
             assert (tag.logical_of == rows[place]).all()
             assert all(bool(up.numel()) == (row != EMPTY) for (up, _), row in zip(tag.packed, rows[place], strict=True))
+
+
+def test_a_rank_that_ends_between_prepare_and_commit_leaves_the_old_placement(checkpoint, group):
+    """The group starts again with the layers that were committed, and its tokens are the same."""
+    rng = np.random.default_rng(6)
+    moving = group("qwen3_moe", 2, 4)
+    first = moving.migration.table
+    target = random_target(rng, first)
+    moving.migration.start(target, 1)
+    wait_until(lambda: not moving.events.empty())
+    moving.exchanges[1].ends_when_prepared = True
+    assert moving.hear()
+    wait_until(lambda: len(moving.lost) == 2)
+    assert not moving.hear(), "the second layer was not committed"
+    moving.migration.ended(1)
+    assert moving.migration.progress.error == "engine 1 ended"
+    placed = moving.migration.placed
+    assert placed is not None
+    assert (placed.table().logical_of[:, 0] == target.logical_of[:, 0]).all()
+    assert (placed.table().logical_of[:, 1:] == first.logical_of[:, 1:]).all()
+    again = group("qwen3_moe", 2, 4, placed=placed)
+    assert [device.placed for device in again.devices] == [placed, placed]
+    asked = requests(rng)
+    serve_while_moving(again, asked, rng, 1)
+    assert again.told == answers_alone(checkpoint("qwen3_moe"), asked)
+
+
+def test_weights_that_are_lost_on_their_way_are_noticed(checkpoint, group, monkeypatch):
+    """The law can fail."""
+    monkeypatch.setattr(layer_mover, "to_bytes", lambda weights: torch.zeros_like(to_bytes(weights)))
+    rng = np.random.default_rng(2)
+    asked = requests(rng)
+    moving = group("qwen3_moe", 2, 0)
+    serve_while_moving(moving, asked, rng, 10**9)
+    assert moving.told != answers_alone(checkpoint("qwen3_moe"), asked)

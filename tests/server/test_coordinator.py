@@ -24,13 +24,13 @@ LAYERS = ExpertLayers(num_layers=3, layers=(0, 2), num_experts=6)
 class Group:
     """A coordinator, and what it sent to each worker. All launches are numbered from 0."""
 
-    def __init__(self, **options) -> None:
+    def __init__(self, *, num_redundant: int = 0, **options) -> None:
         self.sent: dict[int, list] = {}
         self.unreachable: set[int] = set()
         self.launches: dict[int, int] = {}
         self.now_ns = 0
         self.num_shares = GroupOptions(**options).num_shares
-        self.coordinator = Coordinator(GroupOptions(**options), LOAD_S, self._send)
+        self.coordinator = Coordinator(GroupOptions(**options), LOAD_S, self._send, num_redundant)
 
     def _send(self, worker, message) -> None:
         if worker in self.unreachable:

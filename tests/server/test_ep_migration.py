@@ -11,7 +11,7 @@ from moestro.core.layer_moves import SettledLayer
 from moestro.core.table_record import record_of
 from moestro.errors import NoEngineError
 from moestro.server.ep_migration import EpMigration
-from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerSettled, MoveLayer
+from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer
 from moestro.wire.messages import Ready, decode_from_rank, decode_to_rank, encode
 
 LAYERS = (1, 2, 4)
@@ -71,6 +71,18 @@ def test_layers_are_sent_one_by_one_to_all_ranks_and_the_table_follows_each_comm
     assert (progress.num_layers, progress.num_committed, progress.num_bytes) == (3, 3, 300)
     assert (progress.is_running, progress.error) == (False, "")
     assert np.allclose(group.migration.table.slot_parts, target.slot_parts)
+
+
+def test_bytes_of_a_layer_that_moves_are_progress(group):
+    """Otherwise a large layer looks as if it stood still."""
+    group.migration.start(group.target(), 1)
+    found = []
+    for version, num_bytes in ((1, 40), (1, 80), (7, 999)):
+        group.migration.heard(0, decode_from_rank(encode(LayerMoving(version, num_bytes))))
+        found.append(group.migration.progress.num_bytes)
+    group.settle(num_bytes=100)
+    group.migration.heard(0, LayerMoving(2, 40))
+    assert [*found, group.migration.progress.num_bytes] == [40, 80, 80, 140]
 
 
 def test_layers_that_stay_are_left_out(group):

@@ -9,13 +9,19 @@ import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
-from support.placed_group import EVEN, NUM_EXPERTS, NUM_LAYERS, NUM_WORKERS, PlacedGroup, run
+from support.placed_group import EVEN, LAYERS, NUM_EXPERTS, NUM_LAYERS, NUM_WORKERS, PlacedGroup, run
 
 from moestro.server.admin_plane import admin_runner
 from moestro.server.live_placement import LivePlacement
 from moestro.server.placement_admin import PlacementAdmin
 from moestro.server.placement_metrics import placement_metrics
 from moestro.web.connections import bound_socket
+
+EVERY_EXPERT = {
+    "moestro_placement": 1,
+    "num_experts": NUM_EXPERTS,
+    "table": [[[0, 1, 2, 3], [4, 5, 6, 7]]] * NUM_LAYERS,
+}
 
 
 class Operator:
@@ -65,6 +71,7 @@ async def test_plan_then_apply_then_show():
         status, plan = await ask("POST", "/plan?policy=eplb&arrays=true")
         assert (status, plan["changes_anything"], plan["refused"]) == (200, True, "")
         assert len(plan["moves"]) == plan["num_moves"] > 0
+        assert {move[0] for move in plan["moves"]} <= set(LAYERS)
         assert plan["num_bytes"] == plan["num_moves"] * plan["prices"]["expert_bytes"]
         assert plan["saved_s_per_step"] == pytest.approx(plan["before"]["step_s"] - plan["after"]["step_s"])
         assert plan["payback_steps"] == pytest.approx(plan["move_s"] / plan["saved_s_per_step"])
@@ -101,7 +108,7 @@ async def test_a_placement_in_a_file_is_applied_without_a_load():
 async def test_a_map_of_sglang_is_applied_too():
     group = PlacedGroup(policy="none")
     async with operator(group) as ask:
-        body = {"physical_to_logical_map": [list(reversed(range(NUM_EXPERTS)))] * NUM_LAYERS}
+        body = {"physical_to_logical_map": [list(reversed(range(NUM_EXPERTS)))] * (LAYERS[-1] + 1)}
         status, plan = await ask("POST", "/apply", body)
         assert (status, plan["num_moves"]) == (202, NUM_EXPERTS * NUM_LAYERS)
 
@@ -111,6 +118,13 @@ async def test_a_map_of_sglang_is_applied_too():
     [
         ("/apply", None, 409, "There is no plan yet"),
         ("/apply", b"{", 400, "no JSON"),
+        ("/apply", b"[" * 100_000, 400, "no JSON"),
+        ("/apply", b'"\xff"', 400, "no JSON"),
+        ("/apply", [], 400, "it is no placement"),
+        ("/apply", {"moestro_placement": 1, "num_experts": 8, "table": 3}, 400, "does not fit"),
+        ("/apply", {"moestro_placement": 1, "num_experts": 8, "table": [[[0], [0, 1]]]}, 400, "does not fit"),
+        ("/apply", EVERY_EXPERT | {"shares": [[[1.0]]]}, 400, "does not fit"),
+        ("/apply", EVERY_EXPERT | {"num_experts": 9}, 400, "it has 9 experts, and 8 are placed"),
         ("/apply", {}, 400, "it is no placement"),
         ("/apply", {"moestro_placement": 1, "num_experts": 8, "table": [[[0]]]}, 400, "it has 1 devices, and 2"),
         ("/apply", {"physical_to_logical_map": [[0] * 8] * 3}, 400, "expert 1 of layer 0 has no copy"),

@@ -274,3 +274,21 @@ async def test_without_a_policy_no_engine_is_asked():
     group.serve(3000)
     await group.check()
     assert group.engines.asked == []
+
+
+@run
+async def test_the_placement_is_priced_only_when_something_changed(monkeypatch):
+    group, calls = PlacedGroup(policy="none"), []
+    real = placement_loop.measure
+    monkeypatch.setattr(placement_loop, "measure", lambda *given: calls.append(1) or real(*given))
+    group.serve(100)
+    await group.loop.read()
+    for _ in range(3):
+        await group.check()
+    assert len(calls) == 1
+    await group.loop.plan("eplb")
+    group.loop.apply(group.control.plan, Trigger.OPERATOR)
+    group.migration.commit()
+    await group.check()
+    assert len(calls) == 2, "a layer was committed, or the load read again"
+    assert group.control.balance > 0.52

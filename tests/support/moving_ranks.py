@@ -20,6 +20,7 @@ from support.lock_step_ranks import STUCK_S, ThreadChannel
 
 from moestro.config.launch_spec import LockStepSpec
 from moestro.core.request import Request
+from moestro.core.table_record import TableRecord
 from moestro.engine.lock_step import build_lock_step_rank
 from moestro.errors import GroupLostError
 from moestro.model.device import open_device
@@ -32,6 +33,7 @@ from moestro.worker.rank_loop import SideJobs, run_rank
 from moestro.worker.spread_rank import table_of
 
 _WAIT_S = 20 * STUCK_S
+_PREPARED = 3  # of the numbers of a handshake: tokens, then those of `MoveAgreement.numbers`
 CANCEL = object()  # event: the operator ends the migration
 
 
@@ -65,8 +67,11 @@ class ThreadExchange:
     def __init__(self, meeting: ThreadMeeting, worker: int, num_workers: int) -> None:
         self._meeting, self.worker, self.num_workers = meeting, worker, num_workers
         self.most_sent = self.most_taken = 0  # bytes of experts in one round
+        self.ends_when_prepared = False  # whether the worker ends when it would say that it has all experts of a layer
 
     def gather(self, numbers: np.ndarray) -> np.ndarray:
+        if self.ends_when_prepared and numbers[_PREPARED]:
+            raise GroupLostError("the worker ends")
         return np.stack(self._meeting.swap(self.worker, numbers))
 
     def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
@@ -97,9 +102,17 @@ class MovingRanks:
         checkpoint: network.
         num_ranks, num_redundant: shape of the group.
         dtype: of the network.
+        placed: placement with which the group starts; None means an even one.
     """
 
-    def __init__(self, checkpoint: Path, num_ranks: int, num_redundant: int, dtype: str = "float64") -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        num_ranks: int,
+        num_redundant: int,
+        dtype: str = "float64",
+        placed: TableRecord | None = None,
+    ) -> None:
         self.told: dict[str, list[int]] = {}
         self.running: set[str] = set()
         self.lost: list[str] = []
@@ -108,7 +121,7 @@ class MovingRanks:
         self.exchanges = [ThreadExchange(self._meeting, rank, num_ranks) for rank in range(num_ranks)]
         self.channels = [_TellingChannel(partial(self._sent, rank)) for rank in range(num_ranks)]
         spec = LockStepSpec(num_ranks=num_ranks, port=0, listen_fd=None, join_by_ns=0, timeout_s=0,
-                            num_redundant_experts=num_redundant)  # fmt: skip
+                            num_redundant_experts=num_redundant, placed=placed)  # fmt: skip
         self.devices = [self._open(spec, checkpoint, dtype, rank) for rank in range(num_ranks)]
         self.ranks = [
             build_lock_step_rank(SETTINGS, device, lambda step, rank=rank: self._sent(rank, WakeGroup(step)))

@@ -14,9 +14,10 @@ from moestro.core.expert_table import spread_evenly
 from moestro.placement.live_settings import LivePlacementSettings
 from moestro.server.placement_control import DecisionOutcome, PlacementControl
 from moestro.server.placement_loop import PlacementLoop
-from moestro.server.placement_view import GroupView, LivePrices, group_places
+from moestro.server.placement_view import GroupView, LivePrices, PlaceableGroup, group_places
 
 NUM_WORKERS, NUM_LAYERS, NUM_EXPERTS = 2, 3, 8
+LAYERS = (1, 2, 4)  # of the network; the others are dense
 SECOND = 10**9
 SKEWED = [40, 30, 20, 10, 1, 1, 1, 1]  # the first worker has 100 of 104 tokens
 EVEN = [13] * 8
@@ -38,8 +39,15 @@ class PlacedGroup:
         prices = LivePrices(network=network, gpu="a-gpu", link="a-link", prices=PRICES)
         places = group_places(range(NUM_WORKERS), range(NUM_WORKERS))
         self.now_ns, self.is_complete = 0, True
-        view = GroupView(lambda: places, prices, settings.limits)
-        self.loop = PlacementLoop(self.control, view, self.engines.loads, lambda: self.is_complete, lambda: self.now_ns)
+        group = PlaceableGroup(
+            migration=self.migration,
+            places=lambda: places,
+            layers=lambda: LAYERS,
+            is_complete=lambda: self.is_complete,
+            has_shares=True,
+        )
+        view = GroupView(group, prices, settings.limits)
+        self.loop = PlacementLoop(self.control, view, self.engines.loads, lambda: self.now_ns)
 
     def serve(self, num_steps: int, shares: list[float] | None = None) -> None:
         self.engines.num_steps += num_steps

@@ -161,9 +161,9 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def call_admin(server: Running, method: str, path: str, **headers: str) -> Reply:
-    """Send one request to the plane of operators."""
-    return _call(("127.0.0.1", server.admin_port), method, path, None, headers)
+def call_admin(server: Running, method: str, path: str, body: object = None, **headers: str) -> Reply:
+    """Send one request to the plane of operators. A body that is not bytes is sent as JSON."""
+    return _call(("127.0.0.1", server.admin_port), method, path, body, headers)
 
 
 def call(server: Running, method: str, path: str, body: object = None, **headers: str) -> Reply:

@@ -100,7 +100,8 @@ class ExpertMoves:
     @property
     def crosses(self) -> NDArray[np.bool_]:
         """bool[moves], whether the copy goes from one worker to another."""
-        return self.source != self.worker
+        crosses: NDArray[np.bool_] = np.not_equal(self.source, self.worker)
+        return crosses
 
 
 def moves_between(old: NDArray[np.int32], new: NDArray[np.int32]) -> ExpertMoves:

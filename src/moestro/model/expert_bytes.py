@@ -27,7 +27,7 @@ def from_bytes(module: nn.Module, row: Tensor) -> ExpertWeights:
     Args:
         row: uint8[bytes], from `to_bytes` on a worker with the same network; its memory begins at a multiple of 8.
     """
-    parts = iter(row.split([size for size in _sizes(module) if size]))
+    parts = iter(torch.split(row, [size for size in _sizes(module) if size]))
     up, up_bias, down, down_bias = (
         None if each is None else next(parts).view(each[1]).view(each[0]) for each in tag_of(module).layout
     )

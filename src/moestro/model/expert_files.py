@@ -6,7 +6,7 @@ loaded by transformers itself, into a network whose other weights have no memory
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -17,7 +17,7 @@ from transformers.utils import logging as hf_logging
 
 from moestro.errors import UnsupportedModelError
 from moestro.model.attention import register_attention
-from moestro.model.expert_slots import ExpertWeights, pick_expert, write_expert
+from moestro.model.expert_slots import ExpertWeights, pick_expert
 from moestro.model.experts import register_experts
 from moestro.model.load import (
     build_skeleton,
@@ -27,29 +27,9 @@ from moestro.model.load import (
     pretrained_arguments,
     read_config,
 )
-from moestro.model.network import Network, find_experts, layer_of_name
+from moestro.model.network import find_experts, layer_of_name
 from moestro.model.refuse import find_weights
 from moestro.model.settings import ModelSettings
-
-
-def load_experts(network: Network, settings: ModelSettings, layer: int, logical_of: Mapping[int, int]) -> None:
-    """Load experts of the checkpoint into slots of a network that was cut. No item in flight may use these slots.
-
-    This reads the whole layer once, and takes its memory meanwhile.
-
-    Args:
-        network: the network.
-        settings: those with which the network was loaded.
-        layer: a layer with experts.
-        logical_of: logical expert for each slot that is to be rewritten.
-
-    Raises:
-        UnsupportedModelError: the checkpoint changed since, and lacks the layer.
-    """
-    module = dict(network.experts)[layer]
-    found = read_experts(settings, layer, list(logical_of.values()))
-    for (slot, logical), weights in zip(logical_of.items(), found, strict=True):
-        write_expert(module, slot, logical, weights)
 
 
 def read_experts(settings: ModelSettings, layer: int, experts: Sequence[int]) -> list[ExpertWeights]:

@@ -38,6 +38,8 @@ class SpreadDevice(TorchDevice):
 
     Attributes:
         is_moving: whether experts move, so that the group opens the next step even without tokens.
+        on_moved: called after each step in which experts move, with the version of the plan and the bytes of weights
+            that went from one worker to another so far.
         on_settled: called when the moves of a layer end, with what became of them.
     """
 
@@ -48,6 +50,7 @@ class SpreadDevice(TorchDevice):
         self._agreement = MoveAgreement(table.version)
         self._mover: LayerMover | None = None
         self.is_moving = False
+        self.on_moved: Callable[[int, int], None] = lambda _version, _num_bytes: None
         self.on_settled: Callable[[SettledLayer], None] = lambda _: None
 
     @property
@@ -96,6 +99,7 @@ class SpreadDevice(TorchDevice):
                 self._mover = LayerMover(move, self._exchange)
             if not self._mover.is_done:
                 self._mover.step()
+                self.on_moved(plan.version, self._mover.num_bytes)
             self._agreement.is_prepared = self._mover.is_done
         elif action in {MoveAction.COMMIT, MoveAction.DROP}:
             self._settle(plan, is_committed=action is MoveAction.COMMIT)

@@ -18,7 +18,7 @@ from moestro.core.layer_moves import LayerPlan, SettledLayer, with_layer
 from moestro.core.table_record import TableRecord, record_of
 from moestro.errors import NoEngineError
 from moestro.server.migration import MigrationProgress
-from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerSettled, MoveLayer
+from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer
 from moestro.wire.messages import FromRank, Ready, ToRank
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class EpMigration:
         self._places: deque[int] = deque()  # Layers that have not moved yet, as indices of the table.
         self._version = 0  # Number of the last plan; the present one while the migration runs.
         self._why_ending = ""
+        self._settled_bytes = 0  # Of the layers of this migration that have ended.
         self._progress = MigrationProgress()
 
     # --- for the control of placement
@@ -72,6 +73,7 @@ class EpMigration:
         is_other = (old.logical_of != target.logical_of) | ~np.isclose(old.slot_parts, target.slot_parts)
         self._places = deque(np.flatnonzero(is_other.any(axis=(0, 2))).tolist())
         self._target, self._max_bytes_per_step, self._why_ending = target, max_bytes_per_step, ""
+        self._settled_bytes = 0
         self._progress = MigrationProgress(num_layers=len(self._places), is_running=bool(self._places))
         if self._places:
             self._move_next()
@@ -96,6 +98,8 @@ class EpMigration:
                 self._version = max(self._version, placed.version)
             case Ready():
                 self._ready.add(rank)
+            case LayerMoving(version, num_bytes) if self._progress.is_running and version == self._version:
+                self._progress = replace(self._progress, num_bytes=self._settled_bytes + num_bytes)
             case LayerSettled(settled) if self._progress.is_running and settled.version == self._version:
                 self._settled(settled)
             case _:
@@ -159,8 +163,8 @@ class EpMigration:
 
     def _settled(self, settled: SettledLayer) -> None:
         """Take in the end of the present layer, and go on with the next one."""
-        num_bytes = self._progress.num_bytes + settled.num_bytes
-        self._progress = replace(self._progress, num_bytes=num_bytes)
+        self._settled_bytes += settled.num_bytes
+        self._progress = replace(self._progress, num_bytes=self._settled_bytes)
         if settled.is_committed:
             target, place = self._target, self._places.popleft()
             assert target is not None, "a migration is running"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,28 +15,10 @@ from moestro.core.model_info import ModelInfo
 from moestro.errors import ConfigError
 from moestro.placement.registry import PlacementError
 from moestro.server.expert_loads import ExpertLoads
-from moestro.server.migration import Migration
 from moestro.server.placement_admin import NoPlacementAdmin, PlacementAdmin
 from moestro.server.placement_control import DecisionOutcome, PlacementControl, Trigger
 from moestro.server.placement_loop import PlacementLoop
-from moestro.server.placement_view import GroupPlaces, GroupView, live_prices
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceableGroup:
-    """A group whose experts can move.
-
-    Attributes:
-        migration: The group's table, and moves towards another one.
-        places: Callable that returns where the group has room for experts now.
-        is_complete: Callable that returns whether all workers of the group serve.
-        has_shares: Whether the group divides an expert's tokens by the shares of a table; else by its own means.
-    """
-
-    migration: Migration
-    places: Callable[[], GroupPlaces]
-    is_complete: Callable[[], bool]
-    has_shares: bool
+from moestro.server.placement_view import GroupView, PlaceableGroup, live_prices
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +74,12 @@ def open_placement(
             raise ConfigError(_why_fixed(settings))
         if len(group.places().holders) < 2:
             raise ConfigError("One worker holds all experts, so there is nothing to place: start more workers.")
-        view = GroupView(group.places, live_prices(settings, info.dtype), live.limits, has_shares=group.has_shares)
+        view = GroupView(group, live_prices(settings, info.dtype), live.limits)
     except ConfigError as error:
         if live.plans_by_itself or live.init_expert_location is not None:
             raise ConfigError(f"--placement-policy and --init-expert-location: {error}") from None
         return LivePlacement(None, str(error))
-    loop = PlacementLoop(PlacementControl(group.migration, live), view, loads, group.is_complete)
+    loop = PlacementLoop(PlacementControl(group.migration, live), view, loads)
     if live.init_expert_location is not None:
         _move_to_file(loop, live.init_expert_location)
     return LivePlacement(loop)

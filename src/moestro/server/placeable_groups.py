@@ -5,8 +5,7 @@ from __future__ import annotations
 from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
 from moestro.server.ep_migration import EpMigration
-from moestro.server.live_placement import PlaceableGroup
-from moestro.server.placement_view import GroupPlaces, group_places
+from moestro.server.placement_view import GroupPlaces, PlaceableGroup, group_places
 
 ELSEWHERE = -1  # the worker of an engine that has no place for experts
 
@@ -17,6 +16,7 @@ def lock_step_group(migration: EpMigration, num_engines: int, engines: EngineCli
     return PlaceableGroup(
         migration=migration,
         places=lambda: places,
+        layers=lambda: migration.layers,
         is_complete=lambda: all(engines.is_routable(engine) for engine in range(num_engines)),
         has_shares=True,
     )
@@ -36,6 +36,7 @@ def async_group(coordinator: Coordinator) -> PlaceableGroup:
     return PlaceableGroup(
         migration=coordinator.migration,
         places=places,
+        layers=lambda: coordinator.table.experts.layers,
         is_complete=lambda: all(view.phase == "serving" for view in coordinator.views()),
         has_shares=False,
     )

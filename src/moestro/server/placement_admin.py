@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -97,8 +96,8 @@ class PlacementAdmin:
 
     def _plan_of(self, body: bytes) -> PlacementPlan:
         try:
-            contents = json.loads(body)
-        except ValueError as error:
+            contents = msgspec.json.decode(body)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise HttpError(400, f"The body is no JSON: {shown(str(error))}.", "bad_json") from None
         try:
             return self._loop.plan_of("an operator's file", contents)
@@ -107,10 +106,10 @@ class PlacementAdmin:
 
     def _plan_view(self, plan: PlacementPlan, *, has_arrays: bool) -> PlanView:
         horizon_steps = self._control.settings.placement_payback_horizon
-        return plan_view(plan, self._loop.group.prices, horizon_steps, has_arrays=has_arrays)
+        return plan_view(plan, self._loop.view, horizon_steps, has_arrays=has_arrays)
 
     def _shown(self, *, has_arrays: bool) -> web.Response:
-        workers = self._loop.group.places().holders.tolist()
+        workers = self._loop.view.group.places().holders.tolist()
         return _json(placement_view(self._control, workers, self._loop.now_ns(), has_arrays=has_arrays))
 
 

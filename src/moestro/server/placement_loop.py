@@ -28,27 +28,28 @@ CHECK_S = 2.0
 class PlacementLoop:
     """Controls the placement of a running group.
 
+    While a worker is missing, no policy is asked by itself: it would move the experts of one that is about to return.
+
     Args:
         control: Decides.
-        group: Makes what policies see.
+        view: Makes what policies see.
         loads: Reports of the engines.
-        is_complete: Callable that returns whether all workers of the group serve. While one is missing, no policy is
-            asked by itself: it would move the experts of a worker that is about to return.
         now_ns: Clock.
     """
 
     def __init__(
         self,
         control: PlacementControl,
-        group: GroupView,
+        view: GroupView,
         loads: ExpertLoads,
-        is_complete: Callable[[], bool],
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.control, self.group = control, group
-        self._loads, self._is_complete, self.now_ns = loads, is_complete, now_ns
+        self.control, self.view, self.now_ns = control, view, now_ns
+        self._loads = loads
         self._policy = control.settings.placement_policy
         self._decide = None if self._policy == NO_POLICY else PLACE_POLICIES.make(self._policy)
+        # What the present figures are of: its identity, and the objects, which therefore live.
+        self._priced: tuple[tuple[int, int, int], PlanRequest, PlacementPlan | None] | None = None
         self._answer: asyncio.Future[Any] | None = None  # of the policy that plans
 
     @contextlib.asynccontextmanager
@@ -84,7 +85,7 @@ class PlacementLoop:
             await self._measure()
             return
         await self.read()
-        if (trigger := control.due()) is None or not self._is_complete():
+        if (trigger := control.due()) is None or not self.view.group.is_complete():
             return
         try:
             plan = await self._plan(self._policy, self._decide)
@@ -95,18 +96,25 @@ class PlacementLoop:
 
     async def read(self) -> None:
         """Read the load, and price what the group serves under it."""
-        await self._loads.read()
-        self.control.counted([report.num_steps + report.earlier_steps for report in self._loads.engines])
+        await self._ask_engines()
         await self._measure()
 
+    async def _ask_engines(self, *, with_pairs: bool = False) -> None:
+        await self._loads.read(with_pairs=with_pairs)
+        self.control.counted([report.num_steps + report.earlier_steps for report in self._loads.engines])
+
     async def _measure(self) -> None:
+        """Price what the group serves, unless neither the load nor a table has changed."""
         control = self.control
         try:
             request, applied = self._request(), control.applied
-            control.measured = await _in_thread(lambda: measure(request, applied))
+            facts = (id(request.load), request.table.version, id(applied))
+            if self._priced is None or facts != self._priced[0]:
+                control.measured = await _in_thread(lambda: measure(request, applied))
+                self._priced = (facts, request, applied)
         except (MoestroError, ValueError) as error:  # The group changes at this moment, or does not fit the counts.
             logger.debug("placement: no balance: %s", error)
-            control.measured = None
+            control.measured = self._priced = None
 
     async def plan(self, policy: str) -> PlacementPlan:
         """Let a policy plan, and keep the plan.
@@ -131,7 +139,7 @@ class PlacementLoop:
         """
         request = self._request()
         try:
-            return plan_of_table(origin, self.group.table_of(contents, request.table), request)
+            return plan_of_table(origin, self.view.table_of(contents, request.table), request)
         except ValueError as error:
             raise PlacementError(f"{origin}: {error}") from None
 
@@ -153,7 +161,7 @@ class PlacementLoop:
         control = self.control
         control.begin_planning(self.now_ns())
         try:
-            await self._loads.read(with_pairs=getattr(decide, "needs_pairs", False))
+            await self._ask_engines(with_pairs=getattr(decide, "needs_pairs", False))
             request = self._request()
             self._answer = _in_thread(lambda: ask_policy(policy, decide, request))
             plan: PlacementPlan = await self._answer
@@ -165,7 +173,7 @@ class PlacementLoop:
 
     def _request(self) -> PlanRequest:
         merged = self._loads.merged()
-        return PlanRequest(self.group, None if merged is None else merged.load, self.control.migration.table)
+        return PlanRequest(self.view, None if merged is None else merged.load, self.control.migration.table)
 
 
 def _in_thread(function: Callable[[], Any]) -> asyncio.Future[Any]:

@@ -69,12 +69,12 @@ class PlanRequest:
     """What a plan is made of.
 
     Attributes:
-        group: Makes the policy's view.
+        view: Makes what the policy sees.
         load: Load of the experts; None means that nothing was counted.
         table: Present table of the group.
     """
 
-    group: GroupView
+    view: GroupView
     load: ExpertLoad | None
     table: ExpertTable
 
@@ -92,11 +92,11 @@ def ask_policy(policy: str, decide: PlacePolicy, request: PlanRequest) -> Placem
     """
     if request.load is None:
         raise PlacementError("no engine has counted any token yet")
-    places = request.group.places()
-    view = request.group.view(request.load, request.table, places)
+    places = request.view.group.places()
+    view = request.view.view(request.load, request.table, places)
     try:
         part = check_answer(view, decide(view))
-        if part.shares is not None and not request.group.has_shares:
+        if part.shares is not None and not request.view.group.has_shares:
             part = replace(part, shares=None)
         target = request.table if part is view.table else whole_of(part, request.table, places)
         return _priced(policy, request, target, places)
@@ -108,11 +108,11 @@ def ask_policy(policy: str, decide: PlacePolicy, request: PlanRequest) -> Placem
 
 def plan_of_table(origin: str, target: ExpertTable, request: PlanRequest) -> PlacementPlan:
     """Return the plan that leads to a given table of the group; it is priced if a load is known."""
-    return _priced(origin, request, target, request.group.places())
+    return _priced(origin, request, target, request.view.group.places())
 
 
 def _priced(policy: str, request: PlanRequest, target: ExpertTable, places: GroupPlaces) -> PlacementPlan:
-    group, table = request.group, request.table
+    group, table = request.view, request.table
     # Any load will do where only the moves are asked for.
     shape = (1, table.logical_of.shape[1], table.num_experts)
     none = ExpertLoad(np.zeros((len(places.sources), *shape[1:])), np.zeros(shape[1:]), np.zeros(shape[1:]), 0.0)
@@ -160,8 +160,8 @@ def measure(request: PlanRequest, applied: PlacementPlan | None) -> Measured | N
     """
     if request.load is None:
         return None
-    places = request.group.places()
-    view = request.group.view(request.load, request.table, places)
+    places = request.view.group.places()
+    view = request.view.view(request.load, request.table, places)
     found_s: float | None = None
     # Of a group whose workers have changed since, the tables of the plan mean nothing any more.
     if applied is not None and np.array_equal(applied.places.holders, places.holders):

@@ -19,6 +19,7 @@ from moestro.placement.placement_file import table_of_contents
 from moestro.placement.prices import place_prices
 from moestro.placement.registry import PlacementError, PlaceView
 from moestro.placement.slots import in_slots_of
+from moestro.server.migration import Migration
 
 _DEFAULT_GPU = "h100"  # as in `moestro place`
 _BYTES = {"float32": 4, "float64": 8}  # of a weight, where it is not 2
@@ -38,11 +39,6 @@ class LivePrices:
     gpu: str
     link: str
     prices: PlacePrices
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Number in the network of each layer with experts."""
-        return tuple(sorted(at for group in self.network.groups if group.has_experts for at in group.layers))
 
 
 def live_prices(settings: ServeSettings, dtype: str) -> LivePrices:
@@ -91,6 +87,25 @@ def group_places(holders: Sequence[int], sources: Sequence[int]) -> GroupPlaces:
     return GroupPlaces(np.array(sorted(holders), np.int64), tuple(sources))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceableGroup:
+    """A group whose experts can move.
+
+    Attributes:
+        migration: The group's table, and moves towards another one.
+        places: Callable that returns where the group has room for experts now.
+        layers: Callable that returns the number in the network of each layer of the table.
+        is_complete: Callable that returns whether all workers of the group serve.
+        has_shares: Whether the group divides an expert's tokens by the shares of a table; else by its own means.
+    """
+
+    migration: Migration
+    places: Callable[[], GroupPlaces]
+    layers: Callable[[], tuple[int, ...]]
+    is_complete: Callable[[], bool]
+    has_shares: bool
+
+
 def part_of(table: ExpertTable, places: GroupPlaces) -> ExpertTable:
     """Return the rows of the workers that hold experts."""
     shares = None if table.shares is None else table.shares[places.holders]
@@ -120,16 +135,13 @@ class GroupView:
     """Makes what policies see of a running group.
 
     Args:
-        places: Callable that returns where the group has room for experts now.
+        group: The group.
         prices: Prices of the work and of moves.
         limits: Bounds on what may move.
-        has_shares: Whether the group divides an expert's tokens by the shares of a table.
     """
 
-    def __init__(
-        self, places: Callable[[], GroupPlaces], prices: LivePrices, limits: PlaceLimits, *, has_shares: bool = True
-    ) -> None:
-        self.places, self.prices, self._limits, self.has_shares = places, prices, limits, has_shares
+    def __init__(self, group: PlaceableGroup, prices: LivePrices, limits: PlaceLimits) -> None:
+        self.group, self.prices, self._limits = group, prices, limits
 
     def view(self, load: ExpertLoad, table: ExpertTable, places: GroupPlaces) -> PlaceView:
         """Return the view of the workers that hold experts.
@@ -166,14 +178,11 @@ class GroupView:
         Raises:
             ValueError: The contents are no placement, or do not fit the group; the text says why.
         """
-        places = self.places()
+        places = self.group.places()
         part = part_of(table, places)
         devices = _devices(part, np.arange(len(places.holders), dtype=np.int32))
-        layers = self.prices.layers
-        if len(layers) != table.logical_of.shape[1]:  # A network whose config names no dense layers.
-            layers = tuple(range(table.logical_of.shape[1]))
-        found = table_of_contents(contents, devices, layers, table.num_experts)
-        shares = found.shares if self.has_shares else None
+        found = table_of_contents(contents, devices, self.group.layers(), table.num_experts)
+        shares = found.shares if self.group.has_shares else None
         live = replace(
             found, is_alive=part.is_alive, shares=shares
         )  # Raises where only a dead worker would have an expert.

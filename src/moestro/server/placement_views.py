@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
 from moestro.core.clock import NS_PER_S
 from moestro.placement.payback import Payback
@@ -10,7 +11,7 @@ from moestro.placement.placement_file import figures
 from moestro.placement.score import NOT_HELD
 from moestro.server.placement_control import PlacementControl
 from moestro.server.placement_plan import PlacementPlan
-from moestro.server.placement_view import LivePrices
+from moestro.server.placement_view import GroupView, LivePrices
 
 
 class ProgressView(msgspec.Struct, kw_only=True):
@@ -65,7 +66,7 @@ class PlanView(msgspec.Struct, kw_only=True):
         saved_s_per_step: Seconds by which a step is shorter.
         payback_steps: Steps after which the move has paid; None means never.
         refused: Why the loop would not follow the plan; "" means that it would.
-        moves: (layer, expert, source, target) with ?arrays=true; source -1 means loaded.
+        moves: (layer of the network, expert, source, target) with ?arrays=true; source -1 means loaded.
         table: Experts by layer, worker and slot, with ?arrays=true; -1 means empty.
     """
 
@@ -144,17 +145,17 @@ def prices_view(prices: LivePrices) -> PricesView:
     )
 
 
-def plan_view(plan: PlacementPlan, prices: LivePrices, horizon_steps: float, *, has_arrays: bool) -> PlanView:
+def plan_view(plan: PlacementPlan, view: GroupView, horizon_steps: float, *, has_arrays: bool) -> PlanView:
     """Return a plan as operators see it.
 
     Args:
         plan: The plan.
-        prices: Prices by which it was judged.
+        view: The group, and the prices by which the plan was judged.
         horizon_steps: Steps within which the loop wants it to pay.
         has_arrays: Whether to list all moves and slots.
     """
     moves, change, held = plan.moves, plan.change, plan.places.holders
-    columns = (moves.layer, moves.expert, held[moves.target])
+    columns = (np.array(view.group.layers())[moves.layer], moves.expert, held[moves.target])
     source = [NOT_HELD if at == NOT_HELD else int(held[at]) for at in moves.source.tolist()]
     layer, expert, target = (column.tolist() for column in columns)
     return PlanView(
@@ -170,7 +171,7 @@ def plan_view(plan: PlacementPlan, prices: LivePrices, horizon_steps: float, *, 
         saved_s_per_step=None if change is None else change.saved_s,
         payback_steps=None if change is None else change.steps,
         refused=plan.why_not(horizon_steps) if plan.changes_anything else "",
-        prices=prices_view(prices),
+        prices=prices_view(view.prices),
         moves=list(zip(layer, expert, source, target, strict=True)) if has_arrays else None,
         table=plan.target.logical_of.swapaxes(0, 1).tolist() if has_arrays else None,
     )

@@ -33,12 +33,13 @@ from moestro.server.expert_admin import ExpertAdmin
 from moestro.server.explain_admin import ExplainAdmin
 from moestro.server.group_metrics import GroupLines
 from moestro.server.launcher import PACED_WORKER, WORKER, Launcher, opened
-from moestro.server.live_placement import LivePlacement, PlaceableGroup, open_placement
+from moestro.server.live_placement import LivePlacement, open_placement
 from moestro.server.liveness import LivenessTimeouts
 from moestro.server.local_launcher import LocalLauncher
 from moestro.server.metrics import Metrics
 from moestro.server.pace_lines import PaceLines
 from moestro.server.placeable_groups import async_group, lock_step_group
+from moestro.server.placement_view import PlaceableGroup
 from moestro.server.private_directory import private_directory
 from moestro.server.prometheus import ServerCollector, Sources
 from moestro.server.rank_socket import RankSocket

@@ -31,6 +31,18 @@ class ExpertsPlaced(msgspec.Struct, frozen=True, tag=True):
     placed: TableRecord
 
 
+class LayerMoving(msgspec.Struct, frozen=True, tag=True):
+    """Tell how far a layer's moves are, after each step with moves.
+
+    Attributes:
+        version: Number of the plan.
+        num_bytes: Bytes of weights that went from one rank to another, so far.
+    """
+
+    version: int
+    num_bytes: int
+
+
 class LayerSettled(msgspec.Struct, frozen=True, tag=True):
     """Tell what became of a layer's moves."""
 

@@ -15,7 +15,7 @@ from moestro.core.request import Output, Request
 from moestro.core.scheduling_events import SchedulingEvent
 from moestro.core.table_message import ExpertLayers, TableMessage
 from moestro.wire.expert_reports import ExpertReport, ReadExperts
-from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerSettled, MoveLayer
+from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer
 
 # From the API server to a rank.
 
@@ -236,6 +236,7 @@ FromRank = (
     | ExpertReport
     | EngineEvents
     | ExpertsPlaced
+    | LayerMoving
     | LayerSettled
 )
 

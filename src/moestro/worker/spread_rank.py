@@ -12,7 +12,7 @@ from moestro.engine.lock_step import LockStepRank, build_lock_step_rank, spread_
 from moestro.model.expert_exchange import GroupPlace, meet
 from moestro.model.spread_device import open_spread_device
 from moestro.placement.pair_window import PAIR_INTERVAL
-from moestro.wire.layer_messages import ExpertsPlaced, LayerSettled
+from moestro.wire.layer_messages import ExpertsPlaced, LayerMoving, LayerSettled
 from moestro.wire.messages import WakeGroup
 from moestro.worker.rank_builder import OnPhase, Send, scheduler_settings
 
@@ -44,6 +44,7 @@ def build_spread_rank(
         device.network.count_visits(lock_step.num_ranks)
     if spec.rank == 0:  # all ranks know the same
         send(ExpertsPlaced(device.placed))
+        device.on_moved = lambda version, num_bytes: send(LayerMoving(version, num_bytes))
         device.on_settled = lambda settled: send(LayerSettled(settled))
     return build_lock_step_rank(scheduler_settings(spec, info), device, lambda step: send(WakeGroup(step))), info
 

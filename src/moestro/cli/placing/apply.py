@@ -17,7 +17,7 @@ class _Refusal(msgspec.Struct):
     message: str
 
 
-class _Answer(msgspec.Struct):
+class _ApplyAnswer(msgspec.Struct):
     """Fields of the server's answer that are shown.
 
     Attributes:
@@ -56,7 +56,7 @@ def apply_placement(url: str, key: str | None, placement: PlacementFile) -> str:
         raise PlacementError(f"--apply {url}: the server refused: {_reason(error)}") from None
     except (OSError, ValueError) as error:
         raise PlacementError(f"--apply {url}: the server cannot be reached: {error}") from None
-    answer = msgspec.json.decode(body, type=_Answer)
+    answer = msgspec.json.decode(body, type=_ApplyAnswer)
     if status != 202:
         return f"{url} has this placement already"
     return f"{url} moves {answer.num_moves:,} copies of experts in {answer.num_layers} layers"
@@ -64,7 +64,7 @@ def apply_placement(url: str, key: str | None, placement: PlacementFile) -> str:
 
 def _reason(error: urllib.error.HTTPError) -> str:
     try:
-        found = msgspec.json.decode(error.read(), type=_Answer).error
+        found = msgspec.json.decode(error.read(), type=_ApplyAnswer).error
     except msgspec.MsgspecError:
         found = None
     return f"{error.code} {error.reason}" if found is None else found.message
