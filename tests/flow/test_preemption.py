@@ -9,8 +9,9 @@ from support.fake_stages import FakeStages, expected_tokens, make_shape
 
 from moestro.core.load_figures import PassCounts
 from moestro.core.request import ServiceClass
+from moestro.core.scheduling_events import BatchPassed
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, Run, StepFunction, Wait
-from moestro.engine.rank import build_preemptive_rank
+from moestro.engine.rank import build_preemptive_rank, recorder_of
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.policies.basic import in_order
 from moestro.flow.policies.qllm import ExpertLevelPreemption
@@ -325,3 +326,19 @@ def test_a_request_can_be_aborted_at_any_piece():
         served.rank.abort("r1", served.now_ns)
         del served.requests["r1"]
         served.finish()
+
+
+def test_the_record_has_the_pass_of_a_batch_only_where_it_happened():
+    def passes(policy) -> list[BatchPassed]:
+        served = Served(policy)
+        recorder = recorder_of(served.rank)
+        served.add(request("be", "be", 20))
+        served.until("expert", 2)
+        served.add(request("ls", "ls", first=3))
+        served.finish()
+        return [event for event in recorder.take() if isinstance(event, BatchPassed)]
+
+    found = passes(ALONE)
+    assert found
+    assert {(event.by, event.passed) for event in found} == {(("ls",), ("be",))}
+    assert passes(in_order) == []

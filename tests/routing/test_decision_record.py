@@ -174,3 +174,23 @@ def test_of_reports_in_a_row_the_last_is_written_and_decisions_stay_the_same():
         assert sum(isinstance(entry, RoutableSet) for entry in entries) == 3
         assert 0 < sum(isinstance(entry, Reported) for entry in entries) < 0.95 * num_reports
         assert all(was == again for was, again in replay(lines))
+
+
+WORDY = """
+from moestro.routing.policy_contract import Choice, Needs
+
+class Wordy:
+    needs = Needs()
+    def decide(self, view, draws):
+        return Choice(0, 0.0, "first", None, {"why": "a detail that is no number"})
+    def observe(self, event):
+        pass
+"""
+
+
+def test_a_detail_that_cannot_be_recorded_ends_no_request(tmp_path, caplog):
+    (tmp_path / "wordy.py").write_text(WORDY)
+    made, lines = recorded(f"{tmp_path / 'wordy.py'}:Wordy")
+    assert made.submit(request("a"), 0).engine == 0
+    assert decode_entry(lines[-1]).decision is None
+    assert "recorded without its figures" in caplog.text

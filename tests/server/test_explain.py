@@ -6,8 +6,10 @@ import json
 import re
 import subprocess
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.running import MOESTRO, Running, call_admin, complete, free_port, load, wait_until
@@ -38,6 +40,12 @@ def classes(real_command, tmp_path_factory) -> Iterator[tuple[Running, Path]]:
 @pytest.fixture(scope="module")
 def spread(real_command, tmp_path_factory) -> Iterator[tuple[Running, Path]]:
     yield from started((*real_command, "--mode", "ep", "--engines", "2"), tmp_path_factory.mktemp("spread"))
+
+
+@pytest.fixture(scope="module")
+def apart(real_command, tmp_path_factory) -> Iterator[tuple[Running, Path]]:
+    flags = ("--mode", "async", "--attention", "1", "--experts", "2", "--no-standby")
+    yield from started((*real_command, *flags), tmp_path_factory.mktemp("apart"))
 
 
 def ask(server: Running, service_class: str, max_tokens: int, ids: list[str]) -> None:
@@ -75,7 +83,8 @@ def test_explain_tells_engine_queue_and_preempter_and_the_record_replays(classes
     text = " ".join(told.stdout.split())
     assert re.search(r"to engine [01]: .*queue by qllm; class ls on engine [01]", text), text
     assert "waits at place 1 of 2, class (0 is ls or aged): 0" in text
-    assert (victim := re.search(r"preempted (cmpl-\w+)-0, because it is latency-sensitive", text)), text
+    victim = re.search(r"preempted (cmpl-\w+)-0, because it is latency-sensitive", text)
+    assert victim, text
     assert "in mode fused each engine has all experts" in text
     assert "answered 200" in text
 
@@ -83,7 +92,9 @@ def test_explain_tells_engine_queue_and_preempter_and_the_record_replays(classes
     assert f"preempted by {urgent[0]}-0, which waits and is latency-sensitive" in passed
     assert "waits again at place" in passed
     assert "admitted again" in passed
-    waited = [moestro("explain", each, "--admin-url", f"http://127.0.0.1:{server.admin_port}").stdout for each in batch]
+    told_live = [moestro("explain", each, "--admin-url", f"http://127.0.0.1:{server.admin_port}") for each in batch]
+    assert [each.returncode for each in told_live] == [0] * 4, told_live
+    waited = [each.stdout for each in told_live]
     assert any("it was never preempted" in each for each in waited)
     assert any(re.search(r"waits at place \d of \d", each) for each in waited)
 
@@ -101,6 +112,51 @@ def test_an_unknown_id_is_an_error_that_says_where_it_was_looked_for(classes):
         assert told.returncode != 0
         assert "cmpl-nobody" in told.stderr
         assert "Traceback" not in told.stderr
+
+
+def swap_experts(server: Running) -> None:
+    """Move the first expert of each of two engines to the other one, in all layers, while requests run."""
+    table = call_admin(server, "GET", "/admin/placement?arrays=true").json["table"]
+    for first, second in table:
+        first[0], second[0] = second[0], first[0]
+    slots = [[expert for worker in layer for expert in worker] for layer in table]
+    body = json.dumps({"physical_to_logical_map": slots}).encode()
+    url = f"http://127.0.0.1:{server.admin_port}/admin/placement/apply"
+    with urllib.request.urlopen(urllib.request.Request(url, body, method="POST"), timeout=60) as answer:
+        assert answer.status == 202
+    wait_until(lambda: not call_admin(server, "GET", "/admin/placement").json["progress"]["is_running"], 120)
+
+
+def num_pairs(trace: dict[str, Any]) -> int:
+    return sum(sum(map(sum, by_version["num_pairs"])) for visits in trace["visits"] for by_version in visits["visits"])
+
+
+def test_explain_tells_which_experts_moved_while_a_request_ran(spread):
+    server, record = spread
+    ids: list[str] = []
+    asking = threading.Thread(target=ask, args=(server, "ls", 600, ids))
+    asking.start()
+    wait_until(lambda: any(each["num_running"] for each in load(server)), 120)
+    swap_experts(server)
+    asking.join(240)
+    wait_until(lambda: is_written(record, ids[0]))
+    trace = call_admin(server, "GET", f"/admin/explain/{ids[0]}").json
+    assert num_pairs(trace) == (trace["usage"]["prompt_tokens"] + 600 - 1) * 2 * 7
+    assert sum(change["num_moves"] for change in trace["moves"]) == 2 * 7, "two experts of each layer"
+    assert len(trace["visits"][0]["visits"]) > 1, "before and after the moves"
+    text = moestro("explain", ids[0], "--record", str(record)).stdout
+    assert re.search(r"table version \d+: expert \d+ of layer \d from engine [01] to engine [01]", text), text
+
+
+def test_explain_tells_which_expert_workers_computed_a_requests_experts(apart):
+    server, record = apart
+    ids: list[str] = []
+    ask(server, "ls", 6, ids)
+    wait_until(lambda: is_written(record, ids[0]))
+    trace = call_admin(server, "GET", f"/admin/explain/{ids[0]}").json
+    assert num_pairs(trace) == (trace["usage"]["prompt_tokens"] + 6 - 1) * 2 * 7
+    text = moestro("explain", ids[0], "--record", str(record)).stdout
+    assert re.search(r"layers\s+expert worker 0\s+expert worker 1\s", text), text
 
 
 def test_explain_tells_which_ranks_computed_a_requests_experts(spread):

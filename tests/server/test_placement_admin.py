@@ -17,6 +17,12 @@ from moestro.server.placement_admin import PlacementAdmin
 from moestro.server.placement_metrics import placement_metrics
 from moestro.web.connections import bound_socket
 
+EVERY_EXPERT = {
+    "moestro_placement": 1,
+    "num_experts": NUM_EXPERTS,
+    "table": [[[0, 1, 2, 3], [4, 5, 6, 7]]] * NUM_LAYERS,
+}
+
 
 class Operator:
     """Sends requests to the operators' port of a group."""
@@ -112,6 +118,13 @@ async def test_a_map_of_sglang_is_applied_too():
     [
         ("/apply", None, 409, "There is no plan yet"),
         ("/apply", b"{", 400, "no JSON"),
+        ("/apply", b"[" * 100_000, 400, "no JSON"),
+        ("/apply", b'"\xff"', 400, "no JSON"),
+        ("/apply", [], 400, "it is no placement"),
+        ("/apply", {"moestro_placement": 1, "num_experts": 8, "table": 3}, 400, "does not fit"),
+        ("/apply", {"moestro_placement": 1, "num_experts": 8, "table": [[[0], [0, 1]]]}, 400, "does not fit"),
+        ("/apply", EVERY_EXPERT | {"shares": [[[1.0]]]}, 400, "does not fit"),
+        ("/apply", EVERY_EXPERT | {"num_experts": 9}, 400, "it has 9 experts, and 8 are placed"),
         ("/apply", {}, 400, "it is no placement"),
         ("/apply", {"moestro_placement": 1, "num_experts": 8, "table": [[[0]]]}, 400, "it has 1 devices, and 2"),
         ("/apply", {"physical_to_logical_map": [[0] * 8] * 3}, 400, "expert 1 of layer 0 has no copy"),

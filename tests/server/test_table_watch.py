@@ -15,6 +15,7 @@ def table(version: int, workers: list[list[list[int]]], alive: list[bool] | None
     return ExpertTable(version, np.array(workers, np.int32), 4, is_alive)
 
 
+S = 10**9
 EVEN = [[[0, 1, EMPTY], [0, 1, EMPTY]], [[2, 3, EMPTY], [2, 3, EMPTY]]]
 
 
@@ -47,18 +48,21 @@ def test_many_moves_are_counted_and_some_are_named():
 def test_the_watch_tells_each_change_once_and_an_error_is_nobodys_problem():
     now, told = [ServedTable(table(0, EVEN), (0, 1))], []
     watch = TableWatch(lambda: now[0], told.append)
-    watch.look(1)
-    watch.look(2)
+    watch.look(1 * S)
+    watch.look(2 * S)
     assert not told
     copied = [[[0, 1, 2], [0, 1, EMPTY]], EVEN[1]]
     now[0] = ServedTable(table(1, copied), (0, 1))
-    watch.look(3)
-    watch.look(4)
+    watch.look(3 * S)
+    watch.look(4 * S)
+    now[0] = ServedTable(table(2, EVEN), (0, 1))
+    watch.look(4 * S + 1)  # too soon
+    now[0] = ServedTable(table(1, copied), (0, 1))
     now[0] = None
-    watch.look(5)
+    watch.look(5 * S)
     broken = TableWatch(lambda: 1 / 0, told.append)
-    broken.look(6)
+    broken.look(6 * S)
     dead = table(2, [[[0, 1, 2], [0, 1, 2]], [[2, 3, EMPTY], [3, 2, EMPTY]], [[2, 3, 0], [3, 0, 1]]])
-    assert [(each.now_ns, each.version) for each in told] == [(3, 1)]
+    assert [(each.now_ns, each.version) for each in told] == [(3 * S, 1)]
     alive = ExpertTable(3, dead.logical_of, 4, np.array([True, False, True]))
     assert describe_change(dead, ServedTable(alive, (0, 1)), 0).dead == (1,)

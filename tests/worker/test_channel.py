@@ -20,7 +20,8 @@ import zmq
 from support.fake_rank import FakeRank
 from support.running import wait_until
 
-from moestro.core.request import Request, SamplingParams, ServiceClass
+from moestro.core.request import Output, Request, SamplingParams, ServiceClass
+from moestro.core.scheduling_events import SequenceLeft
 from moestro.errors import ConfigError, NoEngineError
 from moestro.server.private_directory import private_directory
 from moestro.server.rank_socket import RankSocket
@@ -29,6 +30,7 @@ from moestro.wire.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
     Add,
+    EngineEvents,
     Failed,
     Heartbeat,
     Outputs,
@@ -39,7 +41,7 @@ from moestro.wire.messages import (
     identity_of,
 )
 from moestro.worker.channel import Beats, Channel
-from moestro.worker.rank_loop import _LOOK_AGAIN_S, run_rank
+from moestro.worker.rank_loop import _LOOK_AGAIN_S, SideJobs, run_rank
 
 ADD = Add(
     Request(
@@ -473,3 +475,20 @@ def test_law_what_is_sent_to_a_rank_decodes_to_itself():
             service_class=rng.choice(list(ServiceClass)),
         )
         assert decode_to_rank(encode(Add(request))) == Add(request)
+
+
+def test_what_a_scheduler_did_is_sent_before_the_outputs_of_its_step():
+    rank, sent = PromptRank(), []
+    rank.outputs = lambda now_ns, is_wanted=None: [Output(request_id="a", token_ids=(1,), finish_reason=None)]
+    events = [(), (SequenceLeft("a"),), ()]
+
+    class Told(FakeChannel):
+        def receive(self, wait_s: float | None) -> list:
+            return [Shutdown()] if sent else []
+
+        def send(self, message) -> None:
+            sent.append(message)
+
+    run_rank(rank, Told(), lambda: 0, SideJobs(take_events=lambda: events.pop(1)))
+    assert [type(message) for message in sent] == [EngineEvents, Outputs]
+    assert sent[0].events == (SequenceLeft("a"),)

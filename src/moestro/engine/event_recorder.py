@@ -44,7 +44,7 @@ def _guarded(
     """Make a method end the notes where it fails, and do nothing from then on."""
 
     @functools.wraps(method)
-    def guarded(self: EventRecorder, *args: _P.args, **kwargs: _P.kwargs) -> None:
+    def guarded(self: EventRecorder, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
         if not self.has_failed:
             try:
                 method(self, *args, **kwargs)
@@ -72,7 +72,8 @@ class EventRecorder:
         self._ids: dict[int, str] = {}  # by serial, of all requests of the rank
         self._new: dict[int, bool] = {}  # serials that the queue got since the last look: whether by a preemption
         self._queued: dict[int, tuple[int, int]] = {}  # time, and number of admissions before, by serial
-        self._num_admitted = 0
+        self._num_admitted = self._num_passes = 0
+        self._passing: tuple[tuple[str, ...], tuple[str, ...]] | None = None
         self._visits: dict[int, dict[int, tuple[tuple[int, ...], NDArray[np.int64]]]] = {}
         self.has_failed = False
 
@@ -179,11 +180,19 @@ class EventRecorder:
         self._events.append(event)
 
     @_guarded
-    def passed(self, by: Iterable[Sequence], passed: Iterable[Sequence], now_ns: int) -> None:
-        """Note that a plan enters the device ahead of units in flight."""
-        ids = [tuple(each.request.request_id for each in some)[:MOST_ROWS] for some in (by, passed)]
-        if ids[1]:
-            self._events.append(BatchPassed(now_ns, *ids))
+    def may_pass(self, by: Iterable[Sequence], passed: Iterable[Sequence]) -> None:
+        """Note that a plan may run ahead of units in flight, if the step policy wants it."""
+        first, last = (tuple(each.request.request_id for each in some)[:MOST_ROWS] for some in (by, passed))
+        if last:
+            self._passing = (first, last)
+
+    @_guarded
+    def look_for_pass(self, num_passes: int, now_ns: int) -> None:
+        """Note that the last such plan has run ahead, if the executor's number of passes has grown."""
+        if num_passes > self._num_passes and self._passing is not None:
+            self._events.append(BatchPassed(now_ns, *self._passing))
+            self._passing = None
+        self._num_passes = num_passes
 
     # --- experts and the end ----------------------------------------------------------------------------------------
 

@@ -105,6 +105,9 @@ class Rank:
         if self.scheduler.table.num_units_in_flight:
             self._plan(now_ns)  # before anything else runs: what came meanwhile may be more urgent
         result = self.executor.poll(now_ns, is_wanted)
+        recorder = self.scheduler.state.recorder
+        if recorder is not None:
+            recorder.look_for_pass(self.executor.pass_counts.num_passes, now_ns)
         if result is None:
             return StepOutput()
         self._has_news = True
@@ -114,7 +117,6 @@ class Rank:
             self.expert_counts += result.expert_counts
             if self.expert_observer is not None:
                 self.expert_observer.observe(result)
-        recorder = self.scheduler.state.recorder
         if recorder is not None and result.visits is not None:
             recorder.visited(self.scheduler.table.at_all(result.slot), result.visits)
         return self.scheduler.update(result, now_ns)
@@ -141,7 +143,7 @@ class Rank:
             plan = plan if self._passes_decodes else self._hastening_prompts(plan)
         elif (recorder := self.scheduler.state.recorder) is not None:
             table = self.scheduler.table
-            recorder.passed(table.at_all(plan.units.slot), table.at_all(table.in_flight(BE)), now_ns)
+            recorder.may_pass(table.at_all(plan.units.slot), table.at_all(table.in_flight(BE)))
         self.executor.submit(plan, now_ns)
         return plan
 

@@ -114,7 +114,7 @@ def table_of_contents(contents: Any, devices: Devices, layers: tuple[int, ...], 
         for name in ("physical_to_logical_map", "last_physical_to_logical_map"):
             if isinstance(contents, dict) and name in contents:
                 return _of_map(np.array(contents[name], np.int64), devices, layers, num_experts)
-    except (ValueError, TypeError, OverflowError, msgspec.ValidationError) as error:
+    except (ValueError, TypeError, IndexError, OverflowError, msgspec.ValidationError) as error:
         raise ValueError(f"it does not fit: {error}") from None
     raise ValueError("it is no placement: it has neither moestro_placement nor physical_to_logical_map")
 

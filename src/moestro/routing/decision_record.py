@@ -7,6 +7,7 @@ A new head in the same file starts a new record.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ from moestro.routing.registry import policy_from
 from moestro.routing.request_trace import RequestTrace
 from moestro.routing.router import RouteDecision, Router
 from moestro.routing.settings import ANY_ENGINE, EngineSpec, RouterSettings
+
+logger = logging.getLogger(__name__)
 
 _NUM_CANDIDATES = 4
 
@@ -256,9 +259,10 @@ class RecordedRouter(Router):
         self._write(Head(policy.policy, policy.score, settings, clocks))
 
     def _write(self, entry: Entry) -> None:
-        for report in self._reports.values():
-            self._write_now(report)
-        self._reports.clear()
+        if self._reports:
+            for report in self._reports.values():
+                self._write_now(_routed_part(report))
+            self._reports.clear()
         self._write_now(entry)
 
     def add_engine(self, spec: EngineSpec = ANY_ENGINE) -> int:
@@ -337,10 +341,10 @@ class RecordedRouter(Router):
         An engine reports every step. Of reports without another call between them, the last one alone has an effect.
         """
         super().report(engine, figures, as_of_ns, now_ns)
-        report = Reported(engine, _routed_part(figures), as_of_ns, now_ns)
+        report = Reported(engine, figures, as_of_ns, now_ns)
         earlier = self._reports.pop(engine, None)
         if earlier is not None and not _replaces(report, earlier):
-            self._write_now(earlier)
+            self._write_now(_routed_part(earlier))
         self._reports[engine] = report
 
     def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
@@ -364,20 +368,27 @@ class RecordedRouter(Router):
         self._write(KvLost(engine, now_ns))
 
     def _decided(self, view: RouteView, choice: Choice, candidates: Candidates) -> None:
-        self._decision = _described(view, choice, candidates, self._chosen_by.needs.figures)
+        try:
+            self._decision = _described(view, choice, candidates, self._chosen_by.needs.figures)
+        except Exception:  # A user's policy may answer with details that no record can hold; the request goes on.
+            self._decision = None
+            logger.exception("the decision for request %s is recorded without its figures", view.request.request_id)
 
 
-def _routed_part(figures: LoadFigures) -> LoadFigures:
-    """Return the figures that a router keeps."""
-    return LoadFigures(**{name: getattr(figures, name) for name in ROUTED_FIGURES})
+def _routed_part(report: Reported) -> Reported:
+    """Return a report with the figures that a router keeps."""
+    figures = LoadFigures(**{name: getattr(report.figures, name) for name in ROUTED_FIGURES})
+    return msgspec.structs.replace(report, figures=figures)
 
 
 def _replaces(report: Reported, earlier: Reported) -> bool:
     """Whether a report makes an earlier one of the same engine superfluous."""
-    has_all = all(
-        getattr(report.figures, name) is not None or getattr(earlier.figures, name) is None for name in ROUTED_FIGURES
-    )
-    return has_all and report.as_of_ns >= earlier.as_of_ns
+    if report.as_of_ns < earlier.as_of_ns:
+        return False
+    if report.figures is earlier.figures:
+        return True
+    now, before = report.figures, earlier.figures
+    return all(getattr(now, name) is not None or getattr(before, name) is None for name in ROUTED_FIGURES)
 
 
 def _described(view: RouteView, choice: Choice, candidates: Candidates, figures: tuple[str, ...]) -> Decision:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -97,8 +96,8 @@ class PlacementAdmin:
 
     def _plan_of(self, body: bytes) -> PlacementPlan:
         try:
-            contents = json.loads(body)
-        except ValueError as error:
+            contents = msgspec.json.decode(body)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise HttpError(400, f"The body is no JSON: {shown(str(error))}.", "bad_json") from None
         try:
             return self._loop.plan_of("an operator's file", contents)

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
 
-from moestro.config.launch_spec import GroupSpec, name_of
 from moestro.config.serve_settings import ServeSettings
 from moestro.core.model_info import ModelInfo
 from moestro.routing.decision_record import Entry, PolicyText, RecordedRouter
@@ -67,19 +66,20 @@ class Recording:
 
     @contextlib.asynccontextmanager
     async def running(
-        self, engines: EngineClient, info: ModelInfo, read_table: ReadTable | None
+        self, engines: EngineClient, info: ModelInfo, workers: Sequence[str], read_table: ReadTable | None
     ) -> AsyncIterator[None]:
         """Record the requests that are answered inside the block.
 
         Args:
             engines: Client of the engines.
             info: The loaded model.
+            workers: Names of the workers over which experts are spread; empty where each engine has all.
             read_table: Reads the expert table of the group; None means that no experts move.
         """
         if self.log is None:
             yield
             return
-        self.log.describe(server_facts(self._settings, info))
+        self.log.describe(server_facts(self._settings, info, workers))
         watch = None if read_table is None else TableWatch(read_table, self.log.moved)
         self.log.look = _looker(watch)
         async with contextlib.AsyncExitStack() as stack:
@@ -120,28 +120,13 @@ async def _look_forever(log: RequestLog) -> None:
         await asyncio.sleep(WATCH_S)
 
 
-def server_facts(settings: ServeSettings, info: ModelInfo) -> ServerFacts:
-    """Return what traces have to know of a server."""
-    mode, group = settings.stepping.mode, settings.group
-    workers: Sequence[str] = ()
-    if info.num_experts and mode == "ep" and settings.paced is None:
-        workers = [f"engine {rank}" for rank in range(settings.num_engines)]
-    elif info.num_experts and mode == "async":
-        spec = GroupSpec(
-            worker=0,
-            num_homes=group.num_homes,
-            num_workers=group.num_places,
-            num_shares=group.num_shares,
-            held=(),
-            is_colocated=group.num_expert_workers == 0,
-            stepping=group,
-        )
-        workers = [str(name_of(worker, spec)) for worker in range(group.num_places)]
+def server_facts(settings: ServeSettings, info: ModelInfo, workers: Sequence[str]) -> ServerFacts:
+    """Return what traces have to know of a server. `workers`: as in `Recording.running`."""
     return ServerFacts(
-        mode=mode,
+        mode=settings.stepping.mode,
         order=settings.scheduler.scheduling_policy,
         evict=settings.scheduler.evict_policy,
         num_experts=info.num_experts,
-        expert_workers=tuple(workers),
+        expert_workers=tuple(workers) if info.num_experts else (),
         is_paced=settings.paced is not None,
     )

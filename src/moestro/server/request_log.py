@@ -41,7 +41,7 @@ def _guarded(method: Callable[Concatenate[RequestLog, _P], None]) -> Callable[Co
     """Make a method end the log where it fails, and do nothing from then on."""
 
     @functools.wraps(method)
-    def guarded(self: RequestLog, *args: _P.args, **kwargs: _P.kwargs) -> None:
+    def guarded(self: RequestLog, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
         if not self.has_failed:
             try:
                 method(self, *args, **kwargs)

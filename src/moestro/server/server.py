@@ -166,7 +166,8 @@ class _ServeProcess:
                     self._lifecycle.begin_exit()
                     raise
                 table = self._read_table(cluster, infos[0])
-                async with self._recording.running(cluster.engines, infos[0], table):
+                workers = self._expert_workers(cluster)
+                async with self._recording.running(cluster.engines, infos[0], workers, table):
                     await self._serve(cluster, model, listener, infos)
 
     @contextlib.asynccontextmanager
@@ -394,6 +395,12 @@ class _ServeProcess:
         with bound_socket(ADMIN_HOST, settings.admin_port) as listener:
             await web.SockSite(runner, listener.dup()).start()
         return runner
+
+    def _expert_workers(self, cluster: _Cluster) -> list[str]:
+        """Return the names of the workers over which experts are spread; empty where each engine has all."""
+        if cluster.coordinator is not None:
+            return [str(cluster.coordinator.name(worker)) for worker in range(cluster.coordinator.num_places)]
+        return [] if self._migration is None else [f"engine {rank}" for rank in range(self._settings.num_engines)]
 
     def _read_table(self, cluster: _Cluster, info: ModelInfo) -> ReadTable | None:
         """Return the function that reads the group's expert table; None where experts never move."""

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moestro.core.clock import NS_PER_S
 from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.core.scheduling_events import ExpertMove, ExpertsMoved
 
 logger = logging.getLogger(__name__)
 
-WATCH_S = 0.1  # between looks; a look without a change compares two numbers
+WATCH_S = 0.25  # between looks, each of which may take a millisecond where a network has many experts
 MOST_MOVES = 32  # moves that an event names
 NOBODY = -1  # source of a new copy, and target of a dropped one
 
@@ -46,18 +47,27 @@ class TableWatch:
     def __init__(self, read: ReadTable, on_change: Callable[[ExpertsMoved], None]) -> None:
         self._read, self._on_change = read, on_change
         self._last: ExpertTable | None = None
+        self._looked_ns: int | None = None
 
     def look(self, now_ns: int) -> None:
-        """Report the difference between the present table and the last one, if there is any. Never raises."""
+        """Report the difference between the present table and the last one. Looks are rare, and never raise."""
+        if self._looked_ns is not None and now_ns - self._looked_ns < WATCH_S * NS_PER_S:
+            return
+        self._looked_ns = now_ns
         try:
             found = self._read()
             if found is None:
                 return
             before, self._last = self._last, found.table
-            if before is not None and before.version != found.table.version:
+            if before is not None and _differ(before, found.table):
                 self._on_change(describe_change(before, found, now_ns))
         except Exception:  # A record must not disturb the group.
             logger.debug("a change of the expert table could not be described", exc_info=True)
+
+
+def _differ(before: ExpertTable, after: ExpertTable) -> bool:
+    """Whether a version has changed, or slots within one, as at the end of a drain."""
+    return before.version != after.version or not np.array_equal(before.logical_of, after.logical_of)
 
 
 def describe_change(before: ExpertTable, after: ServedTable, now_ns: int) -> ExpertsMoved:

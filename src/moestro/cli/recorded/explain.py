@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from datetime import datetime
+from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.parse import quote
+from urllib.request import ProxyHandler, Request, build_opener
 
-import aiohttp
 import msgspec
 from rich.console import Console
 from rich.markup import escape
@@ -20,6 +21,7 @@ from moestro.routing.decision_record import decode_entry, is_entry
 from moestro.routing.request_trace import Attempt, RequestTrace
 
 _TIMEOUT_S = 10.0
+_OPENER = build_opener(ProxyHandler({}))  # the operators' port is no business of a proxy
 _LEFT_STATUS = 499
 
 
@@ -44,7 +46,7 @@ def find_trace(request_id: str, *, admin_url: str, admin_api_key: str | None, re
     """
     if record is not None:
         return _from_file(request_id, record)
-    return asyncio.run(_from_router(request_id, admin_url.rstrip("/"), admin_api_key))
+    return _from_router(request_id, admin_url.rstrip("/"), admin_api_key)
 
 
 def tell(trace: RequestTrace, console: Console, *, as_json: bool = False) -> None:
@@ -77,14 +79,15 @@ def _from_file(request_id: str, record: Path) -> RequestTrace:
     return found
 
 
-async def _from_router(request_id: str, admin_url: str, key: str | None) -> RequestTrace:
+def _from_router(request_id: str, admin_url: str, key: str | None) -> RequestTrace:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     url = f"{admin_url}/admin/explain/{quote(request_id, safe='')}"
     try:
-        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url, headers=headers) as answer:
-            status, body = answer.status, await answer.read()
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        with _OPENER.open(Request(url, headers=headers), timeout=_TIMEOUT_S) as answer:  # noqa: S310 - the operator's
+            status, body = answer.status, answer.read()
+    except HTTPError as refusal:
+        status, body = refusal.code, refusal.read()
+    except (OSError, HTTPException, ValueError) as error:
         raise MoestroError(
             f"nothing answers at {admin_url} ({error or 'timed out'}): give the --admin-url of a router or server with"
             " --admin-port, or --record FILE"
