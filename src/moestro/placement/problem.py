@@ -102,6 +102,10 @@ def problem_of(view: PlaceView, origin: TokenOrigins, risk: float) -> PlaceProbl
     load, devices, prices = view.load, view.devices, view.prices
     live = np.flatnonzero(devices.is_alive)
     num_layers, num_experts = load.variance.shape
+    token_s = prices.token_s + _row_s(devices, prices)
+    row_s = _ways_of_rows(view, origin, live)
+    if row_s is not None and prices.token_s > 0:
+        row_s *= token_s / prices.token_s  # weighted as loads are, so that these do not outweigh nearness
     moved = np.ones((num_layers, num_experts + 1, len(live)), np.bool_)
     moved[:, -1] = False  # an empty slot receives nothing
     at, layer, slot = np.nonzero(view.table.logical_of[live] != EMPTY)
@@ -109,12 +113,12 @@ def problem_of(view: PlaceView, origin: TokenOrigins, risk: float) -> PlaceProbl
     num_slots = np.minimum(devices.num_slots[live], num_experts)
     far_move_s = prices.expert_bytes / prices.move_bytes_per_s[OTHER_NODE]
     return PlaceProblem(
-        token_s=(prices.token_s + _row_s(devices, prices)) * _hedged(origin.total, load.variance, risk),
+        token_s=token_s * _hedged(origin.total, load.variance, risk),
         idle=1 - np.minimum(load.activated, 1.0),
         expert_s=prices.expert_s,
         speed=devices.speed[live],
         room=np.arange(view.table.logical_of.shape[2]) < num_slots[:, None],
-        row_s=_ways_of_rows(view, origin, live),
+        row_s=row_s,
         moved=moved,
         move_s=far_move_s / (len(live) * max(view.limits.horizon_steps, 1.0)),
     )
