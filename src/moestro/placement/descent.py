@@ -14,6 +14,9 @@ from moestro.placement.problem import Experts, PlaceProblem
 from moestro.placement.traffic import Floats
 
 LEAST_GAIN = 1e-6  # of the even load; less is rounding
+# Rounds in which the heaviest device finds no exchange with any other one, after which a layer is at rest. Exchanges of
+# other devices may open a way between them.
+PATIENCE = 3
 
 
 def balance(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds: int, allowance: Allowance) -> None:
@@ -23,10 +26,10 @@ def balance(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds:
         target: float64[batches], load at which a device is left alone.
         num_rounds: Rounds at most; in each one every heavy device makes one exchange at most.
     """
-    at_rest = np.zeros(len(target), np.bool_)
+    num_idle = np.zeros(len(target), np.int64)  # rounds of the heaviest device without a gain
     for turn in range(num_rounds):
         load = problem.load(packing.work)
-        batch = np.flatnonzero((load.max(axis=1) > target * (1 + LEAST_GAIN)) & ~at_rest)
+        batch = np.flatnonzero((load.max(axis=1) > target * (1 + LEAST_GAIN)) & (num_idle < PATIENCE))
         if not len(batch) or allowance.total < 1:
             return
         load = load[batch]
@@ -34,11 +37,9 @@ def balance(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds:
         num_devices = load.shape[1]
         num_heavy = min(int((load > target[batch, None]).sum(axis=1).max()), num_devices // 2)
         if turn % 3 == 2 or num_heavy == 1:
-            # Without an exchange between the heaviest device and any other one, its load cannot fall.
             heavy = np.broadcast_to(order[:, -1:], (len(batch), num_devices - 1))
-            at_rest[batch] = ~exchange(
-                problem, packing, (batch, heavy, order[:, :-1]), target, allowance, one_each=True
-            )
+            has_gained = exchange(problem, packing, (batch, heavy, order[:, :-1]), target, allowance, one_each=True)
+            num_idle[batch] = np.where(has_gained, 0, num_idle[batch] + 1)
         else:
             heavy = order[:, ::-1][:, :num_heavy]
             light = order[:, (np.arange(num_heavy) + turn // 3 * 2 + turn % 3) % (num_devices - num_heavy)]

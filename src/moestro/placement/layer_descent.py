@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -48,21 +50,23 @@ class LayerDescent:
         """Whether the layer has few enough slots for restarts."""
         return int(self._slots.sum()) <= _SMALL_SLOTS
 
-    def descend(self, others_s: Floats, sharpness: float = np.inf) -> bool:
+    def descend(self, others_s: Floats, sharpness: float = np.inf, num_steps: int | None = None) -> bool:
         """Take good steps until none improves the objective; return whether there was one.
 
         Args:
             others_s: float64[devices], `weights_s` of all other layers together.
             sharpness: exponent of the norm that stands for each maximum over devices.
+            num_steps: Steps at most; None means no limit.
         """
         has_changed = False
-        while True:
+        for _ in count() if num_steps is None else range(num_steps):
             enough = self._value(others_s, sharpness) * (1 - _LEAST_GAIN)
             step, value = self._good_step(others_s, sharpness, enough)
             if not value < enough:
                 return has_changed
             self._take(*step)
             has_changed = True
+        return has_changed
 
     def step_twice(self, others_s: Floats) -> bool:
         """Take the best two steps at once if they improve the objective, and return whether they do.

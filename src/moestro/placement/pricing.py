@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import EMPTY, ExpertTable
-from moestro.placement.copies import Packing, even_shares
+from moestro.placement.copies import Packing, even_shares, normal_shares, packing_of
 from moestro.placement.problem import Experts, PlaceProblem
 from moestro.placement.registry import PlaceView
 from moestro.placement.score import score
@@ -87,6 +87,18 @@ class Pricer:
         seconds = np.where(is_near, node_s, far_s)
         receive_s = np.bincount(index, seconds, shape[0] * shape[1]).astype(float).reshape(shape)
         return LayerPrices(found.compute_s, found.exchange_s, receives, receive_s)
+
+
+def present_packing(view: PlaceView, problem: PlaceProblem) -> Packing:
+    """Return the present placement on the live devices."""
+    live = np.flatnonzero(view.devices.is_alive)
+    num_experts = problem.shape[1]
+    expert = view.table.logical_of[live].swapaxes(0, 1).astype(np.int64)
+    expert[~np.broadcast_to(problem.room, expert.shape)] = EMPTY
+    if view.table.shares is None:
+        return packing_of(problem, expert, even_shares(expert, num_experts))
+    share = normal_shares(expert, view.table.shares[live].swapaxes(0, 1), num_experts)
+    return packing_of(problem, expert, share)
 
 
 def table_of(view: PlaceView, packing: Packing) -> ExpertTable:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from moestro.core.expert_table import EMPTY
 from moestro.core.near_experts import OTHER_NODE
+from moestro.placement.devices import Devices, PlacePrices
 from moestro.placement.registry import PlaceView
 from moestro.placement.traffic import Floats, TokenOrigins
 
@@ -102,6 +103,10 @@ def problem_of(view: PlaceView, origin: TokenOrigins, risk: float) -> PlaceProbl
     load, devices, prices = view.load, view.devices, view.prices
     live = np.flatnonzero(devices.is_alive)
     num_layers, num_experts = load.variance.shape
+    token_s = prices.token_s + _row_s(devices, prices)
+    row_s = _ways_of_rows(view, origin, live)
+    if row_s is not None and prices.token_s > 0:
+        row_s *= token_s / prices.token_s  # weighted as loads are, so that these do not outweigh nearness
     moved = np.ones((num_layers, num_experts + 1, len(live)), np.bool_)
     moved[:, -1] = False  # an empty slot receives nothing
     at, layer, slot = np.nonzero(view.table.logical_of[live] != EMPTY)
@@ -109,15 +114,27 @@ def problem_of(view: PlaceView, origin: TokenOrigins, risk: float) -> PlaceProbl
     num_slots = np.minimum(devices.num_slots[live], num_experts)
     far_move_s = prices.expert_bytes / prices.move_bytes_per_s[OTHER_NODE]
     return PlaceProblem(
-        token_s=prices.token_s * _hedged(origin.total, load.variance, risk),
+        token_s=token_s * _hedged(origin.total, load.variance, risk),
         idle=1 - np.minimum(load.activated, 1.0),
         expert_s=prices.expert_s,
         speed=devices.speed[live],
         room=np.arange(view.table.logical_of.shape[2]) < num_slots[:, None],
-        row_s=_ways_of_rows(view, origin, live),
+        row_s=row_s,
         moved=moved,
         move_s=far_move_s / (len(live) * max(view.limits.horizon_steps, 1.0)),
     )
+
+
+def _row_s(devices: Devices, prices: PlacePrices) -> float:
+    """Return the mean seconds in which a device receives a token's row, or 0 for devices of unequal speed.
+
+    A device with more tokens receives more rows too, so that one load stands for both of a step's maxima. It cannot
+    where devices compute at different speeds, but receive at the same one.
+    """
+    speed = devices.speed[devices.is_alive]
+    if not len(speed) or not len(devices.source_on) or speed.min() != speed.max():
+        return 0.0
+    return float(np.array(prices.row_s)[devices.distance[devices.source_on][:, devices.is_alive]].mean())
 
 
 def _ways_of_rows(view: PlaceView, origin: TokenOrigins, live: NDArray[np.intp]) -> Floats | None:

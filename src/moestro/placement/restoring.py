@@ -10,7 +10,7 @@ from moestro.placement.budget import Allowance
 from moestro.placement.copies import Packing, live_counts
 from moestro.placement.problem import TINY, Experts, PlaceProblem
 from moestro.placement.replicas import put_copies
-from moestro.placement.sharing import share_out
+from moestro.placement.sharing import KEPT, share_out
 from moestro.placement.traffic import Floats
 
 HARM_POWER = 16  # of loads; 2, 4, 8 moved more in a sweep of deaths among 64 devices
@@ -142,7 +142,8 @@ def _best_relief(
     top_now = top[:, None] + np.where(packing.held[batch[:, None], leaves, heavy[:, None]], taken, 0.0)
     expert, work = packing.expert[batch, heavy], packing.work[batch, heavy]  # [batches, slots of the heaviest]
     slow, fast = 1 / problem.speed[heavy][:, None, None], 1 / problem.speed[device][:, None, :]
-    given = np.clip((top_now - left)[:, None] / (slow + fast), 0.0, work[:, :, None])
+    # The first copy keeps a part of its share, because a share of 0 never grows again.
+    given = np.clip((top_now - left)[:, None] / (slow + fast), 0.0, (1 - KEPT) * work[:, :, None])
     key = np.maximum(top_now[:, None] - given * slow, left[:, None] + given * fast)
     key = np.maximum(np.maximum(key, harm[:, None]), floor[:, None, None])
     # Copies of an expert that its device holds already, and empty slots, are no choice.

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.expert_table import ExpertTable
 from moestro.errors import ConfigError
 from moestro.placement.budget import Allowance, LayerOffers, allowance_of, layers_that_pay
-from moestro.placement.copies import Packing, even_shares, in_old_slots, normal_shares, packing_of
-from moestro.placement.pricing import LayerPrices, Pricer, table_of
+from moestro.placement.copies import Packing, in_old_slots
+from moestro.placement.pricing import LayerPrices, Pricer, present_packing, table_of
 from moestro.placement.problem import TINY, PlaceProblem, problem_of
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.restoring import recover, restore
@@ -90,7 +90,7 @@ class MoestroPlacement:
                 f"{problem.shape[1]} experts do not fit into the {int(problem.room.sum())} slots of the live devices"
             )
         allowance = allowance_of(view.limits, view.prices.expert_bytes, len(problem.speed))
-        base = _present(view, problem)
+        base = present_packing(view, problem)
         restored = restore(problem, base, allowance)
         limits = SearchLimits(self.target, self.slack, self.rounds, self.turns, SHARE_STEPS if self.weighted else 0)
         plan = _Plan(view, problem, base, self.hysteresis, Pricer.of(view, problem, origin))
@@ -98,18 +98,6 @@ class MoestroPlacement:
             urgent = replace(limits, target=min(self.target, URGENT_TARGET), num_turns=0)
             return plan.urgent(urgent, allowance, restored)
         return plan.best(limits, allowance)
-
-
-def _present(view: PlaceView, problem: PlaceProblem) -> Packing:
-    """Return the present placement on the live devices."""
-    live = np.flatnonzero(view.devices.is_alive)
-    num_experts = problem.shape[1]
-    expert = view.table.logical_of[live].swapaxes(0, 1).astype(np.int64)
-    expert[~np.broadcast_to(problem.room, expert.shape)] = EMPTY
-    if view.table.shares is None:
-        return packing_of(problem, expert, even_shares(expert, num_experts))
-    share = normal_shares(expert, view.table.shares[live].swapaxes(0, 1), num_experts)
-    return packing_of(problem, expert, share)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
