@@ -132,7 +132,8 @@ def simulate_paced(paced: list[Row], host: HostTimes, load: Load, advance: Calla
     for row in paced:
         case = paced_case(row["mode"], row["gate"], host, row["dilation"])
         warm = replace(load, num_warm=case.num_workers - case.num_expert_workers)
-        rows.append({"mode": row["mode"], "gate": row["gate"], "dilation": row["dilation"], **simulate(case, warm)})
+        found = simulate(case, warm, row["sent_ms"])
+        rows.append({"mode": row["mode"], "gate": row["gate"], "dilation": row["dilation"], **found})
         advance()
     return rows
 

@@ -71,6 +71,7 @@ def paced_figures(found: Row, mode: str, dilation: float) -> Row:
         "duration_s": found["duration_s"] / dilation,
         "ttft_ms": {key: value / dilation for key, value in found["ttft_ms"].items()},
         "itl_ms": {key: value / dilation for key, value in found["itl_ms"].items()},
+        "sent_ms": [each / dilation for each in found["sent_ms"]],
         "stall_shares": [1 - (each["item_ns"] - each.get("wait_ns", 0)) / duration_ns for each in workers.values()],
         "cached_share": found["cached_share"],
         "messages": sum(each.get("num_sent", 0) for each in workers.values()),

@@ -83,8 +83,14 @@ def _run(settings: EndpointSettings, bodies: list[bytes], lengths: np.ndarray, l
         "cached_share": report.cached_share,
         "ttft_ms": msgspec.to_builtins(spread_of(answered.ttft_ns)),
         "itl_ms": msgspec.to_builtins(spread_of(records.itl_ns)),
+        "sent_ms": _sent_ms(records.timelines.arrival_ns[: limit or len(bodies)]),
         "client_late_p99_ms": max(report.send_lateness.p99, report.client_stalls.p99),
     }
+
+
+def _sent_ms(sent_ns: np.ndarray) -> list[float]:
+    """Return when each of the first requests, which wait for no other one, was sent, since the first of them."""
+    return ((sent_ns - sent_ns.min()) / 1e6).tolist()
 
 
 def main() -> None:

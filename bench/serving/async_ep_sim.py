@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -86,13 +87,22 @@ class ClosedLoop:
     """Arrivals of a load: the warm-up at 0, then a request whenever one of its turns is free.
 
     Implements `sim.arrivals.Arrivals`.
+
+    Args:
+        load: the load.
+        sent_ms: when the client sent each request that waits for no other one, since the first of them. None means that
+            all arrive at once, which no client can do: a group in lock-step then takes all of them into its first
+            step, instead of the first one alone.
     """
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Load, sent_ms: Sequence[float] | None = None) -> None:
         self._num_warm, self._num_rows = load.num_warm, load.num_warm + load.num_requests
-        self._next = load.num_warm + min(load.num_users, load.num_requests)
+        num_users = min(load.num_users, load.num_requests)
+        self._next = load.num_warm + num_users
         self.first_rows = np.arange(self._next)
-        self.start_ns = np.where(self.first_rows < load.num_warm, 0, _WARM_NS)
+        sent_ns = np.zeros(num_users) if sent_ms is None else np.array(sent_ms) * 1e6
+        begin_ns = _WARM_NS + np.rint(sent_ns).astype(np.int64)
+        self.start_ns: np.ndarray = np.append(np.zeros(load.num_warm, np.int64), begin_ns)
 
     def next_turn(self, row: int, ended_ns: int) -> tuple[int, int] | None:
         """Return the next request that waits for a turn."""
@@ -137,8 +147,8 @@ class WatchedGroup:
             self.depths.append(np.array([each.waiting_by_layer(now_ns)[0] for each in self.group.executors]))
 
 
-def simulate(case: Case, load: Load) -> dict[str, object]:
-    """Run a case on virtual time, and return figures in modelled time."""
+def simulate(case: Case, load: Load, sent_ms: Sequence[float] | None = None) -> dict[str, object]:
+    """Run a case on virtual time, and return figures in modelled time; `sent_ms` as in `ClosedLoop`."""
     group, policy, bounds = _make_group(case)
     watched = WatchedGroup(group)
     router = Router(policy_from(policy.route), RouterSettings(block_size=bounds.block_size))
@@ -147,7 +157,7 @@ def simulate(case: Case, load: Load) -> dict[str, object]:
     rows = equal_rows(load.num_warm + load.num_requests, load.num_own, 1, load.num_shared)
     lengths = np.append(np.full(load.num_warm, 2), load.lengths())
     workload = RequestMaker(replace(rows, num_output_tokens=lengths), RequestForm(block_size=bounds.block_size))
-    results = Cluster([watched], router).run(workload, ClosedLoop(load))
+    results = Cluster([watched], router).run(workload, ClosedLoop(load, sent_ms))
     return _figures(case, load, watched, results)
 
 

@@ -187,11 +187,17 @@ class Guests:
             Places of its earlier guests, int32[n]; the caller takes their waiting pairs out of the queues (`drop`).
         """
         self._epoch_of[home], self._credits[home] = epoch, 0
-        old = ((self._home == home) & ~self._is_free).nonzero()[0]
+        old = ((self._home == home) & self._is_here()).nonzero()[0]
         self._home[old] = _GIVEN_UP
         self._num_given_up += len(old)
         given_up: Int32s = old.astype(np.int32)
         return given_up
+
+    def _is_here(self) -> NDArray[np.bool_]:
+        """bool[places], whether a place has a guest."""
+        is_here = ~self._is_free
+        is_here[: self._first] = False
+        return is_here
 
     def is_wanted(self, places: Int32s) -> NDArray[np.bool_]:
         """bool[n], whether the homes of the guests at `places` still wait for them."""
@@ -302,7 +308,7 @@ class Guests:
 
     def find_earlier(self, service_class: int, before: int) -> Int32s:
         """Places of the guests of a class of entries with a number less than `before`."""
-        is_earlier = ~self._is_free & (self._service_class == service_class) & (self._entry < before)
+        is_earlier = self._is_here() & (self._service_class == service_class) & (self._entry < before)
         earlier: Int32s = is_earlier.nonzero()[0].astype(np.int32)
         return earlier
 

@@ -98,7 +98,8 @@ class StageRunner:
         num_layers = self.shape.num_layers
         fragment, hidden = self._begin(item)
         # Where looking up costs more than the work itself, an attention and its experts are one piece.
-        is_small = len(item.rows) <= _FEW_TOKENS and self._experts.num_a_piece >= self.shape.num_experts
+        most_experts = min(self.shape.num_experts, len(item.rows) * self.shape.num_chosen)
+        is_small = len(item.rows) <= _FEW_TOKENS and self._experts.num_a_piece >= most_experts
         if self.shape.num_experts:
             shape = (num_layers, self.shape.num_experts)
             progress.counts = torch.zeros(shape, dtype=torch.int64, device=self.network.device)
