@@ -134,10 +134,14 @@ def run(bed: Testbed, load: TimedLoad, policy: RoutePolicy, signals: SignalSetti
     return Cluster(groups, router, signals).run(maker, AtTimes(load.offsets_ns))
 
 
-def signals_of(policy_name: str, policy: RoutePolicy) -> SignalSettings:
-    """Return the signals that deliver the figures a policy needs, over the channel of the policy's own system."""
+def signals_of(policy_name: str, policy: RoutePolicy, *, has_pressure: bool = False) -> SignalSettings:
+    """Return the signals that deliver the figures a policy needs, over the channel of the policy's own system.
+
+    Args:
+        has_pressure: whether the engines know their expert pressure; those with the whole network do not.
+    """
     figures = policy.needs.figures
-    sent = tuple(name for name in figures if name != "expert_pressure")  # engines with the whole network have none
+    sent = tuple(name for name in figures if has_pressure or name != "expert_pressure")
     if not sent:
         return SignalSettings()
     channel = ReportChannel.BROADCAST if policy_name in _BROADCAST else ReportChannel.PIGGYBACKED
