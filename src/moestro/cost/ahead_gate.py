@@ -1,4 +1,4 @@
-"""A gate that draws the experts of decode tokens ahead of time, which is several times as fast as one step at a time."""
+"""A gate that draws the experts of decode tokens ahead of time, several times as fast as one step at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moestro.cost.gate import PopularityGate
 Int64s = NDArray[np.int64]
 
 _AHEAD = 32  # positions of a sequence that are drawn at once
-_MOST_SINGLE = 96  # tokens; a step with more is drawn as a whole, because its draws fill the CPU's vectors by themselves
+_MOST_SINGLE = 96  # tokens; the draws of more fill the CPU's vectors by themselves
 
 
 class AheadGate:

@@ -165,8 +165,8 @@ def all_to_all(link: Link, network: NetworkShape) -> AllToAll:
     )
 
 
-# A pplx-kernels exchange of one token in a node takes 41.6 us (dispatch) and 41.7 us (combine) on eight H100 (Perplexity,
-# "Efficient and Portable Mixture-of-Experts Communication", 2025). Taken for A100s too, of which there is no figure.
+# An exchange of pplx-kernels of one token in a node takes 41.6 us (dispatch) and 41.7 us (combine) on eight H100
+# (Perplexity, "Efficient and Portable Mixture-of-Experts Communication", 2025). Taken for A100s too, for want of one.
 PPLX_START_NS = 41_600
 # Of the link's peak in one direction; the roofline's all-to-all has the same.
 _PPLX_EFFICIENCY = 0.75

@@ -100,9 +100,7 @@ class SimPlacement:
         expert_pressure: float64[sources], load of the busiest device by each source's tokens over the mean, at least 1.
     """
 
-    def __init__(
-        self, policy: PlacePolicy, table: ExpertTable, site: PlacementSite, settings: ReplanSettings
-    ) -> None:
+    def __init__(self, policy: PlacePolicy, table: ExpertTable, site: PlacementSite, settings: ReplanSettings) -> None:
         self._policy, self._site, self._settings = policy, site, settings
         self.table = table
         num_sources, num_layers = len(site.devices.source_on), table.logical_of.shape[1]
@@ -143,8 +141,8 @@ class SimPlacement:
 
     def _plan(self) -> None:
         merged = merge_sources([window.load() for window in self._windows])
-        if merged is None:
-            return
+        if merged is None or not len(merged[1]):
+            return  # no token came yet
         load, layers = merged
         site = self._site
         load = replace(load, pairs=site.offline_pairs)
@@ -210,9 +208,7 @@ class _Change:
     left_s: float
 
 
-def _changes(
-    moves: Moves, new: ExpertTable, layers: Int64s, site: PlacementSite, *, at_once: bool
-) -> list[_Change]:
+def _changes(moves: Moves, new: ExpertTable, layers: Int64s, site: PlacementSite, *, at_once: bool) -> list[_Change]:
     """Divide a plan into changes: one of all layers, in which devices receive at once, or one for each layer."""
     parts = new.slot_parts
     groups = [np.arange(len(layers))] if at_once else list(np.arange(len(layers))[:, None])

@@ -10,18 +10,20 @@ from rich.console import RenderableType
 
 from moestro.repro.experiment import PartsExperiment, chosen_parts
 from moestro.repro.gimbal import GimbalSettings
+from moestro.repro.gimbal.beds import BLOCK_SIZE
 from moestro.repro.gimbal.claims import claims_of
 from moestro.repro.gimbal.findings import GimbalCell, GimbalFindings, ttft_p99
-from moestro.repro.gimbal.loads import shaped_load, tenant_load, user_load
+from moestro.repro.gimbal.loads import fitting, shaped_load, tenant_load, user_load
 from moestro.repro.gimbal.parts import P99_GOAL_MS, QUICK, GimbalPart, whole
-from moestro.repro.gimbal.serving import Run, serve, serve_prefixes
+from moestro.repro.gimbal.serving import RunName, serve, serve_prefixes
 from moestro.repro.gimbal.systems import SYSTEMS
 from moestro.repro.gimbal.tables import tables_of
 from moestro.repro.results import Claim
-from moestro.repro.testbed import TimedLoad
+from moestro.workload.session_shapes import SessionShape
 
-# The search for the rate at which the baseline's P99 TTFT is near the age threshold doubles, then halves the interval.
-_FIRST_RATE, _NUM_HALVINGS, _NEAR = 4.0, 5, 0.1
+# The search for the level (factor on steps, or rate) at which the baseline's P99 TTFT is near the age threshold.
+_FIRST_LEVEL = {"slowdown": 16.0, "rate": 48.0}
+_MOST_TRIALS, _NEAR = 8, 0.05
 # Mean delay of a request between the client and the router: asyncio, HTTP, tokenizing. An assumption; only that it
 # changes the order of requests that come close together matters.
 JITTER_S = 0.01
@@ -48,78 +50,75 @@ class GimbalExperiment(PartsExperiment[GimbalFindings, GimbalPart]):
         return part, [SYSTEMS[name] for name in part.systems], None if self._trace is None else self._trace.name
 
     def num_runs(self, load: str) -> int:
-        """One for each combination; the search of a part `near_age` counts as one."""
+        """One for each combination; the search for a level counts as one for each setting."""
         part = self.parts[load]
-        num_rates = max(len(part.rates), 1)
-        num_settings = max(len(part.kv_blocks), len(part.skews), 1)
-        if part.kind == "prefix":
+        if part.users is not None:
             return len(part.systems) * part.num_runs
-        repeats = len(part.repeated) * (len(part.seeds) - 1)
-        return len(part.systems) * num_rates * num_settings + repeats + (part.kind == "near_age")
+        num_settings = max(len(part.kv_blocks), len(part.skews), 1)
+        at_rates = len(part.systems) * max(len(part.rates), 1) + len(part.repeated) * (len(part.seeds) - 1)
+        return num_settings * (at_rates + bool(part.finds))
 
     def run(self, load: str, step: Callable[[str], None]) -> GimbalFindings:
         """Run one part."""
         part = self.parts[load]
-        about = "generated like BurstGPT's" if self._trace is None else f"of {self._trace.name}"
-        findings = GimbalFindings(about_lengths=[f"{load}: {'users' if part.users else about}"])
-        if part.kind == "prefix":
-            for run in self._runs(part):
-                step(f"{load}: {run.system}, run {run.seed}")
-                assert part.users is not None, "a part `prefix` has users"
-                users = user_load(part.users, part.num_requests, run.rate, JITTER_S, run.seed)
-                findings.prefixes.append(serve_prefixes(part.bed, users, run))
-            return findings
-        if part.kind == "near_age":
-            step(f"{load}: the rate at which P99 TTFT is {P99_GOAL_MS / 1e3:g} s")
-            part = replace(part, rates=(self._rate_near_age(part),))
-        for run in self._runs(part):
-            step(f"{load} at {run.rate:g}/s {run.setting}: {run.system}")
-            findings.cells.append(self._serve(part, run))
+        if part.users is not None:
+            return self._run_prefixes(part, part.users, step)
+        findings = GimbalFindings(about_lengths={load: self._about_lengths})
+        for setting in [f"{each:g}" for each in (*part.kv_blocks, *part.skews)] or [""]:
+            here, level = part, None
+            if part.finds:
+                step(f"{load} {setting}: the {part.finds} at which P99 TTFT is {P99_GOAL_MS / 1e3:g} s")
+                level = self._find(part, setting)
+                findings.levels[f"{load} {setting}".strip()] = level
+                here = _at_level(part, level)
+            for run in _runs(here, setting):
+                step(f"{load} at {run.rate:g}/s {setting}: {run.system}, seed {run.seed}")
+                findings.cells.append(self._serve(here, run))
         return findings
 
-    def _runs(self, part: GimbalPart) -> Iterator[Run]:
-        if part.kind == "prefix":
-            for number in range(part.num_runs):
-                yield from (Run(load=part.name, rate=part.rates[0], system=s, seed=number) for s in part.systems)
-            return
-        settings = [f"{each}" for each in (*part.kv_blocks, *part.skews)] or [""]
-        for setting in settings:
-            for rate in part.rates:
-                for system in part.systems:
-                    yield Run(load=part.name, rate=rate, system=system, seed=part.seeds[0], setting=setting)
-        for seed in part.seeds[1:]:
-            for system in part.repeated:
-                yield Run(load=part.name, rate=part.rates[-1], system=system, seed=seed)
+    def _run_prefixes(self, part: GimbalPart, users: SessionShape, step: Callable[[str], None]) -> GimbalFindings:
+        findings = GimbalFindings(about_lengths={part.name: f"generated like {users.like}"})
+        for number in range(part.num_runs):
+            load = user_load(users, part.num_requests, part.rates[0], JITTER_S, number)
+            for system in part.systems:
+                step(f"{part.name}: {system}, run {number}")
+                run = RunName(load=part.name, rate=part.rates[0], system=system, seed=number)
+                findings.prefixes.append(serve_prefixes(part.bed, load, run))
+        return findings
 
-    def _serve(self, part: GimbalPart, run: Run) -> GimbalCell:
+    @property
+    def _about_lengths(self) -> str:
+        return "generated like BurstGPT's" if self._trace is None else f"of {self._trace.name}"
+
+    def _serve(self, part: GimbalPart, run: RunName) -> GimbalCell:
         bed = part.bed
-        if part.kind == "kv":
+        if part.kv_blocks:
             bed = replace(bed, num_blocks=int(run.setting))
-        if part.kind == "skew":
+        if part.skews:
             bed = replace(bed, popularity=replace(bed.popularity, skew=float(run.setting)))
-        return serve(bed, self._load(part, run.rate, run.seed), run)
+        load = shaped_load(self._trace, part.shape, part.num_requests, run.rate, run.seed)
+        if part.kv_blocks:
+            load = replace(load, rows=fitting(load.rows, int(run.setting) * BLOCK_SIZE))
+        if part.tenants is not None:
+            load = tenant_load(load.rows, part.tenants, run.rate, run.seed)
+        return serve(bed, load, run)
 
-    def _load(self, part: GimbalPart, rate: float, seed: int) -> TimedLoad:
-        load = shaped_load(self._trace, part.shape, part.num_requests, rate, seed)
-        return tenant_load(load.rows, part.tenants, rate, seed) if part.kind == "tenants" else load
-
-    def _rate_near_age(self, part: GimbalPart) -> float:
-        """Find the rate at which the baseline's P99 TTFT is near the goal, by halving."""
-
-        def p99_ms(rate: float) -> float:
-            return ttft_p99(self._serve(part, Run(load=part.name, rate=rate, system=part.systems[0], seed=0)))
-
-        low, high = _FIRST_RATE, 2 * _FIRST_RATE
-        while p99_ms(high) < P99_GOAL_MS:
-            low, high = high, 2 * high
-        rate = (low + high) / 2
-        for _ in range(_NUM_HALVINGS):
-            found = p99_ms(rate)
-            if abs(found / P99_GOAL_MS - 1) < _NEAR:
+    def _find(self, part: GimbalPart, setting: str) -> float:
+        """Find the level at which the baseline's P99 TTFT is near the goal; it grows with the level."""
+        level, low, high = _FIRST_LEVEL[part.finds], 0.0, float("inf")
+        for _ in range(_MOST_TRIALS):
+            here = _at_level(part, level)
+            run = RunName(
+                load=part.name, rate=here.rates[-1], system=part.systems[0], seed=part.seeds[0], setting=setting
+            )
+            p99_ms = ttft_p99(self._serve(here, run))
+            if abs(p99_ms / P99_GOAL_MS - 1) < _NEAR:
                 break
-            low, high = (rate, high) if found < P99_GOAL_MS else (low, rate)
-            rate = (low + high) / 2
-        return round(rate, 2)
+            low, high = (level, high) if p99_ms < P99_GOAL_MS else (low, level)
+            level *= min(max(P99_GOAL_MS / p99_ms, 0.5), 2.0)  # exact where no request waits
+            if not low < level < high:
+                level = (low * high) ** 0.5
+        return round(level, 2)
 
     def claims(self, findings: GimbalFindings) -> list[Claim]:
         """The papers' claims, in their order."""
@@ -138,3 +137,19 @@ def make_experiment(settings: GimbalSettings) -> GimbalExperiment:
     """
     parts = QUICK if settings.quick else whole(settings.num_requests)
     return GimbalExperiment(chosen_parts(parts, settings.loads), settings.trace)
+
+
+def _at_level(part: GimbalPart, level: float) -> GimbalPart:
+    """The part with a slower engine, or at another rate."""
+    if part.finds == "slowdown":
+        return replace(part, bed=replace(part.bed, slowdown=level))
+    return replace(part, rates=(level,))
+
+
+def _runs(part: GimbalPart, setting: str) -> Iterator[RunName]:
+    for rate in part.rates:
+        for system in part.systems:
+            yield RunName(load=part.name, rate=rate, system=system, seed=part.seeds[0], setting=setting)
+    for seed in part.seeds[1:]:
+        for system in part.repeated:
+            yield RunName(load=part.name, rate=part.rates[-1], system=system, seed=seed, setting=setting)

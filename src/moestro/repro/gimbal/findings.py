@@ -15,7 +15,9 @@ class GimbalCell(Cell, frozen=True, kw_only=True):
     Attributes:
         setting: what the part varies, such as KV blocks of a rank or the skew of experts; "" where it varies nothing.
         num_requests: requests, all of which are counted, as in the paper.
-        requests_per_s, tokens_per_s: requests, output tokens a second, until the last answer ends.
+        requests_per_s: requests that end a second, of the middle 80 % of all ends, because the longest answers of
+            BurstGPT have 100 times the mean and end long after the others.
+        tokens_per_s: output tokens a second, until the last answer ends.
         step_ms: mean time of a step.
         num_plans, moved_gb, stall_ms: plans of placement, weights that they moved, and the steps' wait for them.
         balance: mean over largest load in the windows before all plans but the first; 0 without such a plan.
@@ -68,11 +70,13 @@ class GimbalFindings(Findings[GimbalCell], kw_only=True):
 
     Attributes:
         prefixes: runs of the prefix-hit table.
-        about_lengths: origin of the lengths.
+        levels: by part and setting, the factor on steps or the rate that the search found.
+        about_lengths: by part, the origin of the lengths.
     """
 
     prefixes: list[PrefixCell] = msgspec.field(default_factory=list)
-    about_lengths: list[str] = msgspec.field(default_factory=list)
+    levels: dict[str, float] = msgspec.field(default_factory=dict)
+    about_lengths: dict[str, str] = msgspec.field(default_factory=dict)
 
     def of(self, load: str, rate: float, system: str, setting: str = "") -> list[GimbalCell]:
         """The runs of a system, by seed."""

@@ -12,7 +12,7 @@ from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.repro.gimbal.beds import BLOCK_SIZE, EpBed
 from moestro.repro.gimbal.findings import GimbalCell, PrefixCell
 from moestro.repro.gimbal.systems import SYSTEMS, System
-from moestro.repro.testbed import TimedLoad, latency_ms, signals_of
+from moestro.repro.testbed import TimedLoad, latency_ms, middle_rate, signals_of
 from moestro.routing.policies.gimbal import GimbalV1
 from moestro.routing.policy_contract import RoutePolicy
 from moestro.routing.registry import ROUTE_POLICIES
@@ -33,7 +33,7 @@ _AGE_NS = 5 * NS_PER_S  # theta_age
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunName:
     """What names a run in the findings.
 
     Attributes:
@@ -48,7 +48,7 @@ class Run:
     setting: str = ""
 
 
-def serve(bed: EpBed, load: TimedLoad, run: Run) -> GimbalCell:
+def serve(bed: EpBed, load: TimedLoad, run: RunName) -> GimbalCell:
     """Serve a load until all requests are answered, and return the figures of all of them, as the paper does."""
     system = SYSTEMS[run.system]
     group, loop = bed.build(system, load.rows, run.seed)
@@ -58,7 +58,7 @@ def serve(bed: EpBed, load: TimedLoad, run: Run) -> GimbalCell:
     return _cell(run, load, results, group, loop, policy)
 
 
-def serve_prefixes(bed: EpBed, load: TimedLoad, run: Run) -> PrefixCell:
+def serve_prefixes(bed: EpBed, load: TimedLoad, run: RunName) -> PrefixCell:
     """Serve a load with prefix caches, and return the hits. `run.seed` is the number of the run.
 
     Prices are those of expected loads, because no figure depends on the experts; a run of 10,000 requests then takes
@@ -103,7 +103,7 @@ def _known_rows(rows: Rows, system: System) -> Rows:
 
 
 def _cell(
-    run: Run, load: TimedLoad, results: Results, group: LockStepGroup, loop: SimPlacement, policy: RoutePolicy
+    run: RunName, load: TimedLoad, results: Results, group: LockStepGroup, loop: SimPlacement, policy: RoutePolicy
 ) -> GimbalCell:
     gaps = results.num_tokens.astype(np.int64) - 1
     spans = results.last_token_ns - results.first_token_ns
@@ -118,7 +118,7 @@ def _cell(
         num_requests=len(results),
         ttft_ms=latency_ms(results.first_token_ns - results.arrival_ns),
         tpot_ms=latency_ms(spans[gaps > 0] / gaps[gaps > 0]),
-        requests_per_s=len(results) / seconds,
+        requests_per_s=middle_rate(results.last_token_ns),
         tokens_per_s=float(results.num_tokens.sum()) / seconds,
         step_ms=group.stepping_ns / group.num_steps / 1e6,
         num_plans=len(loop.plans),
