@@ -186,7 +186,7 @@ def _prefix_claims(findings: GimbalFindings) -> Iterator[Claim]:
             why="requests reach the router with a jitter, so a user's first request, which goes to the engines in turn,"
             " may land elsewhere in another run; with constant times both systems repeat their runs exactly",
         )  # fmt: skip
-        gain = float(np.mean(ours) / max(np.mean(base), 1.0) - 1)
+        gain = float(np.mean(ours)) / max(float(np.mean(base)), 1.0) - 1
         yield Claim(
             source=f"v1, figures 11 and 12, {load}", paper="hits +3 %, hit rate 3.80 % against 3.64 %",
             ours=f"hits {gain:+.1%}, hit rate {our_rate:.2%} against {base_rate:.2%}"
