@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from moestro.core.expert_load import ExpertLoad, LayerPairs
 from moestro.core.expert_table import spread_evenly
-from moestro.core.token_keys import request_key, token_keys
 from moestro.cost.ahead_gate import AheadGate
 from moestro.cost.capacity import worker_kv_blocks
 from moestro.cost.collectives import Collective, MachinesAllToAll, all_to_all, pplx_all_to_all
@@ -23,18 +18,15 @@ from moestro.cost.popularity import PopularityForm
 from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerSettings
 from moestro.placement.devices import PlaceLimits, even_devices
-from moestro.placement.pair_window import PairWindow
 from moestro.placement.prices import place_prices
-from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.repro.gimbal.systems import System
 from moestro.sim.baselines import LOCK_STEP, slowed
 from moestro.sim.lock_step_group import LockStepGroup
+from moestro.sim.offline_routing import start_placement
 from moestro.sim.placement_loop import PlacementSite, ReplanSettings, SimPlacement, with_spare_slots
 from moestro.workload.rows import Rows
 
 BLOCK_SIZE = 16
-_OFFLINE_TOKENS = 512  # of Gimbal's offline run on random input
-_OFFLINE_REQUEST = 1 << 31  # its keys, which no request of a load has
 _NO_STEP_HOST = HostCost(step_ns=0, sequence_ns=0)  # the host is priced once for a step of all ranks
 _PERMUTED = PopularityForm(hot_ids="permuted")  # Zipf with exponent 0.6, other hot experts in each layer
 
@@ -136,26 +128,21 @@ class EpBed:
         table = spread_evenly(shape.num_layers, experts.num_experts, list(range(self.num_ranks)), self.num_ranks)
         table = with_spare_slots(table, self.num_spares)
         cost = Roofline(RooflineSettings(network=shape, gpu=self.device, host=_NO_STEP_HOST))
-        offline = _OfflineRun.of(gate, shape) if system.place == "gimbal_v1" else None
         site = PlacementSite(
             devices=even_devices(self.num_ranks, self.num_slots, self.num_machines),
             prices=place_prices(shape, self.device, NVSWITCH_A100, INFINIBAND_HDR),
             limits=PlaceLimits(horizon_steps=self.interval_steps),
-            offline_pairs=None if offline is None else offline.pairs(),
         )
         settings = ReplanSettings(
             interval_steps=self.interval_steps,
             first_steps=self.interval_steps // 4,
             bytes_per_step=system.bytes_per_step,
         )
-        policy = PLACE_POLICIES.make(system.place)
-        if offline is not None:  # Algorithm 3 runs once during loading
-            table = policy(PlaceView(offline.load(self.num_ranks), table, site.devices, site.prices, site.limits))
-        loop = SimPlacement(policy, table, site, settings)
+        loop = start_placement(system.place, gate, table, site, settings)
         deployment = Deployment(
             cost=cost,
             gate=AheadGate(gate, shape.num_layers, experts.num_experts),
-            table=table,
+            table=loop.table,
             num_ranks=self.num_ranks,
             exchange=self.exchange(),
             host=VLLM_HOST,
@@ -175,37 +162,3 @@ class EpBed:
             seed=seed,
         )
         return PopularityGate(form.by_layer(shape.num_layers, experts.num_experts), experts.top_k, seed)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _OfflineRun:
-    """Gimbal v1's run on random input before it serves, which gives the experts' load and pairs.
-
-    Attributes:
-        choices: int32[layers, tokens, chosen], experts of each token.
-        num_experts: experts of a layer.
-    """
-
-    choices: NDArray[np.int32]
-    num_experts: int
-
-    @classmethod
-    def of(cls, gate: PopularityGate, shape: NetworkShape) -> _OfflineRun:
-        """Draw the experts of random tokens."""
-        assert shape.experts is not None, "the network has experts"
-        one = np.ones(1, np.int32)
-        keys = token_keys(np.array([request_key(_OFFLINE_REQUEST)], np.uint64), 0 * one, _OFFLINE_TOKENS * one)
-        return cls(gate.choose_layers(keys, range(shape.num_layers)).swapaxes(0, 1), shape.experts.num_experts)
-
-    def pairs(self) -> LayerPairs | None:
-        """Count pairs of experts of consecutive layers."""
-        window = PairWindow(self.num_experts)
-        window.add(self.choices, _OFFLINE_TOKENS, 1.0)
-        return window.most_frequent(1.0)
-
-    def load(self, num_sources: int) -> ExpertLoad:
-        """Count the tokens of each expert, as one step whose sources are alike."""
-        num_experts = self.num_experts
-        counts = np.array([np.bincount(layer.ravel(), minlength=num_experts) for layer in self.choices], np.float64)
-        tokens = np.repeat(counts[None] / num_sources, num_sources, axis=0)
-        return ExpertLoad(tokens, np.zeros_like(counts), (counts > 0).astype(np.float64), 1.0, self.pairs())
