@@ -294,3 +294,46 @@ def test_a_policy_object_needs_a_group_too(tmp_path):
     made, _ = prepared(tmp_path, text(mode("fused"), engines="num_blocks = 99"))
     with pytest.raises(ConfigError, match="needs a table"):
         run(made, PolicySettings(mode="ep"))
+
+
+# --- placement while serving ------------------------------------------------------------------------------------------
+
+PLACED = """
+[[policies]]
+mode = "ep"
+name = "static"
+[[policies]]
+mode = "ep"
+name = "eplb"
+place = "eplb"
+place_interval_steps = 8
+num_spare_slots = 1
+[[policies]]
+mode = "ep-overlap"
+name = "moestro"
+place = "moestro"
+place_interval_steps = 8
+place_bytes_per_step = 1000000000
+num_spare_slots = 1
+[[policies]]
+mode = "ep"
+name = "gimbal_v1"
+place = "gimbal_v1:top_pairs=2"
+place_interval_steps = 8
+"""
+
+
+def test_a_file_can_ask_for_placement_while_serving(tmp_path):
+    skewed = '[popularity]\nfamily = "exponential"\nskew = 0.5\nhot_ids = "permuted"'
+    made, policies = prepared(tmp_path, text(PLACED, engines="", more=skewed))
+    for policy in policies:
+        results, figures = run_with_figures(made, policy)
+        assert results.is_answered.all()
+        assert 0 < figures.share_of_bound <= 1
+
+
+@pytest.mark.parametrize("wrong", [{"mode": "async", "place": "eplb"}, {"mode": "ep", "place": "no-policy"},
+                                   {"mode": "fused", "num_spare_slots": 1}])  # fmt: skip
+def test_placement_goes_with_lock_step_and_a_known_policy(wrong):
+    with pytest.raises(ConfigError):
+        PolicySettings(**wrong)

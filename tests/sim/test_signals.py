@@ -141,7 +141,7 @@ def test_a_router_that_hears_kv_events_knows_what_a_cache_forgot(kv_events_delay
     "wrong",
     [
         lambda: channel("num_cats"),
-        lambda: channel("expert_pressure"),
+        lambda: channel("num_preemptions"),
         lambda: channel("num_running", delay_ms=-1.0),
         lambda: channel("num_running", period_ms=0.0),
         lambda: SignalSettings(response_delay_ms=-1.0),

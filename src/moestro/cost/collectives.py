@@ -45,17 +45,20 @@ class AllToAll:
     """All-to-all between the ranks and the workers of the experts.
 
     A token's row crosses once for each worker that it visits, as in DeepEP: rows to one worker are at most the tokens.
+    With `row_per_expert` it crosses once for each expert, as in pplx-kernels (csrc/all_to_all/intranode_dispatch.cu).
     Rows that stay on their worker cost nothing. The worker that sends or receives the most sets the time.
 
     Attributes:
         start_ns: time of an exchange without rows, ns.
         bytes_per_s: bandwidth of a worker in one direction, bytes per second.
         row_bytes: bytes of a token's hidden state.
+        row_per_expert: whether a token's row crosses once for each expert, and not once for each worker.
     """
 
     start_ns: float
     bytes_per_s: float
     row_bytes: int
+    row_per_expert: bool = False
 
     @property
     def is_free(self) -> bool:
@@ -67,7 +70,7 @@ class AllToAll:
         num_ranks, num_workers, num_layers = sent.shape
         if self.is_free or num_workers == 1 or not num_tokens.any():
             return np.zeros(num_layers, np.int64)
-        crossing = np.minimum(sent, num_tokens[:, None, None])
+        crossing = sent.copy() if self.row_per_expert else np.minimum(sent, num_tokens[:, None, None])
         own = np.arange(min(num_ranks, num_workers))
         crossing[own, own] = 0
         busiest = np.maximum(crossing.sum(axis=1).max(axis=0), crossing.sum(axis=0).max(axis=0))
@@ -159,6 +162,27 @@ def all_to_all(link: Link, network: NetworkShape) -> AllToAll:
         start_ns=link.message_ns + link.latency_ns,
         bytes_per_s=link.bytes_per_s,
         row_bytes=_ACTIVATION_BYTES * network.hidden_size,
+    )
+
+
+# An exchange of pplx-kernels of one token in a node takes 41.6 us (dispatch) and 41.7 us (combine) on eight H100
+# (Perplexity, "Efficient and Portable Mixture-of-Experts Communication", 2025). Taken for A100s too, for want of one.
+PPLX_START_NS = 41_600
+# Of the link's peak in one direction; the roofline's all-to-all has the same.
+_PPLX_EFFICIENCY = 0.75
+
+
+def pplx_all_to_all(link_bytes_per_s: float, network: NetworkShape) -> AllToAll:
+    """Price an all-to-all of pplx-kernels within a machine: a late start, and a row for each expert of a token.
+
+    Args:
+        link_bytes_per_s: peak bandwidth of a GPU's links in one direction.
+    """
+    return AllToAll(
+        start_ns=PPLX_START_NS,
+        bytes_per_s=link_bytes_per_s * _PPLX_EFFICIENCY,
+        row_bytes=_ACTIVATION_BYTES * network.hidden_size,
+        row_per_expert=True,
     )
 
 

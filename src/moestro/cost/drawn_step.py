@@ -130,11 +130,15 @@ class StepPricer:
         sparse = [layer for group in network.groups if group.has_experts for layer in group.layers]
         self.sparse: Int64s = np.sort(np.array(sparse, np.int64))
         self.column_starts: Int64s = np.append(0, self.sparse + 1)
-        self.slots = SlotRows(deployment.table)
-        self.holds_experts: NDArray[np.bool_] = self.slots.is_live.any(axis=(1, 2))
+        self.place(deployment.table)
         self.expert_prices = ExpertPrices(deployment.cost)
         # Sources matter only to what is exchanged and to the choice of a copy. Drawing for all at once is faster.
         self.joins_sources = deployment.exchange.is_free and not self.slots.has_copies
+
+    def place(self, table: ExpertTable) -> None:
+        """Compute the experts of coming steps where `table` has them; it has the shape of the deployment's table."""
+        self.slots = SlotRows(table)
+        self.holds_experts: NDArray[np.bool_] = self.slots.is_live.any(axis=(1, 2))
 
     def experts_ns(self, rows: Int64s) -> Int64s:
         """Price the experts of each worker and layer, int64[parts, workers, layers], from the rows of their slots."""

@@ -134,10 +134,14 @@ def run(bed: Testbed, load: TimedLoad, policy: RoutePolicy, signals: SignalSetti
     return Cluster(groups, router, signals).run(maker, AtTimes(load.offsets_ns))
 
 
-def signals_of(policy_name: str, policy: RoutePolicy) -> SignalSettings:
-    """Return the signals that deliver the figures a policy needs, over the channel of the policy's own system."""
+def signals_of(policy_name: str, policy: RoutePolicy, *, has_pressure: bool = False) -> SignalSettings:
+    """Return the signals that deliver the figures a policy needs, over the channel of the policy's own system.
+
+    Args:
+        has_pressure: whether the engines know their expert pressure; those with the whole network do not.
+    """
     figures = policy.needs.figures
-    sent = tuple(name for name in figures if name != "expert_pressure")  # engines with the whole network have none
+    sent = tuple(name for name in figures if has_pressure or name != "expert_pressure")
     if not sent:
         return SignalSettings()
     channel = ReportChannel.BROADCAST if policy_name in _BROADCAST else ReportChannel.PIGGYBACKED
@@ -165,7 +169,7 @@ def measured(results: Results) -> ServingFigures:
         request_imbalance=float(requests.max() / requests.mean()),
         prefill_imbalance=float(work.max() / work.mean()),
         unlike_prefill_s=(float(prefill[work.argmax()].mean()), float(prefill[work.argmin()].mean())),
-        requests_per_s=_middle_rate(results.last_token_ns),
+        requests_per_s=middle_rate(results.last_token_ns),
     )
 
 
@@ -203,7 +207,8 @@ def latency_ms(values_ns: NDArray[np.int64] | Floats) -> Latency:
     return Latency(float(values.mean()), float(np.percentile(values, 50)), float(np.percentile(values, 99)))
 
 
-def _middle_rate(end_ns: NDArray[np.int64]) -> float:
+def middle_rate(end_ns: NDArray[np.int64]) -> float:
+    """Requests a second between the ends of the first and the last tenth, int64[n] ends in ns."""
     ends = np.sort(end_ns)
     first, last = int(0.1 * len(ends)), int(0.9 * len(ends))
     return (last - first) / (float(ends[last] - ends[first]) / NS_PER_S)

@@ -150,6 +150,22 @@ def with_stalls(stall_share: float = AMOE_STALL_SHARE, pricing: StepPricing = LO
     return StepPricing(price=price, num_segments=pricing.num_segments)
 
 
+def slowed(factor: float, pricing: StepPricing = LOCK_STEP) -> StepPricing:
+    """Lengthen each step by a factor, as on an engine that is slower in all of its parts.
+
+    Raises:
+        ConfigError: the factor is not above 0.
+    """
+    if not factor > 0:
+        raise ConfigError(f"the factor on steps must be above 0, got {factor}")
+
+    def price(step: DrawnStep) -> StepPrice:
+        duration_ns, busy_ns = pricing.price(step)
+        return StepPrice(round(factor * duration_ns), np.rint(factor * busy_ns).astype(np.int64))
+
+    return StepPricing(price=price, num_segments=pricing.num_segments)
+
+
 # --- deployments ------------------------------------------------------------------------------------------------------
 
 

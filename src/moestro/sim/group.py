@@ -64,9 +64,10 @@ class Seat:
         computed: their computed tokens at its start, int32[n].
         kv_events: events of the prefix cache that no reader has taken yet. None means that the rank publishes none.
         has_prompt_kv: whether requests enter with the KV of their prompts, as `sim.dummy_kv` describes.
+        expert_pressure: load of the busiest expert device by the rank's tokens over the mean. None means unknown.
     """
 
-    __slots__ = ("computed", "has_prompt_kv", "kv_events", "plan", "rank", "running", "scripts")
+    __slots__ = ("computed", "expert_pressure", "has_prompt_kv", "kv_events", "plan", "rank", "running", "scripts")
 
     def __init__(self, rank: Rank, scripts: Scripts) -> None:
         self.rank, self.scripts = rank, scripts
@@ -75,6 +76,7 @@ class Seat:
         self.computed: Int32s = _NOBODY
         self.kv_events: deque[KvEvent] | None = None
         self.has_prompt_kv = False
+        self.expert_pressure: float | None = None
 
     def publish(self) -> None:
         """Publish the prefix cache's events from now on."""

@@ -24,6 +24,8 @@ from moestro.cost.staged_engines import in_4_bits
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.flow.registry import make_step_policy
+from moestro.placement.devices import PlaceLimits, even_devices
+from moestro.placement.prices import place_prices
 from moestro.sim.baselines import (
     LOCK_STEP,
     PING_PONG,
@@ -36,6 +38,8 @@ from moestro.sim.baselines import (
 from moestro.sim.engine_prices import default_popularity, stage_cost
 from moestro.sim.group_settings import GroupSettings
 from moestro.sim.lock_step_group import LockStepGroup
+from moestro.sim.offline_routing import start_placement
+from moestro.sim.placement_loop import PlacementSite, ReplanSettings, SimPlacement, with_spare_slots
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings
 from moestro.sim.uneven_devices import StageJitter, item_factors
 from moestro.sim.worker_group import GroupLayout, WorkerGroup
@@ -112,7 +116,7 @@ def group_kv_blocks(setup: GroupSetup, policy: PolicySettings) -> int:
     if engines.engine == "qllm":
         network = in_4_bits(network)
     gpu, utilization = gpu_named(engines.gpu), engines.gpu_memory_utilization
-    num_slots = table.num_copies.sum(axis=2).max(axis=1)
+    num_slots = table.num_copies.sum(axis=2).max(axis=1) + policy.num_spare_slots
     num_ranks = policy.num_attention_workers(setup.group)
     if engines.num_blocks is not None:
         return engines.num_blocks
@@ -145,7 +149,28 @@ def make_group(setup: GroupSetup, policy: PolicySettings, bounds: SchedulerSetti
         jitter=StageJitter(jitter, setup.seed, number) if jitter else None,
         host=_host(setup.engines),
     )
-    return LockStepGroup(bounds, uneven, pricing_of(policy))
+    if not policy.plans_placement:
+        return LockStepGroup(bounds, uneven, pricing_of(policy))
+    control = _placement(setup, policy, deployment.table)
+    return LockStepGroup(bounds, replace(uneven, table=control.table), pricing_of(policy), control)
+
+
+def _placement(setup: GroupSetup, policy: PolicySettings, table: ExpertTable) -> SimPlacement:
+    """Make the control of placement of a group whose workers all have attention and experts."""
+    gpu, machines = gpu_named(setup.engines.gpu), _machines(setup, policy)
+    devices = even_devices(len(table.logical_of), table.logical_of.shape[2] + policy.num_spare_slots)
+    devices = replace(devices, node_of=np.array(machines.machine_of, np.int32), speed=1 / setup.slowdown)
+    site = PlacementSite(
+        devices=devices,
+        prices=place_prices(setup.cost.network, gpu, machines.within, machines.across),
+        limits=PlaceLimits(horizon_steps=policy.place_interval_steps),
+    )
+    settings = ReplanSettings(
+        interval_steps=policy.place_interval_steps,
+        first_steps=policy.place_interval_steps // 4,
+        bytes_per_step=policy.place_bytes_per_step,
+    )
+    return start_placement(policy.place, setup.gate(), with_spare_slots(table, policy.num_spare_slots), site, settings)
 
 
 def deployment_of(setup: GroupSetup, policy: PolicySettings) -> Deployment:

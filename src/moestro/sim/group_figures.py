@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.expert_table import ExpertTable
 from moestro.cost.model import Batch
 from moestro.cost.popularity import PopularityForm
 from moestro.sim.group_builder import GroupSetup, SimGroup, deployment_of
@@ -86,6 +87,10 @@ def covered_ns(starts_ns: NDArray[np.int64], ends_ns: NDArray[np.int64]) -> int:
 def _bound(setup: GroupSetup, policy: PolicySettings, popularity: PopularityForm, results: Results) -> float:
     table = deployment_of(setup, policy).table
     num_ranks = policy.num_attention_workers(setup.group)
+    if policy.plans_placement:  # any expert may come to any worker, so work may be spread over all of them
+        shape = (num_ranks, table.logical_of.shape[1], table.num_experts)
+        everywhere = np.broadcast_to(np.arange(table.num_experts, dtype=np.int32), shape).copy()
+        table = ExpertTable(0, everywhere, table.num_experts, table.is_alive)
     work_ns = least_work_ns(
         _visits(setup, popularity), _least_times(setup, num_ranks, results), table, range(num_ranks), setup.slowdown
     )

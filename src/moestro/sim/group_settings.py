@@ -10,6 +10,7 @@ from moestro.core.setting_checks import MAX_SETTING, CheckedSettings, at_least, 
 from moestro.cost.links import link_named
 from moestro.errors import ConfigError
 from moestro.flow.registry import make_step_policy
+from moestro.placement.registry import PLACE_POLICIES
 
 SimMode = Literal["fused", "preemptive", "ep", "ep-overlap", "afd", "async"]
 GROUP_MODES: tuple[SimMode, ...] = ("ep", "ep-overlap", "afd", "async")
@@ -77,6 +78,10 @@ class GroupModeSettings(CheckedSettings):
         launch_ahead: items that a device holds at once, in `async`; with 2, the host prepares one while another runs.
         stall_share: share of a step for which the workers stall at least, in `ep`, as published for a real system.
         free_links: whether messages and collectives take no time, as in ideal `ep`.
+        place: placement policy that plans anew while the group serves, in `ep` and `ep-overlap`.
+        place_interval_steps: steps between two plans; the first one comes after a quarter of them, as in vLLM.
+        place_bytes_per_step: bytes of weights that a worker receives between two steps; unset: one step waits for all.
+        num_spare_slots: expert slots of each worker and layer beyond its share, in `ep` and `ep-overlap`.
     """
 
     mode: SimMode = "fused"
@@ -87,6 +92,10 @@ class GroupModeSettings(CheckedSettings):
     launch_ahead: Annotated[int, at_least(1)] = 1
     stall_share: Annotated[float | None, at_least(0)] = None
     free_links: bool = False
+    place: str = "static"
+    place_interval_steps: Annotated[int, at_least(4)] = 3000
+    place_bytes_per_step: Annotated[int | None, at_least(1)] = None
+    num_spare_slots: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,8 +111,22 @@ class GroupModeSettings(CheckedSettings):
                 f"{name_of(self, 'stall_share')} goes with mode 'ep' and is below 1, got {self.stall_share:g} with"
                 f" {self.mode!r}"
             )
+        self._check_placement()
         for text in (self.attention_step_policy, self.expert_step_policy):
             make_step_policy(text, math.inf)
+
+    def _check_placement(self) -> None:
+        if self.place == "static" and not self.num_spare_slots:
+            return
+        if self.mode not in {"ep", "ep-overlap"}:
+            name = "place" if self.place != "static" else "num_spare_slots"
+            raise ConfigError(f"{name_of(self, name)} goes with mode 'ep' or 'ep-overlap', not with {self.mode!r}")
+        PLACE_POLICIES.make(self.place)
+
+    @property
+    def plans_placement(self) -> bool:
+        """Whether the group plans its placement while it serves."""
+        return self.place != "static"
 
     @property
     def has_group(self) -> bool:

@@ -18,6 +18,7 @@ from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import StepOutput
 from moestro.sim.baselines import LOCK_STEP, StepPricing
 from moestro.sim.group import FusedSeat
+from moestro.sim.placement_loop import SimPlacement
 
 Int64s = NDArray[np.int64]
 
@@ -29,6 +30,7 @@ class LockStepGroup:
         settings: scheduler settings of each rank.
         deployment: workers of the group and the prices of their stages.
         pricing: baseline.
+        loop: control of placement, which begins with the deployment's table. None means that experts stay.
 
     Attributes:
         seats: ranks, which are the first workers.
@@ -45,13 +47,23 @@ class LockStepGroup:
 
     tells_prefill = True
 
-    def __init__(self, settings: SchedulerSettings, deployment: Deployment, pricing: StepPricing = LOCK_STEP) -> None:
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        deployment: Deployment,
+        pricing: StepPricing = LOCK_STEP,
+        loop: SimPlacement | None = None,
+    ) -> None:
         self.seats = [FusedSeat(settings) for _ in range(deployment.num_ranks)]
         self.next_ns: int | None = None
         self.began_ns = 0
         self.ends: Int64s | None = None
         self._cost, self._price = deployment.cost, pricing.price
         self._pricer = StepPricer(deployment, pricing.num_segments)
+        self._loop, self._table = loop, deployment.table
+        if loop is not None:
+            assert loop.table is deployment.table, "the control begins with the placement of the first step"
+            self._pricer.joins_sources = False
         self.busy_ns: Int64s = np.zeros(deployment.num_workers, np.int64)
         self.stepping_ns = self.num_tokens = self.num_steps = 0
         table = deployment.table
@@ -92,12 +104,22 @@ class LockStepGroup:
         if any(batch is not None for batch in batches):
             num_moved = max(seat.device.take_num_moved() for seat in self.seats)
             moving_ns = self._cost.move_ns(num_moved) if num_moved else 0
-            self.next_ns = now_ns + moving_ns + self._step_ns(batches)
+            self.next_ns = now_ns + moving_ns + self._migration_ns() + self._step_ns(batches)
             for seat in self.seats:
                 if seat.plan is not None:
                     seat.device.finish_at(self.next_ns)
             self.stepping_ns += self.next_ns - now_ns
         return outputs
+
+    def _migration_ns(self) -> int:
+        """Let the control of placement plan and move, and return the time for which the step waits."""
+        if self._loop is None:
+            return 0
+        stall_ns = self._loop.begin_step()
+        if self._loop.table is not self._table:
+            self._table = self._loop.table
+            self._pricer.place(self._table)
+        return stall_ns
 
     def _step_ns(self, batches: list[KeyedBatch | None]) -> int:
         step = self._pricer.draw(batches)
@@ -107,6 +129,10 @@ class LockStepGroup:
         self.num_tokens += sum(len(batch.keys) for batch in batches if batch is not None)
         if step.expert_counts is not None:
             self.expert_counts += step.expert_counts
+        if self._loop is not None and step.counts_by_source is not None:
+            self._loop.observe(step.counts_by_source)
+            for seat, pressure in zip(self.seats, self._loop.expert_pressure.tolist(), strict=True):
+                seat.expert_pressure = pressure
         return duration_ns
 
     def _collect(self, seat: FusedSeat, now_ns: int) -> StepOutput:

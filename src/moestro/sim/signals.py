@@ -54,7 +54,7 @@ class ChannelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def __post_init__(self) -> None:
         check_settings(self)
-        known = [name for name in ROUTED_FIGURES if FIGURES[name].is_from_rank]
+        known = [name for name in ROUTED_FIGURES if FIGURES[name].is_from_rank or name == "expert_pressure"]
         for name in self.figures:
             if name not in known:
                 raise ConfigError(f"signals: a simulated engine does not report {name!r}; known: {', '.join(known)}")
@@ -155,6 +155,8 @@ class _Voice:
         found: dict[str, Any] = {}
         for name in names:
             found[name] = getattr(moment.load, name)
+            if name == "expert_pressure" and self._seat.expert_pressure is not None:
+                found[name] = self._seat.expert_pressure  # of the last step that was counted: it changes slowly
             if name == "kv_usage":
                 found[name] = self._num_held(moment, num_steps) / self._num_blocks
             elif name == "num_tokens" and moment.computed is not None:

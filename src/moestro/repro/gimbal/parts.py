@@ -1,0 +1,144 @@
+"""The parts of Gimbal's experiment. Each is a file, so that a run can be stopped and go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from moestro.cost.popularity import PopularityForm
+from moestro.repro.gimbal.beds import EpBed
+from moestro.repro.gimbal.loads import CHATS, OWN_TEXTS, USERS, Tenants
+from moestro.repro.gimbal.systems import (
+    DPLB,
+    EDR,
+    GIMBAL_V1,
+    MOESTRO,
+    PLACEMENTS,
+    REPEATED,
+    SJFS,
+    STACK,
+    TABLE,
+    V1_NO_USERS,
+    VLLM,
+)
+from moestro.workload.length_shapes import SHAPES, Shape
+from moestro.workload.session_shapes import SessionShape
+
+RATES, HIGH = (1.0, 1.2, 1.4), 1.4  # requests a second (section V-B1)
+SEEDS = (0, 1, 2)  # the paper repeats its runs at 1.4 requests a second three times
+P99_GOAL_MS = 4_900.0  # "our environment consistently has a P99 TTFT" below this at 1.4 requests a second (V-A2)
+
+Found = Literal["", "slowdown", "rate"]
+_TWO_A100 = EpBed()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GimbalPart:
+    """One load of the experiment.
+
+    Attributes:
+        name: the load.
+        finds: what is chosen so that the baseline's P99 TTFT is near the age threshold: `slowdown`, the factor on the
+            engine's steps, at the last rate; `rate`, the rate of a healthy engine; "", nothing.
+        bed: testbed.
+        shape: shape of the lengths.
+        num_requests: requests of a run.
+        rates: requests a second.
+        systems: systems, the baseline first.
+        repeated: systems that the last rate runs under further seeds.
+        seeds: seeds of requests, arrivals, popularity and gate; the first serves all systems and rates.
+        kv_blocks: KV blocks of a rank that are tried; none means the bed's.
+        skews: exponents of Zipf that are tried; none means the bed's.
+        users: users of a part about prefix hits. None means another part.
+        num_runs: runs of such a part.
+        tenants: tenants with experts of their own. None means that all requests have the same.
+    """
+
+    name: str
+    finds: Found = ""
+    bed: EpBed = _TWO_A100
+    shape: Shape = "random"
+    num_requests: int = 1000
+    rates: tuple[float, ...] = RATES
+    systems: tuple[str, ...] = TABLE
+    repeated: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0,)
+    kv_blocks: tuple[int, ...] = ()
+    skews: tuple[float, ...] = ()
+    users: SessionShape | None = None
+    num_runs: int = 5
+    tenants: Tenants | None = None
+
+
+# Eight GPUs: users stay on their rank, and each of four domains has its own hot experts. With 300 steps between two
+# plans, a run of a thousand steps has several.
+_SOURCES = EpBed(
+    num_ranks=8, popularity=PopularityForm(hot_ids="permuted", num_domains=4), num_spares=2, interval_steps=300
+)
+_NUM_TENANT_REQUESTS = 300  # some 20 s of arrivals
+_PREFIX_SYSTEMS = (VLLM, GIMBAL_V1, V1_NO_USERS, MOESTRO)
+_OVERLOADED = 1000  # requests of the part `overload`; a shorter run has no P99 TTFT of seconds at any rate
+
+
+def whole(num_requests: int) -> tuple[GimbalPart, ...]:
+    """Return all parts, with so many requests in each run of the latency tables."""
+    parts = [GimbalPart(name=f"healthy_{shape}", shape=shape, num_requests=num_requests) for shape in SHAPES]
+    parts += [
+        GimbalPart(
+            name=f"slow_{shape}", finds="slowdown", shape=shape, num_requests=num_requests, repeated=REPEATED,
+            seeds=SEEDS,
+        )
+        for shape in SHAPES
+    ]  # fmt: skip
+    parts += [
+        GimbalPart(name="overload_random", finds="rate", num_requests=_OVERLOADED, rates=()),
+        GimbalPart(
+            name="kv_memory", finds="slowdown", shape="central", num_requests=num_requests, rates=(HIGH,),
+            systems=(VLLM, DPLB, GIMBAL_V1, MOESTRO), kv_blocks=(384, 512, 1024, 4096),
+        ),
+        GimbalPart(
+            name="skew", shape="average", num_requests=_NUM_TENANT_REQUESTS, rates=(6.0,), skews=(0.0, 0.3, 0.6, 1.0),
+            systems=("place:static", "place:eplb", "place:gimbal_v1", "place:moestro"), bed=EpBed(interval_steps=500),
+        ),
+    ]  # fmt: skip
+    parts += [
+        GimbalPart(
+            name=f"prefix_{name}", users=users, num_requests=10_000, rates=(30.0,), systems=_PREFIX_SYSTEMS,
+            bed=EpBed(has_cache=True),
+        )
+        for name, users in (("users", USERS), ("own_texts", OWN_TEXTS), ("chats", CHATS))
+    ]  # fmt: skip
+    for name, machines, shuffled in (("", 1, False), ("_two_machines", 2, False), ("_shuffled", 2, True)):
+        parts.append(
+            GimbalPart(
+                name=f"sources{name}", num_requests=_NUM_TENANT_REQUESTS, rates=(16.0,), shape="average",
+                systems=PLACEMENTS, bed=replace(_SOURCES, num_machines=machines), tenants=Tenants(is_shuffled=shuffled),
+            )
+        )  # fmt: skip
+    parts.append(
+        GimbalPart(
+            name="stack", num_requests=_NUM_TENANT_REQUESTS, rates=(16.0,), shape="two-end", systems=STACK,
+            bed=replace(_SOURCES, num_machines=2), tenants=Tenants(drifts=True, users_per_domain=8),
+        )
+    )  # fmt: skip
+    return tuple(parts)
+
+
+QUICK = (
+    GimbalPart(
+        name="healthy_random", num_requests=24, rates=(HIGH,), bed=EpBed(interval_steps=200),
+        systems=(VLLM, DPLB, SJFS, EDR, GIMBAL_V1, MOESTRO),
+    ),
+    GimbalPart(
+        name="kv_memory", finds="slowdown", shape="central", num_requests=24, rates=(HIGH,), systems=(VLLM, DPLB),
+        kv_blocks=(384,),
+    ),
+    GimbalPart(
+        name="prefix_users", users=USERS, num_requests=400, rates=(8.0,), num_runs=2,
+        systems=(VLLM, GIMBAL_V1, V1_NO_USERS), bed=EpBed(has_cache=True),
+    ),
+    GimbalPart(
+        name="sources", num_requests=24, rates=(16.0,), systems=("place:static", "place:eplb", "place:moestro"),
+        bed=replace(_SOURCES, interval_steps=60), tenants=Tenants(),
+    ),
+)  # fmt: skip

@@ -1,0 +1,216 @@
+"""Gimbal's reproduction, small: every kind of part is run, and the claims follow from what was run."""
+
+from __future__ import annotations
+
+import importlib
+import io
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from rich.console import Console
+
+from moestro.cost.hf_config import CONFIGS
+from moestro.cost.popularity import PopularityForm
+from moestro.errors import ConfigError
+from moestro.repro.gimbal import GimbalSettings
+from moestro.repro.gimbal.beds import BLOCK_SIZE, EpBed
+from moestro.repro.gimbal.claims import claims_of
+from moestro.repro.gimbal.experiment import GimbalExperiment, make_experiment
+from moestro.repro.gimbal.findings import GimbalCell, GimbalFindings, PrefixCell
+from moestro.repro.gimbal.loads import USERS, Tenants, burstgpt, fitting, shaped_load, tenant_load, user_load
+from moestro.repro.gimbal.parts import QUICK, GimbalPart, whole
+from moestro.repro.gimbal.systems import (
+    DPLB,
+    EDR,
+    GIMBAL_V1,
+    MOESTRO,
+    PLACE,
+    SJFS,
+    STACK,
+    SYSTEMS,
+    V1_NO_USERS,
+    VLLM,
+    VLLM_EPLB,
+)
+from moestro.repro.results import merged
+from moestro.repro.testbed import Latency
+
+CONFIGS["small"] = {**CONFIGS["qwen3-30b-a3b"], "num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4}
+BED = EpBed(network="small", interval_steps=40)
+TINY = (
+    GimbalPart(
+        name="healthy_random", num_requests=6, rates=(4.0,), bed=BED, systems=(VLLM, DPLB, SJFS, EDR, GIMBAL_V1)
+    ),
+    GimbalPart(
+        name="kv_memory", shape="central", num_requests=6, rates=(40.0,), bed=BED, systems=(VLLM, DPLB),
+        kv_blocks=(512,),
+    ),
+    GimbalPart(
+        name="prefix_users", users=USERS, num_requests=60, rates=(30.0,), num_runs=2,
+        systems=(VLLM, GIMBAL_V1, V1_NO_USERS), bed=replace(BED, has_cache=True),
+    ),
+    GimbalPart(
+        name="stack", num_requests=6, rates=(30.0,), systems=(VLLM_EPLB, PLACE, MOESTRO),
+        bed=replace(BED, num_ranks=4, num_machines=2, num_spares=1,
+                    popularity=PopularityForm(hot_ids="permuted", num_domains=4)),
+        tenants=Tenants(drifts=True),
+    ),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found():
+    steps, experiment = [], GimbalExperiment(TINY, None)
+    return merged([experiment.run(load, steps.append) for load in experiment.loads]), experiment, steps
+
+
+def test_every_system_is_run_on_every_part(found):
+    findings, experiment, steps = found
+    assert len(steps) == sum(map(experiment.num_runs, experiment.loads)) == len(findings.cells) + len(findings.prefixes)
+    assert {cell.system for cell in findings.cells if cell.load == "stack"} == {VLLM_EPLB, PLACE, MOESTRO}
+    assert {cell.num_requests for cell in findings.cells} == {6}
+    read = msgspec.json.decode(msgspec.json.encode(findings), type=GimbalFindings)
+    assert read.cells == findings.cells
+
+
+def test_algorithm_1_takes_the_engines_in_turn_below_its_threshold_as_round_robin_does(found):
+    findings, _, _ = found
+    [plain], [dplb] = (findings.of("healthy_random", 4.0, name) for name in (VLLM, DPLB))
+    assert dplb.branches == {"no user": 6}
+    assert dplb.ttft_ms == plain.ttft_ms
+
+
+def test_placement_is_planned_while_serving_and_moves_are_charged(found):
+    findings, _, _ = found
+    [eplb], [ours] = (findings.of("stack", 30.0, name) for name in (VLLM_EPLB, PLACE))
+    assert eplb.num_plans > 1
+    assert eplb.moved_gb > ours.moved_gb
+    assert eplb.stall_ms > ours.stall_ms
+
+
+def test_tables_and_claims_are_shown(found):
+    findings, experiment, _ = found
+    console = Console(file=io.StringIO(), width=250)
+    for table in experiment.tables(findings):
+        console.print(table)
+    said = console.file.getvalue()
+    assert "kv_memory 512" in said
+    assert "prefix caches" in said
+    sources = {claim.source for claim in experiment.claims(findings)}
+    assert {"our own goal", "v1, figure 11, prefix_users"} <= sources
+
+
+def test_pictures_are_drawn(found):
+    pytest.importorskip("matplotlib")
+    findings, experiment, _ = found
+    drawing = importlib.import_module(experiment.drawing)
+    cells = [replace_system(findings.of("stack", 30.0, MOESTRO)[0], name) for name in STACK]
+    with_stack = msgspec.structs.replace(findings, cells=[*findings.cells, *cells])
+    assert set(drawing.pictures(experiment, with_stack)) == {"healthy", "stack"}
+
+
+def replace_system(cell: GimbalCell, system: str) -> GimbalCell:
+    return msgspec.structs.replace(cell, system=system)
+
+
+# --- judging ----------------------------------------------------------------------------------------------------------
+
+
+def cell(load: str, system: str, ttft: float, *, tpot: float = 50.0, rate: float = 1.4, seed: int = 0, **changes):
+    latency = Latency(ttft, ttft, 3 * ttft)
+    given = {
+        "load": load, "rate": rate, "system": system, "seed": seed, "num_requests": 10, "ttft_ms": latency,
+        "tpot_ms": Latency(tpot, tpot, tpot), "requests_per_s": rate, "tokens_per_s": 100.0, "step_ms": 10.0,
+        "num_plans": 1, "moved_gb": 0.0, "stall_ms": 0.0, "balance": 0.9, "branches": {}, "num_aged": 0,
+        "num_preemptions": 0, "is_generated": True, **changes,
+    }  # fmt: skip
+    return GimbalCell(**given)
+
+
+def verdicts(findings: GimbalFindings) -> dict[str, bool | None]:
+    return {claim.paper: claim.holds for claim in claims_of(findings)}
+
+
+@pytest.mark.parametrize(("ttft", "holds"), [(80.0, True), (99.0, False), (120.0, False)])
+def test_a_gain_holds_by_more_than_two_percent(ttft, holds):
+    cells = [cell(f"slow_{shape}", VLLM, 100.0) for shape in ("random", "central")]
+    cells += [cell(f"slow_{shape}", GIMBAL_V1, ttft) for shape in ("random", "central")]
+    assert verdicts(GimbalFindings(cells=cells))["gimbal_v1: TTFT -17.76% from vLLM"] is holds
+
+
+def test_changes_are_those_of_equal_seeds():
+    findings = GimbalFindings(cells=[])
+    ours = [cell("x", GIMBAL_V1, 90.0), cell("x", GIMBAL_V1, 60.0, seed=1)]
+    base = [cell("x", VLLM, 100.0), cell("x", VLLM, 500.0, seed=2)]
+    assert findings.change("TTFT", ours, base) == pytest.approx(-0.1)
+    assert findings.change("TTFT", ours[1:], base) is None
+
+
+def test_memory_is_judged_only_where_the_threshold_binds():
+    def findings(branch: str, ttft: float) -> GimbalFindings:
+        cells = [cell("kv_memory", VLLM, 100.0, setting="512")]
+        return GimbalFindings(cells=[*cells, cell("kv_memory", DPLB, ttft, setting="512", branches={branch: 9})])
+
+    said = "where KV use exceeds theta_kv, requests go to the engine with the least KV or load, and TTFT falls"
+    assert verdicts(findings("no user", 50.0))[said] is None
+    assert verdicts(findings("least KV", 50.0))[said] is True
+    assert verdicts(findings("least KV", 100.0))[said] is False
+
+
+def test_hits_are_compared_by_count_and_rate():
+    def prefix(system: str, run: int, hits: int) -> PrefixCell:
+        return PrefixCell(load="p", system=system, run=run, num_requests=10, hit_blocks=hits, queried_blocks=1000)
+
+    runs = [prefix(VLLM, 0, 40), prefix(VLLM, 1, 30), prefix(GIMBAL_V1, 0, 44), prefix(GIMBAL_V1, 1, 44)]
+    assert list(verdicts(GimbalFindings(prefixes=runs)).values()) == [True, True]
+
+
+# --- loads and plans --------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_has_the_same_requests_at_every_rate():
+    slow, fast = (shaped_load(None, "average", 20, rate, 3) for rate in (1.0, 2.0))
+    assert (slow.rows.num_prompt_tokens == fast.rows.num_prompt_tokens).all()
+    np.testing.assert_allclose(slow.offsets_ns, 2 * fast.offsets_ns, atol=2)
+    assert abs(np.log(burstgpt(None).num_prompt_tokens.mean() / 363)) < 0.1
+
+
+def test_runs_of_users_differ_in_order_alone():
+    one, other = (user_load(USERS, 200, 30.0, 0.05, run) for run in (0, 1))
+    assert sorted(one.rows.num_prompt_tokens) == sorted(other.rows.num_prompt_tokens)
+    assert (one.rows.num_prompt_tokens != other.rows.num_prompt_tokens).any()
+    assert (np.diff(one.offsets_ns) >= 0).all()
+
+
+def test_tenants_drift_and_requests_fit_small_caches():
+    rows = shaped_load(None, "random", 400, 1.0, 0).rows
+    load = tenant_load(rows, Tenants(drifts=True), 5.0, 0)
+    assert set(load.rows.domain[:200]) == {0, 1}
+    assert set(load.rows.domain[200:]) == {2, 3}
+    assert (load.rows.user % 4 == load.rows.domain).all()
+    shuffled = tenant_load(rows, Tenants(is_shuffled=True), 5.0, 0).rows
+    assert (shuffled.user % 4 != shuffled.domain).any()
+    short = fitting(rows, 20 * BLOCK_SIZE)
+    assert (short.num_prompt_tokens + short.num_output_tokens).max() <= 15 * BLOCK_SIZE
+    assert short.num_output_tokens.min() >= 1
+
+
+def test_the_plan_names_known_systems_and_quick_is_a_part_of_it():
+    parts = whole(1000)
+    assert len({part.name for part in parts}) == len(parts)
+    assert {name for part in (*parts, *QUICK) for name in part.systems} <= set(SYSTEMS)
+    assert {part.name for part in QUICK} <= {part.name for part in parts}
+    assert make_experiment(GimbalSettings(quick=True)).loads == [part.name for part in QUICK]
+    with pytest.raises(ConfigError, match="no load"):
+        make_experiment(GimbalSettings(loads=("nowhere",)))
+
+
+def test_the_slower_the_engine_the_longer_the_wait_which_the_search_uses():
+    part = replace(TINY[0], name="slow", finds="slowdown", systems=(VLLM,), num_requests=4)
+    experiment = GimbalExperiment((part,), None)
+    findings = experiment.run("slow", lambda _: None)
+    [found] = findings.cells
+    assert found.ttft_ms.p99 == pytest.approx(4900, rel=0.06)
+    assert findings.levels["slow"] > 10
