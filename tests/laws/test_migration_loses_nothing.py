@@ -7,10 +7,13 @@ import contextlib
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from support.fake_stages import expected_tokens, make_shape
 from support.linked_group import serve
-from support.migrating_group import MigratingGroup, random_requests, rows_of, run_at_once
+from support.migrating_group import Memory, MigratingGroup, random_requests, rows_of, run_at_once
 
+from moestro.config.launch_spec import GroupSpec
+from moestro.flow.executor import FlowExecutor
 from moestro.flow.settings import GroupOptions
 from moestro.worker import expert_loader, peer_inbox
 
@@ -124,3 +127,31 @@ def test_every_token_is_exact_and_every_slot_has_its_expert(seed, colocated, dea
 
     mover = asyncio.run(inside())
     assert mover.ends
+
+
+def hasty_homes(patch: pytest.MonkeyPatch) -> None:
+    """Homes confirm a table although they wait for slots of the one before."""
+    patch.setattr(FlowExecutor, "is_settled", True)
+
+
+def lazy_workers(patch: pytest.MonkeyPatch) -> None:
+    """Workers say that they are prepared without having loaded anything."""
+    patch.setattr(Memory, "write", lambda *_: None)
+
+
+def forgetful_restarts(patch: pytest.MonkeyPatch) -> None:
+    """Workers start again with the slots of the group's start."""
+    real = GroupSpec.expert_table
+    patch.setattr(GroupSpec, "expert_table", lambda spec, *sizes: real(replace(spec, table=None), *sizes))
+
+
+@pytest.mark.parametrize("mistake", [hasty_homes, lazy_workers, forgetful_restarts])
+def test_the_law_finds_a_mistake(mistake, monkeypatch):
+    mistake(monkeypatch)
+
+    async def inside(seed: int) -> None:
+        serve_and_move(seed, colocated=False, death_rate=0.01, cancel_rate=0.0)
+
+    for seed in (0, 1, 3, 4):
+        with pytest.raises(AssertionError):
+            asyncio.run(inside(seed))

@@ -105,10 +105,10 @@ def test_tokens_are_those_of_one_rank_while_experts_move_in_every_step(
     assert num_committed >= 5
     print(f"{name}: {num_committed} layers moved, {num_cancelled} migrations cancelled")
     assert max(max(each.most_sent, each.most_taken) for each in moving.exchanges) <= 2 * size
+    wait_until(moving.all_sleep)
     tables = [device.placed for device in moving.devices]
     assert all(each == tables[0] for each in tables)
     assert (tables[0].table().logical_of == moving.migration.table.logical_of).all()
-    wait_until(moving.all_sleep)
 
 
 @pytest.mark.parametrize("num_redundant", [0, 3])
@@ -141,6 +141,7 @@ def test_moved_weights_are_those_of_the_checkpoint_bit_for_bit_and_idle_ranks_sl
         target = random_target(rng, moving.migration.table)
         moving.migration.start(target, size)
         moving.settle()
+        wait_until(moving.all_sleep)  # rank 0 reports a commit, and rank 1 may be about to do the same
         assert moving.migration.progress.num_committed == len(network.experts)
         num_bytes += moving.migration.progress.num_bytes
         for device in moving.devices:
@@ -153,7 +154,6 @@ def test_moved_weights_are_those_of_the_checkpoint_bit_for_bit_and_idle_ranks_sl
                     assert torch.equal(found, kept)
     assert num_bytes % size == 0
     assert num_bytes > 0
-    wait_until(moving.all_sleep)
     assert not any(rank.has_work for rank in moving.ranks)
     assert moving.ranks[0].num_steps > 0, "a group that moves makes progress, as the watchdog sees it"
     assert moving.ranks[0].stats().lock_step.num_group_steps == 0

@@ -7,6 +7,7 @@ from functools import cache
 import msgspec
 import numpy as np
 import pytest
+import torch
 from parity import drive, tiny
 from support.fake_device import make_request
 from support.linked_group import serve
@@ -155,6 +156,18 @@ def test_experts_move_again_and_again_while_tokens_are_inside(dtype, checkpoint,
     group.turn = turn_and_move
     assert serve(group, make_requests()) == fused("deepseek_v3", dtype)
     assert mover.num_moves > 1
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_torch_s_default_dtype_changes_no_token(name, checkpoint, fused):
+    """transformers sets it while it builds a layer that a thread reads, and it counts for all threads."""
+    group = TorchGroup(np.random.default_rng(1), checkpoint(name), LAYOUTS["2 colocated"], POLICIES["1+1"])
+    expected, before = fused(name, "float64"), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert serve(group, make_requests()) == expected
+    finally:
+        torch.set_default_dtype(before)
 
 
 READ_CONTRIBUTIONS = Arena.read_contributions

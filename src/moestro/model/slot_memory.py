@@ -25,6 +25,9 @@ class TorchSlots:
     def read(self, layer: int, experts: Sequence[int]) -> list[ExpertWeights | None]:
         """Read experts from the checkpoint. This reads the whole layer once, and takes its memory meanwhile.
 
+        A thread may do so beside the network's steps, which depend on no default of torch: transformers changes torch's
+        default dtype for all threads while it builds the layer.
+
         Returns:
             Weights of each expert. None means that the layer has fewer experts, so that no token visits this one.
 

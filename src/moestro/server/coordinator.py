@@ -334,7 +334,8 @@ class Coordinator:
             used: int32[places, layers, slots], as of `GroupTable.used`.
         """
         is_silent = np.array([member.is_silent for member in self._members], np.bool_)
-        return ~is_silent | (used != EMPTY).any(axis=(1, 2))
+        alive: NDArray[np.bool_] = ~is_silent | (used != EMPTY).any(axis=(1, 2))
+        return alive
 
     def served_slots(self) -> tuple[NDArray[np.bool_], int]:
         """Implement `MovingGroup.served_slots`."""

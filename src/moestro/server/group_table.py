@@ -91,5 +91,5 @@ def held_by(logical_of: Int32s, num_experts: int) -> Bools:
 
 def any_of(held: Bools) -> Bools:
     """bool[layers, experts], which experts any of the workers of `held` has."""
-    found: Bools = held.any(axis=0)
+    found: Bools = np.logical_or.reduce(held, axis=0)
     return found

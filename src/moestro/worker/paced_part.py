@@ -142,4 +142,4 @@ def _num_slots(spec: LaunchSpec, paced: PacedSettings) -> int:
         )
     if not spec.group.has_experts:
         return 0
-    return spec.group.expert_table(1, experts.num_experts).logical_of.shape[2]
+    return int(spec.group.expert_table(1, experts.num_experts).logical_of.shape[2])
