@@ -127,7 +127,8 @@ class MigratingGroup(FakeGroup):
         links = PeerConnections(self, worker)
         channel = Channel(self, worker)
         inbox = PeerInbox(spec, channel, links, Memory(device) if spec.has_experts else None)
-        inbox._follow(self.to_worker[worker].popleft())
+        channel.arrived, self.to_worker[worker] = self.to_worker[worker], deque()  # and what comes with it
+        inbox._take_in()
         inbox.use(self.executors[worker])
         return inbox
 

@@ -205,7 +205,7 @@ class AsyncMigration:
         for row, slot, expert in moves.loads:
             worker = table.first + row
             if not takes[worker] or table.logical_of[worker, at, slot] != EMPTY:
-                self._end(f"{self._group.name(worker)} changed since the moves were planned")
+                self._end(f"{self._group.name(worker)} stopped, or was replaced, after the moves were planned")
                 return
             slots, experts = by_worker.setdefault(worker, ([], []))
             slots.append(slot)

@@ -50,6 +50,7 @@ class PeerInbox:
         self._group, self._channel, self._links, self._memory = group, channel, links, memory
         self._pace_counts = pace_counts
         self._loader: ExpertLoader | None = None
+        self._asked: PrepareExperts | None = None  # the latest question, before the loader follows it
         self._unconfirmed: int | None = None  # version of the table of which the coordinator is to be told
         self._confirm_at_ns = self._load_at_ns = self._loaded_in_step = 0
         self._executor: FlowExecutor | None = None
@@ -136,8 +137,7 @@ class PeerInbox:
                 case Members():
                     self._follow(message)
                 case PrepareExperts():
-                    assert self._loader is not None, "experts come to workers that serve experts"
-                    self._loader.begin(message)
+                    self._asked = message
                 case _:
                     others.append(message)
         return others, bool(messages)
@@ -158,6 +158,9 @@ class PeerInbox:
 
     def _follow_up(self, now_ns: int) -> None:
         """Go on with what takes several steps: experts that are loaded, and a table that is to be confirmed."""
+        if self._asked is not None and self._loader is not None:  # The coordinator may ask before the worker serves.
+            self._loader.begin(self._asked)
+            self._asked = None
         # The loop reads its inbox twice in a step, and an idle one takes no steps.
         is_next_step = self._channel.num_steps != self._loaded_in_step or now_ns >= self._load_at_ns
         if self._loader is not None and self._loader.is_busy and is_next_step:
