@@ -30,7 +30,8 @@ INTERVAL = 50
 @pytest.fixture(scope="module", params=MODES)
 def placed(request, real_command, tmp_path_factory) -> Iterator[Running]:
     """A group that plans only when a test asks."""
-    command = (*real_command, *EXACT, *MODES[request.param], "--route-policy", "round_robin")
+    slowly = ("--placement-max-bytes-per-step", "1")  # one expert at a time
+    command = (*real_command, *EXACT, *MODES[request.param], *slowly, "--route-policy", "round_robin")
     with running(command, tmp_path_factory.mktemp(request.param)) as server:
         yield server
 
@@ -86,6 +87,24 @@ def test_a_file_of_moestro_place_is_applied(placed, server, tmp_path, capsys):
     wait_until(lambda: not shown(placed)["progress"]["is_running"], 60)
     assert shown(placed)["progress"]["error"] == ""
     assert answers(placed, range(8)) == answers(server, range(8))
+
+
+def test_a_worker_that_is_killed_while_experts_move_leaves_a_table_that_serves(placed, server):
+    rows = [[*range(15, -1, -1)]] * 7
+    assert call_admin(placed, "POST", "/admin/placement/apply", {"physical_to_logical_map": rows}).status == 202
+    workers = [worker for worker in placed.ranks() if "experts" in worker.cmdline()]
+    (workers or placed.ranks())[-1].kill()
+    wait_until(lambda: not shown(placed)["progress"]["is_running"], 60)
+    wait_until(lambda: complete(placed, max_tokens=1).status == 200, 90)  # a group in lock-step restarts as a whole
+    assert answers(placed, range(4)) == answers(server, range(4))
+    found = shown(placed, "?arrays=true")
+    every = [{expert for worker in layer for expert in worker if expert >= 0} for layer in found["table"]]
+    assert every == [set(range(16))] * 7
+    applied = call_admin(placed, "POST", "/admin/placement/apply", {"physical_to_logical_map": rows})
+    assert applied.status in (200, 202), applied.body
+    wait_until(lambda: not shown(placed)["progress"]["is_running"], 60)
+    assert shown(placed)["progress"]["error"] == ""
+    assert answers(placed, range(4)) == answers(server, range(4))
 
 
 def test_a_server_without_a_group_says_why(server, fake):

@@ -109,6 +109,7 @@ class PlacementAdmin:
         return plan_view(plan, self._loop.view, horizon_steps, has_arrays=has_arrays)
 
     def _shown(self, *, has_arrays: bool) -> web.Response:
+        self._control.tick(self._loop.now_ns())  # A migration may have ended since the last look.
         workers = self._loop.view.group.places().holders.tolist()
         return _json(placement_view(self._control, workers, self._loop.now_ns(), has_arrays=has_arrays))
 
